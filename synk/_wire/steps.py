@@ -6,7 +6,8 @@ The master plans them. The workers run them, each its own share; if they are sma
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,8 @@ Place = tuple[int, int]
 """``(segment_id, byte offset)``."""
 
 
-class Copy(NamedTuple):
+@dataclass(frozen=True)
+class Copy:
     """Copy ``nbytes`` bytes from one place to another."""
 
     source: Place
@@ -25,7 +27,8 @@ class Copy(NamedTuple):
     nbytes: int
 
 
-class Reduce(NamedTuple):
+@dataclass(frozen=True)
+class Reduce:
     """Reduce ``count`` elements of ``dtype`` from several places, in order, into another place."""
 
     op: str

@@ -98,7 +98,7 @@ class Backend(Protocol):
         """Return the kind of device on which torch computes beside this backend: ``"cpu"``, ``"cuda"``, ..."""
 
     def converters(self, framework: str) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-        """Return functions that convert arrays to those of ``"torch"`` or ``"jax"`` and back, without a copy."""
+        """Return functions that convert arrays to arrays of ``"torch"`` or ``"jax"`` and back, without a copy."""
 
     def running(self) -> contextlib.AbstractContextManager[Any]:
         """Make the backend's device and stream current while the body runs."""
@@ -166,12 +166,6 @@ class NcclBackend(DeviceBackend, BufferBackend, Protocol):
 
     def join_communication(self) -> None:
         """Make all later device work wait for what ``communicate`` launched. The host does not wait."""
-
-    def is_idle(self) -> bool:
-        """Whether everything queued is done. Does not wait."""
-
-    def scratch_address(self) -> int:
-        """Return the address of a few bytes of device memory that stay allocated."""
 
 
 class BackendModule(Protocol):

@@ -25,7 +25,7 @@ class DeviceAssignment:
     torch_device : str
         The kind of device on which torch computes on the ranks.
     framework : str or None
-        The library whose arrays functions get that name none; None: those of the backend itself.
+        The library whose arrays functions get unless they name one. None means the arrays of the backend itself.
     """
 
     devices: tuple[str, ...]

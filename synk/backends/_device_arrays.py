@@ -9,6 +9,7 @@ import numpy as np
 
 from synk._pure.arrays import as_plain_array
 from synk._pure.trees import flatten, unflatten
+from synk._wire.memory import Segment
 from synk.backends._numpy import NumpyBackend
 
 
@@ -33,6 +34,15 @@ class DeviceArrays:
 
     def from_host(self, host: np.ndarray) -> Any:
         raise NotImplementedError
+
+    def take_rows(self, host: np.ndarray, indices: np.ndarray) -> Any:
+        return self.from_host(host.take(indices, axis=0))
+
+    def note_segment(self, segment: Segment) -> None:
+        """Do nothing: most libraries copy from any memory."""
+
+    def enter_thread(self) -> None:
+        """Do nothing: with most libraries every thread queues in the same order."""
 
     def as_output(self, value: Any) -> Any:
         return value if isinstance(value, self.xp.ndarray) else self._host.as_output(value)

@@ -82,7 +82,7 @@ def _selectors(listed: Sequence[Sequence[str]]) -> dict[str, str]:
 
 
 def _divided(allowed: Sequence[int], devices: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the CPUs for each rank: those that compute on the CPU divide them, because OpenCL uses all that it may."""
+    """Return the CPUs for each rank. Ranks on the CPU divide the CPUs, because OpenCL uses all that it may."""
     on_cpu = [rank for rank, name in enumerate(devices) if name == "cpu"]
     parts = [tuple(map(int, part)) for part in np.array_split(allowed, min(len(on_cpu), len(allowed)) or 1)]
     own = {rank: parts[place % len(parts)] for place, rank in enumerate(on_cpu)}
@@ -90,7 +90,7 @@ def _divided(allowed: Sequence[int], devices: Sequence[str]) -> tuple[tuple[int,
 
 
 def _library_variables() -> dict[str, str]:
-    """Return what OpenCL's loader needs to find the CPU: the file that the wheel brings names a folder not there."""
+    """Return what OpenCL's loader needs to find the CPU: the wheel's own file names a folder that does not exist."""
     library = os.path.join(sys.prefix, "lib", "libintelocl.so")
     return {} if "OCL_ICD_FILENAMES" in os.environ or not os.path.exists(library) else {"OCL_ICD_FILENAMES": library}
 
@@ -138,9 +138,6 @@ class DpnpBackend(DeviceArrays):
         """dpnp's record of what is queued."""
         return self._dpctl.utils.SequentialOrderManager[self._queue]
 
-    def note_segment(self, segment: Segment) -> None:
-        """Do nothing: SYCL copies from any memory."""
-
     def forget_segment(self, segment: Segment) -> None:
         """Wait for the copies that may read the segment."""
         self._copy_queue.wait()
@@ -168,9 +165,6 @@ class DpnpBackend(DeviceArrays):
                 self._copied.append(event)
         return array
 
-    def take_rows(self, host: np.ndarray, indices: np.ndarray) -> Any:
-        return self.from_host(host.take(indices, axis=0))
-
     def take(self, array: Any, indices: np.ndarray) -> Any:
         return self.xp.take(array, self.from_host(indices), axis=0)
 
@@ -188,9 +182,6 @@ class DpnpBackend(DeviceArrays):
     def join(self, event: Any) -> None:
         for each in event:
             self._order.add_event_pair(each, each)
-
-    def enter_thread(self) -> None:
-        """Do nothing: every thread queues in the same order."""
 
     def is_pinned(self, host: np.ndarray) -> bool:
         return bool(host.flags.c_contiguous)

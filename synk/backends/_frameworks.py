@@ -1,4 +1,4 @@
-"""Converts arrays to those of other libraries for functions, and back, without a copy."""
+"""Converts arrays to arrays of other libraries for functions, and back, without a copy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Converter = Callable[[Any], Any]
 
 
 def host_converters(framework: str) -> tuple[Converter, Converter]:
-    """Return ``(to_framework, from_framework)`` between NumPy arrays and those of ``framework``.
+    """Return ``(to_framework, from_framework)`` between NumPy arrays and arrays of ``framework``.
 
     Arrays of dtypes that the library lacks (text, dates) are not converted. Tensors are views. torch has no read-only
     tensors: a function that writes into its input (``x += 1``, ``x.relu_()``) changes pages of its own process, which
@@ -31,7 +31,7 @@ def host_converters(framework: str) -> tuple[Converter, Converter]:
 
 
 def on_host(obj: Any) -> Any:
-    """Return a tensor of torch, or an array of JAX, that lies on a device as one of the host; others unchanged."""
+    """Return a tensor of torch or an array of JAX on a device as one of the host; anything else unchanged."""
     torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
     if torch is not None and isinstance(obj, torch.Tensor):
         return obj if obj.device.type in ("cpu", "meta") else obj.detach().cpu()
@@ -86,7 +86,7 @@ def _jax_converters() -> tuple[Converter, Converter]:
 
 @functools.cache
 def device_converters(framework: str) -> tuple[Converter, Converter]:
-    """Return ``(to_framework, from_framework)`` between CuPy arrays and those of ``framework``, by DLPack.
+    """Return ``(to_framework, from_framework)`` between CuPy arrays and arrays of ``framework``, by DLPack.
 
     Each side tells the other its current stream, so the order of the work is kept whatever the streams are. Values on
     the host, such as CPU tensors, come back as NumPy arrays.

@@ -19,7 +19,7 @@ def version_line(library: str) -> list[str]:
     """Return the line of ``synk.info()`` on a library that is installed; nothing if it is not.
 
     The version is read off the folder that pip writes beside the library: ``importlib.metadata`` would import ``csv``
-    and others, which may be the user's files in the folder where the program is by now.
+    and others, and files of the user in the program's current folder may have these names.
     """
     spec = importlib.util.find_spec(library)
     if spec is None or spec.origin is None:

@@ -95,9 +95,6 @@ class TorchBackend(DeviceArrays):
             self._stream, self._copy_stream = self._module.current_stream(), self._module.Stream()
         host_converters("torch")  # has torch give its warning of read-only memory
 
-    def note_segment(self, segment: Segment) -> None:
-        """Do nothing: torch copies from any memory."""
-
     def forget_segment(self, segment: Segment) -> None:
         """Do nothing: nothing refers to it here."""
 
@@ -118,9 +115,6 @@ class TorchBackend(DeviceArrays):
         array: TorchArray = self.xp.ndarray(tensor)
         return array
 
-    def take_rows(self, host: np.ndarray, indices: np.ndarray) -> TorchArray:
-        return self.from_host(host.take(indices, axis=0))
-
     def take(self, array: Any, indices: np.ndarray) -> TorchArray:
         rows: TorchArray = array[self._torch.from_numpy(np.array(indices)).to(self._device)]
         return rows
@@ -140,9 +134,6 @@ class TorchBackend(DeviceArrays):
     def join(self, event: Any) -> None:
         if event is not None:
             self._module.current_stream().wait_event(event)
-
-    def enter_thread(self) -> None:
-        """Do nothing: every thread queues on the same stream."""
 
     def is_pinned(self, host: np.ndarray) -> bool:
         return False

@@ -1,7 +1,7 @@
 """The agent of a node: to the head it is a process like a worker, and it is the master of the node's own workers.
 
-It has an ordinary session. What the workers load comes from the head and is passed on unopened; a call comes with the
-rows of the node, and goes the way of every call from there on. Its outputs go back as the ranks published them.
+It has an ordinary session. What the workers load comes from the head, and the agent passes it on unopened. A call comes
+with the rows of the node and then takes the path of every call. Its outputs go back as the ranks published them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from synk._master.calls.arguments import Argument
 from synk._master.calls.call import abandon, load, send
 from synk._master.calls.launched import Launched
-from synk._master.calls.plans import Call, CallOptions
+from synk._master.calls.plans import Call
 from synk._master.calls.replies import carry_out, publishing, take_layouts
 from synk._master.calls.staging import plan_call, stage, values_of
 from synk._master.code.parcels import Parcel
@@ -29,24 +28,23 @@ from synk._master.processes.placement import Placement, place
 from synk._master.processes.processes import ARMED
 from synk._master.processes.worker_process import WorkerProcess
 from synk._master.session import Session
-from synk._pure.shards import Assignment, Selection
+from synk._pure.shards import Selection
 from synk._wire.control import Down
 from synk._wire.logs import set_levels
 from synk._wire.messages import Body, Kind, LoadOrder, ParcelOrder, Status, WireOrder
 from synk._wire.residents import Adopt
 from synk.cluster.channel import Parts, with_code
 from synk.cluster.items import ItemsInFlight, pickled
-from synk.cluster.orders import HELD, CallOrder, FunctionNote, NodeReply, Part, RankOrders, RankReplies
-from synk.cluster.relayed import NodeFunction, Numbered, RelayedReader, RelayedSettings
+from synk.cluster.orders import HELD, CallOrder, FunctionNote, NodeReply, RankOrders, RankReplies
+from synk.cluster.relayed import NodeFunction, NodeVariables, Numbered, RelayedReader, RelayedSettings
 from synk.cluster.split import merged
-from synk.cluster.variables import NodeVariables
 from synk.errors import CallCancelled, CollectiveMismatch, WorkerDied
 
 Reply = tuple[Status, Any]
 
 
 class Agent:
-    """What one node does. Its methods are called with what the head's messages bring.
+    """Does what the head's messages ask of one node.
 
     Parameters
     ----------
@@ -97,21 +95,21 @@ class Agent:
         return f"{self.session.world_size} x {self.session.backend}{place}, pids of its workers {pids}"
 
     def watched(self) -> list[int]:
-        """Return the descriptors to watch because ranks are at items; then :meth:`answers` takes in what has come."""
+        """Return the descriptors to watch while ranks run items. When one is readable, call :meth:`answers`."""
         return self.session.workers.poll_set.fds if self._items else []
 
     def answers(self) -> Iterator[tuple[int, Reply]]:
-        """Return the replies to messages with items that were answered, each with the number of its message."""
+        """Return the replies to messages whose items have ended, each with the number of its message."""
         for sequence, status, reply in self._items.answers() if self._items else ():
             yield sequence, (status, pickle.dumps(None) if reply is None else self._packed(reply))
 
     def end_items(self) -> None:
-        """End the items that ranks are at: the head wants all ranks to be idle."""
+        """End the items that ranks run: the head wants all ranks to be idle."""
         if self._items:
             self._items.end()
 
     def act(self, kind: int, body: Body | None, sequence: int) -> Reply | None:
-        """Do what a message says. Return the status and the body of the reply; None if ranks are at items now."""
+        """Do what a message says. Return the status and the body of the reply, or None if items run now."""
         reply: NodeReply | RankReplies
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("ignore")
@@ -171,7 +169,7 @@ class Agent:
                 self._variables.take(number, value)
 
     def _load(self, order: LoadOrder) -> Reply:
-        """Have the workers load parcels, which are kept for those that are started later.
+        """Have the workers load parcels. The agent keeps them for workers that start later.
 
         A worker that was replaced gets all parcels at once, when the next call has made sure that it has the objects to
         which they may refer.
@@ -199,7 +197,7 @@ class Agent:
         return Status.DONE, None
 
     def _search_path(self, wanted: list[str]) -> list[str]:
-        """Return the program's search path; on another machine, as far as it exists, and then the machine's own."""
+        """Return the program's search path. On another machine: the part that exists there, then the machine's own."""
         return wanted if self._own_path is None else merged(wanted, self._own_path)
 
     def _begin(self, verb: str) -> None:
@@ -208,7 +206,7 @@ class Agent:
             raise CallCancelled(f"cannot {verb}: it was interrupted.")
 
     def _check_restarts(self, expected: int | None) -> None:
-        """Raise if workers were replaced that had what the head relies on."""
+        """Raise if a worker was replaced that held what the head relies on."""
         if expected is not None and expected != self.session.counters["restarts"]:
             raise WorkerDied(
                 f"a worker of node {self.node} ended while idle and was replaced. It gets what it lacks before the "
@@ -217,7 +215,7 @@ class Agent:
             )
 
     def _own(self, content: Any) -> Any:
-        """Return a message to a rank with what is this machine's own."""
+        """Return a message to a rank with the search path, or the address, of this machine."""
         if isinstance(content, Adopt):
             return content._replace(sys_path=self._search_path(content.sys_path))
         return content._replace(host=self._host) if isinstance(content, WireOrder) else content
@@ -236,7 +234,7 @@ class Agent:
         return RankReplies(found, session.counters["restarts"])
 
     def _send_items(self, sequence: int, order: RankOrders) -> None:
-        """Pass items on to their rank. If no rank is at items, this begins an operation."""
+        """Pass items on to their rank. If no rank runs items, this begins an operation."""
         session, items = self.session, self._items
         with session.entered(order.what):
             if session.workers.processes.has_dead:  # dead workers are replaced only when nothing is in flight
@@ -254,7 +252,7 @@ class Agent:
         session = self.session
         with session.entered("call"):
             self._begin("call")
-            session.numbers = itertools.repeat(order.number)
+            session.numbers = itertools.repeat(order.number)  # as in the head and on all other nodes
             function = self._function(order.function)
             function.check = functools.partial(self._check_restarts, order.num_restarts)
             call = _bound(order, self._variables)
@@ -264,6 +262,7 @@ class Agent:
             cached = plan_call(session, function, call, call.options, session.lanes.first)  # type: ignore[arg-type]
             values, began = values_of(call, cached), time.monotonic_ns()
             launched = Launched(function, call, cached, values, None, began, 0, state)  # type: ignore[arg-type]
+            # Before the doorbell rings in ``send``: the ranks read them when they begin the call.
             session.lanes.first.first_down[Down.ALL_ROWS] = order.all_rows
             session.lanes.first.first_down[Down.ALL_GROUP] = order.group
             try:
@@ -316,41 +315,17 @@ def _parcel(order: ParcelOrder) -> Parcel:
 
 def _bound(order: CallOrder, variables: NodeVariables) -> Call:
     """Return a call as binding its arguments would: the rows of the node, divided among its ranks."""
-    arguments = [
-        Argument(
-            part.label, part.keyword, part.kind,
-            array=part.array,
-            dtype=None if part.array is None else part.array.dtype,
-            tensor_dtype=part.tensor_dtype,
-            is_tensor=part.is_tensor,
-            value=_held(part, variables),
-        )
-        for part in order.parts
-    ]  # fmt: skip
+    for argument in order.arguments:
+        if argument.kind in HELD:
+            number = argument.value
+            argument.value = Numbered(number) if argument.kind == "resident" else variables[number]
     objects = order.objects[0], [memoryview(buffer) for buffer in order.objects[1]]
     selection = Selection(order.bounds[-1][1]) if order.has_rows else None
-    owned = None
-    if selection is not None and order.local_ranges is not None:
-        owned = Assignment(selection, order.bounds, order.local_ranges, order.local_indices)
-    options = CallOptions(
-        num_slices=order.num_slices,
-        output_subset=order.output_subset,
-        num_repeats=order.num_repeats,
-        is_trial=order.is_trial,
-        is_apart=order.is_apart,
-    )
     return Call(
-        arguments, selection, order.bounds, order.ranks, order.rows, objects, options,
-        owned=owned,
-        index_arrays=(None, order.local_indices, None),
+        order.arguments, selection, order.bounds, order.ranks, order.rows, objects, order.options,
+        owned=order.owned,
+        index_arrays=(None, None if order.owned is None else order.owned.local_indices, None),
         is_timed=False,
         nests=order.nests,
         all_ranks=order.all_ranks,
     )  # fmt: skip
-
-
-def _held(part: Part, variables: NodeVariables) -> Any:
-    """Return the value of an argument that lies on the ranks; None for others."""
-    if part.kind not in HELD:
-        return None
-    return Numbered(part.number) if part.kind == "resident" else variables[part.number]

@@ -1,7 +1,8 @@
-"""Messages that carry arrays: between the head and an agent they are copied once on the way, and not pickled."""
+"""The connection between the head and a node. Arrays in its messages are copied once on the way, and not pickled."""
 
 from __future__ import annotations
 
+import os
 import pickle
 import select
 import socket
@@ -14,6 +15,9 @@ import numpy as np
 
 from synk._pure.ranges import LINE_NBYTES, round_up
 from synk._wire.channel import INLINE_NBYTES, IS_LARGE, Channel, encode_header
+from synk._wire.control import control_blocks
+from synk._wire.descriptors import Descriptor
+from synk._wire.lifeline import tie_to_master
 from synk._wire.memory import Segment
 
 _COUNT = struct.Struct("<Q")
@@ -107,3 +111,31 @@ class NodeChannel(Channel):
         segment = Segment(fd, nbytes, is_writable=True, segment_id=0, is_private=True)
         segment.close_fd()
         return segment.buffer[:nbytes].data
+
+
+class NodeEnd:
+    """What a child of the program that stands for a node has of its connection to the head: an agent, or a tunnel.
+
+    Parameters
+    ----------
+    sock : socket
+    setup : dict
+        The first message.
+    """
+
+    def __init__(self, sock: socket.socket, setup: dict[str, Any]) -> None:
+        fds = setup["fds"]
+        for fd in fds.values():
+            os.set_inheritable(fd, False)  # children of this process must not keep the head's pipes open
+        self._channel = NodeChannel(sock, Descriptor(fds["down"]), Descriptor(fds["up"]), bytes.fromhex(setup["token"]))
+        self._head_fd, self._pulse = tie_to_master(setup)
+        self._stacks_fd = fds["stacks"]
+        self._control = Segment(fds["control"], setup["control_nbytes"], is_writable=True, segment_id=0)
+        down, up = control_blocks(self._control.buffer, setup["world_size"], 0)
+        self._own_down, self._own_up = down[setup["rank"]], up[setup["rank"]]
+        self._control.close_fd()  # the mapping stays
+        self._setup = setup
+
+    def _tell_stacks(self, text: str) -> None:
+        """Write what the ranks of the node are doing to where the head reads it."""
+        os.write(self._stacks_fd, text.encode("utf-8", "replace")[: 1 << 15])

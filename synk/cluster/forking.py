@@ -1,20 +1,39 @@
-"""What ``fork`` does where ``cluster=`` is given: it checks the options, counts the machines, and starts the nodes."""
+"""``fork`` with ``cluster=``: it checks the options, counts the machines, and starts the nodes."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from synk._master.processes.program import interpreter, search_path
 from synk._master.session import Session
 from synk._master.state.in_flight import SubmittedCalls
 from synk._pure.cores import num_cores
 from synk._wire.cell import is_frozen
+from synk.cluster.agent_process import AgentProcess, TunnelProcess
 from synk.cluster.head import ClusterSession
-from synk.cluster.here import agents
-from synk.cluster.split import Layout, counts_of
+from synk.cluster.split import Topology, counts_of
 from synk.errors import StartupError, UnsupportedError
+
+CONNECT_S = 60.0
+"""How long a cluster may take to say which machines it has."""
+
+_TELL = """\
+import sys, json
+sys.path[:] = json.loads(sys.argv[1])
+from synk.cluster.ray_machines import tell_machines
+tell_machines(sys.argv[2])
+"""
+
+_MISSING = (
+    "cannot fork on a cluster: got no Ray in this environment, expected it here and on all machines. Install it: "
+    "pip install 'synkhronos[ray]'."
+)
 
 
 def check_nodes(cluster: Any, nodes: Any) -> tuple[int, int | None]:
@@ -70,13 +89,12 @@ def open_session(
             f"cannot fork with cluster={cluster!r}: got a frozen program, expected one that the interpreter runs, for "
             "a copy of a frozen one becomes a worker and no agent. Fork without cluster=."
         )
+    process_type: type[AgentProcess] = AgentProcess
+    options: dict[str, Any] = {"max_restarts": max_restarts, "runtime_seed": seed}
     if cluster == "here":
         assert num_nodes is not None
         counts = counts_of(max(num_cores() // num_nodes, 1) if num_workers is None else num_workers, num_nodes)
-        process_type = agents(Layout(counts), max_restarts, seed)
     else:
-        from synk.cluster.remote import machines_of, remote_agents
-
         cpus = machines_of(cluster, insecure=insecure)
         if len(cpus) < least:
             raise StartupError(
@@ -85,10 +103,12 @@ def open_session(
             )
         cpus = cpus[:num_nodes]
         counts = counts_of(cpus if num_workers is None else num_workers, len(cpus))
-        process_type = remote_agents(Layout(counts), max_restarts, seed, cluster, least)
+        process_type = TunnelProcess
+        options["ray"] = {"address": cluster, "num_nodes": len(cpus), "least_nodes": least}
+    topology = Topology(counts)
     return ClusterSession(
-        Layout(counts),
-        process_type,
+        topology,
+        type(process_type.__name__, (process_type,), {"topology": topology, "options": options}),
         timeout=timeout,
         seed=seed,
         max_restarts=max_restarts,
@@ -97,8 +117,38 @@ def open_session(
     )
 
 
+def machines_of(address: str, *, insecure: bool) -> list[int]:
+    """Return how many CPUs each machine of a Ray cluster has.
+
+    Raises
+    ------
+    StartupError
+        If the cluster cannot be reached, or it asks for no token and ``insecure`` is False.
+    """
+    safe_path = ["-P"] if sys.version_info >= (3, 11) else []
+    arguments = [interpreter(), *safe_path, "-c", _TELL, json.dumps(search_path()), address]
+    try:
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=CONNECT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise StartupError(
+            f"cannot fork on the cluster {address!r}: it did not answer within {CONNECT_S:g} s."
+        ) from None
+    if done.returncode != 0:
+        if "No module named 'ray'" in done.stderr:
+            raise StartupError(_MISSING)
+        last = done.stderr.strip().splitlines()[-1:] or ["no reason was given"]
+        raise StartupError(f"cannot fork on the cluster {address!r}: {last[0]}")
+    told = json.loads(done.stdout.strip().splitlines()[-1])
+    if not (told["has_token"] or insecure):
+        raise StartupError(
+            f"cannot fork on the cluster {address!r}: it asks for no token, so whoever reaches its ports can run code "
+            "on all machines. Start it with RAY_AUTH_MODE=token, or pass insecure=True in a network that you trust."
+        )
+    return [machine["cpus"] for machine in told["machines"]]
+
+
 def refuse(cluster: Any, **options: Any) -> None:
-    """Raise for an option of ``fork`` that has no meaning over nodes, so far."""
+    """Raise for an option of ``fork`` that does not work over nodes yet."""
     for name, (value, default) in options.items():
         if value != default:
             raise UnsupportedError(

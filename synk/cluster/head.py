@@ -1,7 +1,7 @@
 """The head of a runtime over nodes: a session whose processes are agents, and which divides rows among all ranks.
 
-Binding arguments, what functions capture, submitted calls, deaths, time limits and interrupts are those of any session.
-Only two steps of a call differ: its rows travel to the nodes in orders, and the outputs of all ranks come in replies.
+Most of a call is what any session does: binding, captured objects, submitted calls, deaths, time limits, interrupts.
+Two steps differ: the rows travel to the nodes in orders, and the outputs of all ranks come back in replies.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from synk._master.calls.arguments import pickle_nests, transfers_in
+from synk._master.calls.arguments import Argument, pickle_nests, transfers_in
+from synk._master.calls.assembly import Assembly
 from synk._master.calls.callee import Callee
 from synk._master.calls.launched import Launched, Steps
 from synk._master.calls.op_check import can_check, checking
@@ -29,16 +31,14 @@ from synk._master.workers.failures import rebuild
 from synk._master.workers.recovery import GRACE_S
 from synk._pure.ops import EACH
 from synk._wire.memory import Segment
-from synk._wire.messages import Layout as OutputLayout
-from synk._wire.messages import Plan, Status
+from synk._wire.messages import Layout, Plan, Status
 from synk._wire.messages import Reply as WorkerReply
 from synk.backends._assignment import DeviceAssignment
+from synk.cluster.agent_process import AgentProcess, NodePlacement
 from synk.cluster.channel import unpacked
-from synk.cluster.here import AgentProcess, NodePlacement
-from synk.cluster.orders import HELD, CallOrder, FunctionNote, NodeReply, Part, VariableNote, without_code
-from synk.cluster.outputs import GatheredOutputs
+from synk.cluster.orders import HELD, CallOrder, FunctionNote, NodeReply, VariableNote, without_code
 from synk.cluster.ranks import NodeRanks, error_of, tell_warnings
-from synk.cluster.split import Layout, own_bounds, rows_between
+from synk.cluster.split import Topology, own_bounds, own_rows, rows_between
 from synk.cluster.wire_group import WireGroup
 from synk.errors import CallCancelled
 
@@ -50,7 +50,7 @@ FELLOWS_S = 0.2
 
 
 class NodesCall(Launched):
-    """A call in flight on several nodes, whose replies are those of nodes."""
+    """A call in flight on several nodes. Each of its replies comes from a node."""
 
     def __init__(self, nodes: Sequence[int], session: Session, *launched: Any) -> None:
         super().__init__(*launched)
@@ -60,7 +60,7 @@ class NodesCall(Launched):
         self.failed: dict[int, NodeReply] = {}
 
     def take(self, rank: int, reply: WorkerReply) -> None:
-        """Note the reply of a node. If the call has failed there, the others get little time to end by themselves."""
+        """Note the reply of a node. If the call has failed there, give the other nodes little time to end."""
         super().take(rank, reply)
         if reply.status == Status.ERROR and not self.failed:
             soon = time.monotonic() + FELLOWS_S
@@ -72,7 +72,7 @@ class NodesCall(Launched):
         return self.error_of_nodes() if self.failed else super().late(ranks)
 
     def error_of_nodes(self) -> Exception:
-        """Return what a call raises that has failed on nodes: a death first, else the error of the lowest rank."""
+        """Return what a call that failed on nodes raises: a death first, else the error of the lowest rank."""
         for _, reply in sorted(self.failed.items()):
             tell_warnings(reply)
             if reply.error:
@@ -81,20 +81,54 @@ class NodesCall(Launched):
         return rebuild(failures, self.total_ranks, self.function.name)
 
 
+class GatheredOutputs(Assembly):
+    """How the outputs of one call become its result. They came in messages, so the ranks assemble none of them.
+
+    Small outputs came apart, one value for each rank, so the result has the bits that it would have on one machine
+    with as many ranks. Large reductions came as one partial result from each node.
+
+    Parameters
+    ----------
+    name, outputs, subset, voters, layouts, world_size
+        As for :class:`Assembly`.
+    arrays : list of lists of ndarray or None
+        Each voter's arrays; see ``Assembly.outputs``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        outputs: Any,
+        subset: tuple[Any, ...] | None,
+        voters: list[int],
+        layouts: list[Layout],
+        arrays: Sequence[list[np.ndarray | None]],
+        world_size: int,
+    ) -> None:
+        self._arrays = arrays
+        super().__init__(name, outputs, subset, voters, layouts, None, 0, world_size, 0)
+
+    def _own_views(self, voter: int, slots: Segment | None, slot_nbytes: int) -> list[np.ndarray | None]:
+        return self._arrays[voter]
+
+    def _place(self, leaf: int) -> None:
+        """Do nothing: the outputs lie in this process."""
+
+
 class Nodes:
     """Sends calls to the nodes of a session, and takes in what they answer.
 
     Parameters
     ----------
     session : Session
-    layout : Layout
+    topology : Topology
     ranks : NodeRanks
     group : WireGroup
     """
 
-    def __init__(self, session: Session, layout: Layout, ranks: NodeRanks, group: WireGroup) -> None:
+    def __init__(self, session: Session, topology: Topology, ranks: NodeRanks, group: WireGroup) -> None:
         self._session, self._ranks, self._group = session, ranks, group
-        self.layout = layout
+        self.topology = topology
 
     def stacks(self, processes: Processes) -> dict[int, str]:
         """Return the Python stacks of the ranks of all nodes."""
@@ -108,7 +142,7 @@ class Nodes:
         variable = self._session.variables.get(variable_id)
         if variable is None:
             return None
-        ranks = self.layout.ranks_of(node)
+        ranks = self.topology.ranks_of(node)
         memory = {id(variable.buffers[rank][variable.front[rank]]) for rank in ranks}
         values = [variable.leaves(rank) for rank in (ranks if len(memory) > 1 else ranks[:1])]
         return VariableNote(variable.name, variable.is_sharded, variable.skeleton(), values), []
@@ -123,10 +157,10 @@ class Nodes:
         pickled_nbytes: int,
         log_state: int,
     ) -> NodesCall:
-        """Return a bound call as one that is about to be sent."""
+        """Return the request for a bound call, not sent yet."""
         plan = Plan(next(self._session.plan_ids), function.id, (), is_trial=call.options.is_trial)
         cached = CachedPlan(plan, lane, [], [], [], None, [], (), transfers_in(call.arguments, call.objects))
-        nodes = sorted({self.layout.node_of(rank) for rank in call.ranks})
+        nodes = sorted({self.topology.node_of(rank) for rank in call.ranks})
         return NodesCall(
             nodes, self._session, function, call, cached, (), deadline, started_ns, pickled_nbytes, log_state
         )
@@ -134,7 +168,7 @@ class Nodes:
     def orders(self, launched: NodesCall) -> dict[int, CallOrder]:
         """Return the order of each node that runs a call."""
         function, call = launched.function, launched.call
-        launched.number = next(self._session.numbers)
+        launched.number = next(self._session.numbers)  # the nodes do not count: all ranks of a call must use one number
         note = FunctionNote(
             function.id, function.plans.version, function.name, without_code(function.ops), function.block_rows
         )
@@ -142,32 +176,29 @@ class Nodes:
         objects = call.objects[0], [pickle.PickleBuffer(view) for view in call.objects[1]]
         weights = dict(zip(call.ranks, call.rows))
         known = self._ranks.num_restarts if self._session.residents.has_any else {}
+        # The head has bound the call: the node's session divides no rows, and any number of its ranks may run it.
+        options = replace(call.options, batch=None, shard_batch=None, timeout=None, is_serial=False)
         found = {}
         for node in launched.nodes:
-            ranks = self.layout.ranks_of(node)
+            ranks = self.topology.ranks_of(node)
             low, high, bounds = own_bounds(call.bounds, ranks)
             mine = [rank for rank in ranks if rank in weights]
             found[node] = CallOrder(
                 note,
                 launched.number,
                 known.get(node),
-                _parts(call, low, high),
+                _arguments(call, low, high),
                 nests,
                 objects,
                 call.selection is not None,
                 bounds,
                 [rank - ranks[0] for rank in mine],
                 [weights[rank] for rank in mine],
-                call.options.num_slices,
-                call.options.output_subset,
-                call.options.num_repeats,
-                call.options.is_trial,
-                call.options.is_apart,
+                options,
                 tuple(call.ranks),
                 sum(call.rows),
                 self._group.number,
-                None if call.owned is None else call.owned.local_ranges[ranks[0] : ranks[-1] + 1],
-                None if call.index_arrays[1] is None else call.index_arrays[1][low:high],
+                None if call.owned is None else own_rows(call.owned, ranks),
             )
         return found
 
@@ -176,6 +207,7 @@ class Nodes:
         session, call, function = self._session, launched.call, launched.function
         replies = yield launched
         if launched.failed:
+            # Ranks that were broken off may have left half of a message on a wire.
             self._group.break_up(session.workers)
             raise launched.error_of_nodes()
         if any(reply.status == Status.INTERRUPTED for reply in replies.values()):
@@ -213,9 +245,7 @@ class Nodes:
             yield from checking(session, launched, outputs, dict(zip(call.ranks, layouts)), words)
         return result
 
-    def _outputs(
-        self, launched: NodesCall, layouts: list[OutputLayout], answers: Sequence[NodeReply]
-    ) -> GatheredOutputs:
+    def _outputs(self, launched: NodesCall, layouts: list[Layout], answers: Sequence[NodeReply]) -> GatheredOutputs:
         """Return how the outputs of all ranks are put together. Raise if they do not fit."""
         function, call = launched.function, launched.call
         outputs = GatheredOutputs(
@@ -231,7 +261,7 @@ class Nodes:
             raise ValueError(call.unequal)
         return outputs
 
-    def _commit(self, launched: NodesCall, layouts: list[OutputLayout], assigned: list[list[list[np.ndarray]]]) -> None:
+    def _commit(self, launched: NodesCall, layouts: list[Layout], assigned: list[list[list[np.ndarray]]]) -> None:
         """Take in the new values of variables, and make them the values on all ranks."""
         session, call = self._session, launched.call
         if call.options.is_serial:
@@ -244,8 +274,8 @@ class Nodes:
         session.variables.commit(call.ranks, layouts, launched.number)
 
 
-def _parts(call: Call, low: int, high: int) -> list[Part]:
-    """Return the arguments of a call as a node gets them: of scattered arrays rows ``low`` to ``high``."""
+def _arguments(call: Call, low: int, high: int) -> list[Argument]:
+    """Return the arguments of a call as a node gets them: rows ``low`` to ``high`` of each scattered array."""
     found = []
     order = None if call.owned is None else call.owned.order
     for argument in call.arguments:
@@ -258,9 +288,9 @@ def _parts(call: Call, low: int, high: int) -> list[Part]:
                 array = array[low:high] if order is None else array[order[low:high]]
         if array is not None:
             array = np.asarray(array)
-        number = argument.value.id if argument.kind in HELD else 0
-        kind, label, keyword = argument.kind, argument.label, argument.keyword
-        found.append(Part(label, keyword, kind, array, argument.tensor_dtype, argument.is_tensor, number))
+        dtype = None if array is None else array.dtype
+        number = argument.value.id if argument.kind in HELD else None
+        found.append(replace(argument, array=array, dtype=dtype, data=None, contents=None, value=number, nest=None))
     return found
 
 
@@ -269,7 +299,7 @@ class ClusterSession(Session):
 
     Parameters
     ----------
-    layout : Layout
+    topology : Topology
     process_type : type
         What an agent is to the head.
     timeout, seed, max_restarts, on_restart, make_queue
@@ -281,7 +311,7 @@ class ClusterSession(Session):
 
     def __init__(
         self,
-        layout: Layout,
+        topology: Topology,
         process_type: type[AgentProcess],
         *,
         timeout: float | None,
@@ -290,10 +320,10 @@ class ClusterSession(Session):
         on_restart: tuple[Any, dict[str, Any]] | None,
         make_queue: Callable[[Session], SubmittedCalls],
     ) -> None:
-        self._layout = layout
-        assignment = DeviceAssignment(tuple(map(layout.described, range(len(layout.counts)))))
+        self._topology = topology
+        assignment = DeviceAssignment(tuple(map(topology.described, range(len(topology.counts)))))
         super().__init__(
-            NodePlacement("numpy", assignment, layout=layout),
+            NodePlacement("numpy", assignment, topology=topology),
             timeout=timeout,
             seed=seed,
             max_restarts=max_restarts,
@@ -302,11 +332,11 @@ class ClusterSession(Session):
             process_type=process_type,
             make_queue=make_queue,
         )
-        self.group = WireGroup(self.ranks, layout, self.residents.note_unsettled)
-        self.nodes = Nodes(self, layout, self.ranks, self.group)
-        self.world_size = layout.total_ranks
+        self.group = WireGroup(self.ranks, topology, self.residents.note_unsettled)
+        self.nodes = Nodes(self, topology, self.ranks, self.group)
+        self.world_size = topology.total_ranks
         self.devices = tuple(
-            f"node{node}:cpu:{position}" for node, count in enumerate(layout.counts) for position in range(count)
+            f"node{node}:cpu:{position}" for node, count in enumerate(topology.counts) for position in range(count)
         )
         self.workers.recovery.grace_s = AGENT_GRACE_S
         self.workers.sources["lane"] = lambda rank, number: None  # agents share no memory with the head
@@ -314,4 +344,4 @@ class ClusterSession(Session):
         self.workers.sources["variable"] = self.nodes.told
 
     def _make_ranks(self) -> NodeRanks:
-        return NodeRanks(self.workers, self._layout)
+        return NodeRanks(self.workers, self._topology)

@@ -1,4 +1,4 @@
-"""Items that the ranks of a node are at: several messages of the head at a time, each for one rank."""
+"""The items of a map that run on a node: several messages of the head at a time, each for one rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from synk.errors import CallCancelled
 
 
 class ItemsInFlight:
-    """The items of a node's ranks that the head has sent and that were not answered yet.
+    """The messages with items that the head has sent and the node has not answered yet.
 
     No other operation begins in the meantime: the head settles a map before it sends anything else.
 
@@ -33,7 +33,7 @@ class ItemsInFlight:
 
     @property
     def are_running(self) -> bool:
-        """Whether ranks are at items."""
+        """Whether any rank runs items."""
         return any(request.pending and not request.is_lost for _, request in self._requests.values())
 
     def send(self, sequence: int, order: RankOrders) -> None:
@@ -44,7 +44,7 @@ class ItemsInFlight:
         self._requests[sequence] = rank, request
 
     def settle(self) -> None:
-        """Wait until no rank is at items any more."""
+        """Wait until no rank runs items any more."""
         try:
             for _, request in self._requests.values():
                 self._session.workers.wait(request)
@@ -52,13 +52,13 @@ class ItemsInFlight:
             self._lose(error)
 
     def end(self) -> None:
-        """End the items that ranks are at."""
+        """End the items that ranks run."""
         error = CallCancelled("the items were interrupted.")
         self._session.workers.recovery.settle_after(error)
         self._lose(error)
 
     def answers(self) -> Iterator[tuple[int, Status, RankReplies | None]]:
-        """Take in what has happened, without waiting. Return what to answer to the head: sequence, status and reply."""
+        """Take in what has happened, without waiting. Yield what to answer to the head: sequence, status and reply."""
         session = self._session
         try:
             with session.entered("map"):
@@ -86,7 +86,7 @@ class ItemsInFlight:
 
 
 def pickled(error: Exception) -> bytes:
-    """Return an exception of the node's session, with the text of its cause, which a pickle leaves out."""
+    """Pickle an exception of the node's session with its cause, which pickles of exceptions leave out."""
     with contextlib.suppress(Exception):
         return pickle.dumps((error, error.__cause__), protocol=5)
     return pickle.dumps((RuntimeError(f"{type(error).__name__}: {error}"), None), protocol=5)

@@ -1,10 +1,10 @@
 """Encrypted connections between the program's machine and a node's, by which a tunnel and its actor exchange messages.
 
-A connection has one direction. The side that listens has a key (CURVE), which the other one gets by way of Ray. Whoever
-does not know it cannot complete the handshake: nothing of theirs gets in, and nothing gets out to them.
+A connection has one direction. The side that listens has a key (CURVE), and the other side gets the key by way of Ray.
+A stranger does not know the key and cannot complete the handshake, so nothing gets in from a stranger, or out to one.
 
-A body travels in pieces, each a message of its own, of which only a few are on their way. So the memory of the pieces
-is used again and again, and a body arrives where it is to lie.
+A body travels in pieces. Each is a message of its own, and only a few are in flight. So the same memory carries all
+pieces, and a body is received straight into its destination.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from synk.cluster.channel import Parts
 
 PIECE_NBYTES = 1 << 18
 MAX_PIECES = 16
-"""How many may be on their way, on each side."""
+"""How many pieces may be in flight, on each side."""
 
 CONNECT_S = 10.0
 """How long the other side may take to answer."""
@@ -31,7 +31,7 @@ _HEARTBEAT_MS, _SILENCE_MS = 10_000, 60_000
 
 
 class LinkLost(Exception):
-    """The connection is lost. What was on its way may be lost with it."""
+    """The connection is lost. Messages in flight may be lost with it."""
 
 
 class Place(NamedTuple):
@@ -78,7 +78,7 @@ class Link:
                 raise
 
     def _connect(self) -> None:
-        """Connect once: if it did so again, what was on its way would be missing in between."""
+        """Connect once. A second connection would hide that messages in flight on the first were lost."""
         socket = self._socket
         socket.set(zmq.CURVE_SERVERKEY, self.place.key)
         socket.set(zmq.RECONNECT_IVL, -1)
@@ -94,7 +94,7 @@ class Link:
         self._poller.register(monitor, zmq.POLLIN)
 
     def send(self, *parts: bytes, body: Any = None) -> None:
-        """Send a message of short parts, and its body. It waits while the other side has much to read.
+        """Send a message of short parts, and its body. Wait while the other side has much to read.
 
         Raises
         ------
@@ -109,7 +109,7 @@ class Link:
             self._socket.send(view[start : start + PIECE_NBYTES])
 
     def receive(self) -> tuple[list[bytes], Arriving | None]:
-        """Wait for a message and return its parts, and its body if it has one, which must be taken next.
+        """Wait for a message. Return its parts and its body, if it has one, which must be taken next.
 
         Raises
         ------

@@ -12,33 +12,21 @@ from typing import Any
 
 from synk._master.processes.reports import where
 from synk._master.workers.starting import own_versions
-from synk._wire.control import Down, Phase, Up, control_blocks, is_interrupted
+from synk._wire.control import Down, Phase, Up, is_interrupted
 from synk._wire.descriptors import Descriptor
-from synk._wire.lifeline import tie_to_master
 from synk._wire.logs import send_records
-from synk._wire.memory import Segment
 from synk._wire.messages import HAS_BODY, Body, Kind, Status
 from synk.cluster.agent import Agent
-from synk.cluster.channel import NodeChannel, unpacked
+from synk.cluster.channel import NodeEnd, unpacked
 
 
-class AgentLoop:
+class AgentLoop(NodeEnd):
     """The life of an agent's process: it receives a message, acts on it, and replies, until the head ends."""
 
     def __init__(self, sock: socket.socket, setup: dict[str, Any]) -> None:
-        fds = setup["fds"]
-        for fd in fds.values():
-            os.set_inheritable(fd, False)
-        self._channel = NodeChannel(sock, Descriptor(fds["down"]), Descriptor(fds["up"]), bytes.fromhex(setup["token"]))
-        self._head_fd, self._pulse = tie_to_master(setup)
-        self._stacks_fd = fds["stacks"]
-        self._control = Segment(fds["control"], setup["control_nbytes"], is_writable=True, segment_id=0)
-        down, up = control_blocks(self._control.buffer, setup["world_size"], 0)
-        self._own_down, self._own_up = down[setup["rank"]], up[setup["rank"]]
-        self._control.close_fd()
+        super().__init__(sock, setup)
         self._sequence = -1
         self._agent: Agent | None = None
-        self._setup = setup
 
     def start(self) -> None:
         """Start the session, and say hello."""
@@ -64,12 +52,12 @@ class AgentLoop:
             kind, flags, self._sequence, _ = message
             body = self._receive_body() if flags & HAS_BODY else None
             if kind == Kind.CLOSE:
-                agent.session.close()
+                agent.session.close()  # before the reply: when the head has it, the workers of this node are gone
                 self._reply(Status.BYE, self._sequence, None)
                 return
             if kind == Kind.PING:
                 agent.end_items()
-                self._answer_items(agent)
+                self._answer_items(agent)  # the head takes what comes before the pong as the last of earlier messages
                 self._reply(Status.PONG, self._sequence, None)
             elif self._is_interrupted():  # the signal came before the message
                 self._reply(Status.INTERRUPTED, self._sequence, pickle.dumps(None))
@@ -81,7 +69,7 @@ class AgentLoop:
                     self._answer(self._sequence, *answer)
 
     def _next_message(self, agent: Agent) -> tuple[int, int, int, int] | None:
-        """Wait for a message, and answer those with items meanwhile. Return None if the head is gone."""
+        """Wait for a message. Meanwhile answer messages whose items have ended. Return None if the head is gone."""
         channel = self._channel
         while True:
             are_answered = self._answer_items(agent)
@@ -97,7 +85,7 @@ class AgentLoop:
                 return None
 
     def _answer_items(self, agent: Agent) -> bool:
-        """Answer messages whose items have ended, as long as that needs no wait: the head may be sending, too.
+        """Answer messages whose items have ended, while that needs no wait: the head may be sending, too.
 
         Return whether all were answered.
         """
@@ -114,13 +102,13 @@ class AgentLoop:
         """Reply to a message that ranks have worked on."""
         agent = self._agent
         self._own_up[Up.PHASE] = Phase.FUNCTION if agent is not None and agent.watched() else Phase.IDLE
-        for stream in (sys.stdout, sys.stderr):
+        for stream in (sys.stdout, sys.stderr):  # what was printed in a call is there before the call's reply
             stream.flush()
         self._reply(status, sequence, data)
 
     def _receive_body(self) -> Body:
         data, fds = self._channel.receive_body(self._sequence)
-        for fd in fds:
+        for fd in fds:  # an agent shares no memory with the head
             os.close(fd)
         body = unpacked(data)
         assert isinstance(body, Body)
@@ -135,13 +123,12 @@ class AgentLoop:
         return is_interrupted(int(self._own_down[Down.INTERRUPT]), self._sequence)
 
     def _on_interrupt(self, signum: int, frame: Any) -> None:
+        # The word in the control block says which message is meant. A signal that comes late finds another message.
         if self._agent is not None and self._is_interrupted():
             self._agent.session.workers.waiting.interrupt()
 
     def _on_question(self, signum: int, frame: Any) -> None:
-        """Write what the node's ranks are doing to where the head reads it."""
-        text = "it is starting" if self._agent is None else where(self._agent.session.workers.processes)
-        os.write(self._stacks_fd, text.encode("utf-8", "replace")[: 1 << 15])
+        self._tell_stacks("it is starting" if self._agent is None else where(self._agent.session.workers.processes))
 
 
 def main(sock: socket.socket, setup: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
-"""What the head and an agent say to each other about a call. All other messages are those of a session and its workers.
+"""What the head and an agent say to each other about a call, and about messages for single ranks.
 
-Arrays travel in these messages, and so do pickles of the user's objects, which an agent passes on unopened.
+All other messages are the ones that a session sends to its workers. Arrays travel in these messages, and so do pickles
+of the user's objects, which an agent passes on unopened.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from synk._master.calls.arguments import Argument
+from synk._master.calls.plans import CallOptions
 from synk._pure.ops import OPS
+from synk._pure.shards import Assignment
 from synk._wire.messages import Failure, Layout
 
 _LARGE_NBYTES = 1 << 16
@@ -22,7 +26,7 @@ HELD = ("resident", "shard", "replica", "closed over")
 
 
 class FunctionNote(NamedTuple):
-    """What an agent knows of a function. The function itself is loaded by the workers alone.
+    """What an agent knows of a function. Only the workers load the function itself.
 
     Attributes
     ----------
@@ -47,7 +51,7 @@ class VariableNote(NamedTuple):
     skeleton : bytes
         The pickled nesting of the value, with the position of each leaf in its place.
     values : list of lists of ndarray
-        The leaves of each rank of the node; of one alone if they lie in the same memory.
+        The leaves of each rank of the node, or of one rank if all of them share memory.
     """
 
     name: str
@@ -56,78 +60,58 @@ class VariableNote(NamedTuple):
     values: list[list[np.ndarray]]
 
 
-class Part(NamedTuple):
-    """One argument of a call, or one leaf of a nested one, as a node gets it: with the rows of its ranks.
-
-    The attributes are those of ``synk._master.calls.arguments.Argument``. ``array`` is None for an object, and for a
-    resident object and a variable, which have a ``number``.
-    """
-
-    label: str
-    keyword: str
-    kind: str
-    array: np.ndarray | None
-    tensor_dtype: str
-    is_tensor: bool
-    number: int = 0
-
-
 class CallOrder(NamedTuple):
     """A call on one node.
 
     Attributes
     ----------
-    parts : list of Part
+    arguments : list of Argument
+        With the rows of the node's ranks. A resident object or a variable has its number as its ``value``, and no other
+        argument has one.
     nests : bytes
         The structure of nested arguments, as in ``Plan.nests``.
     number : int
         The call's number, the same on all nodes.
     num_restarts : int or None
-        How many workers the node has replaced, as far as the head knows. If it is another number, ranks lack resident
-        objects which the call needs. None: it needs none.
+        How many workers the node has replaced, as far as the head knows. If the node has another number, its ranks
+        may lack resident objects that the call needs. None: the call needs none.
     objects : tuple (bytes, list of buffers)
         The pickle of the other arguments and its buffers.
     has_rows : bool
         Whether arrays are divided.
     bounds : list of (low, high)
-        For each rank of the node, its rows among those that the node gets.
+        For each rank of the node, its rows, counted from the first row of the node.
     ranks : list of int
         Which ranks of the node run the call, counted on the node.
     rows : list of int
         The weights of these ranks.
-    num_slices, output_subset, num_repeats, is_trial, is_apart
-        As in ``Plan``.
+    options : CallOptions
+        As bound: the options that choose rows or set a time limit have their defaults.
     all_ranks : tuple of int
         The ranks of all nodes that run the call.
     all_rows : int
         The sum of their rows.
     group : int
         The number of the group by which the ranks of all nodes are joined; 0: none.
-    local_ranges, local_indices
-        Where the rows of the node's ranks lie in their shards, as in ``synk._pure.shards.Assignment``. None if no
-        argument is sharded.
+    owned : Assignment or None
+        Where the rows of the node's ranks lie in their shards. None if no argument is sharded.
     """
 
     function: FunctionNote
     number: int
     num_restarts: int | None
-    parts: list[Part]
+    arguments: list[Argument]
     nests: bytes
     objects: tuple[bytes, list[Any]]
     has_rows: bool
     bounds: list[tuple[int, int]]
     ranks: list[int]
     rows: list[int]
-    num_slices: int
-    output_subset: tuple[Any, ...] | None
-    num_repeats: int
-    is_trial: bool
-    is_apart: bool
+    options: CallOptions
     all_ranks: tuple[int, ...]
     all_rows: int
     group: int
-    local_ranges: list[tuple[int, int]] | None
-    local_indices: np.ndarray | None
+    owned: Assignment | None
 
 
 class RankOrders(NamedTuple):
@@ -138,12 +122,12 @@ class RankOrders(NamedTuple):
     contents : dict
         By rank, counted on the node.
     num_restarts : int or None
-        How many workers the node has replaced, as far as the head knows. If it is another number, the node refuses.
-        None: the head asks for it.
+        How many workers the node has replaced, as far as the head knows. If the node has another number, it refuses.
+        None: the head wants to know the number.
     phase, what : str
         For errors.
     is_for_living : bool
-        Whether they are for those ranks only that live now. Otherwise workers that have ended are replaced first.
+        Whether only ranks that live now get their message. Otherwise workers that have ended are replaced first.
     """
 
     contents: dict[int, Any]
@@ -209,14 +193,15 @@ class NodeReply(NamedTuple):
 
 
 def beside(pickled: Any) -> Any:
-    """Return a pickle so that it travels beside the message that holds it, uncopied, if it is large."""
+    """Return a pickle in a form that travels beside the message that holds it, uncopied, if the pickle is large."""
     return pickle.PickleBuffer(pickled) if len(pickled) >= _LARGE_NBYTES else pickled
 
 
 def without_code(ops: Any) -> Any:
-    """Return ``outputs=`` from which an agent learns where outputs lie: by name, and with None for a user's own op.
+    """Return ``outputs=`` as an agent gets it: ops by name, and None for a user's own op.
 
-    That stays in the program, with its code. One that concatenates counts as ``"gather"``.
+    The user's op stays in the program, with its code. An op that concatenates counts as ``"gather"``, because an agent
+    must know where outputs lie.
 
     Examples
     --------

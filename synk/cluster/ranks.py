@@ -20,12 +20,12 @@ from synk._wire.memory import Segment
 from synk._wire.messages import Kind, Reply, Status
 from synk.cluster.channel import unpacked
 from synk.cluster.orders import NodeReply, RankOrders, RankReplies, beside
-from synk.cluster.split import Layout
+from synk.cluster.split import Topology
 from synk.errors import CallCancelled, ClosedError
 
 
 class RankRequest(Request):
-    """A message in flight to one rank of a node. An error of the node's session ends all that is in flight with it.
+    """A message in flight to one rank of a node. An error of the node's session ends all messages in flight with it.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ class RankRequest(Request):
         self._failed: RankReplies | None = None
 
     def take(self, rank: int, reply: Reply) -> None:
-        """Note the reply of the node. If its session has failed, the time of the message is over."""
+        """Note the reply of the node. If its session has failed, the message is late at once."""
         if reply.status == Status.ERROR:
             self._failed, self.deadline = unpacked(reply.body), time.monotonic()
         else:
@@ -63,30 +63,30 @@ class NodeRanks(Ranks):
     ----------
     workers : Workers
         The agents.
-    layout : Layout
+    topology : Topology
 
     Attributes
     ----------
     num_restarts : dict of int to int
-        By node, how many workers it had replaced when it was last asked by :meth:`prepare`. What ranks keep from call
-        to call is known of these workers only, so a node that has replaced more of them refuses.
+        By node, how many workers it had replaced when :meth:`prepare` last asked. The head knows what these workers
+        keep from call to call, and nothing of later ones, so a node with another number refuses.
     down : ndarray of int64, shape (total_ranks, len(Down))
         Only ``Down.COMMITTED`` is used: no rank reads these numbers.
     """
 
-    def __init__(self, workers: Workers, layout: Layout) -> None:
+    def __init__(self, workers: Workers, topology: Topology) -> None:
         super().__init__(workers)
-        self._layout = layout
+        self._topology = topology
         self.num_restarts: dict[int, int] = {}
-        self.down = np.full((layout.total_ranks, len(Down)), -1, np.int64)
+        self.down = np.full((topology.total_ranks, len(Down)), -1, np.int64)
         self.words = self
 
     @property
     def num_ranks(self) -> int:
-        return self._layout.total_ranks
+        return self._topology.total_ranks
 
     def prepare(self, deadline: float | None) -> bool:
-        nodes = range(len(self._layout.counts))
+        nodes = range(len(self._topology.counts))
         before, self.num_restarts = self.num_restarts, {}
         request = self._sent(Kind.RESIDENT, {node: {} for node in nodes}, deadline, "restart", "replace workers")
         found = {node: reply.num_restarts for node, reply in self._answers(request).items()}
@@ -94,11 +94,11 @@ class NodeRanks(Ranks):
         return found != before
 
     def committed(self, node: int, number: int) -> tuple[int, list[Segment]]:
-        """Return the last call of a node whose new values of variables have become the values, as a source of the log.
+        """Return the last call on a node whose assignments to variables were committed, as a source of the log.
 
-        Later calls may have been committed that did not run there.
+        Calls that did not run there may have been committed later.
         """
-        ranks = self._layout.ranks_of(node)
+        ranks = self._topology.ranks_of(node)
         return int(self.down[ranks[0] : ranks[-1] + 1, Down.COMMITTED].max()), []
 
     def send_items(
@@ -152,21 +152,21 @@ class NodeRanks(Ranks):
     def _ask_of(
         self, processes: list[int], kind: Kind, content: Any, deadline: float, phase: str, what: str
     ) -> dict[int, Reply]:
-        ranks = [rank for node in processes for rank in self._layout.ranks_of(node)]
+        ranks = [rank for node in processes for rank in self._topology.ranks_of(node)]
         by_node = self._by_node(dict.fromkeys(ranks, content))
         return self._replies(self._sent(kind, by_node, deadline, phase, what, is_for_living=True))
 
     def _by_node(self, contents: dict[int, Any]) -> dict[int, dict[int, Any]]:
         found: dict[int, dict[int, Any]] = {}
         for rank, content in contents.items():
-            node = self._layout.node_of(rank)
-            found.setdefault(node, {})[rank - self._layout.ranks_of(node)[0]] = content
+            node = self._topology.node_of(rank)
+            found.setdefault(node, {})[rank - self._topology.ranks_of(node)[0]] = content
         return found
 
     def _replies(self, request: Request) -> dict[int, Reply]:
         found: dict[int, Reply] = {}
         for node, answer in self._answers(request).items():
-            first = self._layout.ranks_of(node)[0]
+            first = self._topology.ranks_of(node)[0]
             found |= {first + rank: Reply(Status(status), 0, body) for rank, (status, body) in answer.replies.items()}
         return found
 
@@ -187,7 +187,7 @@ class NodeRanks(Ranks):
         return self._workers.send(kind, list(orders), 0, orders, [], deadline, phase, what)
 
     def _answers(self, request: Request) -> dict[int, RankReplies]:
-        """Wait for the answers of nodes. Raise the error of the lowest that has one."""
+        """Wait for the answers of nodes. Raise the error of the lowest node that has one."""
         replies = self._workers.wait(request)
         if any(reply.status == Status.INTERRUPTED for reply in replies.values()):
             raise CallCancelled(f"cannot {request.what}: it was interrupted.")
@@ -201,13 +201,13 @@ class NodeRanks(Ranks):
 
 
 def tell_warnings(reply: RankReplies | NodeReply) -> None:
-    """Warn of what a node's session has warned of."""
+    """Give the user the warnings of a node's session."""
     for text, category in reply.warnings:
         warn_at_users_line(text, category)
 
 
 def error_of(reply: RankReplies | NodeReply, recovery: Recovery) -> Exception:
-    """Return the error that ended a message in a node's session. If that has closed itself, so does the runtime."""
+    """Return the error that ended a message in a node's session. If it has closed itself, close the runtime."""
     error: Exception
     error, error.__cause__ = pickle.loads(reply.error)
     if isinstance(error, ClosedError):  # the workers of the node died too often

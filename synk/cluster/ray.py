@@ -1,9 +1,9 @@
 """Nodes on the machines of a Ray cluster. Only ``synk.cluster.ray*`` import Ray, and never in the user's program.
 
-For each node the program has a child, the *tunnel*. To the head it is the agent itself, with the same pipes and
-sockets. It is a driver of Ray: it has an actor made on a machine, connects to it, and carries messages between the
-program and the actor, unopened. The actor starts the agent as a child of its own. Whoever ends takes the next one with
-it: Ray ends the actors of a driver that is gone, and the kernel ends an agent whose actor is.
+For each node the program has a child, the *tunnel*. To the head the tunnel is the agent itself, with the same pipes and
+sockets. It is a driver of Ray: it has Ray start an actor on a machine, connects to the actor, and carries messages
+between it and the program, unopened. The actor starts the agent as its own child. Whoever ends takes the next one
+along: Ray ends the actors of a driver that is gone, and the kernel ends the agent of an actor that is gone.
 """
 
 from __future__ import annotations
@@ -26,11 +26,9 @@ from synk._master.processes.placement import num_threads_set
 from synk._master.processes.worker_process import WorkerProcess
 from synk._pure.cores import num_cores
 from synk._wire.control import Down, Phase, Up, control_blocks
-from synk._wire.descriptors import Descriptor
-from synk._wire.lifeline import tie_to_master
 from synk._wire.memory import Segment
 from synk._wire.messages import HAS_BODY, Kind, Status
-from synk.cluster.channel import NodeChannel
+from synk.cluster.channel import NodeChannel, NodeEnd
 from synk.cluster.link import Arriving, Link, LinkLost, Place
 from synk.cluster.ray_machines import Search, connect
 from synk.cluster.split import merged
@@ -158,7 +156,7 @@ class NodeActor:
 # -- the tunnel -------------------------------------------------------------------------------------------------------
 
 
-class Tunnel:
+class Tunnel(NodeEnd):
     """Carries messages between the head and an agent on another machine.
 
     Parameters
@@ -168,29 +166,19 @@ class Tunnel:
     """
 
     def __init__(self, sock: socket.socket, setup: dict[str, Any]) -> None:
-        fds = setup["fds"]
-        for fd in fds.values():
-            os.set_inheritable(fd, False)
-        self._channel = NodeChannel(sock, Descriptor(fds["down"]), Descriptor(fds["up"]), bytes.fromhex(setup["token"]))
-        self._head_fd, self._pulse = tie_to_master(setup)
-        self._streams = {"stdout": os.dup(1), "stderr": os.dup(2), "log": fds["log"]}
-        self._stacks_fd = fds["stacks"]
-        self._control = Segment(fds["control"], setup["control_nbytes"], is_writable=True, segment_id=0)
-        down, up = control_blocks(self._control.buffer, setup["world_size"], 0)
-        self._own_down, self._own_up = down[setup["rank"]], up[setup["rank"]]
-        self._control.close_fd()
-        self._setup = {key: value for key, value in setup.items() if key not in ("fds", "token", "ray")}
-        self._options = setup["ray"]
-        self._runtime = hashlib.sha256(setup["token"].encode()).hexdigest()[:16]
+        super().__init__(sock, setup)
+        self._streams = {"stdout": os.dup(1), "stderr": os.dup(2), "log": setup["fds"]["log"]}
         self._machine = ""
         self._ending = threading.Lock()  # held by the thread that ends this process
 
     def open(self) -> None:
         """Connect to the cluster, and start the agent on a machine."""
-        connect(self._options["address"])
-        seed, options = self._setup["seed"], self._options
+        seed, options = self._setup["seed"], self._setup["ray"]
+        first_message = {key: value for key, value in self._setup.items() if key not in ("fds", "token", "ray")}
+        runtime = hashlib.sha256(self._setup["token"].encode()).hexdigest()[:16]
+        connect(options["address"])
         search = Search(options["num_nodes"], options["least_nodes"], seed[1], is_replacement=len(seed) > 2)
-        self._actor, place, (self._machine, *links) = search.start(NodeActor, self._setup, self._runtime)
+        self._actor, place, (self._machine, *links) = search.start(NodeActor, first_message, runtime)
         try:
             self._down_link, self._up_link = Link(True, place=links[0]), Link(False, place=links[1])
         except LinkLost as error:
@@ -211,20 +199,19 @@ class Tunnel:
         self._end(3)
 
     def _guarded(self, carry: Any) -> None:
-        """Run a thread of this process, which ends with its errors: the head takes that for the end of the agent."""
+        """Run a thread of the tunnel. An error ends this process, which the head takes for the end of the agent."""
         try:
             carry()
-        except ray.exceptions.RayError as error:
-            lines = str(error).strip().splitlines() or [""]
-            line = lines[-1] if isinstance(error, ray.exceptions.RayTaskError) else lines[0]
-            self._print(f"the agent on {self._machine} is lost: {type(error).__name__}: {line}")
-            self._end(3)
-        except LinkLost as error:
-            time.sleep(REASON_S)
-            self._print(f"the agent on {self._machine} is lost: {error}")
-            self._end(3)
         except BaseException as error:
-            self._print(f"messages of the agent on {self._machine} are lost: {type(error).__name__}: {error}")
+            lost = f"messages of the agent on {self._machine} are lost: {type(error).__name__}: {error}"
+            if isinstance(error, ray.exceptions.RayError):
+                lines = str(error).strip().splitlines() or [""]
+                line = lines[-1] if isinstance(error, ray.exceptions.RayTaskError) else lines[0]
+                lost = f"the agent on {self._machine} is lost: {type(error).__name__}: {line}"
+            elif isinstance(error, LinkLost):
+                time.sleep(REASON_S)
+                lost = f"the agent on {self._machine} is lost: {error}"
+            self._print(lost)
             self._end(3)
 
     def _end(self, code: int) -> NoReturn:
@@ -296,8 +283,7 @@ class Tunnel:
                 if word != -1:  # otherwise it is idle already
                     self._actor.interrupt.options(**call).remote(word)
             else:
-                text = ray.get(self._actor.stacks.options(**call).remote())
-                os.write(self._stacks_fd, text.encode("utf-8", "replace")[: 1 << 15])
+                self._tell_stacks(ray.get(self._actor.stacks.options(**call).remote()))
 
 
 def main(sock: socket.socket, setup: dict[str, Any]) -> None:

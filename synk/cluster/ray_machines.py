@@ -1,4 +1,4 @@
-"""The machines of a Ray cluster: which there are, and which of them starts the actor of a node."""
+"""The machines of a Ray cluster: which ones there are, and which one starts the actor of a node."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Machine = dict[str, Any]
 
 
 def machines() -> list[Machine]:
-    """Return the machines of the cluster that have a CPU to give, those with most CPUs first."""
+    """Return the machines of the cluster that have CPUs to give, the largest first."""
     found = [
         {
             "id": each["NodeID"],
@@ -96,8 +96,8 @@ class Search:
 
         In place 0 it has CPUs of its own.
 
-        A machine is given up only when another one has started the actor: whether one is slow or has no CPU to give
-        cannot be told.
+        A machine is given up only when another one has started the actor: nothing tells a slow machine from one that
+        has no CPU to give.
 
         Raises
         ------
@@ -167,7 +167,7 @@ class Search:
 
 
 def _made(actor_type: type, setup: dict[str, Any], name: str, machine: Machine, place: int) -> Any:
-    """Return an actor that is about to start on a machine; None if another node has this place there.
+    """Return an actor that is about to start on a machine, or None if another node has this place there.
 
     Ray counts the CPUs of the first place only. Names keep two nodes from the same place.
     """

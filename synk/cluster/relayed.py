@@ -1,23 +1,29 @@
-"""What an agent has in the place of the program's functions, objects and settings, which it passes on unopened."""
+"""What stands for the program's functions, objects, variables and settings on a node. Agents pass them on unopened."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from synk._master.calls.launched import Launched
 from synk._master.calls.plans import PlanCache
 from synk._master.processes.log import PickledSettings
 from synk._master.session import Session
 from synk._master.state.guard import Copies
 from synk._master.state.ledger import Record
+from synk._master.state.variable import Variable, Variables
 from synk._pure.output_ops import ops_of
-from synk.cluster.orders import FunctionNote
+from synk._wire.messages import Layout
+from synk._wire.variables import shapes_of
+from synk.cluster.orders import FunctionNote, VariableNote
 
 
 class NodeFunction:
     """A function as an agent knows it: by its id on the workers, its name and its ops.
 
-    It has those attributes of ``synk._master.calls.callee.Callee`` that a call needs once its arguments are bound.
+    It has the attributes of ``synk._master.calls.callee.Callee`` that a call needs once its arguments are bound.
     """
 
     is_partial = True
@@ -34,9 +40,9 @@ class NodeFunction:
         self.check: Callable[[], None] = lambda: None
 
     def load(self, session: Session, deadline: float | None) -> None:
-        """See that all workers have it: those that were started again lack it.
+        """See that all workers have it. A worker that was started again lacks it.
 
-        First ``check()`` must not raise: what they lack may refer to resident objects, which they would lack, too.
+        First ``check()`` must not raise: the function may refer to resident objects, which a new worker lacks, too.
         """
         self.check()
         session.functions.ensure_loaded(deadline)
@@ -51,6 +57,75 @@ class Numbered(NamedTuple):
         """Do nothing: the head has checked that its state is not lost."""
 
 
+class NodeVariable(Variable):
+    """A shared variable of a node. Its value is a list of leaves, because only the ranks know how they are nested."""
+
+    __slots__ = ("_skeleton",)
+
+    def __init__(self, variables: Variables, number: int, note: VariableNote) -> None:
+        self._skeleton = note.skeleton
+        super().__init__(variables, note.values[0], name=note.name, number=number)
+        self.is_sharded = note.is_sharded
+
+    def skeleton(self) -> bytes:
+        return self._skeleton
+
+
+class NodeVariables:
+    """The shared variables of a node, by the numbers that they have in the head: copies for the node's own ranks.
+
+    The head decides. It tells a node which values it has set and which call it has committed last. Until then, what a
+    call has assigned waits in second buffers, as on one machine.
+
+    Parameters
+    ----------
+    session : Session
+        The node's.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._known: dict[int, Variable] = {}
+        self._undecided: tuple[Launched, Sequence[Layout]] | None = None
+
+    def __getitem__(self, number: int) -> Variable:
+        return self._known[number]
+
+    def take(self, number: int, note: VariableNote) -> None:
+        """Give the ranks the values of a variable."""
+        variable = self._known.get(number)
+        if variable is None:
+            variable = self._known[number] = NodeVariable(self._session.variables, number, note)
+        for rank, leaves in enumerate(note.values):
+            for target, source in zip(variable.back(rank, shapes_of(leaves)), leaves):
+                np.copyto(target, source)
+        if len(note.values) < self._session.world_size:
+            variable.unite(is_new=True)
+        else:
+            variable.flip(range(self._session.world_size))
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Forget variables that no longer exist in the head."""
+        for number in numbers:
+            self._known.pop(number, None)
+
+    def assigned(self, launched: Launched, layouts: Sequence[Layout]) -> list[list[list[np.ndarray]]]:
+        """Return what a call has assigned, undecided yet: for each rank that ran, the leaves of each variable."""
+        if not launched.call.options.is_trial:
+            self._undecided = launched, layouts
+        return [
+            [self[number].assigned_leaves(rank) for number, _ in layout.assigned]
+            for rank, layout in zip(launched.call.ranks, layouts)
+        ]
+
+    def settle(self, committed: int | None) -> None:
+        """Commit what the last call has assigned if the head has committed that call, else drop it."""
+        undecided, self._undecided = self._undecided, None
+        if undecided is not None and undecided[0].number == committed:
+            launched, layouts = undecided
+            self._session.variables.commit(launched.call.ranks, layouts, launched.number)
+
+
 class RelayedSettings(PickledSettings):
     """The program's settings, pickled by the head."""
 
@@ -60,7 +135,7 @@ class RelayedSettings(PickledSettings):
 
 
 class RelayedReader:
-    """Takes the place of what reads a program's settings: an agent's own mean nothing."""
+    """Stands for what reads a program's settings: settings of the agent's process mean nothing."""
 
     names: Sequence[str] = ()
 

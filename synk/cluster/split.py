@@ -1,4 +1,4 @@
-"""Which ranks a node plays, and which part of a call is its own; which search path it has."""
+"""Which ranks a node plays, which part of a call is its own, and which search path it has."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from synk._pure.shards import Selection
+from synk._pure.shards import Assignment, Selection
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The ranks of all nodes: those of node 0 come first.
+class Topology:
+    """The ranks of all nodes. The ranks of node 0 come first.
 
     Attributes
     ----------
@@ -32,7 +32,7 @@ class Layout:
 
         Examples
         --------
-        >>> [list(Layout((1, 3)).ranks_of(node)) for node in range(2)]
+        >>> [list(Topology((1, 3)).ranks_of(node)) for node in range(2)]
         [[0], [1, 2, 3]]
         """
         first = sum(self.counts[:node])
@@ -46,7 +46,7 @@ class Layout:
 
         Examples
         --------
-        >>> [Layout((1, 3)).described(node) for node in range(2)]
+        >>> [Topology((1, 3)).described(node) for node in range(2)]
         ['rank 0', 'ranks 1 to 3']
         """
         ranks = self.ranks_of(node)
@@ -74,7 +74,7 @@ def counts_of(num_workers: int | Sequence[int], num_nodes: int) -> tuple[int, ..
 
 
 def rows_between(array: np.ndarray, selection: Selection, low: int, high: int) -> np.ndarray:
-    """Return rows ``low`` to ``high`` of those that a call has selected, in their order. A view where that is possible.
+    """Return rows ``low`` to ``high`` of a call's selection, in its order, as a view where that is possible.
 
     Parameters
     ----------
@@ -98,7 +98,7 @@ def rows_between(array: np.ndarray, selection: Selection, low: int, high: int) -
 
 
 def own_bounds(bounds: Sequence[tuple[int, int]], ranks: range) -> tuple[int, int, list[tuple[int, int]]]:
-    """Return where the rows of a node begin and end in the selection, and those of its ranks, counted from there.
+    """Return where the rows of a node begin and end in the selection, and the bounds of its ranks within them.
 
     Examples
     --------
@@ -109,7 +109,14 @@ def own_bounds(bounds: Sequence[tuple[int, int]], ranks: range) -> tuple[int, in
     return low, high, [(start - low, stop - low) for start, stop in bounds[ranks[0] : ranks[-1] + 1]]
 
 
+def own_rows(owned: Assignment, ranks: range) -> Assignment:
+    """Return where the rows of a node's ranks lie in their shards."""
+    low, high, bounds = own_bounds(owned.bounds, ranks)
+    indices = None if owned.local_indices is None else owned.local_indices[low:high]
+    return Assignment(Selection(high - low), bounds, owned.local_ranges[ranks[0] : ranks[-1] + 1], indices)
+
+
 def merged(wanted: list[str], here: list[str]) -> list[str]:
-    """Return the program's search path as far as it exists on this machine, and then the machine's own."""
+    """Return the part of the program's search path that exists on this machine, then the machine's own."""
     found = [entry for entry in wanted if not os.path.isabs(entry) or os.path.exists(entry)]
     return [*found, *(entry for entry in here if entry not in found)]

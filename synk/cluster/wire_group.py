@@ -1,6 +1,6 @@
 """The wires between the ranks of all nodes, seen from the head: when they are joined, and whether a call may use them.
 
-Ranks are joined before the first call, and again after any trouble: an interrupt may have left a message half sent.
+The ranks join before the first call, and again after any trouble: an interrupt may have left a message half sent.
 Without pyzmq the runtime goes on without wires, and functions that communicate get an error that says so.
 """
 
@@ -15,7 +15,7 @@ from synk._master.workers.failures import raise_failures
 from synk._master.workers.workers import Workers
 from synk._wire.messages import Kind, WireOrder
 from synk.cluster.ranks import NodeRanks
-from synk.cluster.split import Layout
+from synk.cluster.split import Topology
 
 
 class WireGroup(Group):
@@ -24,16 +24,16 @@ class WireGroup(Group):
     Parameters
     ----------
     ranks : NodeRanks
-    layout : Layout
+    topology : Topology
     on_restarts : callable
         Called if it turns out that a node has replaced workers.
     """
 
     name = "synk.comm between nodes"
 
-    def __init__(self, ranks: NodeRanks, layout: Layout, on_restarts: Callable[[], None]) -> None:
-        super().__init__(len(layout.counts) > 1)
-        self._ranks, self._layout, self._on_restarts = ranks, layout, on_restarts
+    def __init__(self, ranks: NodeRanks, topology: Topology, on_restarts: Callable[[], None]) -> None:
+        super().__init__(len(topology.counts) > 1)
+        self._ranks, self._topology, self._on_restarts = ranks, topology, on_restarts
         self._joined: dict[int, int] = {}  # by node, how many workers it had replaced when its ranks were joined
 
     @property
@@ -46,7 +46,7 @@ class WireGroup(Group):
         return self._number if self._is_joined else 0
 
     def prepare(self, workers: Workers, deadline: float | None) -> bool:
-        """Join the ranks if they are not joined. Return whether they are now.
+        """Join the ranks unless they are joined. Return whether they are joined now.
 
         Raises
         ------
@@ -72,17 +72,17 @@ class WireGroup(Group):
         return True
 
     def break_up(self, workers: Workers) -> None:
-        """Have the ranks joined anew before the next call."""
+        """Have the ranks join anew before the next call."""
         self._is_joined = False
 
     def note_restarts(self, node: int, num_restarts: int) -> None:
-        """Note how many workers a node has replaced. Have the ranks joined anew if a new one is among them."""
+        """Note how many workers a node has replaced. If that has changed, the ranks join anew before the next call."""
         if num_restarts != self._joined.get(node):
             self._is_joined = False
 
     def _ask(self, table: dict[int, tuple[str, bytes]], deadline: float | None) -> dict[int, dict[str, Any]]:
-        order, what = WireOrder(self._number, self._layout.counts, table), "join the nodes"
-        contents = dict.fromkeys(range(self._layout.total_ranks), order)
+        order, what = WireOrder(self._number, self._topology.counts, table), "join the nodes"
+        contents = dict.fromkeys(range(self._topology.total_ranks), order)
         replies = self._ranks.ask(Kind.GROUP, contents, deadline, "join", what)
-        raise_failures(replies, self._layout.total_ranks, what)
+        raise_failures(replies, self._topology.total_ranks, what)
         return {rank: pickle.loads(reply.body) for rank, reply in replies.items()}

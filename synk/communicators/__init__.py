@@ -74,9 +74,6 @@ class Communicator(Protocol):
     ) -> None:
         """Reduce ``send`` (``world_size * recv.count``) and leave this rank's block in ``recv``."""
 
-    def barrier(self) -> None:
-        """Return when every rank has called it."""
-
     def group(self) -> contextlib.AbstractContextManager[None]:
         """Launch the operations of the ``with`` body as one (NCCL). The other communicators run them one by one."""
 

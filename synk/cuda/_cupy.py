@@ -76,7 +76,6 @@ class CupyBackend(DeviceArrays):
         # Host arrays that copies may still read. If a device reads pageable memory itself (Grace Hopper), a copy from
         # it may still run when its call returns.
         self._sources: list[np.ndarray] = []
-        self._scratch: Any = None
         has_read_only = bool(runtime.deviceGetAttribute(runtime.cudaDevAttrHostRegisterReadOnlySupported, ordinal))
         self._segments = PinnedSegments(runtime, ordinal, has_read_only)
         self._ring = PinnedRing(cupy.cuda)
@@ -262,14 +261,6 @@ class CupyBackend(DeviceArrays):
         self.stream.synchronize()
         self._sources.clear()
         self._returned.clear()
-
-    def is_idle(self) -> bool:
-        return bool(self.stream.done)
-
-    def scratch_address(self) -> int:
-        if self._scratch is None:
-            self._scratch = self.xp.empty(8, np.uint8)
-        return self.address(self._scratch)
 
     def explain(self, error: BaseException, what: str) -> BaseException:
         """Return the error to report. Out of device memory becomes a MemoryError that says what to do."""

@@ -1,9 +1,9 @@
 """Collectives between GPUs by NCCL: ops, dtypes, weights, splitting.
 
-A collective is checked here, split into calls of at most ``max_count`` elements, launched on the given stream
-(``_nccl_handle``) through a binding (``_nccl_bindings``), and awaited until NCCL has accepted it. The result is there
+A collective is checked here and split into calls of at most ``max_count`` elements. The base class (``_nccl_handle``)
+launches them through a binding (``_nccl_bindings``) and waits until NCCL has accepted them. The result is there
 when the stream has passed it. ``wait`` watches the stream, NCCL's errors, and the runtime's word that a peer is gone.
-No array library is imported: ``DeviceHooks`` brings what the device must do.
+No array library is imported.
 
 One thread per process launches collectives. ``abort`` and ``poll`` may be called from another thread.
 """
@@ -21,7 +21,7 @@ from synk.communicators import Buffer, Capabilities
 from synk.communicators._checks import check_buffers, check_rank, check_reduction, dtype_nbytes
 from synk.cuda._nccl_bindings import UNIQUE_ID_NBYTES, Binding
 from synk.cuda._nccl_handle import NcclHandle
-from synk.cuda._nccl_library import IN_PROGRESS, SUCCESS, version_text
+from synk.cuda._nccl_library import version_text
 from synk.errors import UnsupportedError
 
 _OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
@@ -61,25 +61,6 @@ class NcclCapabilities(Capabilities):
 
     nan_propagates: bool = False
     has_weighted_avg: bool = True
-
-
-@dataclass(frozen=True)
-class DeviceHooks:
-    """What the communicator needs of the array library that owns the device.
-
-    Attributes
-    ----------
-    is_done : callable
-        ``is_done(stream)`` returns whether the stream has finished. Does not wait.
-    scratch : int
-        Address of one byte of device memory that stays allocated, for ``barrier``.
-    stream : int
-        Handle of the stream on which ``barrier`` runs.
-    """
-
-    is_done: Callable[[int], bool]
-    scratch: int
-    stream: int
 
 
 def pack_scalar(value: float, dtype: str) -> bytes:
@@ -122,7 +103,7 @@ def _bind(method: Callable[..., int], *arguments: int) -> _Call:
     return lambda comm: method(*others, comm, stream)
 
 
-class NcclCommunicator:
+class NcclCommunicator(NcclHandle):
     """A rank's end of a group of two or more GPUs.
 
     Buffers are device memory of this rank. Every method that takes a ``stream`` returns when NCCL has accepted the
@@ -139,8 +120,6 @@ class NcclCommunicator:
         128 bytes from one rank's ``binding.new_unique_id()``, the same on every rank.
     rank, world_size : int
         This rank and the number of ranks, at least 2.
-    device : DeviceHooks
-        The device that is current in this process.
     is_broken : callable
         Whether the runtime has given the group up. It is called in every wait, so it must be cheap.
     timeout_s : float
@@ -167,7 +146,6 @@ class NcclCommunicator:
         unique_id: bytes,
         rank: int,
         world_size: int,
-        device: DeviceHooks,
         *,
         is_broken: Callable[[], bool] = lambda: False,
         timeout_s: float = 60.0,
@@ -178,10 +156,9 @@ class NcclCommunicator:
         if len(unique_id) != UNIQUE_ID_NBYTES:
             raise ValueError(f"cannot join an NCCL group: got an id of {len(unique_id)} bytes, expected 128.")
         check_rank("join an NCCL group", "rank", rank, world_size)
+        super().__init__(binding, is_broken, timeout_s=timeout_s, abort_timeout_s=abort_timeout_s)
         self.rank = rank
         self.world_size = world_size
-        self._binding = binding
-        self._device = device
         has_bfloat16 = binding.version >= _BFLOAT16_VERSION
         self._capabilities = NcclCapabilities(
             name=f"nccl by {binding.name}",
@@ -191,8 +168,16 @@ class NcclCommunicator:
             library_path=binding.library_path,
             has_weighted_avg=binding.has_weighted_sum,
         )
-        self._handle = NcclHandle(binding, is_broken, timeout_s=timeout_s, abort_timeout_s=abort_timeout_s)
-        self._handle.join(unique_id, rank, world_size)
+        self._join(unique_id, rank, world_size)
+
+    def _pieces(
+        self, method: Callable[..., int], send: int, recv: int, count: int, width: int, *others: int
+    ) -> list[_Call]:
+        """Return the calls of a method for ``count`` elements of ``width`` bytes, ``max_count`` at most in each."""
+        return [
+            _bind(method, send + at * width, recv + at * width, length, *others)
+            for at, length in split_count(count, self.max_count)
+        ]
 
     # Reductions
 
@@ -215,36 +200,18 @@ class NcclCommunicator:
                 f"cannot {action} with a weight: NCCL {version_text(self._binding.version)} has no weighted sum. "
                 "Multiply the buffer by its weight and reduce by 'sum', or install NCCL 2.11 or later."
             )
-        with self._handle.weighted_sum(pack_scalar(weight, stored_as), code, action) as weighted_op:
+        with self._weighted_sum(pack_scalar(weight, stored_as), code, action) as weighted_op:
             yield _ReduceArguments(weighted_op, code, width, factor)
-
-    def _reduce_calls(
-        self, reduction: _ReduceArguments, send: int, recv: int, count: int, root: int, stream: int
-    ) -> list[_Call]:
-        op, dtype, width, factor = reduction
-        return [
-            _bind(self._binding.reduce, send + at * width, recv + at * width, length, dtype, op, root, stream)
-            for at, length in split_count(count * factor, self.max_count)
-        ]
 
     def all_reduce(self, send: Buffer, recv: Buffer, op: str, *, weight: float | None = None, stream: int = 0) -> None:
         action = f"all_reduce {send.count} {send.dtype} by {op!r}"
         check_reduction(op, send.dtype, weight)
         check_buffers(action, send, recv, send_count=send.count, recv_count=send.count)
         with self._reduction(action, op, send.dtype, weight) as (nccl_op, dtype, width, factor):
-            calls = [
-                _bind(
-                    self._binding.all_reduce,
-                    send.ptr + at * width,
-                    recv.ptr + at * width,
-                    count,
-                    dtype,
-                    nccl_op,
-                    stream,
-                )
-                for at, count in split_count(send.count * factor, self.max_count)
-            ]
-            self._handle.launch(calls, action)
+            calls = self._pieces(
+                self._binding.all_reduce, send.ptr, recv.ptr, send.count * factor, width, dtype, nccl_op, stream
+            )
+            self._launch(calls, action)
 
     def reduce(
         self, send: Buffer, recv: Buffer, op: str, root: int, *, weight: float | None = None, stream: int = 0
@@ -253,8 +220,10 @@ class NcclCommunicator:
         check_reduction(op, send.dtype, weight)
         check_rank(action, "root", root, self.world_size)
         check_buffers(action, send, recv, send_count=send.count, recv_count=send.count)
-        with self._reduction(action, op, send.dtype, weight) as reduction:
-            self._handle.launch(self._reduce_calls(reduction, send.ptr, recv.ptr, send.count, root, stream), action)
+        with self._reduction(action, op, send.dtype, weight) as (nccl_op, dtype, width, factor):
+            count = send.count * factor
+            calls = self._pieces(self._binding.reduce, send.ptr, recv.ptr, count, width, dtype, nccl_op, root, stream)
+            self._launch(calls, action)
 
     def reduce_scatter(
         self, send: Buffer, recv: Buffer, op: str, *, weight: float | None = None, stream: int = 0
@@ -262,8 +231,7 @@ class NcclCommunicator:
         action = f"reduce_scatter {send.count} {send.dtype} by {op!r}"
         check_reduction(op, send.dtype, weight)
         check_buffers(action, send, recv, send_count=self.world_size * recv.count, recv_count=recv.count)
-        with self._reduction(action, op, send.dtype, weight) as reduction:
-            nccl_op, dtype, width, factor = reduction
+        with self._reduction(action, op, send.dtype, weight) as (nccl_op, dtype, width, factor):
             count = recv.count * factor
             if count <= self.max_count:
                 run = _bind(self._binding.reduce_scatter, send.ptr, recv.ptr, count, dtype, nccl_op, stream)
@@ -273,22 +241,19 @@ class NcclCommunicator:
                 calls = []
                 for root in range(self.world_size):
                     block = send.ptr + root * count * width
-                    calls += self._reduce_calls(reduction, block, recv.ptr, recv.count, root, stream)
-            self._handle.launch(calls, action)
+                    calls += self._pieces(
+                        self._binding.reduce, block, recv.ptr, count, width, dtype, nccl_op, root, stream
+                    )
+            self._launch(calls, action)
 
     # For copies NCCL's dtype does not matter, so every dtype travels as uint8.
-
-    def _broadcast_calls(self, send: int, recv: int, nbytes: int, root: int, stream: int) -> list[_Call]:
-        return [
-            _bind(self._binding.broadcast, send + at, recv + at, length, _BYTE, root, stream)
-            for at, length in split_count(nbytes, self.max_count)
-        ]
 
     def broadcast(self, buffer: Buffer, root: int, *, stream: int = 0) -> None:
         action = f"broadcast {buffer.count} {buffer.dtype}"
         check_rank(action, "root", root, self.world_size)
         nbytes = buffer.count * dtype_nbytes(buffer.dtype)
-        self._handle.launch(self._broadcast_calls(buffer.ptr, buffer.ptr, nbytes, root, stream), action)
+        calls = self._pieces(self._binding.broadcast, buffer.ptr, buffer.ptr, nbytes, 1, _BYTE, root, stream)
+        self._launch(calls, action)
 
     def all_gather(self, send: Buffer, recv: Buffer, *, stream: int = 0) -> None:
         action = f"all_gather {send.count} {send.dtype}"
@@ -302,54 +267,8 @@ class NcclCommunicator:
             for root in range(self.world_size):
                 block = recv.ptr + root * nbytes
                 source = send.ptr if root == self.rank else block
-                calls += self._broadcast_calls(source, block, nbytes, root, stream)
-        self._handle.launch(calls, action)
-
-    def barrier(self) -> None:
-        """Return when every rank has called it. It waits for a reduction of one byte on the hooks' stream."""
-        if self._handle.is_grouping:
-            raise UnsupportedError("cannot wait at a barrier inside a group: nothing runs before the group ends.")
-        device, max_op = self._device, _OPS["max"]
-        run = _bind(self._binding.all_reduce, device.scratch, device.scratch, 1, _BYTE, max_op, device.stream)
-        self._handle.launch([run], "wait at a barrier")
-        self.wait(lambda: device.is_done(device.stream))
-
-    # The communicator's life
-
-    def group(self) -> contextlib.AbstractContextManager[None]:
-        """Launch the operations of the ``with`` body as one. It may be nested. Nothing runs before the body ends.
-
-        If the body raises after it issued an operation, the communicator is aborted: the other ranks wait for the
-        whole.
-        """
-        return self._handle.group()
-
-    def wait(self, is_done: Callable[[], bool], *, timeout_s: float | None = None) -> None:
-        """Return when ``is_done()``, typically "this event has happened". Never blocks in the driver.
-
-        Raises
-        ------
-        NcclError
-            If NCCL reports an error, the runtime gives the group up (code 6) or ``timeout_s`` passes (code 8). The
-            communicator is then aborted, which ends what the device waits for.
-        """
-        self._handle.wait(is_done, timeout_s)
-
-    def poll(self) -> str:
-        """Return ``"ok"``, ``"pending"`` (NCCL has not accepted the last operation yet) or ``"error"``."""
-        return {SUCCESS: "ok", IN_PROGRESS: "pending"}.get(self._handle.state(), "error")
-
-    def abort(self) -> None:
-        """Break every pending operation of this rank and free the communicator. Any thread may call it, again and
-        again.
-
-        All ranks of the group must abort: the device of a rank that does not goes on waiting for this one.
-        """
-        self._handle.abort()
-
-    def close(self) -> None:
-        """Free the communicator after its last operation, or abort it if it is broken. It may be called again."""
-        self._handle.close()
+                calls += self._pieces(self._binding.broadcast, source, block, nbytes, 1, _BYTE, root, stream)
+        self._launch(calls, action)
 
     def capabilities(self) -> NcclCapabilities:
         """Return what NCCL can do here, and what the backend must make up for."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
 from typing import Any, ClassVar, Protocol
 
-from synk.cuda._nccl_library import SUCCESS, NcclError, find_library, status_name
+from synk.cuda._nccl_library import SUCCESS, NcclError, find_library
 from synk.errors import UnsupportedError
 
 BINDING_VARIABLE = "SYNK_NCCL_BINDING"
@@ -300,7 +300,7 @@ class PyncclBinding:
 def _raise_for(status: int, action: str, last_error: Callable[[], str] = str) -> None:
     """Raise ``NcclError`` unless ``status`` is success."""
     if status != SUCCESS:
-        raise NcclError(status, status_name(status), last_error(), action)
+        raise NcclError(status, last_error(), action)
 
 
 @contextlib.contextmanager

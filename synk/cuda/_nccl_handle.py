@@ -1,7 +1,8 @@
 """The life of one NCCL communicator: joining, launching, waiting, aborting, each with a time limit.
 
-This file owns NCCL's communicator and the rule when it may be touched. It knows no op and no dtype. NCCL's calls can
-block for ever when a peer is gone, so those calls run in threads that can be left behind, and every wait polls.
+This file owns NCCL's communicator and the rule when it may be touched. It knows no op and no dtype: its subclass in
+``_nccl`` has the collectives. NCCL's calls can block for ever when a peer is gone, so the calls that may block run in
+threads that can be left behind, and every wait polls.
 """
 
 from __future__ import annotations
@@ -68,12 +69,12 @@ def _watch(is_done: Callable[[], bool], is_broken: Callable[[], bool], timeout_s
 
 def _failure(outcome: str, action: str, timeout_s: float | None) -> NcclError:
     if outcome == _LATE:
-        return NcclError(TIMEOUT, "", f"not done after {timeout_s:g} s", action)
-    return NcclError(REMOTE_ERROR, "", "the group is broken; another worker died or failed", action)
+        return NcclError(TIMEOUT, f"not done after {timeout_s:g} s", action)
+    return NcclError(REMOTE_ERROR, "the group is broken; another worker died or failed", action)
 
 
 class NcclHandle:
-    """This rank's NCCL communicator.
+    """This rank's NCCL communicator, without its collectives.
 
     Parameters
     ----------
@@ -87,7 +88,7 @@ class NcclHandle:
     def __init__(
         self, binding: Binding, is_broken: Callable[[], bool], *, timeout_s: float, abort_timeout_s: float
     ) -> None:
-        self.binding = binding
+        self._binding = binding
         self._is_broken = is_broken
         self._timeout_s = timeout_s
         self._abort_timeout_s = abort_timeout_s
@@ -99,7 +100,7 @@ class NcclHandle:
         # does not free it in between.
         self._lock = threading.RLock()
 
-    def join(self, unique_id: bytes, rank: int, world_size: int) -> None:
+    def _join(self, unique_id: bytes, rank: int, world_size: int) -> None:
         """Join the group of ``unique_id``. Return when all ranks have joined.
 
         Raises
@@ -109,7 +110,7 @@ class NcclHandle:
         """
         action = f"join an NCCL group as rank {rank} of {world_size}"
         # A blocking start (old NCCL, NCCL_COMM_BLOCKING=1) waits inside the call, hence the thread.
-        call = _Aside(functools.partial(self.binding.init, world_size, unique_id, rank))
+        call = _Aside(functools.partial(self._binding.init, world_size, unique_id, rank))
         outcome = _watch(call.is_done, self._is_broken, self._timeout_s)
         if outcome != _DONE:
             raise _failure(outcome, action, self._timeout_s)
@@ -121,18 +122,18 @@ class NcclHandle:
             self.abort()
             raise
 
-    def require(self, action: str) -> Any:
+    def _require(self, action: str) -> Any:
         """Return NCCL's communicator, or raise if it no longer exists."""
         if self._is_closed:
             raise ClosedError(f"cannot {action}: the communicator is closed. Fork again.")
         comm = self._comm
         if comm is None:
-            raise NcclError(REMOTE_ERROR, "", "the communicator was aborted", action)
+            raise NcclError(REMOTE_ERROR, "the communicator was aborted", action)
         return comm
 
     def _raise_for(self, status: int, action: str) -> None:
         if status not in (SUCCESS, IN_PROGRESS):
-            raise NcclError(status, "", self.binding.last_error(), action)
+            raise NcclError(status, self._binding.last_error(), action)
 
     def _settle(self, status: int, action: str) -> None:
         """Return once NCCL has accepted the call that returned ``status``. Until then the communicator accepts nothing
@@ -143,7 +144,7 @@ class NcclHandle:
 
         def is_settled() -> bool:
             nonlocal status
-            status = self.state()
+            status = self._state()
             return status != IN_PROGRESS
 
         if status in (SUCCESS, IN_PROGRESS):
@@ -155,36 +156,32 @@ class NcclHandle:
 
     # Launching
 
-    @property
-    def is_grouping(self) -> bool:
-        """Whether this is called from the body of ``group``."""
-        return self._depth > 0
-
-    def call(self, call: Callable[[Any], int], action: str) -> None:
+    def _call(self, call: Callable[[Any], int], action: str) -> None:
         """Run ``call(comm)``. Return when NCCL has accepted it, inside a group at once."""
         with self._lock:
-            status = call(self.require(action))
+            status = call(self._require(action))
         if self._depth:
             self._raise_for(status, action)
             self._num_issued += 1
         else:
             self._settle(status, action)
 
-    def launch(self, calls: Sequence[Callable[[Any], int]], action: str) -> None:
+    def _launch(self, calls: Sequence[Callable[[Any], int]], action: str) -> None:
         """Run ``calls``, as a group if there are several."""
         with self.group() if len(calls) > 1 else contextlib.nullcontext():
             for call in calls:
-                self.call(call, action)
+                self._call(call, action)
 
     @contextlib.contextmanager
     def group(self) -> Iterator[None]:
-        """Launch the operations of the ``with`` body as one. It may be nested.
+        """Launch the operations of the ``with`` body as one. It may be nested. Nothing runs before the body ends.
 
-        If the body raises after it issued an operation, the communicator is aborted: its peers wait for the whole.
+        If the body raises after it issued an operation, the communicator is aborted: the other ranks wait for the
+        whole.
         """
         with self._lock:
-            self.require("open a group")
-            self._raise_for(self.binding.group_start(), "open a group")
+            self._require("open a group")
+            self._raise_for(self._binding.group_start(), "open a group")
             self._num_issued = self._num_issued if self._depth else 0
             self._depth += 1
             try:
@@ -192,20 +189,20 @@ class NcclHandle:
             except BaseException:
                 self._depth -= 1
                 # NCCL counts its groups per thread. The error at hand says more than this call's.
-                self.binding.group_end()
+                self._binding.group_end()
                 if self._num_issued:
                     self.abort()
                 raise
             self._depth -= 1
-            status = self.binding.group_end()
+            status = self._binding.group_end()
         if not self._depth:
             self._settle(status, "launch a group")
 
     @contextlib.contextmanager
-    def weighted_sum(self, weight: bytes, dtype: int, action: str) -> Iterator[int]:
+    def _weighted_sum(self, weight: bytes, dtype: int, action: str) -> Iterator[int]:
         """Yield an op that multiplies by ``weight`` before it sums."""
         with self._lock:
-            status, op = self.binding.create_weighted_sum(weight, dtype, self.require(action))
+            status, op = self._binding.create_weighted_sum(weight, dtype, self._require(action))
         self._raise_for(status, action)
         try:
             yield op
@@ -213,21 +210,32 @@ class NcclHandle:
             # NCCL reads the op when it accepts a collective, so the op may be destroyed before the stream has run.
             with self._lock:
                 if self._comm is not None:
-                    self.binding.destroy_op(op, self._comm)
+                    self._binding.destroy_op(op, self._comm)
 
     # Watching
 
-    def state(self) -> int:
+    def _state(self) -> int:
         """Return NCCL's status of the communicator. It is also in progress while another thread is launching."""
         if not self._lock.acquire(blocking=False):
             return IN_PROGRESS
         try:
-            return REMOTE_ERROR if self._comm is None else self.binding.async_error(self._comm)
+            return REMOTE_ERROR if self._comm is None else self._binding.async_error(self._comm)
         finally:
             self._lock.release()
 
-    def wait(self, is_done: Callable[[], bool], timeout_s: float | None) -> None:
-        """Return when ``is_done()``. Abort and raise on an NCCL error, a broken group, or after ``timeout_s``."""
+    def poll(self) -> str:
+        """Return ``"ok"``, ``"pending"`` (NCCL has not accepted the last operation yet) or ``"error"``."""
+        return {SUCCESS: "ok", IN_PROGRESS: "pending"}.get(self._state(), "error")
+
+    def wait(self, is_done: Callable[[], bool], *, timeout_s: float | None = None) -> None:
+        """Return when ``is_done()``, typically "this event has happened". Never blocks in the driver.
+
+        Raises
+        ------
+        NcclError
+            If NCCL reports an error, the runtime gives the group up (code 6) or ``timeout_s`` passes (code 8). The
+            communicator is then aborted, which ends what the device waits for.
+        """
         action = "finish a collective"
         status = SUCCESS
 
@@ -235,7 +243,7 @@ class NcclHandle:
             nonlocal status
             if is_done():
                 return True
-            status = self.state()
+            status = self._state()
             return status not in (SUCCESS, IN_PROGRESS)
 
         outcome = _watch(is_over, self._is_broken, timeout_s)
@@ -244,7 +252,7 @@ class NcclHandle:
             raise _failure(outcome, action, timeout_s)
         if status not in (SUCCESS, IN_PROGRESS):
             try:
-                self.require(action)
+                self._require(action)
                 self._raise_for(status, action)
             finally:
                 self.abort()
@@ -265,15 +273,19 @@ class NcclHandle:
         return comm
 
     def abort(self) -> None:
-        """Break every pending operation and free the communicator. Any thread may call it, again and again."""
+        """Break every pending operation of this rank and free the communicator. Any thread may call it, again and
+        again.
+
+        All ranks of the group must abort: the device of a rank that does not goes on waiting for this one.
+        """
         comm = self._take_comm()
         if comm is not None:
-            self._end("abort", self.binding.abort, comm)
+            self._end("abort", self._binding.abort, comm)
 
     def close(self) -> None:
         """Free the communicator after its last operation, or abort it if it is broken. It may be called again."""
-        is_sound = not self._is_broken() and self.state() == SUCCESS
+        is_sound = not self._is_broken() and self._state() == SUCCESS
         self._is_closed = True
         comm = self._take_comm()
         if comm is not None:
-            self._end("close", self.binding.destroy if is_sound else self.binding.abort, comm)
+            self._end("close", self._binding.destroy if is_sound else self._binding.abort, comm)

@@ -59,11 +59,11 @@ class NcclError(SynkError):
         What failed, as in "cannot <action>".
     """
 
-    def __init__(self, code: int, name: str = "", last_error: str = "", action: str = "") -> None:
+    def __init__(self, code: int, last_error: str = "", action: str = "") -> None:
         # All fields are arguments, so that the default pickling of exceptions keeps them.
-        super().__init__(code, name, last_error, action)
+        super().__init__(code, last_error, action)
         self.code = code
-        self.name = name or status_name(code)
+        self.name = status_name(code)
         self.last_error = last_error
         self.action = action
 
@@ -166,8 +166,8 @@ def version_text(version: int) -> str:
 def nccl_environment(environ: Mapping[str, str], *, ranks_per_device: int = 1) -> dict[str, str]:
     """Return the environment for a GPU worker: ``environ`` with NCCL restricted to this machine's loopback.
 
-    NCCL opens TCP listeners even between the GPUs of one machine. The user's own settings stay, except those that would
-    let anybody join or keep the worker from noticing a dead peer.
+    NCCL opens TCP listeners even between the GPUs of one machine. The user's own settings stay, except
+    the ones that would let anybody join or keep the worker from noticing a dead peer.
 
     Parameters
     ----------

@@ -47,6 +47,14 @@ class _Region:
         start = self.start + chunk * CHUNK_NBYTES
         return start, min(start + CHUNK_NBYTES, self.stop)
 
+    def chunks(self, start: int, nbytes: int) -> range:
+        """Return the chunks in which the ``nbytes`` bytes at ``start`` lie."""
+        return range((start - self.start) // CHUNK_NBYTES, (start + nbytes - 1 - self.start) // CHUNK_NBYTES + 1)
+
+    def pinned(self) -> list[tuple[int, int]]:
+        """Return where the chunks that are registered begin and end."""
+        return [self.bounds(chunk) for chunk, state in enumerate(self.states) if state == _PINNED]
+
 
 class PinnedSegments:
     """Which segments are registered with the driver, and how much of each.
@@ -95,23 +103,20 @@ class PinnedSegments:
             return
         self._starts.remove(start)
         with self._lock:
-            for chunk, state in enumerate(region.states):
-                if state == _PINNED:
-                    self._unregister(region.bounds(chunk)[0])
-                region.states[chunk] = _REFUSED  # a request that is still queued finds nothing to do
+            for low, _ in region.pinned():
+                self._unregister(low)
+            region.states = [_REFUSED] * len(region.states)  # a request that is still queued finds nothing to do
 
     def pieces(self, start: int, nbytes: int) -> list[tuple[int, int]]:
         """Return ``(offset, length)`` of the copies that move ``nbytes`` bytes at ``start``, and order missing chunks.
 
         A copy must lie entirely inside one registered piece of memory, or entirely outside.
         """
-        place = bisect.bisect_right(self._starts, start) - 1
-        region = self._regions[self._starts[place]] if place >= 0 else None
-        if region is None or start + nbytes > region.stop:
+        region = self._region_of(start, nbytes)
+        if region is None:
             return [(0, nbytes)]
         result = []
-        first, last = (start - region.start) // CHUNK_NBYTES, (start + nbytes - 1 - region.start) // CHUNK_NBYTES
-        for chunk in range(first, last + 1):
+        for chunk in region.chunks(start, nbytes):
             low, high = region.bounds(chunk)
             low, high = max(low, start), min(high, start + nbytes)
             result.append((low - start, high - low))
@@ -124,12 +129,14 @@ class PinnedSegments:
         """Whether ``nbytes`` bytes at ``start`` are all registered, so that copying them does not block the host."""
         if nbytes == 0:
             return True
+        region = self._region_of(start, nbytes)
+        return region is not None and all(region.states[chunk] == _PINNED for chunk in region.chunks(start, nbytes))
+
+    def _region_of(self, start: int, nbytes: int) -> _Region | None:
+        """Return the region that holds all of the ``nbytes`` bytes at ``start``; None if no region does."""
         place = bisect.bisect_right(self._starts, start) - 1
         region = self._regions[self._starts[place]] if place >= 0 else None
-        if region is None or start + nbytes > region.stop:
-            return False
-        first, last = (start - region.start) // CHUNK_NBYTES, (start + nbytes - 1 - region.start) // CHUNK_NBYTES
-        return all(state == _PINNED for state in region.states[first : last + 1])
+        return region if region is not None and start + nbytes <= region.stop else None
 
     def _order(self, region: _Region, chunk: int) -> None:
         if self._thread is None:
@@ -164,11 +171,7 @@ class PinnedSegments:
     @property
     def registered_nbytes(self) -> int:
         """How many bytes are registered at this moment."""
-        total = 0
-        for region in list(self._regions.values()):
-            bounds = [region.bounds(chunk) for chunk, state in enumerate(region.states) if state == _PINNED]
-            total += sum(high - low for low, high in bounds)
-        return total
+        return sum(high - low for region in list(self._regions.values()) for low, high in region.pinned())
 
     def close(self) -> None:
         """End the thread and unregister everything."""
@@ -178,9 +181,8 @@ class PinnedSegments:
             self._thread = None
         with self._lock:
             for region in self._regions.values():
-                for chunk, state in enumerate(region.states):
-                    if state == _PINNED:
-                        self._unregister(region.bounds(chunk)[0])
+                for low, _ in region.pinned():
+                    self._unregister(low)
         self._regions.clear()
         self._starts.clear()
 

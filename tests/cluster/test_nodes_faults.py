@@ -28,7 +28,7 @@ from support.harness import (
 )
 
 import synk
-from synk.cluster.here import AgentProcess
+from synk.cluster.agent_process import AgentProcess
 from synk.errors import CallCancelled, CallTimeout, ClosedError, RemoteError, SerializationError, WorkerDied
 
 NODES = ("1+3", "2+2")
@@ -155,7 +155,7 @@ def test_an_agent_dies_in_a_call(nodes: synk.Runtime, node: int) -> None:
     with pytest.raises(WorkerDied, match=rf"node {node} of 2 .*ended with SIGKILL during") as caught:
         f(np.ones(8))
     killed.join()
-    ranks = tuple(nodes._session.nodes.layout.ranks_of(node))
+    ranks = tuple(nodes._session.nodes.topology.ranks_of(node))
     assert (caught.value.nodes, caught.value.ranks, caught.value.pids) == ((node,), ranks, (before[node],))
     for rank in ranks:
         wait_until_dead(workers[rank])

@@ -310,7 +310,7 @@ def test_an_agent_dies(nodes: synk.Runtime, tmp_path: Path, node: int) -> None:
     with pytest.raises(WorkerDied, match=rf"node {node} of 2 .*SIGKILL during 'step' \(item \d+\)") as caught:
         list(nodes.map(stay(tmp_path), range(9), batch_size=1))
     kills.join()
-    ranks = tuple(nodes._session.nodes.layout.ranks_of(node))
+    ranks = tuple(nodes._session.nodes.topology.ranks_of(node))
     assert (caught.value.nodes, caught.value.ranks) == ((node,), ranks)
     for rank in ranks:
         wait_until_dead(workers[rank])

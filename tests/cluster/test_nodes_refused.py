@@ -62,10 +62,10 @@ def test_how_many_machines_of_a_cluster_are_used(monkeypatch: pytest.MonkeyPatch
     class Opened(Exception):
         pass
 
-    def opened(layout: Any, *args: Any, **options: Any) -> None:
-        raise Opened(layout.counts)
+    def opened(topology: Any, *args: Any, **options: Any) -> None:
+        raise Opened(topology.counts)
 
-    monkeypatch.setattr("synk.cluster.remote.machines_of", lambda address, insecure: [4, 2, 1])
+    monkeypatch.setattr("synk.cluster.forking.machines_of", lambda address, insecure: [4, 2, 1])
     monkeypatch.setattr("synk.cluster.forking.ClusterSession", opened)
     with pytest.raises(StartupError if counts is None else Opened) as caught:
         synk.Runtime(cluster="10.0.0.1:6379", nodes=nodes)

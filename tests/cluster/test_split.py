@@ -13,11 +13,10 @@ from support.seeds import examples
 from synk._master.calls.assembly import Assembly
 from synk._pure.ops import OPS, REDUCTIONS, accumulator_dtype
 from synk._pure.shards import Selection, select_rows, shard_bounds
-from synk._wire.messages import Layout as RankLayout
-from synk._wire.messages import Leaf
+from synk._wire.messages import Layout, Leaf
+from synk.cluster.head import GatheredOutputs
 from synk.cluster.orders import without_code
-from synk.cluster.outputs import GatheredOutputs
-from synk.cluster.split import Layout, counts_of, own_bounds, rows_between
+from synk.cluster.split import Topology, counts_of, own_bounds, rows_between
 
 COUNTS = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
 BATCHES = st.one_of(
@@ -30,10 +29,12 @@ BATCHES = st.one_of(
 
 @given(counts=COUNTS)
 def test_nodes_play_all_ranks_once(counts: tuple[int, ...]) -> None:
-    layout = Layout(counts)
-    ranks = [rank for node in range(len(counts)) for rank in layout.ranks_of(node)]
-    assert ranks == list(range(layout.total_ranks))
-    assert [layout.node_of(rank) for rank in ranks] == [node for node, count in enumerate(counts) for _ in range(count)]
+    topology = Topology(counts)
+    ranks = [rank for node in range(len(counts)) for rank in topology.ranks_of(node)]
+    assert ranks == list(range(topology.total_ranks))
+    assert [topology.node_of(rank) for rank in ranks] == [
+        node for node, count in enumerate(counts) for _ in range(count)
+    ]
 
 
 @example(counts=(1, 1), batch=slice(1, 0, -3))  # the second node has no rows, from before the first row on
@@ -43,17 +44,17 @@ def test_ranks_get_the_rows_that_they_would_have_on_one_machine(counts: tuple[in
     """The oracle is ``numpy.array_split`` of the rows that NumPy selects, over all ranks at once."""
     array = np.arange(60).reshape(30, 2)
     picked = array if batch is None else array[:batch] if isinstance(batch, int) else array[batch]
-    layout = Layout(counts)
+    topology = Topology(counts)
     selection = select_rows(batch, len(array), "f")
-    bounds = shard_bounds(selection.count, layout.total_ranks)
+    bounds = shard_bounds(selection.count, topology.total_ranks)
     found = []
     for node in range(len(counts)):
-        low, high, own = own_bounds(bounds, layout.ranks_of(node))
+        low, high, own = own_bounds(bounds, topology.ranks_of(node))
         rows = rows_between(array, selection, low, high)
         assert own[0][0] == 0
         assert own[-1][1] == len(rows)
         found += [rows[start:stop] for start, stop in own]
-    for got, want in zip(found, np.array_split(picked, layout.total_ranks), strict=True):
+    for got, want in zip(found, np.array_split(picked, topology.total_ranks), strict=True):
         np.testing.assert_array_equal(got, want)
 
 
@@ -108,22 +109,22 @@ def test_partials_of_nodes_make_the_reduction_of_all_ranks(
     if (op == "avg" and dtype[0] in "iu") or (op in ("min", "max") and dtype == "complex128"):
         return
     rng = np.random.default_rng(seed)
-    layout = Layout(counts)
-    rows = [int(count) for count in rng.integers(1, 9, layout.total_ranks)]
+    topology = Topology(counts)
+    rows = [int(count) for count in rng.integers(1, 9, topology.total_ranks)]
     values = [(rng.normal(size=5) * 3).astype(dtype) for _ in rows]
     want = np.empty(5, dtype)
     with np.errstate(all="ignore"):
         reduction.reduce_into(values, rows, want)
         partials = []
         for node in range(len(counts)):
-            own = layout.ranks_of(node)
+            own = topology.ranks_of(node)
             partial = np.empty(5, accumulator_dtype(np.dtype(dtype)))
             reduction.merge_into([values[rank] for rank in own], [rows[rank] for rank in own], partial)
             partials.append(partial)
     leaf = Leaf((5,), partials[0].dtype, partial_of=np.dtype(dtype))
-    layouts = [RankLayout(0, (leaf,)) for _ in rows]
-    firsts = {layout.ranks_of(node)[0]: partial for node, partial in enumerate(partials)}
-    arrays = [[firsts.get(rank)] for rank in range(layout.total_ranks)]
+    layouts = [Layout(0, (leaf,)) for _ in rows]
+    firsts = {topology.ranks_of(node)[0]: partial for node, partial in enumerate(partials)}
+    arrays = [[firsts.get(rank)] for rank in range(topology.total_ranks)]
     gathered = GatheredOutputs("f", reduction, None, list(range(len(rows))), layouts, arrays, len(rows))
     got = gathered.build(rows, (), None, None)
     assert got.dtype == want.dtype
@@ -140,13 +141,13 @@ def test_partials_of_nodes_make_the_reduction_of_all_ranks(
 def test_a_float16_average_is_rounded_once(counts: tuple[int, ...], seed: int) -> None:
     """The oracle is NumPy's average in float64 of exact values, rounded to float16."""
     rng = np.random.default_rng(seed)
-    layout, avg = Layout(counts), REDUCTIONS["avg"]
-    rows = [int(count) for count in rng.integers(1, 9, layout.total_ranks)]
+    topology, avg = Topology(counts), REDUCTIONS["avg"]
+    rows = [int(count) for count in rng.integers(1, 9, topology.total_ranks)]
     values = [rng.integers(-200, 200, 50).astype(np.float16) for _ in rows]
     want = np.average(np.array(values, np.float64), axis=0, weights=rows).astype(np.float16)
     partials = []
     for node in range(len(counts)):
-        own = layout.ranks_of(node)
+        own = topology.ranks_of(node)
         partials.append(np.empty(50, np.float32))
         avg.merge_into([values[rank] for rank in own], [rows[rank] for rank in own], partials[-1])
     total = np.sum(partials, axis=0, dtype=np.float32)
@@ -155,7 +156,7 @@ def test_a_float16_average_is_rounded_once(counts: tuple[int, ...], seed: int) -
 
 def test_outputs_need_not_be_put_in_place_by_the_head() -> None:
     """Small ones of all ranks are combined as on one machine."""
-    layouts = [RankLayout((0, 1), (Leaf((2,), np.dtype(float)), Leaf((rank,), np.dtype(int)))) for rank in (1, 2)]
+    layouts = [Layout((0, 1), (Leaf((2,), np.dtype(float)), Leaf((rank,), np.dtype(int)))) for rank in (1, 2)]
     arrays: list[Any] = [[np.array([1.0, 2.0]), np.array([7])], [np.array([3.0, 6.0]), np.array([8, 9])]]
     gathered: Assembly = GatheredOutputs(
         "f", (REDUCTIONS["avg"], OPS["gather"]), None, [0, 1], layouts, arrays, world_size=2

@@ -19,7 +19,7 @@ import pytest
 
 from synk.communicators import Buffer
 from synk.cuda import _nccl_library
-from synk.cuda._nccl import DeviceHooks, NcclCommunicator
+from synk.cuda._nccl import NcclCommunicator
 from synk.cuda._nccl_bindings import Binding, load_binding
 
 STUB_SOURCE = Path(__file__).with_name("stub_nccl.c")
@@ -125,11 +125,6 @@ def forget_mapped_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_nccl_library, "mapped_library", lambda: "")
 
 
-def host_hooks(scratch: np.ndarray) -> DeviceHooks:
-    """Return hooks for host memory, where every stream is always done."""
-    return DeviceHooks(is_done=lambda stream: True, scratch=scratch.ctypes.data, stream=0)
-
-
 def as_buffer(array: np.ndarray, dtype: str = "") -> Buffer:
     """Describe ``array``; ``dtype`` where NumPy has no name for it."""
     return Buffer(array.ctypes.data, array.size, dtype or array.dtype.name)
@@ -144,8 +139,7 @@ def run_ranks(binding: Binding, world_size: int, body: Callable[[NcclCommunicato
     def run(rank: int) -> None:
         communicator = None
         try:
-            hooks = host_hooks(np.zeros(1, np.uint8))
-            communicator = NcclCommunicator(binding, unique_id, rank, world_size, hooks, **options)
+            communicator = NcclCommunicator(binding, unique_id, rank, world_size, **options)
             results[rank] = body(communicator)
             communicator.close()
         except BaseException as error:

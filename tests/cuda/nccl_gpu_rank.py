@@ -16,7 +16,7 @@ import cloudpickle
 import numpy as np
 
 from synk.communicators import Buffer
-from synk.cuda._nccl import DeviceHooks, NcclCommunicator
+from synk.cuda._nccl import NcclCommunicator
 from synk.cuda._nccl_bindings import load_binding
 
 # The first NCCL that allows two ranks on one GPU by NCCL_MULTI_RANK_GPU_ENABLE.
@@ -35,12 +35,7 @@ class Rank:
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.stream.use()
         self._flag = flag
-        self._scratch = cupy.zeros(8, cupy.uint8)
         self.communicator: Any = None
-
-    def hooks(self) -> DeviceHooks:
-        query = self.cupy.cuda.runtime.streamQuery
-        return DeviceHooks(lambda stream: query(stream) == 0, self._scratch.data.ptr, self.stream.ptr)
 
     def is_broken(self) -> bool:
         return self._flag[0] != 0
@@ -52,7 +47,7 @@ class Rank:
             os.environ["NCCL_HOSTID"] = f"synk-test-{rank}"
         self.stream.synchronize()
         self.communicator = NcclCommunicator(
-            self.binding, unique_id, rank, world_size, self.hooks(), is_broken=self.is_broken, timeout_s=timeout_s
+            self.binding, unique_id, rank, world_size, is_broken=self.is_broken, timeout_s=timeout_s
         )
 
     def array(self, host: np.ndarray) -> Any:

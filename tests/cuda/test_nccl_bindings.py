@@ -336,7 +336,7 @@ def test_a_mapped_library_is_found(stub: Stub, tmp_path: Path) -> None:
 
 
 def test_errors_survive_pickling() -> None:
-    error = NcclError(6, "", "peer is gone", "all_reduce 3 float32 by 'sum'")
+    error = NcclError(6, "peer is gone", "all_reduce 3 float32 by 'sum'")
     copy = pickle.loads(pickle.dumps(error))
     assert isinstance(copy, SynkError) and type(copy) is NcclError
     assert vars(copy) == vars(error)

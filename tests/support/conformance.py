@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 from support.rank_arrays import DEFINED_FOR, UFUNCS
 from synk._pure.ops import REDUCE_OPS
-from synk.communicators import Buffer, Capabilities, Communicator
+from synk.communicators import Buffer, Capabilities
+from synk.communicators._host import HostCommunicator
 from synk.errors import UnsupportedError
 
 FLOATS = ("float16", "float32", "float64", "bfloat16", "complex64", "complex128")
@@ -34,7 +35,7 @@ SEED = 20180104
 class Endpoint(Protocol):
     """What a function of the suite gets on its rank."""
 
-    comm: Communicator
+    comm: HostCommunicator
     ranks: tuple[int, ...]
     stream: int
 

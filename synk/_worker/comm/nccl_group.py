@@ -20,7 +20,7 @@ from synk._worker.comm.collectives import Collectives
 from synk._worker.comm.user_arrays import UserArrays
 from synk.backends import NcclBackend
 from synk.communicators._shm import ShmCommunicator
-from synk.cuda._nccl import DeviceHooks, NcclCommunicator
+from synk.cuda._nccl import NcclCommunicator
 from synk.cuda._nccl_bindings import Binding, load_binding
 from synk.cuda._nccl_library import REMOTE_ERROR, NcclError
 
@@ -72,13 +72,9 @@ class WorkerGroup:
         """
         self.leave()
         self._number = number
-        backend = self._backend
-        hooks = DeviceHooks(
-            is_done=lambda stream: backend.is_idle(), scratch=backend.scratch_address(), stream=backend.stream_handle
-        )
         with self.giving_up_on_failure():
             self.communicator = NcclCommunicator(
-                self._load(), unique_id, self.rank, self.world_size, hooks, is_broken=self.is_broken
+                self._load(), unique_id, self.rank, self.world_size, is_broken=self.is_broken
             )
         self._watch_end = threading.Event()
         watch = threading.Thread(
@@ -116,7 +112,7 @@ class WorkerGroup:
         """
         if self.communicator is not None and (self.is_broken() or self.communicator.poll() == "error"):
             reason = "the group is broken; another worker died or failed"
-            raise NcclError(REMOTE_ERROR, "", reason, "finish a collective")
+            raise NcclError(REMOTE_ERROR, reason, "finish a collective")
 
     @staticmethod
     def is_lost_peer(error: BaseException) -> bool:

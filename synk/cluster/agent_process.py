@@ -1,10 +1,14 @@
-"""Nodes as child processes of the program, on its own machine: to try a program, or to break it, without a cluster."""
+"""Nodes as the head sees them: each is a child process of the program.
+
+On this machine the child is the node's agent. For a node on another machine it is a tunnel, which carries the messages
+of the agent there; see ``synk.cluster.ray``.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from synk._master.processes.placement import Placement, num_threads_set
@@ -12,9 +16,7 @@ from synk._master.processes.worker_process import WorkerProcess
 from synk._pure.cores import num_cores
 from synk._wire.messages import Body
 from synk.cluster.channel import NodeChannel, Parts
-from synk.cluster.split import Layout
-
-ONE_NODE = Layout((1,))
+from synk.cluster.split import Topology
 
 
 @dataclass(frozen=True)
@@ -23,22 +25,22 @@ class NodePlacement(Placement):
 
     Attributes
     ----------
-    layout : Layout
+    topology : Topology
     """
 
     has_shared_memory: ClassVar[bool] = False
     unit: str = "node"
-    layout: Layout = ONE_NODE
+    topology: Topology = field(kw_only=True)
 
     @property
     def total_ranks(self) -> int:
-        return self.layout.total_ranks
+        return self.topology.total_ranks
 
     def among_all(self, ranks: Iterable[int]) -> str:
-        return f"{self.named(ranks)} of {len(self.layout.counts)}"
+        return f"{self.named(ranks)} of {len(self.topology.counts)}"
 
     def ranks_of(self, position: int) -> tuple[int, ...]:
-        return tuple(self.layout.ranks_of(position))
+        return tuple(self.topology.ranks_of(position))
 
     def environment(self, rank: int) -> dict[str, str]:
         """Return the environment of an agent and its workers: the cores are divided among the workers of all nodes."""
@@ -47,19 +49,19 @@ class NodePlacement(Placement):
 
 
 class AgentProcess(WorkerProcess):
-    """The agent of a node, a child of the program: no socket listens, for its ends of pipes are inherited.
+    """The agent of a node, as a child of the program. It inherits its ends of the pipes, so no socket listens.
 
-    Like a worker it ends when the program does, however that ends; and its own workers end with it.
+    Like a worker it ends when the program does, however the program ends, and its own workers end with it.
 
     Attributes
     ----------
-    layout, max_restarts, seed
-        Of the runtime. Set in a subclass for each.
+    topology : Topology
+    options : dict
+        What the first message says of the runtime. Both are set in a subclass for each runtime.
     """
 
-    layout: ClassVar[Layout]
-    max_restarts: ClassVar[int]
-    seed: ClassVar[int]
+    topology: ClassVar[Topology]
+    options: ClassVar[dict[str, Any]]
     _channel_type = NodeChannel
     _module, _kind = "cluster.loop", "node"
 
@@ -75,18 +77,17 @@ class AgentProcess(WorkerProcess):
         return Parts.of(body)
 
     def start(self, setup: dict[str, Any], *others: Any) -> None:
-        """Start the agent; the first message also says which ranks it plays."""
-        ranks = self.layout.ranks_of(self.rank)
+        """Start the agent. The first message also says which ranks it plays."""
+        ranks = self.topology.ranks_of(self.rank)
         own = {
             "num_workers": len(ranks),
             "first_worker": ranks[0],
-            "ranks_elsewhere": self.layout.total_ranks - len(ranks),
-            "max_restarts": self.max_restarts,
-            "runtime_seed": self.seed,
+            "ranks_elsewhere": self.topology.total_ranks - len(ranks),
         }
-        super().start(setup | own, *others)
+        super().start(setup | self.options | own, *others)
 
 
-def agents(layout: Layout, max_restarts: int, seed: int) -> type[AgentProcess]:
-    """Return the type of the agents of one runtime."""
-    return type("AgentProcess", (AgentProcess,), {"layout": layout, "max_restarts": max_restarts, "seed": seed})
+class TunnelProcess(AgentProcess):
+    """The tunnel to the agent of a node on another machine."""
+
+    _module, _kind = "cluster.ray", "tunnel"
