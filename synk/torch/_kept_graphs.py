@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import math
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ import torch
 from synk._wire.cell import cell
 from synk._worker.comm.comm import comm
 from synk._worker.held.pickling import dumps
-from synk.torch._nesting import put, take
+from synk.torch._nesting import is_one_slot, put, take
 from synk.torch._rank import _seed as seed_generators
 from synk.torch._trials import misfit_of
 
@@ -144,6 +145,14 @@ class Graph(NamedTuple):
     rows: list[torch.Tensor]
 
 
+class FlatGradients(NamedTuple):
+    """The memory in which a rank hands over the gradients of one dtype: flat, and as views of the leaves' shapes."""
+
+    flat: torch.Tensor
+    shapes: list[torch.Size]
+    parts: list[torch.Tensor]
+
+
 class _Unpickler(pickle.Unpickler):
     """Makes a tensor without memory for each tensor that lies in the shared memory."""
 
@@ -198,7 +207,7 @@ class RankModule:
         self._flags = b"", b""
         self._is_checked = False
         self._graphs: dict[int, Graph] = {}
-        self._flat: dict[torch.dtype, torch.Tensor] = {}
+        self._flat: dict[torch.dtype, FlatGradients] = {}
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -255,8 +264,11 @@ class RankModule:
             self._graphs[order.common.graph] = Graph(
                 outputs, summed, [tensors[number] for number in order.rows_with_grad]
             )
-        # As an array of bytes, because calls are quiet only if all outputs are arrays.
-        return tuple(output.detach() for output in outputs), changed, np.frombuffer(dumps(note), np.uint8)
+        # Only what the user's code has put into the note needs a pickler that knows classes and devices.
+        is_plain = not note.replaced and (note.outputs is None or is_one_slot(note.outputs))
+        told = pickle.dumps(note) if is_plain else dumps(note)
+        # As an array of bytes, because a call is compiled only if all of its outputs are arrays.
+        return tuple(output.detach() for output in outputs), changed, np.frombuffer(told, np.uint8)
 
     def _prepare(self, memory: torch.Tensor | None, common: Common) -> torch.Tensor:
         """Place the tensors in the memory, which is returned, and take in what the master reports about them."""
@@ -350,18 +362,25 @@ class RankModule:
         """Return all gradients of each dtype in one tensor, with zeros for leaves that were not used."""
         flats = []
         for dtype, numbers in by_dtype([leaf.dtype for leaf in leaves]).items():
-            size = sum(leaves[number].numel() for number in numbers)
-            flat = self._flat.get(dtype)
-            if flat is None or flat.numel() != size:
-                flat = self._flat[dtype] = torch.empty(size, dtype=dtype, device=leaves[numbers[0]].device)
-            start = 0
-            for number in numbers:
-                leaf, gradient = leaves[number], gradients[number]
-                part = flat[start : start + leaf.numel()].view(leaf.shape)
-                start += leaf.numel()
-                part.zero_() if gradient is None else part.copy_(gradient)
-            flats.append(flat)
+            shapes = [leaves[number].shape for number in numbers]
+            kept = self._flat.get(dtype)
+            if kept is None or kept.shapes != shapes:
+                flat = torch.empty(sum(map(math.prod, shapes)), dtype=dtype, device=leaves[numbers[0]].device)
+                kept = self._flat[dtype] = FlatGradients(flat, shapes, parts_of(flat, shapes))
+            found = [(part, gradients[number]) for part, number in zip(kept.parts, numbers)]
+            if used := [pair for pair in found if pair[1] is not None]:
+                torch._foreach_copy_(*map(list, zip(*used)))
+            for part, gradient in found:
+                if gradient is None:
+                    part.zero_()
+            flats.append(kept.flat)
         return tuple(flats)
+
+
+def parts_of(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
+    """Return views of consecutive parts of a flat tensor."""
+    parts = flat.split([math.prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes)]
 
 
 def by_dtype(dtypes: Sequence[torch.dtype]) -> dict[torch.dtype, list[int]]:
@@ -396,10 +415,9 @@ def _checked(output: torch.Tensor, num_rows: int) -> torch.Tensor:
 @contextlib.contextmanager
 def _surroundings(order: Forward, device_type: str) -> Iterator[None]:
     """Run the body in the modes of the master's caller."""
-    with (
-        torch.set_grad_enabled(order.is_kept),
-        torch.autocast(device_type, order.autocast, enabled=order.autocast is not None),
-    ):
+    is_cast = order.autocast is not None  # between calls it is off, and to say so takes as long as a small layer
+    modes = torch.autocast(device_type, order.autocast) if is_cast else contextlib.nullcontext()
+    with torch.set_grad_enabled(order.is_kept), modes:
         yield
 
 

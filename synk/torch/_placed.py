@@ -31,7 +31,7 @@ from synk._pure.interrupts import as_operation, safe_point
 from synk.errors import ClosedError, OpMismatch, SerializationError, WorkerDied
 from synk.torch import _kept_graphs as ranks
 from synk.torch import _module_parts as parts
-from synk.torch._nesting import put
+from synk.torch._nesting import is_one_slot, put
 from synk.torch._state import mark, mutable_attributes
 
 _AGAIN = "Run the forward pass of this batch again; parameters and optimizer are as they were."
@@ -70,7 +70,8 @@ class Placed:
         self._values = torch.from_numpy(array)
         self._sent: torch.Tensor | None = None  # a copy of the values that workers on devices have got
         self._num_sent = 0
-        self._parts = list(parts.parts_of(self._modules))
+        self._parts = parts.Parts(self._modules)
+        self._mutable = mutable_attributes(self._modules)
         self._marks = self._read_marks()
         self._versions = [parameter._version for parameter in self._parameters]
         self.freed: deque[int] = deque()  # numbers of graphs, filled by finalizers
@@ -98,16 +99,12 @@ class Placed:
 
     def renewed(self) -> Placed:
         """Return this object, or its replacement if the module has changed."""
-        now = list(parts.parts_of(self._modules))
-        is_same = len(now) == len(self._parts) and all(map(operator.is_, now, self._parts))
-        return self if is_same and self._marks == self._read_marks() else Placed(self._module, self._runtime)
+        is_same = self._parts.are_same() and self._marks == self._read_marks()
+        return self if is_same else Placed(self._module, self._runtime)
 
     def _read_marks(self) -> list[Any]:
         """Return marks that change when a tensor is moved, or an attribute is changed in place."""
-        return [
-            *(parts.memory_marks(tensor) for tensor in self._tensors),
-            mark(mutable_attributes(self._modules))._what,
-        ]
+        return [*map(parts.memory_marks, self._tensors), mark(self._mutable)._what]
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
@@ -118,10 +115,12 @@ class Placed:
         number = next(self._graph_numbers)
         memory = self._news()
         call = self._call(number)
+        args, kwargs = nesting
+        has_tensors_only = all(map(is_one_slot, (*args, *kwargs.values())))
         kind = self._runtime._session.assignment.torch_device
         order = ranks.Forward(
             call.common,
-            self._dumped(nesting),
+            pickle.dumps(nesting) if has_tensors_only else self._dumped(nesting),
             bytes(module.training for module in self._modules),
             bytes(parameter.requires_grad for parameter in self._parameters),
             is_kept,
