@@ -13,6 +13,8 @@ In one file because it reads as one page: each rule is a few lines below the for
 
 from __future__ import annotations
 
+from typing import Any
+
 from synk.extensions._gradients import clip_by_global_norm, flatten
 from synk.extensions._optax import from_optax
 from synk.extensions._rule import Array, LearningRate, Slots, Updated, UpdateRule, decoupled, rule_of
@@ -296,8 +298,8 @@ def adam(
     >>> rule.step(np.array([1.0, 1.0]), np.array([3.0, -4.0]), rule.init(np.ones(2)))[0].round(6)
     array([0.5, 1.5])
     """
-    settings = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
-    return rule_of("adam", learning_rate, ("exp_avg", "exp_avg_sq"), _adam_update, **settings)
+    slots = ("exp_avg", "exp_avg_sq")
+    return rule_of("adam", learning_rate, slots, _adam_update, betas=betas, eps=eps, weight_decay=weight_decay)
 
 
 def adamw(
@@ -334,7 +336,7 @@ def adamw(
     >>> rule.step(np.array([1.0, 1.0]), np.array([3.0, -4.0]), rule.init(np.ones(2)))[0].round(6)
     array([0.25, 1.25])
     """
-    settings = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
+    settings: dict[str, Any] = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
     return rule_of("adamw", learning_rate, ("exp_avg", "exp_avg_sq"), _adam_update, decay=decoupled, **settings)
 
 
@@ -392,8 +394,8 @@ def adamax(
         u = _maximum(beta2 * u, abs(g) + eps)
         return p - lr / (1 - beta1**t) * m / u, (m, u)
 
-    settings = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
-    return rule_of("adamax", learning_rate, ("exp_avg", "exp_inf"), update, **settings)
+    slots = ("exp_avg", "exp_inf")
+    return rule_of("adamax", learning_rate, slots, update, betas=betas, eps=eps, weight_decay=weight_decay)
 
 
 def _maximum(a: Array, b: Array) -> Array:

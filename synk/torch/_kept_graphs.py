@@ -28,7 +28,7 @@ from synk._wire.cell import cell
 from synk._worker.comm.comm import comm
 from synk._worker.held.pickling import dumps
 from synk.torch._nesting import is_one_slot, put, take
-from synk.torch._rank import _seed as seed_generators
+from synk.torch._rank import seed_generators
 from synk.torch._trials import misfit_of
 
 MIN_ROWS = 4
@@ -56,6 +56,7 @@ class Common(NamedTuple):
     Attributes
     ----------
     graph : int
+        The number of the call whose forward pass makes it, or has made it.
     values : int
         Number of the copy of the tensors that the pass is to use, on devices.
     freed : tuple of int
@@ -81,6 +82,8 @@ class Forward(NamedTuple):
         Flags for each module and each parameter.
     rows_with_grad, whole_with_grad : tuple of int
         Which tensors want gradients. If ``is_kept`` is False, none do, and no graph is kept.
+    seed : int
+        The program's. The rank and the number of the call are added to it.
     autocast : torch.dtype or None
     """
 
@@ -91,7 +94,7 @@ class Forward(NamedTuple):
     is_kept: bool
     rows_with_grad: tuple[int, ...]
     whole_with_grad: tuple[int, ...]
-    seed: tuple[int, int]
+    seed: int
     autocast: torch.dtype | None
 
 
@@ -221,7 +224,7 @@ class RankModule:
             raise ValuesMissed
         memory = self._prepare(memory, order.common)
         self._set_flags(order.training, order.requires_grad)
-        seed_generators(*order.seed, comm.ranks[comm.rank])
+        seed_generators(order.seed, order.common.graph, comm.ranks[comm.rank])
         num_rows = len(rows[0])
         # The master writes the rows of its next call to the same place, and a graph keeps its inputs.
         tensors = [row.clone() for row in rows] if order.is_kept else list(rows)
@@ -367,12 +370,12 @@ class RankModule:
             if kept is None or kept.shapes != shapes:
                 flat = torch.empty(sum(map(math.prod, shapes)), dtype=dtype, device=leaves[numbers[0]].device)
                 kept = self._flat[dtype] = FlatGradients(flat, shapes, parts_of(flat, shapes))
-            found = [(part, gradients[number]) for part, number in zip(kept.parts, numbers)]
-            if used := [pair for pair in found if pair[1] is not None]:
-                torch._foreach_copy_(*map(list, zip(*used)))
-            for part, gradient in found:
-                if gradient is None:
-                    part.zero_()
+            unused = [part for part, number in zip(kept.parts, numbers) if gradients[number] is None]
+            if unused:
+                torch._foreach_zero_(unused)
+            used = [part for part, number in zip(kept.parts, numbers) if gradients[number] is not None]
+            if used:
+                torch._foreach_copy_(used, [own for number in numbers if (own := gradients[number]) is not None])
             flats.append(kept.flat)
         return tuple(flats)
 
