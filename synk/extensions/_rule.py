@@ -19,7 +19,10 @@ import optree
 Array: TypeAlias = Any
 Tree: TypeAlias = Any
 LearningRate: TypeAlias = float | Callable[[int], float]
-LeafUpdate: TypeAlias = Callable[[Array, Array, Sequence[Array], float, int], tuple[Array, tuple[Array, ...]]]
+Slots: TypeAlias = Sequence[Array]
+Updated: TypeAlias = tuple[Array, tuple[Array, ...]]
+LeafUpdate: TypeAlias = Callable[[Array, Array, Slots, float, int], Updated]
+Decay: TypeAlias = Callable[[Array, Array, float, float], tuple[Array, Array]]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -188,12 +191,61 @@ def leaves_like(rule: str, spec: optree.PyTreeSpec, leaves: list[Array], tree: T
     return found
 
 
-def learning_rate_of(rule: str, value: Any) -> LearningRate:
-    """Return a valid learning rate: a schedule unchanged, a number as a float."""
-    return value if callable(value) else number(rule, "learning_rate", value)
+def l2(p: Array, g: Array, lr: float, weight_decay: float) -> tuple[Array, Array]:
+    """Return a parameter, and its gradient with the L2 term."""
+    return p, g + weight_decay * p if weight_decay else g
 
 
-def betas_of(rule: str, betas: Any) -> tuple[float, float]:
+def decoupled(p: Array, g: Array, lr: float, weight_decay: float) -> tuple[Array, Array]:
+    """Return a parameter after a decay of its own, and its gradient."""
+    return p * (1 - lr * weight_decay), g
+
+
+def rule_of(
+    name: str,
+    learning_rate: Any,
+    slots: tuple[str, ...],
+    update: Callable[..., Updated],
+    *,
+    weight_decay: Any,
+    decay: Decay = l2,
+    **settings: Any,
+) -> UpdateRule:
+    """Make a rule from the arithmetic of one step, after a check of its settings.
+
+    Parameters
+    ----------
+    learning_rate : float or callable of the step count
+    update : callable
+        ``update(param, grad, slot_arrays, learning_rate, t, **settings)`` for one array, without weight decay.
+    decay : callable
+        ``decay(param, grad, learning_rate, weight_decay)`` returns what the step begins with.
+    **settings : number or pair of numbers
+        ``eps`` is at least 0. All others are shares in [0, 1).
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a setting is no such number.
+    """
+    rate = learning_rate if callable(learning_rate) else number(name, "learning_rate", learning_rate)
+    valid = {key: _setting_of(name, key, value) for key, value in settings.items()}
+    factor = number(name, "weight_decay", weight_decay)
+
+    def decayed(p: Array, g: Array, slots: Slots, lr: float, t: int) -> Updated:
+        p, g = decay(p, g, lr, factor)
+        return update(p, g, slots, lr, t, **valid)
+
+    return UpdateRule(name, rate, {**valid, "weight_decay": factor}, slots, decayed)
+
+
+def _setting_of(rule: str, name: str, value: Any) -> Any:
+    if name == "betas":
+        return _betas_of(rule, value)
+    return number(rule, name, value, below=math.inf if name == "eps" else 1)
+
+
+def _betas_of(rule: str, betas: Any) -> tuple[float, float]:
     """Return two valid decay rates."""
     if not isinstance(betas, Sequence) or len(betas) != 2:
         raise ValueError(

@@ -13,11 +13,11 @@ In one file because it reads as one page: each rule is a few lines below the for
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 from synk.extensions._gradients import clip_by_global_norm, flatten
 from synk.extensions._optax import from_optax
-from synk.extensions._rule import Array, LearningRate, UpdateRule, betas_of, learning_rate_of, number
+from synk.extensions._rule import Array, LearningRate, Slots, Updated, UpdateRule, decoupled, rule_of
 
 __all__ = [
     "UpdateRule",
@@ -60,13 +60,11 @@ def sgd(learning_rate: LearningRate = 1e-3, *, weight_decay: float = 0.0) -> Upd
     >>> rule.step(params, [np.array([1.0, -1.0])], rule.init(params))
     ([array([0.5, 2.5])], {'step': 1})
     """
-    rate = learning_rate_of("sgd", learning_rate)
-    weight_decay = number("sgd", "weight_decay", weight_decay)
 
-    def update(p: Array, g: Array, slots: Sequence[Array], lr: float, t: int) -> tuple[Array, tuple[Array, ...]]:
-        return p - lr * _decayed(g, p, weight_decay), ()
+    def update(p: Array, g: Array, slots: Slots, lr: float, t: int) -> Updated:
+        return p - lr * g, ()
 
-    return UpdateRule("sgd", rate, {"weight_decay": weight_decay}, (), update)
+    return rule_of("sgd", learning_rate, (), update, weight_decay=weight_decay)
 
 
 def momentum(learning_rate: LearningRate = 1e-3, *, momentum: float = 0.9, weight_decay: float = 0.0) -> UpdateRule:
@@ -138,17 +136,12 @@ def nesterov_momentum(
 def _momentum_rule(
     name: str, learning_rate: LearningRate, momentum: float, weight_decay: float, *, looks_ahead: bool
 ) -> UpdateRule:
-    rate = learning_rate_of(name, learning_rate)
-    momentum = number(name, "momentum", momentum, below=1)
-    weight_decay = number(name, "weight_decay", weight_decay)
-
-    def update(p: Array, g: Array, slots: Sequence[Array], lr: float, t: int) -> tuple[Array, tuple[Array, ...]]:
+    def update(p: Array, g: Array, slots: Slots, lr: float, t: int, momentum: float) -> Updated:
         (v,) = slots
-        g = _decayed(g, p, weight_decay)
         v = momentum * v + g
         return p - lr * (g + momentum * v if looks_ahead else v), (v,)
 
-    return UpdateRule(name, rate, {"momentum": momentum, "weight_decay": weight_decay}, ("momentum_buffer",), update)
+    return rule_of(name, learning_rate, ("momentum_buffer",), update, momentum=momentum, weight_decay=weight_decay)
 
 
 def adagrad(learning_rate: LearningRate = 1e-2, *, eps: float = 1e-10, weight_decay: float = 0.0) -> UpdateRule:
@@ -178,17 +171,13 @@ def adagrad(learning_rate: LearningRate = 1e-2, *, eps: float = 1e-10, weight_de
     >>> rule.step(np.array([1.0, 1.0]), np.array([3.0, -4.0]), rule.init(np.ones(2)))[0]
     array([0.5, 1.5])
     """
-    rate = learning_rate_of("adagrad", learning_rate)
-    eps = number("adagrad", "eps", eps)
-    weight_decay = number("adagrad", "weight_decay", weight_decay)
 
-    def update(p: Array, g: Array, slots: Sequence[Array], lr: float, t: int) -> tuple[Array, tuple[Array, ...]]:
+    def update(p: Array, g: Array, slots: Slots, lr: float, t: int, eps: float) -> Updated:
         (s,) = slots
-        g = _decayed(g, p, weight_decay)
         s = s + g * g
         return p - lr * g / (s**0.5 + eps), (s,)
 
-    return UpdateRule("adagrad", rate, {"eps": eps, "weight_decay": weight_decay}, ("sum",), update)
+    return rule_of("adagrad", learning_rate, ("sum",), update, eps=eps, weight_decay=weight_decay)
 
 
 def rmsprop(
@@ -221,19 +210,13 @@ def rmsprop(
     >>> rule.step(np.array([1.0, 1.0]), np.array([3.0, -4.0]), rule.init(np.ones(2)))[0]
     array([0., 2.])
     """
-    rate = learning_rate_of("rmsprop", learning_rate)
-    alpha = number("rmsprop", "alpha", alpha, below=1)
-    eps = number("rmsprop", "eps", eps)
-    weight_decay = number("rmsprop", "weight_decay", weight_decay)
 
-    def update(p: Array, g: Array, slots: Sequence[Array], lr: float, t: int) -> tuple[Array, tuple[Array, ...]]:
+    def update(p: Array, g: Array, slots: Slots, lr: float, t: int, alpha: float, eps: float) -> Updated:
         (s,) = slots
-        g = _decayed(g, p, weight_decay)
         s = alpha * s + (1 - alpha) * (g * g)
         return p - lr * g / (s**0.5 + eps), (s,)
 
-    settings = {"alpha": alpha, "eps": eps, "weight_decay": weight_decay}
-    return UpdateRule("rmsprop", rate, settings, ("square_avg",), update)
+    return rule_of("rmsprop", learning_rate, ("square_avg",), update, alpha=alpha, eps=eps, weight_decay=weight_decay)
 
 
 def adadelta(
@@ -268,21 +251,16 @@ def adadelta(
     >>> rule.step(np.array([1.0]), np.array([2.0]), rule.init(np.ones(1)))[0].round(6)
     array([-0.414214])
     """
-    rate = learning_rate_of("adadelta", learning_rate)
-    rho = number("adadelta", "rho", rho, below=1)
-    eps = number("adadelta", "eps", eps)
-    weight_decay = number("adadelta", "weight_decay", weight_decay)
 
-    def update(p: Array, g: Array, slots: Sequence[Array], lr: float, t: int) -> tuple[Array, tuple[Array, ...]]:
+    def update(p: Array, g: Array, slots: Slots, lr: float, t: int, rho: float, eps: float) -> Updated:
         s, a = slots
-        g = _decayed(g, p, weight_decay)
         s = rho * s + (1 - rho) * (g * g)
         d = (a + eps) ** 0.5 / (s + eps) ** 0.5 * g
         a = rho * a + (1 - rho) * (d * d)
         return p - lr * d, (s, a)
 
-    settings = {"rho": rho, "eps": eps, "weight_decay": weight_decay}
-    return UpdateRule("adadelta", rate, settings, ("square_avg", "acc_delta"), update)
+    slots = ("square_avg", "acc_delta")
+    return rule_of("adadelta", learning_rate, slots, update, rho=rho, eps=eps, weight_decay=weight_decay)
 
 
 def adam(
@@ -320,16 +298,8 @@ def adam(
     >>> rule.step(np.array([1.0, 1.0]), np.array([3.0, -4.0]), rule.init(np.ones(2)))[0].round(6)
     array([0.5, 1.5])
     """
-    rate = learning_rate_of("adam", learning_rate)
-    beta1, beta2 = betas_of("adam", betas)
-    eps = number("adam", "eps", eps)
-    weight_decay = number("adam", "weight_decay", weight_decay)
-
-    def update(p: Array, g: Array, slots: Sequence[Array], lr: float, t: int) -> tuple[Array, tuple[Array, ...]]:
-        return _adam_update(p, _decayed(g, p, weight_decay), slots, lr, t, beta1, beta2, eps)
-
-    settings = {"betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
-    return UpdateRule("adam", rate, settings, ("exp_avg", "exp_avg_sq"), update)
+    slots = ("exp_avg", "exp_avg_sq")
+    return rule_of("adam", learning_rate, slots, _adam_update, betas=betas, eps=eps, weight_decay=weight_decay)
 
 
 def adamw(
@@ -366,22 +336,15 @@ def adamw(
     >>> rule.step(np.array([1.0, 1.0]), np.array([3.0, -4.0]), rule.init(np.ones(2)))[0].round(6)
     array([0.25, 1.25])
     """
-    rate = learning_rate_of("adamw", learning_rate)
-    beta1, beta2 = betas_of("adamw", betas)
-    eps = number("adamw", "eps", eps)
-    weight_decay = number("adamw", "weight_decay", weight_decay)
-
-    def update(p: Array, g: Array, slots: Sequence[Array], lr: float, t: int) -> tuple[Array, tuple[Array, ...]]:
-        return _adam_update(p * (1 - lr * weight_decay), g, slots, lr, t, beta1, beta2, eps)
-
-    settings = {"betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
-    return UpdateRule("adamw", rate, settings, ("exp_avg", "exp_avg_sq"), update)
+    settings: dict[str, Any] = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
+    return rule_of("adamw", learning_rate, ("exp_avg", "exp_avg_sq"), _adam_update, decay=decoupled, **settings)
 
 
 def _adam_update(
-    p: Array, g: Array, slots: Sequence[Array], lr: float, t: int, beta1: float, beta2: float, eps: float
-) -> tuple[Array, tuple[Array, ...]]:
+    p: Array, g: Array, slots: Slots, lr: float, t: int, betas: tuple[float, float], eps: float
+) -> Updated:
     m, v = slots
+    beta1, beta2 = betas
     m = beta1 * m + (1 - beta1) * g
     v = beta2 * v + (1 - beta2) * (g * g)
     denominator = v**0.5 / (1 - beta2**t) ** 0.5 + eps
@@ -423,25 +386,16 @@ def adamax(
     >>> rule.step(np.array([1.0, 1.0]), np.array([3.0, -4.0]), rule.init(np.ones(2)))[0].round(6)
     array([0.5, 1.5])
     """
-    rate = learning_rate_of("adamax", learning_rate)
-    beta1, beta2 = betas_of("adamax", betas)
-    eps = number("adamax", "eps", eps)
-    weight_decay = number("adamax", "weight_decay", weight_decay)
 
-    def update(p: Array, g: Array, slots: Sequence[Array], lr: float, t: int) -> tuple[Array, tuple[Array, ...]]:
+    def update(p: Array, g: Array, slots: Slots, lr: float, t: int, betas: tuple[float, float], eps: float) -> Updated:
         m, u = slots
-        g = _decayed(g, p, weight_decay)
+        beta1, beta2 = betas
         m = beta1 * m + (1 - beta1) * g
         u = _maximum(beta2 * u, abs(g) + eps)
         return p - lr / (1 - beta1**t) * m / u, (m, u)
 
-    settings = {"betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
-    return UpdateRule("adamax", rate, settings, ("exp_avg", "exp_inf"), update)
-
-
-def _decayed(g: Array, p: Array, weight_decay: float) -> Array:
-    """Return the gradient with the L2 term."""
-    return g + weight_decay * p if weight_decay else g
+    slots = ("exp_avg", "exp_inf")
+    return rule_of("adamax", learning_rate, slots, update, betas=betas, eps=eps, weight_decay=weight_decay)
 
 
 def _maximum(a: Array, b: Array) -> Array:

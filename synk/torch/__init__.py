@@ -24,13 +24,14 @@ if TYPE_CHECKING:
     from synk.torch._data_parallel import DataParallel
     from synk.torch._process_group import process_group
     from synk.torch._rank import mean, total
-    from synk.torch._replicate import Replicated, StepFunction, replicate
+    from synk.torch._replicate import Replicated, replicate
+    from synk.torch._steps import StepFunction
 
 # These names import the master's half, or are useless without it. Functions on the workers seldom use one.
 _TRAINING = {
     "DataParallel": "synk.torch._data_parallel",
     "Replicated": "synk.torch._replicate",
-    "StepFunction": "synk.torch._replicate",
+    "StepFunction": "synk.torch._steps",
     "mean": "synk.torch._rank",
     "process_group": "synk.torch._process_group",
     "replicate": "synk.torch._replicate",

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import math
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,8 +27,8 @@ import torch
 from synk._wire.cell import cell
 from synk._worker.comm.comm import comm
 from synk._worker.held.pickling import dumps
-from synk.torch._nesting import put, take
-from synk.torch._rank import _seed as seed_generators
+from synk.torch._nesting import is_one_slot, put, take
+from synk.torch._rank import seed_generators
 from synk.torch._trials import misfit_of
 
 MIN_ROWS = 4
@@ -55,6 +56,7 @@ class Common(NamedTuple):
     Attributes
     ----------
     graph : int
+        The number of the call whose forward pass makes it, or has made it.
     values : int
         Number of the copy of the tensors that the pass is to use, on devices.
     freed : tuple of int
@@ -80,6 +82,8 @@ class Forward(NamedTuple):
         Flags for each module and each parameter.
     rows_with_grad, whole_with_grad : tuple of int
         Which tensors want gradients. If ``is_kept`` is False, none do, and no graph is kept.
+    seed : int
+        The program's. The rank and the number of the call are added to it.
     autocast : torch.dtype or None
     """
 
@@ -90,7 +94,7 @@ class Forward(NamedTuple):
     is_kept: bool
     rows_with_grad: tuple[int, ...]
     whole_with_grad: tuple[int, ...]
-    seed: tuple[int, int]
+    seed: int
     autocast: torch.dtype | None
 
 
@@ -142,6 +146,14 @@ class Graph(NamedTuple):
     outputs: list[torch.Tensor]
     summed: list[torch.Tensor]
     rows: list[torch.Tensor]
+
+
+class FlatGradients(NamedTuple):
+    """The memory in which a rank hands over the gradients of one dtype: flat, and as views of the leaves' shapes."""
+
+    flat: torch.Tensor
+    shapes: list[torch.Size]
+    parts: list[torch.Tensor]
 
 
 class _Unpickler(pickle.Unpickler):
@@ -198,7 +210,7 @@ class RankModule:
         self._flags = b"", b""
         self._is_checked = False
         self._graphs: dict[int, Graph] = {}
-        self._flat: dict[torch.dtype, torch.Tensor] = {}
+        self._flat: dict[torch.dtype, FlatGradients] = {}
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -212,7 +224,7 @@ class RankModule:
             raise ValuesMissed
         memory = self._prepare(memory, order.common)
         self._set_flags(order.training, order.requires_grad)
-        seed_generators(*order.seed, comm.ranks[comm.rank])
+        seed_generators(order.seed, order.common.graph, comm.ranks[comm.rank])
         num_rows = len(rows[0])
         # The master writes the rows of its next call to the same place, and a graph keeps its inputs.
         tensors = [row.clone() for row in rows] if order.is_kept else list(rows)
@@ -255,8 +267,11 @@ class RankModule:
             self._graphs[order.common.graph] = Graph(
                 outputs, summed, [tensors[number] for number in order.rows_with_grad]
             )
-        # As an array of bytes, because calls are quiet only if all outputs are arrays.
-        return tuple(output.detach() for output in outputs), changed, np.frombuffer(dumps(note), np.uint8)
+        # Only what the user's code has put into the note needs a pickler that knows classes and devices.
+        is_plain = not note.replaced and (note.outputs is None or is_one_slot(note.outputs))
+        told = pickle.dumps(note) if is_plain else dumps(note)
+        # As an array of bytes, because a call is compiled only if all of its outputs are arrays.
+        return tuple(output.detach() for output in outputs), changed, np.frombuffer(told, np.uint8)
 
     def _prepare(self, memory: torch.Tensor | None, common: Common) -> torch.Tensor:
         """Place the tensors in the memory, which is returned, and take in what the master reports about them."""
@@ -350,18 +365,25 @@ class RankModule:
         """Return all gradients of each dtype in one tensor, with zeros for leaves that were not used."""
         flats = []
         for dtype, numbers in by_dtype([leaf.dtype for leaf in leaves]).items():
-            size = sum(leaves[number].numel() for number in numbers)
-            flat = self._flat.get(dtype)
-            if flat is None or flat.numel() != size:
-                flat = self._flat[dtype] = torch.empty(size, dtype=dtype, device=leaves[numbers[0]].device)
-            start = 0
-            for number in numbers:
-                leaf, gradient = leaves[number], gradients[number]
-                part = flat[start : start + leaf.numel()].view(leaf.shape)
-                start += leaf.numel()
-                part.zero_() if gradient is None else part.copy_(gradient)
-            flats.append(flat)
+            shapes = [leaves[number].shape for number in numbers]
+            kept = self._flat.get(dtype)
+            if kept is None or kept.shapes != shapes:
+                flat = torch.empty(sum(map(math.prod, shapes)), dtype=dtype, device=leaves[numbers[0]].device)
+                kept = self._flat[dtype] = FlatGradients(flat, shapes, parts_of(flat, shapes))
+            unused = [part for part, number in zip(kept.parts, numbers) if gradients[number] is None]
+            if unused:
+                torch._foreach_zero_(unused)
+            used = [part for part, number in zip(kept.parts, numbers) if gradients[number] is not None]
+            if used:
+                torch._foreach_copy_(used, [own for number in numbers if (own := gradients[number]) is not None])
+            flats.append(kept.flat)
         return tuple(flats)
+
+
+def parts_of(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
+    """Return views of consecutive parts of a flat tensor."""
+    parts = flat.split([math.prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes)]
 
 
 def by_dtype(dtypes: Sequence[torch.dtype]) -> dict[torch.dtype, list[int]]:
@@ -396,10 +418,9 @@ def _checked(output: torch.Tensor, num_rows: int) -> torch.Tensor:
 @contextlib.contextmanager
 def _surroundings(order: Forward, device_type: str) -> Iterator[None]:
     """Run the body in the modes of the master's caller."""
-    with (
-        torch.set_grad_enabled(order.is_kept),
-        torch.autocast(device_type, order.autocast, enabled=order.autocast is not None),
-    ):
+    is_cast = order.autocast is not None  # between calls it is off, and to say so takes as long as a small layer
+    modes = torch.autocast(device_type, order.autocast) if is_cast else contextlib.nullcontext()
+    with torch.set_grad_enabled(order.is_kept), modes:
         yield
 
 

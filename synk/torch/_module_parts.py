@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
+import operator
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import cloudpickle
@@ -57,17 +58,31 @@ def memory_marks(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def parts_of(modules: Sequence[torch.nn.Module]) -> Iterator[Any]:
-    """Yield the objects that modules refer to, directly and in dicts and lists, without the training flags."""
-    for module in modules:
-        for name, value in module.__dict__.items():
-            if name == "training":
-                continue
-            yield value
-            if type(value) in (dict, OrderedDict):
-                yield from value.values()
-            elif type(value) is list:
-                yield from value
+class Parts:
+    """The objects that modules refer to, directly and in dicts and lists, without the training flags."""
+
+    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
+        self._own = [(vars(module), [name for name in vars(module) if name != "training"]) for module in modules]
+        found = [own[name] for own, names in self._own for name in names]
+        self._dicts = [each for each in found if type(each) in (dict, OrderedDict)]
+        self._lists = [each for each in found if type(each) is list]
+        self._found = self._find()
+
+    def are_same(self) -> bool:
+        """Whether no object was replaced, added or removed."""
+        now = self._find()
+        return len(now) == len(self._found) and all(map(operator.is_, now, self._found))
+
+    def _find(self) -> list[Any]:
+        found: list[Any] = []
+        for own, names in self._own:
+            found.append(len(own))
+            found += map(own.get, names)
+        for each in self._dicts:
+            found += each.values()
+        for values in self._lists:
+            found += values
+        return found
 
 
 class _Pickler(cloudpickle.Pickler):
@@ -103,8 +118,6 @@ def unflattened(flats: Sequence[torch.Tensor], leaves: Sequence[tuple[torch.dtyp
     values: list[Any] = [None] * len(leaves)
     kinds = ranks.by_dtype([dtype for dtype, _ in leaves])
     for flat, numbers in zip(flats, kinds.values()):
-        parts = flat.split([leaves[number][1].numel() for number in numbers])
-        for number, part in zip(numbers, parts):
-            dtype, shape = leaves[number]
-            values[number] = part.view(shape).to(dtype)
+        for number, part in zip(numbers, ranks.parts_of(flat, [leaves[number][1] for number in numbers])):
+            values[number] = part.to(leaves[number][0])
     return values

@@ -17,6 +17,11 @@ class Slot(NamedTuple):
     is_whole: bool
 
 
+def is_one_slot(nesting: Any) -> bool:
+    """Whether a nesting is a single tensor, so that nothing in it needs more than a plain pickle."""
+    return type(nesting) is Slot
+
+
 class Nest(NamedTuple):
     """A container other than a list, with its parts."""
 

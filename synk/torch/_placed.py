@@ -8,9 +8,8 @@ those of the parameters.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import inspect
-import itertools
 import operator
 import os
 import pickle
@@ -18,7 +17,7 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import cloudpickle
@@ -31,7 +30,7 @@ from synk._pure.interrupts import as_operation, safe_point
 from synk.errors import ClosedError, OpMismatch, SerializationError, WorkerDied
 from synk.torch import _kept_graphs as ranks
 from synk.torch import _module_parts as parts
-from synk.torch._nesting import put
+from synk.torch._nesting import is_one_slot, put
 from synk.torch._state import mark, mutable_attributes
 
 _AGAIN = "Run the forward pass of this batch again; parameters and optimizer are as they were."
@@ -70,74 +69,64 @@ class Placed:
         self._values = torch.from_numpy(array)
         self._sent: torch.Tensor | None = None  # a copy of the values that workers on devices have got
         self._num_sent = 0
-        self._parts = list(parts.parts_of(self._modules))
+        self._parts = parts.Parts(self._modules)
+        self._mutable = mutable_attributes(self._modules)
         self._marks = self._read_marks()
         self._versions = [parameter._version for parameter in self._parameters]
         self.freed: deque[int] = deque()  # numbers of graphs, filled by finalizers
         self.lock = threading.RLock()
-        self._graph_numbers = itertools.count(1)
-        self._run_forward, self._run_backward = self._functions()
+        forward, backward = ranks.functions_of(self._resident)
+        self._run_forward = self._function(forward, ("memory", "message", "whole"), ("gather", "first", None))
+        self._run_backward = self._function(backward, ("memory", "message"), ("sum", "gather", None))
         self.at_fork: list[torch.Tensor] = []
         _living.add(self)
 
-    def _functions(self) -> list[Function[..., Any]]:
-        made = []
-        for fn, outputs in zip(
-            ranks.functions_of(self._resident), (("gather", "first", None), ("sum", "gather", None))
-        ):
-            function: Function[..., Any] = Function(
-                fn,
-                bcast_inputs=[name for name in inspect.signature(fn).parameters if name != "rows"],
-                outputs=outputs,
-                framework="torch",
-                name=f"{self._name}.{fn.__name__}",
-                session=self._runtime._session,
-            )
-            made.append(function)
-        return made
+    def _function(self, fn: Any, bcast_inputs: Sequence[str], outputs: tuple[Any, ...]) -> Function[..., Any]:
+        name, session = f"{self._name}.{fn.__name__}", self._runtime._session
+        return Function(fn, bcast_inputs=bcast_inputs, outputs=outputs, framework="torch", name=name, session=session)
 
     def renewed(self) -> Placed:
         """Return this object, or its replacement if the module has changed."""
-        now = list(parts.parts_of(self._modules))
-        is_same = len(now) == len(self._parts) and all(map(operator.is_, now, self._parts))
-        return self if is_same and self._marks == self._read_marks() else Placed(self._module, self._runtime)
+        is_same = self._parts.are_same() and self._marks == self._read_marks()
+        return self if is_same else Placed(self._module, self._runtime)
 
     def _read_marks(self) -> list[Any]:
         """Return marks that change when a tensor is moved, or an attribute is changed in place."""
-        return [
-            *(parts.memory_marks(tensor) for tensor in self._tensors),
-            mark(mutable_attributes(self._modules))._what,
-        ]
+        return [*map(parts.memory_marks, self._tensors), mark(self._mutable)._what]
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
-    def forward(self, nesting: Any, rows: list[torch.Tensor], whole: list[torch.Tensor], seed: int) -> Any:
-        """Run a forward pass on the workers and return the outputs, in autograd's graph if grad is enabled."""
+    def forward(self, nesting: Any, rows: list[torch.Tensor], whole: list[torch.Tensor], number: int) -> Any:
+        """Run a forward pass on the workers and return the outputs, in autograd's graph if grad is enabled.
+
+        ``number`` is that of the call. It seeds the pass and names its graph.
+        """
         tensors = [*rows, *whole]
         is_kept = torch.is_grad_enabled() and any(each.requires_grad for each in (*self._parameters, *tensors))
-        number = next(self._graph_numbers)
         memory = self._news()
-        call = self._call(number)
+        args, kwargs = nesting
+        has_tensors_only = all(map(is_one_slot, (*args, *kwargs.values())))
         kind = self._runtime._session.assignment.torch_device
-        order = ranks.Forward(
-            call.common,
-            self._dumped(nesting),
-            bytes(module.training for module in self._modules),
-            bytes(parameter.requires_grad for parameter in self._parameters),
-            is_kept,
-            tuple(k for k, row in enumerate(rows) if is_kept and row.requires_grad),
-            tuple(k for k, each in enumerate(whole) if is_kept and each.requires_grad),
-            (torch.initial_seed(), seed),
-            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
-        )
         others = tuple(each.detach() for each in whole) or None
         run = functools.partial(self._run_forward, tuple(row.detach() for row in rows))
-        message = pickle.dumps(order)
-        with call, torch.enable_grad():
-            try:
-                outputs, changed, notes = run(memory, message, others)
-            except ranks.ValuesMissed:
-                outputs, changed, notes = run(self._memory, message, others)
+        with self._told(number) as common:
+            order = ranks.Forward(
+                common,
+                pickle.dumps(nesting) if has_tensors_only else self._dumped(nesting),
+                bytes(module.training for module in self._modules),
+                bytes(parameter.requires_grad for parameter in self._parameters),
+                is_kept,
+                tuple(k for k, row in enumerate(rows) if is_kept and row.requires_grad),
+                tuple(k for k, each in enumerate(whole) if is_kept and each.requires_grad),
+                torch.initial_seed(),
+                torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
+            )
+            message = pickle.dumps(order)
+            with torch.enable_grad():
+                try:
+                    outputs, changed, notes = run(memory, message, others)
+                except ranks.ValuesMissed:
+                    outputs, changed, notes = run(self._memory, message, others)
         notes = [pickle.loads(note) for note in notes if note is not None]
         self._take_buffers(changed, notes[0])
         if notes[0].misfit is not None:
@@ -166,12 +155,11 @@ class Placed:
         """Return the gradients of a graph's leaves; None for leaves that no rank has used."""
         given = [k for k, gradient in enumerate(gradients) if gradient is not None and graph.flags[k]]
         with self.lock:
-            call = self._call(graph.number)
-            order = ranks.Backward(call.common, tuple(given), is_kept)
             rows = tuple(gradients[k] for k in given)
+            memory = None if self._runtime._session.has_devices else self._memory
             try:
-                with call, torch.enable_grad():
-                    memory = None if self._runtime._session.has_devices else self._memory
+                with self._told(graph.number) as common, torch.enable_grad():
+                    order = ranks.Backward(common, tuple(given), is_kept)
                     flats, own, used = self._run_backward(rows, memory, pickle.dumps(order))
             except ranks.GraphLost as error:
                 raise WorkerDied(
@@ -191,8 +179,18 @@ class Placed:
             value if flag else None for value, flag in zip([*parts.unflattened(flats, graph.summed), *own], is_used)
         ]
 
-    def _call(self, number: int) -> _Call:
-        return _Call(self.freed, self._parameters, self._versions, number, self._num_sent)
+    @contextlib.contextmanager
+    def _told(self, number: int) -> Iterator[ranks.Common]:
+        """Yield what the message of the body says in common with others. It counts as said when all have answered."""
+        now = [parameter._version for parameter in self._parameters]
+        dropped = tuple(self.freed.popleft() for _ in range(len(self.freed)))
+        written = bytes(map(operator.ne, now, self._versions)) if now != self._versions else b""
+        try:
+            yield ranks.Common(number, self._num_sent, dropped, written)
+        except BaseException:  # some ranks may have missed it, and some may have a graph that no other rank has
+            self.freed.extend((*dropped, number))
+            raise
+        self._versions = now
 
     def _news(self) -> Any:
         """Return the memory for a forward pass; None where the workers are on devices and have its values."""
@@ -248,33 +246,6 @@ class Placed:
                 if parts.memory_marks(tensor) == marks:  # the last mark is that of attributes
                     tensor.data = copied
         self.at_fork = []
-
-
-class _Call:
-    """One message to the workers. What it reports counts as reported once they have answered."""
-
-    def __init__(
-        self,
-        freed: deque[int],
-        parameters: Sequence[torch.Tensor],
-        versions: list[int],
-        number: int,
-        values: int,
-    ) -> None:
-        self._freed, self._versions, self._number = freed, versions, number
-        self._now = [parameter._version for parameter in parameters]
-        self._dropped = [freed.popleft() for _ in range(len(freed))]
-        written = bytes(map(operator.ne, self._now, versions)) if self._now != versions else b""
-        self.common = ranks.Common(number, values, tuple(self._dropped), written)
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        if kind is None:
-            self._versions[:] = self._now
-        else:  # some ranks may have missed it, and some may have a graph that no other rank has
-            self._freed.extend((*self._dropped, self._number))
 
 
 class _Graph:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from synk._wire.cell import cell
+from synk._wire.residents import resolve_resident
 from synk._worker.comm.comm import comm
 from synk.torch import _checkpoint as checkpoints
 from synk.torch import _state as states
@@ -20,7 +21,6 @@ from synk.torch import _state_bytes
 from synk.torch import _trials as trials
 from synk.torch._adjoints import losses
 from synk.torch._batchnorm import synchronize
-from synk.torch._hooks import gradient_hooks, hook_gradients, other_attributes
 from synk.torch._phases import Phases
 from synk.torch._reduction import LOST, GradientSum, Options
 from synk.torch._slices import sliced, step_in_slices
@@ -43,11 +43,11 @@ class RankReplica:
         self.objects = tuple(objects)
         self.options = options
         self.num_steps = 0
-        self._hooks = gradient_hooks(states.parameters_of(objects))  # pickles of parameters leave them out
+        self._hooks = _gradient_hooks(states.parameters_of(objects))  # pickles of parameters leave them out
 
     def __getstate__(self) -> dict[str, Any]:
         # Optimizers pickle only groups and state, and LBFGS cannot work without its other attributes.
-        others = {k: other_attributes(obj) for k, obj in enumerate(self.objects) if states.is_optimizer(obj)}
+        others = {k: states.other_attributes(obj) for k, obj in enumerate(self.objects) if states.is_optimizer(obj)}
         state = {"objects": self.objects, "options": self.options, "num_steps": self.num_steps, "_hooks": self._hooks}
         return {**state, "others": others}
 
@@ -60,7 +60,7 @@ class RankReplica:
             with cell.uninterrupted():
                 importlib.import_module("torch._dynamo")
         _bring_to_device(self.objects)
-        hook_gradients(states.parameters_of(self.objects), self._hooks)
+        _hook_gradients(states.parameters_of(self.objects), self._hooks)
         self._phases = Phases()
         self._reduction = GradientSum(self.objects, self.options, self._phases)
         self._undo = Undo(self.objects, self._reduction)
@@ -83,7 +83,7 @@ class RankReplica:
             self._check_alike()
         if not worker.lane.called.plan.is_trial:  # on trial, a seed would look like a draw of the function's own
             stream = worker.number + (sliced.part << 32)
-            _seed(self.options.seed, self.num_steps if trains else -1 - self.num_steps, stream)
+            seed_generators(self.options.seed, self.num_steps if trains else -1 - self.num_steps, stream)
         return self._run(fn, trains, args, kwargs)
 
     def run_without_draws(
@@ -189,6 +189,49 @@ class RankReplica:
         return self._reduction.postponed()
 
 
+class OnRank:
+    """What a ``Replicated`` becomes inside the body."""
+
+    def __init__(self, resident: Any) -> None:
+        self._resident = resident
+
+    def no_sync(self) -> Any:
+        return self._resident.value.no_sync()
+
+    @property
+    def num_steps(self) -> int:
+        return int(self._resident.value.num_steps)
+
+
+def on_rank(resident_id: int) -> OnRank:
+    """Return the object that a pickled ``Replicated`` becomes on a worker."""
+    return OnRank(resolve_resident(resident_id))
+
+
+def _gradient_hooks(parameters: Sequence[torch.Tensor]) -> dict[int, tuple[list[Any], list[Any]]]:
+    """Return the hooks of parameters by position: those before and those after their gradients are accumulated."""
+    hooks: dict[int, tuple[list[Any], list[Any]]] = {}
+    for index, parameter in enumerate(parameters):
+        before = list((parameter._backward_hooks or {}).values())
+        after = list((parameter._post_accumulate_grad_hooks or {}).values())
+        if before or after:
+            hooks[index] = before, after
+    return hooks
+
+
+def _hook_gradients(parameters: Sequence[torch.Tensor], hooks: dict[int, tuple[list[Any], list[Any]]]) -> None:
+    """Register hooks that ``_gradient_hooks`` returned."""
+    for index, (before, after) in hooks.items():
+        parameter = parameters[index]
+        is_trained = parameter.requires_grad
+        parameter.requires_grad_()  # torch accepts hooks only then
+        for hook in before:
+            parameter.register_hook(hook)
+        for hook in after:
+            parameter.register_post_accumulate_grad_hook(hook)
+        parameter.requires_grad_(is_trained)
+
+
 def _is_apart(parameter: torch.Tensor, num_steps: int) -> bool:
     """Whether the ranks' values differ by more than rounding. Matrix products depend on the alignment of memory."""
     eps = torch.finfo(parameter.dtype).eps
@@ -236,7 +279,7 @@ def _wait_for_device() -> None:
             device.synchronize()
 
 
-def _seed(seed: int, step: int, stream: int) -> None:
+def seed_generators(seed: int, step: int, stream: int) -> None:
     """Seed torch's generators: the same way in each run, and differently in each step, on each rank, in each slice."""
     mixed = (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + stream * 0x94D049BB133111EB) & _MASK
     mixed ^= mixed >> 31

@@ -1,13 +1,13 @@
 """``replicate``: a model, its optimizer and their companions on every rank, trained as one on whole batches.
 
-In one file because a replica and its steps are one thing: each needs the other before a call and after it.
+This file has the program's half: what its own objects and those of the ranks owe each other between calls. A call is in
+``_steps.py``, a rank's half in ``_rank.py``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import pickle
 import threading
 import warnings
@@ -26,16 +26,14 @@ from synk._api.runtime import Runtime
 from synk._master.code.handles import Handle
 from synk._pure import files
 from synk._pure.interrupts import as_operation
-from synk._pure.output_ops import DEFAULT_OP, DefaultOp
+from synk._pure.output_ops import DEFAULT_OP
 from synk._pure.tensors import num_torch_threads
 from synk._pure.tracebacks import verb
-from synk._wire.control import Traits
 from synk.errors import ReentrancyError
 from synk.torch import _checkpoint, _rank, _state, _state_bytes
-from synk.torch._body import body_of, on_rank, own_functions
-from synk.torch._hooks import other_attributes
 from synk.torch._links import link, refresh_of, unlink
 from synk.torch._reduction import Options
+from synk.torch._steps import StepFunction
 from synk.torch._threads import BusyThreads
 
 
@@ -175,7 +173,7 @@ class Replicated(Handle):
             _rank.RankReplica(objects, options), name=name, dump=_rank.dump, load=_rank.load
         )
         self._referent = None
-        self._reference = (on_rank, (self._resident._reference[1][0],))
+        self._reference = (_rank.on_rank, (self._resident._reference[1][0],))
         self._note_seen([_state.fingerprint(obj) for obj in objects])
         self._linked = [obj for obj in objects if link(obj, self._refresh)]
         runtime._session.at_close.append(functools.partial(_leave, weakref.ref(self)))
@@ -221,15 +219,14 @@ class Replicated(Handle):
             )
         if not callable(fn):
             raise TypeError(f"cannot build a function: got {type(fn).__name__}, expected a callable.")
-        bodies = [body_of(fn, self._resident, self._objects, trains, draws=draws) for draws in (True, False)]
-        name = name or bodies[0].__name__
+        name = name or getattr(fn, "__name__", type(fn).__name__)
         if on_oom == "slices" and self._options.sync_batchnorm:
             raise ValueError(
                 f"cannot build {name!r}: got on_oom='slices' and replicate(..., sync_batchnorm=True), expected one of "
                 "the two: batch norms over all rows need the rows of all slices at once."
             )
         return StepFunction(
-            self, fn, bodies, outputs=outputs, bcast_inputs=bcast_inputs, trains=trains, on_oom=on_oom, name=name
+            self, fn, outputs=outputs, bcast_inputs=bcast_inputs, trains=trains, on_oom=on_oom, name=name
         )
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
@@ -390,7 +387,8 @@ class Replicated(Handle):
             self._restore({**numbers, "objects": _state_bytes.dump_all(self._objects)}, "load")
             self._options = replace(self._options, seed=state["seed"])
             if len(ranks) == self._runtime.world_size:
-                self._own_function(1)([_checkpoint.to_bytes(each) for each in ranks])
+                take_own = self._on_ranks("take_own", name="load", changes=[self._resident])
+                take_own([_checkpoint.to_bytes(each) for each in ranks])
             self._note_equal()
             _checkpoint.load_generators(state["generators"])
 
@@ -403,7 +401,7 @@ class Replicated(Handle):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what a checkpoint leaves out; the pickle has it
             state = {**self.state_dict(), "objects": []}
-        others = [other_attributes(obj) if _state.is_optimizer(obj) else {} for obj in self._objects]
+        others = [_state.other_attributes(obj) if _state.is_optimizer(obj) else {} for obj in self._objects]
         gradients = [parameter.grad for parameter in _state.parameters_of(self._objects)]
         made = cloudpickle.dumps((self._objects, others, gradients), protocol=5)
         name, options = self._resident.name, asdict(self._options)
@@ -426,7 +424,7 @@ class Replicated(Handle):
 
     def _own_of_ranks(self) -> list[dict[str, Any]]:
         """Return each rank's own state. Rank 0's is that of the objects."""
-        tell = self._own_function(0)
+        tell = self._on_ranks("own", name="save")
         ranks: list[dict[str, Any]] = [_checkpoint.from_bytes(each) for each in tell(None)]
         digests = [each.pop("digests") for each in ranks]
         differing = {key for each in digests[1:] for key, value in each.items() if digests[0].get(key) != value}
@@ -435,12 +433,15 @@ class Replicated(Handle):
             each["own"] = _checkpoint.from_bytes(own[rank]) if own and rank else []
         return ranks
 
-    def _own_function(self, number: int) -> Function[..., Any]:
-        fn = own_functions(self._resident)[number]
-        (name,) = inspect.signature(fn).parameters
-        changes = [self._resident] if number else []
+    def _on_ranks(self, method: str, *, name: str, changes: Sequence[Any] = ()) -> Function[..., Any]:
+        """Return a function that calls a method of each rank's ``RankReplica`` with one argument."""
+        resident, session = self._resident, self._runtime._session
+
+        def run(given: Any) -> Any:
+            return getattr(resident.value, method)(given)
+
         return Function(
-            fn, bcast_inputs=name, outputs=None, per_rank=True, changes=changes, session=self._runtime._session
+            run, bcast_inputs="given", outputs=None, per_rank=True, changes=changes, name=name, session=session
         )
 
     def _restore(self, state: dict[str, Any], verb: str) -> None:
@@ -581,63 +582,3 @@ def _leave(replicated: weakref.ref[Replicated]) -> None:
     alive = replicated()
     if alive is not None:
         alive._leave()
-
-
-class StepFunction(Function[..., Any]):
-    """A :class:`synk.Function` over replicated objects. Made by :meth:`Replicated.function`."""
-
-    _known = Traits.COMMUNICATES | Traits.CHANGES  # gradients are reduced, and the rank's own objects learn
-
-    def __init__(self, replicated: Replicated, fn: Any, bodies: Sequence[Any], *, trains: bool, **options: Any) -> None:
-        self._replicated = replicated
-        self._trains = trains
-        changes = [replicated._resident] if trains else []
-        self._options = {"framework": "torch", "changes": changes, "session": replicated._runtime._session, **options}
-        body, self._quiet_body = bodies
-        self._fn = fn
-        super().__init__(body, **self._options)
-        self._callee.is_unchecked = isinstance(options["outputs"], DefaultOp)
-
-    @verb
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        self._replicated._before_call(trains=self._trains)
-        threads = self._replicated._threads
-        if not threads.is_watching:
-            return super().__call__(*args, **kwargs)
-        with threads:
-            return super().__call__(*args, **kwargs)
-
-    @verb
-    def serial(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Take the step on one worker, with all rows. The others take over what it has learned."""
-        self._replicated._before_call(trains=self._trains)
-        return super().serial(*args, **kwargs)
-
-    @verb
-    def repeat(self, num_repeats: int, /, *args: Any, **kwargs: Any) -> Any:
-        """Take several steps on the same rows for one message; see :meth:`synk.Function.repeat`."""
-        self._replicated._before_call(trains=self._trains)
-        return super().repeat(num_repeats, *args, **kwargs)
-
-    @verb
-    def submit(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Submit the step without waiting for it; see :meth:`synk.Function.submit`."""
-        self._replicated._before_call(trains=self._trains)
-        return super().submit(*args, **kwargs)
-
-    @verb
-    def verify(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Compare the step with the serial one. Nothing of it is kept.
-
-        If it draws random numbers, as dropout does, both run with all modules except batch norms in ``eval()``.
-        """
-        self._replicated._before_call(trains=False)
-        return super().verify(*args, **kwargs)
-
-    def __synk_recipe__(self) -> tuple[Any, ...]:
-        names = ("outputs", "bcast_inputs", "on_oom", "name")
-        options = {name: self._built_with[name] for name in names}
-        return "step", self._replicated, self._fn, {**options, "trains": self._trains}
-
-    def _without_draws(self) -> Function[..., Any]:
-        return Function(self._quiet_body, **self._options)

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from synk.torch._hooks import other_attributes
 from synk.torch._take_over import CODE, PLAIN, updated
 
 State = dict[str, Any]
@@ -78,6 +77,17 @@ def attributes_of(module: torch.nn.Module) -> dict[str, Any]:
         own = {name: own[name] for name in carried if name in own} if isinstance(carried, dict) else own
     return {
         name: value for name, value in own.items() if name not in TABLES and name != "training" and not _is_ours(value)
+    }
+
+
+def other_attributes(optimizer: Any) -> dict[str, Any]:
+    """Return an optimizer's attributes other than its groups and state, including hooks that the program registered."""
+    return {
+        name: value
+        for name, value in optimizer.__dict__.items()
+        if name not in ("defaults", "state", "param_groups", "_opt_called")  # the last one is set before each call
+        and not callable(value)
+        and (value or not name.endswith("_hooks"))
     }
 
 
@@ -190,7 +200,7 @@ def fingerprint(obj: Any, before: dict[str, Any] | None = None) -> dict[str, Any
     if is_module(obj):
         tensors = [tensor for _, tensor in tensors_of(obj)]
         return {
-            "shape": [_Seen(tensor, (tensor.dtype, _address(tensor))) for tensor in tensors],
+            "shape": [_Seen(tensor, (tensor.dtype, address(tensor))) for tensor in tensors],
             "tensors": [tensor._version for tensor in tensors],
             "contents": [digest(tensor) for tensor in tensors] if before is None else before["contents"],
             "attributes": [
@@ -221,22 +231,15 @@ class Glance:
     an object that looks different may still have an equal fingerprint.
     """
 
-    def __init__(self, obj: Any) -> None:
-        self._is_module = is_module(obj)
-        self._own = [each.__dict__ for each in submodules(obj)] if self._is_module else [obj.__dict__]
-        self._names = [[name for name in own if name not in TABLES] for own in self._own] if self._is_module else []
-        self._parameters = list(torch.nn.Module.parameters(obj)) if self._is_module else []
-        self._found = self._find()
-        found = [each for _, each in tensors_of(obj)] if self._is_module else self._slots()
-        self._tensors = [each for each in found if isinstance(each, torch.Tensor)]
-        self._gradients = [each for each in self._find_gradients() if each is not None]
-        self._mutable = mutable_attributes(submodules(obj)) if self._is_module else []
-        self._marks = self._read()
+    def __init__(self) -> None:
+        self._found, self._marks = self._find(), self._read()
 
     @staticmethod
     def of(obj: Any) -> Glance | None:
         """Return a glance at an object; None if only a fingerprint can compare it."""
-        return Glance(obj) if is_module(obj) or is_optimizer(obj) else None
+        if is_module(obj):
+            return _ModuleGlance(obj)
+        return _OptimizerGlance(obj) if is_optimizer(obj) else None
 
     def is_same(self) -> bool:
         found = self._find()
@@ -244,42 +247,64 @@ class Glance:
 
     def _find(self) -> list[Any]:
         """Return the objects that make up this one."""
+        raise NotImplementedError
+
+    def _read(self) -> list[Any]:
+        """Return marks that change when a tensor is written into, moved or frozen."""
+        raise NotImplementedError
+
+
+class _ModuleGlance(Glance):
+    def __init__(self, module: Any) -> None:
+        self._own = [(vars(each), [name for name in vars(each) if name not in TABLES]) for each in submodules(module)]
+        self._parameters = list(torch.nn.Module.parameters(module))
+        self._tensors = [each for _, each in tensors_of(module)]
+        self._gradients = [each.grad for each in self._parameters if each.grad is not None]
+        self._mutable = mutable_attributes(submodules(module))
+        super().__init__()
+
+    def _find(self) -> list[Any]:
         found: list[Any] = []
-        if self._is_module:
-            for own, names in zip(self._own, self._names):
-                found.append(len(own))
-                found += map(own.get, names)
-                for table in ("_parameters", "_buffers", "_modules"):
-                    found += own[table].values()
-            return found + self._find_gradients()
-        for group in self._own[0]["param_groups"]:
+        for own, names in self._own:
+            found.append(len(own))
+            found += map(own.get, names)
+            for table in ("_parameters", "_buffers", "_modules"):
+                found += own[table].values()
+        return found + [each.grad for each in self._parameters]
+
+    def _read(self) -> list[Any]:
+        marks: list[Any] = [each._version for each in self._gradients]
+        if self._mutable:
+            marks.append(mark(self._mutable))
+        marks += [(each._version, address(each), each.dtype, each.requires_grad) for each in self._tensors]
+        return marks
+
+
+class _OptimizerGlance(Glance):
+    def __init__(self, optimizer: Any) -> None:
+        self._own = vars(optimizer)
+        self._tensors = [each for each in self._slots() if isinstance(each, torch.Tensor)]
+        super().__init__()
+
+    def _find(self) -> list[Any]:
+        found: list[Any] = []
+        for group in self._own["param_groups"]:
             found += group
             found += group["params"]
         return found + self._slots()
 
-    def _find_gradients(self) -> list[Any]:
-        return [each.grad for each in self._parameters]
-
     def _slots(self) -> list[Any]:
-        """Return the hyper-parameters and the state of an optimizer."""
-        own = self._own[0]
-        slots = [value for group in own["param_groups"] for value in group.values()]
-        for state in own["state"].values():
+        """Return the hyper-parameters and the state."""
+        slots = [value for group in self._own["param_groups"] for value in group.values()]
+        for state in self._own["state"].values():
             slots += state.values()
         return slots
 
     def _read(self) -> list[Any]:
-        """Return marks that change when a tensor is written into, moved or frozen."""
-        if not self._is_module:
-            return [each._version for each in self._tensors]
-        marks: list[Any] = [each._version for each in self._gradients]
-        if self._mutable:
-            marks.append(mark(self._mutable))
-        marks += [(each._version, _address(each), each.dtype, each.requires_grad) for each in self._tensors]
-        return marks
+        return [each._version for each in self._tensors]
 
 
-def _address(tensor: torch.Tensor) -> int:
+def address(tensor: torch.Tensor) -> int:
     """Return the address of a tensor; 0 for a sparse one, which has no single address."""
     return tensor.data_ptr() if tensor.layout is torch.strided else 0
 

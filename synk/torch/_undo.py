@@ -50,10 +50,7 @@ class Undo:
         self._structure: list[Any] = []
         self._tables: list[Any] = []
         self._parameters: list[torch.Tensor] = []
-        self._draws, self._drawn = (
-            False,
-            b"",
-        )  # whether steps draw from the process's generators, and their states when last seen
+        self._draws, self._drawn = False, b""  # whether steps draw from the process's generators; their last states
         self._early: set[int] = set()  # positions of parameters that steps change before they communicate
         self._is_early = False  # whether optimizers step before the last communication
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor, Any]] = {}
@@ -90,17 +87,28 @@ class Undo:
                     tensors.append(value)
                 else:
                     mutable[number, name] = value
-        return functools.partial(
-            self._put_back,
-            replica,
-            shallow,
-            [(table, table.copy()) for table in self._structure],
-            self._copied(tensors),
-            self._pickled(mutable) if mutable else None,
-            (replica.num_steps, self._reduction.share, self._generators(replica.num_steps, is_whole)),
-            is_early,
-            early,
-        )
+        structure = [(table, table.copy()) for table in self._structure]
+        copies, pickled = self._copied(tensors), self._pickled(mutable) if mutable else None
+        num_steps, share = replica.num_steps, self._reduction.share
+        generators = self._generators(num_steps, is_whole)
+
+        def put_back() -> bytes | None:
+            if (self._has_stepped and not is_early) or self._changed() - early:
+                return None
+            self._put_tables_back(shallow, structure)
+            for tensor, copied in copies:
+                self._write(tensor, copied)
+            if pickled is not None:
+                self._put_values_back(shallow, *pickled)
+            for parameter, flag in zip(self._parameters, self._flags):
+                parameter.requires_grad_(flag)
+            replica.num_steps, self._reduction.share = num_steps, share
+            if generators:
+                cell.worker.rng.bit_generator.state = generators["synk.comm"]
+                restore_generators({name: state for name, state in generators.items() if name != "synk.comm"})
+            return self._reduction.put_back()
+
+        return put_back
 
     def _inspect(self) -> None:
         """Take in what the objects are made of, unless that is unchanged."""
@@ -156,7 +164,7 @@ class Undo:
         before, self._copies = self._copies, {}
         pairs, old, new = [], [], []
         for tensor in tensors:
-            marks = tensor._version, states._address(tensor)
+            marks = tensor._version, states.address(tensor)
             held, copied, seen = before.get(id(tensor), (None, tensor, None))
             plain = tensor.detach()
             if held is not tensor or copied.shape != tensor.shape or copied.dtype != tensor.dtype or plain.is_sparse:
@@ -180,19 +188,7 @@ class Undo:
             return self._pickled(kept if len(kept) < len(mutable) else {})
         return data, {("code", number): each for number, each in enumerate(code)}
 
-    def _put_back(
-        self,
-        replica: Any,
-        shallow: Sequence[tuple[Any, Any]],
-        structure: Sequence[tuple[Any, Any]],
-        copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        pickled: tuple[bytes, dict[Any, Any]] | None,
-        numbers: tuple[int, float | None, dict[str, Any]],
-        is_early: bool,
-        early: set[int],
-    ) -> bytes | None:
-        if (self._has_stepped and not is_early) or self._changed() - early:
-            return None
+    def _put_tables_back(self, shallow: Sequence[tuple[Any, Any]], structure: Sequence[tuple[Any, Any]]) -> None:
         num_owners = len(self._owners)
         for table, copied in shallow[:num_owners]:
             for name in [name for name in table if name not in copied and _is_own(name)]:
@@ -201,24 +197,15 @@ class Undo:
         for table, copied in (*structure, *shallow[num_owners:]):
             table.clear()
             table.extend(copied) if isinstance(copied, list) else table.update(copied)
-        for tensor, copied in copies:
-            self._write(tensor, copied)
-        if pickled is not None:
-            seen: dict[int, Any] = {}
-            data, code = pickled
-            for (number, name), value in _state_bytes.loads(data, {**self._referents, **code}).items():
-                table, copied = shallow[number]
-                table[name] = updated(copied[name], value, seen)
-        for parameter, flag in zip(self._parameters, self._flags):
-            parameter.requires_grad_(flag)
-        replica.num_steps, self._reduction.share, generators = numbers
-        if generators:
-            cell.worker.rng.bit_generator.state = generators["synk.comm"]
-            restore_generators({name: state for name, state in generators.items() if name != "synk.comm"})
-        return self._reduction.put_back()
+
+    def _put_values_back(self, shallow: Sequence[tuple[Any, Any]], data: bytes, code: dict[Any, Any]) -> None:
+        seen: dict[int, Any] = {}
+        for (number, name), value in _state_bytes.loads(data, {**self._referents, **code}).items():
+            table, copied = shallow[number]
+            table[name] = updated(copied[name], value, seen)
 
     def _write(self, tensor: torch.Tensor, copied: torch.Tensor) -> None:
-        is_in_place = self._copies[id(tensor)][2][1] == states._address(tensor)
+        is_in_place = self._copies[id(tensor)][2][1] == states.address(tensor)
         if is_in_place and tensor.shape == copied.shape and tensor.dtype == copied.dtype:
             tensor.detach().copy_(copied)
         else:
@@ -248,7 +235,7 @@ class Undo:
         return {index for index, (now, was) in enumerate(zip(self._marks(), self._before)) if now != was}
 
     def _marks(self) -> list[Any]:
-        return [(each._version, states._address(each)) for each in self._parameters]
+        return [(each._version, states.address(each)) for each in self._parameters]
 
 
 def _is_own(name: str) -> bool:

@@ -589,6 +589,12 @@ def test_workers_keep_only_graphs_that_can_be_asked_for(shared_runtimes: Any) ->
     with torch.no_grad():  # the next call tells them
         model(x)
     assert num_graphs(model) == [0, 0]
+    model(x)
+    with pytest.raises(synk.errors.SerializationError, match="cannot send the inputs"):  # no rank hears of this call
+        model(x, threading.Lock())
+    with torch.no_grad():
+        model(x)
+    assert num_graphs(model) == [0, 0]
     loss = F.mse_loss(model(x), y)
     loss.backward(retain_graph=True)
     assert num_graphs(model) == [1, 1]

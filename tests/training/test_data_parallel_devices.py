@@ -150,7 +150,7 @@ def test_gradients_come_back_once_and_the_workers_tensors_are_on_their_device(sh
     model(batches(1)[0][0]).sum().backward()
     resident = passes(model)._resident
     look = rt.function(
-        lambda: (resident.value._memory.device.type, resident.value._flat[torch.float64].numel()),
+        lambda: (resident.value._memory.device.type, resident.value._flat[torch.float64].flat.numel()),
         per_rank=True, outputs=None,
     )  # fmt: skip
     kinds, sizes = look()

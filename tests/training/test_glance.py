@@ -68,7 +68,7 @@ def test_a_glance_sees_what_a_fingerprint_sees(what: str) -> None:
     from synk.torch._state import Glance, fingerprint
 
     objects = made()
-    glances = [Glance(obj) for obj in objects]
+    glances = [Glance.of(obj) for obj in objects]
     before = [fingerprint(obj) for obj in objects]
     assert all(glance.is_same() for glance in glances)
     CHANGES[what](*objects)

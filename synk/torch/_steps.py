@@ -1,0 +1,108 @@
+"""Functions over replicated objects: the user's body on the objects of each rank, and the calls in the program."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from synk._api.function import Function
+from synk._pure.output_ops import DefaultOp
+from synk._pure.tracebacks import verb
+from synk._wire.control import Traits
+
+if TYPE_CHECKING:
+    from synk.torch._replicate import Replicated
+
+
+class StepFunction(Function[..., Any]):
+    """A :class:`synk.Function` over replicated objects. Made by :meth:`Replicated.function`."""
+
+    _known = Traits.COMMUNICATES | Traits.CHANGES  # gradients are reduced, and the rank's own objects learn
+
+    def __init__(self, replicated: Replicated, fn: Callable[..., Any], *, trains: bool, **options: Any) -> None:
+        resident, objects = replicated._resident, replicated._objects
+        body = body_of(fn, resident, objects, trains)
+        self._body_without_draws = body_of(fn, resident, objects, trains, draws=False)
+        self._replicated = replicated
+        self._trains = trains
+        changes = [resident] if trains else []
+        self._options = {"framework": "torch", "changes": changes, "session": replicated._runtime._session, **options}
+        self._fn = fn
+        super().__init__(body, **self._options)
+        self._callee.is_unchecked = isinstance(options["outputs"], DefaultOp)
+
+    @verb
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        self._replicated._before_call(trains=self._trains)
+        threads = self._replicated._threads
+        if not threads.is_watching:
+            return super().__call__(*args, **kwargs)
+        with threads:
+            return super().__call__(*args, **kwargs)
+
+    @verb
+    def serial(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Take the step on one worker, with all rows. The others take over what it has learned."""
+        self._replicated._before_call(trains=self._trains)
+        return super().serial(*args, **kwargs)
+
+    @verb
+    def repeat(self, num_repeats: int, /, *args: Any, **kwargs: Any) -> Any:
+        """Take several steps on the same rows for one message; see :meth:`synk.Function.repeat`."""
+        self._replicated._before_call(trains=self._trains)
+        return super().repeat(num_repeats, *args, **kwargs)
+
+    @verb
+    def submit(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Submit the step without waiting for it; see :meth:`synk.Function.submit`."""
+        self._replicated._before_call(trains=self._trains)
+        return super().submit(*args, **kwargs)
+
+    @verb
+    def verify(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Compare the step with the serial one. Nothing of it is kept.
+
+        If it draws random numbers, as dropout does, both run with all modules except batch norms in ``eval()``.
+        """
+        self._replicated._before_call(trains=False)
+        return super().verify(*args, **kwargs)
+
+    def __synk_recipe__(self) -> tuple[Any, ...]:
+        names = ("outputs", "bcast_inputs", "on_oom", "name")
+        options = {name: self._built_with[name] for name in names}
+        return "step", self._replicated, self._fn, {**options, "trains": self._trains}
+
+    def _without_draws(self) -> Function[..., Any]:
+        return Function(self._body_without_draws, **self._options)
+
+
+def body_of(
+    fn: Callable[..., Any], resident: Any, objects: Sequence[Any], trains: bool, *, draws: bool = True
+) -> Callable[..., Any]:
+    """Return what the workers run: ``fn`` on their own objects. Without ``draws``, on trial only, dropout is off.
+
+    Raises
+    ------
+    TypeError
+        If ``fn`` has fewer parameters than there are objects.
+    """
+
+    def body(*args: Any, **kwargs: Any) -> Any:
+        replica = resident.value
+        return (replica.run if draws else replica.run_without_draws)(fn, trains, args, kwargs)
+
+    body.__name__ = getattr(fn, "__name__", type(fn).__name__)
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return body
+    parameters = list(signature.parameters.values())
+    own = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    if len(own) < len(objects) and not any(each.kind is each.VAR_POSITIONAL for each in parameters):
+        raise TypeError(
+            f"cannot build {body.__name__!r}: it has {len(own)} parameters, expected one for each of the "
+            f"{len(objects)} replicated objects first ({', '.join(type(obj).__name__ for obj in objects)})."
+        )
+    body.__signature__ = signature.replace(parameters=parameters[min(len(objects), len(own)) :])  # type: ignore[attr-defined]
+    return body
