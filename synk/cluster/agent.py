@@ -296,7 +296,7 @@ class Agent:
         up = [session.lanes.first.up[rank].tolist() for rank in call.ranks]
         num_restarts = session.counters["restarts"]
         try:
-            assembly, layouts, lease = carry_out(session, publishing(session, launched, replies))
+            assembly, lease = carry_out(session, publishing(session, launched, replies))
         except CollectiveMismatch:  # the head sees the ranks of all nodes, so it says which differ
             layouts = [cached.layouts[rank] for rank in call.ranks]
             nothing: list[list[np.ndarray | None]] = [[None] * len(layout.leaves) for layout in layouts]

@@ -63,6 +63,7 @@ def call_again(
     Signal handlers may run at any line here. Every ``except`` raises their exceptions again, and the next operation
     settles what they broke off.
     """
+    # A finalizer or a signal handler may call in the middle of an operation of this thread; the lock would let it in.
     if session._lock._is_owned() or cell.worker is not None:  # type: ignore[attr-defined]
         return UNFIT
     started = time.monotonic_ns()
@@ -174,6 +175,8 @@ def _send_new(session: Session, launched: Launched) -> None:
     lease = launched.lease = _lease(session, cached, call)
     segments = cached.segments if lease is None else [*cached.segments, lease.segment]
     cached.is_agreed = False
+    # Noted before the plan is sent: if the sending is broken off, each rank counts as having it, and abandon() has all
+    # of them drop it.
     for rank in contents:
         workers.by_rank[rank].known.held["plan"][plan_id] = 0
     lane.first_down[_RESULT] = 0 if lease is None else lease.segment.id

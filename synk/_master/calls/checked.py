@@ -46,7 +46,7 @@ class Checks:
     ----------
     function_name : str
     framework : str or None
-        The function's framework.
+        The library whose arrays the function gets.
     session : Session
     is_submitted : bool
         Whether the call is submitted: it uses what the arguments hold now, whatever is written into them later.

@@ -57,12 +57,12 @@ def collecting(session: Session, launched: Launched) -> Steps[Any]:
         raise_failures(replies, session.total_ranks, name)
     packed = take_layouts(name, cached, call.ranks, replies)
     objects = [] if is_repeated else [unpickled(parts, name, rank) for rank, parts in zip(call.ranks, packed)]
-    assembly, layouts, lease = yield from publishing(session, launched, replies)
+    assembly, lease = yield from publishing(session, launched, replies)
     if call.options.is_trial:
         cached.is_agreed = True
-        return _tried(session, launched, assembly, layouts, objects, lease)
+        return _tried(session, launched, assembly, objects, lease)
     if assembly.has_assignments and call.options.is_serial:
-        check_serial_assignments(session, layouts[0], name)
+        check_serial_assignments(session, assembly.layouts[0], name)
     result = conclude(session, launched, objects, lease)
     if launched.function.is_unchecked and can_check(launched.function, call):
         launched.result = (result,)
@@ -70,12 +70,10 @@ def collecting(session: Session, launched: Launched) -> Steps[Any]:
     return result
 
 
-def publishing(
-    session: Session, launched: Launched, replies: dict[int, Reply]
-) -> Steps[tuple[Assembly, list[Layout], Lease | None]]:
+def publishing(session: Session, launched: Launched, replies: dict[int, Reply]) -> Steps[tuple[Assembly, Lease | None]]:
     """Have all outputs published, and the large ones put in place.
 
-    Returns how they are put together, the layout of each rank, and the buffer of the large ones.
+    Returns how they are put together, and the buffer of the large ones.
     """
     call, cached, name = launched.call, launched.cached, launched.function.name
     layouts = [cached.layouts[rank] for rank in call.ranks]
@@ -86,12 +84,13 @@ def publishing(
     waiting = [rank for rank in call.ranks if replies[rank].status == Status.UNPUBLISHED]
     if waiting:
         raise_failures((yield _republish(session, launched, layouts, waiting)), session.total_ranks, name)
-    assembly, is_new = _agree(session, launched, layouts)
-    launched.assembly = assembly
-    lease = None
-    if assembly.result_nbytes:
-        lease = yield from _large_outputs(session, launched, assembly, replies, None if is_new else launched.lease)
-    return assembly, layouts, lease
+    before = cached.assembly
+    assembly = launched.assembly = _agree(session, launched, layouts)
+    if not assembly.result_nbytes:
+        return assembly, None
+    # A buffer that was leased when the call was sent is laid out as the ranks knew it then.
+    known = launched.lease if assembly is before else None
+    return assembly, (yield from _large_outputs(session, launched, assembly, replies, known))
 
 
 def conclude(session: Session, launched: Launched, objects: Sequence[list[Any]], lease: Lease | None) -> Any:
@@ -123,12 +122,11 @@ def conclude(session: Session, launched: Launched, objects: Sequence[list[Any]],
     return result
 
 
-def _agree(session: Session, launched: Launched, layouts: list[Layout]) -> tuple[Assembly, bool]:
-    """Return how the outputs of all ranks are put together, and whether that is new. Raise if they do not fit."""
+def _agree(session: Session, launched: Launched, layouts: list[Layout]) -> Assembly:
+    """Return how the outputs of all ranks are put together. Raise if they do not fit."""
     call, cached, lane = launched.call, launched.cached, launched.cached.lane
     assembly = cached.assembly
-    is_new = assembly is None or not assembly.fits(call.ranks, layouts, lane.slots, call.has_group)
-    if assembly is None or is_new:
+    if assembly is None or not assembly.fits(call.ranks, layouts, lane.slots, call.has_group):
         ops = EACH if call.options.is_apart else launched.function.ops
         assembly = cached.assembly = Assembly(
             launched.function.name, ops, cached.plan.output_subset, call.ranks, layouts,
@@ -142,25 +140,29 @@ def _agree(session: Session, launched: Launched, layouts: list[Layout]) -> tuple
         cached.transfers = launched.function.record.known((*cached.inputs, outputs))
     if call.unequal and assembly.has_weights:
         raise ValueError(call.unequal)
-    return assembly, is_new
+    return assembly
 
 
 def _large_outputs(
     session: Session, launched: Launched, assembly: Assembly, replies: dict[int, Reply], lease: Lease | None
 ) -> Steps[Lease]:
     """Have the ranks that have not done so put their parts of the large outputs in place. Return the leased buffer."""
-    call, name = launched.call, launched.function.name
-    waiting = [rank for rank in call.ranks if not replies[rank].flags & IS_ASSEMBLED]
+    plan_id = launched.cached.plan.plan_id
+    held = {rank: session.workers.by_rank[rank].known.held["plan"] for rank in launched.call.ranks}
+    waiting = [rank for rank in held if not replies[rank].flags & IS_ASSEMBLED]
     lease = lease or session.memory.lease_result(assembly.result_nbytes)
     if waiting:
+        moves = {rank: assembly.moves[rank] for rank in waiting if held[rank].get(plan_id) != assembly.number}
         try:
-            assembled = yield _assemble_large(session, launched, assembly, waiting, lease)
-            raise_failures(assembled, session.total_ranks, name)
+            assembled = yield _ask(
+                session, launched, Kind.ASSEMBLE, waiting, lease.segment.id, moves, [lease.segment], "reduce"
+            )
+            raise_failures(assembled, session.total_ranks, launched.function.name)
         except BaseException:
             session.memory.results.give_back(lease)  # the exception may be kept, and this frame with it
             raise
         for rank in waiting:
-            session.workers.by_rank[rank].known.held["plan"][launched.cached.plan.plan_id] = assembly.number
+            held[rank][plan_id] = assembly.number
     return lease
 
 
@@ -168,14 +170,13 @@ def _tried(
     session: Session,
     launched: Launched,
     assembly: Assembly,
-    layouts: list[Layout],
     objects: Sequence[list[Any]],
     lease: Lease | None,
 ) -> Tried:
     """Return what a call on trial has shown. Its assignments are not committed, so they never happened."""
     call, up_words = launched.call, launched.cached.lane.up_words
     assigned = {}
-    for variable_id, _ in () if session.has_devices else layouts[0].assigned:
+    for variable_id, _ in () if session.has_devices else assembly.layouts[0].assigned:
         variable = session.variables[variable_id]
         assigned[variable] = [[leaf.copy() for leaf in variable.assigned_leaves(rank)] for rank in call.ranks]
     root = None if lease is None else lease.deliver()
@@ -263,14 +264,3 @@ def _republish(session: Session, launched: Launched, layouts: list[Layout], wait
     if needed > lane.slot_nbytes:
         session.grow_slots(lane, needed, [rank for rank in ranks if rank not in waiting])
     return _ask(session, launched, Kind.PUBLISH, waiting, 0, {}, [], "publish")
-
-
-def _assemble_large(
-    session: Session, launched: Launched, assembly: Assembly, ranks: list[int], lease: Lease
-) -> Request:
-    """Have ``ranks`` put their parts of the large outputs into a leased buffer."""
-    by_rank, plan_id = session.workers.by_rank, launched.cached.plan.plan_id
-    contents = {
-        rank: assembly.moves[rank] for rank in ranks if by_rank[rank].known.held["plan"].get(plan_id) != assembly.number
-    }
-    return _ask(session, launched, Kind.ASSEMBLE, ranks, lease.segment.id, contents, [lease.segment], "reduce")

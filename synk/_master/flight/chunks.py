@@ -242,6 +242,7 @@ class Chunks:
                 )
             elif not request.pending:
                 error = self._note(chunk, self._session.ranks.reply(request, chunk.rank))
+                # Only now, with the answer noted: what is no longer among the requests is not settled by anybody.
                 requests.pop(request.sequence, None)
                 self._forget(chunk, error)
                 for other in self._in_flight:  # the time of the next chunk begins

@@ -97,6 +97,7 @@ class Queue:
                 self._make_room(f"submit {function.name!r}", None)
             newest = calls[-1]._launched if calls else None
             is_step = bool(function.changes)
+            # What it reads of variables may depend on what calls in flight assign, so such a call begins an operation.
             if function.variables or (calls and (newest is None or (calls[-1]._is_alone and not is_step))):
                 return None
             compiled = function.plans.compiled[(newest.cached.lane.index + 1) % NUM_LANES if newest is not None else 0]
