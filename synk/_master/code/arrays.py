@@ -222,7 +222,7 @@ class TensorContents(Contents):
         return self.obj.dtype, tuple(self.obj.shape)
 
     def _version(self) -> Any:
-        return versions_of([self.obj]) if self.has_address else (self.obj._version, self.obj.requires_grad)
+        return self.obj._version, self.obj.requires_grad, self.obj.data_ptr() if self.has_address else 0
 
     @property
     def nbytes(self) -> int:
@@ -261,37 +261,23 @@ def contents_of(obj: Any) -> Contents | None:
     return None
 
 
-def versions_of(tensors: Sequence[Any]) -> tuple[list[int], list[int], list[bool]]:
-    """Return versions, addresses and ``requires_grad`` of tensors. Most changes alter one of them, some only bytes."""
-    return (
-        [tensor._version for tensor in tensors],
-        [tensor.data_ptr() for tensor in tensors],
-        [tensor.requires_grad for tensor in tensors],
-    )
-
-
 def versions_check(tensors: Sequence[Any]) -> Callable[[], bool]:
-    """Return a check that the versions, addresses and ``requires_grad`` of tensors stay what they are now."""
+    """Return a check that the versions, addresses and ``requires_grad`` of tensors stay what they are now.
+
+    Most changes alter one of them, some only bytes.
+    """
     torch: Any = sys.modules["torch"]
-    address, version, needs_grad = (
-        torch.Tensor.data_ptr,
+    version, address, needs_grad = (
         operator.attrgetter("_version"),
+        torch.Tensor.data_ptr,
         operator.attrgetter("requires_grad"),
     )
-    addresses, versions, needs = (
-        list(map(address, tensors)),
-        list(map(version, tensors)),
-        list(map(needs_grad, tensors)),
+    versions, addresses, needs = (list(map(get, tensors)) for get in (version, address, needs_grad))
+    return lambda: (
+        list(map(version, tensors)) == versions
+        and list(map(address, tensors)) == addresses
+        and list(map(needs_grad, tensors)) == needs
     )
-
-    def is_same() -> bool:
-        return (
-            list(map(version, tensors)) == versions
-            and list(map(address, tensors)) == addresses
-            and list(map(needs_grad, tensors)) == needs
-        )
-
-    return is_same
 
 
 def tensor_bytes_check(facets: Sequence[TensorContents]) -> Callable[[], bool]:
@@ -302,11 +288,6 @@ def tensor_bytes_check(facets: Sequence[TensorContents]) -> Callable[[], bool]:
     views = [memoryview(facet.elements()) for facet in facets]  # type: ignore[arg-type]
     told = b"".join(facet.told for facet in facets)
     return lambda: b"".join(views) == told
-
-
-def glances_check(facets: Sequence[Contents]) -> Callable[[], bool]:
-    """Return a check that takes a quick look at each array; see ``Contents.glance``."""
-    return lambda: all(facet.glance() for facet in facets)
 
 
 def is_plain(cls: type) -> bool:

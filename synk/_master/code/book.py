@@ -13,7 +13,6 @@ file because packing and forgetting must be read together.
 from __future__ import annotations
 
 import io
-import itertools
 import pickle
 import sys
 import types
@@ -36,20 +35,10 @@ from synk._master.code.facets import (
 from synk._master.code.handles import Handle
 from synk._master.code.modules import Located, inside, is_told_by_import, reached_from, source_of
 from synk._master.code.packing import Address, PartsPickler, Shared
-from synk._master.code.parcels import Host, Node, Parcel
+from synk._master.code.parcels import Host, Node, Parcel, Shelf, end_captures
 from synk._wire.memory import Segment
 from synk._wire.messages import Reload
-from synk._wire.parcels import Absent, make_cell
-
-
-class _Cell:
-    """Stands for an empty cell in a pickle."""
-
-    def __reduce__(self) -> Any:
-        return make_cell, ()
-
-
-_CELL = pickle.dumps([], protocol=5) + pickle.dumps((_Cell(),), protocol=5)
+from synk._wire.parcels import Absent
 
 
 class _Entry(NamedTuple):
@@ -83,8 +72,8 @@ class Update(NamedTuple):
     sent: list[tuple[Any, int]]
 
 
-class Book:
-    """All parcels that the workers of one runtime hold or are about to get, in the order in which they are loaded.
+class Book(Shelf):
+    """What was sent with the functions of one runtime: what a function needs, what to send next, what to forget.
 
     Parameters
     ----------
@@ -94,10 +83,6 @@ class Book:
 
     Attributes
     ----------
-    known, namespaces : dict of int to Node
-        See ``Shelf``.
-    parcels : dict of int to Parcel
-        By number.
     packed_nbytes : int
         How much has been packed so far.
     sent_anew : set of int
@@ -105,15 +90,10 @@ class Book:
     """
 
     def __init__(self, host: Host) -> None:
-        self.host = host
-        self.known: dict[int, Node] = {}
-        self.namespaces: dict[int, Node] = {}
-        self.parcels: dict[int, Parcel] = {}
+        super().__init__(host)
         self._modules: dict[str, _Module] = {}
         self._modules_before: dict[str, _Module | None] = {}  # what roll_back restores
         self._entries: dict[int, _Entry] = {}
-        self._numbers = itertools.count(1)
-        self._unsettled: list[Parcel] = []  # packed, and not known to have arrived everywhere
         self.packed_nbytes = 0
         self.sent_anew: set[int] = set()
         self._reached: dict[frozenset[str], list[str]] = {}  # a cache, cleared by each update
@@ -234,7 +214,7 @@ class Book:
 
     def _pack(self, actions: list[Any], *, is_optional: bool = False) -> Parcel:
         """Pickle actions for the workers as one parcel, and register the objects in it."""
-        parcel = Parcel(next(self._numbers))
+        parcel = self.new_parcel()
         parcel.is_optional = is_optional
         file = io.BytesIO()
         pickler = PartsPickler(file, self, parcel)
@@ -242,7 +222,7 @@ class Book:
         for kind, _, key, *_ in actions:
             if kind == "function":
                 pickler.leave_out(key)
-        self._unsettled.append(parcel)
+        self.unsettled.append(parcel)
         try:
             pickler.dump(actions)
             pickler.dump(tuple(obj for obj, _ in pickler.met))
@@ -250,17 +230,14 @@ class Book:
                 parcel.segment = self.host.new_segment(pickler.arrays_nbytes, pickler.segment_id)
                 self._fill(parcel.segment, pickler.arrays)
         except BaseException:
-            self._unsettled.remove(parcel)
+            self.unsettled.remove(parcel)
             self._discard(parcel, has_failed=True)
             raise
         parcel.data = file.getvalue()
-        parcel.handles, parcel.optimizers = pickler.handles, pickler.optimizers
-        parcel.modules_met, parcel.imports = pickler.modules_met, pickler.imports
-        parcel.uncompared = pickler.uncompared
         self.packed_nbytes += parcel.nbytes
         self.parcels[parcel.number] = parcel
         for obj, facets in pickler.met:
-            self._know(obj, parcel, facets)
+            self.know(obj, parcel, facets)
         return parcel
 
     @staticmethod
@@ -273,49 +250,6 @@ class Book:
             copy_bytes(facet.elements(), target)
             facet.memory = segment.mapping, segment.offset + offset
             facet.note_sent(target)
-
-    def _know(self, obj: Any, parcel: Parcel, facets: list[Facet]) -> Node:
-        node = Node(obj, parcel, len(parcel.nodes), facets)
-        parcel.nodes.append(node)
-        self.known[id(obj)] = node
-        return node
-
-    def namespace(self, table: dict[str, Any]) -> tuple[Node, Names]:
-        """Return the node of a dict of globals. Workers have a dict of their own, filled as functions name things."""
-        node = self.namespaces.get(id(table))
-        if node is None:
-            parcel = Parcel(next(self._numbers))
-            base = {k: table[k] for k in ("__package__", "__name__", "__path__", "__file__") if k in table}
-            parcel.data = pickle.dumps([], protocol=5) + pickle.dumps((base,), protocol=5)
-            self.parcels[parcel.number] = parcel
-            self._unsettled.append(parcel)
-            node = self.namespaces[id(table)] = Node(table, parcel, 0, [Names(table)])
-            parcel.nodes.append(node)
-        return node, node.facets[0]  # type: ignore[return-value]
-
-    def meet_cell(self, cell: types.CellType) -> bool:
-        """Have the workers hold a cell, which functions may share. Return whether it is new to them.
-
-        The cell travels empty. What is in it is a change of its own.
-        """
-        if id(cell) in self.known:
-            return False
-        parcel = Parcel(next(self._numbers))
-        parcel.data = _CELL
-        facet = contents(cell)
-        facet.told.clear()
-        self.parcels[parcel.number] = parcel
-        self._unsettled.append(parcel)
-        self._know(cell, parcel, [facet])
-        return True
-
-    def tell(self, node: Node, facet: Facet, change: Change, parcel: Parcel) -> None:
-        """Record that ``parcel`` brings a change."""
-        parcel.tells.append((node, facet, change))
-        facet.tell(change)
-        if change.kind != "reload":
-            node.sources[change.kind, change.key] = parcel
-        _end_captures(node, facet, change)
 
     # -- objects that can only be replaced ----------------------------------------------------------------------------
 
@@ -372,7 +306,7 @@ class Book:
         self._reached.clear()
         if self.host.is_inline:
             return []
-        return self._reached_from(_reach([self._entries[function_id].parcel], set()))
+        return self._reached_from(self._own(function_id))
 
     def _reached_from(self, parcels: Iterable[Parcel]) -> list[str]:
         names = frozenset().union(*(parcel.modules_met | parcel.imports for parcel in parcels))
@@ -382,14 +316,12 @@ class Book:
 
     def _pack_located(self, located: Sequence[Located]) -> Parcel:
         """Pack the places of a module's objects. Workers find their own objects there, after their own import."""
-        parcel = Parcel(next(self._numbers))
         names = tuple(located[0].obj)
         places = tuple((each.module, each.steps) for each in located), names
-        parcel.data = pickle.dumps([("locate", places, None, None)], protocol=5) + pickle.dumps((), protocol=5)
-        self.parcels[parcel.number] = parcel
-        self._unsettled.append(parcel)
+        actions = pickle.dumps([("locate", places, None, None)], protocol=5)
+        parcel = self.plain_parcel(actions + pickle.dumps((), protocol=5))
         for each in located:
-            self._know(each.obj, parcel, [_imported_facet(each)])
+            self.know(each.obj, parcel, [_imported_facet(each)])
         return parcel
 
     def _forget_module(self, known: _Module) -> None:
@@ -405,16 +337,16 @@ class Book:
 
     def commit(self) -> None:
         """Everything packed has arrived everywhere: discard what it replaced."""
-        self._unsettled.clear()
+        self.unsettled.clear()
         self._modules_before.clear()
         self.collect()
 
     def roll_back(self) -> None:
         """Forget what was packed since the last :meth:`commit`, because it may not have arrived everywhere."""
-        if self._unsettled:
-            unsettled = set(self._unsettled)
-            while self._unsettled:
-                self._discard(self._unsettled.pop(), has_failed=True)
+        if self.unsettled:
+            unsettled = set(self.unsettled)
+            while self.unsettled:
+                self._discard(self.unsettled.pop(), has_failed=True)
             self._entries = {key: each for key, each in self._entries.items() if each.parcel not in unsettled}
             while self._modules_before:  # so that the next update orders their reload again
                 name, known = self._modules_before.popitem()
@@ -447,7 +379,7 @@ class Book:
             source = (change.kind, change.key)
             if has_failed:
                 facet.forget(change)
-                _end_captures(node, facet, change)
+                end_captures(node, facet, change)
             if node.sources.get(source) is parcel:
                 del node.sources[source]
                 if isinstance(facet, Names):
@@ -457,27 +389,23 @@ class Book:
             for known in (self.known, self.namespaces):
                 if known.get(id(node.obj)) is node:
                     del known[id(node.obj)]
-            node.facets = []  # breaks reference cycles, so that objects nobody needs are freed at once
-            node.sources.clear()
         self.parcels.pop(parcel.number, None)
         self.host.drop_parcel(parcel, [] if has_failed else unbound)
-        for container in (parcel.nodes, parcel.tells, parcel.refers, parcel.named):
-            container.clear()
-        parcel.segment = None
+        parcel.release()
 
     def clear(self) -> None:
         """Release everything that functions capture."""
         for parcel in self.parcels.values():
-            parcel.segment = None
-            for node in parcel.nodes:
-                node.facets = []
-            for container in (parcel.nodes, parcel.tells, parcel.refers, parcel.named):
-                container.clear()
+            parcel.release()
         for table in (self.known, self.namespaces, self.parcels, self._modules, self._entries):
             table.clear()
-        self._unsettled.clear()
+        self.unsettled.clear()
 
     # -- looking ------------------------------------------------------------------------------------------------------
+
+    def _own(self, function_id: int) -> set[Parcel]:
+        """Return the parcels that a function needs, except those of the modules that it can reach."""
+        return _reach([self._entries[function_id].parcel], set())
 
     def _needs(self, entry: _Entry) -> set[Parcel]:
         """Return the parcels that a function needs, including those of the modules that it can reach."""
@@ -510,9 +438,8 @@ class Book:
 
         The first list may include handles of other functions with which this one shares objects.
         """
-        entry = self._entries[function_id]
-        own = _reach([entry.parcel], set())
-        of_modules = [handle for parcel in self._needs(entry) - own for handle in parcel.handles]
+        own = self._own(function_id)
+        of_modules = [handle for parcel in self._needs(self._entries[function_id]) - own for handle in parcel.handles]
         if self.host.is_inline:
             for name in self._reached_from(own):
                 of_modules += [value for value in vars(sys.modules[name]).values() if isinstance(value, Handle)]
@@ -520,7 +447,7 @@ class Book:
 
     def optimizers_of(self, function_id: int) -> list[Any]:
         """Return the torch optimizers that a function captures, except those that lie in modules."""
-        return [each for parcel in _reach([self._entries[function_id].parcel], set()) for each in parcel.optimizers]
+        return [each for parcel in self._own(function_id) for each in parcel.optimizers]
 
     def imports_of(self, function_id: int) -> set[str]:
         """Return the modules that a function's code may import and that the program has not imported yet."""
@@ -529,11 +456,11 @@ class Book:
 
     def uncompared_of(self, function_id: int) -> list[Any]:
         """Return the captured objects that cannot be compared."""
-        return [each for parcel in _reach([self._entries[function_id].parcel], set()) for each in parcel.uncompared]
+        return [each for parcel in self._own(function_id) for each in parcel.uncompared]
 
     def specs_of(self, function_id: int) -> list[tuple[types.ModuleType, Any]]:
         """Return the modules that a function can reach, with their specs. A reload gives a module a new spec."""
-        names = self._reached_from(_reach([self._entries[function_id].parcel], set()))
+        names = self._reached_from(self._own(function_id))
         return [(known.module, known.spec) for known in map(self._modules.get, names) if known is not None]
 
 
@@ -542,13 +469,6 @@ def _doubt_code(parcel: Parcel) -> None:
     for node in parcel.nodes:
         if isinstance(node.obj, types.FunctionType):
             node.facets[0].told["__code__"] = UNKNOWN  # type: ignore[attr-defined]
-
-
-def _end_captures(node: Node, facet: Facet, change: Change) -> None:
-    """Invalidate the captures that compare a unit: what they compare it with is not what the ranks have now."""
-    for capture in node.captures:
-        if not isinstance(facet, Names) or (node, change.key) in capture.named:
-            capture.is_valid = False
 
 
 class _Imported(Table):

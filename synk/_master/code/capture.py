@@ -16,7 +16,6 @@ from synk._master.code.arrays import (
     WINDOW_NBYTES,
     Contents,
     TensorContents,
-    glances_check,
     tensor_bytes_check,
     versions_check,
 )
@@ -101,7 +100,7 @@ class Capture:
         if before is not None and not is_refreshed:
             self.perhaps_late = next(before._unseen(before._turns()), None)
             windows = [turn for turn in before._rings[1] if isinstance(turn, Windows)]  # the rest was compared just now
-            known = {id(turn.members[0][1]): turn.known_at for turn in windows}
+            known = {id(turn.facet): turn.known_at for turn in windows}
         for turn in self._turns():
             turn.begin(min(known.get(id(facet), self._num_calls) for _, facet in turn.members))
         if before is not None:
@@ -193,7 +192,7 @@ class Capture:
                 else:
                     is_in_windows = True
             if is_in_windows:
-                self._rings[1].append(Windows([(node, facet)]))
+                self._rings[1].append(Windows(node, facet))
         checks: list[Check] = []
         if tensors:
             checks.append(versions_check(tensors))
@@ -205,7 +204,7 @@ class Capture:
                 size = sum(facet.nbytes for _, facet in members)
                 self._rings[1].append(Group(members, [check], size))
         if glanced:
-            checks.append(glances_check(glanced))
+            checks.append(lambda: all(facet.glance() for facet in glanced))
         return checks
 
     def _add_in_turn(self, rest: Sequence[tuple[Node, Facet]], each: Rows) -> None:
@@ -217,7 +216,7 @@ class Capture:
                 rows.add(member[1])
             size = sum(size_of(facet) for _, facet in members)
             self._rings[0].append(Group(members, rows.checks(), size))
-        self._rings[0].extend(Walk([member]) for member in rest if member[1].size > WINDOW_SIZE)
+        self._rings[0].extend(Walk(node, facet) for node, facet in rest if facet.size > WINDOW_SIZE)
         for _, facet in rest:
             if isinstance(facet, Elements):
                 each.count(facet.iterable)
@@ -245,11 +244,12 @@ class Capture:
         try:
             for check in self._checks:
                 if not check():
-                    return self._end(has_turns=has_turns)
+                    self.is_valid = False
+                    break
         except Exception as error:  # a cell was emptied, or another thread changes a container
             if is_from_handler(error):
                 raise
-            return self._end(has_turns=has_turns)
+            self.is_valid = False
         if not self.is_valid:
             return self._end(has_turns=has_turns)
         if has_turns and self._has_turns:
@@ -258,11 +258,10 @@ class Capture:
         return self.is_valid
 
     def _end(self, *, has_turns: bool) -> bool:
-        """Become invalid, so that a new capture replaces this one. Note a change that calls have missed, if any.
+        """Note a change that calls have missed, if any, before a new capture replaces this one. Return False.
 
         Large arrays have their turn here, too: what changes before each call must not keep them from it.
         """
-        self.is_valid = False
         self.late = next(self._unseen(self._rings[1]), self.late)
         if has_turns and self._rings[1]:
             call = self._num_calls + 1  # the new capture counts it
@@ -330,9 +329,7 @@ class Capture:
 
 def _is_seen_at_once(turn: Turn) -> bool:
     """Whether an array differs in what every call compares: then no call has missed the change."""
-    return isinstance(turn, Windows) and any(
-        isinstance(each, Contents) and not each.glance() for _, each in turn.members
-    )
+    return isinstance(turn, Windows) and not turn.facet.glance()
 
 
 def _is_current(facet: Facet) -> bool:

@@ -7,7 +7,6 @@ array as its place in shared memory, and a function without its globals and cell
 from __future__ import annotations
 
 import enum
-import functools
 import io
 import sys
 import types
@@ -87,25 +86,17 @@ class PartsPickler(HandlePickler):
         Large arrays, in the order of their places in shared memory.
     arrays_nbytes, segment_id : int
         The size of that memory, and its number; 0 if there is none.
-    modules_met : set of str
-        The user's modules to which the objects belong.
-    imports : set of str
-        The modules, the user's or not, that the objects' code may import.
-    uncompared : list of object
-        Objects whose pickle differs each time, so that it cannot tell whether they have changed.
     """
 
     def __init__(self, file: io.BytesIO, book: Shelf, parcel: Parcel) -> None:
         super().__init__(file)
         self._book = book
         self._parcel = parcel
+        self.handles, self.optimizers = parcel.handles, parcel.optimizers
         self.met: list[tuple[Any, list[Facet]]] = []
         self.arrays: list[Contents] = []
         self.arrays_nbytes = 0
         self.segment_id = 0
-        self.modules_met: set[str] = set()
-        self.imports: set[str] = set()
-        self.uncompared: list[Any] = []
         self._ids: set[int] = set()
         self._left_out: dict[int, Any] = {}  # parts of recipes, which are no objects on a worker; kept for their ids
         self._cells: set[int] = set()
@@ -175,7 +166,7 @@ class PartsPickler(HandlePickler):
 
     def _note_module(self, name: Any) -> None:
         if is_users_module(name):
-            self.modules_met.add(name)
+            self._parcel.modules_met.add(name)
 
     def _reduce_code(self, obj: Any) -> Any:
         if isinstance(obj, types.FunctionType) and is_by_reference(obj) and not travels_by_name(obj):
@@ -187,7 +178,7 @@ class PartsPickler(HandlePickler):
             return reduced
         self._meet(obj, attributes)
         if isinstance(obj, types.FunctionType):
-            self.imports |= imports_in(obj.__code__)
+            self._parcel.imports |= imports_in(obj.__code__)
             return self._reduce_function(obj, reduced)
         for state in reduced[2]:
             self.leave_out(state)
@@ -225,7 +216,7 @@ class PartsPickler(HandlePickler):
     # -- data -------------------------------------------------------------------------------------------------------
 
     def _reduce_array(self, obj: Any, facet: Contents) -> Any:
-        self._meet(obj, functools.partial(_given, facet))
+        self._meet(obj, lambda _: facet)
         is_array = isinstance(obj, np.ndarray)
         if type(obj) is not np.ndarray if is_array else not _is_simple_tensor(obj):
             facet.note_sent(facet.raw())
@@ -277,7 +268,7 @@ class PartsPickler(HandlePickler):
     def _meet_state(self, obj: Any, reduced: tuple[Any, ...]) -> None:
         """Note an object with a pickling rule of its own. It counts as uncompared if its recipe differs each time."""
         if len(reduced) > 3 and any(part is not None for part in reduced[3:5]):
-            self.uncompared.append(obj)
+            self._parcel.uncompared.append(obj)
             return
         again = reduced_anew(obj)
         if not isinstance(again, tuple):
@@ -290,13 +281,9 @@ class PartsPickler(HandlePickler):
             self._leave_out_containers(reduced[1])
         facet = State(obj, reduced_anew, told)
         if facet.measure():
-            self._meet(obj, functools.partial(_given, facet), _class_of)
+            self._meet(obj, lambda _: facet, _class_of)
         else:
-            self.uncompared.append(obj)
-
-
-def _given(facet: Facet, obj: Any) -> Facet:
-    return facet
+            self._parcel.uncompared.append(obj)
 
 
 def _class_of(obj: Any) -> Facet:

@@ -1,14 +1,17 @@
-"""Parcels, and the nodes for the objects in them."""
+"""Parcels, the nodes for the objects in them, and the shelf on which both lie."""
 
 from __future__ import annotations
 
+import itertools
+import pickle
 import types
 import weakref
 from typing import Any, Protocol
 
-from synk._master.code.facets import Change, Facet, Names
+from synk._master.code.facets import Change, Facet, Names, contents
 from synk._master.code.handles import Handle
 from synk._wire.memory import Segment
+from synk._wire.parcels import make_cell
 
 
 class Node:
@@ -62,8 +65,10 @@ class Parcel:
         The user's modules to which it refers.
     imports : set of str
         The modules, the user's or not, that its functions may import.
-    handles, optimizers, uncompared : list
-        The objects of each kind that were pickled into it; see ``PartsPickler``.
+    handles, optimizers : list
+        The handles and the torch optimizers in it.
+    uncompared : list of object
+        Objects in it whose pickle differs each time, so that it cannot tell whether they have changed.
     is_optional : bool
         Whether workers keep what they have if it cannot be loaded.
     """
@@ -87,6 +92,15 @@ class Parcel:
     def nbytes(self) -> int:
         return len(self.data) + (0 if self.segment is None else self.segment.nbytes)
 
+    def release(self) -> None:
+        """Let go of what it brought. Breaks reference cycles, so that objects nobody needs are freed at once."""
+        for node in self.nodes:
+            node.facets = []
+            node.sources.clear()
+        for container in (self.nodes, self.tells, self.refers, self.named):
+            container.clear()
+        self.segment = None
+
 
 class Host(Protocol):
     """What a book needs of its runtime."""
@@ -104,8 +118,18 @@ class Host(Protocol):
     def drop_parcel(self, parcel: Parcel, unbound: list[tuple[tuple[int, int], Any]]) -> None: ...
 
 
-class Shelf(Protocol):
-    """What packing needs of a book.
+class _Cell:
+    """Stands for an empty cell in a pickle."""
+
+    def __reduce__(self) -> Any:
+        return make_cell, ()
+
+
+_CELL = pickle.dumps([], protocol=5) + pickle.dumps((_Cell(),), protocol=5)
+
+
+class Shelf:
+    """The parcels that the workers of one runtime hold or are about to get, and the objects in them.
 
     Attributes
     ----------
@@ -113,14 +137,71 @@ class Shelf(Protocol):
         By the id of the object.
     namespaces : dict of int to Node
         By the id of the dict in which functions look up their globals.
+    parcels : dict of int to Parcel
+        By number, in the order in which they are loaded.
+    unsettled : list of Parcel
+        Those that may not have arrived everywhere.
     """
 
-    known: dict[int, Node]
-    namespaces: dict[int, Node]
-    host: Host
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.known: dict[int, Node] = {}
+        self.namespaces: dict[int, Node] = {}
+        self.parcels: dict[int, Parcel] = {}
+        self.unsettled: list[Parcel] = []
+        self._numbers = itertools.count(1)
 
-    def namespace(self, table: dict[str, Any]) -> tuple[Node, Names]: ...
+    def new_parcel(self) -> Parcel:
+        """Return an empty parcel. It is in no list yet."""
+        return Parcel(next(self._numbers))
 
-    def meet_cell(self, cell: types.CellType) -> bool: ...
+    def plain_parcel(self, data: bytes) -> Parcel:
+        """Return a parcel that needed no pickler of its own."""
+        parcel = self.new_parcel()
+        parcel.data = data
+        self.parcels[parcel.number] = parcel
+        self.unsettled.append(parcel)
+        return parcel
 
-    def tell(self, node: Node, facet: Facet, change: Change, parcel: Parcel) -> None: ...
+    def know(self, obj: Any, parcel: Parcel, facets: list[Facet]) -> Node:
+        node = Node(obj, parcel, len(parcel.nodes), facets)
+        parcel.nodes.append(node)
+        self.known[id(obj)] = node
+        return node
+
+    def namespace(self, table: dict[str, Any]) -> tuple[Node, Names]:
+        """Return the node of a dict of globals. Workers have a dict of their own, filled as functions name things."""
+        node = self.namespaces.get(id(table))
+        if node is None:
+            base = {k: table[k] for k in ("__package__", "__name__", "__path__", "__file__") if k in table}
+            parcel = self.plain_parcel(pickle.dumps([], protocol=5) + pickle.dumps((base,), protocol=5))
+            node = self.namespaces[id(table)] = Node(table, parcel, 0, [Names(table)])
+            parcel.nodes.append(node)
+        return node, node.facets[0]  # type: ignore[return-value]
+
+    def meet_cell(self, cell: types.CellType) -> bool:
+        """Have the workers hold a cell, which functions may share. Return whether it is new to them.
+
+        The cell travels empty. What is in it is a change of its own.
+        """
+        if id(cell) in self.known:
+            return False
+        facet = contents(cell)
+        facet.told.clear()
+        self.know(cell, self.plain_parcel(_CELL), [facet])
+        return True
+
+    def tell(self, node: Node, facet: Facet, change: Change, parcel: Parcel) -> None:
+        """Record that ``parcel`` brings a change."""
+        parcel.tells.append((node, facet, change))
+        facet.tell(change)
+        if change.kind != "reload":
+            node.sources[change.kind, change.key] = parcel
+        end_captures(node, facet, change)
+
+
+def end_captures(node: Node, facet: Facet, change: Change) -> None:
+    """Invalidate the captures that compare a unit: what they compare it with is not what the ranks have now."""
+    for capture in node.captures:
+        if not isinstance(facet, Names) or (node, change.key) in capture.named:
+            capture.is_valid = False

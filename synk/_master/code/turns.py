@@ -69,23 +69,30 @@ class Group(Turn):
         return all(check() for check in self._checks), self._size
 
 
-class Windows(Turn):
+class _Single(Turn):
+    """One facet, which is compared part by part."""
+
+    def __init__(self, node: Node, facet: Facet) -> None:
+        super().__init__([(node, facet)])
+        self.facet: Any = facet
+
+
+class Windows(_Single):
     """The bytes of one array, window by window."""
 
     def _step(self, size: int) -> tuple[bool, int]:
-        facet: Any = self.members[0][1]
-        is_equal, taken = facet.window(size)
-        self.is_done = not facet.at
+        is_equal, taken = self.facet.window(size)
+        self.is_done = not self.facet.at
         return is_equal, taken + _WINDOW_COST
 
 
-class Walk(Turn):
+class Walk(_Single):
     """The elements of one large container, slice by slice."""
 
     _pairs: Any = None
 
     def _step(self, size: int) -> tuple[bool, int]:
-        facet: Any = self.members[0][1]
+        facet = self.facet
         if self._pairs is None:
             if isinstance(facet, Table):
                 now: Any = facet.obj if type(facet) is Table and facet.kind == "item" else facet.read()

@@ -53,8 +53,7 @@ class ArrayLike(NDArrayOperatorsMixin, abc.ABC):
         )
         return given if ufunc.nout > 1 else given[0]
 
-    # -- methods of an array: these and no others
-    # -------------------------------------------------------------------------
+    # -- methods of an array: these and no others ----------------------------------------------------------------------
 
     @property
     def T(self) -> np.ndarray:

@@ -31,7 +31,7 @@ _ON_RESTART = 0
 _NUM_MAPPED = 8
 
 
-class Mapped:
+class MappedFunctions:
     """The functions that were mapped last, so that each is sent only once. Holds them and what they capture."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class Functions:
         The functions that are on the workers.
     ids : iterator of int
         Numbers for functions that are sent for the first time.
-    mapped : Mapped
+    mapped : MappedFunctions
     dropped : Dropped, of (int, PlanCache)
         Functions that no longer exist, by id, with their plans. Filled by finalizers.
     has_on_restart : bool
@@ -94,11 +94,10 @@ class Functions:
         self.bound: weakref.WeakSet[Any] = weakref.WeakSet()
         self.ids = itertools.count(1)
         self.dropped = Dropped(workers.log)
-        self.mapped = Mapped()
+        self.mapped = MappedFunctions()
         self.book = Book(self)
 
-    # -- what the book needs
-    # ----------------------------------------------------------------------------------------------
+    # -- what the book needs -------------------------------------------------------------------------------------------
 
     @property
     def is_inline(self) -> bool:

@@ -292,8 +292,7 @@ class Record:
         total[0] += calls
         total[1] += nbytes
 
-    # -- reports
-    # ---------------------------------------------------------------------------------------------------------
+    # -- reports -------------------------------------------------------------------------------------------------------
 
     def totals(self, title: str) -> list[TransferTotal]:
         """Return what was transferred, by argument."""

@@ -95,8 +95,7 @@ class Tracer:
         """Add a chunk of a map."""
         self._chunks.append((name, rank, num_items, began_ns, duration_ns))
 
-    # -- reports
-    # ---------------------------------------------------------------------------------------------------------
+    # -- reports -------------------------------------------------------------------------------------------------------
 
     def skew(self) -> dict[str, float]:
         """Return, by function, how many times longer the slowest rank took than the average rank."""
