@@ -39,6 +39,7 @@ if _sys.platform == "win32":
     )
 
 from synk import errors
+from synk._pure.environment import imported_late as _imported_late
 from synk._pure.ops import Op
 from synk._version import __version__
 from synk._wire.cell import cell as _cell
@@ -70,7 +71,7 @@ def __getattr__(name: str) -> _Any:
     if name not in __all__ and name != "map":
         raise AttributeError(f"module 'synk' has no attribute {name!r}")
     with _cell.uninterrupted():  # an import that is broken off leaves files open
-        return getattr(_import_module(_OWN_FILES.get(name, "synk._api.names")), name)
+        return getattr(_imported_late(_OWN_FILES.get(name, "synk._api.names")), name)
 
 
 def __dir__() -> list[str]:

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from synk._api.current import current, fork
+from synk._api.options import is_integer
 from synk._api.runtime import Runtime
 from synk._master.flight.tasks import Task, Tasks
 from synk._master.processes.processes import eventfd
@@ -75,8 +76,7 @@ class Executor(concurrent.futures.Executor):
     @verb
     def __init__(self, max_workers: int | None = None, *, runtime: Runtime | None = None) -> None:
         refuse_inside_worker("make an executor")
-        is_integer = isinstance(max_workers, (int, np.integer)) and not isinstance(max_workers, bool)
-        if max_workers is not None and not (is_integer and max_workers >= 1):
+        if max_workers is not None and not is_integer(max_workers, 1):
             raise ValueError(f"cannot make an executor: got max_workers={max_workers!r}, expected 1 or more, or None.")
         if runtime is None:
             runtime = fork() if cell.runtime is None else current()

@@ -455,7 +455,6 @@ class Function(FunctionHandle, Generic[P, R]):
 
         stale = self._callee.doubts()  # first: here it is not an error
         function = self._renewed()
-        callee = function._callee
         options = CallOptions(batch, None, check_slices(num_slices), None, check_timeout(timeout), is_trial=True)
         without_draws = self._without_draws()
         return verify(
@@ -464,10 +463,8 @@ class Function(FunctionHandle, Generic[P, R]):
             lambda changed: function._run(args, kwargs, changed),
             options,
             Tolerance(rtol, atol),
-            PlainCall(callee, args, kwargs, batch),
-            is_per_rank=callee.per_rank,
+            PlainCall(function._callee, args, kwargs, batch),
             stale=stale,
-            unknown=callee.uncompared,
             known=self._known,
             without_draws=None if without_draws is None else lambda changed: without_draws._run(args, kwargs, changed),
         )

@@ -7,9 +7,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import numpy as np
-
-from synk._api.options import partial_name
+from synk._api.options import is_integer, partial_name
 from synk._api.stream import with_progress
 from synk._master.calls.callee import Callee, FunctionHandle
 from synk._master.flight.chunks import check_mapped
@@ -33,12 +31,8 @@ def map_items(
     """Return an iterator over what ``fn`` returns for the items of one or more iterables; see :func:`synk.map`."""
     refuse_inside_worker("map")
     name = _check_function(fn)
-    if batch_size is not None:
-        is_integer = isinstance(batch_size, (int, np.integer)) and not isinstance(batch_size, bool)
-        if not is_integer or batch_size < 1:
-            raise ValueError(
-                f"cannot map {name!r}: got batch_size={batch_size!r}, expected an integer above 0 or None."
-            )
+    if batch_size is not None and not is_integer(batch_size, 1):
+        raise ValueError(f"cannot map {name!r}: got batch_size={batch_size!r}, expected an integer above 0 or None.")
     if not iterables:
         raise TypeError(f"cannot map {name!r}: got no items, expected an iterable, or one for each parameter.")
     iterators = [_iterator(name, items) for items in iterables]

@@ -44,6 +44,11 @@ class KeptOptions(TypedDict, total=False):
     per_rank: bool
 
 
+def is_integer(value: Any, least: int) -> bool:
+    """Whether a value is an integer, of Python or NumPy and no bool, that is not less than ``least``."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= least)
+
+
 def check_names(options: dict[str, Any]) -> None:
     """Raise for an option that functions do not have."""
     names = FunctionOptions.__annotations__
@@ -57,7 +62,7 @@ def check_names(options: dict[str, Any]) -> None:
 
 def entropy_of(seed: Any) -> int:
     """Return the number that seeds the generators of all ranks: ``seed``, or one from the system if it is None."""
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0):
+    if seed is not None and not is_integer(seed, 0):
         raise ValueError(f"cannot fork: got seed={seed!r}, expected an integer of 0 or more, or None.")
     return int.from_bytes(os.urandom(16), "little") if seed is None else int(seed)
 
@@ -100,7 +105,7 @@ def check_blocks(reproducible: Any, block_rows: Any, options: dict[str, Any], na
     """Return the number of rows in a block of a reproducible function; 0 for other functions."""
     if not isinstance(reproducible, bool):
         raise TypeError(f"cannot build {name!r}: got reproducible={reproducible!r}, expected True or False.")
-    if isinstance(block_rows, bool) or not isinstance(block_rows, (int, np.integer)) or block_rows < 1:
+    if not is_integer(block_rows, 1):
         raise ValueError(f"cannot build {name!r}: got block_rows={block_rows!r}, expected an integer of 1 or more.")
     given = [option for option, value in options.items() if value]
     if reproducible and given:
@@ -124,7 +129,7 @@ def check_on_oom(on_oom: Any, updates: Any, name: str) -> bool:
 
 
 def check_retry(retry: Any, updates: Any, changes: Any, name: str) -> int:
-    if isinstance(retry, bool) or not isinstance(retry, (int, np.integer)) or retry < 0:
+    if not is_integer(retry, 0):
         raise ValueError(f"cannot build {name!r}: got retry={retry!r}, expected an integer of 0 or more.")
     if retry and (updates or changes):
         raise ValueError(
@@ -164,13 +169,13 @@ def partial_name(fn: Any) -> str | None:
 
 
 def check_slices(num_slices: Any) -> int:
-    if isinstance(num_slices, bool) or not isinstance(num_slices, (int, np.integer)) or num_slices < 1:
+    if not is_integer(num_slices, 1):
         raise ValueError(f"cannot slice a call: got num_slices={num_slices!r}, expected an integer of 1 or more.")
     return int(num_slices)
 
 
 def check_repeats(num_repeats: Any, name: str) -> int:
-    if isinstance(num_repeats, bool) or not isinstance(num_repeats, (int, np.integer)) or num_repeats < 1:
+    if not is_integer(num_repeats, 1):
         raise ValueError(
             f"cannot repeat {name!r}: got {num_repeats!r} as the number of repetitions, expected an integer of 1 or "
             "more. It comes first: f.repeat(100, x)."

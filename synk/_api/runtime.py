@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-import numpy as np
-
 from synk._api.build import Decorator, KeepingDecorator, build_function
 from synk._api.function import Function, P
-from synk._api.options import FunctionOptions, KeptOptions, check_balance, check_on_restart, entropy_of
+from synk._api.options import FunctionOptions, KeptOptions, check_balance, check_on_restart, entropy_of, is_integer
 from synk._master import collectives
 from synk._master.calls.callee import Callee, distribute
 from synk._master.flight.queue import Queue
@@ -119,7 +117,7 @@ class Runtime:
         timeout = check_timeout(timeout)
         is_measured = check_balance(balance)
         nvtx()  # whose ranges are wanted, and which is not installed, is said here
-        if isinstance(max_restarts, bool) or not isinstance(max_restarts, (int, np.integer)) or max_restarts < 0:
+        if not is_integer(max_restarts, 0):
             raise ValueError(f"cannot fork: got max_restarts={max_restarts!r}, expected an integer of 0 or more.")
         seed = entropy_of(seed)
         if cluster is not None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
-
+from synk._api.options import is_integer
+from synk._master.flight.pending import PendingCall
 from synk._master.objects.data import Data
 from synk._master.objects.shared import Shared
 from synk._pure.interrupts import deferred, operation, safe_point
@@ -24,19 +24,9 @@ Block = tuple[tuple[Any, ...], dict[str, Any], slice | None]
 """Arguments, keywords and ``batch`` of a call."""
 
 
-class Submitted(Protocol):
-    """What a stream needs of a submitted call."""
-
-    def result(self) -> Any:
-        """Wait for the call and return its result."""
-
-    def done(self) -> bool:
-        """Whether the call has ended."""
-
-
-def stream(submit: Callable[[Any], Submitted], name: str, batches: Iterator[Any]) -> Iterator[Any]:
+def stream(submit: Callable[[Any], PendingCall[Any]], name: str, batches: Iterator[Any]) -> Iterator[Any]:
     """Yield the result for each of ``batches``; see :meth:`synk.Function.stream`."""
-    calls: deque[Submitted] = deque()
+    calls: deque[PendingCall[Any]] = deque()
     error: Exception | None = None
     number = 0  # of the batch whose result comes next
     is_at_end = False
@@ -61,7 +51,7 @@ def arguments(batch: Any) -> tuple[Any, ...]:
     return tuple(batch) if type(batch) in (tuple, list) else (batch,)
 
 
-def _result(calls: deque[Submitted], name: str, number: int) -> Any:
+def _result(calls: deque[PendingCall[Any]], name: str, number: int) -> Any:
     """Return the result of the oldest call. If it has failed, the others are ended before the error is raised."""
     with operation():
         try:
@@ -78,8 +68,7 @@ def _result(calls: deque[Submitted], name: str, number: int) -> Any:
 
 
 def check_batch_size(batch_size: Any, name: str) -> int:
-    is_integer = isinstance(batch_size, (int, np.integer)) and not isinstance(batch_size, bool)
-    if not is_integer or batch_size < 1:
+    if not is_integer(batch_size, 1):
         raise ValueError(
             f"cannot go through the rows for {name!r}: got batch_size={batch_size!r}, expected an integer above 0."
         )

@@ -115,11 +115,9 @@ def verify(
     tolerance: Tolerance,
     plain: PlainCall,
     *,
-    is_per_rank: bool,
-    stale: Sequence[str] = (),
-    unknown: Callable[[], Sequence[str]] = tuple,
-    known: Traits | None = None,
-    without_draws: Try | None = None,
+    stale: Sequence[str],
+    known: Traits,
+    without_draws: Try | None,
 ) -> Report:
     """Run a call on trial, in parallel and serially, and the plain function in the program, and compare them.
 
@@ -133,17 +131,14 @@ def verify(
         Those of the parallel call.
     plain : PlainCall
         The same call of the plain function.
-    is_per_rank : bool
-        Whether each rank contributes a value of its own, whatever the rows.
     stale : sequence of str
         What the workers hold of the function that is out of date, each as a sentence.
-    unknown : callable
-        Returns, after the calls, sentences on what cannot be told.
-    known : Traits, optional
+    known : Traits
         What the function does that means the same in parallel and serially.
-    without_draws : callable, optional
+    without_draws : callable or None
         What to run in place of a function that draws random numbers.
     """
+    is_per_rank = plain.callee.per_rank
     serial_options = replace(options, num_slices=1, is_serial=True, is_apart=True)
     serial, started = run(serial_options), time.monotonic()
     again = run(serial_options)
@@ -164,9 +159,7 @@ def verify(
         combined, problem = None, error
     expected = [parts[0] for parts in serial.leaves]
     is_random = _are_different(serial, again)
-    traits = (serial.traits | apart.traits | (combined.traits if combined is not None else Traits(0))) & ~(
-        known or Traits(0)
-    )
+    traits = (serial.traits | apart.traits | (combined.traits if combined is not None else Traits(0))) & ~known
     reason = _reason(is_random, traits, is_per_rank)
     ops = match_ops(outputs, serial.skeleton, len(expected), repr(name))
     called = _call_plain(plain, serial.skeleton, ops, reason, serial_s)
@@ -185,7 +178,7 @@ def verify(
         results.append(_beside_plain(output, serial_value, plain_value, tolerance) if called.is_run else output)
     if combined is not None:
         results += _compare_variables(combined.assigned, serial.assigned, tolerance, reason)
-    notes = [*_notes(is_random, traits, is_per_rank), switched, called.note, *stale, *unknown()]
+    notes = [*_notes(is_random, traits, is_per_rank), switched, called.note, *stale, *plain.callee.uncompared()]
     if problem is not None:
         notes.append(f"The call raised {type(problem).__name__}: {problem}")
     return Report(name, tuple(results), tuple(filter(None, notes)), tuple(stale))

@@ -1,4 +1,4 @@
-"""What comes from outside: settings of the environment, libraries that are seldom used, and whether workers can run."""
+"""What comes from outside: settings of the environment, modules that are imported late, and whether workers can run."""
 
 from __future__ import annotations
 
@@ -48,11 +48,12 @@ def spin_s() -> float:
     return max(_number("SYNK_SPIN_US", "500", "microseconds, or 0 to sleep at once"), 0.0) / 1e6
 
 
-def seldom_used(name: str) -> Any:
-    """Return an outside module, which is imported at its first use because most programs never use it.
+def imported_late(name: str) -> Any:
+    """Return a module that is imported when it is first used, because ``import synk`` must be quick.
 
     Relative entries of the search path are left out: by now the program may be in another folder, where a file of that
-    name would take the module's place. synk's own files need no such care, for the path of a package is absolute.
+    name would take the module's place. A file of synk needs this only if it imports such modules itself: the path of a
+    package is absolute.
     """
     if name not in sys.modules:
         path = list(sys.path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from synk._pure.environment import seldom_used
+from synk._pure.environment import imported_late
 
 
 def table(title: str, rows: Sequence[Sequence[object]], *, has_heads: bool = False) -> str:
@@ -19,7 +19,7 @@ def table(title: str, rows: Sequence[Sequence[object]], *, has_heads: bool = Fal
 
 def escaped(text: str) -> str:
     """Return a text as it must stand in HTML."""
-    return str(seldom_used("html").escape(text))
+    return str(imported_late("html").escape(text))
 
 
 class Text(str):

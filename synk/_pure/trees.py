@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from synk._pure.environment import seldom_used
+from synk._pure.environment import imported_late
 
 _FLAT = (tuple, list)
 _NODES = (tuple, list, dict, type(None))
@@ -82,7 +82,7 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
     if kind is dict and not _has_nodes(tree.values()) and set(map(type, tree)) == {str}:
         keys = tuple(sorted(tree))
         return [tree[key] for key in keys], DictStructure(keys, tuple(tree))
-    leaves, structure = seldom_used("optree").tree_flatten(tree, is_leaf=_is_leaf)
+    leaves, structure = imported_late("optree").tree_flatten(tree, is_leaf=_is_leaf)
     return leaves, structure
 
 
@@ -165,4 +165,4 @@ def unflatten(structure: Any, leaves: list[Any]) -> Any:
         return kind(leaves)
     if type(structure) is DictStructure:
         return dict(zip(structure.order, map(leaves.__getitem__, structure.places)))
-    return seldom_used("optree").tree_unflatten(structure, leaves)
+    return imported_late("optree").tree_unflatten(structure, leaves)

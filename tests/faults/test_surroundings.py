@@ -285,7 +285,8 @@ CHDIR = """
         assert list(rt.map(abs, [-1])) == [1]
         with synk.Executor(runtime=rt) as executor:
             assert executor.submit(abs, -1).result() == 1
-        assert "total" in total._repr_html_() + rt.profile._repr_html_() and synk.Program and synk.FunctionWrapper(total)
+        assert "total" in total._repr_html_() + rt.profile._repr_html_()
+        assert synk.Program and synk.FunctionWrapper(total)
         assert rt.function(lambda x: x.sum(), outputs="sum", on_oom="slices")(np.ones(2)) == 2
         assert total.on(rt)(np.ones(2)) == 2
         str(rt.profile), rt.info(), synk.info(), rt.where(), repr(rt)
