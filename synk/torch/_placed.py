@@ -176,7 +176,7 @@ class Placed:
                 ) from error
         is_used = [any(flags) for flags in zip(*(each for each in used if each is not None))]
         return [
-            value if flag else None for value, flag in zip([*parts.unflattened(flats, graph.summed), *own], is_used)
+            value if flag else None for value, flag in zip([*ranks.unflattened(flats, graph.summed), *own], is_used)
         ]
 
     @contextlib.contextmanager
