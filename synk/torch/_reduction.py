@@ -209,7 +209,7 @@ class GradientSum:
         return share
 
     def _exchange(self, check: Any) -> None:
-        """On trial no other rank takes part: report this rank's gradients, and go on with what comes back in their place."""
+        """On trial no other rank takes part: report this rank's gradients, and go on with what comes back."""
         used, _, parts = self._gradients()
         flat = torch.cat([each.reshape(-1).to("cpu", torch.float64) for each in parts])
         sums = torch.from_numpy(check.exchange(flat.numpy())).split([each.numel() for each in parts])
@@ -219,7 +219,7 @@ class GradientSum:
         self._fired.clear()
 
     def _exchange_parts(self, sums: Sums) -> None:
-        """In a slice: bring this part's gradients, and go on with the sums over all rows, even if only other parts have one."""
+        """In a slice: bring this part's gradients, and go on with the sums, even if only others have one."""
         used, gradients, parts = self._gradients()
         flags = [float(index in self._fired) for index in sorted(self._hooked)]
         flat = torch.cat([*(each.reshape(-1).double() for each in parts), parts[0].new_tensor(flags).double()])
