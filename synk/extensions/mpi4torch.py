@@ -12,31 +12,17 @@ name, use ``sys.modules["mpi4torch"] = synk.extensions.mpi4torch``. The differen
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
 import torch
 
 from synk import comm
-from synk.extensions._mpi4torch_ops import (
-    MPI_BAND,
-    MPI_BOR,
-    MPI_BXOR,
-    MPI_LAND,
-    MPI_LOR,
-    MPI_LXOR,
-    MPI_MAX,
-    MPI_MAXLOC,
-    MPI_MIN,
-    MPI_MINLOC,
-    MPI_PROD,
-    MPI_SUM,
-    OPS,
-    allreduce,
-)
 from synk.torch import (
     Handle,
     all_gather,
+    all_reduce,
     all_to_all,
     broadcast,
     gather,
@@ -49,10 +35,69 @@ from synk.torch import (
     send,
     wait,
 )
+from synk.torch._adjoints import as_tensor, check_has_gradient
+
+MPI_MAX, MPI_MIN, MPI_SUM, MPI_PROD, MPI_LAND, MPI_BAND, MPI_LOR, MPI_BOR, MPI_LXOR, MPI_BXOR = range(1, 11)
+MPI_MINLOC, MPI_MAXLOC = 11, 12
+
+_OPS = {MPI_MAX: "max", MPI_MIN: "min", MPI_SUM: "sum", MPI_PROD: "prod"}
+_FOLDS = {
+    MPI_LAND: torch.logical_and,
+    MPI_BAND: torch.bitwise_and,
+    MPI_LOR: torch.logical_or,
+    MPI_BOR: torch.bitwise_or,
+    MPI_LXOR: torch.logical_xor,
+    MPI_BXOR: torch.bitwise_xor,
+}
 
 WaitHandle = Handle
 JoinDummies = join_dummies
 JoinDummiesHandle = join_dummies
+
+
+def _allreduce(tensor: torch.Tensor, op: int, is_alone: bool) -> torch.Tensor:
+    """Reduce a tensor of all ranks, or of this one alone, by an MPI operation. Only MPI_SUM has a gradient."""
+    if op not in _OPS and op not in _FOLDS:
+        raise ValueError(
+            f"cannot reduce a tensor by MPI operation {op!r}: got none that tensors have (MPI_MINLOC and MPI_MAXLOC "
+            "are for pairs), expected MPI_SUM, PROD, MIN, MAX, LAND, LOR, LXOR, BAND, BOR or BXOR of this module."
+        )
+    if is_alone:
+        return tensor.clone()
+    if op in _OPS:
+        return all_reduce(tensor, _OPS[op])
+    folded: torch.Tensor = _Fold.apply(tensor, op)
+    return folded
+
+
+class _Fold(torch.autograd.Function):
+    """Combines the values of all ranks here, for operations that no communicator has."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, op: int) -> torch.Tensor:
+        values = as_tensor(comm.all_gather(tensor.detach()))
+        return functools.reduce(_FOLDS[op], values[1:], values[0]).to(tensor.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        check_has_gradient("a reduction", "a logical one")
+
+
+@torch.library.custom_op("synk::mpi4torch_allreduce", mutates_args=())
+def _scripted(tensor: torch.Tensor, op: int, is_alone: bool) -> torch.Tensor:
+    return _allreduce(tensor, op, is_alone)
+
+
+def _remember(ctx: Any, inputs: tuple[torch.Tensor, int, bool], output: torch.Tensor) -> None:
+    _, ctx.op, ctx.is_alone = inputs
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    check_has_gradient("Allreduce", _OPS.get(ctx.op, "a logical one"))
+    return _allreduce(gradient, MPI_SUM, ctx.is_alone), None, None
+
+
+_scripted.register_autograd(_backward, setup_context=_remember)
 
 
 class _Communicator:
@@ -81,8 +126,8 @@ class _Communicator:
     def Reduce_(self, tensor: torch.Tensor, op: int, root: int) -> torch.Tensor:
         """Reduce into the tensor of ``root`` and return it. On other ranks the result has no meaning."""
         target = self._rank_of(root)
-        is_plain = op in OPS and not self._is_alone
-        result = reduce(tensor, OPS[op], target) if is_plain else allreduce(tensor, op, self._is_alone)
+        is_plain = op in _OPS and not self._is_alone
+        result = reduce(tensor, _OPS[op], target) if is_plain else _allreduce(tensor, op, self._is_alone)
         _overwrite(tensor, result)
         return result
 
@@ -151,7 +196,7 @@ class MPI_Communicator(_Communicator):
         if torch.jit.is_scripting():
             return torch.ops.synk.mpi4torch_allreduce(tensor, op, self._is_alone)
         else:  # noqa: RET505 - without it TorchScript compiles the rest too
-            return allreduce(tensor, op, self._is_alone)
+            return _allreduce(tensor, op, self._is_alone)
 
 
 COMM_WORLD = MPI_Communicator()

@@ -19,13 +19,14 @@ import itertools
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import optree
 
 import synk
 from synk._pure import files, plain_values
+from synk._pure.nested import build, take_apart
 from synk.extensions._gradients import clip_by_global_norm, flatten
 from synk.extensions._rule import Tree, UpdateRule
 
@@ -349,15 +350,5 @@ def _sliced(
 
 def _rows_of(value: Any, rows: slice) -> Any:
     """Return some rows of an input. A nested input is divided array by array, as calls divide it."""
-    make: Any = type(value)
-    if hasattr(value, "shape"):
-        return value[rows] if len(value.shape) else value
-    if isinstance(value, Mapping):
-        return make({key: _rows_of(part, rows) for key, part in value.items()})
-    if isinstance(value, tuple):
-        parts = [_rows_of(part, rows) for part in value]
-        return make(*parts) if hasattr(value, "_fields") else make(parts)
-    if is_dataclass(value):
-        names = [field.name for field in fields(value) if field.init]
-        return make(**{name: _rows_of(getattr(value, name), rows) for name in names})
-    return value
+    leaves, structure = take_apart(value)
+    return build(structure, iter([leaf[rows] if getattr(leaf, "shape", ()) else leaf for leaf in leaves]))

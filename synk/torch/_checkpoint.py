@@ -104,7 +104,7 @@ def _entries(objects: Sequence[Any]) -> Iterator[tuple[Key, Any]]:
 def digests(objects: Sequence[Any]) -> dict[Key, bytes]:
     """Return a checksum of each entry. Equal checksums mean equal values."""
     found = {}
-    references = {id(obj): key for key, obj in _state_bytes.referents(objects).items()}
+    references = _state_bytes.references_to(objects)
     for key, value in _entries(objects):
         try:
             data = _state_bytes.dumps(value, references, [])

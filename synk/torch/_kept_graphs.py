@@ -364,12 +364,12 @@ class RankModule:
     ) -> tuple[torch.Tensor, ...]:
         """Return all gradients of each dtype in one tensor, with zeros for leaves that were not used."""
         flats = []
-        for dtype, numbers in by_dtype([leaf.dtype for leaf in leaves]).items():
+        for dtype, numbers in _by_dtype([leaf.dtype for leaf in leaves]).items():
             shapes = [leaves[number].shape for number in numbers]
             kept = self._flat.get(dtype)
             if kept is None or kept.shapes != shapes:
                 flat = torch.empty(sum(map(math.prod, shapes)), dtype=dtype, device=leaves[numbers[0]].device)
-                kept = self._flat[dtype] = FlatGradients(flat, shapes, parts_of(flat, shapes))
+                kept = self._flat[dtype] = FlatGradients(flat, shapes, _parts_of(flat, shapes))
             unused = [part for part, number in zip(kept.parts, numbers) if gradients[number] is None]
             if unused:
                 torch._foreach_zero_(unused)
@@ -380,19 +380,29 @@ class RankModule:
         return tuple(flats)
 
 
-def parts_of(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
+def _parts_of(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
     """Return views of consecutive parts of a flat tensor."""
     parts = flat.split([math.prod(shape) for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes)]
 
 
-def by_dtype(dtypes: Sequence[torch.dtype]) -> dict[torch.dtype, list[int]]:
+def _by_dtype(dtypes: Sequence[torch.dtype]) -> dict[torch.dtype, list[int]]:
     """Return positions by the dtype in which their gradients are summed."""
     kinds: dict[torch.dtype, list[int]] = {}
     for number, dtype in enumerate(dtypes):
         wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
         kinds.setdefault(wide, []).append(number)
     return kinds
+
+
+def unflattened(flats: Sequence[torch.Tensor], leaves: Sequence[tuple[torch.dtype, torch.Size]]) -> list[torch.Tensor]:
+    """Return the gradient of each leaf: a view if it has the dtype of the sum."""
+    values: list[Any] = [None] * len(leaves)
+    kinds = _by_dtype([dtype for dtype, _ in leaves])
+    for flat, numbers in zip(flats, kinds.values()):
+        for number, part in zip(numbers, _parts_of(flat, [leaves[number][1] for number in numbers])):
+            values[number] = part.to(leaves[number][0])
+    return values
 
 
 def _as_rows(output: torch.Tensor, num_rows: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Keeps the master's own objects in step with those of the ranks: reading one first brings it up to date.
+"""Keeps the master's own objects in step with the objects of the ranks: reading one first brings it up to date.
 
 A linked object gets a class of its own, derived from its old one, whose attribute access first updates the object. So
 ``model.state_dict()``, ``model(x)``, ``copy.deepcopy(model)``, ``optimizer.param_groups`` and ``torch.save(model)``

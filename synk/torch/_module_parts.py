@@ -111,13 +111,3 @@ def pickled(name: str, module: torch.nn.Module, tensors: Sequence[torch.Tensor])
             "what can be pickled."
         ) from error
     return file.getvalue()
-
-
-def unflattened(flats: Sequence[torch.Tensor], leaves: Sequence[tuple[torch.dtype, torch.Size]]) -> list[torch.Tensor]:
-    """Return the gradient of each leaf: a view if it has the dtype of the sum."""
-    values: list[Any] = [None] * len(leaves)
-    kinds = ranks.by_dtype([dtype for dtype, _ in leaves])
-    for flat, numbers in zip(flats, kinds.values()):
-        for number, part in zip(numbers, ranks.parts_of(flat, [leaves[number][1] for number in numbers])):
-            values[number] = part.to(leaves[number][0])
-    return values

@@ -128,7 +128,8 @@ class Placed:
                 except ranks.ValuesMissed:
                     outputs, changed, notes = run(self._memory, message, others)
         notes = [pickle.loads(note) for note in notes if note is not None]
-        self._take_buffers(changed, notes[0])
+        if notes[0].changed or notes[0].replaced:
+            self._take_buffers(changed, notes[0])
         if notes[0].misfit is not None:
             warnings.warn(
                 f"forward of {self._name!r} returns a single number that is no mean over rows, expected one: "
@@ -176,12 +177,12 @@ class Placed:
                 ) from error
         is_used = [any(flags) for flags in zip(*(each for each in used if each is not None))]
         return [
-            value if flag else None for value, flag in zip([*parts.unflattened(flats, graph.summed), *own], is_used)
+            value if flag else None for value, flag in zip([*ranks.unflattened(flats, graph.summed), *own], is_used)
         ]
 
     @contextlib.contextmanager
     def _told(self, number: int) -> Iterator[ranks.Common]:
-        """Yield what the message of the body says in common with others. It counts as said when all have answered."""
+        """Yield what every message says, for the one that the body sends. The ranks know it when the body has ended."""
         now = [parameter._version for parameter in self._parameters]
         dropped = tuple(self.freed.popleft() for _ in range(len(self.freed)))
         written = bytes(map(operator.ne, now, self._versions)) if now != self._versions else b""

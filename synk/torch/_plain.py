@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from synk.torch._state_bytes import referents
-from synk.torch._take_over import CODE, is_plain_object
+from synk.torch._state_bytes import references_to, referents
+from synk.torch._take_over import CODE, has_only_attributes
 
 _KEY = "synk"
 _NATIVE = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size)
@@ -36,7 +36,7 @@ class Plain:
     """
 
     def __init__(self, objects: Sequence[Any]) -> None:
-        self._keys = {id(obj): key for key, obj in referents(objects).items()}
+        self._keys = references_to(objects)
         self._under_way: set[int] = set()
         self.left_out: list[str] = []
 
@@ -78,7 +78,7 @@ class Plain:
             return {_KEY: "torch generator", "state": value.get_state()}
         if kind is random.Random:
             return {_KEY: "python generator", "state": value.getstate()}
-        if is_plain_object(value):
+        if has_only_attributes(value):
             return {_KEY: "object", "class": kind.__qualname__, "attributes": self.plain(vars(value), where)}
         return self._left_out(where)
 
@@ -152,7 +152,7 @@ class Restored:
         return {key: self.restored(item, before.get(key, _MISSING)) for key, item in kept.items()}
 
     def _object(self, plain: dict[str, Any], old: Any) -> Any:
-        if old is _MISSING or type(old).__qualname__ != plain["class"] or not is_plain_object(old):
+        if old is _MISSING or type(old).__qualname__ != plain["class"] or not has_only_attributes(old):
             found = "nothing" if old is _MISSING else f"a {type(old).__qualname__}"
             raise ValueError(
                 f"cannot load a state: got a {plain['class']} where the program has {found}, expected objects of one "

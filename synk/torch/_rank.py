@@ -43,7 +43,7 @@ class RankReplica:
         self.objects = tuple(objects)
         self.options = options
         self.num_steps = 0
-        self._hooks = _gradient_hooks(states.parameters_of(objects))  # pickles of parameters leave them out
+        self._hooks = _gradient_hooks(states.parameters_of(objects))
 
     def __getstate__(self) -> dict[str, Any]:
         # Optimizers pickle only groups and state, and LBFGS cannot work without its other attributes.
@@ -209,7 +209,10 @@ def on_rank(resident_id: int) -> OnRank:
 
 
 def _gradient_hooks(parameters: Sequence[torch.Tensor]) -> dict[int, tuple[list[Any], list[Any]]]:
-    """Return the hooks of parameters by position: those before and those after their gradients are accumulated."""
+    """Return the hooks of parameters by position: a list that runs before a gradient is accumulated, and one after.
+
+    Pickles of parameters leave hooks out.
+    """
     hooks: dict[int, tuple[list[Any], list[Any]]] = {}
     for index, parameter in enumerate(parameters):
         before = list((parameter._backward_hooks or {}).values())

@@ -94,7 +94,7 @@ class GradientSum:
         self._kept: dict[int, tuple[torch.Tensor | None, bool]] = {}
 
     def keep(self) -> None:
-        """Note which gradients exist. A call that does not count puts back those that it added to."""
+        """Note which gradients exist. A call that does not count puts back the ones that it added to."""
         found = [parameter.grad for parameter in self._parameters]
         self._found = [None if each is None else (weakref.ref(each), each._version) for each in found]
         self._kept.clear()
@@ -223,7 +223,7 @@ class GradientSum:
         return share
 
     def _exchange(self, check: Any) -> None:
-        """On trial, without the other ranks: report this rank's gradients, and go on with those that come back."""
+        """On trial no other rank takes part: report this rank's gradients, and go on with what comes back."""
         used, _, parts = self._gradients()
         flat = torch.cat([each.reshape(-1).to("cpu", torch.float64) for each in parts])
         sums = torch.from_numpy(check.exchange(flat.numpy())).split([each.numel() for each in parts])
@@ -233,7 +233,7 @@ class GradientSum:
         self._fired.clear()
 
     def _exchange_parts(self, sums: Sums) -> None:
-        """In a slice: bring this part's gradients, and go on with those of all rows, also if only others have one."""
+        """In a slice: bring this part's gradients, and go on with the sums, even if only others have one."""
         used, gradients, parts = self._gradients()
         flags = [float(index in self._fired) for index in sorted(self._hooked)]
         flat = torch.cat([*(each.reshape(-1).double() for each in parts), parts[0].new_tensor(flags).double()])

@@ -1,7 +1,9 @@
 """``replicate``: a model, its optimizer and their companions on every rank, trained as one on whole batches.
 
-This file has the program's half: what its own objects and those of the ranks owe each other between calls. A call is in
-``_steps.py``, a rank's half in ``_rank.py``.
+This file has the program's half. A call of a step is in ``_steps.py``, a rank's half in ``_rank.py``.
+
+In one file because every verb (a call, pull, push, a checkpoint) begins and ends with the same question: whether the
+program's objects or the ranks' objects are behind.
 """
 
 from __future__ import annotations

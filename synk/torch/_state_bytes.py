@@ -98,9 +98,14 @@ def referents(objects: Sequence[Any]) -> dict[Any, Any]:
     return found
 
 
+def references_to(objects: Sequence[Any]) -> dict[int, Any]:
+    """Return the names of the parts of replicated objects, by address: ``referents`` the other way round."""
+    return {id(obj): key for key, obj in referents(objects).items()}
+
+
 def as_bytes(objects: Sequence[Any], states: dict[int, State]) -> bytes:
     """Return states of objects, by position, in a form that another process can load."""
-    return dumps(states, {id(obj): key for key, obj in referents(objects).items()})
+    return dumps(states, references_to(objects))
 
 
 def dump_all(objects: Sequence[Any]) -> bytes:
@@ -110,7 +115,7 @@ def dump_all(objects: Sequence[Any]) -> bytes:
         return as_bytes(objects, states)
     except Exception:
         pass
-    references = {id(obj): key for key, obj in referents(objects).items()}
+    references = references_to(objects)
     for obj, state in zip(objects, states.values()):
         if is_module(obj):
             parts = submodules(obj)

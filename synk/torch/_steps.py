@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from synk._api.function import Function
 from synk._pure.output_ops import DefaultOp
 from synk._pure.tracebacks import verb
 from synk._wire.control import Traits
-
-if TYPE_CHECKING:
-    from synk.torch._replicate import Replicated
 
 
 class StepFunction(Function[..., Any]):
@@ -20,7 +17,7 @@ class StepFunction(Function[..., Any]):
 
     _known = Traits.COMMUNICATES | Traits.CHANGES  # gradients are reduced, and the rank's own objects learn
 
-    def __init__(self, replicated: Replicated, fn: Callable[..., Any], *, trains: bool, **options: Any) -> None:
+    def __init__(self, replicated: Any, fn: Callable[..., Any], *, trains: bool, **options: Any) -> None:
         resident, objects = replicated._resident, replicated._objects
         body = body_of(fn, resident, objects, trains)
         self._body_without_draws = body_of(fn, resident, objects, trains, draws=False)

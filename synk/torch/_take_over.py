@@ -32,7 +32,7 @@ def updated(old: Any, new: Any, seen: dict[int, Any] | None = None) -> Any:
     return seen[id(new)][1]
 
 
-def is_plain_object(value: Any) -> bool:
+def has_only_attributes(value: Any) -> bool:
     """Whether an object is what is in its ``__dict__``."""
     return hasattr(value, "__dict__") and bool(value.__reduce_ex__(2)[0] is copyreg.__newobj__)  # type: ignore[attr-defined]
 
@@ -71,7 +71,7 @@ def _take_over(old: Any, new: Any, seen: dict[int, Any]) -> bool:
         return bool(old.__code__ == new.__code__)  # what it refers to is its owner's business
     elif isinstance(new, (np.random.Generator, torch.Generator, random.Random)):
         _set_generator(old, new)
-    elif isinstance(new, CODE) or not is_plain_object(new):
+    elif isinstance(new, CODE) or not has_only_attributes(new):
         return False
     else:
         return _take_over(vars(old), vars(new), seen)

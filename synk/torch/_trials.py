@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -44,20 +45,14 @@ def switch_off(objects: Sequence[Any], train: Callable[[Any], Any], *, has_norms
     for part in _parts_of(objects):
         if has_norms or not isinstance(part, _BatchNorm):
             part.training = False
-            part.__dict__["train"] = _Train(part, train)
+            part.__dict__["train"] = functools.partial(_train, part, train)
 
 
-class _Train:
-    """Takes the place of ``module.train`` in a module that was put into ``eval()``."""
-
-    def __init__(self, module: torch.nn.Module, act: Callable[[Any], Any]) -> None:
-        self._module = module
-        self._act = act
-
-    def __call__(self, mode: bool = True) -> torch.nn.Module:
-        if mode:
-            self._act(self._module)
-        return self._module
+def _train(module: torch.nn.Module, act: Callable[[Any], Any], mode: bool = True) -> torch.nn.Module:
+    """Take the place of ``module.train`` in a module that was put into ``eval()``."""
+    if mode:
+        act(module)
+    return module
 
 
 def stay_off(module: Any) -> None:

@@ -189,6 +189,7 @@ class Undo:
         return data, {("code", number): each for number, each in enumerate(code)}
 
     def _put_tables_back(self, shallow: Sequence[tuple[Any, Any]], structure: Sequence[tuple[Any, Any]]) -> None:
+        """Give dicts and lists back what they held. Attributes that every module has are not the step's to change."""
         num_owners = len(self._owners)
         for table, copied in shallow[:num_owners]:
             for name in [name for name in table if name not in copied and _is_own(name)]:
@@ -199,6 +200,7 @@ class Undo:
             table.extend(copied) if isinstance(copied, list) else table.update(copied)
 
     def _put_values_back(self, shallow: Sequence[tuple[Any, Any]], data: bytes, code: dict[Any, Any]) -> None:
+        """Bring the objects in these dicts and lists back into the state in which they were pickled."""
         seen: dict[int, Any] = {}
         for (number, name), value in _state_bytes.loads(data, {**self._referents, **code}).items():
             table, copied = shallow[number]
