@@ -1129,7 +1129,7 @@ def test_a_new_bucket_computes_with_nothing_that_was_in_its_memory(monkeypatch: 
 
 
 def test_a_replica_that_is_dropped_is_freed_on_the_ranks(shared_runtimes: Any) -> None:
-    """So is the copy on which one rank checks the loss of the first step. Hooks of gradients would keep both for ever."""
+    """So is the copy on which one rank checks the first step. Hooks of gradients would keep both for ever."""
     rt = shared_runtimes[2]
 
     def count(x: Any) -> int:
