@@ -42,7 +42,7 @@ from synk import errors
 from synk._pure.ops import Op
 from synk._version import __version__
 from synk._wire.cell import cell as _cell
-from synk._wire.program import is_worker as _is_worker
+from synk._wire.cell import is_worker as _is_worker
 from synk._worker.loop.program import freeze_support
 
 # In the master these are imported with synk: later they would be searched for in whatever folder the program is in by

@@ -1,11 +1,14 @@
-"""The one process-wide cell: the current runtime in a master, and the worker that this process is."""
+"""What this process is: the one process-wide cell, and how a worker's program is recognised, by its first argument."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from typing import Any
 
 from synk.errors import ReentrancyError
+
+WORKER_ARGUMENT = "--synk-worker"
 
 
 class _Cell:
@@ -61,3 +64,14 @@ def refuse_inside_worker(verb: str) -> None:
             f"cannot {verb} inside worker rank {cell.worker.number}: a function runs on one device and cannot use the "
             "runtime. Use synk.comm for collectives inside a function."
         )
+
+
+def is_frozen() -> bool:
+    """Whether this is a frozen program, which has no interpreter of its own."""
+    return bool(getattr(sys, "frozen", False))
+
+
+def is_worker() -> bool:
+    """Whether this process was started as a worker. Ask early: later the arguments are the master's."""
+    arguments = getattr(sys, "argv", [])
+    return arguments[1:2] == [WORKER_ARGUMENT] and (is_frozen() or arguments[0] == "-c")

@@ -13,7 +13,7 @@ NUM_LANES = 3
 class Down(IntEnum):
     """Positions in the block that the master writes for a rank.
 
-    INTERRUPT, COMMITTED and BROKEN belong to the rank, and only those in lane 0 count. The others belong to a call.
+    INTERRUPT, COMMITTED and BROKEN belong to the rank, and count only in lane 0. The others belong to a call.
     """
 
     INTERRUPT = 0  # the messages that a SIGINT is meant for, see interrupt_word; negative: none
@@ -40,7 +40,7 @@ class Down(IntEnum):
 class Up(IntEnum):
     """Positions in the block that a worker writes.
 
-    RSS, PHASE and BROKEN belong to the rank, and only those in lane 0 count. The others belong to a call.
+    RSS, PHASE and BROKEN belong to the rank, and count only in lane 0. The others belong to a call.
     """
 
     FUNCTION_NS = 0  # time in the user's function, without WAIT_NS

@@ -70,7 +70,7 @@ forks = Forks()
 
 
 class Fence:
-    """When called, orders this process's accesses of shared memory: those before the call come before those after it.
+    """When called, orders this process's accesses of shared memory: all before the call come before all after it.
 
     Other processes may see plain stores late or in another order. Releasing a lock and taking it again is a full memory
     barrier on x86-64 and AArch64, also between a store and a later load. docs/design.md says why, and which words rely

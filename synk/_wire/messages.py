@@ -36,7 +36,6 @@ IS_UNRECEIVED = 4
 IS_ASSEMBLED = 8
 """Flag of a reply to a call: the rank has put its part of the large outputs in place."""
 
-
 LANE_SHIFT = 6
 """The lowest bit of a doorbell's flags that holds the lane of the call."""
 
@@ -53,7 +52,6 @@ DEVICE_DTYPES = frozenset(
 
 LARGE_NBYTES = 1 << 18
 """Outputs of at least this size are reduced by the workers, each its own chunk. The master reduces smaller ones."""
-
 
 MIN_CHECKED_ROWS = 4
 """How many rows a rank needs for the check whether the default op fits a function."""
@@ -102,10 +100,10 @@ class Input(NamedTuple):
         ``"closed over"`` (all rows of one array of a sharded variable that the function closes over, in a serial call;
         ``name`` is the variable's number).
     segment_id, offset : int
-        Where the array starts; For ``"object"``, ``offset`` is the position in the pickled tuple. For shared variables
+        Where the array starts. For ``"object"``, ``offset`` is the position in the pickled tuple. For shared variables
         and resident objects, ``segment_id`` is their number.
     shape, dtype
-        Those of the whole array. Axis 0 is the rows.
+        The shape and dtype of the whole array. Axis 0 is the rows.
     is_minibatch : bool
         Whether axis 0 is the rows of the batch rather than of the data set that the batch selects from.
     tensor_dtype : str
@@ -239,27 +237,6 @@ class Move(NamedTuple):
     stop: int = 0
 
 
-class Fetch(NamedTuple):
-    """Orders a rank to copy the value of a variable into its buffer in shared memory."""
-
-    variable_id: int
-
-
-class DeviceCollective(NamedTuple):
-    """Orders all ranks to run a collective over a variable on their devices.
-
-    Attributes
-    ----------
-    kind : {"all_reduce", "broadcast", "all_gather"}
-        ``"broadcast"`` starts from rank 0. ``"all_gather"`` concatenates values of one shape along axis 0.
-    op : str
-    """
-
-    variable_id: int
-    kind: str
-    op: str = ""
-
-
 class JoinOrder(NamedTuple):
     """Orders a rank to join NCCL group ``number``. A rank that gets no id makes one."""
 
@@ -343,7 +320,7 @@ class LoadOrder(NamedTuple):
     sys_path : list of str
         The master's.
     levels : Levels
-        Those of the master's loggers.
+        The levels of the master's loggers.
     prepare : int or None
         The function to run in a worker that replaces another.
     """
@@ -382,6 +359,29 @@ def slot_offsets(leaves: Sequence[Leaf], ops: Sequence[Op], num_voters: int, has
         if is_in_slot(leaf, ops[position], num_voters, has_group):
             offset += -(-leaf.nbytes // LINE_NBYTES) * LINE_NBYTES
     return offsets, offset
+
+
+class Failure(NamedTuple):
+    """An exception of one rank in a form that can travel.
+
+    Attributes
+    ----------
+    pickled : bytes or None
+        The exception itself, if it is an ordinary ``Exception`` that can be pickled and loaded.
+    unfit : str
+        Why an ordinary ``Exception`` could not be pickled.
+    is_collateral : bool
+        Whether the rank failed only because another rank did.
+    """
+
+    rank: int
+    device: str
+    type_name: str
+    message: str
+    traceback_text: str
+    pickled: bytes | None
+    unfit: str = ""
+    is_collateral: bool = False
 
 
 class Reply(NamedTuple):

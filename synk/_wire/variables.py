@@ -1,4 +1,4 @@
-"""What both halves know of a shared variable: its declaration, and how the arrays of its value lie in a buffer."""
+"""What both halves know of a shared variable: its declaration, its orders, and how its value lies in a buffer."""
 
 from __future__ import annotations
 
@@ -43,6 +43,27 @@ class Declaration(NamedTuple):
     shapes: tuple[Shapes, Shapes]
     front: int
     content: int = 0
+
+
+class Fetch(NamedTuple):
+    """Orders a rank to copy the value of a variable into its buffer in shared memory."""
+
+    variable_id: int
+
+
+class DeviceCollective(NamedTuple):
+    """Orders all ranks to run a collective over a variable on their devices.
+
+    Attributes
+    ----------
+    kind : {"all_reduce", "broadcast", "all_gather"}
+        ``"broadcast"`` starts from rank 0. ``"all_gather"`` concatenates values of one shape along axis 0.
+    op : str
+    """
+
+    variable_id: int
+    kind: str
+    op: str = ""
 
 
 def shapes_of(leaves: Sequence[Any]) -> Shapes:

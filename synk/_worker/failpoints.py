@@ -11,24 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-STEPS = (
-    "start.import",
-    "start.ready",
-    "distribute.loading",
-    "call.received",
-    "call.before_function",
-    "call.after_function",
-    "call.published",
-    "call.after_header",
-    "call.before_reply",
-    "call.after_reply",
-    "reduce.before",
-    "reduce.after",
-    "collective.before",
-    "collective.after",
-    "close.received",
-)
-
 
 def nothing(step: str) -> None:
     """What an unarmed failpoint does."""

@@ -8,7 +8,7 @@ import re
 import sys
 import traceback
 
-from synk._wire.failures import Failure
+from synk._wire.messages import Failure
 from synk._worker.held.pickling import dumps
 from synk.errors import add_note
 

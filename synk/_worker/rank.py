@@ -282,7 +282,7 @@ class Worker:
             lane.executor.forget()
 
     def settle_inputs(self, prepared: PreparedPlan) -> None:
-        """Separate inputs that a function has kept from those of later calls, so that neither changes the other."""
+        """Separate inputs that a function has kept from later ones, so that neither changes the other."""
         is_kept = self.executor.settle_inputs(prepared)
         if prepared.function.to_framework is not None:
             self.held.kept_data |= prepared.loans.kept_data()

@@ -10,7 +10,7 @@ import numpy as np
 from synk._master.session import Session
 from synk._master.state.in_flight import SubmittedCalls
 from synk._pure.cores import num_cores
-from synk._wire.program import is_frozen
+from synk._wire.cell import is_frozen
 from synk.cluster.head import ClusterSession
 from synk.cluster.here import agents
 from synk.cluster.split import Layout, counts_of

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synk._pure.ops import OPS
-from synk._wire.failures import Failure
-from synk._wire.messages import Layout
+from synk._wire.messages import Failure, Layout
 
 _LARGE_NBYTES = 1 << 16
 

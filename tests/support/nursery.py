@@ -24,7 +24,7 @@ from pathlib import Path
 from support.nursery_process import CLONE
 from synk._master.processes.program import command
 from synk._master.processes.worker_process import WorkerProcess
-from synk._wire.program import WORKER_ARGUMENT
+from synk._wire.cell import WORKER_ARGUMENT
 
 _BOOT = """\
 import sys

@@ -20,9 +20,8 @@ from synk._master.state.item_pickles import ArrayCopy
 from synk._master.workers.failures import rebuild
 from synk._master.workers.requests import Request
 from synk._pure.interrupts import HandlerRaised, as_operation, safe_point
-from synk._wire.failures import Failure
 from synk._wire.items import Items, ItemsDone
-from synk._wire.messages import Reply, Status
+from synk._wire.messages import Failure, Reply, Status
 from synk.errors import CallCancelled, CallTimeout, SerializationError
 
 LONG_NS = 200_000_000

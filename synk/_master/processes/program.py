@@ -16,10 +16,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from synk._master.processes.placement import Placement
-from synk._wire.cell import cell
+from synk._wire.cell import WORKER_ARGUMENT, cell, is_frozen
 from synk._wire.descriptors import Descriptor
 from synk._wire.memory import create_fd
-from synk._wire.program import WORKER_ARGUMENT, is_frozen
 from synk.errors import StartupError
 
 # The bootstrap must import nothing before the path is the master's: a pickle.py in the current directory must not run.

@@ -17,8 +17,8 @@ from synk._master.state.variable import Variable, Variables
 from synk._master.workers.failures import raise_failures
 from synk._master.workers.workers import Workers
 from synk._wire.control import Down
-from synk._wire.messages import DEVICE_DTYPES, DeviceCollective, Fetch, Kind, Layout
-from synk._wire.variables import Shapes
+from synk._wire.messages import DEVICE_DTYPES, Kind, Layout
+from synk._wire.variables import DeviceCollective, Fetch, Shapes
 from synk.errors import WorkerDied
 
 

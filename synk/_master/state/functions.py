@@ -19,10 +19,9 @@ from synk._master.state.lanes import Lanes
 from synk._master.state.memory import Memory
 from synk._master.workers.failures import rebuild
 from synk._master.workers.workers import Workers
-from synk._wire.failures import Failure
 from synk._wire.logs import levels
 from synk._wire.memory import Segment
-from synk._wire.messages import Kind, LoadOrder, ParcelOrder, Reload, Status
+from synk._wire.messages import Failure, Kind, LoadOrder, ParcelOrder, Reload, Status
 from synk.errors import SerializationError, StartupError, SynkError
 
 _ON_RESTART = 0

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 
 from synk._pure.interrupts import HandlerRaised, safe_point
 from synk._pure.tracebacks import frames_of
-from synk._wire.failures import Failure
-from synk._wire.messages import Reply, Status
+from synk._wire.messages import Failure, Reply, Status
 from synk.errors import RemoteError, add_note
 
 

@@ -70,7 +70,7 @@ class FarPeers(Peers):
         lane.left, lane.sleeps = (words[here] for words in communicator.skip_words())
 
     def join(self, order: Any, lanes: Sequence[WorkerLane]) -> dict[str, Any]:
-        """Open an inlet and say where it is, or learn those of all ranks."""
+        """Open an inlet and say where it is, or learn where the inlets of all ranks are."""
         if not isinstance(order, WireOrder):
             return super().join(order, lanes)
         if order.table:

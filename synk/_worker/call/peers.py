@@ -115,7 +115,7 @@ class Peers:
         return lane.ranks
 
     def leave_call(self, lane: WorkerLane) -> None:
-        """Say that this rank has left the call, so that no rank waits for it. ``Worker.tidy`` wakes those asleep."""
+        """Say that this rank has left the call, so that no rank waits for it. ``Worker.tidy`` wakes sleepers."""
         rank, call = self._rank, lane.first_down[_CALL]
         if lane.first_down[_RESULT] and lane.published[rank] != call:
             lane.published[rank] = -call

@@ -102,5 +102,5 @@ def _total(
 
 
 def _joins(value: Any, op: Op) -> bool:
-    """Whether a value is a table, under an op that combines it with those of other slices."""
+    """Whether a value is a table, under an op that combines it with the tables of other slices."""
     return is_table(value) and op.is_of_arrays

@@ -27,7 +27,7 @@ class Object:
 
 
 class Partial:
-    """A partial result: a reduced output of several slices, to be finished together with those of the other ranks.
+    """A partial result: a reduced output of several slices, to be finished together with the other ranks' values.
 
     Attributes
     ----------

@@ -27,7 +27,7 @@ class CappedFile(io.BytesIO):
 
 
 class _HostPickler(Pickler):
-    """Pickles what cloudpickle does; arrays that lie on a device become NumPy's, and tensors those of the CPU."""
+    """Pickles what cloudpickle does; arrays that lie on a device become NumPy's, and tensors move to the CPU."""
 
     def reducer_override(self, obj: Any) -> Any:
         moved = on_host(obj)

@@ -167,7 +167,8 @@ class PreparedPlan:
         self.order = self._index_view(plan.order_place, segments)
         self.pickle_view: memoryview | None = None
         if plan.pickle_place is not None:
-            self.pickle_view = self._bytes_view(plan.pickle_place, segments)
+            segment_id, offset, nbytes = plan.pickle_place
+            self.pickle_view = segments[segment_id].buffer[offset : offset + nbytes].data
         self.numbers = b""
         self.rows: Rows | None = None
         self.spans: Sequence[tuple[int, int]] = ()  # the memory that the function can write into
@@ -194,11 +195,6 @@ class PreparedPlan:
             return None
         segment_id, offset, count = place
         return segments[segment_id].view(offset, (count,), np.dtype(np.int64))
-
-    @staticmethod
-    def _bytes_view(place: tuple[int, int, int], segments: dict[int, Segment]) -> memoryview:
-        segment_id, offset, nbytes = place
-        return segments[segment_id].buffer[offset : offset + nbytes].data
 
 
 def _is_nothing(value: Any) -> bool:

@@ -2,8 +2,8 @@
 
 A call that changes one is only in part a transaction: what it did to the user's object cannot be undone in general. So
 the object counts as torn from the first line of such a call to its last, and has the number of the last call that
-completed. From both the master sees which rank has got furthest. Objects that can (``__synk_keep__``: those of
-``synk.torch.replicate``) undo the changes of a call that failed, as far as possible.
+completed. From both the master sees which rank has got furthest. Objects that can (``__synk_keep__``: what
+``synk.torch.replicate`` makes) undo the changes of a call that failed, as far as possible.
 """
 
 from __future__ import annotations

@@ -161,12 +161,12 @@ class Replica:
         return array
 
     def kept(self, leaves: Sequence[Any]) -> list[Any]:
-        """Return assigned arrays for the next repetition of the call: copies of those that the function still holds.
+        """Return assigned arrays for the next repetition of the call: copies if the function still holds them.
 
         Raises
         ------
         ValueError
-            If a shard has other rows now: the rows of the call were divided by those that it had.
+            If a shard has other rows now: the rows of the call were divided by the rows that it had.
         """
         length = self._shapes[self._front][0][:1]
         if self._known.is_sharded and leaves[0].shape[:1] != length:

@@ -12,11 +12,11 @@ from typing import Any
 from synk._pure.nested import is_plain_object
 from synk._wire.cell import cell
 from synk._wire.control import Down, Phase, Up
-from synk._wire.failures import Failure
 from synk._wire.items import ItemsDone
 from synk._wire.logs import set_levels
-from synk._wire.messages import IS_ALONE, LANE_SHIFT, Body, DeviceCollective, Fetch, JoinOrder, Kind, LoadOrder, Status
+from synk._wire.messages import IS_ALONE, LANE_SHIFT, Body, Failure, JoinOrder, Kind, LoadOrder, Status
 from synk._wire.steps import run_steps
+from synk._wire.variables import DeviceCollective, Fetch
 from synk._worker.failures import pack_failure
 from synk._worker.held.pickling import dumps
 from synk._worker.held.plans import LoadedFunction

@@ -1,9 +1,9 @@
 """The check of the halves: whether the average, which is the default op, fits what a function computes.
 
 After the first call of a function that has enough rows, one rank runs a copy of the function on trial: on all of its
-rows, and on two parts of them. The values of the parts are combined with their rows as weights, as those of ranks are.
-Nothing is sent for the check, and only its verdict is left. There is no verdict if the runs say nothing about the op
-(random draws, side effects, communication, an exception): use ``f.verify`` for such functions.
+rows, and on two parts of them. The values of the parts are combined with their rows as weights, as the values of ranks
+are. Nothing is sent for the check, and only its verdict is left. There is no verdict if the runs say nothing about the
+op (random draws, side effects, communication, an exception): use ``f.verify`` for such functions.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Halves:
 
 
 def _is_off(weights: list[int], total: np.ndarray, first: np.ndarray, second: np.ndarray) -> bool:
-    """Whether gradients of all rows differ from the average of those of two parts by far more than rounding."""
+    """Whether gradients of all rows differ from the average over two parts by far more than rounding."""
     parts = [np.asarray(part, np.float64) for part in (first, second)]
     size = max(np.linalg.norm(each) for each in (total, *parts))
     distance = np.linalg.norm(np.average(parts, axis=0, weights=weights) - total)

@@ -12,9 +12,8 @@ from typing import Any
 from synk._pure.nested import PLAIN_TYPES
 from synk._pure.texts import short_repr
 from synk._wire.control import Phase, Up
-from synk._wire.failures import Failure
 from synk._wire.items import Items, ItemsDone
-from synk._wire.messages import Body, Status
+from synk._wire.messages import Body, Failure, Status
 from synk._worker.held.pickling import dumps
 from synk._worker.held.plans import LoadedFunction
 from synk._worker.loop.calls import failed, guarded

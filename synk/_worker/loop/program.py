@@ -6,8 +6,7 @@ import json
 import socket
 import sys
 
-from synk._wire.cell import cell
-from synk._wire.program import is_frozen, is_worker
+from synk._wire.cell import cell, is_frozen, is_worker
 
 
 def freeze_support() -> None:
