@@ -97,7 +97,7 @@ def run_call(worker: Worker, plan_id: int, body: Body | None) -> Reply:
     if reach:
         reach("call.received")
     if body is not None and isinstance(body.content, Plan):
-        lane.called = None
+        lane.called = None  # if this plan cannot be compiled, the last one must not pass for it
         held.prepare(body.content)
     prepared = lane.called = held.plans[plan_id]
     if reach:

@@ -44,6 +44,7 @@ def handle(
     outer, cell.worker = cell.worker, worker
     try:
         if kind == _CALL:
+            # What the last call assigned takes effect, or is dropped, before this call can read it.
             if body is not None:
                 _bring_in(worker, kind, body)
             elif worker.variables.stored[1]:
