@@ -153,12 +153,12 @@ class InlineProcess:
         if segment.arena is not None:  # the message says where in the arena it lies
             return
         fd = segment.duplicate_fd()
+        described = segment.id, segment.nbytes, False, segment.is_staging, segment.is_arena, segment.is_file
         try:
-            twin = self._worker.held.map_segment(fd, segment.id, segment.nbytes, False, segment.is_staging)
+            twin = self._worker.held.map_segment(fd, *described)
         except SharedMemoryError:  # it was not mapped
             os.close(fd)
             raise
-        twin.is_arena, twin.is_file = segment.is_arena, segment.is_file
         self._worker.held.add_segment(twin)
 
     def interrupt(self) -> None:

@@ -31,6 +31,7 @@ class Pulse:
         self._fd: int = Descriptor(create_fd(mmap.PAGESIZE))
         self._pid = os.getpid()
         self._address: list[int] = []  # whoever pops the address unmaps it, so that this happens once
+        # No ``mmap`` object: it would keep a duplicate of the descriptor, which children inherit.
         address = libc.mmap(None, mmap.PAGESIZE, mmap.PROT_READ, mmap.MAP_SHARED, self._fd, 0)
         if address == FAILED:
             raise last_error()
@@ -43,8 +44,9 @@ class Pulse:
         return fd
 
     def close(self) -> None:
-        """Let go of the file. It may be called again. A forked child does not have the mapping."""
+        """Let go of the file. It may be called again."""
         self._fd = NONE
+        # A child of ``fork`` does not have the mapping, and may have something of its own at this address.
         if self._pid == os.getpid():
             while self._address:
                 libc.munmap(self._address.pop(), mmap.PAGESIZE)
@@ -98,6 +100,7 @@ def tie_to_pulse(fd: int) -> Descriptor | None:
 
 
 def _kill_on_event(fd: int) -> None:
+    # To the whole process group, which holds what functions have started.
     fcntl.fcntl(fd, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC | os.O_NONBLOCK)

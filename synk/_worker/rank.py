@@ -30,12 +30,10 @@ from synk._worker.held.settings import Settings
 from synk._worker.held.variables import Replica, VariableStore
 from synk.backends import Backend, DeviceBackend, backend_module
 
-Reply = tuple[Status, int, Any]
 Doorbell = tuple[int, int, int, int]
 """kind, flags, sequence, value"""
 
-
-RSS_INTERVAL_NS = 1_000_000_000
+_RSS_INTERVAL_NS = 1_000_000_000
 
 # Members of an enumeration are slow to look up.
 _PHASE, _FUNCTION = int(Up.PHASE), int(Phase.FUNCTION)
@@ -147,7 +145,7 @@ class Worker:
         self.is_interruptible = False
         self.num_deferred = 0  # interrupts that came while they could not be raised
         self.is_held = False  # whether a first interrupt waits for the end of a step; see hold_back
-        self.num_held = 0  # interrupts that wait for it
+        self.is_due = False  # whether one waits now
         self.num_collectives = 0  # that functions have begun
         self.part_rows = 0  # of the slice of a training step that is running
         self.rss_measured = 0
@@ -274,7 +272,7 @@ class Worker:
                 # missed looks again by itself.
                 lane.communicator.wake_sleepers()
             ended = lane.executor.ended
-            if ended - self.rss_measured > RSS_INTERVAL_NS:
+            if ended - self.rss_measured > _RSS_INTERVAL_NS:
                 self.rss_measured = ended
                 self.own_up[Up.RSS] = _resident_nbytes()
         outputs = lane.executor.outputs
@@ -305,8 +303,8 @@ class Worker:
 
     def interrupt(self) -> None:
         """End the current call now, or at the end of its step if ``hold_back`` says so."""
-        if self.is_held and not self.num_held:
-            self.num_held = 1
+        if self.is_held and not self.is_due:
+            self.is_due = True
             return
         raise Interrupted
 
@@ -316,9 +314,9 @@ class Worker:
         This is weaker than :meth:`uninterrupted`: the master sends a second interrupt to a rank that has not answered
         the first one, and that one is raised at once. So even code that never ends can be ended.
         """
-        was_interrupted = bool(self.num_held)
-        self.is_held, self.num_held = is_held, 0
-        if was_interrupted:
+        was_due = self.is_due
+        self.is_held, self.is_due = is_held, False
+        if was_due:
             raise Interrupted
 
     # -- the call that comes next -------------------------------------------------------------------------------------

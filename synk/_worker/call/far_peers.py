@@ -66,6 +66,7 @@ class FarPeers(Peers):
         communicator = lane.communicator = ShmCommunicator(
             segment, own, self._total_ranks, self._eventfds, self._awake_s(), WiredRendezvous
         )
+        # Calls index these words by the rank's number on this node, the communicator by its number among all nodes.
         here = slice(self._first_rank, self._first_rank + self._world_size)
         lane.left, lane.sleeps = (words[here] for words in communicator.skip_words())
 

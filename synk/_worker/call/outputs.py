@@ -55,7 +55,6 @@ class Outputs:
         self._values: list[Any] = []
         self._is_published = False
         self._lost: BaseException | None = None  # why the outputs no longer exist
-        self._result: Any = None
 
     def repeat(self, prepared: PreparedPlan, result: Any, variables: VariableStore) -> bool:
         """Publish a result that looks like that of the plan's last call, to the same places. Else return False."""
@@ -110,7 +109,7 @@ class Outputs:
         if is_new:
             layout = prepared.layout = Layout(skeleton, tuple(leaves), assigned)
             prepared.slot_key = None
-        self.held_plan, self._values, self._result = prepared, outputs, result
+        self.held_plan, self._values = prepared, outputs
         self.is_waiting = any(leaf.nbytes >= LARGE_NBYTES for leaf in leaves)
         status = self._fill_slot(prepared)
         if assigned and not variables.store():
@@ -188,7 +187,6 @@ class Outputs:
         """
         if self.held_plan is None or self._lost is not None:
             return
-        self._result = None  # its references would make the arrays seem to be in use
         if self._is_published:
             self._values = [None] * len(self._values)
         else:
@@ -206,7 +204,7 @@ class Outputs:
     def forget(self) -> None:
         """Drop the outputs of the last call."""
         self.is_waiting = False
-        self.held_plan = self._result = self._lost = None
+        self.held_plan = self._lost = None
         self._values = []
         self.large.forget()
 

@@ -117,6 +117,7 @@ class Peers:
     def leave_call(self, lane: WorkerLane) -> None:
         """Say that this rank has left the call, so that no rank waits for it. ``Worker.tidy`` wakes sleepers."""
         rank, call = self._rank, lane.first_down[_CALL]
+        # A rank that waits awake in ``meet`` must learn that this one has nothing to show, or it waits in vain.
         if lane.first_down[_RESULT] and lane.published[rank] != call:
             lane.published[rank] = -call
         if self.is_communicating:
@@ -128,7 +129,7 @@ class Peers:
             lane.communicator.patience.waited_ns = 0
         elif lane.has_waited:  # in an earlier call
             lane.note_waits(0)
-        lane.left[rank] = call
+        lane.left[rank] = call  # last: from here on no other rank counts on this one
 
     # -- collectives --------------------------------------------------------------------------------------------------
 

@@ -37,14 +37,16 @@ class Held:
 
     # -- segments -----------------------------------------------------------------------------------------------------
 
-    def map_segment(self, fd: int, segment_id: int, nbytes: int, is_writable: bool, is_staging: bool) -> Segment:
+    def map_segment(
+        self, fd: int, number: int, nbytes: int, is_writable: bool, is_staging: bool, is_arena: bool, is_file: bool
+    ) -> Segment:
         """Return a segment that has arrived. If it is only read, its mapping is private: nobody sees what is written.
 
         A device reads memory past the page tables of this process, so its worker maps the segment as it is.
         """
         is_private = not (is_writable or self._backend.is_device)
-        segment = Segment(fd, nbytes, is_writable=is_writable, segment_id=segment_id, is_private=is_private)
-        segment.is_staging = is_staging
+        segment = Segment(fd, nbytes, is_writable=is_writable, segment_id=number, is_private=is_private)
+        segment.is_staging, segment.is_arena, segment.is_file = is_staging, is_arena, is_file
         if not is_staging:  # only a staging segment may have to be mapped again
             segment.close_fd()
         return segment
@@ -73,6 +75,7 @@ class Held:
         for number, unbound in dropped.get("parcel", {}).items():
             self._received.drop(number, unbound)
         if segment_ids := dropped.get("segment", {}).keys():
+            # The plans go first: their views would keep the memory mapped.
             for plan_id in [p for p, prepared in self.plans.items() if prepared.segment_ids & segment_ids]:
                 del self.plans[plan_id]
             self.kept_data = {kept for kept in self.kept_data if kept[0] not in segment_ids}

@@ -198,7 +198,7 @@ class Changing:
                     resident.version, resident.is_torn = number, False
             worker.hold_back(False)
         except BaseException:
-            worker.is_held, worker.num_held = False, 0  # the next call must not begin with an interrupt held back
+            worker.is_held = worker.is_due = False  # the next call must not begin with an interrupt held back
             raise
         return result
 

@@ -13,8 +13,11 @@ from synk._wire.control import Down, Phase, Traits, Up, is_interrupted
 from synk._wire.messages import IS_ASSEMBLED, IS_COLLATERAL, Body, Plan, Status
 from synk._worker.failures import pack_failure
 from synk._worker.held.plans import PreparedPlan
-from synk._worker.rank import Interrupted, Reply, Worker
+from synk._worker.rank import Interrupted, Worker
 from synk.errors import SynkError
+
+Reply = tuple[Status, int, Any]
+"""The status and flags of a reply, and its body before it is pickled."""
 
 # Members of an enumeration are slow to look up.
 _PHASE = int(Up.PHASE)
@@ -45,7 +48,7 @@ def guarded(worker: Worker, action: Callable[[Worker, Any, Any], Reply], value: 
         finally:
             worker.is_interruptible = False
     except Interrupted:
-        worker.is_interruptible = False
+        worker.is_interruptible = False  # the signal may have come before the line above that says so
         recover(worker, "")
         return Status.INTERRUPTED, 0, None
 
@@ -94,7 +97,7 @@ def run_call(worker: Worker, plan_id: int, body: Body | None) -> Reply:
     if reach:
         reach("call.received")
     if body is not None and isinstance(body.content, Plan):
-        lane.called = None
+        lane.called = None  # if this plan cannot be compiled, the last one must not pass for it
         held.prepare(body.content)
     prepared = lane.called = held.plans[plan_id]
     if reach:

@@ -20,9 +20,9 @@ from synk._wire.variables import DeviceCollective, Fetch
 from synk._worker.failures import pack_failure
 from synk._worker.held.pickling import dumps
 from synk._worker.held.plans import LoadedFunction
-from synk._worker.loop.calls import assemble, failed, guarded, publish_again, recover, run_call
+from synk._worker.loop.calls import Reply, assemble, failed, guarded, publish_again, recover, run_call
 from synk._worker.loop.items import run_items
-from synk._worker.rank import Interrupted, Reply, Worker
+from synk._worker.rank import Interrupted, Worker
 from synk.errors import SerializationError
 
 # Members of an enumeration are slow to look up.
@@ -44,6 +44,7 @@ def handle(
     outer, cell.worker = cell.worker, worker
     try:
         if kind == _CALL:
+            # What the last call assigned takes effect, or is dropped, before this call can read it.
             if body is not None:
                 _bring_in(worker, kind, body)
             elif worker.variables.stored[1]:

@@ -16,8 +16,8 @@ from synk._wire.items import Items, ItemsDone
 from synk._wire.messages import Body, Failure, Status
 from synk._worker.held.pickling import dumps
 from synk._worker.held.plans import LoadedFunction
-from synk._worker.loop.calls import failed, guarded
-from synk._worker.rank import Interrupted, Reply, Worker
+from synk._worker.loop.calls import Reply, failed, guarded
+from synk._worker.rank import Interrupted, Worker
 from synk.errors import SerializationError
 
 _UNLOADED: Any = object()

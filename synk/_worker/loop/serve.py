@@ -157,12 +157,12 @@ class WorkerLoop:
         held = self._worker.held
         arriving = iter(list(zip(body.segments, fds)))
         arrived: list[Segment] = []
-        for (segment_id, nbytes, is_writable, is_staging, is_arena, is_file), fd in arriving:
-            if segment_id in held.segments:  # the master sends a segment twice if it was interrupted
+        for described, fd in arriving:
+            if described[0] in held.segments:  # the master sends a segment twice if it was interrupted
                 os.close(fd)
                 continue
             try:
-                segment = held.map_segment(fd, segment_id, nbytes, is_writable, is_staging)
+                segment = held.map_segment(fd, *described)
             except SharedMemoryError:  # take in nothing: the master counts all of the message as not received
                 for _, later in arriving:
                     os.close(later)
@@ -170,7 +170,6 @@ class WorkerLoop:
                 for segment in arrived:
                     segment.close()
                 raise
-            segment.is_arena, segment.is_file = is_arena, is_file
             arrived.append(segment)
         for segment in arrived:
             held.add_segment(segment)
