@@ -9,16 +9,15 @@ arrays that take more than one meeting.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from synk.communicators._buffers import as_buffer, check_out
 from synk.communicators._exchange import DIVIDED, Exchange
-from synk.communicators._rendezvous import Rendezvous, Request, packed
-from synk.communicators._results import Place, ResultMemory
-from synk.communicators._schedule import Schedule, Steps
+from synk.communicators._rendezvous import Request, packed
+from synk.communicators._results import Place
+from synk.communicators._schedule import Steps
 from synk.communicators._shm_collectives import ShmCollectives
 from synk.communicators._short_plans import ROOTED, Plan, ShortPlans
 
@@ -38,15 +37,6 @@ class ShortCollectives:
     Parameters
     ----------
     collectives : ShmCollectives
-    rendezvous : Rendezvous
-    schedule : Schedule
-    results : ResultMemory
-    meet : callable
-        Waits until all ranks have met.
-    run : callable
-        Runs a collective from its steps.
-    go_on : callable
-        Takes the remaining steps of a collective and returns what they return.
 
     Attributes
     ----------
@@ -54,21 +44,10 @@ class ShortCollectives:
         A cache of this rank's share of the rows of the call.
     """
 
-    def __init__(
-        self,
-        collectives: ShmCollectives,
-        rendezvous: Rendezvous,
-        schedule: Schedule,
-        results: ResultMemory,
-        meet: Callable[[], None],
-        run: Callable[[Steps], Any],
-        go_on: Callable[[Steps], Any],
-    ) -> None:
+    def __init__(self, collectives: ShmCollectives) -> None:
         self._collectives = collectives
-        self._rendezvous = rendezvous
-        self._schedule = schedule
-        self._results = results
-        self.meet, self.run, self.go_on = meet, run, go_on
+        self._rendezvous, self._schedule, _ = collectives.parts()
+        self._results = collectives.results
         self._ranks: tuple[int, ...] = ()
         self._plans = ShortPlans(collectives)
         self.share: float | None = None
@@ -100,7 +79,7 @@ class ShortCollectives:
             return LONGER
         result = self._place(plan, out)
         if plan.is_long:
-            self.run(self._reduce_steps(kind, array, op, root, weight, result))
+            self._collectives.run(self._reduce_steps(kind, array, op, root, weight, result))
             return result
         half = (self._rendezvous.tick + 1) & 1
         plan.own[half][...] = array
@@ -167,14 +146,14 @@ class ShortCollectives:
     def _copy_long(self, kind: str, plan: Plan, array: np.ndarray, root: int, out: Any) -> Any:
         """Copy what takes several meetings."""
         if kind not in ("broadcast", "all_gather"):
-            return self.run(self._exchange(kind, array, root).steps(self._placing(out)))
+            return self._collectives.run(self._exchange(kind, array, root).steps(self._placing(out)))
         collectives, result = self._collectives, self._place(plan, out)
         assert result is not None
         if kind == "all_gather":
-            self.run(collectives.all_gather_steps(as_buffer(array), as_buffer(result)))
+            self._collectives.run(collectives.all_gather_steps(as_buffer(array), as_buffer(result)))
             return result
         is_root = self._ranks[root] == collectives.rank
-        self.run(collectives.broadcast_steps(as_buffer(array if is_root else result), self._ranks[root]))
+        self._collectives.run(collectives.broadcast_steps(as_buffer(array if is_root else result), self._ranks[root]))
         if is_root and result is not array:
             result[...] = array
         return result
@@ -207,7 +186,7 @@ class ShortCollectives:
 
     def _go_on(self, exchange: Exchange, half: int, out: Any) -> Any:
         """Take the steps of an exchange that follow the first meeting."""
-        result = self.go_on(exchange.rest_steps(half, self._placing(out)))
+        result = self._collectives.go_on(exchange.rest_steps(half, self._placing(out)))
         self._rendezvous.is_unfinished = False
         return result
 
@@ -226,6 +205,7 @@ class ShortCollectives:
         rendezvous.is_unfinished = True
         rendezvous.post_packed(request)
         rendezvous.arrive()
-        self.meet()
-        self._collectives.has_agreed = True
+        collectives = self._collectives
+        collectives.meet()
+        collectives.has_agreed = True
         rendezvous.compare()
