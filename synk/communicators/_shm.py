@@ -10,9 +10,7 @@ idle again ``reset``.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -26,7 +24,7 @@ from synk.communicators._exchange import Exchange
 from synk.communicators._layout import Layout
 from synk.communicators._mailbox import Mailbox
 from synk.communicators._outbox import Outbox
-from synk.communicators._rendezvous import SPIN_YIELDS, Aborted, Rendezvous
+from synk.communicators._rendezvous import Aborted, Rendezvous
 from synk.communicators._results import Place, ResultMemory
 from synk.communicators._schedule import Schedule, Steps
 from synk.communicators._shm_collectives import ShmCollectives
@@ -94,13 +92,8 @@ class ShmCommunicator(ShmCollectives):
         self._boxes = (self._mailbox,)
         self.results = ResultMemory()
         let_siblings_read()
-        short = ShortCollectives(self, rendezvous, self._schedule, self.results, self.meet, self.run, self.go_on)
-        self.short_path = ShortPath(rendezvous, self._mailbox, short)
+        self.short_path = ShortPath(rendezvous, self._mailbox, ShortCollectives(self))
         self._is_closed = False
-
-    def parts(self) -> tuple[Rendezvous, Schedule, Mailbox]:
-        """Return what this communicator consists of, for one over several nodes that is built on it."""
-        return self._rendezvous, self._schedule, self._mailbox
 
     # -- the call ------------------------------------------------------------------------------------------------
 
@@ -134,47 +127,6 @@ class ShmCommunicator(ShmCollectives):
     def wake_sleepers(self) -> None:
         """Wake peers that may wait for what this rank wrote to ``skip_words``."""
         self._rendezvous.wake_all()
-
-    # -- collectives in flight -------------------------------------------------------------------------------------
-
-    def run(self, steps: Steps) -> Any:
-        if self._schedule:  # behind the collectives in flight
-            return super().run(steps)
-        rendezvous = self._rendezvous
-        try:
-            next(steps)  # all checks of the arguments come before the first yield
-            self.check_whole()
-            rendezvous.is_unfinished = True
-        except StopIteration as end:
-            return end.value
-        value = self.go_on(steps)
-        rendezvous.is_unfinished = False
-        return value
-
-    def go_on(self, steps: Steps) -> Any:
-        """Take the remaining steps of a collective. Return what they return."""
-        try:
-            next(steps)
-            while True:
-                self.meet()
-                next(steps)
-        except StopIteration as end:
-            return end.value
-
-    def meet(self) -> None:
-        """Wait until all ranks have met."""
-        rendezvous = self._rendezvous
-        for _ in range(SPIN_YIELDS):
-            if rendezvous.has_met():
-                return
-            os.sched_yield()
-        rendezvous.wait(self._has_met)
-
-    def _has_met(self) -> bool:
-        if self._rendezvous.has_met():
-            return True
-        self._mailbox.progress()  # a rank that is late may be stuck in a send until this one takes its message in
-        return False
 
     def close(self) -> None:
         """Leave the call and release the segment. The eventfds stay open: they belong to the caller."""

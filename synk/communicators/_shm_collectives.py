@@ -23,8 +23,9 @@ from synk.communicators._buffers import as_array, named_dtype
 from synk.communicators._checks import check_buffers
 from synk.communicators._host import HostCommunicator
 from synk.communicators._layout import MAX_HEAD_WORDS, WORD_NBYTES
-from synk.communicators._rendezvous import Rendezvous, Request
-from synk.communicators._schedule import Steps
+from synk.communicators._mailbox import Mailbox
+from synk.communicators._rendezvous import SPIN_YIELDS, Rendezvous, Request
+from synk.communicators._schedule import Schedule, Steps
 
 # Up to this size, of all ranks' values together, every rank reduces everything for itself: that takes one meeting.
 # Above it each rank reduces only its share, which takes at least two meetings.
@@ -87,6 +88,53 @@ class ShmCollectives(HostCommunicator):
     @property
     def ranks(self) -> tuple[int, ...]:
         return self._rendezvous.ranks
+
+    def parts(self) -> tuple[Rendezvous, Schedule, Mailbox]:
+        """Return what this communicator consists of, for one over several nodes that is built on it."""
+        return self._rendezvous, self._schedule, self._mailbox
+
+    # -- collectives in flight -------------------------------------------------------------------------------------
+
+    def run(self, steps: Steps) -> Any:
+        if self._schedule:  # behind the collectives in flight
+            return super().run(steps)
+        rendezvous = self._rendezvous
+        try:
+            next(steps)  # all checks of the arguments come before the first yield
+            self.check_whole()
+            rendezvous.is_unfinished = True
+        except StopIteration as end:
+            return end.value
+        value = self.go_on(steps)
+        rendezvous.is_unfinished = False
+        return value
+
+    def go_on(self, steps: Steps) -> Any:
+        """Take the remaining steps of a collective. Return what they return."""
+        try:
+            next(steps)
+            while True:
+                self.meet()
+                next(steps)
+        except StopIteration as end:
+            return end.value
+
+    def meet(self) -> None:
+        """Wait until all ranks have met."""
+        rendezvous = self._rendezvous
+        for _ in range(SPIN_YIELDS):
+            if rendezvous.has_met():
+                return
+            os.sched_yield()
+        rendezvous.wait(self._has_met)
+
+    def _has_met(self) -> bool:
+        if self._rendezvous.has_met():
+            return True
+        self._mailbox.progress()  # a rank that is late may be stuck in a send until this one takes its message in
+        return False
+
+    # -- their steps -----------------------------------------------------------------------------------------------
 
     def agree_steps(
         self, kind: str, dtype: str, count: int, op: str = "", peer: int = -1, *, weight: float | None = None
@@ -229,8 +277,10 @@ class ShmCollectives(HostCommunicator):
         """
         half = self.next_half()
         for index, stream in streams.items():
-            is_apart = self._reads_memory and stream.size > frame.length
-            piece = self._place(stream) if is_apart else stream[start : start + frame.length]
+            if self._reads_memory and stream.size > frame.length:
+                piece = np.array([self._pid, address_of(stream)], np.int64)
+            else:
+                piece = stream[start : start + frame.length]
             self.part(self.rank, half, frame.offset(index), piece)[:] = piece
         return half
 
@@ -272,10 +322,6 @@ class ShmCollectives(HostCommunicator):
             return read_memory(pid, address, target)
         target[:] = self.part(rank, half, offset, target)
         return True
-
-    def _place(self, stream: np.ndarray) -> np.ndarray:
-        """Return where a stream lies: the process and the address."""
-        return np.array([self._pid, address_of(stream)], np.int64)
 
     # -- one operation -------------------------------------------------------------------------------------------
 

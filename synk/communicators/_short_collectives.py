@@ -9,18 +9,17 @@ arrays that take more than one meeting.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from synk.communicators._buffers import check_out
+from synk.communicators._buffers import as_buffer, check_out
 from synk.communicators._exchange import DIVIDED, Exchange
-from synk.communicators._rendezvous import Rendezvous, Request, packed
-from synk.communicators._results import ResultMemory
-from synk.communicators._schedule import Schedule, Steps
-from synk.communicators._shm_collectives import Reading, ShmCollectives, flat_bytes
-from synk.communicators._short_plans import ROOTED, Moves, Plan, ShortPlans
+from synk.communicators._rendezvous import Request, packed
+from synk.communicators._results import Place
+from synk.communicators._schedule import Steps
+from synk.communicators._shm_collectives import ShmCollectives
+from synk.communicators._short_plans import ROOTED, Plan, ShortPlans
 
 LONGER = object()
 """Returned by a method that has done nothing, because the request must take the longer path."""
@@ -38,15 +37,6 @@ class ShortCollectives:
     Parameters
     ----------
     collectives : ShmCollectives
-    rendezvous : Rendezvous
-    schedule : Schedule
-    results : ResultMemory
-    meet : callable
-        Waits until all ranks have met.
-    run : callable
-        Runs a collective from its steps.
-    go_on : callable
-        Takes the remaining steps of a collective and returns what they return.
 
     Attributes
     ----------
@@ -54,21 +44,10 @@ class ShortCollectives:
         A cache of this rank's share of the rows of the call.
     """
 
-    def __init__(
-        self,
-        collectives: ShmCollectives,
-        rendezvous: Rendezvous,
-        schedule: Schedule,
-        results: ResultMemory,
-        meet: Callable[[], None],
-        run: Callable[[Steps], Any],
-        go_on: Callable[[Steps], Any],
-    ) -> None:
+    def __init__(self, collectives: ShmCollectives) -> None:
         self._collectives = collectives
-        self._rendezvous = rendezvous
-        self._schedule = schedule
-        self._results = results
-        self.meet, self.run, self.go_on = meet, run, go_on
+        self._rendezvous, self._schedule, _ = collectives.parts()
+        self._results = collectives.results
         self._ranks: tuple[int, ...] = ()
         self._plans = ShortPlans(collectives)
         self.share: float | None = None
@@ -100,7 +79,7 @@ class ShortCollectives:
             return LONGER
         result = self._place(plan, out)
         if plan.is_long:
-            self.run(self._reduce_steps(kind, array, op, root, weight, result))
+            self._collectives.run(self._reduce_steps(kind, array, op, root, weight, result))
             return result
         half = (self._rendezvous.tick + 1) & 1
         plan.own[half][...] = array
@@ -133,11 +112,11 @@ class ShortCollectives:
         plan = self._plans.find((kind, array.shape, array.dtype, root), self._plans.copying)
         if plan is None or not plan.fits(kind, array, out):
             return LONGER
+        if plan.is_long:
+            return self._copy_long(kind, plan, array, root, out)
         half = (self._rendezvous.tick + 1) & 1
         if plan.own:
             plan.own[half][...] = array if array.shape == plan.source_shape else array.reshape(plan.source_shape)
-        elif plan.moves is not None:
-            self._collectives.show(plan.moves.frame, plan.moves.streams_of(array))
         if plan.head is not None:
             plan.own_heads[half][:] = plan.head
         self._meet(plan.request)
@@ -145,7 +124,7 @@ class ShortCollectives:
             if head != plan.head:
                 return self._go_on(self._exchange(kind, array, root), half, out)
         result = self._place(plan, out)
-        self._take(plan, array, half, result)
+        self._take(plan, half, result)
         self._rendezvous.is_unfinished = False
         return result
 
@@ -155,33 +134,37 @@ class ShortCollectives:
             return None
         return self._results.empty(plan.shape, plan.dtype) if out is None else out
 
-    def _take(self, plan: Plan, array: np.ndarray | None, half: int, result: np.ndarray | None) -> None:
-        """Take this rank's result, after the first meeting."""
-        if plan.moves is not None:
-            self._move(plan.moves, array, half, result)
-        elif result is not None:
+    def _take(self, plan: Plan, half: int, result: np.ndarray | None) -> None:
+        """Take this rank's result, after the meeting."""
+        if result is not None:
             parts = plan.parts[half]
             if len(parts) > 1:
                 np.concatenate(parts, out=result)
             else:
                 result[...] = parts[0]
 
-    def _move(self, moves: Moves, array: np.ndarray | None, half: int, result: np.ndarray | None) -> None:
-        """Read what is too long for the halves."""
-        streams = {} if array is None else moves.streams_of(array)
-        readings = []
-        if result is not None:
-            target = flat_bytes(result)
-            readings = [Reading(rank, index, target[part]) for rank, index, part in moves.readings]
-            if moves.own is not None and array is not None and result is not array:
-                source, place = moves.own
-                target[place] = flat_bytes(array)[source]
-        self.go_on(self._collectives.read_steps(moves.frame, streams, readings, moves.longest, half))
+    def _copy_long(self, kind: str, plan: Plan, array: np.ndarray, root: int, out: Any) -> Any:
+        """Copy what takes several meetings."""
+        if kind not in ("broadcast", "all_gather"):
+            return self._collectives.run(self._exchange(kind, array, root).steps(self._placing(out)))
+        collectives, result = self._collectives, self._place(plan, out)
+        assert result is not None
+        if kind == "all_gather":
+            self._collectives.run(collectives.all_gather_steps(as_buffer(array), as_buffer(result)))
+            return result
+        is_root = self._ranks[root] == collectives.rank
+        self._collectives.run(collectives.broadcast_steps(as_buffer(array if is_root else result), self._ranks[root]))
+        if is_root and result is not array:
+            result[...] = array
+        return result
 
-    def _exchange(self, kind: str, array: np.ndarray, root: int) -> Exchange:
-        sizes = [len(array) // len(self._ranks)] * len(self._ranks) if kind in DIVIDED else None
-        number = self._ranks[root] if kind in ROOTED else -1
-        return Exchange(self._collectives, kind, np.ascontiguousarray(array), sizes, number)
+    def _exchange(self, kind: str, array: np.ndarray | None, root: int) -> Exchange:
+        """Return this rank's part in an exchange of equal blocks."""
+        rows, sizes = None, None
+        if array is not None:
+            rows = np.ascontiguousarray(array)
+            sizes = [len(array) // len(self._ranks)] * len(self._ranks) if kind in DIVIDED else None
+        return Exchange(self._collectives, kind, rows, sizes, self._ranks[root] if kind in ROOTED else -1)
 
     def _take_block(self, root: int, out: Any) -> Any:
         """Take this rank's block of what ``root`` scatters. Only the root's head says what it is."""
@@ -194,21 +177,27 @@ class ShortCollectives:
         words = head[: head[0] + 1].tobytes()
         found = self._plans.find(("block", None, None, root, words), self._plans.block)
         assert found is not None
-        place = self._place(found, None if out is None else check_out(out, found.shape, found.dtype))
-        self._take(found, None, half, place)
-        self._rendezvous.is_unfinished = False
-        return place
-
-    def _go_on(self, exchange: Exchange, half: int, out: Any) -> Any:
-        """Take the remaining steps of an exchange: a rank brought rows that do not fit this rank's plan."""
-
-        def place(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-            empty = self._results.empty
-            return empty(shape, dtype) if out is None else check_out(out, shape, dtype)
-
-        result = self.go_on(exchange.rest_steps(half, place))
+        if found.is_long:
+            return self._go_on(self._exchange("scatter", None, root), half, out)
+        result = self._placing(out)(found.shape, found.dtype)
+        self._take(found, half, result)
         self._rendezvous.is_unfinished = False
         return result
+
+    def _go_on(self, exchange: Exchange, half: int, out: Any) -> Any:
+        """Take the steps of an exchange that follow the first meeting."""
+        result = self._collectives.go_on(exchange.rest_steps(half, self._placing(out)))
+        self._rendezvous.is_unfinished = False
+        return result
+
+    def _placing(self, out: Any) -> Place:
+        """Return what makes the array for a result, once its shape and dtype are known."""
+
+        def place(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+            array: np.ndarray = self._results.empty(shape, dtype) if out is None else check_out(out, shape, dtype)
+            return array
+
+        return place
 
     def _meet(self, request: bytes) -> None:
         """Meet the others and compare the requests."""
@@ -216,6 +205,7 @@ class ShortCollectives:
         rendezvous.is_unfinished = True
         rendezvous.post_packed(request)
         rendezvous.arrive()
-        self.meet()
-        self._collectives.has_agreed = True
+        collectives = self._collectives
+        collectives.meet()
+        collectives.has_agreed = True
         rendezvous.compare()

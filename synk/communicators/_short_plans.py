@@ -1,12 +1,12 @@
 """What is prepared for the short path of collectives, once for each kind of request: *short plans*.
 
-A plan has the request as other ranks read it, and views of both halves or, for long arrays, which bytes go where.
+A plan has the request as other ranks read it, and views of both halves where the arrays take one meeting.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from synk.communicators._checks import check_reduction
 from synk.communicators._exchange import DIVIDED, FROM_ROOT, TO_ROOT, Head
 from synk.communicators._messages import NUMBERS
 from synk.communicators._rendezvous import Request, packed
-from synk.communicators._shm_collectives import Frame, ShmCollectives, Streams, flat_bytes
+from synk.communicators._shm_collectives import Frame, ShmCollectives
 
 MAX_PLANS = 1 << 10
 
@@ -24,34 +24,6 @@ ROOTED = ("reduce", "broadcast", "gather", "scatter")
 """The kinds that have a root."""
 _ROWS = ("gather", "all_gather along an axis", *DIVIDED)
 _IN_PLACE = ("all_reduce", "reduce", "broadcast")
-
-
-class Moves(NamedTuple):
-    """Which bytes go where, of an array that is too long for the halves.
-
-    Attributes
-    ----------
-    frame : Frame
-        Where the streams are shown.
-    streams : dict
-        The parts of this rank's array that others read, by index.
-    readings : list of tuple
-        The rank and index of each stream that this rank reads, and its part of the result.
-    own : tuple of slice or None
-        The part of this rank's array that goes to its own result, and where it goes.
-    longest : int
-        The size of the longest stream of all ranks.
-    """
-
-    frame: Frame
-    streams: dict[int, slice]
-    readings: list[tuple[int, int, slice]]
-    own: tuple[slice, slice] | None
-    longest: int
-
-    def streams_of(self, array: np.ndarray) -> Streams:
-        whole = flat_bytes(array)
-        return {index: whole[part] for index, part in self.streams.items()}
 
 
 class Plan:
@@ -79,8 +51,6 @@ class Plan:
         The form of the result.
     is_long : bool
         Whether the arrays take more than one meeting; then ``own`` and ``parts`` are empty.
-    moves : Moves or None
-        Of a copy that is long.
     reduction : Reduction or None
         How the parts are reduced.
     combine : ufunc or None
@@ -91,7 +61,7 @@ class Plan:
 
     __slots__ = (
         *("combine", "divisor", "dtype", "head", "heads", "own", "parts"),
-        *("is_long", "is_receiver", "moves", "own_heads", "reduction", "request", "shape", "source_shape"),
+        *("is_long", "is_receiver", "own_heads", "reduction", "request", "shape", "source_shape"),
     )
 
     def __init__(self, request: Request, dtype: np.dtype) -> None:
@@ -108,7 +78,6 @@ class Plan:
         self.reduction: Reduction | None = None
         self.combine: np.ufunc | None = None
         self.divisor: Any = None
-        self.moves: Moves | None = None
         self.is_long = False
 
     def fits(self, kind: str, array: np.ndarray, out: Any) -> bool:
@@ -229,8 +198,8 @@ class ShortPlans:
         if kind == "all_gather":
             plan.shape, plan.source_shape, senders = (size, *shape), (1, *shape), ranks
         frame = collectives.frame(1)
-        if nbytes > frame.length or not collectives.is_small(nbytes):
-            plan.is_long, plan.moves = True, self._moves(frame, senders, nbytes)
+        plan.is_long = nbytes > frame.length
+        if plan.is_long:
             return plan
         shape = plan.source_shape
         if own in senders:
@@ -259,9 +228,8 @@ class ShortPlans:
         others = [rank for rank in senders if rank != own]
         plan.heads = [[self._words(rank, half, len(plan.head)) for rank in others] for half in range(2)]
         plan.shape = (len(senders) * block[0], *block[1:])
-        if head.longest > frame.length or not collectives.is_small(num_streams * head.longest):
-            is_sole_receiver = kind in TO_ROOT and plan.is_receiver
-            plan.is_long, plan.moves = True, self._moves(frame, senders, head.longest, is_divided, is_sole_receiver)
+        plan.is_long = head.longest > frame.length
+        if plan.is_long:
             return plan
         plan.own = [self._blocks(own, half, frame, plan.source_shape, dtype, is_divided) for half in range(2)]
         offset = frame.offset(ranks.index(own) if is_divided else 0)
@@ -274,35 +242,12 @@ class ShortPlans:
         frame = collectives.frame(len(self._ranks))
         plan = Plan(Request("scatter", peer=self._ranks[root]), head.dtype)
         plan.shape = (head.sizes[position], *head.shape)
-        if head.longest > frame.length:
-            nbytes = int(np.prod(plan.shape)) * head.dtype.itemsize
-            plan.moves = Moves(frame, {}, [(self._ranks[root], position, slice(nbytes))], None, head.longest)
+        plan.is_long = head.longest > frame.length
+        if plan.is_long:
             return plan
         offset = frame.offset(position)
         plan.parts = [[self._view(self._ranks[root], half, offset, plan.shape, head.dtype)] for half in range(2)]
         return plan
-
-    def _moves(
-        self,
-        frame: Frame,
-        senders: Sequence[int],
-        nbytes: int,
-        is_divided: bool = False,
-        is_sole_receiver: bool = False,
-    ) -> Moves:
-        """Return the moves of equal blocks: one for each rank if ``is_divided``, else the same for all receivers."""
-        own, position = self._collectives.rank, self._ranks.index(self._collectives.rank)
-        index = position if is_divided else 0
-
-        def part(place: int) -> slice:
-            return slice(place * nbytes, (place + 1) * nbytes)
-
-        streams = {k: part(k) for k in range(len(self._ranks) if is_divided else 1)} if own in senders else {}
-        if is_divided or is_sole_receiver:
-            streams.pop(index, None)  # nobody else reads it
-        readings = [(rank, index, part(place)) for place, rank in enumerate(senders) if rank != own]
-        kept = (part(index), part(senders.index(own))) if own in senders else None
-        return Moves(frame, streams, readings, kept, nbytes)
 
     def _is_root(self, kind: str, root: Any) -> bool:
         return kind not in ROOTED or (type(root) is int and 0 <= root < len(self._ranks))

@@ -135,8 +135,8 @@ def wait_for_all(rank: int, peer: int, tick: int, is_dozing: bool) -> Block:
     """Go on when the other rank has arrived."""
     looks = have_all_arrived(peer, tick)
     if is_dozing:
-        return block("ShmCommunicator.meet", note("call has_met"), wait(rank, [looks], True, [has_met(rank)]))
-    return block("ShmCommunicator.meet", has_met(rank, looks), note("call wait"))
+        return block("ShmCollectives.meet", note("call has_met"), wait(rank, [looks], True, [has_met(rank)]))
+    return block("ShmCollectives.meet", has_met(rank, looks), note("call wait"))
 
 
 def compare(peer: int, tick: int) -> Block:

@@ -320,12 +320,12 @@ COLLECTIVES = {
     "Exchange.rest_steps": ("call _read_head", "call read_steps"),
     "Exchange._read_head": ("load halves",),
     "ShortCollectives.copy": (
-        *("call _take_block", "store halves", "call show", "store halves", "call _meet"),
+        *("call _take_block", "call _copy_long", "store halves", "store halves", "call _meet"),
         *("load halves", "call _go_on", "call _take"),
     ),
-    "ShortCollectives._take": ("call _move", "load halves"),
-    "ShortCollectives._move": ("call read_steps",),
-    "ShortCollectives._take_block": ("call _meet", "load halves", "call _take"),
+    "ShortCollectives._take": ("load halves",),
+    "ShortCollectives._copy_long": ("call steps", "call all_gather_steps", "call broadcast_steps"),
+    "ShortCollectives._take_block": ("call _meet", "load halves", "call _go_on", "call _take"),
     "ShortCollectives._go_on": ("call rest_steps",),
     "ShortCollectives.barrier": ("call _meet",),
 }
@@ -335,7 +335,8 @@ COLLECTIVES = {
 def test_every_collective_meets_between_writing_and_reading(name: str) -> None:
     calls = (
         *("meet_steps", "_publish_shares", "_fold_share", "copy_steps", "show", "read_steps", "_read_pieces"),
-        *("_read_head", "rest_steps", "_meet", "_take_block", "_take", "_move", "_go_on"),
+        *("_read_head", "rest_steps", "_meet", "_take_block", "_take", "_copy_long", "_go_on"),
+        *("steps", "all_gather_steps", "broadcast_steps"),
     )
     module = {"Shm": _shm_collectives, "Exc": _exchange, "Sho": _short_collectives}[name[:3]]
     assert collapsed(outline(module, name, calls)) == COLLECTIVES[name]
