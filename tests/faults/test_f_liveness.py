@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from typing import Any
@@ -70,6 +71,34 @@ def test_F1_a_function_that_catches_the_interrupt_is_killed(reused: Fork) -> Non
 
     with replaced_workers(rt, [1]), pytest.raises(CallTimeout):
         rt.function(stubborn, outputs=None)(np.arange(2), timeout=0.2)
+
+
+def test_F1_an_import_is_not_broken_off(runtime: Fork, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled libraries, such as torch, cannot be imported again in a process that has broken off an import."""
+    text = """
+        import sys, time
+        if hasattr(sys, "_has_begun"):
+            raise ImportError("this module was broken off while it was imported")
+        sys._has_begun = True
+        time.sleep(1.0)
+    """
+    (tmp_path / "not_twice.py").write_text(textwrap.dedent(text))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    rt = runtime(2)
+
+    def use(rows: np.ndarray) -> int:
+        import not_twice  # type: ignore[import-not-found]
+
+        while len(rows) == 2:
+            pass
+        return len(rows) + len(not_twice.__name__)
+
+    f = rt.function(use, outputs="sum")
+    with same_workers(rt):
+        for _ in range(2):
+            with pytest.raises(CallTimeout):
+                f(np.arange(4), timeout=0.3)
+        assert f(np.arange(2)) == 2 + 2 * len("not_twice")
 
 
 def test_F2_a_loop_in_c_ends_by_sigkill(reused: Fork) -> None:

@@ -12,6 +12,8 @@ import select
 import signal
 import socket
 import sys
+import threading
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,10 @@ from synk.errors import SharedMemoryError
 # Members of an enumeration are slow to look up.
 _CALL, _PREFETCH, _CLOSE = int(Kind.CALL), int(Kind.PREFETCH), int(Kind.CLOSE)
 _BEFORE_REPLY = {_CALL: "call.before_reply", int(Kind.ITEMS): "call.before_reply", _CLOSE: "close.received"}
+
+
+AGAIN_S = 0.05
+"""An interrupt that comes while a module is imported comes again after this time."""
 
 
 class WorkerLoop:
@@ -196,10 +202,24 @@ class WorkerLoop:
         # A signal that comes late, for a call that has ended, must not hit the next call.
         if worker is None or not is_interrupted(int(worker.down[worker.rank, Down.INTERRUPT]), worker.sequence):
             return
-        if worker.is_interruptible:
+        if worker.is_interruptible and _is_importing(frame):
+            threading.Timer(AGAIN_S, os.kill, (worker.pid, signum)).start()
+        elif worker.is_interruptible:
             worker.interrupt()
         else:
             worker.num_deferred += 1
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    """Whether a module is being imported at a frame.
+
+    A library of compiled code that is broken off while it is imported cannot be imported again in the same process
+    (torch then ends it, or stays without some of its names). So the import is done to its end. If that takes too long,
+    the master kills this process, and a new one can import it.
+    """
+    while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
+        frame = frame.f_back
+    return frame is not None
 
 
 def _flush_output(worker: Worker) -> None:
