@@ -20,7 +20,7 @@ from synk._master.calls.callee import Callee
 from synk._master.calls.launched import Launched, Steps
 from synk._master.calls.op_check import can_check, checking
 from synk._master.calls.plans import CachedPlan, Call
-from synk._master.calls.replies import check_serial_assignments, unpickled
+from synk._master.calls.replies import check_serial_assignments, conclude, unpickled
 from synk._master.calls.trials import tried
 from synk._master.processes.processes import Processes
 from synk._master.processes.reports import stacks, stacks_in
@@ -221,25 +221,18 @@ class Nodes:
         outputs = launched.assembly = self._outputs(launched, layouts, answers)
         packed = [parts for answer in answers for parts in answer.packed]
         objects = [unpickled(parts, function.name, rank) for rank, parts in zip(call.ranks, packed)]
-        result = outputs.build(call.rows, objects, None, None if call.owned is None else call.owned.order)
         words = dict(zip(call.ranks, (words for answer in answers for words in answer.up)))
         assigned = [values for answer in answers for values in answer.assigned]
         if call.options.is_trial:
+            result = outputs.build(call.rows, objects, None, None if call.owned is None else call.owned.order)
             session.workers.requests.pop(launched.sequence, None)
             of_variables = zip(layouts[0].assigned, zip(*assigned))
             return tried(call, outputs, result, words, {session.variables[k]: list(v) for (k, _), v in of_variables})
         if outputs.has_assignments:
-            self._commit(launched, layouts, assigned)
-        session.workers.requests.pop(launched.sequence, None)
-        if function.changes:
-            session.residents.note_changed(function.changes, launched.number, call.ranks)
-        ended_ns = time.monotonic_ns()
-        wall_ns = ended_ns - launched.started_ns
-        function.record.add(launched.cached.transfers, call.ranks, call.rows, words, wall_ns)
-        if call.is_timed:
-            function.record.add_timed(call.ranks, words, bool(function.changes), False)
-        for follow in session.followers:
-            follow(session, launched, result, ended_ns, ended_ns)
+            self._take_in(launched, layouts, assigned)
+        result = conclude(session, launched, objects, None, words)
+        if outputs.has_assignments:
+            session.workers.log.tell("commit")  # the nodes learn of it with their next messages
         if function.is_unchecked and can_check(function, call):
             launched.result = (result,)
             yield from checking(session, launched, outputs, dict(zip(call.ranks, layouts)), words)
@@ -261,8 +254,8 @@ class Nodes:
             raise ValueError(call.unequal)
         return outputs
 
-    def _commit(self, launched: NodesCall, layouts: list[Layout], assigned: list[list[list[np.ndarray]]]) -> None:
-        """Take in the new values of variables, and make them the values on all ranks."""
+    def _take_in(self, launched: NodesCall, layouts: list[Layout], assigned: list[list[list[np.ndarray]]]) -> None:
+        """Take in what the ranks have assigned to variables, where it becomes their values by the commit."""
         session, call = self._session, launched.call
         if call.options.is_serial:
             check_serial_assignments(session, layouts[0], launched.function.name)
@@ -270,8 +263,6 @@ class Nodes:
             for (variable_id, shapes), leaves in zip(layout.assigned, values):
                 for target, source in zip(session.variables[variable_id].back(rank, shapes), leaves):
                     np.copyto(target, source)
-        session.workers.log.tell("commit")  # the nodes learn of it with their next messages
-        session.variables.commit(call.ranks, layouts, launched.number)
 
 
 def _arguments(call: Call, low: int, high: int) -> list[Argument]:

@@ -93,13 +93,18 @@ def publishing(session: Session, launched: Launched, replies: dict[int, Reply]) 
     return assembly, (yield from _large_outputs(session, launched, assembly, replies, known))
 
 
-def conclude(session: Session, launched: Launched, objects: Sequence[list[Any]], lease: Lease | None) -> Any:
+def conclude(
+    session: Session, launched: Launched, objects: Sequence[list[Any]], lease: Lease | None, words: Any = None
+) -> Any:
     """Put the outputs of all ranks together, and commit what the call assigned and changed.
 
-    ``objects`` are the outputs that are not arrays. ``lease`` is the buffer in which the large outputs lie.
+    ``objects`` are the outputs that are not arrays. ``lease`` is the buffer in which the large outputs lie. ``words``
+    are the numbers that the ranks have reported, by rank; by default those in the lane.
     """
     call, cached, assembly = launched.call, launched.cached, launched.assembly
     assert assembly is not None
+    if words is None:
+        words = cached.lane.up_words
     heard_ns = time.monotonic_ns() if session.followers else 0
     # All workers have written their parts of the large outputs, so the buffer may become the user's. The commit comes
     # after everything that can fail.
@@ -113,10 +118,10 @@ def conclude(session: Session, launched: Launched, objects: Sequence[list[Any]],
     cached.is_agreed = True
     ended_ns = time.monotonic_ns()
     wall_ns = ended_ns - launched.started_ns
-    launched.function.record.add(cached.transfers, call.ranks, call.rows, cached.lane.up_words, wall_ns)
+    launched.function.record.add(cached.transfers, call.ranks, call.rows, words, wall_ns)
     if call.is_timed:
         is_step = bool(launched.function.changes)
-        launched.function.record.add_timed(call.ranks, cached.lane.up_words, is_step, session.has_devices)
+        launched.function.record.add_timed(call.ranks, words, is_step, session.has_devices)
     for follow in session.followers:
         follow(session, launched, result, heard_ns, ended_ns)
     return result
