@@ -168,3 +168,14 @@ def test_a_storm_of_interrupts_never_mixes_old_and_new() -> None:
         """,
         timeout=60,
     ).check("")
+
+
+def test_a_message_whose_reply_nobody_awaited_counts_as_answered(reused: Fork) -> None:
+    """The log of what workers must know could not be shortened any more after a new call that was ended."""
+    rt = reused(2)
+    known = [worker.known for worker in rt._session.workers.by_rank]
+    for _ in range(3):
+        endless = rt.function(lambda x: saboteurs.loop_for_ever(), outputs=None)
+        with pytest.raises(CallTimeout):
+            endless(ROWS, timeout=0.3)
+    assert [each.oldest for each in known] == [each.read for each in known]

@@ -147,8 +147,6 @@ class Requests(dict[int, Request]):
         if message is None:
             return False
         sequence, reply = message
-        known = self._processes.by_rank[rank].known
-        known.note_answered(sequence, is_received=not reply.flags & IS_UNRECEIVED)
         request = self.get(sequence)  # None: the reply belongs to a message that was given up
         if sequence == HELLO:
             self._processes.by_rank[rank].hello = reply
@@ -167,6 +165,8 @@ class Requests(dict[int, Request]):
             self._processes.poll_set.unwatch(process.channel.read_fd)
             return None
         status, flags, sequence, _ = message
+        # Here, so that it also counts where nobody waits for the reply any more, as after an interrupt.
+        worker.known.note_answered(sequence, is_received=not flags & IS_UNRECEIVED)
         counters = self._counters
         counters["messages_up"] += 1
         if status == Status.DONE and not flags & HAS_BODY:
