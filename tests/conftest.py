@@ -165,7 +165,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Choose from where the workers of a test come."""
     if nurseries := item.config.stash.get(_nurseries, None):
-        nurseries.choose(None if item.get_closest_marker("own_start") else uses_torch(item))
+        is_forked = harness.forks_workers = item.get_closest_marker("own_start") is None
+        nurseries.choose(uses_torch(item) if is_forked else None)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

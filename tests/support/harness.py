@@ -468,6 +468,10 @@ import synk
 """
 # The dump is asked for by a signal: faulthandler's own timer deadlocks the exit of a child made by os.fork.
 
+_FORKING = "import numpy; from support.nursery_process import raise_own_workers; raise_own_workers(); "
+forks_workers = False
+"""Whether the programs of scenarios fork their workers (``support.nursery``) instead of starting them."""
+
 
 @dataclass(frozen=True)
 class Result:
@@ -523,6 +527,8 @@ class Scenario:
         self._folder = tempfile.TemporaryDirectory(prefix="synk-test-")
         path = Path(self._folder.name, "scenario.py")
         prelude = _PRELUDE if has_prelude else ""
+        if has_prelude and forks_workers and tuple(flags) == ("-W", "error"):
+            prelude = _FORKING + prelude
         path.write_text(prelude + textwrap.dedent(code), encoding="utf-8")
         search_path = os.pathsep.join([str(PACKAGE_FOLDER), str(TESTS_FOLDER)])
         self.process = subprocess.Popen(
