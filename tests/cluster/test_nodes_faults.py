@@ -361,7 +361,6 @@ def test_a_program_that_is_killed_leaves_nothing(is_busy: bool) -> None:
     assert not result.leftovers
 
 
-@pytest.mark.own_start  # else each agent has a nursery, too
 def test_nothing_is_left_after_close(runtime: Callable[..., Any]) -> None:
     """The census of descriptors and memory is that of every test."""
     before = {pid for pid, _, _ in descendants(os.getpid())}

@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 
 import synk
+from support.nursery_process import NAME as NURSERY
 from synk._master.processes.processes import ARMED
 
 TESTS_FOLDER = Path(__file__).resolve().parents[1]
@@ -281,13 +282,19 @@ def process_stat(pid: int) -> tuple[str, str, int, int] | None:
 
 
 def children(pid: int) -> list[int]:
-    """Return the pids of a process's children, of all its threads."""
+    """Return the pids of a process's children, of all its threads, without the nursery that forks its workers."""
     found: list[int] = []
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as file:
                 found += [int(word) for word in file.read().split()]
-    return found
+    return [child for child in found if not is_nursery(child)]
+
+
+def is_nursery(pid: int) -> bool:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{pid}/comm", "rb") as file:
+        return file.read() == f"{NURSERY}\n".encode()
+    return False
 
 
 lasting_processes: set[int] = set()

@@ -29,6 +29,9 @@ CLONE = {"x86_64": 56, "aarch64": 220}
 AGENT = "cluster.loop"
 """The module, below ``synk``, in which the agent of a node goes on."""
 
+NAME = "synk-nursery"
+"""By which the harness knows a nursery of an agent or a program, and counts it as none of its children."""
+
 WORKER_MODULES = (
     "synk._worker.loop.serve",
     "synk._worker.held.pickling",
@@ -98,6 +101,7 @@ def raise_own_workers() -> None:
             if int(name) not in (0, 1, 2, theirs.fileno()):
                 with contextlib.suppress(OSError):  # that of the listing itself
                     os.close(int(name))
+        rename(NAME)
         sys.argv[:] = ["-c", "--synk-worker"]  # synk reads it at its import
         serve(theirs.detach(), WORKER_MODULES)
         os._exit(0)
@@ -106,6 +110,11 @@ def raise_own_workers() -> None:
 
     own = nursery.Nursery(ours)
     nursery.choose_by(lambda worker: own)
+
+
+def rename(name: str) -> None:
+    with open("/proc/self/comm", "w", encoding="ascii") as file:
+        file.write(name)
 
 
 def inherit(fds: Mapping[int, int]) -> None:
@@ -125,6 +134,7 @@ def go_on(module: str, args: Sequence[str], environment: Mapping[str, str], fold
     """Run the ``main`` of a module as a process does that was started with these arguments, and end."""
     np: Any = sys.modules["numpy"]
     os.setsid()
+    rename(os.path.basename(sys.executable)[:15])
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
