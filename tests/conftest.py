@@ -164,8 +164,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Choose from where the workers of a test come."""
+    SharedRuntimes.has_torch = uses_torch(item)
     if nurseries := item.config.stash.get(_nurseries, None):
-        nurseries.choose(None if item.get_closest_marker("own_start") else uses_torch(item))
+        is_forked = harness.forks_workers = item.get_closest_marker("own_start") is None
+        nurseries.choose(uses_torch(item) if is_forked else None)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -214,14 +216,19 @@ class SharedRuntimes:
     """Runtimes that tests of pure semantics share: ``shared_runtimes[n]`` has n workers, ``["inline"]`` none, and
     ``["1+3"]`` two nodes.
 
-    Made at first use; made again when a test closed one.
+    Made at first use; made again when a test closed one. Tests without torch have others than those with it: a worker
+    that takes the place of another imports what the functions before it have named.
     """
 
+    has_torch = False
+    """Whether the current test uses torch."""
+
     def __init__(self) -> None:
-        self._runtimes: dict[int | str, synk.Runtime] = {}
+        self._runtimes: dict[tuple[int | str, bool], synk.Runtime] = {}
 
     def __getitem__(self, num_workers: int | str) -> synk.Runtime:
-        runtime = self._runtimes.get(num_workers)
+        kind = num_workers, self.has_torch
+        runtime = self._runtimes.get(kind)
         if runtime is None or runtime.is_closed:
             if num_workers == "inline":
                 runtime = synk.Runtime(inline=True, backend="numpy")
@@ -229,7 +236,7 @@ class SharedRuntimes:
                 runtime = nodes_of(str(num_workers))
             else:
                 runtime = synk.Runtime(int(num_workers), backend="numpy")
-            self._runtimes[num_workers] = runtime
+            self._runtimes[kind] = runtime
             harness.pids(runtime)
         return runtime
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import harness
 from support.verified import all_verified
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -79,12 +80,15 @@ def arguments(path: Path) -> list[str]:
     ids=lambda path: path.stem,
 )
 def test_demo_checks_its_numbers_and_equals_its_serial_calls(path: Path, tmp_path: Path) -> None:
+    """The workers of those with a serial call are forked, except in the storm."""
     search_path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
     verified = [] if path.name in WITHOUT_SERIAL else ["-m", "support.verified"]
+    one_thread = {"OMP_NUM_THREADS": "1"}  # threads that wait take cores of others
+    how = {"SYNK_TEST_FORKS_WORKERS": "1"} if harness.forks_workers else {}
     finished = subprocess.run(
         [sys.executable, "-W", "error", *verified, *arguments(path)],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": search_path, "OMP_NUM_THREADS": "1"},  # threads that wait take cores of others
+        env={**os.environ, "PYTHONPATH": search_path, **one_thread, **how},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import harness
 from support.harness import (
     PACKAGE_FOLDER,
     SHM_FOLDER,
@@ -31,9 +32,11 @@ from support.harness import (
     Scenario,
     assert_right,
     census,
+    children,
     kill_and_wait,
     kill_in,
     pids,
+    script,
     settled_census,
 )
 
@@ -331,4 +334,40 @@ def test_a_forked_worker_is_like_one_that_was_started(nurseries: Any, runtime: F
         with pytest.raises(synk.errors.WorkerDied, match="exit 3"):
             rt.function(lambda: os._exit(3), per_rank=True, outputs=None)()
         rt.close()
+    assert found[1] == found[0]
+
+
+def test_a_forked_worker_of_a_node_is_like_one_that_was_started(nurseries: Any) -> None:
+    """It has imported more: its nursery is a copy of the agent."""
+    found = []
+    for choice in (None, False):
+        nurseries.choose(choice)
+        with synk.Runtime(1, cluster="here", nodes=2) as rt:
+            ranks = rt.function(surroundings, per_rank=True, outputs=None)()
+            agents = set(children(os.getpid())) - harness.lasting_processes
+            assert set(ranks.pop("parent")) == agents
+            ranks.pop("master's half")
+            found.append(ranks)
+    assert found[1] == found[0]
+
+
+PROGRAM_OF_WORKERS = """
+    from test_harness import surroundings
+
+    with synk.fork(2) as rt:
+        ranks = rt.function(surroundings, per_rank=True, outputs=None)()
+        assert ranks.pop("parent") == [os.getpid()] * 2
+        assert ranks.pop("argv") == [sys.argv * 2]
+        assert ranks["path"].pop(0) == [sys.path[0]] * 2
+        ranks["environment"].pop("SYNK_TEST_SCENARIO")
+        ranks.pop("flags")  # the program's own
+        print(ranks)
+"""
+
+
+def test_a_forked_worker_of_a_scenario_is_like_one_that_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for is_forked in (False, True):
+        monkeypatch.setattr(harness, "forks_workers", is_forked)
+        found.append(script(PROGRAM_OF_WORKERS).check().stdout)
     assert found[1] == found[0]

@@ -39,7 +39,7 @@ def limited(runtime: Fork) -> Any:
 
 X = np.linspace(-1, 2, 30_001)
 W = np.linspace(0, 1, 1000)
-EXACT = outer_sums(X, W)
+EXACT = X.mean() * W.mean(), X.sum() * W.sum(), X * W[0]  # without the table: each worker imports this module
 
 
 def check(result: Any) -> None:

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import zmq
 from support import conformance, disagreement
-from support.conformance import CommunicatorConformance, assert_all_raise, itemsize, reduce_array
+from support.conformance import DTYPES, CommunicatorConformance, assert_all_raise, itemsize, reduce_array
 from support.disagreement import Disagreement, Messages, assert_mismatch
 from support.shm_group import ShmEndpoint
 from support.wired_group import WiredGroup, wired_group
 from support.worker_group import Died
 
+from synk._pure.ops import REDUCE_OPS
 from synk.communicators._buffers import as_buffer
 from synk.communicators._shm import Aborted
 from synk.communicators._wire_mail import PIECE_NBYTES, WINDOW_NBYTES
@@ -45,6 +46,12 @@ class TestConformance(CommunicatorConformance):
     def counts(self, dtype: str, size: int) -> tuple[int, ...]:
         # What travels with the requests, what is copied in pieces, and what is folded in several parts.
         return (*super().counts(dtype, size), 3001, (3 << 20) // itemsize(dtype) // size + 5)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("op", REDUCE_OPS)
+    @pytest.mark.sampled(60)  # all pairs of an op and a dtype are reduced in test_shm
+    def test_reductions(self, group: WiredGroup, op: str, dtype: str) -> None:
+        super().test_reductions(group, op, dtype)
 
 
 @pytest.fixture(scope="module", params=((1, 2), (2, 1), (1, 1, 1)), ids=named)

@@ -28,8 +28,6 @@ from support.harness import (
 import synk
 from synk.errors import ClosedError, NotForkedError, ReentrancyError, SerializationError
 
-pytestmark = pytest.mark.own_start
-
 Fork = Callable[..., Any]
 Count = Callable[[int], int]
 DEV = ("-X", "dev", "-W", "error")
@@ -85,6 +83,7 @@ def test_E1_a_forked_copy_may_fork_a_runtime_of_its_own() -> None:
     """).check("")
 
 
+@pytest.mark.own_start
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_E2_multiprocessing_in_the_master_and_in_a_function(method: str) -> None:
     script(f"""
@@ -113,6 +112,7 @@ def test_E2_multiprocessing_in_the_master_and_in_a_function(method: str) -> None
     """).check("held [[], []]\n[{1}, {2}]\n")
 
 
+@pytest.mark.own_start
 def test_E3_subprocesses_inherit_nothing(runtime: Fork) -> None:
     """Even with ``close_fds=False``: all descriptors of the runtime are close-on-exec, in the workers too."""
     rt = runtime(2)
@@ -131,6 +131,7 @@ def test_E3_subprocesses_inherit_nothing(runtime: Fork) -> None:
             assert kind not in line.replace("pipe", "", 2)  # standard output and error are pipes of their own
 
 
+@pytest.mark.own_start
 def test_E4_a_runtime_started_in_a_thread_that_ends(runtime: Fork) -> None:
     started: list[Any] = []
     thread = threading.Thread(target=lambda: started.append(runtime(2)))
@@ -141,6 +142,7 @@ def test_E4_a_runtime_started_in_a_thread_that_ends(runtime: Fork) -> None:
         assert pids(started[0]) == before
 
 
+@pytest.mark.own_start
 def test_E4_workers_that_a_dead_thread_started_again(reused: Fork) -> None:
     rt = reused(2)
     kill_and_wait(pids(rt)[0])
@@ -247,6 +249,7 @@ EXITS = {
 }
 
 
+@pytest.mark.own_start
 @pytest.mark.parametrize("how", EXITS)
 def test_E9_exit_without_close(how: str) -> None:
     code, status, last_line = EXITS[how]
@@ -266,6 +269,7 @@ def test_E9_exit_without_close(how: str) -> None:
         assert result.stderr == ""
 
 
+@pytest.mark.own_start
 def test_E9_exit_before_the_workers_are_ready() -> None:
     script("synk.fork(2, backend='numpy')", flags=DEV).check("")
 
@@ -303,6 +307,7 @@ LATE = """
 """
 
 
+@pytest.mark.own_start
 def test_E10_objects_that_outlive_the_interpreter() -> None:
     """A call from an exit handler works as long as the runtime lives, and says that it is closed afterwards."""
     for place, answer in (("before_import", "closed"), ("after_import", "2.0")):
@@ -392,6 +397,7 @@ def test_E12_verbs_after_close_name_the_next_step() -> None:
             verb()
 
 
+@pytest.mark.own_start
 def test_E13_fork_and_close_many_times(storm_count: Count) -> None:
     """Descriptors, threads, mappings and children are flat after the first rounds."""
     script(

@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 
 import synk
+from support.nursery_process import NAME as NURSERY
 from synk._master.processes.processes import ARMED
 
 TESTS_FOLDER = Path(__file__).resolve().parents[1]
@@ -281,13 +282,19 @@ def process_stat(pid: int) -> tuple[str, str, int, int] | None:
 
 
 def children(pid: int) -> list[int]:
-    """Return the pids of a process's children, of all its threads."""
+    """Return the pids of a process's children, of all its threads, without the nursery that forks its workers."""
     found: list[int] = []
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as file:
                 found += [int(word) for word in file.read().split()]
-    return found
+    return [child for child in found if not is_nursery(child)]
+
+
+def is_nursery(pid: int) -> bool:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{pid}/comm", "rb") as file:
+        return file.read() == f"{NURSERY}\n".encode()
+    return False
 
 
 lasting_processes: set[int] = set()
@@ -468,6 +475,10 @@ import synk
 """
 # The dump is asked for by a signal: faulthandler's own timer deadlocks the exit of a child made by os.fork.
 
+_FORKING = "import numpy; from support.nursery_process import raise_own_workers; raise_own_workers(); "
+forks_workers = False
+"""Whether the programs of scenarios fork their workers (``support.nursery``) instead of starting them."""
+
 
 @dataclass(frozen=True)
 class Result:
@@ -523,6 +534,8 @@ class Scenario:
         self._folder = tempfile.TemporaryDirectory(prefix="synk-test-")
         path = Path(self._folder.name, "scenario.py")
         prelude = _PRELUDE if has_prelude else ""
+        if has_prelude and forks_workers and tuple(flags) == ("-W", "error"):
+            prelude = _FORKING + prelude
         path.write_text(prelude + textwrap.dedent(code), encoding="utf-8")
         search_path = os.pathsep.join([str(PACKAGE_FOLDER), str(TESTS_FOLDER)])
         self.process = subprocess.Popen(

@@ -4,10 +4,12 @@ A worker is an interpreter of its own. It imports NumPy and synk (0.2 s of a cor
 torch (1.1 s), and with the first optimizer more of torch (1 s). A *nursery* imports that once and forks the workers of
 the test process (``nursery_process``). Each has what a worker that was started has: its parent, session, descriptors,
 arguments, search path, folder and environment. The options of the interpreter, the seed of hashes, and the variables
-that libraries read when they are imported are the nursery's.
+that libraries read when they are imported are the nursery's. The agents of nodes are forked, too, and their workers by
+a nursery that each agent has for itself; these workers have imported the master's half, which the agent needs. The
+program of a scenario is started, and forks a nursery for its workers once it has imported NumPy.
 
-Tests about how workers start have the mark ``own_start``. Their workers are started, as are all those of programs that
-a test runs, of the storm, and with ``SYNK_TEST_NURSERY=0``.
+Tests about how workers start have the mark ``own_start``. Their workers are started, as are those of the storm, of
+other programs than scenarios, and with ``SYNK_TEST_NURSERY=0``.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ import os
 import socket
 import subprocess
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from support.nursery_process import CLONE
+from support.nursery_process import AGENT, CLONE, WORKER_MODULES
 from synk._master.processes.program import command
 from synk._master.processes.worker_process import WorkerProcess
 from synk._wire.cell import WORKER_ARGUMENT
@@ -34,13 +36,12 @@ serve(int(sys.argv[2]), {modules!r})
 """
 _TESTS = Path(__file__).resolve().parents[1]
 _MODULES = (
-    "synk._worker.loop.serve",
-    "synk._worker.held.pickling",
-    "synk._worker.comm.comm",
-    "numpy.random",
-    "cloudpickle",
+    *WORKER_MODULES,
+    "pytest",  # a function of a module of tests has its workers import the module: a sixth of a second
+    "hypothesis",
 )
 _TORCH = ("torch._dynamo", "synk.torch")
+_NODES = (f"synk.{AGENT}", "support.nursery")
 _NUM_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 """Set to 1: a copy of a process has none of the threads that a library has started in it."""
 
@@ -64,32 +65,18 @@ def is_possible() -> bool:
 
 
 class Nursery:
-    """A process that forks workers. It imports nothing before it is first asked for one.
+    """A process that forks workers for this one.
 
     Parameters
     ----------
-    modules : sequence of str
-        What its workers have imported.
+    connection : socket.socket
+        To its ``serve``.
     """
 
-    def __init__(self, modules: Sequence[str]) -> None:
+    def __init__(self, connection: socket.socket) -> None:
         self._owner = os.getpid()
         self._lock = threading.Lock()
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        boot = _BOOT.format(folders=[str(_TESTS), str(_TESTS.parent)], modules=tuple(modules))
-        started = command(theirs.fileno(), "", "nursery")
-        started[started.index("-c") + 1] = boot
-        with theirs:
-            self._popen = subprocess.Popen(
-                started,
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                env={**os.environ, **dict.fromkeys(_NUM_THREADS, "1")},
-            )
-
-    @property
-    def pid(self) -> int:
-        return self._popen.pid
+        self._socket = connection
 
     @property
     def is_mine(self) -> bool:
@@ -122,31 +109,47 @@ class Nursery:
     def close(self) -> None:
         """End it. Its workers live on."""
         self._socket.close()
+
+
+class StartedNursery(Nursery):
+    """A nursery that was started as a child of this process. It imports nothing before it is first asked for a worker.
+
+    Parameters
+    ----------
+    modules : sequence of str
+        What its workers have imported.
+    """
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        super().__init__(ours)
+        boot = _BOOT.format(folders=[str(_TESTS), str(_TESTS.parent)], modules=tuple(modules))
+        started = command(theirs.fileno(), "", "nursery")
+        started[started.index("-c") + 1] = boot
+        with theirs:
+            self._popen = subprocess.Popen(
+                started,
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                env={**os.environ, **dict.fromkeys(_NUM_THREADS, "1")},
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def close(self) -> None:
+        super().close()
         self._popen.wait()
 
 
-class Nurseries:
-    """Two nurseries, one without torch and one with it, from which all workers of this process come."""
+Choice = Callable[[WorkerProcess], "Nursery | None"]
 
-    def __init__(self) -> None:
-        self._by_torch = {False: Nursery(_MODULES), True: Nursery(_MODULES + _TORCH)}
-        self._chosen: Nursery | None = None
 
-        def launched(worker: WorkerProcess, message: int, fds: Sequence[int], *rest: object) -> object:
-            return self._launch(worker, message, fds, *rest)
+def choose_by(choice: Choice) -> None:
+    """From now on have each worker forked by the nursery that ``choice`` returns for it, or with ``None`` started."""
 
-        WorkerProcess._launch = launched  # type: ignore[assignment, method-assign]
-
-    @property
-    def pids(self) -> set[int]:
-        return {nursery.pid for nursery in self._by_torch.values()}
-
-    def choose(self, has_torch: bool | None) -> None:
-        """Have workers forked by one of the two from now on, or with ``None`` started."""
-        self._chosen = None if has_torch is None else self._by_torch[has_torch]
-
-    def _launch(
-        self,
+    def launch(
         worker: WorkerProcess,
         message: int,
         fds: Sequence[int],
@@ -154,14 +157,40 @@ class Nurseries:
         stderr: int,
         environment: Mapping[str, str],
     ) -> subprocess.Popen[bytes]:
-        nursery = self._chosen
+        nursery = choice(worker)
         if nursery is None or not nursery.is_mine:
             return _started(worker, message, fds, stdout, stderr, environment)  # type: ignore[arg-type]
         args = [WORKER_ARGUMENT, str(int(message)), f"synk-{worker._kind}-{worker.rank}"]
         return nursery.fork(worker._module, args, fds, (stdout, stderr), environment)
 
+    WorkerProcess._launch = launch  # type: ignore[assignment, method-assign]
+
+
+class Nurseries:
+    """Where all workers of this process come from: a nursery without torch and one with it, and two for agents."""
+
+    def __init__(self) -> None:
+        self._has_torch: bool | None = None
+        self._nurseries = {
+            (is_agent, has_torch): StartedNursery(_MODULES + _NODES * is_agent + _TORCH * has_torch)
+            for is_agent in (False, True)
+            for has_torch in (False, True)
+        }
+        choose_by(self._of)
+
+    @property
+    def pids(self) -> set[int]:
+        return {nursery.pid for nursery in self._nurseries.values()}
+
+    def choose(self, has_torch: bool | None) -> None:
+        """From now on have workers forked that have imported torch or not, or with ``None`` have them started."""
+        self._has_torch = has_torch
+
+    def _of(self, worker: WorkerProcess) -> Nursery | None:
+        return None if self._has_torch is None else self._nurseries[worker._module == AGENT, self._has_torch]
+
     def close(self) -> None:
-        """End both, and have workers started again."""
+        """End all, and have workers started again."""
         WorkerProcess._launch = _started  # type: ignore[method-assign]
-        for nursery in self._by_torch.values():
+        for nursery in self._nurseries.values():
             nursery.close()

@@ -1,6 +1,7 @@
 """The process of a nursery: it imports once what workers need, and forks them; see ``support.nursery``.
 
-It imports nothing of the master's half, which a worker does not have either.
+For workers it imports nothing of the master's half, which a worker does not have either. The agents of nodes, and the
+programs of scenarios, have a nursery of their own: a copy from before they have begun.
 """
 
 from __future__ import annotations
@@ -24,6 +25,20 @@ from typing import Any
 _CLONE_PARENT = 0x8000
 CLONE = {"x86_64": 56, "aarch64": 220}
 """The number of the system call, by machine."""
+
+AGENT = "cluster.loop"
+"""The module, below ``synk``, in which the agent of a node goes on."""
+
+NAME = "synk-nursery"
+"""By which the harness knows a nursery of an agent or a program, and counts it as none of its children."""
+
+WORKER_MODULES = (
+    "synk._worker.loop.serve",
+    "synk._worker.held.pickling",
+    "synk._worker.comm.comm",
+    "numpy.random",
+    "cloudpickle",
+)
 
 _MOST_FDS = 253  # in one message
 
@@ -72,6 +87,36 @@ def fork_sibling() -> int:
     return int(pid)
 
 
+def raise_own_workers() -> None:
+    """Have a copy of this process fork the workers that it starts: of an agent, or a program, that has not begun yet.
+
+    The copy ends when this process does, or is killed with its group.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    if os.fork() == 0:
+        null = os.open(os.devnull, os.O_RDWR)
+        for number in (0, 1, 2):
+            os.dup2(null, number)
+        for name in os.listdir("/proc/self/fd"):  # who waits for the ends of this process's pipes would wait for it
+            if int(name) not in (0, 1, 2, theirs.fileno()):
+                with contextlib.suppress(OSError):  # that of the listing itself
+                    os.close(int(name))
+        rename(NAME)
+        sys.argv[:] = ["-c", "--synk-worker"]  # synk reads it at its import
+        serve(theirs.detach(), WORKER_MODULES)
+        os._exit(0)
+    theirs.close()
+    from support import nursery  # not before: it imports the master's half
+
+    own = nursery.Nursery(ours)
+    nursery.choose_by(lambda worker: own)
+
+
+def rename(name: str) -> None:
+    with open("/proc/self/comm", "w", encoding="ascii") as file:
+        file.write(name)
+
+
 def inherit(fds: Mapping[int, int]) -> None:
     """Have each descriptor under the number that is its key, and no other one except standard input."""
     above = max(*fds, *fds.values()) + 1
@@ -89,6 +134,7 @@ def go_on(module: str, args: Sequence[str], environment: Mapping[str, str], fold
     """Run the ``main`` of a module as a process does that was started with these arguments, and end."""
     np: Any = sys.modules["numpy"]
     os.setsid()
+    rename(os.path.basename(sys.executable)[:15])
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
@@ -102,9 +148,11 @@ def go_on(module: str, args: Sequence[str], environment: Mapping[str, str], fold
     with open(int(args[1]), "rb") as file:
         setup = json.load(file)
     sys.path[:] = setup["import_path"]
+    if module == AGENT:
+        raise_own_workers()
     status = 1
     try:
-        importlib.import_module(module).main(socket.socket(fileno=setup["fds"]["socket"]), setup)
+        importlib.import_module(f"synk.{module}").main(socket.socket(fileno=setup["fds"]["socket"]), setup)
         status = 0
     except BaseException:
         sys.excepthook(*sys.exc_info())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
 import runpy
 import sys
@@ -16,6 +17,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+
+from support.nursery_process import raise_own_workers
+
+if __name__ == "__main__" and os.environ.get("SYNK_TEST_FORKS_WORKERS"):
+    importlib.import_module("numpy")  # for the workers, too
+    raise_own_workers()  # before synk is imported, which a worker does in another way
 
 import synk
 from support.talking import check_on_one_rank, talks

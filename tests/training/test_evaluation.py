@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-metrics = pytest.importorskip("sklearn.metrics")
 
 import synk.torch  # noqa: E402
 
@@ -26,6 +25,7 @@ def classes_of(num_rows: int, num_classes: int) -> tuple[Any, Any, Any]:
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("num_rows", [2, 5, 32, 101])
 def test_accuracy_counts_and_ranks_are_those_of_one_process(shared_runtimes: Any, workers: int, num_rows: int) -> None:
+    metrics = pytest.importorskip("sklearn.metrics")  # here: 2 s, and the workers of other tests import this module
     model, x, y = classes_of(num_rows, 2)
     rep = synk.torch.replicate(model, runtime=shared_runtimes[workers])
 

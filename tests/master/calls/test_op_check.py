@@ -156,6 +156,7 @@ FUNCTIONS: dict[str, Callable[[np.ndarray], Any]] = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.sampled(3)
 def test_warned_or_silent_as_the_plain_function_demands(rt: Any, name: str) -> None:
     fn = FUNCTIONS[name]
     x = X[: {1: 8, 2: 13, 3: 13}[rt.world_size]]
