@@ -221,7 +221,7 @@ class Function(FunctionHandle, Generic[P, R]):
             if output_subset is None and timeout is None and type(num_slices) is int and num_slices == 1:
                 callee = self._callee
                 compiled, capture, session = callee.plans.compiled[0], callee.capture, callee.session
-                if compiled is not None and session and capture and capture.is_current() and not self._retry:
+                if compiled is not None and session and capture and capture.is_current():
                     result = call_again(session, callee, compiled, args, kwargs, batch, shard_batch)
                     if result is not UNFIT:
                         return result

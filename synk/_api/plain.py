@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synk._api.plain_copy import RESIDENT, SHARED, Copy, NotComparable, copied, why_no_handle
-from synk._master.calls.binding import Rows, select
+from synk._master.calls.binding import RowCount, select
 from synk._master.calls.callee import Callee
 from synk._master.code.handles import Handle
 from synk._master.objects.data import Data
@@ -222,7 +222,7 @@ class _PickedRows:
         self._selection = None
         if batch is not None:
             values = [(leaf, _as_plain(leaf)) for leaf in leaves]
-            rows = [Rows("", _num_rows(value), _is_minibatch(leaf)) for leaf, value in values if _has_rows(value)]
+            rows = [RowCount("", _num_rows(value), _is_minibatch(leaf)) for leaf, value in values if _has_rows(value)]
             self._selection = select(rows, batch, name)
 
     def of(self, leaf: Any) -> Any:

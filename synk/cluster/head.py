@@ -31,7 +31,7 @@ from synk._master.workers.failures import rebuild
 from synk._master.workers.recovery import GRACE_S
 from synk._pure.ops import EACH
 from synk._wire.memory import Segment
-from synk._wire.messages import Layout, Plan, Status
+from synk._wire.messages import Kind, Layout, Plan, Status
 from synk._wire.messages import Reply as WorkerReply
 from synk.backends._assignment import DeviceAssignment
 from synk.cluster.agent_process import AgentProcess, NodePlacement
@@ -58,6 +58,7 @@ class NodesCall(Launched):
         self.pending = set(nodes)
         self.total_ranks, self.recovery = session.total_ranks, session.workers.recovery
         self.failed: dict[int, NodeReply] = {}
+        self.orders: dict[int, CallOrder] = {}  # until they were sent
 
     def take(self, rank: int, reply: WorkerReply) -> None:
         """Note the reply of a node. If the call has failed there, give the other nodes little time to end."""
@@ -165,8 +166,8 @@ class Nodes:
             nodes, self._session, function, call, cached, (), deadline, started_ns, pickled_nbytes, log_state
         )
 
-    def orders(self, launched: NodesCall) -> dict[int, CallOrder]:
-        """Return the order of each node that runs a call."""
+    def stage(self, launched: NodesCall) -> None:
+        """Make the order of each node that runs a call: the rows are cut out of the arguments as these are now."""
         function, call = launched.function, launched.call
         launched.number = next(self._session.numbers)  # the nodes do not count: all ranks of a call must use one number
         note = FunctionNote(
@@ -178,12 +179,11 @@ class Nodes:
         known = self._ranks.num_restarts if self._session.residents.has_any else {}
         # The head has bound the call: the node's session divides no rows, and any number of its ranks may run it.
         options = replace(call.options, batch=None, shard_batch=None, timeout=None, is_serial=False)
-        found = {}
         for node in launched.nodes:
             ranks = self.topology.ranks_of(node)
             low, high, bounds = own_bounds(call.bounds, ranks)
             mine = [rank for rank in ranks if rank in weights]
-            found[node] = CallOrder(
+            launched.orders[node] = CallOrder(
                 note,
                 launched.number,
                 known.get(node),
@@ -200,7 +200,15 @@ class Nodes:
                 self._group.number,
                 None if call.owned is None else own_rows(call.owned, ranks),
             )
-        return found
+
+    def send(self, launched: NodesCall) -> None:
+        """Send a call that was staged to the nodes that run it."""
+        self._session.counters["calls"] += 1
+        orders, lane = launched.orders, launched.cached.lane.index
+        self._session.workers.send(
+            Kind.CALL, list(orders), 0, orders, [], launched.deadline, "call", launched.what, lane, launched
+        )
+        launched.orders = {}
 
     def collecting(self, launched: NodesCall) -> Steps[Any]:
         """Turn the replies of the nodes into the result; see ``synk._master.calls.replies.collecting``."""

@@ -37,7 +37,7 @@ Divider = Callable[[int], list[tuple[int, int]]]
 """Maps a number of rows to the bounds of each rank."""
 
 
-class Rows(NamedTuple):
+class RowCount(NamedTuple):
     """What counts of a scattered array when rows are given to ranks."""
 
     label: str
@@ -146,7 +146,7 @@ def divider(session: Session, function: Callee, is_serial: bool = False) -> Divi
 
 
 def choose_rows(
-    rows: Sequence[Rows],
+    rows: Sequence[RowCount],
     shards: Sequence[tuple[str, Variable]],
     batch: Any,
     shard_batch: Any,
@@ -171,12 +171,14 @@ def choose_rows(
     return selection, divide(selection.count), None
 
 
-def rows_of(arguments: Sequence[Argument]) -> list[Rows]:
+def rows_of(arguments: Sequence[Argument]) -> list[RowCount]:
     """Return the arrays that have rows, in the form that ``select`` and ``assign`` take."""
-    return [Rows(a.label, a.shape[0], a.is_minibatch) for a in arguments if a.kind == "rows" and a.shape is not None]
+    return [
+        RowCount(a.label, a.shape[0], a.is_minibatch) for a in arguments if a.kind == "rows" and a.shape is not None
+    ]
 
 
-def select(rows: Sequence[Rows], batch: Any, function_name: str) -> Selection | None:
+def select(rows: Sequence[RowCount], batch: Any, function_name: str) -> Selection | None:
     """Return the rows of a call, or None if no argument is scattered."""
     if not rows:
         if batch is not None:
@@ -211,7 +213,7 @@ def own_rows(variables: Sequence[Variable], world_size: int, function_name: str)
 
 
 def assign(
-    rows: Sequence[Rows], shards: Sequence[tuple[str, Variable]], batch: Any, shard_batch: Any, function_name: str
+    rows: Sequence[RowCount], shards: Sequence[tuple[str, Variable]], batch: Any, shard_batch: Any, function_name: str
 ) -> Assignment:
     """Return which rank works on which rows if some arguments are sharded variables: each rank on the rows it owns.
 
@@ -263,7 +265,7 @@ def ranks_with_rows(bounds: Sequence[tuple[int, int]]) -> list[int]:
     return [rank for rank, (low, high) in enumerate(bounds) if high > low]
 
 
-def index_arrays(selection: Selection | None, owned: Assignment | None, rows: Sequence[Rows]) -> IndexArrays:
+def index_arrays(selection: Selection | None, owned: Assignment | None, rows: Sequence[RowCount]) -> IndexArrays:
     """Return the rows to take of whole inputs, of the ranks' own shards and of minibatch inputs; None for a range."""
     indices = None if selection is None else selection.indices
     if owned is None:

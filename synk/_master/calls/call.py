@@ -106,21 +106,28 @@ def launch(
     load(session, function, call.arguments, deadline, f"call {function.name!r}")
     pickled = session.counters["bytes_pickled"] - pickled
     if session.nodes is not None:
-        launched: Launched = session.nodes.launched(function, call, lane, deadline, started, pickled, state)
-    else:
-        cached = plan_call(session, function, call, options, lane)
-        launched = Launched(function, call, cached, values_of(call, cached), deadline, started, pickled, state)
+        launched = session.nodes.launched(function, call, lane, deadline, started, pickled, state)
+        return _launch_on_nodes(session, launched, is_alone=is_alone)
+    cached = plan_call(session, function, call, options, lane)
+    launched = Launched(function, call, cached, values_of(call, cached), deadline, started, pickled, state)
     try:
-        if session.nodes is None:
-            stage(session, launched)
-        else:
-            orders = session.nodes.orders(launched)  # they cut the rows out of the arguments as these are now
+        stage(session, launched)
         if is_alone:
             _wait_alone(session, launched)
-        if session.nodes is None:
-            send(session, launched)
-        else:
-            _send_to_nodes(session, launched, orders)
+        send(session, launched)
+    except BaseException as error:
+        abandon(session, launched, error)
+        raise
+    return launched
+
+
+def _launch_on_nodes(session: Session, launched: Launched, *, is_alone: bool) -> Launched:
+    """Send a call to the nodes that run it, in the same steps."""
+    try:
+        session.nodes.stage(launched)
+        if is_alone:
+            _wait_alone(session, launched)
+        session.nodes.send(launched)
     except BaseException as error:
         abandon(session, launched, error)
         raise
@@ -157,13 +164,6 @@ def send(session: Session, launched: Launched) -> None:
     if launched.pickled_nbytes:
         session.counters["bytes_pickled"] += launched.pickled_nbytes
     doorbells.ring(launched, _CALL, cached.plan.plan_id, lane.index)
-
-
-def _send_to_nodes(session: Session, launched: Launched, orders: dict[int, Any]) -> None:
-    """Send a call to the nodes that run it."""
-    session.counters["calls"] += 1
-    lane = launched.cached.lane.index
-    session.workers.send(_CALL, list(orders), 0, orders, [], launched.deadline, "call", launched.what, lane, launched)
 
 
 def _send_new(session: Session, launched: Launched) -> None:

@@ -1,12 +1,18 @@
 """A compiled call: what a successful call leaves behind, so that calls like it need only a doorbell.
 
-There is one for each function and lane. A call *fits* if nothing has changed. Its caller has compared what the function
-captured (``code.capture``), and seen that no other call is in flight. ``fits`` compares the rest: the state of the log
-(what the runtime itself changed, and what finalizers dropped: ``processes.log``), assignments that are still to be
-committed, the settings of libraries (``synk._wire.settings``), the process, and how the outputs of the last call were
-put together; then the arguments, which must match the last ones (``calls.pattern``), while their rows may differ if the
-same ranks run the call; then what is reported on the workers' descriptors. Nothing is written before all this. A call
-that does not fit is bound again, and may compile a new one.
+There is one for each function and lane. A call *fits* if nothing has changed. A call that does not fit is bound again,
+and may compile a new one. All that can make a call new, in the order in which it is asked:
+
+- its options: ``output_subset``, ``timeout``, ``num_slices`` (``Function.__call__``);
+- something that the function captured has changed (``code.capture``);
+- this thread is in an operation, or runs on a worker, or another call is in flight (``call.call_again``);
+- the state of the log: what the runtime itself changed, and what finalizers dropped (``processes.log``); assignments to
+  be committed; settings of libraries (``synk._wire.settings``); a fork; how the last outputs were put together (here);
+- the arguments: their types, dtypes, shapes, identities, structure, the size of their pickle (``calls.pattern``);
+- a batch that other ranks would run or that needs other places, or the first that allows the check of the op (here);
+- a death or a printed line that the workers' descriptors report, or no buffer for large outputs that the ranks know.
+
+Nothing is written before all this. ``_why_new`` lists the calls that are never compiled, for ``synk.profile()``.
 """
 
 from __future__ import annotations

@@ -44,7 +44,8 @@ def carry_out(session: Session, steps: Steps[R]) -> R:
 def collecting(session: Session, launched: Launched) -> Steps[Any]:
     """Turn replies into the result: errors first, then agreement, then the large outputs, then the values.
 
-    A generator: it yields each request whose replies it needs, is sent the replies, and returns the result. It is one
+    A generator: it yields each request whose replies it needs (first the call, which is a request itself), is sent the
+    replies, and returns the result. It is one
     because ``done`` and ``result`` of a submitted call must come back while a later request is still unanswered: that
     one waits behind the calls that were submitted after this one. A call that is waited for uses :func:`carry_out`.
     """

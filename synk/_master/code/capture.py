@@ -20,9 +20,9 @@ from synk._master.code.arrays import (
     versions_check,
 )
 from synk._master.code.book import Book
+from synk._master.code.comparisons import Check, Comparisons, size_of
 from synk._master.code.facets import Elements, Facet, Names, State
 from synk._master.code.parcels import Node
-from synk._master.code.rows import Check, Rows, size_of
 from synk._master.code.turns import Group, Ring, Turn, Walk, Windows
 from synk._pure.interrupts import is_from_handler
 
@@ -121,7 +121,7 @@ class Capture:
     def _compile(
         self, book: Book, function_id: int, lookups: Sequence[tuple[Callable[..., Any], Any, Any]]
     ) -> list[Check]:
-        each = Rows()
+        each = Comparisons()
         for lookup in lookups:
             each.expect(*lookup)
         self._add_names(book, function_id, each)
@@ -147,7 +147,7 @@ class Capture:
         self._add_in_turn(rest, each)
         return each.checks() + unfit + self._add_states(states)
 
-    def _add_names(self, book: Book, function_id: int, each: Rows) -> None:
+    def _add_names(self, book: Book, function_id: int, each: Comparisons) -> None:
         """Add the globals that functions name and the modules that they reach."""
         named: dict[Node, list[str]] = {}
         for node, name in self.named:
@@ -170,7 +170,7 @@ class Capture:
             each.expect(vars(module).get, "__spec__", spec)
 
     def _add_arrays(
-        self, arrays: Sequence[tuple[Node, Contents]], each: Rows, rest: list[tuple[Node, Facet]]
+        self, arrays: Sequence[tuple[Node, Contents]], each: Comparisons, rest: list[tuple[Node, Facet]]
     ) -> list[Check]:
         """Add arrays to the rows and to the turns. Return the checks that fit into no row."""
         num_left = MAX_ARRAYS
@@ -207,11 +207,11 @@ class Capture:
             checks.append(lambda: all(facet.glance() for facet in glanced))
         return checks
 
-    def _add_in_turn(self, rest: Sequence[tuple[Node, Facet]], each: Rows) -> None:
+    def _add_in_turn(self, rest: Sequence[tuple[Node, Facet]], each: Comparisons) -> None:
         """Add turns: a walk for each large container, groups for the rest. Their lengths are compared at each call."""
         small = [(node, facet) for node, facet in rest if facet.size <= WINDOW_SIZE]
         for members in _portions(small, WINDOW_SIZE, size_of):
-            rows = Rows()
+            rows = Comparisons()
             for member in members:
                 rows.add(member[1])
             size = sum(size_of(facet) for _, facet in members)

@@ -1,7 +1,7 @@
-"""Facets that are compared together: a row for each kind of comparison, and one loop in C for each row.
+"""Facets that are compared together: a list for each kind of comparison, and one loop in C for each list.
 
-Rows compare only identities, lengths and the bytes of small arrays. If a row differs, its facets may still be equal:
-the update that follows compares them one by one.
+Only identities, lengths and the bytes of small arrays are compared. If something differs, its facet may still be equal:
+the update that follows compares the facets one by one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from synk._master.code.arrays import Contents
 from synk._master.code.facets import FUNCTION_PARTS, MISSING, Elements, Facet, base_of, slot, slots_of, table_of
 
 Check = Callable[[], bool]
-"""Returns whether a row has not changed."""
+"""Returns whether nothing in a list has changed."""
 
 _ARRAY_SIZE = 4
 """A small array costs as much to compare as this many other objects."""
@@ -30,8 +30,8 @@ _FEW = 16
 _attribute = object.__getattribute__
 
 
-class Rows:
-    """Collects facets, and compiles them into checks."""
+class Comparisons:
+    """Facets that are compared at once: collected, and then compiled into checks."""
 
     def __init__(self) -> None:
         self._lookups: list[tuple[Callable[..., Any], Any, Any]] = []

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from synk._master.code.comparisons import contents_getter
 from synk._master.code.facets import slot, slots_of, table_of
 from synk._master.code.modules import globals_in, is_users_module
-from synk._master.code.rows import contents_getter
 from synk._pure.interrupts import safe_point
 
 _MAX_DEPTH = 6

@@ -8,9 +8,9 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from synk._master.code.comparisons import Check
 from synk._master.code.facets import Facet, Table, base_of
 from synk._master.code.parcels import Node
-from synk._master.code.rows import Check
 
 _WINDOW_COST = 1 << 13
 """The fixed cost of comparing a window of an array, expressed in bytes."""

@@ -111,7 +111,9 @@ def _candidates() -> Iterator[str]:
 
 def setup_message(placement: Placement, rank: int, failpoints: Sequence[Any]) -> dict[str, Any]:
     """Return what the worker at position ``rank`` on this machine must know before it can unpickle anything."""
-    home = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    home = os.path.abspath(__file__)
+    for _ in __name__.split("."):
+        home = os.path.dirname(home)  # at last the folder in which the package lies
     path = search_path()
     absolute = [entry for entry in path if os.path.isabs(entry)]
     return {

@@ -65,7 +65,9 @@ class Executor:
         if prepared.is_plain:
             bases, arguments = prepared.bases, []
             for position, part in rows.views.items():
-                arguments.append(bases[position][part])  # a new view, because the function may change its shape
+                # A new view, because the function may change its shape. Nobody else may refer to it: if anything does
+                # after the call, the function has kept it (Loans.are_touched).
+                arguments.append(bases[position][part])
             began = time.monotonic_ns()
             result = function.fn(*arguments)
             self.ended = time.monotonic_ns()

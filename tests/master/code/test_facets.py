@@ -12,8 +12,8 @@ import pytest
 
 from synk._master.code import facets
 from synk._master.code.arrays import Contents
+from synk._master.code.comparisons import Comparisons
 from synk._master.code.facets import Elements, Facet, State, attributes, contents, items
-from synk._master.code.rows import Rows
 
 
 def move_to_end(table: dict[str, int]) -> None:
@@ -75,7 +75,7 @@ def test_a_forgotten_change_is_reported_again(name: str) -> None:
 )
 def test_an_empty_container_is_compared_by_its_length_not_by_its_truth(make: Any, obj: Any, fill: Any) -> None:
     for is_counted in (False, True):  # too large for each call, where only lengths are compared
-        rows = Rows()
+        rows = Comparisons()
         rows.count(obj) if is_counted else rows.add(make(obj))
         checks = rows.checks()
         assert all(check() for check in checks)
