@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
+from support.harness import PACKAGE_FOLDER
 
 from synk._master.processes.placement import Placement
 from synk._master.processes.program import setup_message
@@ -80,3 +82,12 @@ def test_workers_are_told_ranks_that_count_those_of_other_machines() -> None:
     assert (told["rank"], told["first_rank"], told["device"]) == (1, 4, "cpu:1")
     assert (told["world_size"], told["total_ranks"]) == (2, 8)
     assert second.named([0, 1]) == "rank 4, 5"
+
+
+def test_workers_search_the_folder_in_which_the_package_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the program found it by a relative path, which workers do not search; and never its inner folders."""
+    rest = [entry for entry in sys.path if entry not in ("", str(PACKAGE_FOLDER))]
+    monkeypatch.setattr(sys, "path", ["", *rest])
+    searched = setup_message(on_cpu("cpu:0"), 0, [])["import_path"]
+    assert searched[-1] == str(PACKAGE_FOLDER)
+    assert str(PACKAGE_FOLDER / "synk") not in searched
