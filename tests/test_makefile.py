@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from support.quick import functions_at, quoted
+from support.quick import functions_at, quoted, texts_at
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -61,3 +61,7 @@ def test_quick_finds_the_quoted_words_and_the_functions_of_a_change() -> None:
     assert not any("self" in words or "docstring" in words for words in runs)
     source = "class A:\n    def first(self):\n        pass\n\n    def second(self):\n        pass\n"
     assert functions_at(source, {6}) == {"second"} and functions_at(source, {4}) == set()
+    source = 'def told(name):\n    """Some words of it."""\n    raise ValueError(\n'
+    source += '        f"one two three four {name} five"\n        " six seven eight"\n    )\n'
+    assert texts_at(source, {5}) == {"one two three four", "five six seven eight"}, "the text, not its line alone"
+    assert texts_at(source, {2}) == set() and functions_at(source, {2}) == set()

