@@ -13,6 +13,7 @@ import fcntl
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import BinaryIO, TypeVar
@@ -20,6 +21,8 @@ from typing import BinaryIO, TypeVar
 State = TypeVar("State")
 
 Path = str | os.PathLike[str]
+
+_STEP_S = 0.02
 
 
 class _Part:
@@ -34,7 +37,7 @@ class _Part:
         while True:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                _lock(descriptor)
                 if self._is_at_its_name(descriptor):
                     return descriptor
             except BaseException:
@@ -75,6 +78,15 @@ class _Part:
         if self._is_at_its_name(self._descriptor):  # otherwise it has just got the file's name
             os.unlink(self._path)
         os.close(self._descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    """Wait for the lock of a file, in steps: a wait in the kernel does not end for a Ctrl-C that another thread gets."""
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_STEP_S)
 
 
 def save(
