@@ -81,7 +81,7 @@ class _Part:
 
 
 def _lock(descriptor: int) -> None:
-    """Wait for the lock of a file, in steps: a wait in the kernel does not end for a Ctrl-C that another thread gets."""
+    """Wait for the lock of a file. One wait in the kernel would not end for a signal that another thread gets."""
     while True:
         try:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
