@@ -236,10 +236,18 @@ class Channel:
                 raise
             body = packet[HEADER.size :]
             if flags & IS_LARGE:
-                body = _body_in(fds.pop(), nbytes)  # the sender appends the descriptor of a large body last
+                body = self._body_in(fds.pop(), nbytes)  # the sender appends the descriptor of a large body last
             if sequence is None or got_sequence == sequence & 0xFFFF:
                 return body, list(fds)
             _close_all(fds)
+
+    def _body_in(self, fd: int, nbytes: int) -> Any:
+        """Return a large body, and close the descriptor of the memory in which it came."""
+        try:
+            with mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ) as mapping:
+                return mapping[:nbytes]
+        finally:
+            os.close(fd)
 
     def close(self) -> None:
         """Close all three descriptors. It may be called again."""
@@ -260,15 +268,6 @@ def _receive(sock: socket.socket) -> tuple[bytes, list[int], int]:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
     return packet, list(fds), flags
-
-
-def _body_in(fd: int, nbytes: int) -> bytes:
-    """Return a large body, and close the descriptor of the memory in which it came."""
-    try:
-        with mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ) as mapping:
-            return mapping[:nbytes]
-    finally:
-        os.close(fd)
 
 
 def _close_all(fds: Sequence[int]) -> None:

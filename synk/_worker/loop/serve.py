@@ -203,7 +203,7 @@ class WorkerLoop:
         if worker is None or not is_interrupted(int(worker.down[worker.rank, Down.INTERRUPT]), worker.sequence):
             return
         if worker.is_interruptible and _is_importing(frame):
-            threading.Timer(AGAIN_S, os.kill, (worker.pid, signum)).start()
+            threading.Timer(AGAIN_S, signal.pthread_kill, (threading.get_ident(), signum)).start()
         elif worker.is_interruptible:
             worker.interrupt()
         else:

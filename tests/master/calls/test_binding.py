@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from synk._master.calls.arguments import padded
-from synk._master.calls.binding import Rows, choose_rows, index_arrays, own_rows, ranks_with_rows, select
+from synk._master.calls.binding import RowCount, choose_rows, index_arrays, own_rows, ranks_with_rows, select
 from synk._master.calls.staging import aligned, capacity_for
 from synk._pure.shards import shard_bounds
 
@@ -35,7 +35,7 @@ BATCHES: dict[str, Any] = {
 def test_ranks_divide_the_chosen_rows(name: str, num_parts: int, num_inputs: int) -> None:
     batch = BATCHES[name]
     expected = np.arange(11)[slice(batch) if isinstance(batch, int) else slice(None) if batch is None else batch]
-    rows = [Rows(f"x{k}", 11, False) for k in range(num_inputs)]
+    rows = [RowCount(f"x{k}", 11, False) for k in range(num_inputs)]
     selection, bounds, owned = choose_rows(rows, (), batch, None, partial(shard_bounds, world_size=num_parts), "f")
     assert selection is not None and owned is None
     assert len(bounds) == num_parts
@@ -53,14 +53,14 @@ def test_ranks_divide_the_chosen_rows(name: str, num_parts: int, num_inputs: int
 @pytest.mark.parametrize("batch", [[0, 11], [-12], 2.5, "rows", np.zeros((2, 2), int), np.zeros(3, bool)], ids=str)
 def test_a_batch_that_fits_no_rows(batch: Any) -> None:
     with pytest.raises((TypeError, ValueError, IndexError), match="'f'"):
-        select([Rows("x", 11, False)], batch, "f")
+        select([RowCount("x", 11, False)], batch, "f")
 
 
 def test_inputs_of_different_lengths() -> None:
     with pytest.raises(ValueError, match=r"x with 5 rows.* y with 6"):
-        select([Rows("x", 5, False), Rows("y", 6, False)], None, "f")
-    assert select([Rows("x", 5, False), Rows("y", 6, False)], 5, "f") is not None, "the common rows"
-    mini = [Rows("x", 11, False), Rows("y", 3, True)]
+        select([RowCount("x", 5, False), RowCount("y", 6, False)], None, "f")
+    assert select([RowCount("x", 5, False), RowCount("y", 6, False)], 5, "f") is not None, "the common rows"
+    mini = [RowCount("x", 11, False), RowCount("y", 3, True)]
     assert select(mini, [2, 4, 6], "f") is not None
     with pytest.raises(IndexError, match="batch picks 4 rows, and minibatch input y has 3"):
         select(mini, [2, 4, 6, 8], "f")
@@ -71,7 +71,7 @@ def test_no_input_has_rows() -> None:
     with pytest.raises(ValueError, match="batch was given, but no argument is scattered"):
         choose_rows((), (), 3, None, EVEN, "f")
     with pytest.raises(ValueError, match="shard_batch was given, but no argument is a sharded variable"):
-        choose_rows([Rows("x", 4, False)], (), None, [1], EVEN, "f")
+        choose_rows([RowCount("x", 4, False)], (), None, [1], EVEN, "f")
     assert own_rows((), 3, "f") == ([(0, 0)] * 3, "")
 
 
