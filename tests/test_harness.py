@@ -304,7 +304,8 @@ def surroundings() -> dict[str, object]:
         "path": sys.path,
         "argv": sys.argv,
         "environment": dict(os.environ),
-        "masks": {name: status[name] for name in ("SigBlk", "SigIgn", "SigCgt", "Umask", "Seccomp")},
+        "masks": {name: status[name] for name in ("SigBlk", "SigIgn", "Umask", "Seccomp")},
+        "caught": int(status["SigCgt"], 16) & 0x7FFFFFFF,  # 32 and 33 are the C library's own, from its first thread on
         "limits": [resource.getrlimit(number) for number in range(16)],
         "oom": Path("/proc/self/oom_score_adj").read_text(),
         "cores": os.sched_getaffinity(0),
