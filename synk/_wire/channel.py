@@ -102,7 +102,7 @@ class Looked:
 class Patience:
     """Waits for messages, awake at first if that pays: waking a sleeping process can take 50 us and more.
 
-    It pays only while messages follow each other closely, so the previous wait must have ended within ``window_s``. It
+    It pays only if the next message is near, so the previous wait must have ended within ``window_s``. It
     must not cost others anything either. So the wait offers its core to other processes at every turn. If the core
     comes back late, another process wants it: this side then sleeps at once in the next waits, in more of them each
     time.
@@ -130,12 +130,15 @@ class Patience:
         """Whether the next wait starts awake."""
         return self._was_short and not self._num_asleep
 
-    def wait(self, poll: Polled, timeout_ms: int | None = None) -> Any:
-        """Return what ``poll`` reports. The time limit starts when the wait falls asleep."""
+    def wait(self, poll: Polled, timeout_ms: int | None = None, is_near: bool = False) -> Any:
+        """Return what ``poll`` reports. The time limit starts when the wait falls asleep.
+
+        ``is_near`` says that something will probably come soon, however long the last wait was.
+        """
         began = now = time.monotonic_ns()
         if self._num_asleep:
             self._num_asleep -= 1
-        elif self._was_short:
+        elif self._was_short or is_near:
             while now - began < self._window_ns:
                 events = poll.poll(0)
                 if events:

@@ -32,11 +32,11 @@ class World:
             self.now = max(self.now, self.ready_at)
         return [(3, 1)] if self.now >= self.ready_at else []
 
-    def wait(self, patience: Patience, after_ns: int) -> bool:
+    def wait(self, patience: Patience, after_ns: int, is_near: bool = False) -> bool:
         """Wait for a message that comes after that time; return whether it was found awake."""
         self.ready_at = self.now + after_ns
         self.timeouts = []
-        assert patience.wait(self, None) == [(3, 1)]  # type: ignore[arg-type]
+        assert patience.wait(self, None, is_near) == [(3, 1)]  # type: ignore[arg-type]
         return None not in self.timeouts
 
     def num_asleep(self, patience: Patience) -> int:
@@ -59,6 +59,14 @@ def test_without_a_window_it_sleeps_at_once(world: World) -> None:
     for after in (0, 10 * US, 0):
         assert not world.wait(patience, after)
         assert world.timeouts == [None]
+
+
+def test_what_is_near_is_awaited_awake_even_after_a_long_wait(world: World) -> None:
+    patience = Patience(500e-6)
+    assert not world.wait(patience, 2 * MS)
+    assert world.wait(patience, 100 * US, is_near=True)
+    assert not world.wait(patience, 2 * MS, is_near=True)  # awake for the window only
+    assert not world.wait(Patience(0.0), 100 * US, is_near=True)
 
 
 def test_it_is_awake_as_long_as_messages_follow_each_other_closely(world: World) -> None:

@@ -96,7 +96,8 @@ class Doorbells:
         num_heard = 0
         try:
             while pending:
-                events = waiting(self._patience.wait, self._poll, timeout_ms)
+                # The ranks have equal shares of the work: where one has answered, the others are near.
+                events = waiting(self._patience.wait, self._poll, timeout_ms, num_heard > 0)
                 if not events:
                     return False
                 for fd, _ in events:
