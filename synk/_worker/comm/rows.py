@@ -6,6 +6,7 @@ They go through host memory, even between devices.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,7 +45,13 @@ class RowCollectives:
         return None if joined is None else self._arrays.received(joined, out)
 
     def all_gather(self, array: Any, axis: int, out: Any) -> Any:
-        kind, moved = "all_gather along an axis", np.moveaxis(self._rows("all_gather", array), axis, 0)
+        rows = self._rows("all_gather", array)
+        if not -rows.ndim <= operator.index(axis) < rows.ndim:
+            raise ValueError(
+                f"cannot all_gather along axis={axis}: got an array of shape {rows.shape}, expected "
+                f"{-rows.ndim} <= axis < {rows.ndim}."
+            )
+        kind, moved = "all_gather along an axis", np.moveaxis(rows, axis, 0)
         if axis in (0, -moved.ndim):
             return self._arrays.received(self._exchange(kind, moved, None, -1, out), out)
         joined = np.moveaxis(self._exchange(kind, np.ascontiguousarray(moved), None, -1, None), 0, axis)
