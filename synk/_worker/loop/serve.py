@@ -28,7 +28,7 @@ from synk._wire.memory import Segment
 from synk._wire.messages import HAS_BODY, IS_UNRECEIVED, LANE_SHIFT, Body, Kind, Status
 from synk._worker import failpoints as _failpoints
 from synk._worker.failures import pack_failure
-from synk._worker.loop.calls import DeviceLost
+from synk._worker.loop.calls import DeviceLost, guarded
 from synk._worker.loop.dispatch import handle
 from synk._worker.rank import Doorbell, Worker
 from synk.errors import SharedMemoryError
@@ -211,15 +211,18 @@ class WorkerLoop:
 
 
 def _is_importing(frame: FrameType | None) -> bool:
-    """Whether a module is being imported at a frame.
+    """Whether the action that a frame belongs to is importing a module.
 
     A library of compiled code that is broken off while it is imported cannot be imported again in the same process
     (torch then ends it, or stays without some of its names). So the import is done to its end. If that takes too long,
-    the master kills this process, and a new one can import it.
+    the master kills this process, and a new one can import it. An import that this loop itself runs in, as in a frozen
+    program, does not count.
     """
-    while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
+    while frame is not None and frame.f_code is not guarded.__code__:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
         frame = frame.f_back
-    return frame is not None
+    return False
 
 
 def _flush_output(worker: Worker) -> None:
