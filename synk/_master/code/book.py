@@ -360,9 +360,8 @@ class Book(Shelf):
 
     def collect(self) -> None:
         """Discard the parcels that no function needs. Imported modules stay, because ranks keep state in them."""
-        needed = _reach([m.parcel for name, m in self._modules.items() if sys.modules.get(name) is m.module], set())
-        for entry in self._entries.values():
-            needed |= self._needs(entry)
+        needed = self._needs(entry.parcel for entry in self._entries.values())
+        _reach([known.parcel for name, known in self._modules.items() if sys.modules.get(name) is known.module], needed)
         for parcel in [parcel for parcel in self.parcels.values() if parcel not in needed]:
             self._discard(parcel)
         for name in [name for name, known in self._modules.items() if known.parcel not in needed]:
@@ -407,14 +406,14 @@ class Book(Shelf):
         """Return the parcels that a function needs, except those of the modules that it can reach."""
         return _reach([self._entries[function_id].parcel], set())
 
-    def _needs(self, entry: _Entry) -> set[Parcel]:
-        """Return the parcels that a function needs, including those of the modules that it can reach."""
-        found = _reach([entry.parcel], set())
+    def _needs(self, parcels: Iterable[Parcel]) -> set[Parcel]:
+        """Return ``parcels`` and those that they need, including those of the modules that they can reach."""
+        found = _reach(parcels, set())
         while self._modules:
-            parcels = [self._modules[name].parcel for name in self._reached_from(found) if name in self._modules]
-            if found.issuperset(parcels):
+            of_modules = [self._modules[name].parcel for name in self._reached_from(found) if name in self._modules]
+            if found.issuperset(of_modules):
                 break
-            found = _reach(parcels, found)
+            _reach(of_modules, found)
         return found
 
     def nodes_of(self, function_id: int) -> list[Node]:
@@ -425,12 +424,12 @@ class Book(Shelf):
         def order(parcel: Parcel) -> tuple[bool, bool, int]:
             return parcel is not entry.parcel, parcel.is_optional or parcel in of_modules, parcel.number
 
-        parcels = sorted(self._needs(entry), key=order)
+        parcels = sorted(self._needs([entry.parcel]), key=order)
         return [node for parcel in parcels for node in parcel.nodes if node.facets]
 
     def named_of(self, function_id: int) -> set[tuple[Node, str]]:
         """Return the globals that a function names, and those that the functions it captures name."""
-        parcels = self._needs(self._entries[function_id])
+        parcels = self._needs([self._entries[function_id].parcel])
         return set().union(*(parcel.named for parcel in parcels))
 
     def handles_of(self, function_id: int) -> tuple[list[Handle], list[Handle]]:
@@ -438,8 +437,8 @@ class Book(Shelf):
 
         The first list may include handles of other functions with which this one shares objects.
         """
-        own = self._own(function_id)
-        of_modules = [handle for parcel in self._needs(self._entries[function_id]) - own for handle in parcel.handles]
+        own, needed = self._own(function_id), self._needs([self._entries[function_id].parcel])
+        of_modules = [handle for parcel in needed - own for handle in parcel.handles]
         if self.host.is_inline:
             for name in self._reached_from(own):
                 of_modules += [value for value in vars(sys.modules[name]).values() if isinstance(value, Handle)]
@@ -451,7 +450,7 @@ class Book(Shelf):
 
     def imports_of(self, function_id: int) -> set[str]:
         """Return the modules that a function's code may import and that the program has not imported yet."""
-        parcels = self._needs(self._entries[function_id])
+        parcels = self._needs([self._entries[function_id].parcel])
         return {name for parcel in parcels for name in parcel.imports if name not in sys.modules}
 
     def uncompared_of(self, function_id: int) -> list[Any]:
@@ -569,6 +568,6 @@ def _reach(parcels: Iterable[Parcel], found: set[Parcel]) -> set[Parcel]:
         pending += parcel.refers
         pending += [node.sources["item", name] for node, name in parcel.named if ("item", name) in node.sources]
         for node in parcel.nodes:
-            if node.facets and not isinstance(node.facets[0], Names):
+            if node.sources and node.facets and not isinstance(node.facets[0], Names):
                 pending += node.sources.values()
     return found
