@@ -91,7 +91,9 @@ class Worker:
     check : Halves or None
         Set while the function of a call is checked on trial; see ``synk._worker.loop.halves``.
     sequence : int
-        The number of the current message.
+        The number of the current message. Numbers wrap.
+    num_messages : int
+        How many messages have come so far, with the current one.
     is_interruptible : bool
         Whether an interrupt of this message may be raised where it arrives, because the user's code is running.
     """
@@ -142,6 +144,7 @@ class Worker:
         self.check: Any = None
         self.seed: Sequence[int] = (0,)  # the runtime's seed, then the key of this rank's own stream
         self.sequence = -1
+        self.num_messages = 0
         self.is_interruptible = False
         self.num_deferred = 0  # interrupts that came while they could not be raised
         self.is_held = False  # whether a first interrupt waits for the end of a step; see hold_back

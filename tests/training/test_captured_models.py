@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import synk
+from synk._wire.cell import cell
+from synk._worker.held.residents import Reading
 
 torch = pytest.importorskip("torch")
 
@@ -126,3 +129,17 @@ def test_gradients_of_a_captured_module_may_be_taken(shared_runtimes: Any) -> No
     found = shared_runtimes[2].function(gradient, framework="torch")(x)
     model(x).mean().backward()
     assert torch.allclose(found, model.weight.grad, rtol=0, atol=1e-14)
+
+
+def test_what_others_change_is_not_blamed_on_a_reader_however_many_messages_came_between(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = torch.nn.Linear(3, 1)
+    read = Reading(lambda: 1, [model], "read")
+    for num_messages in (
+        1,
+        1 + 2**16 + 1,
+    ):  # in messages they have 16 bits, and these two look like neighbours
+        monkeypatch.setattr(cell, "worker", SimpleNamespace(sequence=num_messages & 0xFFFF, num_messages=num_messages))
+        assert read() == 1
+        torch.nn.init.zeros_(model.weight)

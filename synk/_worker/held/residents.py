@@ -214,7 +214,7 @@ class Reading:
         self._modules = modules
         self._name = name
         self._has_changed = ""
-        self._sequence = 0  # of the message with the last call, if that has changed nothing; no message has 0
+        self._message = 0  # the number of the message with the last call, if that has changed nothing
         self._tables: list[Any] = []  # views of the parameters and of the buffers of modules that have some
         self._empty: list[dict[str, Any]] = []
         self._values: list[Any] = []  # what the tables held, in order; None for a parameter or buffer without tensor
@@ -226,19 +226,19 @@ class Reading:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._check()
-        sequence = cell.worker.sequence
+        message = cell.worker.num_messages
         # Other functions, and what the master sends, may change the tensors. If the rank's last message was a call of
         # this function, nothing else was here since it found the tensors unchanged.
-        if sequence not in (self._sequence, self._sequence + 1) or not self._sequence:
+        if message not in (self._message, self._message + 1) or not self._message:
             if not (self._tables and self._is_as_before()):
                 self._find_tensors()
             self._before = _marks(self._tensors)
-        self._sequence = 0  # the function may raise
+        self._message = 0  # the function may raise
         result = self._fn(*args, **kwargs)
         if not self._is_as_before() or _marks(self._tensors) != self._before:
             self._has_changed = self._name_of_changed()
             self._check()
-        self._sequence = sequence
+        self._message = message
         return result
 
     def _find_tensors(self) -> None:

@@ -38,6 +38,7 @@ def handle(
 ) -> tuple[Status, int, bytes | None]:
     """Act on one message. Return ``(status, flags, data)`` of the reply."""
     worker.sequence = sequence
+    worker.num_messages += 1
     lane = worker.lane = worker.lanes[flags >> LANE_SHIFT]
     if lane is not worker.only_lane:
         worker.enter_lane(kind, is_alone=bool(flags & IS_ALONE))
