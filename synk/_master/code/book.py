@@ -495,7 +495,8 @@ def _imported_facet(located: Located) -> Facet:
         if key in FUNCTION_PARTS:
             is_told = key == "__code__" or value is None
         else:
-            is_told = isinstance(obj, types.CellType) or is_told_by_import(key, value, located.module)
+            is_fixed = isinstance(obj, types.CellType) or type(obj).__module__ == "_ctypes"  # ``_fields_`` is set once
+            is_told = is_fixed or is_told_by_import(key, value, located.module)
         facet.told[key] = value if is_told else UNKNOWN
     return facet
 

@@ -134,7 +134,7 @@ def is_told_by_import(key: Any, value: Any, module: str) -> bool:
     if isinstance(key, str) and key.startswith("__") and key.endswith("__"):
         return not _is_code(value) or key == "__wrapped__" or travels_by_name(value) or value.__module__ == module
     if _is_code(value):
-        return travels_by_name(value)
+        return type(value).__module__ == "_ctypes" or travels_by_name(value)  # or a type that ctypes.POINTER makes
     if isinstance(value, _WRAPPERS):
         inner = getattr(value, "__func__", None) or getattr(value, "fget", None) or getattr(value, "func", None)
         return getattr(inner, "__module__", module) == module

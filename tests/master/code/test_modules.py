@@ -416,6 +416,25 @@ def test_a_module_that_makes_something_of_each_process(shared_runtimes: Any, pro
         assert seen == [k, k]
 
 
+def test_a_module_that_calls_a_library_by_ctypes(
+    shared_runtimes: Any, program: Callable[..., Program], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its types are made by each import; pickled ones can neither be loaded nor bound."""
+    source = """
+import ctypes
+class Point(ctypes.Structure):
+    _fields_ = (("x", ctypes.c_int), ("y", ctypes.c_int))
+Pointer, Pair, k = ctypes.POINTER(Point), Point * 2, 1
+def read(x): return k * Pointer(Pair((1, 2), (3, 4))[1]).contents.y
+"""
+    main = program({"users_m": source}, "import users_m\ndef f(x): return users_m.read(x)")
+    f = shared_runtimes[2].function(main.names["f"], outputs="first")
+    assert f(X) == 4
+    main.run("users_m.k = 2")
+    assert f(X) == 8
+    assert not caplog.text
+
+
 class OnlyHere:
     """Can be pickled, and loaded in the process that made it alone."""
 
