@@ -35,7 +35,7 @@ class Descriptor(int):
     def __new__(cls, fd: int) -> Descriptor:
         return super().__new__(cls, above_streams(fd))
 
-    # ``close`` is bound here: when the interpreter ends, it may have cleared this module before the last descriptor goes.
+    # ``close`` is bound here: when the interpreter ends, this module may be cleared before the last descriptor goes.
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         with contextlib.suppress(OSError):  # the program closed it, as programs do that close every descriptor
             close(self)

@@ -54,6 +54,7 @@ class Executor:
     def run(self, prepared: PreparedPlan, variables: VariableStore) -> Any:
         """Call the user's function on this rank's rows and return its result, accumulated over the slices."""
         if self.outputs.held_plan is not None:
+            # The lane's last call is over: the master uses a lane again only when it has collected the call before.
             self.outputs.forget()
         if variables.plan is not prepared:
             variables.begin(prepared.function, prepared.is_sliced, self._down, prepared)

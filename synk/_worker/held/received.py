@@ -61,7 +61,7 @@ class Received:
         self._superseded: dict[tuple[str, str], weakref.WeakSet[Any]] = {}
 
     def load(self, order: LoadOrder, load_function: Callable[[int, dict[str, Any]], None]) -> None:
-        """Bring edited modules up to date, then load the parcels in their order.
+        """Bring edited modules up to date, then load the parcels one after the other.
 
         A parcel that is not optional and cannot be loaded raises, and ends the load. The master then counts none of
         these parcels as loaded on this rank, and has it drop them.
