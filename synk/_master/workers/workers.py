@@ -269,6 +269,7 @@ class Workers:
         for rank in ranks:
             if plan_id in self.by_rank[rank].known.held["plan"]:
                 self.counters["messages_down"] += 1
+                # No request is registered: the rank does not answer, and 0 is no message's number.
                 self.by_rank[rank].process.channel.ring(Kind.PREFETCH, lane << LANE_SHIFT, 0, plan_id)
 
     # -- waiting ------------------------------------------------------------------------------------------------------
