@@ -72,7 +72,8 @@ class Lane:
 
     def replace_staging(self, nbytes: int) -> Segment | None:
         """Replace the staging segment by a larger one. Return the old one."""
-        # Workers may still map the old segment. They forget it with the next message.
+        # The lane's last call is over, so no rank reads the old segment, though all may still map it. They forget it
+        # with their next message.
         old, self.staging = self.staging, Segment.create(max(int(nbytes * 1.25), 1 << 16), segment_id=next(self._ids))
         self.staging.is_staging = True
         return old
@@ -101,6 +102,7 @@ class Lane:
                 segment_id=next(self._ids),
                 tail_nbytes=tail_nbytes(num_ranks),
             )
+            # The words are as new before any rank learns of the segment.
             reset(self.collective, num_ranks, processes.eventfds)
             processes.log.tell("lane", self.index)
 

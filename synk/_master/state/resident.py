@@ -216,7 +216,7 @@ class Residents:
             reports = self._order(dict.fromkeys(ranks, _report_of(residents)), "ask for resident objects", deadline)
             for resident, states in zip(residents, zip(*_states(reports))):
                 self._settle_one(resident, self._adopted(resident, states, deadline), deadline)
-        self.is_unsettled = False
+        self.is_unsettled = False  # last: if a rank dies or fails above, the next operation asks again
 
     def _adopted(
         self, resident: ResidentObject, states: Sequence[State | None], deadline: float | None

@@ -107,6 +107,8 @@ class ResultPool:
         del self._idle[:-_MAX_IDLE]
         while self._retired:
             dropped.append(self._retired.popleft())
+        # Only the lease holds the root. If the caller fails and drops the lease, the reference brings the buffer back,
+        # as it does when the user drops the result.
         root = segment.root()
         record = _Record(weakref.ref(root, self._ended.append), segment)
         self._leases[id(record.reference)] = record
