@@ -137,7 +137,7 @@ class Queue:
             self._collect_oldest(verb, deadline)
 
     def _steps_end(self, function: Callee, launched: Launched) -> bool:
-        """Wait for the calls in flight: a call that changes resident objects starts from what they leave.
+        """Collect the calls in flight, because a call that changes resident objects starts from the state they leave.
 
         Return False if one has failed, which a new call then reports, or if the call no longer fits.
         """
