@@ -56,6 +56,8 @@ def _paired(variables: Any, listed: Sequence[Variable], values: Any) -> list[tup
 
 def _do(session: Session, variable: Variable, steps: dict[int, list[Step]], extra: Sequence[Segment] = ()) -> None:
     """Carry out the steps of each rank: in the master if they are small, else on the workers."""
+    # The targets are second buffers, or a leased one. A worker that dies in the middle leaves them torn, and the caller
+    # raises before anything of them becomes a value.
     segments = [segment for rank in range(session.world_size) for segment in variable.segments(rank)] + list(extra)
     nbytes = sum(_step_nbytes(step) for own in steps.values() for step in own)
     if nbytes <= _MASTER_NBYTES or session.world_size == 1 or not session.workers.has_shared_memory:

@@ -80,7 +80,7 @@ class Orphans:
     The owner is a mapped file, whose finalizer closes the descriptor (:class:`synk._wire.mapping.MappedFile`). A signal
     handler of the program may run inside that finalizer and raise there. Python drops such an exception, and the
     descriptor stays open although no object knows it any more. So each owner is watched from outside by a weak
-    reference, and the next operation of a runtime closes what its finalizer has missed.
+    reference, and the next operation that frees memory closes what the finalizer has missed.
 
     Attributes
     ----------

@@ -119,7 +119,7 @@ def _set_lane(worker: Worker, index: int, slots_id: int, slot_nbytes: int, colle
     """Use the memory that the master has given a lane now."""
     lane, segments = worker.lanes[index], worker.held.segments
     slots = lane.executor.outputs.slots
-    # The master has copied what this rank had published into the new slots (``Lane.replace_slots``).
+    # What this rank had published in the old slots, the master has copied into the new ones (``Lane.replace_slots``).
     if slots.segment is not segments[slots_id]:
         slots.segment, slots.nbytes = segments[slots_id], slot_nbytes
         worker.held.forget_slots()
