@@ -34,7 +34,7 @@ NOTHING = np.empty(0, np.uint8)
 
 
 class Agreement(HostCommunicator):
-    """What one rank has to do with those of all nodes in one call.
+    """One rank's part in the agreement between the ranks of all nodes, in one call.
 
     Parameters
     ----------

@@ -115,6 +115,7 @@ class Outbox:
             start = end
         self._populate(start + size, nbytes)
         bisect.insort(self._taken, (start, start + size))
+        # The place may hold the words of an earlier message. They are reset before the ring tells the receiver of it.
         word = start // WORD_NBYTES
         self._filled[word] = 0
         released[word + 8] = 0
@@ -134,7 +135,7 @@ class Outbox:
                 f"cannot leave a message of {message_nbytes} bytes for its receiver: {error.strerror}. Wait for "
                 "messages that were sent before, or send it by send, which waits for the receiver."
             ) from error
-        self._populated = end
+        self._populated = end  # last: pages that the kernel has refused do not count
 
     def put(self, place: int, start: int, data: np.ndarray) -> None:
         """Copy bytes of a message to their place, from offset ``start`` on. A fence and ``show`` follow."""

@@ -217,7 +217,8 @@ class ShmCollectives(HostCommunicator):
             shares = _shares(start, stop, size, source.itemsize)
             self._publish_shares(source, shares, half)
             yield from self.meet_steps()
-            # The next meeting shows the result in the other half.
+            # The next meeting shows the result in the other half. All ranks have finished reading there: they did so
+            # before they arrived at the meeting that is just over.
             result = self.part(self.rank, 1 - half, results, source[shares[self._position()]])
             self._fold_share(source, shares, half, op, result)
             if is_receiver:
@@ -293,6 +294,8 @@ class ShmCollectives(HostCommunicator):
         if longest <= frame.length or not self._reads_memory:
             yield from self._read_pieces(frame, streams, readings, longest, half)
             return
+        # The memory of a rank that dies now may be read in part or not at all. It is missed at the meeting below, so
+        # nothing that was read of it is returned. Until that meeting no rank may change its array.
         has_read = all(self._read(frame, reading, half) for reading in readings)
         half = self.next_half()
         self._halves[self.rank, half, 0] = has_read

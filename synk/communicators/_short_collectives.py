@@ -202,6 +202,7 @@ class ShortCollectives:
     def _meet(self, request: bytes) -> None:
         """Meet the others and compare the requests."""
         rendezvous = self._rendezvous
+        # Until the caller has its result: if anything is raised before, later collectives of this call are refused.
         rendezvous.is_unfinished = True
         rendezvous.post_packed(request)
         rendezvous.arrive()

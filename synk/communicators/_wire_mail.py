@@ -43,7 +43,7 @@ _UNKNOWN, _GONE = -1, -2
 
 
 class Waiting(Protocol):
-    """What is needed of a ``WiredRendezvous``."""
+    """The part of a ``WiredRendezvous`` that the mailbox uses."""
 
     def post(self, request: Request) -> None: ...
     def rouse(self) -> None: ...
@@ -64,7 +64,7 @@ class Left(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a rank says that has slept for a while. It sends nothing and reads nothing in a nap.
+    """How far a rank is that has slept for a while, and what it waits for. In a nap it sends and reads nothing.
 
     Attributes
     ----------
@@ -105,9 +105,10 @@ class WireMailbox:
         self.begin((), -1)
 
     def begin(self, ranks: tuple[int, ...], number: int) -> None:
-        """Begin a call. What is left of earlier ones is dropped when it is met.
+        """Begin a call. Messages of earlier calls are dropped when they are met.
 
-        Of submitted calls, others may have begun a later one already. What comes of that is kept until it begins here.
+        With submitted calls, other ranks may have begun a later call already. Its messages are kept until it begins
+        here.
         """
         size = self._world_size
         self.ranks, self._number, self._has_left = ranks, number, False
@@ -270,7 +271,7 @@ class WireMailbox:
         """Take in a message. Its body is still to be received, unless it came early and was kept."""
         kind, sender, number = _HEAD.unpack_from(head)
         if number > self._number:
-            if body is None:
+            if body is None:  # it must be taken off the socket now, before the next head can be read
                 body = np.empty(PIECE_NBYTES, np.uint8)
                 body = body[: self.wires.take(body)].copy()
             self._early.append((head, body))
