@@ -461,8 +461,8 @@ class Rendezvous:
         A rank that sleeps changes nothing. So what is read here is consistent if no rank woke up in the meantime, which
         the second look at ``_sleeps`` shows: each nap has a number of its own.
         """
-        # A rank that was killed looks as it did at its last store. If it was awake, this finds nothing, and the abort of
-        # the master ends the wait. If it slept, the master usually learns of the death before a nap of RECHECK_MS ends.
+        # A rank that was killed looks as it did at its last store. If it was awake, this finds nothing, and the abort
+        # of the master ends the wait. If it slept, the master usually learns of the death before RECHECK_MS are over.
         numbers = self._sleeps.tolist()
         self.fence()
         for rank in self.ranks:
