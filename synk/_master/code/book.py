@@ -192,7 +192,9 @@ class Book(Shelf):
         if is_first and kind in ("item", "attribute") and value is not Absent:
             kind = "adopt " + kind
         if kind == "reload" and isinstance(facet, Contents):
-            copy_bytes(facet.elements(), facet.told)  # shared memory, which no call in flight reads
+            # No call is in flight that reads this shared memory. The ranks map it privately: a page that a rank has not
+            # written shows the new bytes at once, and loading the parcel drops the pages that it has written.
+            copy_bytes(facet.elements(), facet.told)
             value = Shared(facet)
         try:
             parcel = self._pack([(kind, Address(node), change.key, value)], is_optional=is_first)
@@ -222,6 +224,8 @@ class Book(Shelf):
         for kind, _, key, *_ in actions:
             if kind == "function":
                 pickler.leave_out(key)
+        # Unsettled from here on: if anything below or the load is broken off, ``roll_back`` forgets the parcel, and the
+        # ranks count as not having been told of what is in it.
         self.unsettled.append(parcel)
         try:
             pickler.dump(actions)
@@ -471,7 +475,10 @@ def _doubt_code(parcel: Parcel) -> None:
 
 
 class _Imported(Table):
-    """What an object of an imported module holds. Functions and classes count as told, data as unknown at first."""
+    """The table of an object that workers make themselves, by importing its module.
+
+    Functions and classes count as told, because the import brings them. Data count as unknown at first.
+    """
 
     def changes(self) -> list[Change]:
         return [change for change in super().changes() if change.kind != "order"]
