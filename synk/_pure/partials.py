@@ -1,4 +1,4 @@
-"""Collects an output over the slices of a rank, and joins parts to a whole. Pure NumPy, no process."""
+"""Accumulates an output over the slices of a rank, and joins parts to a whole. Pure NumPy, no process."""
 
 from __future__ import annotations
 
