@@ -6,7 +6,7 @@ things (a function, a plan, a segment) travel in the pickled body of the first m
 and bounds. Array bytes never travel in messages.
 
 All records are named tuples. Defining a frozen dataclass takes seven times as long, nearly a millisecond, and each
-worker would define twenty of them when it starts.
+worker would define twenty of them when it starts. In one file because it is all that the two halves must agree on.
 """
 
 from __future__ import annotations
