@@ -78,6 +78,7 @@ class RankResident:
         Called only while no call is in flight. ``counted`` is the last call that succeeded on all ranks, as far as the
         master knows.
         """
+        # Taken out first: if it fails in the middle, the object stays torn, and nothing is put back a second time.
         put_back, self._put_back = self._put_back, None
         is_half = self.is_torn or (self._is_kept and self.version > counted)
         if is_half and put_back is not None and (mark := put_back()) is not None:
@@ -90,7 +91,8 @@ class RankResident:
 
     def restore(self, state: bytes, version: float) -> None:
         """Take over the state of another rank."""
-        self.is_torn = True  # until the state is complete
+        # Until the state is complete. If this rank dies or fails in between, no other rank takes its object for whole.
+        self.is_torn = True
         loaded = pickle.loads(state)
         if self._load is None:
             self.value = loaded
