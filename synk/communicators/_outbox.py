@@ -105,6 +105,8 @@ class Outbox:
         SharedMemoryError
             If there is no memory for it.
         """
+        # What receivers have released is free. A receiver that was killed releases nothing. ``clear`` takes its places
+        # back when the next call begins.
         released = self._released
         self._taken = [place for place in self._taken if not released[place[0] // WORD_NBYTES + 8]]
         size = round_up(_HEAD_NBYTES + nbytes, PAGE_NBYTES)
