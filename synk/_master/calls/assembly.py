@@ -328,6 +328,7 @@ class Assembly:
     def _build_small(self, reductions: list[EqualReduction], rows: Sequence[int]) -> Any:
         """Return the result if the outputs only have to be combined and divided where they lie."""
         values = []
+        # The slots belong to the lane's next call. Nothing that is returned may be a view of them.
         for combine, slots, divisor in reductions:
             value = fold(combine, slots) if len(slots) > 1 else _own(slots[0])
             values.append(value / divisor if divisor > 1 else value)

@@ -157,6 +157,7 @@ class PlanCache:
 
     def discard(self, cached: CachedPlan, log: Log) -> None:
         """Forget one plan, here and on the workers."""
+        # A signal handler may break this off between two lines. The plan is not agreed, so no call uses it any more.
         self.compiled[cached.lane.index] = None
         self._plans = OrderedDict((key, value) for key, value in self._plans.items() if value is not cached)
         log.drop_held("plan", cached.plan.plan_id)
