@@ -1,4 +1,4 @@
-"""What this process is: the one process-wide cell, and how a worker's program is recognised, by its first argument."""
+"""The one process-wide cell, which says what this process is; and how a worker's program is recognised."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 libc.mprotect.argtypes = libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 FAILED = ctypes.c_void_p(-1).value
-"""What ``mmap`` and ``mremap`` return when they fail."""
+"""The value that ``mmap`` and ``mremap`` return when they fail."""
 
 
 class MappedFile(mmap.mmap):

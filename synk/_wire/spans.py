@@ -1,7 +1,7 @@
 """Spans: named parts of the program, or of a function on a rank, with the times of their beginning and end.
 
-Each process keeps its last ones. A trace collects those of the program and of all ranks. With ``SYNK_NVTX=1`` in the
-environment each span is an NVTX range as well, if the package ``nvtx`` is installed.
+Each process keeps its last spans. A trace collects the spans of the program and of all ranks. With ``SYNK_NVTX=1``
+in the environment each span is an NVTX range as well, if the package ``nvtx`` is installed.
 """
 
 from __future__ import annotations
