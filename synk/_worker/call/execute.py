@@ -212,7 +212,7 @@ _CALL = int(Down.CALL)
 
 
 class WorkerLane:
-    """What a call has to itself on its rank; see ``synk._master.state.lanes``.
+    """The things that a call in flight has to itself on its rank; see ``synk._master.state.lanes``.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""Between the arrays of a function and those that a communicator reads and writes: frameworks, devices, layouts."""
+"""Converts between the arrays of a function and the arrays of a communicator: frameworks, devices, layouts."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from synk.errors import SharedMemoryError
 
 
 class Held:
-    """What one rank holds.
+    """The segments, functions and plans of one rank.
 
     Attributes
     ----------

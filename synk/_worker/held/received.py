@@ -1,4 +1,4 @@
-"""What a worker has received with its functions: parcels, whose objects later parcels refer to, and edited modules.
+"""Parcels as a worker keeps them: the objects in them, to which later parcels refer. And the user's edited modules.
 
 This is the counterpart of ``synk._master.code``.
 """
