@@ -115,7 +115,7 @@ class Mailbox:
     # -- the end of a call ---------------------------------------------------------------------------------------
 
     def complete(self) -> None:
-        """Wait for the messages that were asked for, and until those sent are in the rings or the outbox."""
+        """Wait until all messages asked for are here, and all messages sent are in the rings or the outbox."""
         for message in (*self._inbox.all_asked(), *self._fetched):
             self.finish(message)
         for outgoing in [message for queue in self._unsent.values() for message in queue]:

@@ -59,7 +59,7 @@ class Aborted(SynkError):
 
 
 class Request(NamedTuple):
-    """What a rank asks for. ``peer`` is the root of a collective or the other side of a message."""
+    """A collective or message that a rank asks for. ``peer``: the root, or the other side of a message."""
 
     kind: str
     op: str = ""

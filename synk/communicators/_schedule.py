@@ -40,7 +40,7 @@ class Operation:
 
     @property
     def value(self) -> Any:
-        """What its steps returned. Only for one that is done."""
+        """The value that its steps returned, once it is done."""
         return self._returned[0]
 
     def advance(self) -> None:

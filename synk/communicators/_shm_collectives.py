@@ -40,7 +40,7 @@ PIECE_NBYTES = 1 << 20
 
 
 Streams = Mapping[int, np.ndarray]
-"""What a rank shows of its memory: flat arrays of bytes, by the index of their place in a frame."""
+"""The memory that a rank shows: flat arrays of bytes, by the index of their place in a frame."""
 
 _PLACE = np.empty(2, np.int64)
 """The form of what says where a stream lies: the process and the address."""
@@ -57,7 +57,7 @@ class Frame(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What a rank reads from another one: the stream with an index, into a flat array of bytes."""
+    """A stream of another rank, by its index, and the flat array of bytes into which this rank reads it."""
 
     rank: int
     place: int

@@ -1,8 +1,8 @@
-"""What one rank sends to and gets from the other ranks of a call by wires: tagged messages, and notes.
+"""The mailbox of a rank for ranks of other nodes: tagged messages and notes, which go by wires.
 
-Between two ranks there is a stream in each direction. Arrays travel in it in pieces, of which only ``WINDOW_NBYTES``
-may be unread: the receiver says how far it has read. As in a ring, whoever waits for anything takes in all that has
-arrived, and keeps what it was not asked for yet.
+Between two ranks there is a stream in each direction. Arrays travel in it in pieces. At most ``WINDOW_NBYTES`` of a
+stream may be unread: the receiver says how far it has read. As in a ring, whoever waits for anything takes in all that
+has arrived, and keeps what it was not asked for yet.
 
 Notes are short and never wait. They say how far a receiver has read, that a rank has left the call, why nobody can go
 on, and what a rank waits for (a *report*, see ``is_stuck``).
@@ -39,7 +39,7 @@ _PIECE, _READ, _LEFT, _VERDICT, _REPORT = range(5)
 _COUNTS = struct.Struct("=qq")
 
 _UNKNOWN, _GONE = -1, -2
-"""What is known of a rank in the place of its nap."""
+"""These stand in the place of a rank's nap: nothing is known of it yet, or it has left."""
 
 
 class Waiting(Protocol):
@@ -72,7 +72,7 @@ class Report(NamedTuple):
         The number of its nap.
     has_unsent : bool
     sent, read : list of int
-        The bytes of its streams to each rank, and of those from each rank.
+        The bytes that it has sent to each rank, and the bytes that it has read from each.
     seen : list of int
         The nap of each rank in the last report that it has got; ``_GONE`` for a rank that it knows to have left.
     request : bytes
@@ -302,7 +302,7 @@ class WireMailbox:
             unread.popleft()
 
     def _take_in(self, sender: int, content: bytes, body: np.ndarray | None) -> None:
-        """Take in a piece of a message, of which ``content`` is the beginning."""
+        """Take in a piece of a message. ``content`` is its beginning."""
         self._rendezvous.rouse()
         message = self._arriving.get(sender)
         if message is None:
@@ -354,7 +354,7 @@ class WireMailbox:
     # -- the end of a call ---------------------------------------------------------------------------------------------
 
     def complete(self) -> None:
-        """Wait for the messages that were asked for, and until those sent are on their way."""
+        """Wait until all messages that were asked for are here, and all that were sent are on their way."""
         for incoming in (*self._inbox.all_asked(), *self._arriving.values()):
             if incoming.request is not None:
                 self.finish(incoming)
