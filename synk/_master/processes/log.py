@@ -168,7 +168,7 @@ class Dropped(deque[Any]):
 
 
 class Known:
-    """What one rank knows: how far it has read the log, and what it has got with messages.
+    """The knowledge of one rank: how far it has read the log, and what it has got with messages.
 
     Parameters
     ----------

@@ -25,7 +25,7 @@ from synk.errors import StartupError
 
 
 class Events(NamedTuple):
-    """What has happened, sorted by kind, so that the caller chooses the order in which to handle it.
+    """Events of the workers, sorted by kind, so that the caller chooses the order in which to handle them.
 
     Attributes
     ----------
@@ -124,7 +124,7 @@ ARMED: contextvars.ContextVar[Sequence[Sequence[Any]]] = contextvars.ContextVar(
 
 
 class WorkerState:
-    """What the master knows about one rank's worker, whichever process plays the rank now.
+    """The master's record of one rank's worker, whichever process plays the rank now.
 
     Attributes
     ----------

@@ -146,7 +146,7 @@ class WorkerProcess:
 
     @property
     def _shown_rank(self) -> int | None:
-        """What stands before each line that it prints."""
+        """The rank that is shown before each line that it prints."""
         return self.rank
 
     def _spawn(
