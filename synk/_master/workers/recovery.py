@@ -1,4 +1,4 @@
-"""What happens after deaths, time limits and interrupts, until the workers are in a known state again.
+"""Recovery after deaths, time limits and interrupts, until the workers are in a known state again.
 
 The steps have this order. If a signal handler breaks them off, the next operation starts again at the first:
 

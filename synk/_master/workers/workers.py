@@ -265,7 +265,7 @@ class Workers:
         )
 
     def prefetch(self, ranks: Sequence[int], plan_id: int, lane: int) -> None:
-        """Have ranks bring the inputs of a call to their devices. The call follows when those in flight have ended."""
+        """Have ranks bring the inputs of a call to their devices. The call follows once no other is in flight."""
         for rank in ranks:
             if plan_id in self.by_rank[rank].known.held["plan"]:
                 self.counters["messages_down"] += 1
