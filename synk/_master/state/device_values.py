@@ -23,7 +23,7 @@ from synk.errors import WorkerDied
 
 
 class DeviceValues:
-    """What the master does about values on devices.
+    """Reads, moves and restores values on devices, for the master.
 
     Parameters
     ----------

@@ -56,7 +56,7 @@ class MappedFunctions:
 
 
 class Functions:
-    """What the workers of a runtime were sent of functions.
+    """The functions that the workers of a runtime were sent.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What a call in flight has to itself in shared memory: its numbers, its staged arguments, the slots of its outputs.
+"""Lanes: the shared memory that a call in flight has to itself. Numbers, staged arguments, slots for the outputs.
 
 An operation that runs alone uses lane 0. Submitted calls take turns in all lanes, so the arguments of one can be
 written, and the outputs of another can wait, while a third runs.
@@ -47,7 +47,7 @@ class Lane:
     collective : Segment or None
         The segment for ``synk.comm``.
     first_down : memoryview
-        The numbers for the first rank, and those that are for all ranks.
+        The numbers for the first rank, with the numbers that are for all ranks.
     written : ndarray or None
         The bounds that ``down`` holds; None if that is not known.
 

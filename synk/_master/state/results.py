@@ -25,7 +25,7 @@ _outlived: weakref.WeakValueDictionary[int, MappedFile] = weakref.WeakValueDicti
 
 @dataclass(eq=False)
 class _Record:
-    """What a pool remembers of a buffer that it leased. It does not keep the result alive."""
+    """A pool's record of a buffer that it has leased. It does not keep the result alive."""
 
     reference: weakref.ref[np.ndarray]
     segment: Segment
