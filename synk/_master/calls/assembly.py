@@ -250,7 +250,7 @@ class Assembly:
         Returns
         -------
         layouts : list of Layout
-            Those of the voters. Large reductions are partial results there.
+            The layouts of the voters, in which large reductions are partial results.
         arrays : list of lists of ndarray or None
             Each voter's arrays by its own leaves: views. Of a large reduction the first voter has the partial result of
             all; None where there is no array.

@@ -155,7 +155,7 @@ class Callee:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What a worker needs to run the function."""
+        """The options with which a worker makes the function."""
         return {
             "fn": self.fn,
             "name": self.name,
@@ -237,7 +237,7 @@ class Callee:
 
     @property
     def _living_capture(self) -> Capture | None:
-        """What the workers were told about what it captured; None if there are none that were told."""
+        """Its capture, if the workers that were told of it are still there; else None."""
         return None if self.session is None or self.session.is_closed else self.capture
 
     def doubts(self) -> list[str]:
