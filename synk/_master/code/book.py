@@ -1,4 +1,4 @@
-"""What the master has sent to the workers with its functions: which parcels there are, and which object lies where.
+"""The book: which parcels the master has sent to the workers with its functions, and which object lies where.
 
 A *parcel* is one pickle. It brings a function, or changes of objects that came before, and refers to those objects by
 the number of their parcel and their position in it. It is kept as long as a living function needs it, for workers that
@@ -58,7 +58,7 @@ class _Module(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What an update has packed.
+    """The result of an update.
 
     Attributes
     ----------
@@ -73,7 +73,9 @@ class Update(NamedTuple):
 
 
 class Book(Shelf):
-    """What was sent with the functions of one runtime: what a function needs, what to send next, what to forget.
+    """The record of everything that was sent with the functions of one runtime.
+
+    It says what a function needs, what to send next and what to forget.
 
     Parameters
     ----------
@@ -407,11 +409,11 @@ class Book(Shelf):
     # -- looking ------------------------------------------------------------------------------------------------------
 
     def _own(self, function_id: int) -> set[Parcel]:
-        """Return the parcels that a function needs, except those of the modules that it can reach."""
+        """Return the parcels that a function needs, without the parcels of modules that it can reach."""
         return _reach([self._entries[function_id].parcel], set())
 
     def _needs(self, parcels: Iterable[Parcel]) -> set[Parcel]:
-        """Return ``parcels`` and those that they need, including those of the modules that they can reach."""
+        """Return ``parcels`` and all that they need, including the parcels of modules that they can reach."""
         found = _reach(parcels, set())
         while self._modules:
             of_modules = [self._modules[name].parcel for name in self._reached_from(found) if name in self._modules]
@@ -432,12 +434,12 @@ class Book(Shelf):
         return [node for parcel in parcels for node in parcel.nodes if node.facets]
 
     def named_of(self, function_id: int) -> set[tuple[Node, str]]:
-        """Return the globals that a function names, and those that the functions it captures name."""
+        """Return the globals that a function names, and the globals that the functions it captures name."""
         parcels = self._needs([self._entries[function_id].parcel])
         return set().union(*(parcel.named for parcel in parcels))
 
     def handles_of(self, function_id: int) -> tuple[list[Handle], list[Handle]]:
-        """Return the handles that a function captures, and apart from them those in modules that it can reach.
+        """Return two lists: the handles that a function captures, and the handles in modules that it can reach.
 
         The first list may include handles of other functions with which this one shares objects.
         """

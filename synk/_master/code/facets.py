@@ -111,7 +111,7 @@ class Facet:
 
 
 class Table(Facet):
-    """What an object holds by name: the items of a dict, attributes, the contents of a cell.
+    """Everything that an object holds by name: the items of a dict, attributes, the contents of a cell.
 
     Parameters
     ----------

@@ -140,7 +140,7 @@ class Shelf:
     parcels : dict of int to Parcel
         By number, in the order in which they are loaded.
     unsettled : list of Parcel
-        Those that may not have arrived everywhere.
+        Parcels that may not have arrived everywhere.
     """
 
     def __init__(self, host: Host) -> None:
