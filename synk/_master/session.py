@@ -90,7 +90,7 @@ class Session:
         Numbers for calls, and for collectives on devices.
     plan_ids, assembly_ids : iterator of int
     total_ranks : int
-        The ranks of all nodes; ``world_size`` are those among which this session divides rows.
+        The ranks of all nodes. This session divides rows among ``world_size`` of them.
     nodes : object or None
         What sends calls to nodes, if the processes of this session are agents; see ``synk.cluster.head``.
     """
