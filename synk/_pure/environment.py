@@ -1,4 +1,4 @@
-"""What comes from outside: settings of the environment, modules that are imported late, and whether workers can run."""
+"""The surroundings: settings of the environment, modules that are imported late, and whether workers can run."""
 
 from __future__ import annotations
 

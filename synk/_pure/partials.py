@@ -14,8 +14,9 @@ from synk._pure.ops import Op, Reduction
 
 @dataclass(frozen=True)
 class Slices:
-    """What a rank returned on each of its slices. The slices of all ranks are combined at once, so nothing is rounded
-    twice.
+    """The values that a rank returned on its slices.
+
+    The slices of all ranks are combined at once, so nothing is rounded twice.
 
     Attributes
     ----------
