@@ -302,6 +302,7 @@ def reduce(session: Session, variable: Variable, op: str, in_place: bool) -> Any
     offsets, nbytes = leaf_offsets(variable.dtypes, common)
     lease = session.memory.lease_result(max(nbytes, 1))
     segment = lease.segment
+    # If a rank fails, nobody gives the lease back: the pool takes the buffer when the traceback with this frame ends.
     _do(session, variable, _reduce_steps(session, variable, op, common, segment), [segment])
     root = lease.deliver()
     arrays = []
