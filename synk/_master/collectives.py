@@ -56,6 +56,8 @@ def _paired(variables: Any, listed: Sequence[Variable], values: Any) -> list[tup
 
 def _do(session: Session, variable: Variable, steps: dict[int, list[Step]], extra: Sequence[Segment] = ()) -> None:
     """Carry out the steps of each rank: in the master if they are small, else on the workers."""
+    # The targets are second buffers, or a leased one. A worker that dies in the middle leaves them torn, and the caller
+    # raises before anything of them becomes a value.
     segments = [segment for rank in range(session.world_size) for segment in variable.segments(rank)] + list(extra)
     nbytes = sum(_step_nbytes(step) for own in steps.values() for step in own)
     if nbytes <= _MASTER_NBYTES or session.world_size == 1 or not session.workers.has_shared_memory:
@@ -300,6 +302,7 @@ def reduce(session: Session, variable: Variable, op: str, in_place: bool) -> Any
     offsets, nbytes = leaf_offsets(variable.dtypes, common)
     lease = session.memory.lease_result(max(nbytes, 1))
     segment = lease.segment
+    # If a rank fails, nobody gives the lease back: the pool takes the buffer when the traceback with this frame ends.
     _do(session, variable, _reduce_steps(session, variable, op, common, segment), [segment])
     root = lease.deliver()
     arrays = []

@@ -90,7 +90,7 @@ class Session:
         Numbers for calls, and for collectives on devices.
     plan_ids, assembly_ids : iterator of int
     total_ranks : int
-        The ranks of all nodes; ``world_size`` are those among which this session divides rows.
+        The ranks of all nodes. This session divides rows among ``world_size`` of them.
     nodes : object or None
         What sends calls to nodes, if the processes of this session are agents; see ``synk.cluster.head``.
     """
@@ -272,6 +272,7 @@ class Session:
             self.queue.drain(verb, deadline)
             if self.workers.waiting.num_interrupts != num_interrupts:  # the interrupt was meant for this call too
                 raise interrupted()
+        # Before dead workers are replaced: new ones are told which buffers hold the values.
         self.variables.finish_commit()
         self.workers.prepare(deadline)
         if self.residents.has_any and self.ranks.prepare(deadline):
@@ -380,7 +381,7 @@ class Session:
                     self._lock.acquire(timeout=workers.recovery.grace_s + 1)
                 workers.recovery.say_goodbye()
                 workers.processes.tear_down()
-                self._release_memory()
+                self._release_memory()  # after the last worker has ended, which might still write there
             finally:
                 if self.is_mine():
                     self._lock.release()

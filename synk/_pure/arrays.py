@@ -1,4 +1,4 @@
-"""What may lie in shared memory and how it gets there: checks of values and dtypes, large copies. Pure NumPy."""
+"""Arrays on their way to shared memory: checks of values and dtypes, large copies. Pure NumPy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What comes from outside: settings of the environment, modules that are imported late, and whether workers can run."""
+"""The surroundings: settings of the environment, modules that are imported late, and whether workers can run."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def stuck_after_s() -> float:
 def spin_s() -> float:
     """Return for how many seconds a worker waits awake: ``SYNK_SPIN_US`` microseconds, 500 by default.
 
-    It waits so for its next message, as long as that pays, and for the other ranks at the end of a call with large
-    outputs.
+    A worker waits in this way for its next message, as long as that pays, and for the other ranks at the end of a call
+    with large outputs.
 
     Raises
     ------

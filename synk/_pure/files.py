@@ -57,6 +57,7 @@ class _Part:
             file.truncate()
             write(file)
             file.flush()
+            # In this order: after a crash of the machine, the name must not belong to contents that never got there.
             os.fsync(self._descriptor)
             os.rename(self._path, self._target)
         os.close(self._descriptor)
@@ -77,6 +78,8 @@ class _Part:
     def remove(self) -> None:
         if self._is_at_its_name(self._descriptor):  # otherwise it has just got the file's name
             os.unlink(self._path)
+        # The lock goes with the descriptor, also if this process is killed. A writer that waits for it then finds that
+        # the name is gone, and makes a part of its own.
         os.close(self._descriptor)
 
 

@@ -96,6 +96,8 @@ class _Gate:
             self._placed = [_StandIn(each) if new else each for each, new in zip(found, is_new)]
             self._signals = [pair for pair in zip(_NUMBERS, self._placed) if type(pair[1]) is _StandIn]
             self._found = found
+        # A handler that is still in place may raise in this loop, and the operation never begins. The stand-ins that
+        # are placed by then let their signals through, and put their handlers back.
         for signum, stand_in in self._signals:
             _signal.signal(signum, stand_in)
 
@@ -154,6 +156,7 @@ class operation:
         if before < self._state and threading.get_ident() == _gate.main_thread:
             if before <= _OPEN:  # otherwise no user code has run since the handlers were last looked up
                 _gate.place()
+            # The store below closes the gate. From then on only stand-ins run, and they raise nothing.
             self._before = before
             _gate.state = self._state
 
@@ -161,6 +164,8 @@ class operation:
         before = self._before
         if before == _LOCKED:
             return
+        # The gate opens first. A signal that comes from here on runs its handler at once, and those that came before
+        # run below, whatever is raised in between.
         _gate.state = before
         if before == _CLOSED:
             return
@@ -284,6 +289,8 @@ class holding(operation):
         self._lock = lock
 
     def __enter__(self) -> None:
+        # The gate is closed before the lock is taken. So no handler can raise in the moment in which this thread holds
+        # the lock and the body of the ``with`` has not begun.
         super().__enter__()
         try:
             if not self._lock.acquire(blocking=False):

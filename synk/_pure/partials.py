@@ -1,4 +1,4 @@
-"""Collects an output over the slices of a rank, and joins parts to a whole. Pure NumPy, no process."""
+"""Accumulates an output over the slices of a rank, and joins parts to a whole. Pure NumPy, no process."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from synk._pure.ops import Op, Reduction
 
 @dataclass(frozen=True)
 class Slices:
-    """What a rank returned on each of its slices. The slices of all ranks are combined at once, so nothing is rounded
-    twice.
+    """The values that a rank returned on its slices.
+
+    The slices of all ranks are combined at once, so nothing is rounded twice.
 
     Attributes
     ----------

@@ -69,7 +69,8 @@ class Arenas:
         self._released = released
         self._ids = ids
         self._by_kind: dict[tuple[int, bool], list[_Arena]] = {}
-        self._tenants: dict[int, _Tenant] = {}  # by ``id()`` of the tenant
+        # By ``id()`` of the tenant. A weak reference that nobody holds is never called.
+        self._tenants: dict[int, _Tenant] = {}
         self._ended: deque[_Tenant] = deque()  # filled in C, see ResultPool
 
     def create(self, nbytes: int, *, is_worker_writable: bool = False) -> Segment:
@@ -98,9 +99,9 @@ class Arenas:
                 offset = arena.take()
                 arenas.append(arena)
             assert offset is not None
-            return self._settle(arena, arenas, offset, nbytes)
+            return self._create_part(arena, arenas, offset, nbytes)
 
-    def _settle(self, arena: _Arena, arenas: list[_Arena], offset: int, nbytes: int) -> Segment:
+    def _create_part(self, arena: _Arena, arenas: list[_Arena], offset: int, nbytes: int) -> Segment:
         """Create a segment in a place that was taken."""
         try:
             segment = arena.segment.create_part(next(self._ids), offset, nbytes)
@@ -123,6 +124,7 @@ class Arenas:
             self._tenants.pop(id(tenant), None)
             arena = tenant.arena
             if tenant.generation == forks.count:
+                # Cleared first: another thread may take the place as soon as it is free, and must find zeros there.
                 _clear(arena.segment, tenant.offset, tenant.nbytes)
                 arena.free.append(tenant.offset)
             else:
@@ -135,7 +137,8 @@ class Arenas:
         if is_wanted or len(arena.free) + len(arena.retired) < arena.num_places:
             return
         taken = []
-        # A thread that holds all places knows that no other thread can take one.
+        # Another thread may take places meanwhile, or run this method too, but each place has one holder. So a thread
+        # that holds all places knows that no other thread can take one.
         while (offset := arena.take()) is not None:
             taken.append(offset)
         if len(taken) + len(arena.retired) == arena.num_places:

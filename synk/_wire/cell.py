@@ -1,4 +1,4 @@
-"""What this process is: the one process-wide cell, and how a worker's program is recognised, by its first argument."""
+"""The one process-wide cell, which says what this process is; and how a worker's program is recognised."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class _Cell:
     forked_with : tuple or None
         The arguments of that call.
     worker : Worker or None
-        The worker that this process is, or with ``inline=True`` plays during a call. None in a master.
+        The rank whose message this process is handling. None between messages, and in a master without
+        ``inline=True``.
     unfinished : dict of str to object
         For each stream of the master ("stdout", "stderr"), the writer of a line that has no end yet.
     broken_streams : set of str

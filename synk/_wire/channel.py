@@ -66,7 +66,7 @@ def decode_header(packet: bytes, token: bytes) -> tuple[int, int, int]:
 
 
 class Polled(Protocol):
-    """A thing to wait for: a ``select.poll``, or a `Looked`."""
+    """Anything that :class:`Patience` can wait for: a ``select.poll``, or a :class:`Looked`."""
 
     def poll(self, timeout_ms: int | None = None, /) -> Any:
         """Return what has arrived, after sleeping for at most ``timeout_ms``."""
@@ -180,6 +180,7 @@ class Channel:
 
     def answer(self) -> tuple[int, int, int, int] | None:
         """Read one doorbell ``(kind, flags, sequence, value)``; None if the other side is gone."""
+        # Doorbells are written whole, so a read gives eight bytes, or none when the last writer has closed the pipe.
         return self.understood(os.read(self.read_fd, DOORBELL.size))
 
     @staticmethod
@@ -201,7 +202,8 @@ class Channel:
             packet = encode_header(sequence, len(body), self._token) + body
             socket.send_fds(self.sock, [packet], list(fds), socket.MSG_NOSIGNAL)
             return
-        # The descriptor that travels keeps the memory alive after this side has closed its own.
+        # The descriptor that travels keeps the memory alive after this side has closed its own. If the other side dies
+        # before it receives the packet, the kernel closes that descriptor with the socket, and nothing is left.
         segment = Segment.create(len(body))
         try:
             segment.buffer[: len(body)] = memoryview(body)
@@ -242,12 +244,16 @@ class Channel:
                 body = self._body_in(fds.pop(), nbytes)  # the sender appends the descriptor of a large body last
             if sequence is None or got_sequence == sequence & 0xFFFF:
                 return body, list(fds)
+            # The sender was broken off between this body and its doorbell, or the doorbell was read and the body was
+            # not. Nobody else knows these descriptors.
             _close_all(fds)
 
     def _body_in(self, fd: int, nbytes: int) -> Any:
         """Return a large body, and close the descriptor of the memory in which it came."""
         try:
             with mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ) as mapping:
+                # A copy: this process keeps nothing of the file, which the kernel frees when the sender has closed its
+                # own descriptor, too.
                 return mapping[:nbytes]
         finally:
             os.close(fd)
@@ -255,6 +261,7 @@ class Channel:
     def close(self) -> None:
         """Close all three descriptors. It may be called again."""
         self.sock.close()
+        # A thread that is reading or writing holds a reference to the number, so it is closed only when that returns.
         self.read_fd = self.write_fd = NONE
 
 

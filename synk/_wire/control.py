@@ -16,7 +16,8 @@ class Down(IntEnum):
     INTERRUPT, COMMITTED and BROKEN belong to the rank, and count only in lane 0. The others belong to a call.
     """
 
-    INTERRUPT = 0  # the messages that a SIGINT is meant for, see interrupt_word; negative: none
+    # the messages that a SIGINT is meant for, see interrupt_word; negative: none; written before the signal is sent
+    INTERRUPT = 0
     PARTICIPATES = 1
     LOW = 2  # the rank's rows, as positions in the selection
     HIGH = 3
@@ -92,6 +93,9 @@ class Phase(IntEnum):
     LOADING = 4
 
 
+# Each word is aligned and eight bytes wide, and has one writer. So a process that is killed in the middle of a store
+# leaves the old number or the new one, never a mixture. A table in docs/design.md says what orders each word.
+# 24 words are three cache lines: the master and a rank never write to the same line, nor do two ranks.
 BLOCK_LENGTH = 24
 assert max(Down) < BLOCK_LENGTH
 assert max(Up) < BLOCK_LENGTH

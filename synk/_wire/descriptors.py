@@ -35,6 +35,7 @@ class Descriptor(int):
     def __new__(cls, fd: int) -> Descriptor:
         return super().__new__(cls, above_streams(fd))
 
+    # ``close`` is bound here: when the interpreter ends, this module may be cleared before the last descriptor goes.
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         with contextlib.suppress(OSError):  # the program closed it, as programs do that close every descriptor
             close(self)
@@ -74,7 +75,12 @@ def packet_pair() -> tuple[socket.socket, Descriptor]:
 
 
 class Orphans:
-    """Knows the owner of each descriptor, and finds descriptors whose owner is gone.
+    """Finds orphans: open descriptors whose owner is gone.
+
+    The owner is a mapped file, whose finalizer closes the descriptor (:class:`synk._wire.mapping.MappedFile`). A signal
+    handler of the program may run inside that finalizer and raise there. Python drops such an exception, and the
+    descriptor stays open although no object knows it any more. So each owner is watched from outside by a weak
+    reference, and the next operation that frees memory closes what the finalizer has missed.
 
     Attributes
     ----------
@@ -89,6 +95,8 @@ class Orphans:
 
     def watch(self, fd: int, owner: object) -> None:
         """Note that ``owner`` will close ``fd`` by :meth:`close`."""
+        # When a segment is mapped again, its descriptor changes hands. The new reference takes the place of the old
+        # one here, so the end of the first owner no longer concerns the descriptor.
         self._owners[fd] = weakref.ref(owner, self.ended.append)
 
     def close(self, fd: int) -> None:

@@ -36,6 +36,8 @@ class Pulse:
         if address == FAILED:
             raise last_error()
         self._address.append(address)
+        # A child that another thread forks just before this line inherits the mapping and keeps the file alive. The
+        # worker then has the pipe alone.
         libc.madvise(address, mmap.PAGESIZE, mmap.MADV_DONTFORK)
 
     def take(self) -> int:
@@ -44,7 +46,7 @@ class Pulse:
         return fd
 
     def close(self) -> None:
-        """Let go of the file. It may be called again."""
+        """Release the file, which ends the worker if it still runs. It may be called again."""
         self._fd = NONE
         # A child of ``fork`` does not have the mapping, and may have something of its own at this address.
         if self._pid == os.getpid():
@@ -91,6 +93,8 @@ def tie_to_pulse(fd: int) -> Descriptor | None:
     """
     watch = libc.inotify_init1(os.O_CLOEXEC)
     if watch >= 0:
+        # The signal is armed before the watch is added, so no event can come unseen. A master that is already dead is
+        # noticed as well: ``fd`` is then the last reference to the file, and closing it below is the event.
         _kill_on_event(watch)
         if libc.inotify_add_watch(watch, f"/proc/self/fd/{fd}".encode(), _IN_DELETE_SELF) < 0:  # /proc is hidden
             os.close(watch)

@@ -56,6 +56,8 @@ class PipeHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             data = memoryview(pack_record(record))
+            # The lock of the handler keeps other threads out. An interrupt may end this loop in the middle of a long
+            # record. The master drops the torn line, and the newline before the next record ends it.
             while data:
                 data = data[os.write(self._fd, data) :]
         except Exception:  # as in any handler: the record's message could not be formatted

@@ -31,7 +31,7 @@ libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 libc.mprotect.argtypes = libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 FAILED = ctypes.c_void_p(-1).value
-"""What ``mmap`` and ``mremap`` return when they fail."""
+"""The value that ``mmap`` and ``mremap`` return when they fail."""
 
 
 class MappedFile(mmap.mmap):
@@ -65,6 +65,8 @@ class MappedFile(mmap.mmap):
     def __new__(cls, fd: int, nbytes: int, *, is_writable: bool, is_private: bool = False) -> MappedFile:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        # If the kernel refuses the file below, ``self`` unmaps the reserved addresses when it goes, and the descriptor
+        # is still the caller's.
         self = super().__new__(cls, -1, nbytes, flags, protection)
         kind = mmap.MAP_PRIVATE | _MAP_NORESERVE if is_private else mmap.MAP_SHARED
         if libc.mmap(self.address, nbytes, protection, kind | MAP_FIXED, fd, 0) == FAILED:
@@ -102,7 +104,7 @@ class MappedFile(mmap.mmap):
             return
         aside = libc.mmap(None, nbytes, protection, mmap.MAP_PRIVATE | _MAP_NORESERVE, fd, 0)
         if aside == FAILED:
-            if self.fd != fd:
+            if self.fd != fd:  # another thread has closed the descriptor: the segment is given up, and no longer shared
                 return
             raise last_error()
         # Another thread may have closed the descriptor in the meantime, and its number may now be another file.

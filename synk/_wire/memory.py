@@ -118,6 +118,8 @@ def create_fd(nbytes: int, *, is_reserved: bool = True, tail_nbytes: int = 0) ->
             with contextlib.suppress(OSError):  # a limit on file sizes: there is no tail
                 os.ftruncate(fd, nbytes + tail_nbytes)
         if is_sealable:
+            # Whoever holds the descriptor could otherwise shrink the file, and every access to the pages behind its
+            # new end would be a SIGBUS in all processes that map it.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except BaseException:
         os.close(fd)
@@ -173,6 +175,7 @@ class Segment:
     is_worker_writable: bool
 
     def __init__(self, fd: int, nbytes: int, *, is_writable: bool, segment_id: int, is_private: bool = False) -> None:
+        # Messages do not mention the tail: a worker learns of it from the size of the file.
         tail_nbytes = max(os.fstat(fd).st_size - nbytes, 0) if is_writable else 0
         try:
             mapping = _map(fd, nbytes + tail_nbytes, is_writable, is_private)
@@ -190,6 +193,7 @@ class Segment:
         assert self.mapping is not None
         with deferred():  # the descriptor changes hands
             again = _map(self.mapping.fd, self.nbytes, False, self.is_private)
+            # The old mapping goes on without a descriptor. Its finalizer must not close the one that is in use.
             self.mapping.fd, self.mapping = -1, again
             self.buffer = self.root()
 
@@ -352,6 +356,8 @@ class Segment:
             self._discard()
 
     def _discard(self) -> None:
+        # Workers go on mapping the file until they have read that they must forget it, and find zeros there after the
+        # punch. So the caller must be sure that no call in flight reads it (see ``Memory.forget``).
         mapping = self.release()
         if mapping is None or not self.is_owner:
             return
@@ -359,7 +365,7 @@ class Segment:
         if fd < 0:
             return
         try:
-            mapping.close()
+            mapping.close()  # refused while this process has a view of the segment
             if self.generation == forks.count:
                 punch(fd, 0, self.nbytes)
         except (BufferError, OSError):  # views exist, or the file cannot be punched

@@ -6,7 +6,7 @@ things (a function, a plan, a segment) travel in the pickled body of the first m
 and bounds. Array bytes never travel in messages.
 
 All records are named tuples. Defining a frozen dataclass takes seven times as long, nearly a millisecond, and each
-worker would define twenty of them when it starts.
+worker would define twenty of them when it starts. In one file because it is all that the two halves must agree on.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ VERSION = 1
 DOORBELL = struct.Struct("<BBHI")
 """kind, flags, sequence (16 bits), value: the whole message of a repeated call, in both directions"""
 
+# On the way down, a doorbell's flags are HAS_BODY, IS_ALONE and the lane, in the two highest bits. The others belong to
+# replies.
 HAS_BODY = 1
 IS_COLLATERAL = 2
 """Flag of an error reply: the rank failed only because another rank did."""
@@ -88,7 +90,7 @@ class Status(IntEnum):
 
 
 class Input(NamedTuple):
-    """Where a worker finds one argument of a call.
+    """The place of one argument of a call, as a worker finds it.
 
     Attributes
     ----------
@@ -140,7 +142,8 @@ class Plan(NamedTuple):
     is_trial : bool
         Whether the call must leave nothing behind but its outputs.
     is_apart : bool
-        Whether the outputs of a call on trial are kept apart, as with op None.
+        Set in calls on trial whose outputs are compared rank by rank. The ranks' values are not combined by the
+        function's ops: the result has one value for each rank, as with op None.
     nests : bytes
         A pickle of ``(first, num_leaves, structure)`` for each nested argument: which inputs are its leaves. Empty if
         no argument is nested.
@@ -213,7 +216,7 @@ class Layout(NamedTuple):
 
 
 class Move(NamedTuple):
-    """What a worker does with one large output when the result is put together.
+    """One rank's part in putting together one large output.
 
     Attributes
     ----------
@@ -264,7 +267,9 @@ class WireOrder(NamedTuple):
 
 
 class Body(NamedTuple):
-    """What a message carries besides its own content: segments, whose descriptors go with it, and what to forget.
+    """The body of a message: its content, and all that the rank must take in before it acts on the content.
+
+    The descriptors of ``segments`` travel with the body, in the same order.
 
     Attributes
     ----------
@@ -392,6 +397,7 @@ class Reply(NamedTuple):
     body: bytes
 
 
+# The master recognises these two by their eight bytes alone (``Doorbells.hear``), without building a reply.
 DONE = Reply(Status.DONE, 0, b"")
 """A rank's answer to a repeated call that succeeded."""
 

@@ -1,4 +1,4 @@
-"""What both halves need for parcels: the pickler of the master, and what a worker calls when it loads one."""
+"""The code for parcels that both halves need: the pickler of the master, and the functions that a pickle calls."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Profiled:
 
 
 class _Figures:
-    """What :class:`pstats.Stats` accepts as a finished profile."""
+    """A finished profile, in the form that :class:`pstats.Stats` accepts."""
 
     def __init__(self, stats: dict[Any, Any]) -> None:
         self.stats = stats

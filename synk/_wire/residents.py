@@ -51,8 +51,9 @@ class Restore(NamedTuple):
 
 
 def methods_of(value: Any) -> tuple[Any, Any]:
-    """Return ``(dump, load)`` for an object with torch's state methods, or a list or tuple of such objects; else None
-    twice.
+    """Return ``(dump, load)`` for an object with torch's state methods, or for a list or tuple of such objects.
+
+    Both are None for any other object.
 
     Without these methods the state is a pickle of the object, and loading it makes a new object.
     """

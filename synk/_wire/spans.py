@@ -1,7 +1,7 @@
 """Spans: named parts of the program, or of a function on a rank, with the times of their beginning and end.
 
-Each process keeps its last ones. A trace collects those of the program and of all ranks. With ``SYNK_NVTX=1`` in the
-environment each span is an NVTX range as well, if the package ``nvtx`` is installed.
+Each process keeps its last spans. A trace collects the spans of the program and of all ranks. With ``SYNK_NVTX=1``
+in the environment each span is an NVTX range as well, if the package ``nvtx`` is installed.
 """
 
 from __future__ import annotations
@@ -83,7 +83,10 @@ def pickled_spans() -> bytes:
     return pickle.dumps(take_spans(), protocol=5)
 
 
-def in_range(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return a function that runs in an NVTX range, or ``fn`` itself if none is wanted."""
+def as_nvtx_range(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Wrap a function so that a GPU profiler shows each of its calls as an NVTX range called ``name``.
+
+    Without ``SYNK_NVTX`` in the environment it returns ``fn`` itself, so calls pay nothing for it.
+    """
     package = nvtx()
     return fn if package is None else package.annotate(name)(fn)

@@ -43,6 +43,8 @@ Step = Copy | Reduce
 
 def run_steps(steps: Sequence[Step], segments: Mapping[int, Segment]) -> None:
     """Carry out ``steps`` in order."""
+    # Sources are first buffers, to which nobody writes. Of a target each byte has one writer, and nobody reads it
+    # before all ranks have replied. So the ranks need not wait for each other.
     for step in steps:
         if isinstance(step, Reduce):
             with np.errstate(all="ignore"):

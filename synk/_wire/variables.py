@@ -1,4 +1,4 @@
-"""What both halves know of a shared variable: its declaration, its orders, and how its value lies in a buffer."""
+"""Shared variables as both halves know them: declarations, orders, and how a value lies in a buffer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 class Declaration(NamedTuple):
-    """What a worker must know of one variable.
+    """One variable, as its rank must know it.
 
     Attributes
     ----------

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 
 def nothing(step: str) -> None:
-    """What an unarmed failpoint does."""
+    """Do nothing: a failpoint that is not armed."""
 
 
 def arm(points: Sequence[Sequence[object]], rank: int) -> Callable[[str], None]:

@@ -1,4 +1,4 @@
-"""What a rank consists of: lanes, what it holds, variables, peers. It is one object, so that the parts find each other.
+"""One rank and its parts: lanes, held objects, variables, peers. The parts find each other through this one object.
 
 A worker learns everything from its messages (``synk._worker.loop.dispatch``). It never asks.
 """
@@ -170,7 +170,7 @@ class Worker:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks among which a function counts: the current call's; outside a call, and in a map, all."""
+        """The ranks that ``synk.comm`` counts: those of the current call or, outside a call and in a map, all."""
         if self.mapped is None and self.own_up[_PHASE] == _FUNCTION:
             return self.peers.ranks(self.lane)
         return tuple(range(self.total_ranks))
@@ -244,6 +244,7 @@ class Worker:
     def enter_lane(self, kind: int, *, is_alone: bool) -> None:
         """Change to the current lane, after calls in others. ``is_alone``: the calls in the others are over."""
         others = self.used_lanes - {self.lane.index}
+        # Before the call runs: if it is broken off, a later message still finds what it has left in this lane.
         self.used_lanes.add(self.lane.index)
         self.only_lane = None if others else self.lane
         if is_alone:
@@ -283,7 +284,7 @@ class Worker:
             lane.executor.forget()
 
     def settle_inputs(self, prepared: PreparedPlan) -> None:
-        """Separate inputs that a function has kept from later ones, so that neither changes the other."""
+        """Give inputs that the function has kept pages of their own, and have later calls use another mapping."""
         is_kept = self.executor.settle_inputs(prepared)
         if prepared.function.to_framework is not None:
             self.held.kept_data |= prepared.loans.kept_data()
@@ -338,6 +339,8 @@ class Worker:
         """Bring the inputs of a call that will come to the device, if this rank has its plan."""
         prepared = self.held.plans.get(plan_id)
         if prepared is not None:
+            # From here on this lane holds arrays of a call that has not begun. ``enter_lane`` must find them if the
+            # call never comes.
             self.used_lanes.add(lane)
             self.only_lane = None
             self.lanes[lane].executor.inputs.prefetch(prepared, is_hurried=is_hurried)

@@ -1,4 +1,4 @@
-"""What all ranks of several nodes ask for: the first exchange of every collective, which carries small arrays, too.
+"""The first exchange of every collective over several nodes: all ranks show what they ask for, with small arrays.
 
 The first rank of a node speaks for it. What the ranks ask for goes through the halves to the first ranks, by wires
 between these, and through the halves again. So each rank sees what every other one asks for.
@@ -34,7 +34,7 @@ NOTHING = np.empty(0, np.uint8)
 
 
 class Agreement(HostCommunicator):
-    """What one rank has to do with those of all nodes in one call.
+    """One rank's part in the agreement between the ranks of all nodes, in one call.
 
     Parameters
     ----------
@@ -86,7 +86,7 @@ class Agreement(HostCommunicator):
         weight: float | None = None,
         carried: np.ndarray = NOTHING,
     ) -> Steps:
-        """Yield, then show all ranks what this one asks for, with a small flat array. Return those of all ranks.
+        """Yield, then show all ranks what this one asks for, with a small flat array. Return the arrays of all ranks.
 
         The arrays are in the order of the ranks. They are views of memory that is valid until the next meeting.
 

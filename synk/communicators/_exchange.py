@@ -25,7 +25,7 @@ DIVIDED = ("scatter", "all_to_all")
 
 
 class Head(NamedTuple):
-    """What a rank says of its rows: their dtype, their shape without the first axis, and the length of each block."""
+    """A rank's description of its rows: dtype, shape without the first axis, and the length of each block."""
 
     dtype: np.dtype
     shape: tuple[int, ...]

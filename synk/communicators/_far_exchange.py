@@ -1,4 +1,4 @@
-"""What the ranks of several nodes bring to an exchange of rows, and where it goes. Moves nothing itself."""
+"""An exchange of rows over several nodes: which rows each rank brings, and where they go. Moves nothing itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from synk.communicators._shm_collectives import flat_bytes
 
 
 class FarExchange:
-    """What one rank knows of an exchange of rows over several nodes. See ``Exchange`` for the parameters."""
+    """One rank's view of an exchange of rows over several nodes. See ``Exchange`` for the parameters."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class FarExchange:
         return dtype_name(self.head.dtype), self.head.row_size
 
     def read(self, carried: Sequence[np.ndarray]) -> dict[int, np.ndarray]:
-        """Read the heads of all senders. Return the bytes of those whose rows came with them."""
+        """Read the heads of all senders. Return the rows that came with a head, as bytes, by sender."""
         small = {}
         for rank, entry in zip(self._ranks, carried):
             if rank in self._senders:

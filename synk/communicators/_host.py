@@ -92,6 +92,7 @@ class HostCommunicator(abc.ABC):
             return
         while self._schedule:
             self.finish(self._schedule.last)
+        # An interrupt in what follows leaves this set. The call fails then, and ``begin`` of the next one resets it.
         self._rendezvous.is_unfinished = True
         for box in self._boxes:
             box.complete()
@@ -151,7 +152,7 @@ class HostCommunicator(abc.ABC):
         CollectiveMismatch
             If an earlier operation of this call has failed.
         """
-        operation = Operation(steps)
+        operation = Operation(steps)  # takes the first step, which checks the arguments
         self.check_whole()
         self._rendezvous.is_unfinished = True
         self._schedule.append(operation)

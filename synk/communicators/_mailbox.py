@@ -115,7 +115,7 @@ class Mailbox:
     # -- the end of a call ---------------------------------------------------------------------------------------
 
     def complete(self) -> None:
-        """Wait for the messages that were asked for, and until those sent are in the rings or the outbox."""
+        """Wait until all messages asked for are here, and all messages sent are in the rings or the outbox."""
         for message in (*self._inbox.all_asked(), *self._fetched):
             self.finish(message)
         for outgoing in [message for queue in self._unsent.values() for message in queue]:
@@ -193,6 +193,7 @@ class Mailbox:
     def _fill(self, place: int, body: np.ndarray, peer: int) -> None:
         """Copy a message into the outbox, chunk by chunk. The receiver may know of it already and copies along."""
         rendezvous, outbox = self._rendezvous, self._outbox
+        # The ring tells of the place already. A receiver that waits for the rest is no deadlock (``is_fetching``).
         for start in range(0, body.size, CHUNK_NBYTES):
             chunk = body[start : start + CHUNK_NBYTES]
             outbox.put(place, start, chunk)
@@ -329,6 +330,8 @@ class Mailbox:
         """Move everything that ``sender`` has written out of the ring."""
         rank, rendezvous = self._rank, self._rendezvous
         ring, read = self.from_peers[sender], rendezvous.read[rank]
+        # A sender that is killed while it writes has not raised its count yet, so nothing torn is ever read. The rest
+        # of its message never comes, and the master's abort ends the wait for it.
         while True:
             num_new = rendezvous.written[sender][rank] - read[sender]
             if num_new == 0:

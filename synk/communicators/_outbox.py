@@ -105,6 +105,8 @@ class Outbox:
         SharedMemoryError
             If there is no memory for it.
         """
+        # What receivers have released is free. A receiver that was killed releases nothing. ``clear`` takes its places
+        # back when the next call begins.
         released = self._released
         self._taken = [place for place in self._taken if not released[place[0] // WORD_NBYTES + 8]]
         size = round_up(_HEAD_NBYTES + nbytes, PAGE_NBYTES)
@@ -115,6 +117,7 @@ class Outbox:
             start = end
         self._populate(start + size, nbytes)
         bisect.insort(self._taken, (start, start + size))
+        # The place may hold the words of an earlier message. They are reset before the ring tells the receiver of it.
         word = start // WORD_NBYTES
         self._filled[word] = 0
         released[word + 8] = 0
@@ -134,7 +137,7 @@ class Outbox:
                 f"cannot leave a message of {message_nbytes} bytes for its receiver: {error.strerror}. Wait for "
                 "messages that were sent before, or send it by send, which waits for the receiver."
             ) from error
-        self._populated = end
+        self._populated = end  # last: pages that the kernel has refused do not count
 
     def put(self, place: int, start: int, data: np.ndarray) -> None:
         """Copy bytes of a message to their place, from offset ``start`` on. A fence and ``show`` follow."""

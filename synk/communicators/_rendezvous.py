@@ -59,7 +59,7 @@ class Aborted(SynkError):
 
 
 class Request(NamedTuple):
-    """What a rank asks for. ``peer`` is the root of a collective or the other side of a message."""
+    """A collective or message that a rank asks for. ``peer``: the root, or the other side of a message."""
 
     kind: str
     op: str = ""
@@ -461,6 +461,8 @@ class Rendezvous:
         A rank that sleeps changes nothing. So what is read here is consistent if no rank woke up in the meantime, which
         the second look at ``_sleeps`` shows: each nap has a number of its own.
         """
+        # A rank that was killed looks as it did at its last store. If it was awake, this finds nothing, and the abort
+        # of the master ends the wait. If it slept, the master usually learns of the death before RECHECK_MS are over.
         numbers = self._sleeps.tolist()
         self.fence()
         for rank in self.ranks:
@@ -522,6 +524,7 @@ def reset(segment: Segment, world_size: int, eventfds: Sequence[int]) -> None:
     that died begins.
     """
     segment.buffer[: ControlLayout(world_size).nbytes] = 0
+    # A wake-up for a rank that has died, or for a call that was aborted, must not end the first nap of a later one.
     for eventfd in eventfds:
         poll = select.poll()
         poll.register(eventfd, select.POLLIN)

@@ -35,6 +35,8 @@ class ResultMemory:
         nbytes = math.prod(shape) * np.dtype(dtype).itemsize
         if nbytes < MIN_NBYTES:
             return np.empty(shape, dtype)
+        # A view refers to the block itself, however it was made. So the number of references tells whether the function
+        # still holds anything of a result.
         blocks = self._blocks
         for position in range(len(blocks)):
             if blocks[position].size == nbytes and _num_references(blocks, position) == _UNUSED:

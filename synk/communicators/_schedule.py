@@ -40,7 +40,7 @@ class Operation:
 
     @property
     def value(self) -> Any:
-        """What its steps returned. Only for one that is done."""
+        """The value that its steps returned, once it is done."""
         return self._returned[0]
 
     def advance(self) -> None:
@@ -102,6 +102,8 @@ class Schedule:
         """Take steps until one must wait for the other ranks, or no collective is left."""
         operations = self.operations
         while operations:
+            # If its steps raise, a broken collective stays the oldest. Nobody comes here with it again: while
+            # ``is_unfinished`` is set, ``check_whole`` refuses all operations, and the next call clears the schedule.
             operations[0].advance()
             if operations[0].is_done:
                 operations.popleft()

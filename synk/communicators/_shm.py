@@ -110,6 +110,8 @@ class ShmCommunicator(ShmCollectives):
         sequence : int
             The number of the call, the same on all ranks: at least 1, and larger than in any earlier call.
         """
+        # All this comes before the rendezvous begins: the number of the call, which it stores last, tells the others
+        # that this rank's counts of bytes are valid.
         self._mailbox.clear()
         self._schedule.clear()
         self._rendezvous.is_unfinished = False

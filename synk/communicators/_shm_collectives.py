@@ -2,7 +2,8 @@
 
 Each rank has two *halves* of memory, which it alone writes and all ranks read. Data of tick ``t`` lies in half
 ``t & 1``, so one meeting of the ranks for each piece is enough (see ``_rendezvous``). Values are folded in rank order,
-whatever the timing, so that all ranks get the same bits, each time.
+whatever the timing, so that all ranks get the same bits, each time. In one file because each collective is a few lines
+over the same steps.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ PIECE_NBYTES = 1 << 20
 
 
 Streams = Mapping[int, np.ndarray]
-"""What a rank shows of its memory: flat arrays of bytes, by the index of their place in a frame."""
+"""The memory that a rank shows: flat arrays of bytes, by the index of their place in a frame."""
 
 _PLACE = np.empty(2, np.int64)
 """The form of what says where a stream lies: the process and the address."""
@@ -56,7 +57,7 @@ class Frame(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What a rank reads from another one: the stream with an index, into a flat array of bytes."""
+    """A stream of another rank, by its index, and the flat array of bytes into which this rank reads it."""
 
     rank: int
     place: int
@@ -217,7 +218,8 @@ class ShmCollectives(HostCommunicator):
             shares = _shares(start, stop, size, source.itemsize)
             self._publish_shares(source, shares, half)
             yield from self.meet_steps()
-            # The next meeting shows the result in the other half.
+            # The next meeting shows the result in the other half. All ranks have finished reading there: they did so
+            # before they arrived at the meeting that is just over.
             result = self.part(self.rank, 1 - half, results, source[shares[self._position()]])
             self._fold_share(source, shares, half, op, result)
             if is_receiver:
@@ -293,6 +295,8 @@ class ShmCollectives(HostCommunicator):
         if longest <= frame.length or not self._reads_memory:
             yield from self._read_pieces(frame, streams, readings, longest, half)
             return
+        # The memory of a rank that dies now may be read in part or not at all. It is missed at the meeting below, so
+        # nothing that was read of it is returned. Until that meeting no rank may change its array.
         has_read = all(self._read(frame, reading, half) for reading in readings)
         half = self.next_half()
         self._halves[self.rank, half, 0] = has_read

@@ -1,9 +1,9 @@
 """The short path of collectives of plain arrays: without checks and, where one meeting is enough, without generators.
 
-Everything that can be prepared is prepared once for each kind of request, in a *short plan*. Layout, words and order
-are those of ``_shm_collectives`` and ``_exchange``, so other ranks may take the same collective step by step. A rank
-that finds at the meeting that the rows of others do not fit its plan goes on with those steps, and so do all with
-arrays that take more than one meeting.
+Everything that can be prepared is prepared once for each kind of request, in a *short plan*. The layout, the words and
+their order are the same as in ``_shm_collectives`` and ``_exchange``, so other ranks may take the same collective step
+by step. A rank goes on step by step, too, if it finds at the meeting that the rows of others do not fit its plan, or if
+the arrays take more than one meeting.
 """
 
 from __future__ import annotations
@@ -202,6 +202,7 @@ class ShortCollectives:
     def _meet(self, request: bytes) -> None:
         """Meet the others and compare the requests."""
         rendezvous = self._rendezvous
+        # Until the caller has its result: if anything is raised before, later collectives of this call are refused.
         rendezvous.is_unfinished = True
         rendezvous.post_packed(request)
         rendezvous.arrive()

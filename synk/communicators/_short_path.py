@@ -135,6 +135,7 @@ class ShortPath:
                 return None
         rendezvous.fence()  # the bytes must be read after the count that announces them
         ring, start = self._from_peers[sender], begin % self._capacity
+        # Nothing is taken out before all is known to fit. Until then the mailbox can still read the whole message.
         found, nbytes, found_number, num_axes, place = HEADER.unpack_from(ring, start)
         if found != tag or place >= 0 or num_axes > MAX_INLINE_AXES:
             return None

@@ -1,4 +1,4 @@
-"""What is prepared for the short path of collectives, once for each kind of request: *short plans*.
+"""*Short plans*: what the short path of collectives prepares, once for each kind of request.
 
 A plan has the request as other ranks read it, and views of both halves where the arrays take one meeting.
 """
@@ -27,7 +27,7 @@ _IN_PLACE = ("all_reduce", "reduce", "broadcast")
 
 
 class Plan:
-    """What is prepared for one kind of request, with arrays of one shape and dtype.
+    """Everything that is prepared for one kind of request, with arrays of one shape and dtype.
 
     Attributes
     ----------

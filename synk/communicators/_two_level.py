@@ -2,8 +2,8 @@
 
 The ranks of a node meet in shared memory and send messages through its mailbox. All else goes by wires between nodes.
 
-Small arrays travel with what the ranks ask for (``_agreement``). Each rank has those of all ranks then, and reduces
-them by itself in rank order, with the bits of one machine.
+Small arrays travel with what the ranks ask for (``_agreement``). Each rank then has the arrays of all ranks, and
+reduces them by itself in rank order, with the bits of one machine.
 
 A large array is reduced to the first rank of each node, as a partial result, neither divided nor rounded. Each first
 rank then folds its part of the elements in the order of the nodes, finishes it, and sends it to the others. All ranks

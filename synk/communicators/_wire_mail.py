@@ -1,8 +1,8 @@
-"""What one rank sends to and gets from the other ranks of a call by wires: tagged messages, and notes.
+"""The mailbox of a rank for ranks of other nodes: tagged messages and notes, which go by wires.
 
-Between two ranks there is a stream in each direction. Arrays travel in it in pieces, of which only ``WINDOW_NBYTES``
-may be unread: the receiver says how far it has read. As in a ring, whoever waits for anything takes in all that has
-arrived, and keeps what it was not asked for yet.
+Between two ranks there is a stream in each direction. Arrays travel in it in pieces. At most ``WINDOW_NBYTES`` of a
+stream may be unread: the receiver says how far it has read. As in a ring, whoever waits for anything takes in all that
+has arrived, and keeps what it was not asked for yet.
 
 Notes are short and never wait. They say how far a receiver has read, that a rank has left the call, why nobody can go
 on, and what a rank waits for (a *report*, see ``is_stuck``).
@@ -39,11 +39,11 @@ _PIECE, _READ, _LEFT, _VERDICT, _REPORT = range(5)
 _COUNTS = struct.Struct("=qq")
 
 _UNKNOWN, _GONE = -1, -2
-"""What is known of a rank in the place of its nap."""
+"""These stand in the place of a rank's nap: nothing is known of it yet, or it has left."""
 
 
 class Waiting(Protocol):
-    """What is needed of a ``WiredRendezvous``."""
+    """The part of a ``WiredRendezvous`` that the mailbox uses."""
 
     def post(self, request: Request) -> None: ...
     def rouse(self) -> None: ...
@@ -64,7 +64,7 @@ class Left(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a rank says that has slept for a while. It sends nothing and reads nothing in a nap.
+    """How far a rank is that has slept for a while, and what it waits for. In a nap it sends and reads nothing.
 
     Attributes
     ----------
@@ -72,7 +72,7 @@ class Report(NamedTuple):
         The number of its nap.
     has_unsent : bool
     sent, read : list of int
-        The bytes of its streams to each rank, and of those from each rank.
+        The bytes that it has sent to each rank, and the bytes that it has read from each.
     seen : list of int
         The nap of each rank in the last report that it has got; ``_GONE`` for a rank that it knows to have left.
     request : bytes
@@ -105,9 +105,10 @@ class WireMailbox:
         self.begin((), -1)
 
     def begin(self, ranks: tuple[int, ...], number: int) -> None:
-        """Begin a call. What is left of earlier ones is dropped when it is met.
+        """Begin a call. Messages of earlier calls are dropped when they are met.
 
-        Of submitted calls, others may have begun a later one already. What comes of that is kept until it begins here.
+        With submitted calls, other ranks may have begun a later call already. Its messages are kept until it begins
+        here.
         """
         size = self._world_size
         self.ranks, self._number, self._has_left = ranks, number, False
@@ -270,7 +271,7 @@ class WireMailbox:
         """Take in a message. Its body is still to be received, unless it came early and was kept."""
         kind, sender, number = _HEAD.unpack_from(head)
         if number > self._number:
-            if body is None:
+            if body is None:  # it must be taken off the socket now, before the next head can be read
                 body = np.empty(PIECE_NBYTES, np.uint8)
                 body = body[: self.wires.take(body)].copy()
             self._early.append((head, body))
@@ -301,7 +302,7 @@ class WireMailbox:
             unread.popleft()
 
     def _take_in(self, sender: int, content: bytes, body: np.ndarray | None) -> None:
-        """Take in a piece of a message, of which ``content`` is the beginning."""
+        """Take in a piece of a message. ``content`` is its beginning."""
         self._rendezvous.rouse()
         message = self._arriving.get(sender)
         if message is None:
@@ -353,7 +354,7 @@ class WireMailbox:
     # -- the end of a call ---------------------------------------------------------------------------------------------
 
     def complete(self) -> None:
-        """Wait for the messages that were asked for, and until those sent are on their way."""
+        """Wait until all messages that were asked for are here, and all that were sent are on their way."""
         for incoming in (*self._inbox.all_asked(), *self._arriving.values()):
             if incoming.request is not None:
                 self.finish(incoming)

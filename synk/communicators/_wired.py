@@ -1,4 +1,4 @@
-"""Waiting on a node: for the ranks of the node, and at the same time for what comes by wire from those of others."""
+"""Waiting on one of several nodes: for the ranks of this node, and at the same time for messages by wire."""
 
 from __future__ import annotations
 

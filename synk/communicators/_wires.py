@@ -69,6 +69,8 @@ class Wires:
 
     def send(self, rank: int, head: bytes, body: np.ndarray | None = None) -> None:
         """Send a message to a rank, without waiting. Both parts may be changed once this returns."""
+        # The queue to a rank has no limit, so this never waits, even for a rank that is dead. What such a rank has not
+        # taken is lost with ``close``, which does not linger.
         outlet = self._outlets.get(rank)
         if outlet is None:
             address, key = self._table[rank]

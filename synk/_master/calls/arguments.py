@@ -22,7 +22,7 @@ from synk.errors import SerializationError
 
 
 class Nest(NamedTuple):
-    """A nested value, whose leaves are an argument and those behind it; see ``synk._pure.nested``."""
+    """A nested value. Its leaves are consecutive arguments, from the one that holds this; see ``synk._pure.nested``."""
 
     num_leaves: int
     structure: Any
@@ -75,7 +75,7 @@ class Argument:
 
     @property
     def key(self) -> Any:
-        """What must be equal for a plan to be used again."""
+        """The part of a plan's key that comes from this argument: equal keys can share a plan."""
         if self.contents is not None:
             array, place = self.contents.array, (self.contents.segment_id, self.contents.offset)
             return (self.kind, *place, array.shape, array.dtype, array.dtype.type, self.is_minibatch)

@@ -250,7 +250,7 @@ class Assembly:
         Returns
         -------
         layouts : list of Layout
-            Those of the voters. Large reductions are partial results there.
+            The layouts of the voters, in which large reductions are partial results.
         arrays : list of lists of ndarray or None
             Each voter's arrays by its own leaves: views. Of a large reduction the first voter has the partial result of
             all; None where there is no array.
@@ -328,6 +328,7 @@ class Assembly:
     def _build_small(self, reductions: list[EqualReduction], rows: Sequence[int]) -> Any:
         """Return the result if the outputs only have to be combined and divided where they lie."""
         values = []
+        # The slots belong to the lane's next call. Nothing that is returned may be a view of them.
         for combine, slots, divisor in reductions:
             value = fold(combine, slots) if len(slots) > 1 else _own(slots[0])
             values.append(value / divisor if divisor > 1 else value)

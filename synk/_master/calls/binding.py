@@ -38,7 +38,7 @@ Divider = Callable[[int], list[tuple[int, int]]]
 
 
 class RowCount(NamedTuple):
-    """What counts of a scattered array when rows are given to ranks."""
+    """The number of rows of a scattered array, for the division of rows among ranks."""
 
     label: str
     num_rows: int
@@ -153,7 +153,7 @@ def choose_rows(
     divide: Divider,
     name: str,
 ) -> tuple[Selection | None, list[tuple[int, int]], Assignment | None]:
-    """Return the rows of a call, those of each rank, and how they lie in sharded variables; None where there are none.
+    """Return the rows of a call, the rows of each rank, and how they lie in sharded variables, if there are any.
 
     Raises
     ------

@@ -205,6 +205,8 @@ def complete(session: Session, launched: Launched) -> Any:
 
 def abandon(session: Session, launched: Launched, error: BaseException) -> None:
     """Clean up after a call that failed: forget its plan and take its buffer back."""
+    # No rank works on this call any more. What ranks have assigned lies in second buffers and was not committed. What
+    # they remember of the plan is uncertain, so no later call may use it.
     function, cached = launched.function, launched.cached
     function.plans.discard(cached, session.workers.log)
     if launched.lease is not None:

@@ -141,7 +141,10 @@ class Callee:
         self.is_stale = self.is_doubtful = False
         self.capture: Capture | None = None
         self._code = getattr(fn, "__code__", None)
-        self._home: tuple[dict[str, Any], str] | None = None  # the user's module that holds it, and its name there
+        # Where the program itself looks the function up: the namespace of the user's module that defines it, and its
+        # name there. A reload puts a new function under that name, and ``renew`` follows it. None for a function that
+        # no module holds under its name, such as a lambda or an inner function.
+        self._home: tuple[dict[str, Any], str] | None = None
         self.record = Record(name)
         self.large_changes = Changes(name)
         self.copies = Copies(name)
@@ -152,7 +155,7 @@ class Callee:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What a worker needs to run the function."""
+        """The options with which a worker makes the function."""
         return {
             "fn": self.fn,
             "name": self.name,
@@ -234,7 +237,7 @@ class Callee:
 
     @property
     def _living_capture(self) -> Capture | None:
-        """What the workers were told about what it captured; None if there are none that were told."""
+        """Its capture, if the workers that were told of it are still there; else None."""
         return None if self.session is None or self.session.is_closed else self.capture
 
     def doubts(self) -> list[str]:
@@ -279,7 +282,10 @@ class Callee:
             self.capture.is_valid = False
 
     def _find_home(self) -> tuple[dict[str, Any], str] | None:
-        """Return the namespace and the name under which a module of the user's holds the function, decorated or not."""
+        """Return the namespace and the name under which a user's module holds the function; see ``_home``.
+
+        The module may hold the plain function, or the :class:`FunctionHandle` that a decorator has put in its place.
+        """
         module, name = getattr(self.fn, "__module__", None), getattr(self.fn, "__qualname__", "")
         if not isinstance(module, str) or not is_users_module(module):
             return None

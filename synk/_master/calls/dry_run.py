@@ -19,7 +19,7 @@ from synk._wire.messages import LARGE_NBYTES, is_reduced_on_devices
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank would get.
+    """The part of a call that one rank would get.
 
     Attributes
     ----------

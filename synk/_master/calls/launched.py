@@ -40,7 +40,7 @@ class Launched(Request):
     Attributes
     ----------
     assembly : Assembly or None
-        How the outputs are put together; until the replies have come, how those of the call before were.
+        How the outputs are put together. Before the replies have come, it is the assembly of the call before.
     number : int
         The number by which the workers tell it from other calls of its plan.
     sent_ns : int
@@ -68,6 +68,7 @@ class Launched(Request):
         doorbells: Doorbells | None = None,
         lease: Lease | None = None,
     ) -> None:
+        # All ranks owe a reply from the beginning: wherever ringing is broken off, none is forgotten.
         self.pending = set(call.ranks)
         self.replies = {}
         self.what = function.title

@@ -23,7 +23,7 @@ _ARRAYS = (np.ndarray, ReadOnlyArray)
 
 
 class Pattern:
-    """What the arguments of a call must be like to fit the last one. Holds none of the arguments.
+    """The pattern that the arguments of a call must match to fit the last one. It holds none of the arguments.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What the master keeps of a function's calls: plans, keyed by what the arguments look like, and compiled calls.
+"""The caches of a function's calls in the master: plans, keyed by the look of the arguments, and compiled calls.
 
 A plan says everything that stays the same from call to call. The numbers that change lie in shared memory.
 """
@@ -60,7 +60,7 @@ class CachedPlan:
     assembly : Assembly or None
         The assembly of the last call.
     transfers : tuple of Transfer
-        What a call transfers: its arguments, and outputs like those of the last call.
+        What a call transfers: its arguments, and outputs that look like the last ones.
     is_agreed : bool
         Whether the last call has succeeded. If not, a worker may be ahead of what is noted here. A plan belongs to one
         lane, which takes one call at a time, so a call finds this False only after one that failed. It then makes the
@@ -157,6 +157,7 @@ class PlanCache:
 
     def discard(self, cached: CachedPlan, log: Log) -> None:
         """Forget one plan, here and on the workers."""
+        # A signal handler may break this off between two lines. The plan is not agreed, so no call uses it any more.
         self.compiled[cached.lane.index] = None
         self._plans = OrderedDict((key, value) for key, value in self._plans.items() if value is not cached)
         log.drop_held("plan", cached.plan.plan_id)

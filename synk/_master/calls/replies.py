@@ -45,9 +45,9 @@ def collecting(session: Session, launched: Launched) -> Steps[Any]:
     """Turn replies into the result: errors first, then agreement, then the large outputs, then the values.
 
     A generator: it yields each request whose replies it needs (first the call, which is a request itself), is sent the
-    replies, and returns the result. It is one
-    because ``done`` and ``result`` of a submitted call must come back while a later request is still unanswered: that
-    one waits behind the calls that were submitted after this one. A call that is waited for uses :func:`carry_out`.
+    replies, and returns the result. ``done`` and ``result(timeout)`` of a submitted call must be able to return while a
+    later request of the call is unanswered, because that request waits behind the calls that were submitted after this
+    one. A call that is waited for uses :func:`carry_out`.
     """
     if session.nodes is not None:
         return (yield from session.nodes.collecting(launched))
@@ -113,6 +113,8 @@ def conclude(
     result = assembly.build(call.rows, objects, root, None if call.owned is None else call.owned.order)
     if assembly.has_assignments:
         session.variables.commit(call.ranks, assembly.layouts, launched.number)
+    # Until here the call counts as in flight. If a signal handler breaks it off, the next operation settles it, and
+    # finishes a commit whose store has been made.
     session.workers.requests.pop(launched.sequence, None)
     if launched.function.changes:
         session.residents.note_changed(launched.function.changes, launched.number, call.ranks)
@@ -167,6 +169,7 @@ def _large_outputs(
         except BaseException:
             session.memory.results.give_back(lease)  # the exception may be kept, and this frame with it
             raise
+        # Only after the replies: a rank that was interrupted may not have kept its part for later calls.
         for rank in waiting:
             held[rank][plan_id] = assembly.number
     return lease

@@ -1,4 +1,4 @@
-"""What a call on trial has shown: a call that leaves nothing behind but its outputs, as ``verify`` makes them."""
+"""The findings of a call on trial, which leaves nothing behind but its outputs. ``verify`` makes such calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from synk._wire.control import Traits, Up
 
 @dataclass
 class Tried:
-    """What a call on trial has shown.
+    """The findings of one call on trial.
 
     Attributes
     ----------

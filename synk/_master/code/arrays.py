@@ -96,6 +96,7 @@ class Contents(Facet):
 
     def note_sent(self, told: Any) -> None:
         """Note that the ranks have ``told``, whose bytes are those of the array now."""
+        # For a large array these are the bytes of shared memory, which only the master writes to.
         self.told = told
         self.form, self.version = self._form(), self._version()
         self._samples = b""

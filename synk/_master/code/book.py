@@ -1,4 +1,4 @@
-"""What the master has sent to the workers with its functions: which parcels there are, and which object lies where.
+"""The book: which parcels the master has sent to the workers with its functions, and which object lies where.
 
 A *parcel* is one pickle. It brings a function, or changes of objects that came before, and refers to those objects by
 the number of their parcel and their position in it. It is kept as long as a living function needs it, for workers that
@@ -58,7 +58,7 @@ class _Module(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What an update has packed.
+    """The result of an update.
 
     Attributes
     ----------
@@ -73,7 +73,9 @@ class Update(NamedTuple):
 
 
 class Book(Shelf):
-    """What was sent with the functions of one runtime: what a function needs, what to send next, what to forget.
+    """The record of everything that was sent with the functions of one runtime.
+
+    It says what a function needs, what to send next and what to forget.
 
     Parameters
     ----------
@@ -192,7 +194,9 @@ class Book(Shelf):
         if is_first and kind in ("item", "attribute") and value is not Absent:
             kind = "adopt " + kind
         if kind == "reload" and isinstance(facet, Contents):
-            copy_bytes(facet.elements(), facet.told)  # shared memory, which no call in flight reads
+            # No call is in flight that reads this shared memory. The ranks map it privately: a page that a rank has not
+            # written shows the new bytes at once, and loading the parcel drops the pages that it has written.
+            copy_bytes(facet.elements(), facet.told)
             value = Shared(facet)
         try:
             parcel = self._pack([(kind, Address(node), change.key, value)], is_optional=is_first)
@@ -222,6 +226,8 @@ class Book(Shelf):
         for kind, _, key, *_ in actions:
             if kind == "function":
                 pickler.leave_out(key)
+        # Unsettled from here on: if anything below or the load is broken off, ``roll_back`` forgets the parcel, and the
+        # ranks count as not having been told of what is in it.
         self.unsettled.append(parcel)
         try:
             pickler.dump(actions)
@@ -403,11 +409,11 @@ class Book(Shelf):
     # -- looking ------------------------------------------------------------------------------------------------------
 
     def _own(self, function_id: int) -> set[Parcel]:
-        """Return the parcels that a function needs, except those of the modules that it can reach."""
+        """Return the parcels that a function needs, without the parcels of modules that it can reach."""
         return _reach([self._entries[function_id].parcel], set())
 
     def _needs(self, parcels: Iterable[Parcel]) -> set[Parcel]:
-        """Return ``parcels`` and those that they need, including those of the modules that they can reach."""
+        """Return ``parcels`` and all that they need, including the parcels of modules that they can reach."""
         found = _reach(parcels, set())
         while self._modules:
             of_modules = [self._modules[name].parcel for name in self._reached_from(found) if name in self._modules]
@@ -428,12 +434,12 @@ class Book(Shelf):
         return [node for parcel in parcels for node in parcel.nodes if node.facets]
 
     def named_of(self, function_id: int) -> set[tuple[Node, str]]:
-        """Return the globals that a function names, and those that the functions it captures name."""
+        """Return the globals that a function names, and the globals that the functions it captures name."""
         parcels = self._needs([self._entries[function_id].parcel])
         return set().union(*(parcel.named for parcel in parcels))
 
     def handles_of(self, function_id: int) -> tuple[list[Handle], list[Handle]]:
-        """Return the handles that a function captures, and apart from them those in modules that it can reach.
+        """Return two lists: the handles that a function captures, and the handles in modules that it can reach.
 
         The first list may include handles of other functions with which this one shares objects.
         """
@@ -471,7 +477,10 @@ def _doubt_code(parcel: Parcel) -> None:
 
 
 class _Imported(Table):
-    """What an object of an imported module holds. Functions and classes count as told, data as unknown at first."""
+    """The table of an object that workers make themselves, by importing its module.
+
+    Functions and classes count as told, because the import brings them. Data count as unknown at first.
+    """
 
     def changes(self) -> list[Change]:
         return [change for change in super().changes() if change.kind != "order"]

@@ -33,7 +33,7 @@ MAX_ARRAYS = 256
 """How many arrays are compared at every call; the others in turns."""
 
 WINDOW_SIZE = 256
-"""How many objects of those compared in turns have their turn at one call."""
+"""How many of the objects that are compared in turns have their turn at one call."""
 
 MAX_STATES_NS = 300_000
 """How much time of each call may go into objects with a pickling rule of their own; the others count as slow."""
@@ -43,7 +43,7 @@ _SHARE = 0.05
 
 
 class Capture:
-    """What one function captures, and how it is compared.
+    """The captured objects of one function, and how they are compared.
 
     Parameters
     ----------

@@ -1,8 +1,19 @@
-"""How an object can change: its facets, what the ranks were told of each, and what differs from that now.
+"""The facets of captured objects: how an object can change, what the ranks were told of it, and what differs now.
 
-A facet compares one object shallowly: elements, attributes and keys count by identity, because the objects behind them
-have facets of their own. A *unit* is the smallest part that is sent again: an attribute, a key, an element. In one file
-because it is a row of small classes with the same methods, and the functions that make them.
+How an object is pickled decides which facets it has:
+
+- :class:`Table`: what it holds under names or keys. The items of a dict, the attributes of an instance, a module or a
+  function, the contents of a cell;
+- :class:`Elements`: what it holds by position or as a set. A list, a deque, a set, an array of objects;
+- :class:`State`: the recipe of an object that says itself how it is pickled (``__reduce__``, ``__getstate__``). Its
+  attributes are its own business, so what it would be pickled from is compared instead;
+- ``Contents`` (``arrays.py``): the bytes of an array or a tensor.
+
+A table and elements are compared shallowly, by identity, because the objects behind them have facets of their own. A
+recipe is made anew each time it is asked for, so it is compared by value (``synk._pure.alike``).
+
+A *unit* is the smallest part that is sent again: an attribute, a key, an element. In one file because it is a row of
+small classes with the same methods, and the functions that make them.
 """
 
 from __future__ import annotations
@@ -63,7 +74,8 @@ class Facet:
     ----------
     obj : object
     num_unseen : int
-        How often a change was found that :meth:`shows` did not: other functions may have missed it, too.
+        How often an update has found a change that :meth:`shows` does not report. Functions that compare this facet in
+        turns may have missed it.
     """
 
     obj: Any
@@ -99,7 +111,7 @@ class Facet:
 
 
 class Table(Facet):
-    """What an object holds by name: the items of a dict, attributes, the contents of a cell.
+    """Everything that an object holds by name: the items of a dict, attributes, the contents of a cell.
 
     Parameters
     ----------
@@ -192,7 +204,7 @@ class Names(Table):
 
 
 class Elements(Facet):
-    """The elements of a list, a deque, a set or an array of objects."""
+    """The elements of a list, a deque, a set or an array of objects, compared one by one by identity."""
 
     def __init__(self, obj: Any) -> None:
         self.obj = obj
@@ -257,7 +269,10 @@ class _Flat:
 
 
 class State(Facet):
-    """What an object with a pickling rule of its own is rebuilt from: a *recipe* of a maker, its arguments and a state.
+    """The recipe of an object with a pickling rule of its own: a maker, its arguments and a state.
+
+    If only the state differs, the ranks get a new state for the object that they have. If the maker or its arguments
+    differ, the object can only be replaced, and whatever holds it is told of another object.
 
     Parameters
     ----------

@@ -93,7 +93,7 @@ class Parcel:
         return len(self.data) + (0 if self.segment is None else self.segment.nbytes)
 
     def release(self) -> None:
-        """Let go of what it brought. Breaks reference cycles, so that objects nobody needs are freed at once."""
+        """Release what it brought. This breaks reference cycles, so objects that nobody needs are freed at once."""
         for node in self.nodes:
             node.facets = []
             node.sources.clear()
@@ -103,7 +103,7 @@ class Parcel:
 
 
 class Host(Protocol):
-    """What a book needs of its runtime."""
+    """The part of a runtime that its book uses: numbers and memory for segments, and how parcels are dropped."""
 
     @property
     def is_inline(self) -> bool: ...
@@ -140,7 +140,7 @@ class Shelf:
     parcels : dict of int to Parcel
         By number, in the order in which they are loaded.
     unsettled : list of Parcel
-        Those that may not have arrived everywhere.
+        Parcels that may not have arrived everywhere.
     """
 
     def __init__(self, host: Host) -> None:

@@ -226,6 +226,8 @@ class Chunks:
             else:
                 workers.pump()
         except BaseException as error:
+            # A death of any worker, or a time limit, has made all other ranks idle by now. The chunks that they had not
+            # answered are lost, too.
             self._lose(error)
             if is_foreign(error):
                 raise

@@ -168,6 +168,7 @@ class PendingCall(Generic[R]):
             if not isinstance(error, (CallCancelled, ClosedError)):
                 self._unasked = _Unasked(self.name, error)
                 self._queue.note_failed(self)
+        # In this order: another thread that finds ``_launched`` gone reads the outcome without any lock.
         self._value, self._error = value, error
         self._launched = self._steps = self._request = None
         if self._callbacks:

@@ -137,7 +137,7 @@ class Queue:
             self._collect_oldest(verb, deadline)
 
     def _steps_end(self, function: Callee, launched: Launched) -> bool:
-        """Wait for the calls in flight: a call that changes resident objects starts from what they leave.
+        """Collect the calls in flight, because a call that changes resident objects starts from the state they leave.
 
         Return False if one has failed, which a new call then reports, or if the call no longer fits.
         """
@@ -145,7 +145,7 @@ class Queue:
         return self._failed_before(function) is None and launched.log_state == self._session.workers.log.state
 
     def _can_join(self, function: Callee) -> bool:
-        """Whether a call can be sent behind those in flight, because nothing else must be done before it."""
+        """Whether a call can be sent behind the calls in flight, because nothing else must be done before it."""
         session, workers = self._session, self._session.workers
         return (
             bool(self.calls)
@@ -189,7 +189,7 @@ class Queue:
     # -- outcomes -----------------------------------------------------------------------------------------------------
 
     def drain(self, verb: str, deadline: float | None) -> None:
-        """Wait for all calls, or for the items of a map. Their errors are kept for those who ask for the results.
+        """Wait for all calls, or for the items of a map. Their errors are kept for whoever asks for the results.
 
         Raises
         ------

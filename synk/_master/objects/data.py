@@ -342,6 +342,7 @@ class Data(ArrayLike):
 
     def _replace(self, contents: Contents) -> None:
         """Replace the contents. The old memory is freed when no call reads it any more."""
+        # A call that was bound before holds the old segment by its plan, and goes on reading the old rows.
         with deferred():
             old, self._contents = self._contents, contents
             if old.segment is not None:

@@ -110,6 +110,8 @@ class Log:
 
     def tell(self, kind: str, number: int = 0) -> None:
         """Have all ranks learn, with their next message, what a thing is now. Any thread may call it."""
+        # The entry comes before the new state: whoever has seen the state finds the entry when it packs a message. In
+        # the other order, a call of another thread could be compiled for a rank that was never told.
         self._entries.append(Entry(kind, number, False, None))
         self.note()
 
@@ -161,12 +163,12 @@ class Dropped(deque[Any]):
         self._log = log
 
     def append(self, dropped: Any) -> None:
-        super().append(dropped)
+        super().append(dropped)  # before the state changes, as in ``Log.tell``
         self._log.note()
 
 
 class Known:
-    """What one rank knows: how far it has read the log, and what it got with messages.
+    """The knowledge of one rank: how far it has read the log, and what it has got with messages.
 
     Parameters
     ----------
@@ -252,6 +254,7 @@ class Known:
 
     def note_answered(self, sequence: int, *, is_received: bool) -> None:
         """Note that a message was answered. If the rank could not take it in, it holds nothing that it brought."""
+        # A message without a body was never noted. A rank that has died keeps its entries until ``clear``.
         place, body = self._unanswered.pop(sequence, (0, None))
         if body is not None and not is_received:
             self._log.note()

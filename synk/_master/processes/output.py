@@ -142,6 +142,8 @@ class Output:
     def _flush(self) -> bool:
         """Write what can be written without blocking for long. Return False if text is left."""
         stream: TextIO | None = getattr(sys, self._stream_name, None)
+        # Taken out first: if a signal handler raises while the stream is written, the text is lost rather than shown
+        # twice.
         text, self._unwritten = self._unwritten, ""
         if stream is None:
             return True

@@ -27,7 +27,7 @@ class RankChannel(Protocol):
 
 
 class Process(Protocol):
-    """What plays a rank: a process of its own, or an object in the master's process.
+    """The protocol of whatever plays a rank: a process of its own, or an object in the master's process.
 
     It holds nothing before :meth:`start`. After it has ended it is not used again; another object takes the rank over.
 

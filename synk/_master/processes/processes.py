@@ -25,7 +25,7 @@ from synk.errors import StartupError
 
 
 class Events(NamedTuple):
-    """What has happened, sorted by kind, so that the caller chooses the order in which to handle it.
+    """Events of the workers, sorted by kind, so that the caller chooses the order in which to handle them.
 
     Attributes
     ----------
@@ -86,6 +86,7 @@ class PollSet:
         events = Events([], [], [], False)
         timeout_ms = _LOOK_MS if timeout_ms is None else min(timeout_ms, _LOOK_MS)
         for fd, _ in waiting(self.poll.poll, timeout_ms):
+            # Another thread may have closed the runtime since the poll. Then nobody asks for this descriptor any more.
             kind, rank = self._fds.get(fd, ("", -1))
             if kind == "up":
                 events.doorbells.append(rank)
@@ -123,7 +124,7 @@ ARMED: contextvars.ContextVar[Sequence[Sequence[Any]]] = contextvars.ContextVar(
 
 
 class WorkerState:
-    """What the master knows about one rank's worker, whichever process plays the rank now.
+    """The master's record of one rank's worker, whichever process plays the rank now.
 
     Attributes
     ----------
@@ -315,6 +316,7 @@ class Processes:
     def tear_down(self) -> None:
         """Kill the workers that still run and release every descriptor. Never waits long; any thread may repeat it."""
         with deferred():
+            # First: no thread may send or wait, or fit a compiled call, once the first worker is killed.
             self.is_closed = True
             self.log.note()
             self.kill()  # all of them before waiting for the first, so that they end at the same time
@@ -332,6 +334,7 @@ class Processes:
         self.log.note()
         for worker in self.by_rank:
             worker.process.disown()
+            # This also closes the child's copy of the lifeline, which would keep the workers alive after the parent.
             worker.process.close()
         self._release()
 

@@ -1,4 +1,4 @@
-"""What the master can say about its workers: what each is doing now, and how a dead one ended."""
+"""Reports on the workers: what each is doing now, and how a dead one ended."""
 
 from __future__ import annotations
 

@@ -93,6 +93,8 @@ class WorkerProcess:
         StartupError
         """
         try:
+            # ``theirs`` goes when this method returns, and with it the worker's ends of the pipes in this process. From
+            # then on the kernel closes the pipes when the worker dies.
             theirs = self._open(token)
             self._spawn(theirs, setup, environment, control_fd, token, extra_fds)
         except BaseException as error:
@@ -144,7 +146,7 @@ class WorkerProcess:
 
     @property
     def _shown_rank(self) -> int | None:
-        """What stands before each line that it prints."""
+        """The rank that is shown before each line that it prints."""
         return self.rank
 
     def _spawn(
@@ -161,7 +163,7 @@ class WorkerProcess:
         numbers = {name: int(fd) for name, fd in fds.items()}
         message = write_setup({**setup, "fds": numbers, "token": token.hex()})
         self.started = time.monotonic()
-        _running.add(self)
+        _running.add(self)  # before the process exists, so that there is no moment in which nobody holds it
         self._popen = self._launch(message, [message, *numbers.values()], stdout, stderr, environment)
         self.pid = self._popen.pid
         self.pidfd = Descriptor(os.pidfd_open(self.pid))
@@ -199,6 +201,8 @@ class WorkerProcess:
     ) -> int:
         """Send a message with its body. Segments in arenas have no descriptor of their own."""
         data = self._packed(body)
+        # The body goes first, so that it is there when the worker has read the doorbell. If the worker is dead, its
+        # doorbell stays in the pipe, which this process holds open, and nobody reads it.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the wait will find the death
             self.channel.send_body(sequence, data, [each.fd for each in segments if each.arena is None])
         self.channel.ring(kind, HAS_BODY | flags, sequence, value)
@@ -282,6 +286,7 @@ class WorkerProcess:
         is_known = self._wait_exited(self.pidfd, deadline)
         # While the worker is a zombie: after it is reaped, the number of its group may belong to a stranger.
         self._kill_group()
+        # The pipes still hold what the worker wrote before it died, and the error for its death quotes that.
         for output in self._outputs:
             # The group is dead, so the stream will end soon. Only a child in another session can hold it open.
             while output.forward() and time.monotonic() < deadline - timeout_s + 0.3:

@@ -1,4 +1,4 @@
-"""What a function captures: whether it can be sent, which variables are in it, and advice if it changes often."""
+"""Checks on captured objects: whether they can be sent, which variables are in them, and advice on frequent changes."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ class _Nowhere:
 
 
 class Referred(NamedTuple):
-    """What a function refers to that lives on the workers."""
+    """The variables and resident objects to which a function refers."""
 
     variables: set[Variable]
     residents: set[ResidentObject]
 
 
 class Captured(NamedTuple):
-    """What a function refers to: things on the workers, and torch models that are copied there."""
+    """Everything to which a function refers: things on the workers, and torch models that are copied there."""
 
     referred: Referred
     modules: tuple[Any, ...]

@@ -23,7 +23,7 @@ from synk.errors import WorkerDied
 
 
 class DeviceValues:
-    """What the master does about values on devices.
+    """Reads, moves and restores values on devices, for the master.
 
     Parameters
     ----------
@@ -77,6 +77,7 @@ class DeviceValues:
             return False
         check_not_lost([variable], [0] if kind == "broadcast" else None, f"{kind} variable {variable.name!r}")
         ranks = list(range(self._workers.world_size))
+        # Written before the message: each rank notes under this number what it stores, and the commit names the number.
         number = next(self._numbers)
         self._lanes.first.down[0, Down.CALL] = number
         replies = self._workers.ask(

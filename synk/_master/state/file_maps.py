@@ -70,6 +70,8 @@ class FileMaps:
         file: FileMap | None = known.held
         if file is None:
             return None
+        # Anybody may shorten the file at any time. Before this call, that is noticed here; during the call, the worker
+        # ends by SIGBUS, and the error says so.
         offset = _address(array) - file.base
         size = os.fstat(file.segment.fd).st_size
         if offset + array.nbytes > size:

@@ -56,7 +56,7 @@ class MappedFunctions:
 
 
 class Functions:
-    """What the workers of a runtime were sent of functions.
+    """The functions that the workers of a runtime were sent.
 
     Parameters
     ----------
@@ -264,6 +264,7 @@ class Functions:
             return [], False
         self._lanes.first.connect(self._workers.processes)
         replies = self._workers.ask(Kind.LOAD, list(orders), 0, orders, segments, deadline, "distribute", names)
+        # A rank holds a parcel once it has said so. One that died, failed or was interrupted counts as lacking all.
         for rank, reply in replies.items():
             if reply.status == Status.DONE:
                 parcels = self._workers.by_rank[rank].known.held["parcel"]

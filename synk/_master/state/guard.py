@@ -33,7 +33,7 @@ _ACT_AT = 2
 
 
 class Guard:
-    """What a runtime does about wasteful transfers: one mode for all threads, and possibly another for a thread.
+    """The guard of one runtime: a mode for all threads, and possibly another for a single thread.
 
     Parameters
     ----------
@@ -96,7 +96,7 @@ def check_mode(mode: Any) -> str:
 
 
 class _Seen:
-    """What is known about the array that was last passed under one label."""
+    """The record of the array that was last passed under one label."""
 
     __slots__ = ("copy", "count", "samples")
 

@@ -1,4 +1,4 @@
-"""What the rest of a session must know of submitted calls and of items of a map."""
+"""Protocols of submitted calls and of items of a map, for the parts of a session that stand below them."""
 
 from __future__ import annotations
 

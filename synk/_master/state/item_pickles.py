@@ -92,6 +92,8 @@ class ArrayCopies:
             segment = Segment.create(source.nbytes, segment_id=next(self._new_ids))
             copy = ArrayCopy(segment)
             self._by_segment[segment.id] = self._watched(copy, segment, segment.id)
+        # Noted under its array only when it is complete. Broken off before, the copy is unknown to later items, and is
+        # freed with this frame.
         segment.buffer[: source.nbytes] = source
         self._by_array[id(array)] = self._watched(array, copy, id(array))
         return copy

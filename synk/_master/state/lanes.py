@@ -1,4 +1,4 @@
-"""What a call in flight has to itself in shared memory: its numbers, its staged arguments, the slots of its outputs.
+"""Lanes: the shared memory that a call in flight has to itself. Numbers, staged arguments, slots for the outputs.
 
 An operation that runs alone uses lane 0. Submitted calls take turns in all lanes, so the arguments of one can be
 written, and the outputs of another can wait, while a third runs.
@@ -47,7 +47,7 @@ class Lane:
     collective : Segment or None
         The segment for ``synk.comm``.
     first_down : memoryview
-        The numbers for the first rank, and those that are for all ranks.
+        The numbers for the first rank, with the numbers that are for all ranks.
     written : ndarray or None
         The bounds that ``down`` holds; None if that is not known.
 
@@ -72,7 +72,8 @@ class Lane:
 
     def replace_staging(self, nbytes: int) -> Segment | None:
         """Replace the staging segment by a larger one. Return the old one."""
-        # Workers may still map the old segment. They forget it with the next message.
+        # The lane's last call is over, so no rank reads the old segment, though all may still map it. They forget it
+        # with their next message.
         old, self.staging = self.staging, Segment.create(max(int(nbytes * 1.25), 1 << 16), segment_id=next(self._ids))
         self.staging.is_staging = True
         return old
@@ -101,6 +102,7 @@ class Lane:
                 segment_id=next(self._ids),
                 tail_nbytes=tail_nbytes(num_ranks),
             )
+            # The words are as new before any rank learns of the segment.
             reset(self.collective, num_ranks, processes.eventfds)
             processes.log.tell("lane", self.index)
 

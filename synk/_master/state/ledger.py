@@ -136,7 +136,7 @@ class RankTotal(NamedTuple):
 
 
 class _Rank:
-    """The counters of one rank; those with ``_since`` count since the transfers changed."""
+    """The counters of one rank. Names with ``_since`` count since the transfers changed."""
 
     __slots__ = (
         "calls", "calls_since", "in_nbytes", "num_slowest", "out_nbytes", "phases_ns", "rows_since", "wait_ns",
@@ -198,7 +198,7 @@ class Record:
         return self._calls + self._calls_of_plan + self._calls_since
 
     def known(self, transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
-        """Return those of the last call if they are equal, as they are for the plans of several lanes."""
+        """Return the transfers of the last call if they are equal, as they are for the plans of several lanes."""
         return self.transfers if transfers == self.transfers else transfers
 
     def add(
@@ -260,7 +260,7 @@ class Record:
         self._add_total("code and captured objects", "captured", 1, nbytes)
 
     def _turn_to(self, ranks: Sequence[int], rows: Sequence[int]) -> None:
-        """Count the calls so far by rank; those that come now are on other ranks, or have other rows."""
+        """Count the calls so far by rank. The calls that come now are on other ranks, or have other rows."""
         count = self._calls_since
         for (_, counted), num_rows in zip(self._counted, self._rows):
             counted.calls_since += count

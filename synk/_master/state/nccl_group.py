@@ -74,6 +74,8 @@ class Group:
         """Make all ranks leave the group, because one of them cannot go on with it."""
         if self._is_wanted:
             self._is_joined = False
+            # A thread on each rank watches this word, since the main thread may be waiting in the driver for a rank
+            # that is dead.
             workers.processes.down[:, Down.BROKEN] = self._number
 
     def _join(self, workers: Workers) -> None:

@@ -171,6 +171,8 @@ class Residents:
         self.note_unsettled()
         BaseException.__setattr__(error, "step_counted", None)  # unknown, until the ranks have said what became of it
         BaseException.__setattr__(error, "_is_put_back", False)
+        # Only the ranks that live are asked, and only while nothing else is in flight. Otherwise nobody knows yet, and
+        # the next operation asks all.
         deadline, what = time.monotonic() + ASK_S, "ask for resident objects"
         try:
             replies = self._ranks.ask_living(Kind.RESIDENT, _report_of(residents), deadline, "resident", what)
@@ -216,7 +218,7 @@ class Residents:
             reports = self._order(dict.fromkeys(ranks, _report_of(residents)), "ask for resident objects", deadline)
             for resident, states in zip(residents, zip(*_states(reports))):
                 self._settle_one(resident, self._adopted(resident, states, deadline), deadline)
-        self.is_unsettled = False
+        self.is_unsettled = False  # last: if a rank dies or fails above, the next operation asks again
 
     def _adopted(
         self, resident: ResidentObject, states: Sequence[State | None], deadline: float | None

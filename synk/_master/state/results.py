@@ -25,7 +25,7 @@ _outlived: weakref.WeakValueDictionary[int, MappedFile] = weakref.WeakValueDicti
 
 @dataclass(eq=False)
 class _Record:
-    """What a pool remembers of a buffer that it leased. It does not keep the result alive."""
+    """A pool's record of a buffer that it has leased. It does not keep the result alive."""
 
     reference: weakref.ref[np.ndarray]
     segment: Segment
@@ -107,6 +107,8 @@ class ResultPool:
         del self._idle[:-_MAX_IDLE]
         while self._retired:
             dropped.append(self._retired.popleft())
+        # Only the lease holds the root. If the caller fails and drops the lease, the reference brings the buffer back,
+        # as it does when the user drops the result.
         root = segment.root()
         record = _Record(weakref.ref(root, self._ended.append), segment)
         self._leases[id(record.reference)] = record

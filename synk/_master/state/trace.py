@@ -115,7 +115,7 @@ class Tracer:
         ]
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Return the events of the file, beginning with those that name the processes."""
+        """Return the events of the file. The first ones name the processes."""
         for process in range(1 + self._world_size):
             name = "program" if not process else f"rank {process - 1}"
             yield {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}}

@@ -173,6 +173,7 @@ class Variable:
 
     def copy_back(self, source: int, ranks: Sequence[int]) -> None:
         """Copy the second buffer of ``source`` to the second buffers of ``ranks``."""
+        # These ranks have not run the call, so nobody else writes to their second buffers.
         shapes = self.shapes[source][1 - self.front[source]]
         values = self._views(source, 1 - self.front[source])
         for rank in ranks:
@@ -313,6 +314,7 @@ class Variable:
     def __del__(self) -> None:
         variables = getattr(self, "variables", None)
         if variables is not None and hasattr(self, "_spares") and not variables.is_closed:
+            # A finalizer may run in the middle of an operation that reads these buffers, so they are only queued.
             variables.dropped.append(self.id)
             for segment in self._all_segments():
                 variables.memory.released.append(segment)
@@ -413,6 +415,8 @@ class Variables:
         if not flips:
             return
         if int(self._words.down[flips[0][1], Down.COMMITTED]) == self._flip_call:
+            # Broken off in the middle, this is done again from the beginning. It names the buffer that is the value and
+            # does not exchange the two, so once more does no harm.
             for variable, rank, front, is_followed in flips:
                 variable.front[rank] = front
                 if is_followed:

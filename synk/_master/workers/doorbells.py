@@ -104,6 +104,8 @@ class Doorbells:
                     if fd not in by_fd:  # printed text, a death, the end of the runtime
                         return False
                     rank, channel = by_fd[fd]
+                    # A signal handler may raise between this read and the lines below, and the answer is lost. The rank
+                    # then still counts as owing one, so ``settle_after`` makes it idle.
                     doorbell = os.read(channel.read_fd, 8)
                     if doorbell == expected:
                         request.replies[rank] = answer

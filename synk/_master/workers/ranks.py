@@ -13,7 +13,7 @@ from synk._wire.messages import Kind, Reply
 
 
 class Ranks:
-    """The ranks of a runtime whose workers are those of this machine. Over nodes it is ``synk.cluster.ranks``.
+    """The ranks of a runtime whose workers run on this machine. Over nodes, ``synk.cluster.ranks`` takes its place.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What happens after deaths, time limits and interrupts, until the workers are in a known state again.
+"""Recovery after deaths, time limits and interrupts, until the workers are in a known state again.
 
 The steps have this order. If a signal handler breaks them off, the next operation starts again at the first:
 
@@ -109,6 +109,7 @@ class Recovery:
         if not owing:
             return
         request = owed[0]  # the oldest one is what they were working on
+        # More ranks may die below: those that do not answer the interrupt. One error names all of them.
         fallen = set(owing)
         if request.phase != "start":  # A worker that is still starting cannot be interrupted. The teardown ends it.
             survivors = requests.debtors() - fallen
@@ -229,6 +230,7 @@ class Recovery:
         for rank in silent:
             processes.by_rank[rank].process.kill()
             processes.bury(processes.by_rank[rank])
+        # Every rank has answered the ping or is dead. A signal that is still on its way finds no message to end.
         for rank in ranks:
             processes.down[rank, Down.INTERRUPT] = -1
         self._on_idle()  # Last: now that no rank waits in a collective, its words may be reset.

@@ -132,6 +132,8 @@ class Requests(dict[int, Request]):
     def take_late_replies(self, rank: int) -> None:
         """Read all replies that a dead rank left in its pipe."""
         worker = self._processes.by_rank[rank]
+        # Nothing here waits for the dead: reading an empty pipe fails at once, and a worker sends each body before its
+        # doorbell, so the body of a doorbell is there.
         os.set_blocking(worker.process.channel.read_fd, False)
         with contextlib.suppress(BlockingIOError):
             while self.note(rank, self.read(worker)):
@@ -179,6 +181,6 @@ class Requests(dict[int, Request]):
                     os.close(fd)
             except (ProtocolError, EOFError, ConnectionResetError):
                 process.kill()  # this cannot come from a worker of ours
-                return None
+                return None  # the rank still owes its reply, and its pidfd reports the death
             counters["bytes_up"] += len(body)
         return sequence, Reply(Status(status), flags, body)

@@ -265,10 +265,11 @@ class Workers:
         )
 
     def prefetch(self, ranks: Sequence[int], plan_id: int, lane: int) -> None:
-        """Have ranks bring the inputs of a call to their devices. The call follows when those in flight have ended."""
+        """Have ranks bring the inputs of a call to their devices. The call follows once no other is in flight."""
         for rank in ranks:
             if plan_id in self.by_rank[rank].known.held["plan"]:
                 self.counters["messages_down"] += 1
+                # No request is registered: the rank does not answer, and 0 is no message's number.
                 self.by_rank[rank].process.channel.ring(Kind.PREFETCH, lane << LANE_SHIFT, 0, plan_id)
 
     # -- waiting ------------------------------------------------------------------------------------------------------

@@ -54,6 +54,7 @@ class Executor:
     def run(self, prepared: PreparedPlan, variables: VariableStore) -> Any:
         """Call the user's function on this rank's rows and return its result, accumulated over the slices."""
         if self.outputs.held_plan is not None:
+            # The lane's last call is over: the master uses a lane again only when it has collected the call before.
             self.outputs.forget()
         if variables.plan is not prepared:
             variables.begin(prepared.function, prepared.is_sliced, self._down, prepared)
@@ -211,7 +212,7 @@ _CALL = int(Down.CALL)
 
 
 class WorkerLane:
-    """What a call has to itself on its rank; see ``synk._master.state.lanes``.
+    """The things that a call in flight has to itself on its rank; see ``synk._master.state.lanes``.
 
     Attributes
     ----------

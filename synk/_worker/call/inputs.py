@@ -128,6 +128,8 @@ class Inputs:
                 arrays = self._bring(prepared, prepared.cut(own_down, own_down[Down.LOW], own_down[Down.HIGH]))
         except MemoryError:  # no room for the inputs of two calls: the next one brings its own when it runs
             return
+        # The master has written the numbers and inputs of that call before it sent the message. The call's number tells
+        # whether they are still those of the call that then begins.
         self._ahead = Ahead(prepared, int(self._down[0, Down.CALL]), arrays, event)
 
     def take_ahead(self, prepared: PreparedPlan) -> dict[int, Any] | None:

@@ -109,6 +109,8 @@ class LargeOutputs:
             self._backend.to_host(self._parts[move.leaf], out)
             return
         assert slots.segment is not None
+        # The slots of the others are complete: the ranks have met, or the master has the replies of all. A rank that
+        # has died since then has left its slot behind, and the master drops the result.
         values = []
         for rank in slots.participants:
             if rank == slots.rank:

@@ -109,6 +109,7 @@ class Outputs:
         if is_new:
             layout = prepared.layout = Layout(skeleton, tuple(leaves), assigned)
             prepared.slot_key = None
+        # From here on the lane holds the outputs: ``forget`` drops them, wherever the call is broken off.
         self.held_plan, self._values = prepared, outputs
         self.is_waiting = any(leaf.nbytes >= LARGE_NBYTES for leaf in leaves)
         status = self._fill_slot(prepared)
@@ -136,6 +137,8 @@ class Outputs:
     def _fill_slot(self, prepared: PreparedPlan) -> Status:
         if not self.slots.lay_out(prepared):
             return Status.UNPUBLISHED
+        # The slot may be torn meanwhile. Other ranks read it only after ``Peers.meet`` or the master's next message,
+        # and the master reads it only after the reply.
         self.large.forget()
         is_first = self.slots.is_first
         for position, (array, view, op) in enumerate(zip(self._values, prepared.slot_views, prepared.ops)):

@@ -1,4 +1,4 @@
-"""What ranks do together without the master: telling each other how far they are, and collectives."""
+"""What the ranks of a call do among themselves, without the master: they say how far they are, and run collectives."""
 
 from __future__ import annotations
 
@@ -79,9 +79,15 @@ class Peers:
     # -- how far each rank is -----------------------------------------------------------------------------------------
 
     def meet(self, lane: WorkerLane) -> bool:
-        """Tell the others that this rank's outputs are in its slot and look as before. Return whether all say so.
+        """Find out whether all ranks of the call can put the large outputs together now. Return whether they can.
 
-        This waits awake and not for long. If it was too short, the master asks again once all ranks have replied.
+        A rank reduces its chunk of a large output from the slots of all ranks, so all slots must be filled first. The
+        master could wait for the replies of all ranks and send a second message. Meeting saves that message: this rank
+        announces that its outputs are in its slot and have the known layout, and waits until every other rank has
+        announced the same.
+
+        It waits awake, and for ``patience_s`` at most, because a slow rank may be far behind. If it returns False, the
+        rank replies at once, and the master sends the message.
         """
         call = lane.first_down[Down.CALL]
         published = lane.published
@@ -90,10 +96,11 @@ class Peers:
         ranks = lane.executor.outputs.slots.participants
         end = time.monotonic() + self.patience_s
         while (words := {published[rank] for rank in ranks}) != {call}:
+            # A rank that has died shows neither number. Then the time is up, and the master finds the death.
             if -call in words or time.monotonic() >= end:
                 return False
             os.sched_yield()
-        self._fence()
+        self._fence()  # the slots of the others must be read after the words that announce them
         return True
 
     def complete(self, lane: WorkerLane) -> None:
@@ -105,7 +112,10 @@ class Peers:
             self._collectives.join_communication()
 
     def give_up_started(self, lane: WorkerLane) -> None:
-        """Give the NCCL group up if this rank leaves with collectives in flight, which others may have launched."""
+        """Give the NCCL group up if this rank leaves with collectives in flight.
+
+        Other ranks may have launched their part of one already, and their devices would wait for this rank for ever.
+        """
         has_started = self.is_communicating and lane.communicator is not None and lane.communicator.has_started
         if has_started and self.group is not None and lane.executor.outputs.slots.has_group:
             self.group.give_up()

@@ -1,4 +1,4 @@
-"""A call on trial, on its rank: a copy of the function runs, so that nothing is left of the run but its outputs.
+"""A call on trial, on its rank: a copy of the function runs, and nothing is left of the run but its outputs.
 
 Shared variables keep their values, because the master does not commit such a call. The rest happens here: what the
 function captured is copied, the process's random generators are restored, and what the function prints and logs is

@@ -1,4 +1,4 @@
-"""What a function returned, leaf by leaf: an array of the backend, or an object that travels in a pickle."""
+"""The leaves of a function's result: each is an array of the backend, or an object that travels in a pickle."""
 
 from __future__ import annotations
 

@@ -133,6 +133,7 @@ class Collectives:
                 mark = self._device.mark()
             with self.guard():
                 event = self._device.communicate(mark, lambda stream: reduce(stream=stream))
+            # The stream reads and writes these arrays until the event is done, so they must not be freed before.
             self._beside.append((event, send, place))
             return Beside(out, event)
         with self.guard():

@@ -59,6 +59,8 @@ class DeviceReplica(Replica):
 
     def store_on_device(self, pending: Sequence[Any]) -> None:
         """Copy a new value to the second arrays."""
+        # The value in the first arrays is not touched. The copies below are only queued on the device. The rank
+        # synchronises it before it replies, so they are complete when the master commits.
         back = 1 - self._front
         self._shapes[back] = shapes_of(pending)
         xp = self._store.backend.xp

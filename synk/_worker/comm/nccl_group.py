@@ -71,7 +71,7 @@ class WorkerGroup:
         NcclError, UnsupportedError
         """
         self.leave()
-        self._number = number
+        self._number = number  # before the group is joined: a rank that fails in the middle gives up this number
         with self.giving_up_on_failure():
             self.communicator = NcclCommunicator(
                 self._load(), unique_id, self.rank, self.world_size, is_broken=self.is_broken
@@ -122,6 +122,8 @@ class WorkerGroup:
     def _watch(self, communicator: NcclCommunicator, end: threading.Event) -> None:
         while not end.wait(_WATCH_INTERVAL_S):
             if self.is_broken() or communicator.poll() == "error":
+                # The word comes before the abort, which frees the main thread: ``check`` must find the group given up
+                # there, or it would take unfinished sums for results.
                 self.give_up()
                 communicator.abort()
                 return

@@ -1,4 +1,4 @@
-"""Between the arrays of a function and those that a communicator reads and writes: frameworks, devices, layouts."""
+"""Converts between the arrays of a function and the arrays of a communicator: frameworks, devices, layouts."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class UserArrays:
 
 
 class StagedArrays(UserArrays):
-    """The same where the communicator reaches host memory only: arrays go there and come back as copies."""
+    """The arrays of a function on a device whose communicator reaches host memory only: copies go there and back."""
 
     def __init__(self, backend: Backend, framework: tuple[Any, Any] = (None, None)) -> None:
         super().__init__(backend, framework)

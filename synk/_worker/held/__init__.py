@@ -1,4 +1,4 @@
-"""What a worker keeps from call to call: functions, plans, variables, resident objects, memory.
+"""Everything that a worker keeps from call to call: functions, plans, variables, resident objects, memory.
 
 It knows no communication between ranks.
 """

@@ -1,4 +1,4 @@
-"""What a rank holds of what the master has sent: segments, functions and plans, until it is told to drop them."""
+"""The segments, functions and plans that the master has sent, as a rank keeps them until it is told to drop them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from synk.errors import SharedMemoryError
 
 
 class Held:
-    """What one rank holds.
+    """The segments, functions and plans of one rank.
 
     Attributes
     ----------
@@ -82,6 +82,8 @@ class Held:
             for segment_id in segment_ids:
                 segment = self.segments.pop(segment_id, None)
                 if segment is not None:
+                    # Views that a function has kept keep the mapping alive. They show zeros once the master has given
+                    # the memory back, as it does for a ``Data`` that was freed (``Segment.discard``).
                     self._backend.forget_segment(segment)
                     segment.close()
 

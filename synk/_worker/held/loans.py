@@ -122,6 +122,7 @@ class Loans:
         The caller then maps the segment anew, for later calls.
         """
         segment = self.staging
+        # The master writes to this segment again only after the reply, so the pages still hold what the function got.
         # On a device the mapping is shared, see ``Held.map_segment``. It must be private before any page is written.
         if not segment.is_private:
             _pages.map_privately(int(segment.buffer.ctypes.data), segment.nbytes, segment.fd)

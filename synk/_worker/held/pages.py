@@ -47,6 +47,7 @@ def let_write(address: int, nbytes: int) -> None:
 def map_privately(address: int, nbytes: int, fd: int) -> None:
     """Replace a shared mapping of a file by a private one, at the same address."""
     kind = mmap.MAP_PRIVATE | MAP_FIXED
+    # One step of the kernel: a thread that the function has left behind never finds the addresses unmapped.
     done = libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, kind, fd, 0) == address
     _check(done, f"keep inputs of {nbytes} bytes")
 

@@ -15,7 +15,7 @@ from synk._pure.trees import DictStructure, flatten
 from synk._wire.control import Down
 from synk._wire.memory import Segment
 from synk._wire.messages import IN_SEGMENTS, Input, Layout, Move, Plan
-from synk._wire.spans import in_range
+from synk._wire.spans import as_nvtx_range
 from synk._worker.held.loans import Loans
 from synk._worker.held.residents import Changing, Reading
 from synk._worker.held.rows import Rows
@@ -41,7 +41,7 @@ class LoadedFunction:
         modules: Any,
         backend: Backend,
     ) -> None:
-        fn = in_range(fn, name)
+        fn = as_nvtx_range(fn, name)
         if changes:
             fn = Changing(fn, changes, is_repeated)
         self.fn = Reading(fn, modules, name) if modules and not changes else fn

@@ -1,4 +1,4 @@
-"""What a worker has received with its functions: parcels, whose objects later parcels refer to, and edited modules.
+"""Parcels as a worker keeps them: the objects in them, to which later parcels refer. And the user's edited modules.
 
 This is the counterpart of ``synk._master.code``.
 """
@@ -61,7 +61,7 @@ class Received:
         self._superseded: dict[tuple[str, str], weakref.WeakSet[Any]] = {}
 
     def load(self, order: LoadOrder, load_function: Callable[[int, dict[str, Any]], None]) -> None:
-        """Bring edited modules up to date, then load the parcels in their order.
+        """Bring edited modules up to date, then load the parcels one after the other.
 
         A parcel that is not optional and cannot be loaded raises, and ends the load. The master then counts none of
         these parcels as loaded on this rank, and has it drop them.

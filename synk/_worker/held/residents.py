@@ -1,9 +1,10 @@
 """The resident objects of one rank: kept between calls, and brought into the state of another rank when necessary.
 
-A call that changes one is only in part a transaction: what it did to the user's object cannot be undone in general. So
-the object counts as torn from the first line of such a call to its last, and has the number of the last call that
-completed. From both the master sees which rank has got furthest. Objects that can (``__synk_keep__``: what
-``synk.torch.replicate`` makes) undo the changes of a call that failed, as far as possible.
+A call that changes a resident object is not a full transaction, because nobody can undo in general what it did to a
+user's object. So the object counts as torn from the first line of such a call to the last, and carries the number of
+the last call that completed. These two tell the master which rank has got furthest. The objects that
+``synk.torch.replicate`` makes have a method ``__synk_keep__``, by which they undo the changes of a failed call as far
+as possible.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class RankResident:
     first : int
         The version with which it was set.
     version : float
-        Number of the last call that has changed it and came to its end; less than that by the share of its repetitions
-        that are still to come.
+        Number of the last call that has changed it and completed. Between two repetitions of a call it is less than the
+        call's number by the share of the repetitions that are still to come.
     is_torn : bool
         Whether a call that changes it has begun and not completed.
     mark : bytes
@@ -55,23 +56,29 @@ class RankResident:
         return {**self.__dict__, "_put_back": None}  # only copies for calls on trial are pickled; they undo nothing
 
     def begin(self, *, is_repeated: bool) -> None:
-        """A call that changes it begins; ``is_repeated``: which will be repeated if it runs out of memory."""
+        """Note that a call begins which changes the object.
+
+        ``is_repeated``: if the call runs out of memory on some rank, the master repeats it in slices, so this rank must
+        be able to go back.
+        """
         keep = getattr(type(self.value), "__synk_keep__", None)
         self.mark, self._put_back = b"", None if keep is None else keep(self.value)
         self._is_kept = is_repeated and keep is None
         if self._is_kept:
             self._put_back = functools.partial(self._go_back, self.state(), self.version)
-        self.is_torn = True
+        self.is_torn = True  # last: what goes back must be kept before the first change can happen
 
     def _go_back(self, state: bytes, version: float) -> bytes:
         self.restore(state, version)
         return b""
 
     def report(self, counted: float) -> tuple[float, bool, bytes]:
-        """Return how far it is, when calls are over: what one has left that did not end well is put back first.
+        """Return ``(version, is_torn, mark)``, after undoing what a call that failed has left, if that is possible.
 
-        ``counted`` is the last call that has ended well on all ranks, as far as the master knows.
+        Called only while no call is in flight. ``counted`` is the last call that succeeded on all ranks, as far as the
+        master knows.
         """
+        # Taken out first: if it fails in the middle, the object stays torn, and nothing is put back a second time.
         put_back, self._put_back = self._put_back, None
         is_half = self.is_torn or (self._is_kept and self.version > counted)
         if is_half and put_back is not None and (mark := put_back()) is not None:
@@ -84,7 +91,8 @@ class RankResident:
 
     def restore(self, state: bytes, version: float) -> None:
         """Take over the state of another rank."""
-        self.is_torn = True  # until the state is complete
+        # Until the state is complete. If this rank dies or fails in between, no other rank takes its object for whole.
+        self.is_torn = True
         loaded = pickle.loads(state)
         if self._load is None:
             self.value = loaded
@@ -153,9 +161,19 @@ def resident_argument(resident_id: int, *, is_trial: bool) -> Any:
 
 
 class Changing:
-    """A function, at whose end ``residents`` have come through one more call that changes them.
+    """Wraps a function that was made with ``changes=``: each call of it changes some resident objects.
 
-    ``is_repeated``: a call that runs out of memory is repeated in slices.
+    It marks these objects as torn before the function runs, and gives all of them the number of the call, in one step,
+    when the function has returned. If the function raises, or its rank dies, they stay torn, and the master brings them
+    into one state before the next call that uses them.
+
+    Parameters
+    ----------
+    fn : callable
+    residents : sequence of RankResident
+        The objects that the function changes.
+    is_repeated : bool
+        Whether the master repeats a call in slices if it runs out of memory (``on_oom="slices"``).
     """
 
     def __init__(self, fn: Callable[..., Any], residents: Sequence[RankResident], is_repeated: bool) -> None:
@@ -172,7 +190,11 @@ class Changing:
     def in_slices(
         self, parts: Sequence[Any], call: Callable[[Any], Any], combined: Callable[[Callable[[Any], Any]], Any]
     ) -> Any:
-        """Return ``combined(call)``, all parts as one call; an object may know how it is changed in slices."""
+        """Run the function on each of ``parts`` as one call, and return ``combined(call)``.
+
+        An object whose class has ``__synk_slices__``, such as a replicated model, takes charge of the parts itself:
+        it must not step its optimizer before the gradients of all parts are known.
+        """
         run = combined
         for resident in self._residents:
             own = getattr(type(resident.value), "__synk_slices__", None)
@@ -192,7 +214,8 @@ class Changing:
             worker.lane.own_up[place] = 0
         try:
             result = action(*args, **kwargs)
-            with worker.uninterrupted():  # all of them, or none
+            # All of them, or none: an interrupt waits until the last one has its number.
+            with worker.uninterrupted():
                 number = int(worker.lane.first_down[Down.CALL]) - worker.lane.executor.to_come
                 for resident in self._residents:
                     resident.version, resident.is_torn = number, False
@@ -204,9 +227,12 @@ class Changing:
 
 
 class Reading:
-    """A function that captured torch modules and may only read them.
+    """Wraps a function that captured torch modules without ``changes=``: it may read them, but not change them.
 
-    A change would stay on this rank: neither the other ranks nor the master would have it.
+    A change, such as the running averages of a batch norm, would stay on this rank: neither the other ranks nor the
+    master would have it. So the wrapper compares the versions and addresses of all parameters and buffers before and
+    after each call, and raises a TypeError if any has changed. From then on every call raises it, because the modules
+    of this rank are no longer those of the program.
     """
 
     def __init__(self, fn: Callable[..., Any], modules: Sequence[Any], name: str) -> None:

@@ -54,6 +54,7 @@ class Slots:
         layout = prepared.layout
         assert layout is not None
         num_ranks, has_group = len(self.participants), self.has_group
+        # The master and the other ranks compute the same offsets for this slot from the layout, so none are sent.
         offsets, total = slot_offsets(layout.leaves, prepared.ops, num_ranks, has_group)
         if total > self.nbytes or self.segment is None:
             return False

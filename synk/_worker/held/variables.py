@@ -183,6 +183,8 @@ class Replica:
 
     def store(self, pending: Sequence[Any]) -> bool:
         """Write an assigned value into the second buffer. Return False if the buffer has no room."""
+        # Nobody reads the back buffer before the commit. So a rank that dies in the middle leaves it torn, and no harm
+        # is done: the value is still in the front buffer.
         back = 1 - self._front
         shapes = tuple(map(_shape_of, pending))
         known = self._buffers[back]
@@ -320,6 +322,7 @@ class VariableStore:
         """Settle the last call: its assignments take effect if the master committed it, else they never happened."""
         call, replicas = self.stored
         if replicas:
+            # The master has stored the number of the committed call before it rang the doorbell of this message.
             if int(self._down[self.rank, Down.COMMITTED]) == call:
                 for replica in replicas:
                     replica.flip()
@@ -508,6 +511,8 @@ class VariableStore:
 
     def _note_stored(self) -> None:
         """Note that the call's assignments are written. They take effect if the master commits the call."""
+        # An interrupt between the two lines fails the call, so the master never commits it. ``resolve`` then finds
+        # another number in COMMITTED, and drops what was stored and what was assigned.
         self.stored = (int(self.call_down[0, Down.CALL]), list(self.assigned))
         self.abandon()
 

@@ -31,6 +31,8 @@ class DeviceLost(SynkError):
 
 def guarded(worker: Worker, action: Callable[[Worker, Any, Any], Reply], value: Any, body: Any) -> Reply:
     """Return the reply of ``action``, which may run the user's code: exceptions and interrupts become replies."""
+    # The signal handler raises an interrupt while ``is_interruptible`` is set: here, and while a result is pickled. It
+    # may still do so in the lines that reset it, so the outer ``try`` surrounds the inner ``finally``.
     try:
         try:
             worker.is_interruptible = True
@@ -106,6 +108,8 @@ def run_call(worker: Worker, plan_id: int, body: Body | None) -> Reply:
         held.renew_data(prepared)
     worker.own_up[_PHASE] = _FUNCTION
     result = _try(worker, prepared) if prepared.plan.is_trial else executor.run(prepared, worker.variables)
+    # Before anything is published: a message that no rank has received must fail the call, and nothing of a call that
+    # fails may be committed.
     if peers.is_communicating:
         peers.complete(lane)
     if reach:
@@ -115,12 +119,14 @@ def run_call(worker: Worker, plan_id: int, body: Body | None) -> Reply:
         worker.own_up[_PHASE] = _PUBLISHING
         status, content = executor.outputs.publish(prepared, result, worker.variables)
     if peers.group is not None:
-        peers.check_group(lane)
+        peers.check_group(lane)  # sums of a group that broke meanwhile must not reach the master as a success
     if reach:
         reach("call.published")
     result_id = lane.first_down[_RESULT]
     if not result_id:
         return status, 0, content
+    # The master has lent a segment for the large outputs. This rank may write its part only if all ranks have published
+    # theirs. Otherwise it replies without, and the master asks for the part once all have replied.
     looks_as_before = status == _DONE and (content is None or content[0] is None)
     if not (looks_as_before and peers.meet(lane)):
         return status, 0, content

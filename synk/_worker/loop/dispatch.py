@@ -45,7 +45,8 @@ def handle(
     outer, cell.worker = cell.worker, worker
     try:
         if kind == _CALL:
-            # What the last call assigned takes effect, or is dropped, before this call can read it.
+            # What the last call assigned takes effect, or is dropped, before this call can read it. No interrupt can be
+            # raised here, outside of ``guarded``: all variables of the call change, or none.
             if body is not None:
                 _bring_in(worker, kind, body)
             elif worker.variables.stored[1]:
@@ -54,6 +55,7 @@ def handle(
             executor = lane.executor
             executor.function_ns = 0
             status, reply_flags, content = guarded(worker, run_call, value, body)
+            # However the call has ended: no other rank may wait for this one any longer.
             worker.peers.leave_call(lane)
             lane.own_up[_FUNCTION_NS] = executor.function_ns
             worker.own_up[_PHASE] = _IDLE
@@ -96,6 +98,8 @@ def _act(worker: Worker, kind: int, value: int, body: Body | None) -> Reply:
 
 def _bring_in(worker: Worker, kind: int, body: Body | None) -> None:
     """Before a message is acted on, settle the last call and take in what the body brings."""
+    # First: a declaration below names the buffer that holds the value by now. Resolved after it, the last call would
+    # exchange the buffers once more.
     if kind not in _OF_THE_CALL_BEFORE:
         worker.variables.resolve()
     if body is None:
@@ -116,6 +120,7 @@ def _set_lane(worker: Worker, index: int, slots_id: int, slot_nbytes: int, colle
     """Use the memory that the master has given a lane now."""
     lane, segments = worker.lanes[index], worker.held.segments
     slots = lane.executor.outputs.slots
+    # What this rank had published in the old slots, the master has copied into the new ones (``Lane.replace_slots``).
     if slots.segment is not segments[slots_id]:
         slots.segment, slots.nbytes = segments[slots_id], slot_nbytes
         worker.held.forget_slots()

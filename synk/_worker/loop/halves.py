@@ -1,9 +1,13 @@
-"""The check of the halves: whether the average, which is the default op, fits what a function computes.
+"""The check of the halves: it finds functions for which the average, the default op, gives a wrong result.
 
-After the first call of a function that has enough rows, one rank runs a copy of the function on trial: on all of its
-rows, and on two parts of them. The values of the parts are combined with their rows as weights, as the values of ranks
-are. Nothing is sent for the check, and only its verdict is left. There is no verdict if the runs say nothing about the
-op (random draws, side effects, communication, an exception): use ``f.verify`` for such functions.
+A function that returns a sum, for instance, gets the average of the ranks' sums unless the user names another op. No
+error tells the user. So after the first call of a function that has enough rows, one rank runs a copy of the function
+on trial: on all of its rows, and on two parts ("halves") of them. It averages the values of the parts with their rows
+as weights, as the master averages the values of ranks. If the average differs from the value for all rows, the op does
+not fit, and the master warns.
+
+The master sends nothing but the request, and the check leaves nothing but its verdict. There is no verdict if the runs
+say nothing about the op (random draws, side effects, communication, an exception): use ``f.verify`` for such functions.
 """
 
 from __future__ import annotations
@@ -43,14 +47,16 @@ _GRADIENT_RTOL = 0.02
 
 
 class Unknown(Exception):
-    """The runs say nothing about the op."""
+    """Raised when the runs can say nothing about the op."""
 
 
 class Halves:
-    """One comparison of a function's values for some rows with its values for two parts of them.
+    """One check of one function: its values for some rows, compared with the average over two parts of these rows.
 
-    A training step also reduces gradients. The run on all rows notes the sums. The runs on parts note their own
-    gradients and continue with these sums, as all ranks of a call do.
+    A training step (``synk.torch.replicate``) also averages gradients over the ranks in the middle of a call, by
+    :meth:`exchange`. The run on all rows notes these averages. Each run on a part notes its own gradients and goes on
+    with the noted averages, as a rank of a real call would. Afterwards the gradients of the two parts are compared with
+    the averages, like the outputs.
 
     Attributes
     ----------
@@ -82,7 +88,7 @@ class Halves:
         return ValueError("cannot communicate on trial: the other ranks are not in the call.")
 
     def exchange(self, own: np.ndarray) -> np.ndarray:
-        """Take numbers that a step averages over all ranks. Return the average, which is that of the first run."""
+        """Take the numbers that a step averages over all ranks. Return the average: the numbers of the first run."""
         self._own.append(own)
         return own if self._num_runs == 1 else self._sums[len(self._own) - 1]
 

@@ -25,6 +25,7 @@ _UNLOADED: Any = object()
 
 def run_items(worker: Worker, body: Body | None) -> Reply:
     """Run a function on some items. Return the reply, with the results up to the first item that fails."""
+    # If this rank dies here, the master counts all items of the message as unanswered and the map raises.
     assert body is not None
     order: Items = body.content
     worker.forget_lanes(set(worker.used_lanes))  # all earlier calls are over

@@ -61,7 +61,10 @@ class WorkerLoop:
     def start(self) -> None:
         """Tie this process to the master's life, set up signals, and say hello."""
         setup = self._setup
+        # First: whatever happens below, and however long it takes, this process cannot outlive its master any more.
         self._master_fd, self._pulse = tie_to_master(setup)
+        # The mask was inherited from the thread that started this process. The master sends SIGINT only after the
+        # hello, so no interrupt finds this process without its handler.
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         signal.signal(signal.SIGINT, self._on_interrupt)
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
@@ -121,6 +124,8 @@ class WorkerLoop:
                     continue
             status, reply_flags, data = handle(worker, kind, flags, sequence, value, body)
             body = None
+            # Before the doorbell, so that the master finds the lines and the reply in one poll and shows the lines
+            # before the call returns.
             _flush_output(worker)
             if worker.is_armed and kind in _BEFORE_REPLY:
                 worker.failpoint(_BEFORE_REPLY[kind])
@@ -137,6 +142,7 @@ class WorkerLoop:
     def _refuse(self, worker: Worker, kind: int, flags: int, sequence: int, error: SharedMemoryError) -> None:
         """Reply with an error to a message that could not be received."""
         if kind == _CALL:
+            # The other ranks may be in this call and wait for this one. It leaves the call without having begun it.
             worker.lane = worker.lanes[flags >> LANE_SHIFT]
             worker.lane.called = None
             worker.peers.leave_call(worker.lane)
@@ -177,6 +183,7 @@ class WorkerLoop:
                     segment.close()
                 raise
             arrived.append(segment)
+        # Only now, because the message counts as received as a whole or not at all.
         for segment in arrived:
             held.add_segment(segment)
         return body
@@ -199,6 +206,7 @@ class WorkerLoop:
 
     def _on_interrupt(self, signum: int, frame: Any) -> None:
         worker = self._worker
+        # The master has written the word before it sent the signal, so the word is here.
         # A signal that comes late, for a call that has ended, must not hit the next call.
         if worker is None or not is_interrupted(int(worker.down[worker.rank, Down.INTERRUPT]), worker.sequence):
             return

@@ -314,7 +314,7 @@ def test_nvtx_ranges_where_they_are_wanted(monkeypatch: pytest.MonkeyPatch) -> N
     try:
         with span("outer"), span("inner"):
             pass
-        assert _spans.in_range(abs, "f")(-3) == 3
+        assert _spans.as_nvtx_range(abs, "f")(-3) == 3
         assert pushed == ["outer", "inner", None, None, "f", None]
         monkeypatch.setitem(sys.modules, "nvtx", None)
         _spans.nvtx.cache_clear()
@@ -323,7 +323,7 @@ def test_nvtx_ranges_where_they_are_wanted(monkeypatch: pytest.MonkeyPatch) -> N
     finally:
         monkeypatch.undo()
         _spans.nvtx.cache_clear()
-    assert _spans.in_range(abs, "f") is abs
+    assert _spans.as_nvtx_range(abs, "f") is abs
 
 
 def test_an_empty_trace_is_a_file(tmp_path: Path) -> None:
