@@ -288,7 +288,8 @@ class Session:
     @property
     def has_dropped(self) -> bool:
         """Whether something was dropped that the next operation must free."""
-        return bool(self.memory.released or self.functions.dropped or self.variables.dropped or self.residents.dropped)
+        own = self.functions.dropped or self.variables.dropped or self.residents.dropped
+        return bool(own or self.memory.has_dropped)
 
     def deadline(self, timeout: float | None) -> float | None:
         """Return the monotonic time by which an operation that begins now must end."""

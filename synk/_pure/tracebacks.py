@@ -114,7 +114,7 @@ def frames_of(text: str, type_name: str = "", message: str = "") -> str:
         if _CARETS.match(line):
             continue
         frame = _FRAME.match(line)
-        is_own.append(frame["file"].startswith(_FOLDER) if frame else line.startswith("    ") and is_own[-1])
+        is_own.append(frame["file"].startswith(_FOLDER) if frame else line.startswith("    ") and is_own[-1:] == [True])
         lines.append(line)
         if frame and not (number + 1 < len(given) and given[number + 1].startswith("    ")):
             source = linecache.getline(frame["file"], int(frame["line"])).strip()

@@ -220,7 +220,9 @@ class Channel:
         Raises
         ------
         ProtocolError
-            If the header is wrong, or descriptors were cut off by this process's limit.
+            If the header is wrong.
+        SharedMemoryError
+            If this process's limits on descriptors or memory are too low.
         EOFError
             If the other side is gone.
         """
@@ -241,7 +243,13 @@ class Channel:
                 raise
             body = packet[HEADER.size :]
             if flags & IS_LARGE:
-                body = self._body_in(fds.pop(), nbytes)  # the sender appends the descriptor of a large body last
+                try:
+                    body = self._body_in(fds.pop(), nbytes)  # the sender appends the descriptor of a large body last
+                except OSError as error:  # a limit on this process's memory
+                    _close_all(fds)
+                    raise SharedMemoryError(
+                        f"cannot receive a message of {nbytes} bytes: {error}. Raise the limit on memory (ulimit -v)."
+                    ) from error
             if sequence is None or got_sequence == sequence & 0xFFFF:
                 return body, list(fds)
             # The sender was broken off between this body and its doorbell, or the doorbell was read and the body was

@@ -162,6 +162,17 @@ def test_frames_of_a_worker_are_those_of_the_program() -> None:
     assert frames_of(between, "KeyError", "3") == users.rstrip()
 
 
+def test_an_error_of_many_indented_lines_arrives(shared_runtimes: Any) -> None:
+    """A worker sends the last part of a long text, which may begin in the middle of a message."""
+    lines = "\n".join(f"{'line':>60} {number}" for number in range(3000))
+
+    def fail(x: Any) -> None:
+        raise ValueError(f"wrong:\n{lines}")
+
+    with pytest.raises(ValueError, match="(?s)wrong:.*line 2999"):
+        shared_runtimes[2].function(fail, outputs=None)(np.ones(2))
+
+
 @pytest.mark.parametrize("way", ("call", "serial", "submit"))
 def test_errors_of_a_function_show_no_line_of_synk(reused: Fork, way: str) -> None:
     function = reused(2).function(fails)

@@ -335,7 +335,9 @@ def _is_seen_at_once(turn: Turn) -> bool:
 def _is_current(facet: Facet) -> bool:
     try:
         return facet.is_current()
-    except Exception:  # as in Capture.is_current
+    except Exception as error:  # as in Capture.is_current
+        if is_from_handler(error):
+            raise
         return False
 
 

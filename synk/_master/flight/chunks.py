@@ -201,6 +201,8 @@ class Chunks:
             self._in_flight.append(chunk)
         except BaseException as error:
             self._lose(error)
+            was_broken_off = CallCancelled(f"{self._function.name!r} ({which}) was broken off.")
+            chunk.end(error if isinstance(error, Exception) else was_broken_off)
             raise
         session.counters["bytes_pickled"] += sum(map(len, chunk.pickles))
 

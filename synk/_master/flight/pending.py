@@ -160,9 +160,9 @@ class PendingCall(Generic[R]):
         self._changes = frozenset(launched.function.changes)
 
     def _end(self, value: Any, error: BaseException | None) -> None:
-        if error is not None and self._launched is not None and self._launched.result is not None:
-            tell_of_end(self._launched, error)
-            (value,), error = self._launched.result, None
+        launched, late = self._launched, None
+        if error is not None and launched is not None and launched.result is not None:
+            (value,), late, error = launched.result, error, None
         if error is not None:  # its frames hold this object, and arrays
             BaseException.with_traceback(error, None)
             if not isinstance(error, (CallCancelled, ClosedError)):
@@ -173,6 +173,8 @@ class PendingCall(Generic[R]):
         self._launched = self._steps = self._request = None
         if self._callbacks:
             self._call_back()
+        if launched is not None and late is not None:
+            tell_of_end(launched, late)  # last: a program may turn warnings into errors
 
     @property
     def _state(self) -> str:

@@ -64,7 +64,12 @@ class Tasks:
         """
         made = self.packed(task, callback)
         self._waiting.append(made)
-        self._send()
+        try:
+            self._send()
+        except BaseException:
+            if made in self._waiting:  # the caller gets no task: it must not run either
+                self._waiting.remove(made)
+            raise
         return made
 
     def packed(self, task: Callable[[], Any], callback: Callable[[Task], Any] | None = None) -> Task:
@@ -95,7 +100,13 @@ class Tasks:
         while self._waiting and self._chunks.has_room:
             task = self._waiting.popleft()
             self._sent.append(task)
-            self._chunks.step(task.chunk, is_waiting=False)
+            try:
+                self._chunks.step(task.chunk, is_waiting=False)
+            except BaseException:
+                if not task.chunk.began_ns:  # something before it failed: whoever waits for it tries again
+                    self._sent.remove(task)
+                    self._waiting.appendleft(task)
+                raise
 
     def result(self, task: Task, timeout: float | None = None) -> Any:
         """Wait for a task to end and return its result. Call it once.

@@ -162,21 +162,21 @@ def _is_off(weights: list[int], total: np.ndarray, first: np.ndarray, second: np
 @contextlib.contextmanager
 def _no_process_groups(halves: Halves) -> Iterator[None]:
     """Let the function make no torch process group. If there is one already, the check cannot tell who uses it."""
-    distributed = [sys.modules[name] for name in _DISTRIBUTED if name in sys.modules]
-    made = [vars(module)["init_process_group"] for module in distributed if hasattr(module, "init_process_group")]
-    if made and distributed[0].is_initialized():
+    distributed = [vars(sys.modules[name]) for name in _DISTRIBUTED if name in sys.modules]
+    made = [(table, table["init_process_group"]) for table in distributed if "init_process_group" in table]
+    if made and distributed[0]["is_initialized"]():
         raise Unknown
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise halves.refused()
 
     try:
-        for module, _ in zip(distributed, made):
-            vars(module)["init_process_group"] = refuse
+        for table, _ in made:
+            table["init_process_group"] = refuse
         yield
     finally:
-        for module, function in zip(distributed, made):
-            vars(module)["init_process_group"] = function
+        for table, function in made:
+            table["init_process_group"] = function
 
 
 def find_misfits(worker: Worker) -> list[tuple[int, tuple[str, ...]]]:

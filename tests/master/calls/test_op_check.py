@@ -524,6 +524,12 @@ def test_a_worker_that_ends_in_the_check_is_told_of(reused: Callable[..., Any], 
             result = verb(f)
         assert result == pytest.approx((7 * X[:7].sum() + 6 * X[7:].sum()) / 13)
         assert f(X) == result
+    call = rt.function(fragile).submit(X)
+    with warnings.catch_warnings():  # a program that turns warnings into errors
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning, match="second run of 'fragile'"):
+            call.result()
+    assert call.result() == result
 
 
 @pytest.mark.parametrize("kind", [2, "1+1"])
