@@ -169,7 +169,7 @@ def test_an_error_of_many_indented_lines_arrives(shared_runtimes: Any) -> None:
     def fail(x: Any) -> None:
         raise ValueError(f"wrong:\n{lines}")
 
-    with pytest.raises(ValueError, match="(?s)wrong:.*line 2999"):
+    with pytest.raises(ValueError, match=r"(?s)wrong:.*line 2999"):
         shared_runtimes[2].function(fail, outputs=None)(np.ones(2))
 
 
