@@ -23,9 +23,7 @@ def test_a_large_body_that_cannot_be_mapped_is_refused_whole(monkeypatch: pytest
         sender.send_body(1, bytes(INLINE_NBYTES + 1), [write_fd])
         os.close(write_fd)
         patch.setattr(receiver, "_body_in", no_memory)
-        with pytest.raises(
-            SharedMemoryError, match=r"receive a message of 65537 bytes: .*Cannot allocate memory"
-        ):
+        with pytest.raises(SharedMemoryError, match=r"receive a message of 65537 bytes: .*Cannot allocate memory"):
             receiver.receive_body(1)
         assert os.read(read_fd, 1) == b""  # nobody holds the other end
         patch.undo()
