@@ -296,7 +296,7 @@ class Replicated(Handle):
             self._is_touched = True  # the reader may write into a tensor, which may leave no trace except its values
 
     def _state(self, verb: str) -> dict[str, Any]:
-        """Return the state of the ranks' objects, from rank 0. ``begin`` makes ranks alike that differ after a fault."""
+        """Return the state of the objects on rank 0. ``begin`` has made ranks alike that differed after a fault."""
         session, resident = self._runtime._session, self._resident._referent
         with session.entered(verb):
             session.begin(verb)
