@@ -157,8 +157,7 @@ class Search:
                 yield machine, place
 
     def _candidates(self) -> list[Machine]:
-        """Return the machines to try. At the first start the one that the head has counted comes first, later a spare.
-        """
+        """Return the machines to try: first the one that the head has counted; at a later start the spares first."""
         found = machines()
         own, spare = found[self._number : self._number + 1], found[self._num_nodes :]
         others = [each for each in found[: self._num_nodes] if each not in own]

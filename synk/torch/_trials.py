@@ -1,5 +1,4 @@
-"""Training steps on trial, on a rank's copy of the replica, which show whether a model depends on draws or other rows.
-"""
+"""Training steps on trial, on a rank's copy of the replica, to see whether a model depends on draws or other rows."""
 
 from __future__ import annotations
 
