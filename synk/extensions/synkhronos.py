@@ -4,9 +4,9 @@
     import pytensor.tensor as T
     import synk.extensions.synkhronos as synk
 
-In these programs the main process was a rank: ``w.get_value()`` was the value on rank 0 and ``w.set_value(v)`` set that
-one. So after each call here PyTensor's variables have the values of rank 0, and what the program has set meanwhile goes
-to rank 0 before the next.
+In these programs the main process was rank 0: ``w.get_value()`` returned the value on rank 0, and ``w.set_value(v)``
+set it. So here PyTensor's variables have the values of rank 0 after each call, and values that the program sets go to
+rank 0 before the next call.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ __all__ = [
 
 
 def fork(n_parallel: int | None = None, use_gpu: bool = True, **ignored: Any) -> int:
-    """Start workers and return their number. Options of the ancestor that have lost their meaning are ignored."""
+    """Start workers and return their number. Options of the ancestor that have no meaning any more are ignored."""
     return synk.fork(n_parallel, backend="auto" if use_gpu else "numpy").world_size
 
 
 class Function(PyTensorFunction):
-    """A function as the ancestor had it: ``batch_s=``, ``as_theano``, a list of outputs."""
+    """A function with the ancestor's interface: ``batch_s=``, ``as_theano``, a list of outputs."""
 
     def __call__(self, /, *args: Any, batch_s: Any = None, **options: Any) -> Any:
         _show(self.variables)
@@ -58,12 +58,12 @@ class Function(PyTensorFunction):
         return result
 
     def as_theano(self, /, *args: Any) -> Any:
-        """Run it in this process alone, on PyTensor's own variables."""
+        """Run the function in this process alone, on PyTensor's own variables."""
         return self.serial(*map(np.asarray, args))
 
 
 def function(inputs: Sequence[Any], outputs: Any = None, bcast_inputs: Any = (), **options: Any) -> Function:
-    """Build a function of a graph; see `synk.extensions.pytensor.function`. Ops may have the ancestor's ``c_``."""
+    """Build a function of a graph; see `synk.extensions.pytensor.function`. Ops may have the ancestor's ``c_`` prefix."""
     listed = outputs if isinstance(outputs, list) else [outputs]
     plain = [(each[0], _op(each[1])) if isinstance(each, tuple) else each for each in listed]
     made = functions.function(
@@ -79,7 +79,7 @@ def _op(op: Any) -> Any:
 
 
 def _verb(name: str) -> Callable[..., Any]:
-    """Return a collective of the ancestor's: synk's, of PyTensor's variables."""
+    """Return synk's collective for PyTensor's variables, with the ancestor's arguments."""
     method = getattr(synk, name)
 
     @functools.wraps(method)
@@ -99,12 +99,12 @@ get_lengths, get_shapes, reduce, scatter = map(_verb, ("get_lengths", "get_shape
 
 
 def get_value(rank: int, shared_vars: Any) -> Any:
-    """Return the value of one rank."""
+    """Return the value of shared variables on one rank."""
     return _verb("get_value")(shared_vars, rank=rank)
 
 
 def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> None:
-    """Set the value of one rank."""
+    """Set the value of shared variables on one rank."""
     _verb("set_value")(shared_vars, values, rank=rank, batch=batch)
 
 
@@ -112,7 +112,7 @@ _seen: weakref.WeakKeyDictionary[SharedVariable, Any] = weakref.WeakKeyDictionar
 
 
 def _show(variables: Iterable[SharedVariable]) -> None:
-    """Give rank 0 what the program has set since it was last looked at."""
+    """Give rank 0 the values that the program has set since the last ``_look``."""
     for variable in variables:
         shared, value = remote(variable), variable.get_value(borrow=True)
         if not shared.is_sharded and _seen.get(variable) is not value:
