@@ -30,7 +30,7 @@ RING_NBYTES = 1 << 24
 _READ_ONLY = 8  # cudaHostRegisterReadOnly: for mappings that this process may only read
 _NUM_BUFFERS = 2
 
-# The states of a chunk. The worker's thread turns new into queued; the other thread turns queued to pinned or refused.
+# The states of a chunk. The worker's thread makes it queued; the other thread makes it pinned or refused.
 _NEW, _QUEUED, _PINNED, _REFUSED = range(4)
 
 

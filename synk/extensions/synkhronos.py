@@ -63,7 +63,7 @@ class Function(PyTensorFunction):
 
 
 def function(inputs: Sequence[Any], outputs: Any = None, bcast_inputs: Any = (), **options: Any) -> Function:
-    """Build a function of a graph; see `synk.extensions.pytensor.function`. Ops may have the ancestor's ``c_`` prefix."""
+    """Build a function of a graph; see `synk.extensions.pytensor.function`. Ops may have the ancestor's ``c_``."""
     listed = outputs if isinstance(outputs, list) else [outputs]
     plain = [(each[0], _op(each[1])) if isinstance(each, tuple) else each for each in listed]
     made = functions.function(

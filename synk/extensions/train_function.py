@@ -128,7 +128,7 @@ class TrainFunction(synk.FunctionWrapper):
         self.load_state_dict(plain_values.read(path))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return ``{"params": ..., "state": ...}``, each a dict with copies of its arrays and numbers by their paths."""
+        """Return ``{"params": ..., "state": ...}``, each a dict with copies of its arrays and numbers by path."""
         return {name: _by_path(self.runtime.get_value(variable))[0] for name, variable in self._variables()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
