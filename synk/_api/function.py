@@ -223,6 +223,7 @@ class Function(FunctionHandle, Generic[P, R]):
             if output_subset is None and timeout is None and type(num_slices) is int and num_slices == 1:
                 callee = self._callee
                 compiled, capture, session = callee.plans.compiled[0], callee.capture, callee.session
+                # No operation is begun for a call that fits: if a handler breaks it off, the next operation settles it.
                 if compiled is not None and session and capture and capture.is_current():
                     result = call_again(session, callee, compiled, args, kwargs, batch, shard_batch)
                     if result is not UNFIT:
@@ -781,6 +782,8 @@ class Function(FunctionHandle, Generic[P, R]):
             return function._run(args, kwargs, options)
         session = self._bound_session()
         deadline = session.deadline(options.timeout)
+        # Each attempt is an operation of its own: ``begin`` replaces the worker that has died, and the call is bound and
+        # staged again.
         for attempts_left in range(self._retry, -1, -1):
             with session.entered(self._verb):
                 session.begin(self._verb, deadline)

@@ -143,7 +143,7 @@ class InlineProcess:
         """Handle a message with a body, which is not pickled."""
         for segment in segments:
             self._give(segment)
-        note()
+        note()  # the rank has the segments now, even if the message is broken off in the user's function
         self.channel.ring(kind, flags, sequence, value, body)
         return 0
 

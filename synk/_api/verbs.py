@@ -282,7 +282,7 @@ def broadcast(variables: Any, values: Any = None) -> None:
     Raises
     ------
     TypeError, ValueError
-        If a value does not fit its variable. Values are checked one by one.
+        If a value does not fit its variable. Nothing has changed then.
     """
     current().broadcast(variables, values)
 
@@ -320,13 +320,13 @@ def gather(variables: Any, nd_up: int = 1) -> Any:
 
     Returns
     -------
-    ndarray, or list of ndarray
-        New arrays; a list for a sequence of variables.
+    ndarray, nesting of ndarray, or list of them
+        New arrays, with the nesting of the variable; a list for a sequence of variables.
 
     Raises
     ------
     ValueError
-        If the values cannot be joined.
+        If the shapes do not allow it, or ``nd_up`` is neither 0 nor 1.
     """
     return current().gather(variables, nd_up)
 
@@ -342,7 +342,7 @@ def all_gather(variables: Any) -> None:
     Raises
     ------
     ValueError
-        If a value has no rows. Nothing has changed then.
+        If a variable has no axis 0. Nothing has changed then.
     """
     current().all_gather(variables)
 
@@ -362,7 +362,7 @@ def reduce(variables: Any, op: str = "avg", in_place: bool = True) -> Any:
     Returns
     -------
     ndarray, list of ndarray, or None
-        The results, with ``in_place=False``.
+        With ``in_place=False``, the result of each variable.
 
     Raises
     ------
@@ -405,7 +405,7 @@ def set_value(variables: Any, values: Any, rank: int | None = None, batch: Any =
     Raises
     ------
     TypeError, ValueError, IndexError
-        If a value does not fit its variable, or there is no such rank.
+        If a value does not fit its variable, or there is no such rank. Nothing has changed then.
     """
     current().set_value(variables, values, rank, batch)
 

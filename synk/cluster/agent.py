@@ -160,12 +160,13 @@ class Agent:
         self._variables.settle(committed)  # first, because the head may have set or dropped variables since then
         for number, unbound in body.dropped.get("parcel", {}).items():
             parcel = session.functions.book.parcels.pop(number, None)
-            if parcel is not None:
+            if parcel is not None:  # otherwise its load has failed here, and ``_load`` has dropped it
                 session.functions.drop_parcel(parcel, unbound)
         for number in body.dropped.get("function", ()):
             function = self._functions.pop(number, None)
             if function is not None:
                 function.plans.drop_all(session.workers.log)
+            # The agent knows a function from its first call on, the workers from its load. So they drop it in any case.
             session.workers.log.drop("function", number)
         for number in body.dropped.get("resident", ()):
             session.workers.log.drop("resident", number)
@@ -239,6 +240,7 @@ class Agent:
             if not order.is_for_living:
                 self._begin(order.what)
                 self._check_restarts(order.num_restarts)
+            # A rank that is dead gets no message and no reply: the head sees in the replies which ranks have answered.
             living = {each.rank for each in session.workers.by_rank if each.is_ready and not each.is_dead}
             contents = {rank: self._own(content) for rank, content in order.contents.items() if rank in living}
             replies = session.ranks.ask(kind, contents, None, order.phase, order.what) if contents else {}
@@ -279,6 +281,8 @@ class Agent:
             # The ranks read these numbers when they begin the call, so they are written before ``send`` rings.
             session.lanes.first.first_down[Down.ALL_ROWS] = order.all_rows
             session.lanes.first.first_down[Down.ALL_GROUP] = order.group
+            # A death or an interrupt ends the wait in here. The session settles the call before it raises, so the ranks
+            # are idle or dead when the head gets the reply.
             try:
                 stage(session, launched)
                 send(session, launched)

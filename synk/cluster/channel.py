@@ -109,6 +109,8 @@ class NodeChannel(Channel):
                 header = encode_header(sequence, len(body), self._token, IS_LARGE)
                 socket.send_fds(self.sock, [header], [*fds, segment.fd], socket.MSG_NOSIGNAL)
             finally:
+                # The message in the socket has a descriptor of its own. If the other side dies before it reads the
+                # message, the kernel frees the memory with the socket.
                 segment.close()
 
     def _body_in(self, fd: int, nbytes: int) -> Any:
@@ -134,12 +136,14 @@ class NodeEnd:
             # A child that outlived this process would keep the head's pipes open.
             os.set_inheritable(fd, False)
         self._channel = NodeChannel(sock, Descriptor(fds["down"]), Descriptor(fds["up"]), bytes.fromhex(setup["token"]))
+        # From here on the kernel ends this process with the head, whatever it is doing.
         self._head_fd, self._pulse = tie_to_master(setup)
         self._stacks_fd = fds["stacks"]
         self._control = Segment(fds["control"], setup["control_nbytes"], is_writable=True, segment_id=0)
         down, up = control_blocks(self._control.buffer, setup["world_size"], 0)
         self._own_down, self._own_up = down[setup["rank"]], up[setup["rank"]]
-        self._control.close_fd()  # the mapping stays
+        # Only the mapping stays. The head writes this block without a message: which call is interrupted.
+        self._control.close_fd()
         self._setup = setup
 
     def _tell_stacks(self, text: str) -> None:

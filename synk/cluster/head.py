@@ -63,6 +63,8 @@ class NodesCall(Launched):
     def take(self, rank: int, reply: WorkerReply) -> None:
         """Note the reply of a node. If the call has failed there, give the other nodes little time to end."""
         super().take(rank, reply)
+        # Nodes that have not ended by this time count as late, and are interrupted. ``late`` then raises the failure
+        # that came, and not the time limit.
         if reply.status == Status.ERROR and not self.failed:
             soon = time.monotonic() + FELLOWS_S
             self.deadline = soon if self.deadline is None else min(self.deadline, soon)
@@ -144,6 +146,7 @@ class Nodes:
         if variable is None:
             return None
         ranks = self.topology.ranks_of(node)
+        # Replicas that are known to be equal lie in the head's memory once, and travel once.
         memory = {id(variable.buffers[rank][variable.front[rank]]) for rank in ranks}
         values = [variable.leaves(rank) for rank in (ranks if len(memory) > 1 else ranks[:1])]
         return VariableNote(variable.name, variable.is_sharded, variable.skeleton(), values), []
@@ -179,6 +182,7 @@ class Nodes:
         nests = pickle_nests(call.arguments, function.name)
         objects = call.objects[0], [pickle.PickleBuffer(view) for view in call.objects[1]]
         weights = dict(zip(call.ranks, call.rows))
+        # A worker that is replaced meanwhile loses only resident objects: the agent has functions and variables.
         known = self._ranks.num_restarts if self._session.residents.has_any else {}
         # The head has bound the call: the node's session divides no rows, and any number of its ranks may run it.
         options = replace(call.options, batch=None, shard_batch=None, timeout=None, is_serial=False)
@@ -211,7 +215,7 @@ class Nodes:
         self._session.workers.send(
             Kind.CALL, list(orders), 0, orders, [], launched.deadline, "call", launched.what, lane, launched
         )
-        launched.orders = {}
+        launched.orders = {}  # they hold views of the user's arrays
 
     def collecting(self, launched: NodesCall) -> Steps[Any]:
         """Turn the replies of the nodes into the result; see ``synk._master.calls.replies.collecting``."""

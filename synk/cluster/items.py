@@ -38,6 +38,7 @@ class ItemsInFlight:
 
     def send(self, sequence: int, order: RankOrders) -> None:
         """Pass items on to their rank, unopened."""
+        # Large pickles are views of the head's message, whose memory is freed with the last of them.
         ((rank, items),) = order.contents.items()
         items = items._replace(pickles=[*map(beside, items.pickles)])
         request = self._session.ranks.send_items(rank, items, [], None, order.what, has_residents=False)
@@ -72,6 +73,7 @@ class ItemsInFlight:
         for sequence, (rank, request) in list(self._requests.items()):
             if request.pending and request.error is None:
                 continue
+            # Only now that it has ended: a request that is not among the session's would be settled by nobody.
             del self._requests[sequence]
             session.workers.requests.pop(request.sequence, None)
             if request.error is None:

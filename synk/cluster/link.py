@@ -138,6 +138,7 @@ class Link:
     def _wait(self) -> None:
         """Wait until the socket is ready. Messages that arrived before the connection was lost are received first."""
         ready = dict(self._poller.poll())
+        # The monitor is readable for good once the connection is lost, but messages may still lie in the socket.
         if self._monitor in ready and not ready.get(self._socket, 0) & zmq.POLLIN:
             raise LinkLost(f"cannot reach {self.place.address}: the connection is lost.")
 

@@ -66,7 +66,9 @@ class AgentLoop(NodeEnd):
                 agent.end_items()
                 self._answer_items(agent)  # before the pong, because the head takes no answer to an older message later
                 self._reply(Status.PONG, self._sequence, None)
-            elif self._is_interrupted():  # the signal came before the message
+            # ``_on_interrupt`` has ignored a signal that came before this message was read. From here on it does not,
+            # because ``_sequence`` is the number of this message.
+            elif self._is_interrupted():
                 self._reply(Status.INTERRUPTED, self._sequence, pickle.dumps(None))
             else:
                 self._own_up[Up.PHASE] = Phase.FUNCTION if kind in (Kind.CALL, Kind.ITEMS) else Phase.LOADING

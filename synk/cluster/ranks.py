@@ -196,6 +196,7 @@ class NodeRanks(Ranks):
         if any(reply.status == Status.INTERRUPTED for reply in replies.values()):
             raise CallCancelled(f"cannot {request.what}: it was interrupted.")
         answers: dict[int, RankReplies] = {node: unpacked(reply.body) for node, reply in sorted(replies.items())}
+        # All warnings come first: a node sends each of them once, and an error would hide those of later nodes.
         for answer in answers.values():
             tell_warnings(answer)
         for answer in answers.values():

@@ -72,6 +72,7 @@ class NodeActor:
     """
 
     def __init__(self, setup: dict[str, Any]) -> None:
+        # The head's control block is on another machine. This one tells the agent which messages are interrupted.
         self._control = Segment.create(setup["control_nbytes"])
         down, _ = control_blocks(self._control.buffer, setup["world_size"], 0)
         self._down = down[setup["rank"]]
@@ -247,6 +248,7 @@ class Tunnel(NodeEnd):
             self._actor.carry_down.options(concurrency_group="down").remote(),
             self._actor.carry_up.options(concurrency_group="up").remote(),
         ]
+        # Both calls end by themselves only when the agent is dead, and ``_carry_up`` then ends this process.
         while running:
             ended, running = ray.wait(running)
             ray.get(ended)

@@ -98,6 +98,7 @@ class NodeVariables:
         variable = self._known.get(number)
         if variable is None:
             variable = self._known[number] = NodeVariable(self._session.variables, number, note)
+        # No call runs on the node meanwhile, so its ranks see the old values or the new ones, and never a part of them.
         for rank, leaves in enumerate(note.values):
             for target, source in zip(variable.back(rank, shapes_of(leaves)), leaves):
                 np.copyto(target, source)
@@ -125,6 +126,7 @@ class NodeVariables:
 
     def settle(self, committed: int | None) -> None:
         """Commit the values that the last call has assigned if the head has committed this call; else drop them."""
+        # Without a commit nothing has to be undone: the next assignment overwrites the back buffers.
         undecided, self._undecided = self._undecided, None
         if undecided is not None and undecided[0].number == committed:
             launched, layouts = undecided

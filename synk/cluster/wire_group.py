@@ -60,11 +60,15 @@ class WireGroup(Group):
             return True
         if not self._is_wanted:
             return False
+        # Ranks that an earlier attempt has joined keep their wires until this one replaces them. Their number is an
+        # older one, so no call uses them.
         self._is_joined = False
         self._number += 1
         if self._ranks.prepare(deadline):  # replaces workers that have ended
             self._on_restarts()
         self._num_restarts, self._joined = workers.counters["restarts"], self._ranks.num_restarts
+        # A worker that dies between the two messages makes the second fail; one that dies later raises the node's
+        # count, so ``note_restarts`` notices, or the rank itself, which has no group of this number.
         answers = self._ask({}, deadline)
         self.problem = next((answer["problem"] for answer in answers.values() if "problem" in answer), "")
         if self.problem:

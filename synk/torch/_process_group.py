@@ -88,6 +88,8 @@ def process_group() -> dist.ProcessGroup:
             f"cannot make a process group: got a call that {comm.world_size} of {worker.world_size} workers run, "
             "expected all of them. Use synk.function(..., per_rank=True) without rows, or at least as many rows."
         )
+    # A rank that was replaced, or that has left the group, has number 0. All ranks must decide alike whether to make a
+    # new group, so they compare their numbers first.
     own: _Group | None = worker.process_group
     number = 0 if own is None or own.is_abandoned else own.number
     if set(comm.all_gather(np.array([number])).ravel().tolist()) != {number} or not number:
@@ -154,6 +156,7 @@ class _Group:
         worker = cell.worker
         while not self._is_closed:
             self._is_in_call.wait()
+            # Once the function has ended on this rank, nobody waits in the group here, and the group stays as it is.
             communicator = worker.lane.communicator
             if worker.own_up[Up.PHASE] != Phase.FUNCTION:
                 self._is_in_call.clear()

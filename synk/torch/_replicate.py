@@ -185,6 +185,7 @@ class Replicated(Handle):
         self._reference = (_rank.on_rank, (self._resident._reference[1][0],))
         self._note_seen([_state.fingerprint(obj) for obj in objects])
         self._linked = [obj for obj in objects if link(obj, self._refresh)]
+        # The runtime must not keep the model alive, so it refers to it weakly.
         runtime._session.at_close.append(functools.partial(_leave, weakref.ref(self)))
 
     # -- functions ----------------------------------------------------------------------------------------------------
@@ -281,7 +282,7 @@ class Replicated(Handle):
             Once for each attribute that cannot be pickled, and so stays each worker's own.
         """
         with self._lock, self._busy():
-            if self._is_behind:  # otherwise the program's state is newer
+            if self._is_behind:  # otherwise the program's objects are as new as the ranks', or newer
                 self._check_unchanged()
                 left_out = set(_state_bytes.load_all(self._objects, self._state("pull")["objects"])) - self._left_out
                 self._note_equal()

@@ -121,6 +121,8 @@ def step_in_slices(
         sums.begin_part()
         return call(part)
 
+    # Hooks of gradients and ``all_rows_mean`` look at ``sliced`` and at the number of rows. Whatever ends the step, an
+    # interrupt included, they are put back, or later steps would wait for sums that nobody makes.
     sliced.sums = sums
     try:
         while True:

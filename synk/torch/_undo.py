@@ -93,6 +93,8 @@ class Undo:
                 else:
                     mutable[number, name] = value
         structure = [(table, table.copy()) for table in self._structure]
+        # The copies of the last step are overwritten here. Nobody calls its ``put_back`` any more: that step has
+        # completed, or the master has asked for a report since.
         copies, pickled = self._copied(tensors), self._pickled(mutable) if mutable else None
         num_steps, share = replica.num_steps, self._reduction.share
         generators = self._generators(num_steps, is_whole)
