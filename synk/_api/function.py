@@ -782,8 +782,8 @@ class Function(FunctionHandle, Generic[P, R]):
             return function._run(args, kwargs, options)
         session = self._bound_session()
         deadline = session.deadline(options.timeout)
-        # Each attempt is an operation of its own: ``begin`` replaces the worker that has died, and the call is bound and
-        # staged again.
+        # Each attempt is an operation of its own: ``begin`` replaces the worker that has died, and the call is bound
+        # and staged again.
         for attempts_left in range(self._retry, -1, -1):
             with session.entered(self._verb):
                 session.begin(self._verb, deadline)

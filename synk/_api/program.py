@@ -95,11 +95,11 @@ class Program:
 
     Notes
     -----
-    A program carries the functions, by value; shared variables, of which sharded ones are divided anew; resident and
-    replicated objects as they are on rank 0; the seed of the runtime and, for the same number of workers, the states of
-    ``synk.comm.rng``. Captured objects travel with the contents that they have in the master: changes that workers have
-    made by themselves are left out, and ``print(program)`` names these objects. When a program that was unpickled or
-    loaded is put on a runtime, it runs code: use only your own files.
+    A program carries the functions, by value; shared variables, where shards are divided again among the new ranks;
+    resident and replicated objects as they are on rank 0; the seed of the runtime and, for the same number of workers,
+    the states of ``synk.comm.rng``. Captured objects travel with the contents that they have in the master: changes
+    that workers have made by themselves are left out, and ``print(program)`` names these objects. When a program that
+    was unpickled or loaded is put on a runtime, it runs code: use only your own files.
 
     Examples
     --------

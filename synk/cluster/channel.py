@@ -146,6 +146,6 @@ class NodeEnd:
         self._control.close_fd()
         self._setup = setup
 
-    def _tell_stacks(self, text: str) -> None:
+    def _write_stacks(self, text: str) -> None:
         """Write the stacks of the node's ranks to the pipe from which the head reads them."""
         os.write(self._stacks_fd, text.encode("utf-8", "replace")[: 1 << 15])

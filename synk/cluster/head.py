@@ -37,7 +37,7 @@ from synk.backends._assignment import DeviceAssignment
 from synk.cluster.agent_process import AgentProcess, NodePlacement
 from synk.cluster.channel import unpacked
 from synk.cluster.orders import HELD, CallOrder, FunctionNote, NodeReply, VariableNote, without_code
-from synk.cluster.ranks import NodeRanks, error_of, tell_warnings
+from synk.cluster.ranks import NodeRanks, error_of, show_warnings
 from synk.cluster.split import Topology, own_bounds, own_rows, rows_between
 from synk.cluster.wire_group import WireGroup
 from synk.errors import CallCancelled
@@ -77,7 +77,7 @@ class NodesCall(Launched):
     def error_of_nodes(self) -> Exception:
         """Return the error of a call that failed on nodes: a death if there was one, else that of the lowest rank."""
         for _, reply in sorted(self.failed.items()):
-            tell_warnings(reply)
+            show_warnings(reply)
             if reply.error:
                 return error_of(reply, self.recovery)
         failures = [failure for reply in self.failed.values() for failure in reply.failures]
@@ -140,7 +140,7 @@ class Nodes:
             found |= stacks_in(text)
         return found
 
-    def told(self, node: int, variable_id: int) -> tuple[VariableNote, list[Segment]] | None:
+    def variable_note(self, node: int, variable_id: int) -> tuple[VariableNote, list[Segment]] | None:
         """Return the log's entry of a variable for a node; None if the variable was dropped."""
         variable = self._session.variables.get(variable_id)
         if variable is None:
@@ -231,7 +231,7 @@ class Nodes:
             raise CallCancelled(f"the call of {function.name!r} was ended by an interrupt. Call it again.")
         answers: list[NodeReply] = [unpacked(replies[node].body) for node in launched.nodes]
         for node, answer in zip(launched.nodes, answers):
-            tell_warnings(answer)
+            show_warnings(answer)
             self._group.note_restarts(node, answer.num_restarts)
         layouts = [layout for answer in answers for layout in answer.layouts]
         outputs = launched.assembly = self._outputs(launched, layouts, answers)
@@ -356,7 +356,7 @@ class ClusterSession(Session):
         self.workers.recovery.grace_s = AGENT_GRACE_S
         self.workers.sources["lane"] = lambda rank, number: None  # agents share no memory with the head
         self.workers.sources["commit"] = self.ranks.committed
-        self.workers.sources["variable"] = self.nodes.told
+        self.workers.sources["variable"] = self.nodes.variable_note
 
     def _make_ranks(self) -> NodeRanks:
         return NodeRanks(self.workers, self._topology)

@@ -141,7 +141,7 @@ class AgentLoop(NodeEnd):
             self._agent.session.workers.waiting.interrupt()
 
     def _on_question(self, signum: int, frame: Any) -> None:
-        self._tell_stacks("it is starting" if self._agent is None else where(self._agent.session.workers.processes))
+        self._write_stacks("it is starting" if self._agent is None else where(self._agent.session.workers.processes))
 
 
 def main(sock: socket.socket, setup: dict[str, Any]) -> None:

@@ -56,7 +56,7 @@ class RankRequest(Request):
     def late(self, ranks: str) -> Exception:
         if self._failed is None:
             return super().late(self._name)
-        tell_warnings(self._failed)
+        show_warnings(self._failed)
         return error_of(self._failed, self._recovery)
 
 
@@ -75,7 +75,7 @@ class NodeRanks(Ranks):
         For each node, how many workers it had replaced when :meth:`prepare` last asked. The head knows the resident
         objects of the workers that lived then. It knows nothing of later ones, so a node with another number refuses.
     down : ndarray of int64, shape (total_ranks, len(Down))
-        The control block of each rank, of which only ``Down.COMMITTED`` is used. No rank reads these numbers.
+        The control block of each rank. Only ``Down.COMMITTED`` is used, and no rank reads these numbers.
     """
 
     def __init__(self, workers: Workers, topology: Topology) -> None:
@@ -145,7 +145,7 @@ class NodeRanks(Ranks):
             return reply
         answer: RankReplies = unpacked(reply.body)
         ((status, body),) = answer.replies.values()
-        tell_warnings(answer)
+        show_warnings(answer)
         return Reply(Status(status), 0, body)
 
     def ask(
@@ -198,14 +198,14 @@ class NodeRanks(Ranks):
         answers: dict[int, RankReplies] = {node: unpacked(reply.body) for node, reply in sorted(replies.items())}
         # All warnings come first: a node sends each of them once, and an error would hide those of later nodes.
         for answer in answers.values():
-            tell_warnings(answer)
+            show_warnings(answer)
         for answer in answers.values():
             if answer.error:
                 raise error_of(answer, self._workers.recovery)
         return answers
 
 
-def tell_warnings(reply: RankReplies | NodeReply) -> None:
+def show_warnings(reply: RankReplies | NodeReply) -> None:
     """Show the user the warnings of a node's session."""
     for text, category in reply.warnings:
         warn_at_users_line(text, category)

@@ -301,7 +301,7 @@ class Tunnel(NodeEnd):
                 if word != -1:  # otherwise the agent is idle again already
                     self._actor.interrupt.options(**call).remote(word)
             else:
-                self._tell_stacks(ray.get(self._actor.stacks.options(**call).remote()))
+                self._write_stacks(ray.get(self._actor.stacks.options(**call).remote()))
 
 
 def main(sock: socket.socket, setup: dict[str, Any]) -> None:

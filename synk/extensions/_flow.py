@@ -333,7 +333,7 @@ class _Recording:
             node.value = mapped(_value, node.run())
         except Exception as error:
             if node.line is not None:
-                add_note(error, _told(self._name, node.name, node.line))
+                add_note(error, _note_of(self._name, node.name, node.line))
             raise
         self.trace.append(Timed(node.name, start - self._begin, time.perf_counter() - self._begin))
         node.run, node.needs = None, []  # they hold arrays, which can be freed now
@@ -389,7 +389,7 @@ def _line() -> tuple[str, int, str] | None:
     return None
 
 
-def _told(flow_name: str, name: str, line: tuple[str, int, str]) -> str:
+def _note_of(flow_name: str, name: str, line: tuple[str, int, str]) -> str:
     file, number, function = line
     source = linecache.getline(file, number).strip()
     return f'Of the flow {flow_name!r}: {name!r}, recorded in {function}, file "{file}", line {number}' + (

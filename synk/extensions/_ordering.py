@@ -96,7 +96,7 @@ def schedule(
         twice = next(node for i, node in enumerate(listed) if node in listed[:i])
         raise ValueError(f"cannot schedule {twice!r}: got it twice, expected each node once. Drop one of the two.")
     nothing: Iterable[Node] = ()
-    needed = {node: tuple(its_needs) for node, its_needs in _told(listed, "needs", needs, nothing, known)}
+    needed = {node: tuple(its_needs) for node, its_needs in _values_of(listed, "needs", needs, nothing, known)}
     for node in listed:
         for need in needed[node]:
             if need not in known:
@@ -104,7 +104,7 @@ def schedule(
                     f"cannot schedule {node!r}: got {need!r} among its needs, expected nodes of the graph. "
                     "Add it to nodes, or leave it out of the needs if it is an input."
                 )
-    kinds = dict(_told(listed, "kind", kind, "work", known))
+    kinds = dict(_values_of(listed, "kind", kind, "work", known))
     for node, its_kind in kinds.items():
         if its_kind not in _KINDS:
             raise ValueError(
@@ -112,11 +112,11 @@ def schedule(
                 "Computations of any sort are work."
             )
     depths = _depths(needed)
-    messages = _messages(dict(_told(listed, "tag", tag, None, known)), kinds, needed, depths)
+    messages = _messages(dict(_values_of(listed, "tag", tag, None, known)), kinds, needed, depths)
     return _Graph(listed, needed, depths, kinds, messages).ordered()
 
 
-def _told(
+def _values_of(
     nodes: Sequence[Node],
     name: str,
     given: Callable[[Node], Told] | Mapping[Node, Told],
@@ -173,7 +173,7 @@ def _messages(
             if not starts:
                 raise ValueError(
                     f"cannot schedule {node!r}: got a wait that needs no send or receive, expected one that does. "
-                    "Add what it waits for to its needs."
+                    "Add the message to its needs."
                 )
             found[node] = sum(starts, ())
     return found

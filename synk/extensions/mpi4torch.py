@@ -250,8 +250,8 @@ class _Overwritten(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
         raise RuntimeError(
-            "cannot differentiate through a tensor that Bcast_ or Reduce_ has written into: got it, expected what they "
-            "have returned."
+            "cannot differentiate through a tensor that Bcast_ or Reduce_ has written into: got it, expected the "
+            "tensor that they have returned."
         )
 
 

@@ -52,9 +52,9 @@ class Function(PyTensorFunction):
     """A function with the ancestor's interface: ``batch_s=``, ``as_theano``, a list of outputs."""
 
     def __call__(self, /, *args: Any, batch_s: Any = None, **options: Any) -> Any:
-        _show(self.variables)
+        _send_set_values(self.variables)
         result = super().__call__(*args, shard_batch=batch_s, **options)
-        _look(self.variables)
+        _fetch_values(self.variables)
         return result
 
     def as_theano(self, /, *args: Any) -> Any:
@@ -70,7 +70,7 @@ def function(inputs: Sequence[Any], outputs: Any = None, bcast_inputs: Any = (),
         inputs, plain if isinstance(outputs, list) else plain[0], bcast_inputs=bcast_inputs or (), **options
     )
     made.__class__ = Function
-    _look(made.variables)
+    _fetch_values(made.variables)
     return made  # type: ignore[return-value]
 
 
@@ -85,10 +85,10 @@ def _verb(name: str) -> Callable[..., Any]:
     @functools.wraps(method)
     def run(shared_vars: Any, *args: Any, nccl: bool = True, **options: Any) -> Any:
         variables = [shared_vars] if isinstance(shared_vars, SharedVariable) else list(shared_vars)
-        _show(variables)
+        _send_set_values(variables)
         handles = list(map(remote, variables))
         result = method(handles[0] if isinstance(shared_vars, SharedVariable) else handles, *args, **options)
-        _look(variables)
+        _fetch_values(variables)
         return result
 
     return run
@@ -111,15 +111,15 @@ def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> No
 _seen: weakref.WeakKeyDictionary[SharedVariable, Any] = weakref.WeakKeyDictionary()
 
 
-def _show(variables: Iterable[SharedVariable]) -> None:
-    """Give rank 0 the values that the program has set since the last ``_look``."""
+def _send_set_values(variables: Iterable[SharedVariable]) -> None:
+    """Give rank 0 the values that the program has set since the last ``_fetch_values``."""
     for variable in variables:
         shared, value = remote(variable), variable.get_value(borrow=True)
         if not shared.is_sharded and _seen.get(variable) is not value:
             synk.set_value(shared, value, rank=0)
 
 
-def _look(variables: Iterable[SharedVariable]) -> None:
+def _fetch_values(variables: Iterable[SharedVariable]) -> None:
     """Give PyTensor's variables the values of rank 0."""
     for variable in variables:
         shared = remote(variable)

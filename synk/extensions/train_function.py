@@ -278,7 +278,7 @@ def make_train_function(
     if has_aux and num_slices > 1 and aux_outputs != "avg":
         raise ValueError(
             f"cannot make a training function: got aux_outputs={aux_outputs!r} with num_slices={num_slices}, expected "
-            "'avg', as what comes from the slices of a rank is averaged. Use num_slices=1."
+            "'avg', because the aux of a rank's slices are averaged. Use num_slices=1."
         )
     framework = _framework_of(update_rule, framework)
     signature = _inputs_signature(loss_and_grad)

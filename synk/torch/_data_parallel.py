@@ -179,7 +179,7 @@ class _Passes:
                 "expected equal axis-0 lengths. Name what every worker needs whole in DataParallel(..., bcast_inputs=)."
             )
         # A backward pass of this or of an earlier ``Placed`` may run meanwhile, in a thread of its own. So each has a
-        # lock, under which a message is made and sent: it says what has changed since the one before (``_told``).
+        # lock, under which a message is made and sent: it says what has changed since the one before (``_message``).
         with self._lock:
             placed = self._placed = self._placed.renewed()
             with placed.lock:

@@ -109,13 +109,13 @@ class Placed:
         """
         tensors = [*rows, *whole]
         is_kept = torch.is_grad_enabled() and any(each.requires_grad for each in (*self._parameters, *tensors))
-        memory = self._news()
+        memory = self._memory_to_send()
         args, kwargs = nesting
         has_tensors_only = all(map(is_one_slot, (*args, *kwargs.values())))
         kind = self._runtime._session.assignment.torch_device
         others = tuple(each.detach() for each in whole) or None
         run = functools.partial(self._run_forward, tuple(row.detach() for row in rows))
-        with self._told(number) as common:
+        with self._message(number) as common:
             order = ranks.Forward(
                 common,
                 pickle.dumps(nesting) if has_tensors_only else self._dumped(nesting),
@@ -175,7 +175,7 @@ class Placed:
             rows = tuple(gradients[k] for k in given)
             memory = None if self._runtime._session.has_devices else self._memory
             try:
-                with self._told(graph.number) as common, torch.enable_grad():
+                with self._message(graph.number) as common, torch.enable_grad():
                     order = ranks.Backward(common, tuple(given), is_kept)
                     flats, own, used = self._run_backward(rows, memory, pickle.dumps(order))
             except ranks.GraphLost as error:
@@ -197,7 +197,7 @@ class Placed:
         ]
 
     @contextlib.contextmanager
-    def _told(self, number: int) -> Iterator[ranks.Common]:
+    def _message(self, number: int) -> Iterator[ranks.Common]:
         """Yield the part that all messages have, for the message that the body sends.
 
         If the body fails, some ranks may have missed the message. Then its news goes out again with the next one.
@@ -214,7 +214,7 @@ class Placed:
             raise
         self._versions = now
 
-    def _news(self) -> Any:
+    def _memory_to_send(self) -> Any:
         """Return the memory for a forward pass; None if the workers are on devices and have its values."""
         if not self._runtime._session.has_devices:
             return self._memory

@@ -110,7 +110,7 @@ def replicate(
     (True, 50)
     """
     if not objects:
-        raise TypeError("cannot replicate: got no objects, expected a module, and what belongs to it.")
+        raise TypeError("cannot replicate: got no objects, expected a module and the objects that belong to it.")
     _check_optimizers(objects)
     for obj in objects:
         if _state.is_module(obj) and any(

@@ -129,7 +129,7 @@ def dump_all(objects: Sequence[Any]) -> bytes:
 
 
 def dumps(value: Any, references: dict[int, Any], code: list[Any] | None = None) -> bytes:
-    """Return what a ``StatePickler`` writes."""
+    """Pickle a value with a ``StatePickler``."""
     file = io.BytesIO()
     StatePickler(file, references, code).dump(value)
     return file.getvalue()
@@ -153,5 +153,5 @@ def load_all(objects: Sequence[Any], data: bytes) -> list[str]:
 
 
 def loads(data: bytes, referents: dict[Any, Any]) -> Any:
-    """Load what a ``StatePickler`` wrote."""
+    """Load a value that a ``StatePickler`` wrote."""
     return _StateUnpickler(io.BytesIO(data), referents).load()

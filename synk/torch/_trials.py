@@ -21,7 +21,7 @@ def _parts_of(objects: Sequence[Any]) -> list[torch.nn.Module]:
 
 
 def _draws() -> list[Any]:
-    """Return what torch's generators will draw next."""
+    """Return the states of torch's generators, which determine the next draws."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     return [torch.get_rng_state().numpy().tobytes(), *(torch.cuda.get_rng_state(k).numpy().tobytes() for k in devices)]
 
