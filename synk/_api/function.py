@@ -1,6 +1,6 @@
 """``Function``: the object that the user calls. It checks options and runs the verbs; calls use its ``Callee``.
 
-All this is in one file because it is one class: everything that can be done with a function, each verb a few lines.
+In one file because it is one class: everything that can be done with a function, each verb a few lines.
 """
 
 from __future__ import annotations

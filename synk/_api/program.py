@@ -1,6 +1,6 @@
 """``Program``: functions and the state that they share, on no device; and ``RunningProgram``, a copy on a runtime.
 
-Both are in one file because each uses the other: a program makes running programs, whose state comes back to it.
+In one file because each uses the other: a program makes running programs, whose state comes back to it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The runtime that the user holds. Its verbs use a session of the master.
 
-All this is in one file because it is one class: everything that can be done with a runtime, each verb a few lines.
+In one file because it is one class: everything that can be done with a runtime, each verb a few lines.
 """
 
 from __future__ import annotations

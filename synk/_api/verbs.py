@@ -1,6 +1,6 @@
 """The module-level verbs, which call the verbs of the current runtime.
 
-All are in one file because each is its documentation and one line of code.
+In one file because each is its documentation and one line of code.
 """
 
 from __future__ import annotations

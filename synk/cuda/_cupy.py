@@ -5,7 +5,7 @@ the end of a call. The user's kernels, the copies and the collectives share the 
 one another. There are two exceptions. If the next call is known before the current one has ended, a second stream
 copies its inputs while the first computes, and an event says when they are there. Sums that a function starts into
 arrays of its own run on a third stream, behind an event of the first; the first waits for them when the function does.
-All this is in one file because it is one protocol, whose parts share these streams.
+In one file because it is one protocol, whose parts share these streams.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 This file owns calls and their types and nothing else: no deadlines, no splitting, no meaning of ops. A package is
 imported when its binding is loaded, which only workers do. Methods return NCCL's status and never raise for it, because
-its meaning depends on the moment: "in progress" is not a failure, nor is an error during an abort. Both bindings are in
-one file because they must offer the same calls.
+its meaning depends on the moment: "in progress" is not a failure, nor is an error during an abort. In one file because
+the two bindings must offer the same calls.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Definitions, default values and names of state entries are those of ``torch.opti
 parameter, ``g`` its gradient, ``lr`` the learning rate and ``t`` the number of the step, from 1. With ``weight_decay``,
 ``g + weight_decay * p`` takes the place of ``g`` (L2 regularisation), except in `adamw`.
 
-All rules are in one file because they read as one page: each is a few lines below the formula in its docstring.
+In one file because they read as one page: each is a few lines below the formula in its docstring.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ A forward pass under grad leaves its graph here, under a number, until its backw
 none can be asked for any more. The master's messages are idempotent. So a rank that was replaced, or missed a message
 that failed, reaches the same state as the others.
 
-All this is in one file because the backward pass takes up what the forward pass has left, on one object.
+In one file because the backward pass takes up what the forward pass has left, on one object.
 """
 
 from __future__ import annotations

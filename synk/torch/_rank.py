@@ -238,10 +238,7 @@ def _hook_gradients(parameters: Sequence[torch.Tensor], hooks: dict[int, tuple[l
 
 
 def _is_apart(parameter: torch.Tensor, num_steps: int) -> bool:
-    """Whether the ranks' values differ by more than rounding.
-
-    Rounding may differ between ranks because matrix products depend on the alignment of memory.
-    """
+    """Whether the ranks' values differ by more than rounding, which depends on the alignment of memory."""
     eps = torch.finfo(parameter.dtype).eps
     values = torch.view_as_real(parameter) if parameter.is_complex() else parameter
     values = values.float() if values.element_size() < 4 else values

@@ -74,10 +74,7 @@ class GradientSum:
     Attributes
     ----------
     share : float or None
-        This rank's share of the rows when gradients were last kept back; None after they were reduced, and ``LOST`` if
-        the gradients are not there any more.
-    notice_reduction : callable
-        Called before the ranks communicate.
+        The share of the rows with which gradients are kept back; None if none are, ``LOST`` if they are gone.
     """
 
     def __init__(self, objects: Sequence[Any], options: Options, phases: Phases) -> None:
@@ -95,7 +92,7 @@ class GradientSum:
         self._bucket_of: dict[int, int] = {}
         self._num_started = 0
         self.share: float | None = None
-        self.notice_reduction: Callable[[], None] = lambda: None
+        self.notice_reduction: Callable[[], None] = lambda: None  # called before the ranks communicate
         # The gradients at the start of the call, as weak references with versions. The user may free one in the call.
         self._found: list[Any] = []
         # By position, copies of the gradients that the call adds to, and whether they were as found until then.
@@ -195,7 +192,7 @@ class GradientSum:
     def _start_full(self, index: int) -> None:
         """Note a gradient, start the buckets that are full now, and advance those that were started.
 
-        A bucket starts only after all buckets before it, so that all ranks begin the collectives in one order.
+        A bucket starts after all buckets before it, so that all ranks begin the collectives in one order.
         """
         position = self._bucket_of[index]
         if position < self._num_started:
@@ -217,7 +214,7 @@ class GradientSum:
             self._bucket_of = {index: k for k, bucket in enumerate(self._buckets) for index in bucket.indices}
 
     def _own_share(self) -> float:
-        """Return this rank's share of the rows. If gradients were kept back, it must be the share of that call.
+        """Return this rank's share of the rows, which must be that of the call that kept gradients back, if any.
 
         Raises
         ------
@@ -337,9 +334,7 @@ class Bucket:
 
     @staticmethod
     def split(parameters: Sequence[torch.Tensor], nbytes: int) -> Iterator[Bucket]:
-        """Yield buckets of at most ``nbytes`` bytes (or one parameter). The last parameters, whose gradients come first
-        in a backward pass, are in the first bucket.
-        """
+        """Yield buckets of at most ``nbytes`` bytes. The last parameters come first, as their gradients do."""
         kinds: dict[Any, list[tuple[int, torch.Tensor]]] = {}
         for index, parameter in reversed(list(enumerate(parameters))):
             key = parameter.dtype, parameter.device

@@ -3,7 +3,7 @@ batches.
 
 This file has the program's half. A call of a step is in ``_steps.py``, a rank's half in ``_rank.py``.
 
-All this is in one file because every verb (a call, pull, push, a checkpoint) begins and ends with the same question:
+In one file because every verb (a call, pull, push, a checkpoint) begins and ends with the same question:
 whether the program's objects or the ranks' objects are behind.
 """
 
