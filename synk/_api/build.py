@@ -18,14 +18,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Decorator(Protocol):
-    """The type of what ``synk.function`` returns when it gets options but no function."""
+    """The type of the decorator that ``synk.function`` returns when it gets options but no function."""
 
     def __call__(self, fn: Callable[P, Any], /) -> Function[P, Any]:
         """Build the function."""
 
 
 class KeepingDecorator(Protocol):
-    """The same, with options under which results have the type that the plain function returns."""
+    """The same decorator, with options under which results have the type that the plain function returns."""
 
     def __call__(self, fn: Callable[P, R], /) -> Function[P, R]:
         """Build the function."""
@@ -34,7 +34,7 @@ class KeepingDecorator(Protocol):
 def build_function(fn: Any, options: Any, session: Session | None, kind: type[Function[..., Any]] = Function) -> Any:
     """Return a Function, or a decorator if ``fn`` is None.
 
-    This also works on a worker, which imports modules with decorated functions. Only calls are refused there.
+    This also works on a worker, which may import modules with decorated functions. Only calls are refused there.
     """
     check_names(options)
     if fn is None:
@@ -74,7 +74,7 @@ def function(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     Parameters
     ----------
     fn : callable
-        Anything that cloudpickle can carry: a lambda, closure, notebook function, method or partial. It is written for
+        Anything that cloudpickle can pickle: a lambda, closure, notebook function, method or partial. It is written for
         one device and gets the rows of that device.
     bcast_inputs : str or sequence of str
         Parameters that every rank gets whole. All others are scattered along axis 0.
@@ -89,30 +89,30 @@ def function(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
         Resident objects that the function changes; see :class:`synk.Resident`.
     framework : {None, "torch", "jax"}
         The library whose arrays the function gets and returns: scattered and broadcast arguments, and the arrays in
-        tuples, lists and dicts of the broadcast ones. A torch tensor that it returns comes back as one, on the CPU and
-        without a gradient. A JAX array comes back as a NumPy array, because the calling program touches no device.
-        Numbers and NumPy arrays stay what they are. Tensor arguments are copied once into shared memory, whatever their
+        tuples, lists and dicts of the broadcast ones. A torch tensor that it returns comes back as a tensor, on the CPU
+        and without a gradient. A JAX array comes back as a NumPy array, because the calling program touches no device.
+        Numbers and NumPy arrays stay as they are. Tensor arguments are copied once into shared memory, whatever their
         dtype (without ``"torch"``, dtypes that NumPy lacks are refused).
     name : str, optional
-        For errors and profiles.
+        The name in errors and profiles. By default the name of ``fn``.
     retry : int
         How often a call is run again after a worker died in it (never after an exception, an interrupt or a timeout).
-        0: a call runs at most once. Not with ``updates`` or ``changes``.
+        With 0 a call runs at most once. Not with ``updates`` or ``changes``.
     on_oom : {"raise", "slices"}
-        What to do when a call runs out of memory on a rank. ``"slices"``: repeat it with twice as many slices, as by
-        ``num_slices``, until it fits or a slice is one row. The number is remembered for arguments of these shapes, and
-        logged once. Not with ``updates``. Submitted calls are not repeated, but use the remembered number. With
-        ``changes``, the function is run for each slice and must change the objects as if the slices were calls of their
-        own. What a failed attempt has changed is put back, on all ranks; for this each rank copies their state before
-        every call. Steps of ``synk.torch.replicate`` have this option, too.
+        How to go on when a call runs out of memory on a rank. With ``"slices"`` it is repeated with twice as many
+        slices, as by ``num_slices``, until it fits or a slice is one row. The number is remembered for arguments of
+        these shapes, and logged once. Not with ``updates``. Submitted calls are not repeated, but use the remembered
+        number. With ``changes``, the function is run for each slice and must change the objects as if the slices were
+        separate calls. Changes of a failed attempt are undone on all ranks; for this each rank copies the objects'
+        state before every call. Steps of ``synk.torch.replicate`` have this option, too.
     reproducible : bool
         Whether ``"avg"``, ``"sum"``, ``"prod"``, ``"min"`` and ``"max"`` give the same bits for any number of workers.
         The function is called once for each block of ``block_rows`` rows, and the program combines the blocks in a
-        fixed order. All of their outputs go to the program and no call is compiled, so this costs some 0.2 ms per call
-        and a copy of the outputs for each block. What the function computes for a block must not depend on the rank.
-        Not with ``updates``, ``changes``, ``per_rank`` or ``on_oom``.
+        fixed order. The outputs of all blocks go to the program and no call is compiled, so this costs some 0.2 ms per
+        call and a copy of the outputs for each block. The result for a block must not depend on the rank. Not with
+        ``updates``, ``changes``, ``per_rank`` or ``on_oom``.
     block_rows : int
-        How many rows a block has. Only with ``reproducible``.
+        The number of rows in a block. Only with ``reproducible``.
     per_rank : bool
         Whether each rank contributes a value of its own (its random draws, its part of a search). Then ``"sum"``,
         ``"prod"``, ``"gather"`` and a callable op are allowed without rows to divide, that is, without a scattered
@@ -128,19 +128,19 @@ def function(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     Raises
     ------
     SerializationError
-        If it cannot be sent to the workers; names the variable.
+        If the function cannot be sent to the workers. The error names the variable.
     ValueError, TypeError
-        For an unknown op, parameter or framework.
+        For an unknown op, parameter, framework or option.
 
     Warns
     -----
     OpMismatch
         Once, at the first call in which a rank has four rows, if ``outputs`` was not given and an output is not an
         average over rows. To find out, one rank runs a copy of the function on parts of its rows (see the design page).
-        There is no warning where this test says nothing: random draws, effects, ``synk.comm``, ``per_rank``, JAX and
-        Numba, functions that take more than a second or 64 MB. Use :meth:`Function.verify` for those.
+        There is no warning where this test cannot decide: random draws, effects, ``synk.comm``, ``per_rank``, JAX and
+        Numba, functions that take more than a second or 64 MB. Use :meth:`Function.verify` for such functions.
     RowShapedOutput
-        The same for an output that has one row for each row of its rank, and so needs ``"gather"``.
+        At the same call, for an output that has one row for each row of its rank, and so needs ``"gather"``.
 
     Notes
     -----

@@ -23,7 +23,7 @@ def current() -> Runtime:
     Raises
     ------
     NotForkedError
-        If there is none.
+        If there is no runtime.
     ClosedError
         If it was closed.
     """
@@ -51,52 +51,53 @@ def fork(
 ) -> Runtime:
     """Start one worker process for each device and make their runtime the current one.
 
-    Returns at once: the workers start while the program goes on, and the first verb that needs them waits.
+    ``fork`` returns at once: the workers start while the program goes on, and the first verb that needs them waits.
 
     In a notebook, a cell that calls ``fork`` at its top level can be run again. If the arguments are the same, the
-    runtime that the cell made before is closed and a new one started.
+    runtime that the cell made before is closed and a new one is started.
 
     Parameters
     ----------
     num_workers : int or None
-        None: one for each visible GPU or, without GPUs, for each usable CPU core.
+        The number of workers. By default one for each visible GPU or, without GPUs, one for each usable CPU core.
     backend : str
         The array library of the workers: ``"auto"`` (cupy if a GPU is visible and CuPy is installed, else numpy),
         ``"numpy"``, ``"cupy"``, ``"dpnp"`` (OpenCL and SYCL) or ``"torch"``. No GPU has been tried with any of them.
     devices : sequence or None
-        Which devices to use: GPUs by index or UUID with CuPy, by name with dpnp and torch (``"cpu"``, ``"gpu:0"``,
+        The devices to use: GPUs by index or UUID with CuPy, by name with dpnp and torch (``"cpu"``, ``"gpu:0"``,
         ``"cuda:1"``). One may appear more than once.
     inline : bool
         Whether to run the one rank in this process, on the same path, for a debugger. Time limits have no effect then.
     timeout : float or None
-        Default time limit of all calls, in seconds; None: no limit. The time starts with the call and includes the
+        Default time limit of all calls, in seconds; None means no limit. The time starts with the call and includes the
         start of the workers.
     max_restarts : int
-        How many dead workers are replaced within 60 s before the runtime closes. 0: the first death closes it.
+        How many dead workers are replaced within 60 s before the runtime closes. With 0 the first death closes it.
     on_restart : callable, optional
-        Each replacement worker runs ``on_restart()`` before its first call, to load what functions keep on a worker. It
-        captures the same objects as the functions do.
+        Each replacement worker runs ``on_restart()`` before its first call, to load objects that functions keep on a
+        worker. It captures the same objects as the functions do.
     seed : int, optional
-        Seed of ``synk.comm.rng``, each rank's random number generator. None: a new one each time.
+        Seed of ``synk.comm.rng``, each rank's random number generator. By default a new seed each time.
     transfer_guard : {"allow", "log", "warn", "raise"}
-        What to do about arrays that are copied again and again; see :func:`synk.profiler.transfer_guard`.
+        How to react to arrays that are copied again and again; see :func:`synk.profiler.transfer_guard`.
     balance : {"even", "measured"}
-        How rows are divided among the ranks. ``"measured"``: by the time that each rank has taken for its rows, for
-        GPUs of different kinds, or cores that other programs use. Every eight calls the shares change by at most a
-        tenth. Averages stay exact, because they are weighted by rows; the last bits of a result depend on the times.
+        How rows are divided among the ranks. ``"measured"`` divides them by the time that each rank has taken for its
+        rows: for GPUs of different kinds, or cores that other programs use. Every eight calls the shares change by at
+        most a tenth. Averages stay exact, because they are weighted by rows; the last bits of a result depend on the
+        times.
     cluster : None, "here", "auto" or str
-        None: the workers of this process. ``"auto"`` or an address such as ``"10.0.0.1:6379"``: the machines of a
-        running Ray cluster. ``"here"``: nodes that are child processes of this program, to try on one machine what
-        will run on many. Not everything works over nodes yet: what does not is refused by an ``UnsupportedError``. See
-        the page on many machines.
+        Where the workers run. None is this machine, without nodes. ``"auto"`` or an address such as
+        ``"10.0.0.1:6379"`` means the machines of a running Ray cluster. ``"here"`` makes nodes that are child processes
+        of this program, to try on one machine what will run on many. Features that do not work over nodes yet raise
+        ``UnsupportedError``. See the page on many machines.
     nodes : int or tuple (int, int), optional
-        How many nodes to use, with ``cluster``; None: all machines that have CPUs to give. ``(2, 4)``: as many as there
-        are now, but at least 2 and at most 4. Machines beyond are spares for those that fail. The ranks stay the same:
-        without a spare, the node of a failed machine moves to another node's, as long as the cluster has 2.
-        ``num_workers`` is then for each node: a number, or a sequence with one for each; None: the node's CPUs, and
-        with ``"here"`` a part of the cores.
+        How many nodes to use, with ``cluster``. By default all machines that have CPUs to give. ``(2, 4)`` means as
+        many as there are now, but at least 2 and at most 4. Other machines are spares for those that fail. The ranks
+        stay the same: without a spare, the node of a failed machine moves to the machine of another node, as long as
+        the cluster has 2. ``num_workers`` is then for each node: a number, or a sequence with one for each node. By
+        default it is the number of the node's CPUs, and with ``"here"`` a part of the cores.
     insecure : bool
-        Whether to use a Ray cluster that asks for no token, whose ports let anybody run code.
+        Whether to use a Ray cluster that asks for no token, so that anybody who reaches its ports can run code.
 
     Returns
     -------
@@ -108,8 +109,10 @@ def fork(
         If a runtime made by ``fork`` is still open, unless the same notebook cell made it.
     StartupError
         If a worker process cannot be started.
+    UnsupportedError
+        If there is no such device, or an option does not work with ``cluster``.
     ValueError, TypeError
-        For arguments that make no sense.
+        For arguments that are out of range or do not fit together.
 
     Examples
     --------
@@ -120,7 +123,7 @@ def fork(
     >>> synk.close()
     """
     refuse_inside_worker("fork")
-    if cell.runtime is not None and cell.runtime.is_closed:  # a fault closed it: release what it still holds
+    if cell.runtime is not None and cell.runtime.is_closed:  # a fault closed it, and its memory is not released yet
         cell.runtime.close()
     wanted = (
         num_workers,
@@ -146,7 +149,8 @@ def fork(
             )
         _close_to_begin_anew()
     try:
-        with deferred():  # a runtime that nothing refers to could not be closed
+        # Handlers wait until the cell holds the runtime: if one raised before, nobody could close it.
+        with deferred():
             runtime = Runtime(
                 num_workers,
                 backend=backend,
@@ -164,7 +168,7 @@ def fork(
             )
             cell.runtime, cell.session, cell.last_session = runtime, runtime._session, runtime._session
             cell.forked_at, cell.forked_with = place, wanted
-    except BaseException:  # Ctrl-C or another signal handler may raise when the runtime has just started
+    except BaseException:  # also a Ctrl-C that waited in ``deferred``: the runtime exists by then, and is closed again
         close()
         raise
     return cell.runtime
@@ -195,6 +199,7 @@ class NotebookCell(NamedTuple):
     name : str
         The notebook's own id of the cell, else the file name that stands for its text.
     run : int
+        The number of the run, which counts all runs of the notebook.
     """
 
     name: str

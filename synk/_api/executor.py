@@ -1,7 +1,8 @@
 """``Executor``: the workers as a process pool, for programs that expect one from the standard library.
 
-Code that waits for a standard future uses that future's own means, so a thread drives the tasks here. It holds the
-runtime only while it sends a task or takes in what has ended.
+Code that waits for a standard future waits in the future's own lock, so a thread sends the tasks and takes in their
+results. It holds the session's lock only while it does so: other operations run in between, and settle the tasks in
+flight first.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from synk._wire.cell import cell, refuse_inside_worker
 from synk._wire.descriptors import Descriptor
 
 _LOOK_MS = 50
-"""How often the thread checks while tasks are in flight: another operation may have taken in their replies."""
+"""How often the thread checks while tasks are in flight. Another operation may have taken in their replies, so that no
+descriptor becomes readable any more.
+"""
 
 
 class Executor(concurrent.futures.Executor):
@@ -45,9 +48,9 @@ class Executor(concurrent.futures.Executor):
     Parameters
     ----------
     max_workers : int, optional
-        How many workers to use; all of them by default.
+        The number of workers to use, at most all. By default all.
     runtime : Runtime, optional
-        The current one by default. If there is none, it is forked.
+        By default the current one. If there is none, one is forked.
 
     Raises
     ------
@@ -61,9 +64,9 @@ class Executor(concurrent.futures.Executor):
     Notes
     -----
     Functions, arguments and results are pickled as by :func:`synk.map`, so lambdas and notebook functions can be
-    passed. Arrays of 1 MB and more cross to the workers once, and arrive read-only. A worker that dies ends its task
+    passed. Arrays of 1 MB and more are sent to the workers once, and arrive read-only. A worker that dies ends its task
     with ``WorkerDied`` and is replaced, so the executor stays usable. Calls of functions on the same runtime wait for
-    the tasks that are running. :meth:`shutdown` ends the executor and leaves the workers to the runtime.
+    the tasks that are running. :meth:`shutdown` ends the executor; the workers belong to the runtime and go on.
 
     Examples
     --------
@@ -92,10 +95,15 @@ class Executor(concurrent.futures.Executor):
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
         """Run ``fn(*args, **kwargs)`` on a worker. Return a future of ``concurrent.futures``.
 
+        The task is pickled when a worker is about to get it, in another thread: do not change its arguments before.
+
         Raises
         ------
         RuntimeError
             After :meth:`shutdown`.
+        ClosedError
+            If the runtime is closed. The future has all later errors: those of the task, ``SerializationError``,
+            ``WorkerDied``.
         """
         return self._driver.submit(functools.partial(fn, *args, **kwargs))
 
@@ -108,9 +116,14 @@ class Executor(concurrent.futures.Executor):
         Parameters
         ----------
         timeout : float, optional
-            Seconds from now until ``TimeoutError``.
+            Seconds from now until the iterator raises ``TimeoutError``.
         chunksize : int
-            How many items go to a worker as one task.
+            The number of items in one task.
+
+        Raises
+        ------
+        ValueError
+            If ``chunksize`` is not an integer of at least 1.
         """
         if not isinstance(chunksize, (int, np.integer)) or chunksize < 1:
             raise ValueError(f"cannot map: got chunksize={chunksize!r}, expected 1 or more.")
@@ -118,14 +131,14 @@ class Executor(concurrent.futures.Executor):
         return told(_each(chunks))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Accept no more tasks. It may be called again.
+        """Accept no more tasks. A second call does nothing new.
 
         Parameters
         ----------
         wait : bool
             Whether to return only when all tasks have ended.
         cancel_futures : bool
-            Whether to cancel the tasks that no worker has begun.
+            Whether to cancel the tasks that were not sent to a worker yet.
         """
         self._driver.stop(cancel_futures=cancel_futures)
         if wait:
@@ -140,9 +153,10 @@ _open: weakref.WeakSet[Executor] = weakref.WeakSet()
 
 @atexit.register
 def _shut_down() -> None:
-    """Wait for the tasks of all executors at the end of the program, before their runtimes are closed.
+    """Wait for the tasks of all executors at the end of the program.
 
-    If Ctrl-C has ended the program, waiting tasks are cancelled and running ones interrupted first.
+    This module is imported after the runtime's, so its exit function runs before the one that closes runtimes. If
+    Ctrl-C has ended the program, waiting tasks are cancelled and running tasks interrupted first.
     """
     is_interrupted = getattr(sys, "last_type", None) is KeyboardInterrupt
     for executor in list(_open):
@@ -162,7 +176,7 @@ def _chunks(items: Iterator[tuple[Any, ...]], size: int) -> Iterator[list[tuple[
 
 
 def _each(chunks: Iterator[list[Any]]) -> Iterator[Any]:
-    """Yield the results of all chunks, and keep none that has been yielded."""
+    """Yield the results of all chunks. A result that was yielded is not kept alive."""
     for chunk in chunks:
         chunk.reverse()
         while chunk:
@@ -170,16 +184,20 @@ def _each(chunks: Iterator[list[Any]]) -> Iterator[Any]:
 
 
 class _Driver:
-    """The thread behind one executor. It starts with the first task, and ends when no more can come."""
+    """The thread behind one executor. It starts with the first task, and ends when no more can come.
+
+    Other threads only append to ``_waiting``, set ``_is_stopping`` and ring the bell. Everything else, ``_futures`` and
+    ``_tasks``, belongs to the thread.
+    """
 
     def __init__(self, runtime: Runtime, num_workers: int) -> None:
         self._session = runtime._session
         self._tasks: Tasks = runtime._tasks(num_workers)
-        self._waiting: deque[tuple[concurrent.futures.Future[Any], Callable[[], Any]]] = deque()
-        self._futures: dict[Task, concurrent.futures.Future[Any]] = {}
+        self._waiting: deque[tuple[concurrent.futures.Future[Any], Callable[[], Any]]] = deque()  # not pickled yet
+        self._futures: dict[Task, concurrent.futures.Future[Any]] = {}  # in flight
         self._is_stopping = False
-        self._lock = threading.Lock()
-        self._bell: Descriptor | None = None  # exists while the thread runs
+        self._lock = threading.Lock()  # no task is accepted after ``_is_stopping``, or the thread could miss it
+        self._bell: Descriptor | None = None  # an eventfd, while the thread runs
         self._thread: threading.Thread | None = None
 
     def submit(self, task: Callable[[], Any]) -> concurrent.futures.Future[Any]:
@@ -197,6 +215,7 @@ class _Driver:
         return future
 
     def stop(self, *, cancel_futures: bool = False) -> None:
+        """Accept no more tasks. The thread ends when the accepted ones have. A finalizer may call this."""
         with self._lock:
             self._is_stopping = True
             while cancel_futures and self._waiting:
@@ -208,13 +227,14 @@ class _Driver:
             self._thread.join()
 
     def _ring(self) -> None:
-        bell = self._bell
+        bell = self._bell  # read once: the thread may drop it, and this reference keeps the descriptor open
         if bell is not None:
             os.eventfd_write(bell, 1)
 
     # -- in the thread ------------------------------------------------------------------------------------------------
 
     def _drive(self) -> None:
+        """Send tasks and take in results until nothing more can come."""
         while self._waiting or self._futures or not self._is_stopping:
             try:
                 self._send()
@@ -222,11 +242,13 @@ class _Driver:
                     self._tasks.step(None)
                 if self._waiting and self._tasks.has_room:
                     continue
-                if self._futures or not self._is_stopping:  # otherwise nothing would ring any more
+                # A bell that has rung since the checks above is still readable, so this wait cannot miss it. With
+                # nothing in flight and no more tasks to come, nobody would ring.
+                if self._futures or not self._is_stopping:
                     self._wait()
             except Exception as error:  # for instance, the runtime was closed: the tasks in flight are lost
                 self._fail_all(error)
-        self._bell = None  # an exception that is kept may keep this object
+        self._bell = None  # closes the descriptor, even if an exception that somebody keeps keeps this object
 
     def _wait(self) -> None:
         """Wait until a worker has answered, or the bell rings."""
@@ -242,6 +264,7 @@ class _Driver:
             os.eventfd_read(bell)
 
     def _send(self) -> None:
+        """Pickle waiting tasks and send them, as long as workers are free."""
         while self._waiting and self._tasks.has_room:
             future, fn = self._waiting.popleft()
             if not future.set_running_or_notify_cancel():
@@ -251,11 +274,12 @@ class _Driver:
             except Exception as error:
                 future.set_exception(error)
                 continue
+            # Noted before it is sent: ``step`` may already take in the outcome, or fail and lose the task.
             self._futures[task] = future
             self._tasks.step(task)
 
     def _end(self, task: Task) -> None:
-        """Give a future its outcome. Its callbacks run here, where no operation is running."""
+        """Give a future its outcome. Its callbacks run here, outside of any operation, so they may call functions."""
         future = self._futures.pop(task)
         try:
             result = self._tasks.outcome(task)
@@ -266,6 +290,7 @@ class _Driver:
             future.set_result(result)
 
     def _fail_all(self, error: BaseException) -> None:
+        """Give all futures an error, in flight or waiting. Nobody may wait for a future that no thread will resolve."""
         lost, self._futures = self._futures, {}
         self._tasks.cancel()
         for future in lost.values():

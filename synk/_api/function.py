@@ -1,4 +1,4 @@
-"""``Function``: what the user calls. It checks options and runs the verbs; its ``Callee`` is what calls know of it.
+"""``Function``: the object that the user calls. It checks options and runs the verbs; calls use its ``Callee``.
 
 In one file because it is one class: everything that can be done with a function, each verb a few lines.
 """
@@ -51,7 +51,9 @@ P = ParamSpec("P")
 
 
 R = TypeVar("R")
-"""What the user's function returns, where results have that type: not under op None or a callable, nor with updates."""
+"""The result of the user's function, if results of calls have its type: not under op None or a callable, nor with
+updates.
+"""
 
 
 class Function(FunctionHandle, Generic[P, R]):
@@ -65,13 +67,13 @@ class Function(FunctionHandle, Generic[P, R]):
     Parameters
     ----------
     batch : int, slice, sequence of int or bool mask, optional
-        The rows of the scattered inputs to use, selected before they are split: the first n, a slice, an index list (in
-        its order), or a mask.
+        The rows of the scattered inputs to use, selected before they are divided: the first n, a slice, an index list
+        (in its order), or a mask.
     shard_batch : slice, sequence, or one per rank, optional
-        Which rows a rank uses of those it holds of its sharded variables. ``batch`` must then select as many rows of
-        the other inputs.
+        The rows of its shards that a rank uses. ``batch`` must then select as many rows of the other inputs.
     num_slices : int
-        Each rank calls the function on that many parts of its rows and accumulates: less memory, the same result.
+        The number of parts of its rows on which each rank calls the function, one after the other. The results are
+        accumulated, so a call takes less memory and gives the same result.
     output_subset : sequence, optional
         Positions or keys of the wanted outputs. The others are neither reduced nor sent.
     timeout : float, optional
@@ -82,12 +84,12 @@ class Function(FunctionHandle, Generic[P, R]):
     TypeError, ValueError, IndexError
         For wrong input, before anything is sent.
     Exception
-        What the function raised on the lowest failing rank, with a ``RemoteError`` as its cause.
+        The exception of the function on the lowest failing rank, with a ``RemoteError`` as its cause.
     StaleCaptureError
-        If something that the function captured was changed in place, is too large to be compared at each call, and
-        earlier calls may have used its old contents. The next call uses the new ones.
+        If an object that the function captured was changed in place, is too large to be compared at each call, and
+        earlier calls may have used its old contents. The next call uses the new contents.
     WorkerDied, CallTimeout, CollectiveMismatch, SerializationError, ClosedError
-        As :mod:`synk.errors` says.
+        As described in :mod:`synk.errors`.
 
     Warns
     -----
@@ -97,11 +99,11 @@ class Function(FunctionHandle, Generic[P, R]):
 
     Notes
     -----
-    The function computes with what its captured objects hold in the program at the moment of the call, even if they
-    were changed in place. The exception is what only the rank has changed.
+    The function computes with the contents that its captured objects have in the program at the moment of the call,
+    even if they were changed in place. Changes that only a rank has made to its copies stay on that rank.
     """
 
-    _known = Traits(0)  # what it does that means the same in a serial call
+    _known = Traits(0)  # traits that mean the same in a serial call
 
     @verb
     @as_operation
@@ -164,12 +166,12 @@ class Function(FunctionHandle, Generic[P, R]):
 
     @property
     def name(self) -> str:
-        """Its name in errors and profiles."""
+        """The function's name in errors and profiles."""
         return self._callee.name
 
     @property
     def outputs(self) -> Any:
-        """The ops of its outputs."""
+        """The ops of the function's outputs, as given to :func:`synk.function`."""
         return self._callee.outputs
 
     # -- calling ------------------------------------------------------------------------------------------------------
@@ -221,6 +223,7 @@ class Function(FunctionHandle, Generic[P, R]):
             if output_subset is None and timeout is None and type(num_slices) is int and num_slices == 1:
                 callee = self._callee
                 compiled, capture, session = callee.plans.compiled[0], callee.capture, callee.session
+                # No operation is begun for a call that fits: if a handler breaks it off, the next operation settles it.
                 if compiled is not None and session and capture and capture.is_current():
                     result = call_again(session, callee, compiled, args, kwargs, batch, shard_batch)
                     if result is not UNFIT:
@@ -280,8 +283,8 @@ class Function(FunctionHandle, Generic[P, R]):
     ) -> Any:
         """Run the whole input on one worker: the oracle for the parallel call.
 
-        Sharded variables are whole there, including those that the function closes over; it cannot assign the latter.
-        First, everything that the function captured is compared in full.
+        Sharded variables are whole there, also those that the function closes over, which it cannot assign. First,
+        everything that the function captured is compared in full. Options and errors are those of a call.
         """
         options = CallOptions(
             batch, None, check_slices(num_slices), check_subset(output_subset), check_timeout(timeout), is_serial=True
@@ -303,33 +306,34 @@ class Function(FunctionHandle, Generic[P, R]):
         timeout: float | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Call the function several times with the same arguments for one message, and return the last result.
+        """Call the function several times with the same arguments and one message, and return the last result.
 
-        Each rank runs it again and again on its rows, without the program in between. What one run assigns to shared
-        variables, returns for ``updates`` or changes in resident objects, the next one finds. So it is for short steps
-        that go on from their own state: an iteration of a solver, a simulation, a chain of samples.
+        Each rank runs it again and again on its rows, without the program in between. A run finds the values that the
+        run before has assigned to shared variables, returned for ``updates`` or changed in resident objects. So
+        ``repeat`` is for short steps that go on from their own state: an iteration of a solver, a simulation, a chain
+        of samples.
 
         Parameters
         ----------
         num_repeats : int
-            How often.
+            The number of runs, at least 1.
         *args, batch, shard_batch, num_slices, output_subset, timeout, **kwargs
             As for a call. ``timeout`` is for all repetitions together.
 
         Returns
         -------
         Any
-            What the last of so many calls would have returned.
+            The result that the last of so many calls would have returned.
 
         Raises
         ------
         ValueError
-            If ``num_repeats`` is no integer of 1 or more, or the function gives a sharded variable another number of
-            rows before the last repetition.
+            If ``num_repeats`` is not an integer of 1 or more, or the function gives a sharded variable another number
+            of rows before the last repetition.
         Exception
             As for a call. All repetitions are one transaction: if one of them fails on any rank, shared variables keep
-            the values that they had before the first. Resident objects keep what they have come through, and a note on
-            the exception says so.
+            the values that they had before the first. Resident objects keep the changes of the completed repetitions,
+            and a note on the exception says so.
 
         Notes
         -----
@@ -362,11 +366,11 @@ class Function(FunctionHandle, Generic[P, R]):
 
     @verb
     def refresh(self) -> None:
-        """Have the next call compare everything that the function captured in full, and use what is there then.
+        """Make the next call compare everything that the function captured in full, and use the contents of then.
 
-        This is needed only after a change of something that is not compared in full at each call: a few elements of an
-        array above 64 KB, an element of a collection beyond 1000 elements, an object that is slow to pickle. Without it
-        the change is found later, and reported by a :class:`~synk.errors.StaleCaptureError` or a
+        This is needed only after a change of an object that is not compared in full at each call: a few elements of an
+        array above 64 KB, an element of a collection beyond 1000 elements, an object that is slow to pickle. Without
+        ``refresh`` the change is found later, and reported by a :class:`~synk.errors.StaleCaptureError` or a
         :class:`~synk.errors.StaleCaptureWarning`.
 
         Examples
@@ -398,21 +402,23 @@ class Function(FunctionHandle, Generic[P, R]):
     ) -> Report:
         """Compare the parallel call with the serial one, and the serial one with the plain function, for each output.
 
-        The serial call shows whether the op of an output fits the function. But it computes with what the workers hold,
-        so the plain function is called as well: in the program, on the arguments that were passed. It gets ``Data`` and
-        lists of numbers as arrays, the rows that ``batch`` selects, and tensors if the function has a ``framework``.
+        The serial call shows whether the op of an output fits the function. But it computes with the workers' copies of
+        captured objects, so the plain function is called as well: in the program, on the arguments that were passed. It
+        gets ``Data`` and lists of numbers as arrays, the rows that ``batch`` selects, and tensors if the function has a
+        ``framework``.
 
-        These runs leave nothing behind. Shared variables keep their values. Each run gets a copy of what the function
-        captured, with random number generators in their present state. What it prints is dropped. What it does outside
-        of the process, or to modules that it imports, is not undone.
+        These runs leave nothing behind. Shared variables keep their values. Each run gets copies of the captured
+        objects, with random number generators in their present state. Printed text is dropped. Effects outside of the
+        process, or on modules that the function imports, are not undone.
 
         Parameters
         ----------
         *args, **kwargs
             As for a call, with enough rows for more than one rank: on one worker everything is equal.
         rtol, atol : float, optional
-            How far a value may be from the serial one, as in `numpy.allclose`. The default allows for rounding:
-            ``rtol`` is the square root of the dtype's precision, and ``atol`` is that times the largest serial value.
+            The relative and absolute tolerance to the serial value, as in `numpy.allclose`. The default allows for
+            rounding: ``rtol`` is the square root of the dtype's precision, and ``atol`` is ``rtol`` times the largest
+            serial value.
         batch, num_slices, timeout
             As for a call. ``timeout`` applies to each of the four runs on the workers.
 
@@ -420,24 +426,24 @@ class Function(FunctionHandle, Generic[P, R]):
         -------
         Report
             True if all outputs, and the shared variables that the call assigns on CPU workers, equal the serial ones,
-            the serial outputs equal those of the plain function, and the workers hold nothing of the function that is
-            out of date. It prints as a table, with the ops that would have matched. If values differ because the
-            function draws random numbers or uses ``synk.comm``, the report says so.
+            the serial outputs equal those of the plain function, and no captured object of the workers is out of date.
+            It prints as a table, with the ops that would have matched. If values differ because the function draws
+            random numbers or uses ``synk.comm``, the report says so.
 
         Raises
         ------
         SerializationError
-            If what the function captured cannot be copied.
+            If the captured objects cannot be copied.
         Exception
-            What the call raises. Only errors that say that its outputs cannot be combined are reported instead.
+            The exception of the call. Only errors about outputs that cannot be combined are reported instead.
 
         Notes
         -----
-        The plain function is left out if it means something else in the program or cannot be called there; a note in
-        the report then says why. This is so if it uses ``synk.comm``, shared variables or resident objects, draws
-        random numbers, is built with ``per_rank=True`` or runs on devices; if it and its arguments cannot be copied, or
-        need more than half of the free memory; or if its serial call takes more than 10 s. An exception that only the
-        plain function raises is a difference.
+        The plain function is left out if its result means something else in the program, or it cannot be called there;
+        a note in the report then says why. This is so if it uses ``synk.comm``, shared variables or resident objects,
+        draws random numbers, is built with ``per_rank=True`` or runs on devices; if it and its arguments cannot be
+        copied, or need more than half of the free memory; or if its serial call takes more than 10 s. An exception that
+        only the plain function raises is a difference.
 
         Examples
         --------
@@ -453,7 +459,7 @@ class Function(FunctionHandle, Generic[P, R]):
         from synk._api.verify import verify
         from synk._pure.comparison import Tolerance
 
-        stale = self._callee.doubts()  # first: here it is not an error
+        stale = self._callee.doubts()  # before ``_renewed``, which would raise them as an error
         function = self._renewed()
         options = CallOptions(batch, None, check_slices(num_slices), None, check_timeout(timeout), is_trial=True)
         without_draws = self._without_draws()
@@ -484,7 +490,7 @@ class Function(FunctionHandle, Generic[P, R]):
         timeout: float | None = None,
         **kwargs: Any,
     ) -> CallPlan:
-        """Return what a call with these arguments would do. Nothing is called, and no argument is sent.
+        """Return the plan of a call with these arguments. Nothing is called, and no argument is sent.
 
         Parameters
         ----------
@@ -494,13 +500,14 @@ class Function(FunctionHandle, Generic[P, R]):
         Returns
         -------
         CallPlan
-            The rows of each rank and what it would read, what the program would copy of each argument, whether a
-            doorbell is enough, and, after a first call, how each output would come back. It prints as tables.
+            The rows of each rank and the bytes that it would read, the bytes of each argument that the program would
+            copy, whether a doorbell is enough, and, after a first call, how each output would come back. It prints as
+            tables.
 
         Raises
         ------
         TypeError, ValueError, IndexError
-            What the call would raise for its arguments.
+            The errors of a call with such arguments.
 
         Examples
         --------
@@ -531,7 +538,7 @@ class Function(FunctionHandle, Generic[P, R]):
         Parameters
         ----------
         *args, **kwargs, timeout
-            As for a call. What the function returns is dropped.
+            As for a call. The results of the function are dropped.
 
         Returns
         -------
@@ -637,7 +644,8 @@ class Function(FunctionHandle, Generic[P, R]):
         Raises
         ------
         TypeError, ValueError, IndexError
-            For wrong input, at once. ``result()`` raises whatever the call itself raises.
+            For wrong input, at once. ``result()`` raises the errors of the call itself. A function with ``retry``
+            cannot be submitted.
         StaleCaptureError
             As for a call, at once.
         """
@@ -666,13 +674,13 @@ class Function(FunctionHandle, Generic[P, R]):
     def stream(self, batches: Iterable[Any], *, progress: bool = False) -> Iterator[R]:
         """Call the function for each batch of an iterable, and return an iterator over the results, in order.
 
-        Calls are submitted ahead: while you work with a result, the workers compute the next batch, and the one after
+        Calls are submitted ahead: while you work with a result, the workers compute the next batch, and the batch after
         it is being sent. At most three batches are ahead of you, so the iterable may be endless.
 
         Parameters
         ----------
         batches : iterable
-            A tuple or a list, as a data loader gives it, holds the arguments of a call. Anything else (an array, a
+            A tuple or a list, as a data loader returns it, holds the arguments of a call. Anything else (an array, a
             dict) is the only argument.
         progress : bool
             Whether to show a progress bar, by tqdm (``pip install "synkhronos[progress]"``).
@@ -680,8 +688,17 @@ class Function(FunctionHandle, Generic[P, R]):
         Returns
         -------
         iterator
-            What a call or the iterable raises comes after the results before it, with a note that names the batch. The
-            work begins when you ask for the first result.
+            The results. The work begins when you ask for the first. An exception, of a call or of the iterable, comes
+            after the results before it and ends the iterator. If a call raised it, a note names the batch.
+
+        Raises
+        ------
+        TypeError
+            If ``batches`` is not an iterable.
+        ValueError
+            If the function was built with ``retry``.
+        ModuleNotFoundError
+            With ``progress``, if tqdm is not installed.
 
         Examples
         --------
@@ -717,9 +734,20 @@ class Function(FunctionHandle, Generic[P, R]):
             As for a call. All scattered arguments have the same number of rows. Broadcast arguments are passed whole to
             each call.
         batch_size : int
-            Rows in a block. The last one may have fewer.
+            The number of rows in a block. The last block may have fewer.
         progress : bool
             As for :meth:`stream`.
+
+        Returns
+        -------
+        iterator
+            As for :meth:`stream`.
+
+        Raises
+        ------
+        ValueError
+            If there are no rows, the inputs differ in their number of rows, ``batch_size`` is not an integer of at
+            least 1, or the function was built with ``retry``.
 
         Examples
         --------
@@ -748,12 +776,14 @@ class Function(FunctionHandle, Generic[P, R]):
     def _run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions, was_compared: bool = False
     ) -> Any:
-        """Run a call that fits no compiled one; ``was_compared``: what the function captured was just compared."""
+        """Run a call that fits no compiled one. ``was_compared`` says that the captured objects were just compared."""
         function = self if was_compared else self._renewed()
         if function is not self:
             return function._run(args, kwargs, options)
         session = self._bound_session()
         deadline = session.deadline(options.timeout)
+        # Each attempt is an operation of its own: ``begin`` replaces the worker that has died, and the call is bound
+        # and staged again.
         for attempts_left in range(self._retry, -1, -1):
             with session.entered(self._verb):
                 session.begin(self._verb, deadline)
@@ -765,12 +795,12 @@ class Function(FunctionHandle, Generic[P, R]):
         raise AssertionError("the last attempt returns or raises")
 
     def _renewed(self) -> Function:
-        """Return the function to call: this one, prepared for what it captures now, or the one that replaced it."""
+        """Return the function to call: this one, prepared for its present captures, or the one that replaced it."""
         successor = self._callee.renew()
         return successor if isinstance(successor, Function) else self
 
     def _bound_session(self) -> Session:
-        """Return the session to use: that of the runtime which made the function, else of the current one."""
+        """Return the session to use: that of the runtime that made the function, else that of the current runtime."""
         callee = self._callee
         if callee.fixed_session is not None:
             return callee.fixed_session
@@ -789,7 +819,7 @@ class Function(FunctionHandle, Generic[P, R]):
         ----------
         *arrays : array-like
         minibatch, name, dtype
-            As for :func:`synk.data`: one for all, or a list or tuple with one for each array.
+            As for :func:`synk.data`: one value for all arrays, or a list or tuple with one for each.
 
         Raises
         ------
@@ -813,10 +843,10 @@ class Function(FunctionHandle, Generic[P, R]):
 
     @verb
     def on(self, runtime: Any, /) -> Function[P, R]:
-        """Return a copy of the function on another runtime, with copies of all that it refers to on the workers.
+        """Return a copy of the function on another runtime, with copies of its variables and resident objects.
 
-        The values are those of this moment; from then on each runtime has its own. Several functions over the same
-        variables move together as a :class:`synk.Program`.
+        The copies have the values of this moment; from then on each runtime has its own. Several functions over the
+        same variables move together as a :class:`synk.Program`.
 
         Parameters
         ----------
@@ -824,6 +854,8 @@ class Function(FunctionHandle, Generic[P, R]):
 
         Raises
         ------
+        TypeError
+            If ``runtime`` is not a runtime.
         SerializationError
             If the function, or an object that it refers to, cannot be pickled.
         ClosedError
@@ -847,7 +879,7 @@ class Function(FunctionHandle, Generic[P, R]):
         return copy
 
     def __synk_recipe__(self) -> tuple[Any, ...]:
-        """Return how it is built on another runtime; see ``synk._api.moves``."""
+        """Return the recipe by which it is built on another runtime; see ``synk._api.moves``."""
         callee = self._callee
         options = {**self._built_with, "updates": callee.options["updates"], "changes": callee.options["changes"]}
         return "function", callee.fn, options

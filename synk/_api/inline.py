@@ -1,7 +1,8 @@
-"""A rank inside the master's process, for a debugger: the same messages and answers, handled by direct calls.
+"""A rank inside the master's process, for a debugger: the same messages and replies, handled by direct calls.
 
 It implements the protocol :class:`synk._master.processes.process.Process`. A message is handled at once, in the thread
-that sends it. The answer lies in a pipe, and the master waits for it as for any rank's.
+that sends it. The reply lies in a pipe, and the master waits for it as for any rank's. No other process is there: the
+rank cannot die, and an exception of a signal handler goes through the user's function to the master's own code.
 """
 
 from __future__ import annotations
@@ -27,8 +28,7 @@ _PREFETCH, _BYE = int(Kind.PREFETCH), int(Status.BYE)  # members of an enumerati
 
 
 class InlineChannel:
-    """The connection with a rank in this process: a message is handled when it is sent, and the answer waits to be
-    read.
+    """The connection to a rank in this process. A message is handled when it is sent, and the reply waits to be read.
 
     Parameters
     ----------
@@ -37,16 +37,16 @@ class InlineChannel:
 
     def __init__(self, worker: Worker) -> None:
         self._worker: Worker | None = worker
-        self._bodies: dict[int, bytes] = {}  # of answers that were not received yet, by sequence number
+        self._bodies: dict[int, bytes] = {}  # the bodies of replies that were not received yet, by sequence number
         self.read_fd: int
         self.write_fd: int
         self.read_fd, self.write_fd = pipe()
-        # becomes readable once the rank has said goodbye
+        # Becomes readable when the rank has said goodbye: the master takes it for the end of a process.
         self.ended_fd: int = Descriptor(os.eventfd(0, os.EFD_CLOEXEC))
 
     def ring(self, kind: int, flags: int, sequence: int, value: int, body: Body | None = None) -> None:
-        """Handle a message. Its body comes along as an object, not pickled."""
-        if kind != _PREFETCH:  # for PREFETCH, an inline call has its inputs already, and the message gets no answer
+        """Handle a message. Its body is passed as an object, without a pickle."""
+        if kind != _PREFETCH:  # an inline call has its inputs already, and this message gets no reply
             waiting(self._act, kind, flags, sequence, value, body)
 
     def _act(self, kind: int, flags: int, sequence: int, value: int, body: Body | None) -> None:
@@ -54,7 +54,9 @@ class InlineChannel:
         assert worker is not None
         try:
             status, reply_flags, data = handle(worker, kind, flags, sequence, value, body)
-        finally:  # Ctrl-C may come at any line
+        finally:
+            # Ctrl-C may come at any line of ``handle``. This process is the master again before anything else runs, and
+            # the call's group is left, so that the next call can enter one.
             cell.worker = None
             if worker.peers.is_communicating:
                 worker.peers.leave_call(worker.lane)
@@ -64,23 +66,23 @@ class InlineChannel:
             os.eventfd_write(self.ended_fd, 1)
 
     def reply(self, sequence: int, status: int, flags: int, body: bytes | None) -> None:
-        """Put an answer into the pipe."""
+        """Put a reply into the pipe. There is always room, because messages are handled one at a time."""
         if body is not None:
             flags |= HAS_BODY
-            # one message at a time: a body that was not received has no reader any more
+            # An older body that was not received has no reader any more: its request was settled.
             self._bodies = {sequence: body}
         os.write(self.write_fd, DOORBELL.pack(status, flags, sequence, 0))
 
     def answer(self) -> tuple[int, int, int, int] | None:
-        """Read one answer's doorbell."""
+        """Read the doorbell of one reply."""
         return Channel.understood(os.read(self.read_fd, DOORBELL.size))
 
     def receive_body(self, sequence: int) -> tuple[bytes, list[int]]:
-        """Return the body of an answer."""
+        """Return the body of a reply."""
         return self._bodies.pop(sequence), []
 
     def close(self) -> None:
-        """Close all descriptors and let go of the rank. It may be called again."""
+        """Close all descriptors and drop the rank. A second call does nothing."""
         self._worker = None
         self.read_fd = self.write_fd = self.ended_fd = NONE
 
@@ -112,6 +114,7 @@ class InlineProcess:
         extra_fds: dict[str, int],
     ) -> None:
         """Make the rank, which says hello at once. It uses the environment and the import path of this process."""
+        # A mapping of its own, as in a worker: the rank closes it, and the master goes on using the other one.
         control = Segment(os.dup(control_fd), setup["control_nbytes"], is_writable=True, segment_id=0)
         eventfds = [extra_fds[f"event{rank}"] for rank in range(setup["world_size"])]
         worker = Worker(setup["rank"], setup["world_size"], setup["backend"], setup["device"], control, eventfds)
@@ -140,7 +143,7 @@ class InlineProcess:
         """Handle a message with a body, which is not pickled."""
         for segment in segments:
             self._give(segment)
-        note()
+        note()  # the rank has the segments now, even if the message is broken off in the user's function
         self.channel.ring(kind, flags, sequence, value, body)
         return 0
 
@@ -150,22 +153,22 @@ class InlineProcess:
         if segment.is_worker_writable:
             self._worker.held.add_segment(segment.shared_view())
             return
-        if segment.arena is not None:  # the message says where in the arena it lies
+        if segment.arena is not None:  # the rank has the arena, and the message has the place in it
             return
         fd = segment.duplicate_fd()
         described = segment.id, segment.nbytes, False, segment.is_staging, segment.is_arena, segment.is_file
         try:
             twin = self._worker.held.map_segment(fd, *described)
-        except SharedMemoryError:  # it was not mapped
+        except SharedMemoryError:  # not mapped, so nobody else will close the descriptor
             os.close(fd)
             raise
         self._worker.held.add_segment(twin)
 
     def interrupt(self) -> None:
-        """Do nothing: the call runs in this very thread, so it is over."""
+        """Do nothing: a call runs in the thread that sends it, so it has ended when anybody can interrupt it."""
 
     def forward_output(self, fd: int) -> bool:
-        """Do nothing: what the rank prints is shown at once."""
+        """Do nothing: the rank prints to the streams of this process."""
         return True
 
     def note_backlog(self) -> None:
@@ -175,7 +178,7 @@ class InlineProcess:
         return []
 
     def stacks(self, timeout_s: float) -> str:
-        """Say where the stack is: in the caller's own thread, where a debugger sees it."""
+        """Return a text in place of stacks: the rank's stack is in the thread that called, where a debugger sees it."""
         return "inline: see the master's own stack"
 
     def kill(self) -> None:
@@ -187,12 +190,12 @@ class InlineProcess:
         return ""
 
     def disown(self) -> None:
-        """In a forked child, make the rank part of the child: its function may go on there."""
+        """In a forked child, make the rank a part of the child, where the function that forked may go on."""
         if self._worker is not None:
             self._worker.pid = os.getpid()
 
     def close(self) -> None:
-        """Let go of the rank. What closures still hold of it maps no memory. It may be called again."""
+        """Drop the rank, and unmap its memory even if closures still refer to it. A second call does nothing."""
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()

@@ -28,7 +28,11 @@ def map_items(
     is_ordered: bool,
     has_progress: bool,
 ) -> Iterator[Any]:
-    """Return an iterator over what ``fn`` returns for the items of one or more iterables; see :func:`synk.map`."""
+    """Return an iterator over the results of ``fn`` for the items of one or more iterables; see :func:`synk.map`.
+
+    Nothing is sent here. ``ItemMap`` begins when the first result is asked for, and takes items from the iterables
+    outside of the session's lock.
+    """
     refuse_inside_worker("map")
     name = _check_function(fn)
     if batch_size is not None and not is_integer(batch_size, 1):
@@ -53,6 +57,7 @@ def map_items(
 
 
 def _iterator(name: str, items: Any) -> Iterator[Any]:
+    """Return an iterator. ``iter`` is the user's code, so handlers may run in it."""
     try:
         return safe_point(iter, items)
     except TypeError:

@@ -1,9 +1,9 @@
-"""How functions and their state move to another runtime: the pickle of the functions, and what each handle holds.
+"""Moves functions and their state to another runtime: the pickle of the functions, and the contents of each handle.
 
-In the pickle a handle (a shared variable, a resident object, replicated objects) is the number of its slot, so it means
-the same one in all functions, and a function is what it was built from. What a slot holds is its *part*: a dict of
-plain entries, from which another runtime makes a handle of its own. Imports neither functions nor runtimes: both know
-this file.
+In the pickle a handle (a shared variable, a resident object, replicated objects) is the number of its *slot*, so it
+means the same handle in all functions. A function is its *recipe*: the plain function and the options. The contents of
+a slot are its *part*: a dict of plain entries, from which another runtime makes a handle of its own. This file imports
+neither functions nor runtimes, because both import it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Part = dict[str, Any]
 
 
 class CodePickler(Pickler):
-    """Pickles functions of the program by value, also those of the user's modules: they refer to handles.
+    """Pickles the program's functions by value, also those in the user's modules, because they may refer to handles.
 
     Parameters
     ----------
@@ -74,12 +74,12 @@ class _Unpickler(pickle.Unpickler):
 
 
 def dumps(functions: Mapping[str, Any], slot_of: Callable[[Handle], int]) -> bytes:
-    """Pickle functions together, so that what they share stays shared.
+    """Pickle functions together, so that objects that they share stay shared.
 
     Raises
     ------
     SerializationError
-        If what they captured cannot be pickled.
+        If an object that they captured cannot be pickled.
     """
     file = io.BytesIO()
     try:
@@ -96,7 +96,7 @@ def loads(data: bytes, runtime: Any, handles: Sequence[Handle]) -> dict[str, Any
     Raises
     ------
     SerializationError
-        If what they need cannot be imported here.
+        If a module or a name that they need cannot be imported here.
     """
     try:
         return dict(safe_point(_Unpickler(data, runtime, handles).load))
@@ -108,19 +108,19 @@ def loads(data: bytes, runtime: Any, handles: Sequence[Handle]) -> dict[str, Any
 
 
 def session_of(handle: Any) -> Session:
-    """Return the session that a handle belongs to."""
+    """Return the session to which a handle belongs."""
     session: Session = handle._session
     return session
 
 
 def part_of(handle: Any) -> Part:
-    """Return a copy of what a handle holds: of replicas and objects, those of rank 0."""
+    """Return a copy of the contents of a handle. Replicas and objects are those of rank 0."""
     part: Part = handle._part()
     return part
 
 
 def make_handle(runtime: Any, part: Part) -> Any:
-    """Make a handle on a runtime that holds what another one held."""
+    """Make a handle on a runtime with the contents of another handle."""
     kind = part["kind"]
     if kind == "shared":
         return runtime.shared(value_of(part), sharded=part["sharded"], name=part["name"])
@@ -130,7 +130,7 @@ def make_handle(runtime: Any, part: Part) -> Any:
 
 
 def put(handles: Sequence[Any], parts: Sequence[Part]) -> None:
-    """Give handles what other ones held. Shared variables come last: all of them change, or none.
+    """Give handles the contents of other handles. Shared variables come last: all of them change, or none.
 
     Raises
     ------
@@ -151,14 +151,14 @@ def put(handles: Sequence[Any], parts: Sequence[Part]) -> None:
 
 
 def moved(functions: Mapping[str, Any], runtime: Any) -> dict[str, Any]:
-    """Return copies of functions on another runtime, with copies of all that they refer to on the workers."""
+    """Return copies of functions on another runtime, with copies of all handles to which they refer."""
     handles: list[Handle] = []
     code = dumps(functions, lambda handle: slot_in(handles, handle))
     return loads(code, runtime, [make_handle(runtime, part_of(handle)) for handle in handles])
 
 
 def slot_in(handles: list[Any], handle: Handle) -> int:
-    """Return the number of a handle in a list, to which it is added if it is new."""
+    """Return the number of a handle in a list. A new handle is added to the list."""
     for number, known in enumerate(handles):
         if known is handle:
             return number
@@ -178,7 +178,7 @@ def check_runtime(runtime: Any, what: str) -> None:
 
 
 def names_of_captured(functions: Iterable[tuple[str, Any]]) -> list[str]:
-    """Return which captured objects workers may have changed by themselves, as ``'cache' of 'step'``."""
+    """Return the captured objects that workers may have changed by themselves, as ``'cache' of 'step'``."""
     found = []
     for name, function in functions:
         callee = getattr(getattr(function, "function", function), "_callee", None)

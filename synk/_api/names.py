@@ -1,4 +1,4 @@
-"""The public names that need the master's half: imported with synk, but on a worker only when one is used."""
+"""The public names that need the master's half. A program imports them with synk, a worker only when it uses one."""
 
 from synk._api.build import function as function
 from synk._api.current import close as close

@@ -33,7 +33,7 @@ class FunctionOptions(TypedDict, total=False):
 
 
 class KeptOptions(TypedDict, total=False):
-    """The options of a call that leave the type of its result as the plain function has it."""
+    """The options of :func:`synk.function` with which a call's result has the type of the plain function's result."""
 
     bcast_inputs: str | Sequence[str]
     outputs: str | Sequence[str] | Mapping[str, str]
@@ -45,12 +45,12 @@ class KeptOptions(TypedDict, total=False):
 
 
 def is_integer(value: Any, least: int) -> bool:
-    """Whether a value is an integer, of Python or NumPy and no bool, that is not less than ``least``."""
+    """Whether a value is an integer of Python or NumPy, not a bool, and at least ``least``."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= least)
 
 
 def check_names(options: dict[str, Any]) -> None:
-    """Raise for an option that functions do not have."""
+    """Raise TypeError for an option that functions do not have."""
     names = FunctionOptions.__annotations__
     for option in options.keys() - names.keys():
         from difflib import get_close_matches
@@ -152,7 +152,7 @@ def check_changes(changes: Any, name: str) -> tuple[Resident, ...]:
 
 
 def check_updates(updates: Any, name: str) -> None:
-    """Raise unless ``updates`` holds shared variables, or pairs of a variable and an op."""
+    """Raise TypeError or ValueError unless ``updates`` holds shared variables, or pairs of a variable and an op."""
     for update in updates if isinstance(updates, (tuple, list)) else (updates,):
         variable, op = update if isinstance(update, tuple) and len(update) == 2 else (update, "avg")
         if not isinstance(variable, Shared):
@@ -193,7 +193,7 @@ def check_subset(output_subset: Any) -> tuple[Any, ...] | None:
 
 
 def one_per_input(options: dict[str, Any], num_inputs: int, name: str) -> list[dict[str, Any]]:
-    """Return the options of each input. A value is either for all inputs, or a list or tuple with one for each."""
+    """Return the options of each input. A value is for all inputs unless it is a list or tuple with one for each."""
     for option, value in options.items():
         if isinstance(value, (list, tuple)) and len(value) != num_inputs:
             raise ValueError(

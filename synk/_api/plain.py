@@ -1,12 +1,11 @@
 """Calls the plain function in the program: the oracle of ``verify`` that shares nothing with the workers.
 
 It calls a copy on copies of the arguments (``synk._api.plain_copy``), so nothing in the program changes. Random number
-generators are put back, and what the function prints is dropped. What it does to modules and outside of the process
-cannot be undone.
+generators are put back, and printed text is dropped. Effects on modules and outside of the process cannot be undone.
 
-The arguments are what was passed and not what a call makes of it, because that may be the mistake: a column of a table
-stays a column. Only what must have another form gets it: ``Data`` and lists of numbers become arrays, ``batch`` selects
-rows, and a function with a framework gets tensors.
+The arguments are those that the user passed, without the conversions of a call, because a conversion may be the
+mistake: a column of a table stays a column. Only a few must be converted: ``Data`` and lists of numbers become arrays,
+``batch`` selects rows, and a function with a framework gets tensors.
 """
 
 from __future__ import annotations
@@ -41,16 +40,16 @@ MAX_S = 10.0
 
 
 class PlainOutputs(NamedTuple):
-    """What the plain function returned.
+    """The outputs of the plain function.
 
     Attributes
     ----------
     is_run : bool
-        Whether it was called. If not, ``note`` says why.
+        Whether the function was called. If it was not, ``note`` says why.
     leaves : list or None
-        Its outputs, in the order of the serial ones. None if they cannot be compared with those.
+        The outputs, in the order of the serial outputs. None if the two cannot be compared.
     note : str
-        A sentence for the report; may be empty.
+        A sentence for the report. It may be empty.
     """
 
     is_run: bool
@@ -70,7 +69,7 @@ class PlainCall:
     ----------
     callee : Callee
     args, kwargs, batch
-        As they were passed.
+        The arguments as the user passed them.
     """
 
     callee: Callee
@@ -79,9 +78,10 @@ class PlainCall:
     batch: Any
 
     def why_not(self) -> str:
-        """Return why it cannot mean the same in the program as on a worker; empty if it can.
+        """Return why the call cannot mean the same in the program as on a worker; an empty string if it can.
 
-        Ask after the call was made on the workers: then it is known what the function refers to.
+        The answer is right only after the call was made on the workers, when the function's variables and resident
+        objects are known.
         """
         callee = self.callee
         if callee.variables:
@@ -100,7 +100,7 @@ class PlainCall:
         skeleton
             The nesting of the serial outputs, with the position of each leaf in its place.
         serial_s : float
-            How many seconds the serial call took.
+            The time of the serial call, in seconds.
         """
         if serial_s > MAX_S:
             return PlainOutputs.not_run(f"its serial call takes {serial_s:.0f} s, expected at most {MAX_S:.0f} s")
@@ -151,7 +151,7 @@ def _unseen() -> Iterator[None]:
 
 
 def _take_leaves(skeleton: Any, value: Any, leaves: dict[int, Any]) -> bool:
-    """Note the part of a result at the place of each leaf of ``skeleton``. Return whether it has that nesting."""
+    """Note the part of a result at the place of each leaf of ``skeleton``. Return whether the nesting is the same."""
     if isinstance(skeleton, int):
         leaves[skeleton] = value
         return True
@@ -171,7 +171,7 @@ def _take_leaves(skeleton: Any, value: Any, leaves: dict[int, Any]) -> bool:
 
 
 def _as_array(value: Any, from_framework: Converter) -> Any:
-    """Return an output in the form that a serial output has when it comes from a worker."""
+    """Return an output in the form of a serial output that comes from a worker."""
     if type(value) is list:  # one object for each row
         return [_as_array(part, from_framework) for part in value]
     value = from_framework(value)
@@ -185,7 +185,7 @@ def _unchanged(value: Any) -> Any:
 def plain_arguments(
     callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments, by position and by name. They share memory with those that were passed.
+    """Return the arguments, by position and by name. They share memory with the user's.
 
     Raises
     ------
@@ -266,9 +266,10 @@ def _holds_single_values(value: Any) -> bool:
 
 
 def _in_framework(value: Any, to_framework: Converter | None, *, is_column: bool = False) -> Any:
-    """Return a value with its arrays as those of the framework.
+    """Return a value with its arrays converted to arrays of the framework.
 
-    ``is_column``: also convert what NumPy can make an array of, as a call does with the columns of a table.
+    With ``is_column``, objects that NumPy can make an array of are converted, too, as a call does with the columns of a
+    table.
     """
     if to_framework is None:
         return value

@@ -51,7 +51,7 @@ class Copy:
     copies: list[type]
 
     def with_own_classes(self, result: Any) -> Any:
-        """Return what the copy returned, with instances of the program's own classes, as a call returns it."""
+        """Return a result of the copy with instances of the program's own classes, as a call returns it."""
         if not self.copies:
             return result
         file = io.BytesIO()
@@ -59,7 +59,7 @@ class Copy:
             safe_point(_ClassesOut(file, self.copies).dump, result)
             file.seek(0)
             return safe_point(_ClassesIn(file, self.classes).load)
-        except Exception:  # what cannot be pickled is compared as it is
+        except Exception:  # a result that cannot be pickled is compared as it is
             return result
 
 
@@ -69,9 +69,9 @@ def copied(fn: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> C
     Raises
     ------
     NotComparable
-        If something in it lives on the workers, or it takes too much memory.
+        If an object in it lives on the workers, or the copy takes too much memory.
     Exception
-        Whatever pickling raises.
+        The exception of pickling.
     """
     room = _Room()
     file = _File(room)
@@ -82,7 +82,8 @@ def copied(fn: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> C
         buffers.append(buffer)
 
     copier = _Copier(file, buffer_callback=keep)
-    safe_point(copier.dump, (fn, args, kwargs, copier.classes))  # the list of classes comes last, when it is complete
+    # The list of classes is pickled last, when it is complete.
+    safe_point(copier.dump, (fn, args, kwargs, copier.classes))
     if copier.handles:
         raise NotComparable(why_no_handle(copier.handles[0]))
     objects = _objects_in(copier.modules)
@@ -94,14 +95,14 @@ def copied(fn: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> C
 
 
 def _objects_in(modules: Sequence[types.ModuleType]) -> dict[int, Any]:
-    """Return the objects that modules hold under a name, by id, without code and constants."""
+    """Return the values of modules' names, by id, without code and constants."""
     others = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type, str, int, float, bytes, tuple)
     values = [value for module in modules for value in vars(module).values()]
     return {id(value): value for value in values if value is not None and not isinstance(value, others)}
 
 
 class _Room:
-    """How much a pickle may take: half of the free memory, because loading it takes as much again."""
+    """The memory that a pickle may take: half of the free memory, because loading takes as much again."""
 
     def __init__(self) -> None:
         self._left = available_nbytes() // 2
@@ -128,7 +129,7 @@ class _Copier(ObjectPickler, HandlePickler):
     Attributes
     ----------
     classes : list of type
-        The classes that were pickled by value. Their pickles must not say which classes they are, as cloudpickle's do:
+        The classes that were pickled by value. Their pickles must not identify the classes, as cloudpickle's do:
         loading would find the originals in this process and write into them.
     modules : list of module
         The user's modules, which the copy shares with the program.
@@ -147,13 +148,13 @@ class _Copier(ObjectPickler, HandlePickler):
         reduced = super().reducer_override(obj)
         if isinstance(reduced, tuple) and reduced[0] in (_make_skeleton_class, _make_skeleton_enum):
             self.classes.append(obj)
-            *parts, _, extra = reduced[1]  # the last but one identifies the class
+            *parts, _, extra = reduced[1]  # the omitted argument identifies the class
             return (reduced[0], (*parts, None, extra), *reduced[2:])
         return reduced
 
 
 class _ClassesOut(Pickler):
-    """Pickles what the copy returned, with its classes as numbers."""
+    """Pickles a result of the copy, with the copied classes as numbers."""
 
     def __init__(self, file: Any, copies: Sequence[type]) -> None:
         super().__init__(file, protocol=5)

@@ -1,6 +1,6 @@
-"""``Program``: functions and the state that they share, on no device; and ``RunningProgram``, the same on a runtime.
+"""``Program``: functions and the state that they share, on no device; and ``RunningProgram``, a copy on a runtime.
 
-In one file because each makes the other: a program runs by its copies, and their state comes back to it.
+In one file because each uses the other: a program makes running programs, whose state comes back to it.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 
 
 class _Slot:
-    """One thing that functions refer to on the workers.
+    """A variable, resident object or replicated object to which functions refer.
 
     Attributes
     ----------
     handle : Handle or None
-        That of this process, if it was made here.
+        The handle in this process, if it was made here.
     part : Part or None
-        What the program itself has of it: once its runtime is closed, or if it was loaded.
+        The program's own copy of the contents, once the handle's runtime is closed, or if the program was loaded.
     """
 
     def __init__(self, handle: Any = None, part: Part | None = None) -> None:
@@ -48,7 +48,7 @@ class _Slot:
 
     @property
     def is_open(self) -> bool:
-        """Whether the handle's runtime is open, so that its values are those of the program."""
+        """Whether the handle's runtime is open. Then the handle's values are those of the program."""
         return self.handle is not None and not session_of(self.handle).is_closed
 
     @property
@@ -56,12 +56,12 @@ class _Slot:
         return isinstance(self.handle, Shared) or (self.part is not None and self.part["kind"] == "shared")
 
     def now(self) -> Part:
-        """Return what it holds now.
+        """Return the present contents.
 
         Raises
         ------
         ClosedError
-            If its runtime ended before the program had a copy.
+            If the handle's runtime ended before the program had a copy.
         """
         if self.is_open:
             return part_of(self.handle)
@@ -77,27 +77,29 @@ class Program:
     """Functions and the state that they share, on no device: to be moved, stored and run elsewhere.
 
     A program is built of functions, together with the shared variables, resident objects and replicated training
-    objects that they refer to. While the runtime of these is open, their values are the program's; when it closes, the
-    program keeps a copy. It can be pickled, saved and put on any runtime, with another number of workers and another
-    backend.
+    objects to which they refer. While the runtime of these is open, their values are the program's values. When the
+    runtime closes, the program keeps a copy. A program can be pickled, saved, and put on any runtime, with another
+    number of workers and another backend.
 
     Parameters
     ----------
     **functions : Function or FunctionWrapper
-        By the names under which the program has them.
+        The functions by their names in the program.
 
     Raises
     ------
+    TypeError
+        If an argument is not a function of synk.
     SerializationError
         If a function cannot be pickled.
 
     Notes
     -----
-    What moves: the functions, by value; shared variables, sharded ones divided anew; resident and replicated objects as
-    on rank 0; the seed of the runtime and, for the same number of workers, the states of ``synk.comm.rng``. What
-    captured objects hold moves as the program has it: what workers have changed of them by themselves is left out, and
-    ``print(program)`` names these objects. Unpickling and :meth:`load` run code when the program is put on a runtime:
-    use only your own.
+    A program carries the functions, by value; shared variables, where shards are divided again among the new ranks;
+    resident and replicated objects as they are on rank 0; the seed of the runtime and, for the same number of workers,
+    the states of ``synk.comm.rng``. Captured objects travel with the contents that they have in the master: changes
+    that workers have made by themselves are left out, and ``print(program)`` names these objects. When a program that
+    was unpickled or loaded is put on a runtime, it runs code: use only your own files.
 
     Examples
     --------
@@ -121,7 +123,7 @@ class Program:
     def __init__(self, /, **functions: Any) -> None:
         refuse_inside_worker("make a program")
         self._functions: dict[str, Any] = {}
-        self._codes: list[tuple[tuple[str, ...], bytes]] = []  # of functions that were loaded
+        self._codes: list[tuple[tuple[str, ...], bytes]] = []  # names and pickles of functions that were loaded
         self._captured: list[str] = []
         self._slots: list[_Slot] = []
         self._seed: int | None = None
@@ -137,6 +139,8 @@ class Program:
         ------
         ValueError
             If the name is taken.
+        TypeError
+            If ``function`` is not a function of synk.
         SerializationError
             If the function cannot be pickled.
         """
@@ -154,7 +158,7 @@ class Program:
                     f"it by synk.function({name})."
                 )
         handles = [slot.handle for slot in self._slots]
-        moves.dumps(functions, lambda handle: moves.slot_in(handles, handle))  # finds what they refer to
+        moves.dumps(functions, lambda handle: moves.slot_in(handles, handle))  # only to find the handles
         self._slots += map(_Slot, handles[len(self._slots) :])
         self._functions.update(functions)
         for session in self._parents():
@@ -164,20 +168,21 @@ class Program:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of its functions."""
+        """The names of the program's functions."""
         return (*(name for names, _ in self._codes for name in names), *self._functions)
 
     @verb
     def on(self, runtime: Runtime | None = None, /, **options: Any) -> RunningProgram:
-        """Put copies of the functions, and of all that they refer to, on a runtime.
+        """Put copies of the functions, and of all objects to which they refer, on a runtime.
 
         Parameters
         ----------
         runtime : Runtime, optional
-            It stays open when the running program is closed.
+            The runtime to use. It stays open when the running program is closed.
         **options
-            Without a runtime, those of a new one, as for :class:`synk.Runtime`: ``num_workers``, ``backend``, ... It
-            belongs to the running program, which closes it. ``seed`` is that of the parent's runtime, if not given.
+            Without a runtime, the options of a new one, as for :class:`synk.Runtime`: ``num_workers``, ``backend``, ...
+            The new runtime belongs to the running program, which closes it. By default its ``seed`` is that of the
+            parent's runtime.
 
         Returns
         -------
@@ -186,10 +191,12 @@ class Program:
 
         Raises
         ------
-        ValueError
-            If the backend is not there.
+        TypeError
+            If both a runtime and options are given.
+        ValueError, UnsupportedError
+            As for :class:`synk.Runtime`.
         SerializationError
-            If what the functions need cannot be imported here.
+            If a module that the functions need cannot be imported here.
         ClosedError
             If the runtime is closed.
         """
@@ -213,7 +220,7 @@ class Program:
             raise
 
     def _built_on(self, runtime: Runtime, state: dict[str, Any] | None = None) -> tuple[dict[str, Any], list[Any]]:
-        """Return its functions on a runtime, and the handles there."""
+        """Return the program's functions on a runtime, and the handles there."""
         state = state or self._state()
         handles = [moves.make_handle(runtime, part) for part in state["parts"]]
         found: dict[str, Any] = {}
@@ -225,14 +232,14 @@ class Program:
     # -- its state ----------------------------------------------------------------------------------------------------
 
     def _parents(self) -> list[Session]:
-        """Return the open sessions of its functions and of what they refer to."""
+        """Return the open sessions of the program's functions and of their handles."""
         functions = [getattr(each, "function", each)._callee for each in self._functions.values()]
         found = [session_of(slot.handle) for slot in self._slots if slot.handle is not None]
         found += [s for callee in functions for s in (callee.fixed_session, callee.session) if s is not None]
         return [each for each in dict.fromkeys(found) if not each.is_closed]
 
     def _state(self) -> dict[str, Any]:
-        """Return all of it: what is pickled, saved, and put on a runtime."""
+        """Return the whole state, which is pickled, saved, and put on a runtime."""
         handles = [slot.handle for slot in self._slots]
         codes = list(self._codes)
         if self._functions:
@@ -258,7 +265,10 @@ class Program:
             self._streams = _streams_of(session)
 
     def _keep(self, session: Session) -> None:
-        """A runtime is about to be closed: keep what its handles hold."""
+        """Keep the contents of a runtime's handles, because the runtime is about to be closed.
+
+        The workers still answer. If this fails, a warning says so, and the runtime is closed anyway.
+        """
         try:
             for slot in self._slots:
                 if slot.is_open and session_of(slot.handle) is session:
@@ -287,15 +297,21 @@ class Program:
         Parameters
         ----------
         path : path
-            A process that is killed at any instruction leaves the old file or the new one.
+            A process that is killed at any instruction leaves either the whole old file or the whole new one.
         wait : bool
-            True: return when the file is on the disk. False: return a future as soon as the values were copied; its
+            True returns when the file is on the disk. False returns a future as soon as the values were copied; its
             ``result()`` waits for the file.
+
+        Returns
+        -------
+        concurrent.futures.Future or None
 
         Raises
         ------
         OSError
-            If the file cannot be written. An older one is not changed.
+            If the file cannot be written. An older file is not changed.
+        ClosedError
+            If the runtime that held a value ended by a fault, before the program had a copy.
         """
         return files.save(path, self._state, plain_values.write, wait=wait)
 
@@ -303,20 +319,26 @@ class Program:
     def load(cls, path: files.Path, *, values_only: bool = False) -> Any:
         """Return the program in a file that :meth:`save` wrote.
 
-        Nothing of it runs before it is put on a runtime. Then it runs code of the file: load only your own.
+        Code of the file runs when the program is put on a runtime, and not before: load only your own files.
 
         Parameters
         ----------
         path : path
         values_only : bool
-            Return the values only, as :meth:`values` does. This never runs code.
+            Whether to return only the values, as :meth:`values` does. This never runs code.
+
+        Returns
+        -------
+        Program or dict
 
         Raises
         ------
         SerializationError
-            If another minor version of Python, or a newer synk, has written it.
+            If another minor version of Python, or a newer synk, has written the file.
         ValueError
-            If it is no such file, or damaged.
+            If the file is not a program, or is damaged.
+        OSError
+            If the file cannot be read.
         """
         state = read(path)
         return values_in(state["parts"]) if values_only else _program_of(state)
@@ -344,8 +366,8 @@ class Program:
 class RunningProgram:
     """A program on a runtime; made by :meth:`Program.on`. A context manager that closes the runtime it has opened.
 
-    ``q.step(x)`` and ``q["step"](x)`` call a function. Names that this class has itself, or that a program has, are
-    reached by ``q["save"]`` only.
+    ``q.step(x)`` and ``q["step"](x)`` call a function. A function with the name of an attribute of this class or of
+    :class:`Program` can be called in the second way only: ``q["save"](x)``.
 
     Attributes
     ----------
@@ -388,15 +410,15 @@ class RunningProgram:
 
     @verb
     def sync_to_parent(self) -> None:
-        """Give the parent the values that this runtime has now: of replicas and objects, those of rank 0.
+        """Give the parent the present values of this runtime. Replicas and objects are those of rank 0.
 
-        While the runtime of the parent's functions is open, its variables are assigned, all of them or none; else the
-        program's own values. Resident and replicated objects are set before the variables.
+        While the runtime of the parent's functions is open, its variables are assigned, all of them or none. Otherwise
+        the program's own values are set. Resident and replicated objects are set before the variables.
 
         Raises
         ------
         ValueError, TypeError
-            If the parent's variables have taken another shape or dtype. Nothing has changed then.
+            If the parent's variables have another shape or dtype now. Nothing has changed then.
         """
         slots = self.program._slots[: len(self._handles)]
         parts = [part_of(handle) for handle in self._handles]
@@ -413,14 +435,14 @@ class RunningProgram:
 
     @verb
     def sync_from_parent(self) -> None:
-        """Take over the values that the parent has now; the other direction of :meth:`sync_to_parent`."""
+        """Take over the present values of the parent; the other direction of :meth:`sync_to_parent`."""
         moves.put(self._handles, [slot.now() for slot in self.program._slots[: len(self._handles)]])
         self.program._take_numbers()
         _set_streams(self.runtime._session, self.program._streams)
 
     @verb
     def close(self) -> None:
-        """Close the runtime, if this program has opened it. The parent keeps what it had at the last sync."""
+        """Close the runtime, if this program has opened it. The parent keeps the values of the last sync."""
         if self._is_owner:
             self.runtime.close()
 
@@ -442,7 +464,7 @@ class RunningProgram:
 
 
 def _program_of(state: dict[str, Any]) -> Program:
-    """Return the program of a state. Nothing of its code runs yet."""
+    """Return the program of a state. None of its code runs yet."""
     check(state, _PYTHON)
     program = Program()
     program._codes = [(tuple(names), code) for names, code in state["codes"]]
@@ -457,7 +479,7 @@ def _name_of(handle: Any) -> str:
 
 
 def _leave(program: weakref.ref[Program], session: weakref.ref[Session]) -> None:
-    """Have a program that is still there keep what a runtime holds that is about to be closed."""
+    """Make a program, if it still exists, keep the contents of a runtime that is about to be closed."""
     alive, closing = program(), session()
     if alive is not None and closing is not None:
         alive._keep(closing)
@@ -472,14 +494,14 @@ def _streams_of(session: Session) -> list[Any]:
     def tell() -> bytes:
         from synk._wire.cell import cell
 
-        return pickle.dumps(cell.worker.rng.bit_generator.state)  # as a dict it would be an output for each entry
+        return pickle.dumps(cell.worker.rng.bit_generator.state)  # a dict would be one output for each entry
 
     found: Any = Function(tell, outputs=None, per_rank=True, name="comm.rng", session=session)()
     return [pickle.loads(each) for each in found]
 
 
 def _set_streams(session: Session, streams: Sequence[Any]) -> None:
-    """Let ``synk.comm.rng`` go on from these states, if there is one for each rank."""
+    """Set ``synk.comm.rng`` of all ranks to these states, if there is one for each rank."""
 
     def go_on(states: Any) -> None:
         from synk._wire.cell import cell

@@ -1,4 +1,4 @@
-"""What a program is when it is pickled or saved: checked when it is read, before any of its code runs."""
+"""The state of a program that was pickled or saved. It is checked before any of its code runs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ FORMAT = 1
 
 
 def read(path: files.Path) -> dict[str, Any]:
-    """Return the state of the program in a file. Runs no code.
+    """Return the state of the program in a file. This runs no code.
 
     Raises
     ------
     ValueError
-        If it is no such file, or damaged.
+        If the file is not a program, or is damaged.
     """
     state = plain_values.read(path)
     if not isinstance(state, dict) or not {"format", "python", "synk", "codes"} <= state.keys():
@@ -30,12 +30,7 @@ def read(path: files.Path) -> dict[str, Any]:
 
 
 def check(state: dict[str, Any], python: str) -> None:
-    """Raise unless this synk and this Python can build the program.
-
-    Raises
-    ------
-    SerializationError
-    """
+    """Raise SerializationError unless this synk and this Python can build the program."""
     if state["format"] > FORMAT:
         raise SerializationError(
             f"cannot load a program: got format {state['format']}, written by synk {state['synk']}, expected format "
@@ -52,7 +47,7 @@ def check(state: dict[str, Any], python: str) -> None:
 def values_in(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Return the values of the shared variables by name: an array, or for a nested value a dict of arrays by path.
 
-    Of several variables with one name, the second is ``name 2``.
+    If several variables have one name, the second is ``name 2``.
     """
     found: dict[str, Any] = {}
     for part in parts:

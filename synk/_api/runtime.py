@@ -1,4 +1,4 @@
-"""The runtime as the user holds it: its verbs. Behind them is a session of the master.
+"""The runtime that the user holds. Its verbs use a session of the master.
 
 In one file because it is one class: everything that can be done with a runtime, each verb a few lines.
 """
@@ -50,33 +50,36 @@ watch_over()
 class Runtime:
     """A group of workers, one for each device, and the verbs to use them.
 
-    Made by :func:`synk.fork`, or directly if several are to live side by side. It is a context manager that closes
-    itself.
+    It is made by :func:`synk.fork`, or directly if a program needs several side by side. It is a context manager that
+    closes itself.
 
     Parameters
     ----------
     num_workers : int or None
-        None: one for each visible GPU or, without GPUs, for each usable CPU core.
+        The number of workers. By default one for each visible GPU or, without GPUs, one for each usable CPU core.
     backend : str
         ``"auto"``, ``"numpy"``, ``"cupy"``, ``"dpnp"`` or ``"torch"``; see :func:`synk.fork`.
     devices : sequence or None
-        Which devices to use (not with ``"numpy"``). One may appear more than once.
+        The devices to use (not with ``"numpy"``). One may appear more than once.
     inline : bool
         Whether to run the one rank in this process, on the same path, for a debugger.
     timeout : float or None
-        Default time limit of all calls, in seconds.
+        Default time limit of all calls, in seconds; None means no limit.
     max_restarts : int
-        How many dead workers are replaced within 60 s before the runtime closes. 0: the first death closes it.
+        How many dead workers are replaced within 60 s before the runtime closes. With 0 the first death closes it.
     on_restart : callable, optional
         Each replacement worker runs ``on_restart()`` before its first call.
-    cluster, nodes, insecure
+    seed, transfer_guard, balance, cluster, nodes, insecure
         See :func:`synk.fork`.
 
     Attributes
     ----------
     world_size : int
+        The number of ranks.
     backend : str
+        The name of the backend, never ``"auto"``.
     devices : tuple of str
+        The name of each rank's device.
     profile : Profile
         Time and bytes of the calls so far, by function.
     counters : dict of str to int
@@ -86,10 +89,12 @@ class Runtime:
 
     Raises
     ------
-    ValueError
-        If an argument makes no sense here.
+    ValueError, TypeError
+        For arguments that are out of range or do not fit together.
+    UnsupportedError
+        If there is no such device, or an option does not work with ``cluster``.
     StartupError
-        If a worker process cannot be started. If it starts and fails later, the first use raises it.
+        If a worker process cannot be started. If it starts and fails later, the first use of the runtime raises this.
     """
 
     @verb
@@ -116,7 +121,7 @@ class Runtime:
         prepared = _on_restart(on_restart)
         timeout = check_timeout(timeout)
         is_measured = check_balance(balance)
-        nvtx()  # whose ranges are wanted, and which is not installed, is said here
+        nvtx()  # if its ranges are wanted and it is not installed, the error comes here
         if not is_integer(max_restarts, 0):
             raise ValueError(f"cannot fork: got max_restarts={max_restarts!r}, expected an integer of 0 or more.")
         seed = entropy_of(seed)
@@ -183,7 +188,7 @@ class Runtime:
 
     @property
     def timeout(self) -> float | None:
-        """Default time limit of all calls, in seconds."""
+        """Default time limit of all calls, in seconds; None means no limit."""
         return self._session.timeout
 
     @timeout.setter
@@ -277,17 +282,16 @@ class Runtime:
         ordered: bool = True,
         progress: bool = False,
     ) -> Iterator[R]:
-        """Return an iterator over what ``fn`` returns for each item; see :func:`synk.map`.
+        """Return an iterator over the results of ``fn`` for each item; see :func:`synk.map`.
 
-        Code that uses the ``map`` of a process pool can take a runtime instead: ``emcee.EnsembleSampler(...,
-        pool=rt)``.
+        Code that uses the ``map`` of a process pool can use a runtime instead: ``emcee.EnsembleSampler(..., pool=rt)``.
         """
         from synk._api.mapping import map_items
 
         return map_items(self._session, fn, iterables, batch_size, ordered, progress)
 
     def _tasks(self, num_workers: int) -> Tasks:
-        """Return an object that runs calls submitted one by one; for extensions."""
+        """Return an object that runs tasks, which are submitted one by one; for ``Executor`` and extensions."""
         from synk._master.flight.tasks import Tasks
 
         return Tasks(self._session, num_workers)
@@ -412,11 +416,16 @@ class Runtime:
 
     @verb
     def where(self) -> str:
-        """Return what each rank is doing right now: its phase, the bytes it has published, its Python stacks.
+        """Return a text with the present state of each rank: its phase, the bytes it has published, its Python stacks.
 
         Call it from another thread or a signal handler while a call seems stuck. If a call runs for more than
         ``SYNK_STUCK_AFTER`` seconds (an environment variable; 60 by default, 0 for never), the log shows this text
         once.
+
+        Raises
+        ------
+        ClosedError
+            If the runtime is closed.
         """
         if self.is_closed:
             raise ClosedError("cannot look at the workers: the runtime is closed.") from self._session.cause
@@ -424,11 +433,10 @@ class Runtime:
 
     @verb
     def stacks(self) -> dict[int, str]:
-        """Return the Python stacks of all ranks right now, by rank. Call it from another thread while a call seems
-        stuck.
+        """Return the present Python stacks of all ranks, by rank.
 
-        A rank that is still starting, or whose worker has ended, is left out. :meth:`where` also says what the ranks
-        do.
+        Call it from another thread while a call seems stuck. A rank that is still starting, or whose worker has ended,
+        is left out. :meth:`where` also returns the ranks' phases.
 
         Raises
         ------
@@ -453,8 +461,9 @@ class Runtime:
 
         The running call raises ``CallCancelled`` in its own thread, and so do submitted calls when you ask for their
         results. A call that was already answered keeps its result. Shared variables keep the values they had before.
-        The runtime stays open and the workers live on; if nothing is in flight, nothing happens. A worker that does not
-        answer within two seconds (for instance, stuck in C code) is killed, and replaced by the next call.
+        The runtime stays open, and the workers live on. If nothing is in flight, nothing happens. A worker that does
+        not answer within two seconds (for instance, because it is stuck in C code) is killed, and the next call
+        replaces it.
 
         Raises
         ------
@@ -509,13 +518,13 @@ class Runtime:
 
     @verb
     def restart(self) -> None:
-        """Replace all workers by new ones, which learn everything as it is now.
+        """Replace all workers by new ones, which get everything in its present state.
 
         Use it for changes that calls do not bring to the workers: environment variables, the working folder, installed
         packages, and captured objects that cannot be compared, such as iterators and files. It takes about as long as
         :func:`synk.fork`. Functions are sent again when they are called. ``Data`` and shared variables keep their
-        values. What functions kept on the workers, in closures or globals, is gone; ``on_restart`` of :func:`synk.fork`
-        can bring it back.
+        values. Objects that functions kept on the workers, in closures or globals, are lost; ``on_restart`` of
+        :func:`synk.fork` can make them again.
 
         Raises
         ------
@@ -530,11 +539,13 @@ class Runtime:
 
     @verb
     def close(self) -> None:
-        """End the workers and release everything. It may be called again, and ends within a bounded time.
+        """End the workers and release everything, within a bounded time. A second call does nothing.
 
         A call that runs in another thread ends with ``ClosedError`` there, and so do submitted calls.
         """
         session = self._session
+        # Before the workers end: replicated objects and programs fetch their last state. Not in a forked copy, which
+        # has no workers, and not inside of an operation of this thread, which these functions could not begin.
         if session.is_own_process and not session.is_closed and not session.is_mine():
             while session.at_close:
                 session.at_close.pop()()
@@ -550,7 +561,7 @@ class Runtime:
         self.close()
 
     def __synk_recipe__(self) -> tuple[Any, ...]:
-        """Return what stands for it in a program: the runtime that the program is put on."""
+        """Return the recipe of a runtime in a program: it stands for the runtime on which the program is put."""
         return ("runtime",)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Where a table that changes is shown: in a notebook, by rich in a terminal, or as plain text."""
+"""Shows a table that changes: in a notebook, by rich in a terminal, or as plain text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class Screen(Protocol):
-    """Shows one object, as it is at each :meth:`show`."""
+    """Shows one object again and again, in its state at each :meth:`show`."""
 
     def show(self) -> None: ...
 
@@ -15,7 +15,7 @@ class Screen(Protocol):
 
 
 def screen_for(value: Any) -> Screen:
-    """Return where to show ``value``, by its ``_repr_html_`` in a notebook and else by its ``repr``."""
+    """Return the screen for ``value``, which is shown by its ``_repr_html_`` in a notebook and else by its ``repr``."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if getattr(shell, "kernel", None) is not None:
         return _Cell(value)
@@ -44,13 +44,13 @@ class _Cell:
 
 
 class _Terminal:
-    """The last lines of a terminal; what is printed meanwhile appears above them."""
+    """The last lines of a terminal. Text that is printed meanwhile appears above them."""
 
     def __init__(self, value: Any, console: Any) -> None:
         from rich.live import Live
 
         self._value = value
-        self._live = Live(console=console, auto_refresh=False)  # otherwise it starts a thread
+        self._live = Live(console=console, auto_refresh=False)  # auto_refresh would start a thread
         self._live.start()
 
     def show(self) -> None:

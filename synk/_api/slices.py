@@ -1,4 +1,4 @@
-"""Out of memory becomes slices: how many slices a function needs for which shapes, as earlier calls have shown."""
+"""``on_oom="slices"``: remembers how many slices a function needs for arguments of which shapes."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class Slices:
         self._known: dict[Any, int] = {}
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any], num_slices: Any) -> Any:
-        """Return how many slices a call needs: at least the number that was asked for."""
+        """Return the number of slices for a call: the remembered number, or ``num_slices`` if that is larger."""
         if not self._known:
             return num_slices
         return max(num_slices, self._known.get(_shapes(args, kwargs), 1))
 
     def help_against(self, error: BaseException, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether a call with more slices can help after an error. If so, the next such call uses them."""
+        """Return whether more slices can help after an error. If they can, the next call with such shapes uses them."""
         cause = error.__cause__
         if not isinstance(error, MemoryError) or not isinstance(cause, RemoteError):
             return False
-        if not getattr(error, "_is_put_back", True):  # what it changes is not as it was before the call
+        if not getattr(error, "_is_put_back", True):  # some resident objects are not as they were before the call
             return False
         shapes = _shapes(args, kwargs)
         num_slices = self._known.get(shapes, 1)

@@ -1,4 +1,8 @@
-"""Calls over an iterable of batches: submitted ahead, with results in order."""
+"""Calls over an iterable of batches: submitted ahead, with results in order.
+
+At most ``NUM_LANES`` calls are in flight. The iterable is the user's code: it runs in the caller's thread, between
+operations, at a safe point.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ def stream(submit: Callable[[Any], PendingCall[Any]], name: str, batches: Iterat
     """Yield the result for each of ``batches``; see :meth:`synk.Function.stream`."""
     calls: deque[PendingCall[Any]] = deque()
     error: Exception | None = None
-    number = 0  # of the batch whose result comes next
+    number = 0  # the number of the batch whose result comes next
     is_at_end = False
     while calls or not is_at_end:
         if not is_at_end:
@@ -37,7 +41,7 @@ def stream(submit: Callable[[Any], PendingCall[Any]], name: str, batches: Iterat
                     calls.append(submit(safe_point(next, batches)))
                 except StopIteration:
                     is_at_end = True
-                except Exception as raised:  # from the iterable, or for bad input: it comes after the results before it
+                except Exception as raised:  # from the iterable, or for bad input: raised after the results before it
                     is_at_end, error = True, raised
         while calls and (is_at_end or len(calls) == NUM_LANES or calls[0].done()):
             yield _result(calls, name, number)
@@ -47,18 +51,21 @@ def stream(submit: Callable[[Any], PendingCall[Any]], name: str, batches: Iterat
 
 
 def arguments(batch: Any) -> tuple[Any, ...]:
-    """Return the arguments that a batch stands for. A tuple or list, as a data loader gives it, holds one for each."""
+    """Return the arguments of the call for a batch. A tuple or list, as a data loader returns it, holds all of them."""
     return tuple(batch) if type(batch) in (tuple, list) else (batch,)
 
 
 def _result(calls: deque[PendingCall[Any]], name: str, number: int) -> Any:
-    """Return the result of the oldest call. If it has failed, the others are ended before the error is raised."""
+    """Return the result of the oldest call. If it has failed, wait for the others before the error is raised.
+
+    The iterator ends with the error, so nobody else would take the others' results, or see their errors.
+    """
     with operation():
         try:
             return calls.popleft().result()
         except Exception as error:
             add_note(error, f"for batch {number} of the stream of {name!r}")
-            for call in calls:  # their results are no longer wanted
+            for call in calls:
                 with contextlib.suppress(Exception):
                     call.result()
             raise
@@ -78,7 +85,8 @@ def check_batch_size(batch_size: Any, name: str) -> int:
 def blocks(bound: BoundArguments, batch_size: int, name: str) -> tuple[int, Iterator[Block]]:
     """Return the number of blocks of rows, and an iterator over the arguments of the call for each block.
 
-    Workers take the rows of ``Data`` and sharded variables themselves. Other arrays are sliced here.
+    If all scattered arguments are ``Data`` or sharded variables, the workers take the rows themselves, by ``batch``.
+    Otherwise they are sliced here.
 
     Raises
     ------
@@ -115,9 +123,7 @@ def _blocks(bound: BoundArguments, starts: range, batch_size: int, is_held: bool
 
 
 def _leaves(value: Any) -> Iterable[tuple[str, Any]]:
-    """Yield the leaves that have rows, with their paths. Single values in a nested argument are the same for all
-    blocks.
-    """
+    """Return the leaves that have rows, with their paths. Single values in a nested argument go to all blocks."""
     if not is_nested(value):
         return [("", value)]
     leaves, structure = take_apart(value)
@@ -149,7 +155,7 @@ def _cut(value: Any, rows: slice) -> Any:
 
 
 def with_progress(results: Iterator[Any], name: str, length: int) -> Iterator[Any]:
-    """Return an iterator over the same results with a progress bar. ``length`` 0 means that the number is unknown.
+    """Return an iterator over the same results with a progress bar. ``length`` is 0 if the number is unknown.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""The module-level verbs that pass on to the current runtime.
+"""The module-level verbs, which call the verbs of the current runtime.
 
 In one file because each is its documentation and one line of code.
 """
@@ -44,18 +44,18 @@ def data(
     Parameters
     ----------
     value : array-like, shape (rows, *rest), optional
-        Copied in. Without it the contents are zeros.
+        The contents, which are copied. By default zeros.
     dtype, shape, ndim
-        Those of the array. Without a value, dtype and one of the others are needed.
+        The dtype, shape and number of axes. Without a value, ``dtype`` and one of the others are needed.
     minibatch : bool
         Whether the object will hold only the rows of the current batch, in its order: row j belongs to the j-th row
         that ``batch`` selects of the other inputs.
     force_cast : bool
         Whether to allow a cast of ``value`` to ``dtype`` that can lose information.
     oversize : float
-        How much memory to take, as a factor of 1.0 to 2.0, so that the array can grow in place.
+        The memory to take, as a factor of 1.0 to 2.0 of the array's size, so that the array can grow in place.
     name : str, optional
-        For errors.
+        The name in errors.
 
     Returns
     -------
@@ -98,11 +98,11 @@ def shared(value: Any, *, sharded: bool = False, name: str | None = None) -> Sha
     Parameters
     ----------
     value : array-like, or a nesting (tuple, list, dict) of them
-        Copied to every rank or, if ``sharded``, divided among the ranks by rows.
+        The first value. It is copied to every rank or, if ``sharded``, divided among the ranks by rows.
     sharded : bool
         Whether each rank gets a shard of the rows instead of a replica.
     name : str, optional
-        For errors.
+        The name in errors.
 
     Returns
     -------
@@ -147,9 +147,9 @@ def resident(
     Parameters
     ----------
     obj : object
-        Copied to every rank by one pickle, so that several objects in a tuple keep what they share.
+        The object, copied to every rank by one pickle, so that several objects in a tuple still share their parts.
     name : str, optional
-        For errors. By default the name of its class.
+        The name in errors. By default the name of the object's class.
     dump, load : callable, optional
         How a rank takes over another rank's state: ``load(object, dump(object_of_another_rank))`` changes ``object`` in
         place. Both are sent to the workers. By default ``state_dict`` and ``load_state_dict``, if the object, or each
@@ -162,7 +162,7 @@ def resident(
     Raises
     ------
     SerializationError
-        If the object cannot be pickled, or not be loaded on the workers.
+        If the object cannot be pickled, or cannot be loaded on the workers.
     NotForkedError, ClosedError
         If there is no open runtime.
 
@@ -216,7 +216,7 @@ def map(
     ordered: bool = True,
     progress: bool = False,
 ) -> Iterator[R]:
-    """Return an iterator over what ``fn`` returns for each item. Workers get new items as they become free.
+    """Return an iterator over the results of ``fn`` for each item. Workers get new items as they become free.
 
     Use it for work that comes in items: files, parameter sets, starting points. For rows of arrays use
     :func:`synk.function`. ``from synk import *`` leaves it out, because it would hide the built-in ``map``.
@@ -224,15 +224,15 @@ def map(
     Parameters
     ----------
     fn : callable
-        A plain function of one item, or of one item from each iterable. Each item is a run on one worker alone:
+        A plain function of one item, or of one item from each iterable. It runs for each item on one worker alone:
         ``synk.comm`` has no meaning there, and shared variables (replicated ones) can be read but not assigned.
     *iterables : iterable
-        Objects that can be pickled. Items are taken as workers need them, so an iterable may be endless. The shortest
-        iterable ends the map, as for the built-in one.
+        The items, objects that can be pickled. They are taken as workers need them, so an iterable may be endless. The
+        shortest iterable ends the map, as in the built-in ``map``.
     batch_size : int, optional
-        How many items to send to a worker at a time. By default a few at first, then as many as take 20 to 200 ms.
+        The number of items to send to a worker at a time. By default a few at first, then as many as take 20 to 200 ms.
     ordered : bool
-        False: results come as soon as they are there, and not in the order of the items.
+        Whether results come in the order of the items. Otherwise they come as soon as they are there.
     progress : bool
         Whether to show a progress bar, by tqdm (``pip install "synkhronos[progress]"``).
 
@@ -240,24 +240,24 @@ def map(
     -------
     iterator
         The results. The work begins when you ask for the first. At most about four chunks of items for each worker are
-        ahead of what you took, so memory is bounded. Dropping the iterator ends what is in flight.
+        ahead of you, so memory is bounded. Dropping the iterator ends the items in flight.
 
     Raises
     ------
     TypeError, ValueError, SerializationError
         For a function or an option that does not fit, at once.
     Exception
-        From the iterator, after the results of the items before it: what ``fn`` raised, with a note that names the item
-        and a ``RemoteError`` as its cause; what the iterable raised; ``SerializationError`` for an item that cannot be
-        pickled; ``WorkerDied`` and ``CallTimeout`` (the runtime's ``timeout``, for each chunk of items). The map has
-        ended then.
+        From the iterator, after the results of the items before it: the exception of ``fn``, with a note that names the
+        item and a ``RemoteError`` as its cause; the exception of the iterable; ``SerializationError`` for an item that
+        cannot be pickled; ``WorkerDied`` and ``CallTimeout`` (the runtime's ``timeout``, for each chunk of items). The
+        exception ends the map.
 
     Notes
     -----
     You may make other calls between two results: they wait for the items that are running. Arrays of 1 MB and more in
-    an item arrive read-only. An array that is in many items crosses to the workers once, as long as its contents stay
-    the same. A function is sent once, with what it captures when the map begins. The runtime remembers the last 8
-    functions.
+    an item arrive read-only. An array that is in many items is sent to the workers once, as long as its contents stay
+    the same. A function is sent once, with the objects that it captures when the map begins. The runtime remembers the
+    last 8 functions.
 
     Examples
     --------
@@ -277,21 +277,32 @@ def broadcast(variables: Any, values: Any = None) -> None:
     ----------
     variables : Shared or sequence of Shared
     values : value or sequence of values, optional
-        One for each variable.
+        One for each variable. A nested value has the nesting of its variable.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a value does not fit its variable. Nothing has changed then.
     """
     current().broadcast(variables, values)
 
 
 @verb
 def scatter(variables: Any, values: Any, batch: Any = None) -> None:
-    """Split the rows of ``values`` over the ranks, as calls split their inputs.
+    """Divide the rows of ``values`` among the ranks, as calls divide their inputs.
 
     Parameters
     ----------
     variables : Shared or sequence of Shared
     values : array-like of shape (rows, *rest), Data, or a sequence of them
+        One for each variable.
     batch : int, slice, sequence of int or bool mask, optional
-        Which rows of ``values`` to use.
+        The rows of ``values`` to use.
+
+    Raises
+    ------
+    TypeError, ValueError, IndexError
+        If a value does not fit its variable, or ``batch`` does not fit the rows. Nothing has changed then.
     """
     current().scatter(variables, values, batch)
 
@@ -304,15 +315,35 @@ def gather(variables: Any, nd_up: int = 1) -> Any:
     ----------
     variables : Shared or sequence of Shared
     nd_up : {0, 1}
-        1: stacked, with shape ``(world_size, *shape)``; all values must have one shape. 0: concatenated along axis 0;
-        shards may differ in length.
+        With 1 the values are stacked, with shape ``(world_size, *shape)``; all values must have one shape. With 0 they
+        are concatenated along axis 0; shards may differ in length.
+
+    Returns
+    -------
+    ndarray, nesting of ndarray, or list of them
+        New arrays, with the nesting of the variable; a list for a sequence of variables.
+
+    Raises
+    ------
+    ValueError
+        If the shapes do not allow it, or ``nd_up`` is neither 0 nor 1.
     """
     return current().gather(variables, nd_up)
 
 
 @verb
 def all_gather(variables: Any) -> None:
-    """Give every rank the concatenation of all ranks' values along axis 0."""
+    """Give every rank the concatenation of all ranks' values along axis 0.
+
+    Parameters
+    ----------
+    variables : Shared or sequence of Shared
+
+    Raises
+    ------
+    ValueError
+        If a variable has no axis 0. Nothing has changed then.
+    """
     current().all_gather(variables)
 
 
@@ -326,14 +357,35 @@ def reduce(variables: Any, op: str = "avg", in_place: bool = True) -> Any:
         Variables with one shape on all ranks.
     op : {"avg", "sum", "prod", "min", "max"}
     in_place : bool
-        True: the result becomes rank 0's value. False: it is returned and no variable changes.
+        True makes the result rank 0's value. False returns the result and changes no variable.
+
+    Returns
+    -------
+    ndarray, list of ndarray, or None
+        With ``in_place=False``, the result of each variable.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If the op is unknown or does not fit the dtype, or the shapes differ. Nothing has changed then.
     """
     return current().reduce(variables, op, in_place)
 
 
 @verb
 def all_reduce(variables: Any, op: str = "avg") -> None:
-    """Reduce the values of all ranks, which weigh the same, and give every rank the result."""
+    """Reduce the values of all ranks and give every rank the result. All ranks weigh the same.
+
+    Parameters
+    ----------
+    variables : Shared or sequence of Shared
+    op : {"avg", "sum", "prod", "min", "max"}
+
+    Raises
+    ------
+    ValueError, TypeError
+        As for :func:`reduce`.
+    """
     current().all_reduce(variables, op)
 
 
@@ -348,7 +400,12 @@ def set_value(variables: Any, values: Any, rank: int | None = None, batch: Any =
         One for each variable.
     rank : int, optional
     batch : int, slice, sequence of int or bool mask, optional
-        Which rows of ``values`` to use.
+        The rows of ``values`` to use.
+
+    Raises
+    ------
+    TypeError, ValueError, IndexError
+        If a value does not fit its variable, or there is no such rank. Nothing has changed then.
     """
     current().set_value(variables, values, rank, batch)
 
@@ -411,6 +468,6 @@ def distribute() -> None:
     Raises
     ------
     SerializationError
-        If one cannot be pickled, or not be loaded on the workers. It is then on no rank.
+        If a function cannot be pickled, or cannot be loaded on the workers. Then no rank has it.
     """
     current().distribute()

@@ -32,20 +32,21 @@ Try = Callable[[CallOptions], Tried]
 
 @dataclass(frozen=True)
 class VerifiedOutput:
-    """What is known about one output, or one shared variable that the function assigned.
+    """The verdict on one output, or on one shared variable that the function assigned.
 
     Attributes
     ----------
     name : str
-        Its path in the result, for instance ``"[0]['loss']"``; empty if the function returns one value.
+        The path in the result, for instance ``"[0]['loss']"``; empty if the function returns one value.
     op : op, or None
-        As given in ``outputs``; for a variable ``"shard"`` or ``"replica"``.
+        The op in ``outputs``; for a variable ``"shard"`` or ``"replica"``.
     verdict : str
         ``"equal"`` or ``"different"``. ``"one per rank"`` (op None) is not compared. If values differ for a legitimate
-        reason, the reason: ``"random"``, ``"communicates"``, or ``"per rank"`` (built with ``per_rank=True``).
+        reason, the verdict is the reason: ``"random"``, ``"communicates"``, or ``"per rank"`` (built with
+        ``per_rank=True``).
     difference : float
-        The largest absolute difference from the serial value, or of the serial value from the plain one. NaN if the
-        values have no difference (shapes, text, objects).
+        The largest absolute difference between the value and the serial value, or between the serial value and the
+        plain one. NaN if there is no difference to compute (other shapes, text, objects).
     matching : tuple of str
         The ops that give the serial value, if the chosen op does not.
     plain_verdict : str
@@ -63,19 +64,20 @@ class VerifiedOutput:
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """What :meth:`synk.Function.verify` found.
+    """The result of :meth:`synk.Function.verify`.
 
-    True if every output that can be compared equals the serial one, the serial one equals that of the plain function
-    wherever it was compared, and nothing that the function captured is stale.
+    True if every output that can be compared equals the serial output, the serial output equals that of the plain
+    function wherever it was compared, and no captured object of the workers is out of date.
 
     Attributes
     ----------
     function : str
+        The name of the function.
     outputs : tuple of VerifiedOutput
     notes : tuple of str
-        What else was noticed about the function, in words.
+        Sentences about other observations.
     stale : tuple of str
-        The notes about what the workers hold of the function that is out of date.
+        The notes about captured objects that are out of date on the workers.
     """
 
     function: str
@@ -124,19 +126,21 @@ def verify(
     Parameters
     ----------
     name : str
-        Name of the function, which has these ``outputs``.
+        The name of the function.
+    outputs
+        The function's ops.
     run : callable
         Runs the call with other options.
     options : CallOptions
-        Those of the parallel call.
+        The options of the parallel call.
     plain : PlainCall
         The same call of the plain function.
     stale : sequence of str
-        What the workers hold of the function that is out of date, each as a sentence.
+        A sentence for each captured object that is out of date on the workers.
     known : Traits
-        What the function does that means the same in parallel and serially.
+        The function's traits that mean the same in parallel and serially.
     without_draws : callable or None
-        What to run in place of a function that draws random numbers.
+        Runs the call of another function, in place of one that draws random numbers.
     """
     is_per_rank = plain.callee.per_rank
     serial_options = replace(options, num_slices=1, is_serial=True, is_apart=True)
@@ -144,7 +148,7 @@ def verify(
     again = run(serial_options)
     switched = ""
     if without_draws is not None and (serial.traits & Traits.DRAWS or _are_different(serial, again)):
-        switched = "Compared with all modules but batch norms in eval(), for it draws random numbers (as dropout does)."
+        switched = "Compared with all modules but batch norms in eval(): it draws random numbers (as dropout does)."
         run = without_draws
         serial, again = run(serial_options), run(serial_options)
     serial_s = time.monotonic() - started
@@ -190,7 +194,7 @@ def _are_different(serial: Tried, again: Tried) -> bool:
 
 
 def _reason(is_random: bool, traits: Traits, is_per_rank: bool) -> str:
-    """Return why values may rightly differ from the serial ones, or else "different"."""
+    """Return the reason why values may rightly differ from the serial ones; "different" if there is none."""
     if is_random or traits & Traits.DRAWS:
         return "random"
     if traits & Traits.COMMUNICATES:
@@ -258,7 +262,7 @@ def _compare_variables(
     tolerance: Tolerance,
     reason: str,
 ) -> list[VerifiedOutput]:
-    """Compare what the two calls assigned: all shards together, or the replica of each rank."""
+    """Compare the values that the two calls assigned: all shards together, or the replica of each rank."""
     results = []
     for variable, (expected,) in serial.items():
         values = assigned.get(variable, [])

@@ -40,6 +40,15 @@ def wrap(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
 
     This is :func:`function`, but the first call forks if there is no runtime. The workers end with the program.
 
+    Parameters
+    ----------
+    fn, **options
+        As for :func:`function`, which also lists the errors.
+
+    Returns
+    -------
+    Function
+
     Examples
     --------
     >>> import numpy as np, synk

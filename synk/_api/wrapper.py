@@ -30,7 +30,10 @@ class WrappedCall:
         return self._call.ranks
 
     def result(self, timeout: float | None = None) -> Any:
-        """Wait for the call to end and return its finished result, as :meth:`synk.PendingCall.result` does."""
+        """Wait for the call to end and return its finished result, as :meth:`synk.PendingCall.result` does.
+
+        The result is finished once, by the first call of this method that succeeds.
+        """
         if self._finish is not None:
             self._value = self._finish(self._call.result(timeout))
             self._finish = None
@@ -48,7 +51,7 @@ class WrappedCall:
         self._call.add_done_callback(lambda _: fn(self))
 
     def done(self) -> bool:
-        """Return whether the call has ended, with or without an error. Never waits for it."""
+        """Return whether the call has ended, with or without an error. This never waits."""
         return self._call.done()
 
     def __repr__(self) -> str:
@@ -58,8 +61,8 @@ class WrappedCall:
 class FunctionWrapper:
     """The base of a class whose objects are called like the function that they wrap.
 
-    They have all verbs of a function: calls with all options, ``serial``, ``repeat``, ``submit``, ``stream``, ``rows``,
-    ``verify``, ``build_inputs``. A derived class defines in :meth:`finish` what becomes of a result.
+    They have the verbs of a function: calls with all options, ``serial``, ``repeat``, ``submit``, ``stream``, ``rows``,
+    ``verify``, ``build_inputs``. A derived class turns a result into the caller's result in :meth:`finish`.
 
     Parameters
     ----------
@@ -88,7 +91,7 @@ class FunctionWrapper:
         self.function = function
 
     def finish(self, result: Any) -> Any:
-        """Return what the caller gets for the result of a call. It runs once for each call, in the master."""
+        """Return the caller's result for the result of a call. This runs once for each call, in the master."""
         return result
 
     @property
@@ -100,11 +103,11 @@ class FunctionWrapper:
         return self.finish(self.function(*args, **options))
 
     def serial(self, /, *args: Any, **options: Any) -> Any:
-        """Call it serially; see :meth:`synk.Function.serial`."""
+        """Call the function serially; see :meth:`synk.Function.serial`."""
         return self.finish(self.function.serial(*args, **options))
 
     def repeat(self, num_repeats: int, /, *args: Any, **options: Any) -> Any:
-        """Call it several times for one message; see :meth:`synk.Function.repeat`. Only the last result is finished."""
+        """Call it repeatedly with one message; see :meth:`synk.Function.repeat`. Only the last result is finished."""
         return self.finish(self.function.repeat(num_repeats, *args, **options))
 
     def submit(self, /, *args: Any, **options: Any) -> WrappedCall:
@@ -112,19 +115,19 @@ class FunctionWrapper:
         return WrappedCall(self.function.submit(*args, **options), self.finish)
 
     def verify(self, /, *args: Any, **options: Any) -> Report:
-        """Compare what the wrapped function returns; see :meth:`synk.Function.verify`."""
+        """Compare the results of the wrapped function, not finished; see :meth:`synk.Function.verify`."""
         return self.function.verify(*args, **options)
 
     def stream(self, batches: Iterable[Any], **options: Any) -> Iterator[Any]:
-        """Call it for each batch; see :meth:`synk.Function.stream`. Each result is finished when it is asked for."""
+        """Call the function for each batch; see :meth:`synk.Function.stream`. Results are finished one by one."""
         results = self.function.stream(batches, **options)
         return (self.finish(result) for result in results)
 
     def rows(self, /, *args: Any, **options: Any) -> Iterator[Any]:
-        """Call it for blocks of rows; see :meth:`synk.Function.rows`. Each result is finished when it is asked for."""
+        """Call the function for blocks of rows; see :meth:`synk.Function.rows`. Results are finished one by one."""
         results = self.function.rows(*args, **options)
         return (self.finish(result) for result in results)
 
     def build_inputs(self, *arrays: Any, **options: Any) -> tuple[Data, ...]:
-        """Make its inputs; see :meth:`synk.Function.build_inputs`."""
+        """Make the inputs of the function; see :meth:`synk.Function.build_inputs`."""
         return self.function.build_inputs(*arrays, **options)

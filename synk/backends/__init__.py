@@ -1,4 +1,4 @@
-"""What a worker needs of an array library: the protocol, and the one place where a backend is chosen by name."""
+"""Backends: the protocol for an array library on a worker, and the one place where a backend is chosen by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MODULES = {
 BACKENDS = tuple(_MODULES)
 """The backends by name. A backend is named like the package of its arrays."""
 
-# Where to find `on_host` for objects of a package.
+# The module with `on_host` for the objects of each package.
 _LIBRARIES = {name: module for name, module in _MODULES.items() if name != "numpy"} | dict.fromkeys(
     ("jax", "jaxlib"), "synk.backends._frameworks"
 )
@@ -32,7 +32,11 @@ class Backend(Protocol):
     """One device and its arrays.
 
     Host arrays here are NumPy arrays, mostly views of shared segments. Device arrays belong to the backend's library. A
-    backend raises ``UnsupportedError`` for what it lacks.
+    backend raises ``UnsupportedError`` for an operation or a dtype that it lacks.
+
+    Copies to and from a device may be queued. Until ``synchronize`` has returned, host memory that a copy reads must
+    not be changed or unmapped, and host memory that a copy writes must not be read. On the CPU arrays are the host
+    memory itself, and nothing is queued.
     """
 
     name: str
@@ -47,25 +51,25 @@ class Backend(Protocol):
     """The namespace with NumPy's functions for the backend's arrays."""
 
     def note_segment(self, segment: Segment) -> None:
-        """Note a shared segment: arrays will be copied from it and to it."""
+        """Note a shared segment, from which and to which arrays will be copied."""
 
     def forget_segment(self, segment: Segment) -> None:
-        """Forget a segment that is about to be unmapped."""
+        """Forget a segment that is about to be unmapped. No call that is in flight uses it."""
 
     def is_array(self, value: Any) -> bool:
-        """Whether the methods below accept ``value`` as an array: one of the backend's, or of NumPy's."""
+        """Whether the methods below accept ``value`` as an array: an array of the backend or of NumPy."""
 
     def from_host(self, host: np.ndarray) -> Any:
-        """Return a device array with the values of ``host``; on the CPU ``host`` itself (a read-only view)."""
+        """Return a device array with the values of ``host``. On the CPU it is ``host`` itself (a read-only view)."""
 
     def take_rows(self, host: np.ndarray, indices: np.ndarray) -> Any:
         """Return a device array of the rows ``host[indices]``, shape ``(len(indices), *rest)`` (a copy)."""
 
     def take(self, array: Any, indices: np.ndarray) -> Any:
-        """Return a new array with the rows ``indices`` (positions on the host) of an array of the backend."""
+        """Return a new array with the rows of an array of the backend at ``indices``, a host array of positions."""
 
     def from_objects(self, value: Any) -> Any:
-        """Return a broadcast object as functions see it, with the arrays in its tuples, lists and dicts converted."""
+        """Return a broadcast object for functions, with the arrays in its tuples, lists and dicts converted."""
 
     def as_output(self, value: Any) -> Any:
         """Return an array or scalar that a function returned as an array of the backend; None if it is neither.
@@ -79,7 +83,7 @@ class Backend(Protocol):
         Raises
         ------
         TypeError
-            If it cannot be converted. The text names ``what``.
+            If ``value`` cannot be converted. The text names ``what``.
         """
 
     def flat(self, array: Any) -> Any:
@@ -89,16 +93,16 @@ class Backend(Protocol):
         """Copy an array into the host array ``out`` of the same shape and dtype. ``synchronize`` waits for it."""
 
     def host_copy(self, array: Any) -> np.ndarray:
-        """Return the values on the host, now. An array that lies there is returned itself."""
+        """Return the values on the host, after waiting for them. An array that lies on the host is returned itself."""
 
     def own_copy(self, array: Any) -> Any:
-        """Return a new array in the same memory space, which only the caller has."""
+        """Return a copy in the same memory, to which nobody else refers."""
 
     def torch_device(self) -> str:
         """Return the kind of device on which torch computes beside this backend: ``"cpu"``, ``"cuda"``, ..."""
 
     def converters(self, framework: str) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-        """Return functions that convert arrays to arrays of ``"torch"`` or ``"jax"`` and back, without a copy."""
+        """Return functions that convert to arrays of ``"torch"`` or ``"jax"`` and back, if possible without a copy."""
 
     def running(self) -> contextlib.AbstractContextManager[Any]:
         """Make the backend's device and stream current while the body runs."""
@@ -107,10 +111,10 @@ class Backend(Protocol):
         """Return when everything queued on the device is done."""
 
     def explain(self, error: BaseException, what: str) -> BaseException:
-        """Return the error to report for an error that ended ``what``."""
+        """Return the error to report for an error that ended ``what``, for instance a MemoryError with advice."""
 
     def recover(self) -> bool:
-        """Clean up after an exception. Return whether the device still works."""
+        """Wait for work that an exception left on the device, and clean up. Return whether the device still works."""
 
     def describe(self) -> str:
         """Return one line: library, version, device, memory."""
@@ -123,22 +127,22 @@ class DeviceBackend(Backend, Protocol):
     """A backend whose arrays lie in a memory of their own."""
 
     def beside(self) -> contextlib.AbstractContextManager[Any]:
-        """Let ``from_host`` and ``take_rows`` in the body copy beside the work in flight. Yields an event.
+        """Make ``from_host`` and ``take_rows`` in the body copy beside the work in flight. Yield an event.
 
         The arrays may be used after ``join(event)``.
         """
 
     def join(self, event: Any) -> None:
-        """Make all later device work wait for these copies. The host does not wait."""
+        """Make all later device work wait for the copies of this event. The host does not wait."""
 
     def enter_thread(self) -> None:
-        """Queue this thread's work on the stream of the function, whose own thread is not affected."""
+        """Make the current thread, for instance one of autograd's, queue its work on the stream of the function."""
 
     def is_pinned(self, host: np.ndarray) -> bool:
         """Whether copying a host array to the device does not block the host."""
 
     def take_copied(self) -> tuple[int, int]:
-        """Return how many bytes arrays had that were copied to the device, and back, since this was last called."""
+        """Return the bytes of the arrays copied to the device, and back, since the last call of this method."""
 
 
 class BufferBackend(Backend, Protocol):
@@ -148,51 +152,51 @@ class BufferBackend(Backend, Protocol):
     """The stream on which all work of this process is queued; 0 if nothing is queued."""
 
     def address(self, array: Any) -> int:
-        """Return where the first element of a contiguous array lies."""
+        """Return the address of the first element of a contiguous array."""
 
 
 class NcclBackend(DeviceBackend, BufferBackend, Protocol):
-    """A backend between whose devices NCCL communicates."""
+    """A backend with devices between which NCCL communicates."""
 
     def mark(self) -> Any:
-        """Return an event for everything queued so far."""
+        """Return an event that follows everything queued so far."""
 
     def communicate(self, after: Any, launch: Callable[[int], Any]) -> Any:
-        """Call ``launch(stream)`` with a stream beside that of the work in flight. It starts after the event ``after``.
+        """Call ``launch(stream)`` with another stream than that of the function. It starts after the event ``after``.
 
-        Returns the event of its end. Work that is queued in the meantime runs beside it, until ``join(event)`` or
+        Return the event of its end. Work that is queued in the meantime runs beside it, until ``join(event)`` or
         ``join_communication()``.
         """
 
     def join_communication(self) -> None:
-        """Make all later device work wait for what ``communicate`` launched. The host does not wait."""
+        """Make all later device work wait for the operations of ``communicate``. The host does not wait."""
 
 
 class BackendModule(Protocol):
-    """What a backend's file provides. Only ``open_device`` and ``on_host``, on a worker, need the array library."""
+    """The functions of a backend's file. Only ``open_device`` and ``on_host``, on a worker, need the array library."""
 
     def is_usable(self) -> bool:
         """Whether ``backend="auto"`` may choose it: a device is there and the library is installed."""
 
     def place(self, num_workers: int | None, devices: Sequence[Any] | None) -> DeviceAssignment:
-        """Choose the devices of ``num_workers`` ranks (None: as many as make sense), in the master.
+        """Choose the devices of ``num_workers`` ranks, in the master. None means one rank for each device or core.
 
         Raises
         ------
         UnsupportedError
             If there is no such device. The message says why, and what to install.
         ValueError, TypeError
-            If the arguments, or environment variables, make no sense here.
+            If an argument, or an environment variable, has no valid value.
         """
 
     def open_device(self, device: str) -> Backend:
         """Open one of the devices that ``place`` returned, on a worker."""
 
     def on_host(self, obj: Any) -> Any:
-        """Return an object of the array library as one of the host, if it lies on a device; any other unchanged."""
+        """Return an array of the library that lies on a device as a host array; any other object unchanged."""
 
     def report(self) -> list[str]:
-        """Return what ``synk.info()`` says about the devices; nothing where there is nothing to say."""
+        """Return the lines of ``synk.info()`` about the devices, if any."""
 
 
 def backend_module(name: str) -> BackendModule:
@@ -201,7 +205,7 @@ def backend_module(name: str) -> BackendModule:
     Raises
     ------
     ValueError
-        If there is none of this name.
+        If there is no backend with this name.
     """
     if name not in BACKENDS:
         other = _OTHER_NAMES.get(str(name))
@@ -216,7 +220,7 @@ def _how_to_install(name: str) -> str:
 
 
 def on_host(obj: Any) -> Any:
-    """Return an array that any library holds on a device as one of the host; anything else unchanged.
+    """Return an array of any library that lies on a device as a host array; any other object unchanged.
 
     The master must not touch a device: a context there costs memory on every GPU, and ends the use of ``os.fork``.
     """

@@ -1,4 +1,4 @@
-"""What a backend's ``place`` returns: the devices of a runtime's ranks."""
+"""The result of a backend's ``place``: the devices of a runtime's ranks."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class DeviceAssignment:
-    """The device of each rank, and what a process needs to use it.
+    """The device of each rank, and the environment in which its process can use it.
 
     Attributes
     ----------
     devices : tuple of str
+        The name of each rank's device.
     environments : tuple of dict
-        The whole environment of each rank. Empty if the ranks can use the master's.
+        The whole environment of each rank. Empty if the ranks use the master's.
     cpus : tuple of tuple of int
-        The CPUs that each rank is bound to; empty if a rank may run on any.
+        The CPUs that each rank is bound to. Empty if all ranks may run on any.
     has_devices : bool
         Whether the arrays of the workers lie in a memory of their own, which the master cannot see.
     can_use_nccl : bool
@@ -50,16 +51,16 @@ def choose_named(found: Sequence[str], num_workers: int | None, devices: Sequenc
     Parameters
     ----------
     found : sequence of str
-        The names of the devices that are there. Workers may share ``"cpu"``, if that is all there is.
+        The names of the devices that are there.
     num_workers : int, optional
-        Use the first devices. None: all of them, or one worker for each of ``devices``.
+        Use the first ``num_workers`` devices. By default all of them, or one worker for each of ``devices``.
     devices : sequence of str, optional
-        The name of one for each rank; one may appear several times.
+        The name of each rank's device. A device may appear several times, and ``"cpu"`` is always allowed.
 
     Raises
     ------
     ValueError
-        If there are fewer devices than workers, or there is none of a name.
+        If there are fewer devices than workers, or no device has one of the names.
     """
     names = ", ".join(found)
     if devices is None:

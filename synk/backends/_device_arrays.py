@@ -1,4 +1,4 @@
-"""What the backends share whose arrays lie in a memory of their own."""
+"""The common part of the backends whose arrays lie in a memory of their own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from synk.backends._numpy import NumpyBackend
 class DeviceArrays:
     """The arrays of a library on one device. Numbers and text that functions return stay on the host.
 
-    A backend brings ``has_dtype``, ``from_host`` and ``as_output``.
+    A backend adds ``has_dtype`` and ``from_host``, and ``as_output`` if functions may return other arrays.
     """
 
     is_device = True
@@ -82,7 +82,7 @@ class DeviceArrays:
         array = self.as_output(value)
         if array is None:
             array = as_plain_array(value, what)
-        # A copy of the user's array, because the array may be changed while the copy to the device is still running.
+        # The user may change the array while its copy to the device is still running, so a copy of it is the source.
         return self.from_host(np.array(array)) if isinstance(array, np.ndarray) else array
 
     def take_copied(self) -> tuple[int, int]:

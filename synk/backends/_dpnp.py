@@ -1,8 +1,8 @@
 """The backend ``"dpnp"``: devices of OpenCL and SYCL, through dpnp's arrays. Tried on CPUs only.
 
-dpnp queues work on the device and keeps it in order by events, which the copies here take part in: each waits for the
-work queued before it, and later work waits for it. Host memory is kept until its copy has ended. Inputs of a call that
-is known before the one ahead of it has ended are copied by a second queue.
+dpnp queues work on the device and keeps it in order by events. The copies here take part in this order: each waits for
+the work queued before it, and later work waits for it. Host memory is kept alive until its copy has ended. If the next
+call is known before the current one has ended, a second queue copies its inputs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from synk.errors import UnsupportedError
 _DTYPES = DEVICE_DTYPES - {"bfloat16"}
 _SELECTOR = "ONEAPI_DEVICE_SELECTOR"
 
-# Each device's kind, and the text that selects it alone. A GPU is listed by each driver that knows it.
+# The kind and the driver of each device, and the text that selects it alone. Each driver that knows a GPU lists it.
 _LIST = """
 import dpctl, json
 print(json.dumps([[device.device_type.name, device.backend.name,
@@ -41,7 +41,7 @@ def is_usable() -> bool:
 
 
 def place(num_workers: int | None, devices: Sequence[Any] | None) -> DeviceAssignment:
-    """Choose GPUs by a process that asks dpctl, or divide the CPU's cores where there are none."""
+    """Choose GPUs, or divide the CPU's cores where there are none. A child process asks dpctl for the devices."""
     if not is_usable():
         raise UnsupportedError(
             "cannot fork with backend 'dpnp': dpnp is not installed. Run pip install \"synkhronos[dpnp]\" (2.9 GB)."
@@ -71,12 +71,12 @@ def place(num_workers: int | None, devices: Sequence[Any] | None) -> DeviceAssig
 
 
 def _selectors(listed: Sequence[Sequence[str]]) -> dict[str, str]:
-    """Return how each device is selected, by its name: ``"cpu"`` and ``"gpu:0"``, ``"gpu:1"``, ..."""
+    """Return the text that selects each device, by the device's name: ``"cpu"``, ``"gpu:0"``, ``"gpu:1"``, ..."""
     gpus = [(driver, selector) for kind, driver, selector in listed if kind == "gpu"]
     drivers = {driver for driver, _ in gpus}
     preferred = "level_zero" if "level_zero" in drivers else min(drivers, default="")
     found = [selector for driver, selector in gpus if driver == preferred]
-    # The number of OpenCL's CPU selects nothing.
+    # OpenCL's CPU cannot be selected by its number.
     cpu = {"cpu": "*:cpu"} if any(kind == "cpu" for kind, _, _ in listed) else {}
     return {f"gpu:{index}": selector for index, selector in enumerate(found)} | cpu
 
@@ -90,13 +90,13 @@ def _divided(allowed: Sequence[int], devices: Sequence[str]) -> tuple[tuple[int,
 
 
 def _library_variables() -> dict[str, str]:
-    """Return what OpenCL's loader needs to find the CPU: the wheel's own file names a folder that does not exist."""
+    """Return the variable by which OpenCL's loader finds the CPU. The wheel's own file names a missing folder."""
     library = os.path.join(sys.prefix, "lib", "libintelocl.so")
     return {} if "OCL_ICD_FILENAMES" in os.environ or not os.path.exists(library) else {"OCL_ICD_FILENAMES": library}
 
 
 def open_device(device: str) -> DpnpBackend:
-    os.environ.update(_library_variables())  # of an inline rank; a worker has them
+    os.environ.update(_library_variables())  # for an inline rank; a worker has them already
     return DpnpBackend(device)
 
 
@@ -109,7 +109,7 @@ def report() -> list[str]:
 
 
 class DpnpBackend(DeviceArrays):
-    """The arrays of one worker on the device that dpnp computes on by default.
+    """The arrays of one worker on dpnp's default device.
 
     Raises
     ------
@@ -127,19 +127,20 @@ class DpnpBackend(DeviceArrays):
 
         super().__init__(device, dpnp)
         self._dpctl: Any = dpctl
-        self._queue: Any = dpnp.empty(0).sycl_queue  # the one of all arrays that functions make
+        self._queue: Any = dpnp.empty(0).sycl_queue  # the queue of all arrays that functions make
         self._copy_queue: Any = dpctl.SyclQueue(self._queue.sycl_context, self._queue.sycl_device)
-        self._copied: list[Any] | None = None  # events of the copies that go beside the work
-        # Copies that may not have ended: each an event, and what it reads or writes.
+        self._copied: list[Any] | None = None  # inside of ``beside``, the events of its copies
+        # Copies that may not have ended: each has an event (None before it is queued) and the memory that it reads and
+        # writes, which this list keeps alive.
         self._in_flight: list[list[Any]] = []
 
     @property
     def _order(self) -> Any:
-        """dpnp's record of what is queued."""
+        """dpnp's record of the work in its queue."""
         return self._dpctl.utils.SequentialOrderManager[self._queue]
 
     def forget_segment(self, segment: Segment) -> None:
-        """Wait for the copies that may read the segment."""
+        """Wait for all copies, which may read or write the segment."""
         self._copy_queue.wait()
         self.synchronize()
 
@@ -199,9 +200,10 @@ class DpnpBackend(DeviceArrays):
             self._order.add_event_pair(event, event)
 
     def _copy(self, queue: Any, destination: Any, source: Any, after: Sequence[Any]) -> Any:
-        """Copy all of ``source`` behind the events ``after``; return the event of its end."""
+        """Queue a copy of ``source`` behind the events ``after``. Return the event of its end."""
         copy = [None, destination, source]
-        self._in_flight.append(copy)  # before it begins, because an interrupt may come between any two lines
+        # Noted before it begins: an interrupt may come between any two lines, and a running copy needs its memory.
+        self._in_flight.append(copy)
         copy[0] = queue.memcpy_async(destination, source, source.nbytes, after)
         return copy[0]
 
@@ -214,7 +216,7 @@ class DpnpBackend(DeviceArrays):
         return "cpu"
 
     def converters(self, framework: str) -> tuple[Converter, Converter]:
-        """Return functions that convert through the host: with copies, since torch and JAX know no memory of SYCL."""
+        """Return functions that convert through host memory, with copies: torch and JAX cannot read SYCL's memory."""
         to_framework, from_framework = host_converters(framework)
         return lambda array: to_framework(self.host_copy(array)), from_framework
 
@@ -232,7 +234,10 @@ class DpnpBackend(DeviceArrays):
         return self.out_of_memory(error, what)
 
     def recover(self) -> bool:
-        """Wait for what an exception left on the device. Return whether the device still works."""
+        """Wait for work that an exception left on the device. Return whether the device still works.
+
+        After the waits no copy runs, so the memory of copies whose event was never noted can go, too.
+        """
         try:
             self._copy_queue.wait()
             self._queue.wait()

@@ -1,4 +1,4 @@
-"""Converts arrays to arrays of other libraries for functions, and back, without a copy."""
+"""Converts arrays for functions to arrays of torch or JAX, and back, without a copy where that is possible."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def host_converters(framework: str) -> tuple[Converter, Converter]:
     """Return ``(to_framework, from_framework)`` between NumPy arrays and arrays of ``framework``.
 
     Arrays of dtypes that the library lacks (text, dates) are not converted. Tensors are views. torch has no read-only
-    tensors: a function that writes into its input (``x += 1``, ``x.relu_()``) changes pages of its own process, which
-    ``synk._worker.held.loans`` drops after the call.
+    tensors: if a function writes into its input (``x += 1``, ``x.relu_()``), it changes copies of the pages in its own
+    process, which ``synk._worker.held.loans`` drops after the call.
 
     Raises
     ------
@@ -31,7 +31,7 @@ def host_converters(framework: str) -> tuple[Converter, Converter]:
 
 
 def on_host(obj: Any) -> Any:
-    """Return a tensor of torch or an array of JAX on a device as one of the host; anything else unchanged."""
+    """Return a tensor of torch or an array of JAX that lies on a device on the host; any other object unchanged."""
     torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
     if torch is not None and isinstance(obj, torch.Tensor):
         return obj if obj.device.type in ("cpu", "meta") else obj.detach().cpu()
@@ -41,7 +41,13 @@ def on_host(obj: Any) -> Any:
 
 
 def bfloat16() -> np.dtype:
-    """Return the dtype bfloat16 of ml_dtypes."""
+    """Return the dtype bfloat16 of ml_dtypes.
+
+    Raises
+    ------
+    TypeError
+        If ml_dtypes is not installed.
+    """
     try:
         import ml_dtypes
     except ImportError as error:
@@ -55,7 +61,8 @@ def _torch_converters() -> tuple[Converter, Converter]:
     import torch
 
     with warnings.catch_warnings():
-        # torch warns once per process that it cannot protect read-only memory. The docstring above covers this.
+        # torch warns once in a process that it cannot protect read-only memory. Here the warning comes and is ignored:
+        # the docstring of ``host_converters`` says why writing does no harm.
         warnings.simplefilter("ignore")
         read_only = np.zeros(1)
         read_only.flags.writeable = False
@@ -88,8 +95,8 @@ def _jax_converters() -> tuple[Converter, Converter]:
 def device_converters(framework: str) -> tuple[Converter, Converter]:
     """Return ``(to_framework, from_framework)`` between CuPy arrays and arrays of ``framework``, by DLPack.
 
-    Each side tells the other its current stream, so the order of the work is kept whatever the streams are. Values on
-    the host, such as CPU tensors, come back as NumPy arrays.
+    Each side tells the other its current stream, so the work stays in order on any streams. Values on the host, such as
+    CPU tensors, come back as NumPy arrays.
 
     Raises
     ------

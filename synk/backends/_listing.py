@@ -1,4 +1,4 @@
-"""What the master asks of an array library without importing it: the version, and the devices through a process."""
+"""Facts about an array library that the master gets without importing it: its version, and the devices by a child."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _LIMIT_S = 120
 
 
 def version_line(library: str) -> list[str]:
-    """Return the line of ``synk.info()`` on a library that is installed; nothing if it is not.
+    """Return the line of ``synk.info()`` about a library; no line if it is not installed.
 
-    The version is read off the folder that pip writes beside the library: ``importlib.metadata`` would import ``csv``
-    and others, and files of the user in the program's current folder may have these names.
+    The version is taken from the name of the folder that pip writes beside the library. ``importlib.metadata`` would
+    import ``csv`` and other modules, and the user may have files with these names in the current folder.
     """
     spec = importlib.util.find_spec(library)
     if spec is None or spec.origin is None:

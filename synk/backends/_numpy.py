@@ -21,7 +21,7 @@ def is_usable() -> bool:
 
 
 def place(num_workers: int | None, devices: Sequence[Any] | None) -> DeviceAssignment:
-    """Give every rank the whole machine: the ranks share its cores."""
+    """Give every rank the whole machine, since the ranks share its cores. By default there is a rank for each core."""
     if devices is not None:
         raise ValueError(f"cannot fork: got devices={devices!r} with backend 'numpy', expected None.")
     count = num_workers or num_cores()
@@ -53,10 +53,10 @@ class NumpyBackend:
         self.device = device
 
     def note_segment(self, segment: Segment) -> None:
-        """Do nothing: segments are read where they are."""
+        """Do nothing: segments are read in place."""
 
     def forget_segment(self, segment: Segment) -> None:
-        """Do nothing: nothing refers to it here."""
+        """Do nothing: the backend keeps no reference to segments."""
 
     def is_array(self, value: Any) -> bool:
         return isinstance(value, np.ndarray)
@@ -75,12 +75,12 @@ class NumpyBackend:
 
     def take_rows(self, host: np.ndarray, indices: np.ndarray) -> np.ndarray:
         rows = host.take(indices, axis=0)
-        rows.flags.writeable = False  # inputs are read-only however their rows were taken
+        rows.flags.writeable = False  # inputs are read-only, also if their rows are copies
         return rows
 
     def as_output(self, value: Any) -> np.ndarray | None:
         if type(value) is np.ndarray:
-            return None if value.dtype.hasobject else _native(value)  # pointers mean nothing in another process
+            return None if value.dtype.hasobject else _native(value)  # pointers to objects are valid here only
         if is_masked(value):
             raise TypeError(
                 "cannot return a masked array: the mask would be lost. Return value.filled(...), or data and mask."
@@ -118,7 +118,7 @@ class NumpyBackend:
         """Do nothing: nothing is queued on a CPU."""
 
     def explain(self, error: BaseException, what: str) -> BaseException:
-        """Return the error to report: torch has no MemoryError for the host."""
+        """Return the error to report. If torch ran out of host memory, it raised a RuntimeError, not a MemoryError."""
         if type(error) is not RuntimeError or "DefaultCPUAllocator: can't allocate memory" not in str(error):
             return error
         explained = MemoryError(f"cannot run {what} on {self.device}: out of memory ({error}).")
@@ -132,7 +132,7 @@ class NumpyBackend:
         return f"numpy {np.__version__}, {num_cores()} cores usable"
 
     def close(self) -> None:
-        """Do nothing: nothing is held."""
+        """Do nothing: there is no device to release."""
 
 
 def _native(array: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
 """The backend ``"torch"``: workers whose functions get tensors, on any device that torch has.
 
 The same code serves the CPU, CUDA, ROCm (which torch calls ``"cuda"``) and Intel's GPUs (``"xpu"``). Only the CPU has
-been tried: on the others nothing here has ever run. Reductions and ``synk.comm`` go through host memory on all of them.
+been tried; nothing here has ever run on the others. Reductions and ``synk.comm`` go through host memory on all of them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def is_usable() -> bool:
 
 
 def place(num_workers: int | None, devices: Sequence[Any] | None) -> DeviceAssignment:
-    """Choose accelerators by a process that asks torch, or the CPU where there are none."""
+    """Choose accelerators, or the CPU where there are none. A child process asks torch for the devices."""
     if not is_usable():
         raise UnsupportedError(
             "cannot fork with backend 'torch': torch is not installed. Run pip install \"synkhronos[torch]\"."
@@ -86,17 +86,17 @@ class TorchBackend(DeviceArrays):
         super().__init__(device, Namespace(torch.device(device)))
         self._torch = torch
         self._device = torch.device(device)
-        # What torch has for this kind of device: streams, memory, waiting. None of the CPU.
+        # torch's module for this kind of device: streams, memory, waiting. None for the CPU.
         self._module: Any = None if self._device.type == "cpu" else getattr(torch, self._device.type)
         self._stream: Any = None
         self._copy_stream: Any = None
         if self._module is not None:
             self._module.set_device(self._device)
             self._stream, self._copy_stream = self._module.current_stream(), self._module.Stream()
-        host_converters("torch")  # has torch give its warning of read-only memory
+        host_converters("torch")  # makes torch give its warning of read-only memory now
 
     def forget_segment(self, segment: Segment) -> None:
-        """Do nothing: nothing refers to it here."""
+        """Do nothing: copies from host memory have ended when ``from_host`` returns."""
 
     # -- to the device ------------------------------------------------------------------------------------------------
 
@@ -111,7 +111,9 @@ class TorchBackend(DeviceArrays):
             tensor = tensor.clone()
         else:
             tensor = tensor.to(self._device)
-            tensor.record_stream(self._stream)  # one that is made on the second stream is read on the first
+            # A tensor that is made on the second stream is read on the first. torch must not reuse its memory before
+            # the first stream has passed.
+            tensor.record_stream(self._stream)
         array: TorchArray = self.xp.ndarray(tensor)
         return array
 
@@ -201,4 +203,4 @@ class TorchBackend(DeviceArrays):
         return f"torch {self._torch.__version__}, {model}"
 
     def close(self) -> None:
-        """Do nothing: the memory goes with the process."""
+        """Do nothing: the memory is freed with the process."""

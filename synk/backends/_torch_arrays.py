@@ -1,4 +1,4 @@
-"""Tensors under the names that NumPy gives an array's attributes and functions: as much of them as synk needs.
+"""Tensors with NumPy's names for attributes and functions, as far as synk needs them.
 
 Functions never see these arrays: they get the tensors themselves.
 """
@@ -16,13 +16,13 @@ import torch
 from synk._pure.dtypes import dtype_name, foreign
 from synk._pure.tensors import dtype_of, tensor_of
 
-# torch computes with these as with signed integers of the same size, or not at all.
+# torch lacks most operations for these unsigned dtypes. They are computed with signed integers of the same size.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 @functools.cache
 def numpy_dtype(dtype: torch.dtype) -> np.dtype:
-    """Return the dtype of NumPy's that has the name of one of torch's, or stands for it."""
+    """Return NumPy's dtype with the name of torch's, or a dtype that stands for it."""
     tensor = torch.empty(0, dtype=dtype)
     name = dtype_of(tensor)
     try:
@@ -32,12 +32,12 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype:
 
 
 def torch_dtype(dtype: Any) -> torch.dtype:
-    """Return the dtype of torch's for one of NumPy's.
+    """Return torch's dtype for one of NumPy's.
 
     Raises
     ------
     TypeError
-        If torch has none.
+        If torch has no such dtype.
     """
     found = getattr(torch, dtype_name(np.dtype(dtype)), None)
     if not isinstance(found, torch.dtype):
@@ -144,9 +144,9 @@ _FORMATS = {"K": torch.preserve_format, "C": torch.contiguous_format}
 def _computed(
     function: Callable[..., torch.Tensor], first: TorchArray, second: Any, out: Any, dtype: Any, *, orders: bool = False
 ) -> TorchArray:
-    """Return ``function`` of an array and an array or a number, in ``out`` if that is given.
+    """Return the result of ``function`` for an array and an array or a number, in ``out`` if that is given.
 
-    ``orders``: whether the function compares the elements.
+    ``orders`` says whether the function compares the elements.
     """
     left = first.tensor if dtype is None else first.tensor.to(torch_dtype(dtype))
     right = second.tensor if isinstance(second, TorchArray) else second.item()
@@ -160,7 +160,10 @@ def _computed(
 def _in_signed(
     function: Callable[..., torch.Tensor], left: torch.Tensor, right: torch.Tensor, orders: bool
 ) -> torch.Tensor:
-    """Return ``function`` of unsigned integers, computed with signed ones of the same bits or the same order."""
+    """Return the result of ``function`` for unsigned integers, computed with signed ones.
+
+    These have the same bits, or, for functions that compare, the same order.
+    """
     signed = _SIGNED[left.dtype]
     flip = torch.iinfo(signed).min if orders else 0
     return (function(left.view(signed) ^ flip, right.view(signed) ^ flip) ^ flip).view(left.dtype)

@@ -1,7 +1,12 @@
 """The agent of a node: to the head it is a process like a worker, and it is the master of the node's own workers.
 
-It has an ordinary session. What the workers load comes from the head, and the agent passes it on unopened. A call comes
-with the rows of the node and then takes the path of every call. Its outputs go back as the ranks published them.
+It has an ordinary session. The functions and objects that workers load come from the head, and the agent passes them on
+unopened. A call comes with the rows of the node and then takes the path of every call. Its outputs go back as the ranks
+published them.
+
+A worker of the node may die at any time, and the session replaces it at the beginning of the next operation. The new
+worker lacks the resident objects that a call may need. So an order says how many replacements the head knows of, and
+the agent refuses it if there were more.
 """
 
 from __future__ import annotations
@@ -44,7 +49,7 @@ Reply = tuple[Status, Any]
 
 
 class Agent:
-    """Does what the head's messages ask of one node.
+    """Acts on the head's messages to one node.
 
     Parameters
     ----------
@@ -56,9 +61,9 @@ class Agent:
 
     def __init__(self, setup: dict[str, Any], is_interrupted: Callable[[], bool]) -> None:
         self._is_interrupted = is_interrupted
-        _, node, *starts = setup["seed"]
+        _, node, *starts = setup["seed"]  # ``starts`` has the number of this start, unless it is the first
         self.node = node
-        self._own_path: list[str] | None = setup.get("own_path")  # on another machine
+        self._own_path: list[str] | None = setup.get("own_path")  # None on the head's own machine
         self._host: str = setup.get("host", "")
         placement = place(setup["num_workers"], setup["backend"], None, False)
         first_rank = setup["first_worker"]
@@ -80,13 +85,13 @@ class Agent:
             process_type=WorkerProcess,
             make_queue=Queue,
         )
-        if starts:
+        if starts:  # the first workers of an agent that was started again are replacements of others
             self.session.functions.note_replacements()
         self.session.workers.settings = RelayedReader(self.session)  # type: ignore[assignment]
         self._functions: dict[int, NodeFunction] = {}
         self._items = ItemsInFlight(self.session)
         self._variables = NodeVariables(self.session)
-        self._untold: list[tuple[str, type[Warning]]] = []  # warnings that the next reply brings
+        self._untold: list[tuple[str, type[Warning]]] = []  # warnings that the next reply will bring
 
     @property
     def description(self) -> str:
@@ -104,12 +109,15 @@ class Agent:
             yield sequence, (status, pickle.dumps(None) if reply is None else self._packed(reply))
 
     def end_items(self) -> None:
-        """End the items that ranks run: the head wants all ranks to be idle."""
+        """End the items that ranks run, because the head wants all ranks to be idle."""
         if self._items:
             self._items.end()
 
     def act(self, kind: int, body: Body | None, sequence: int) -> Reply | None:
-        """Do what a message says. Return the status and the body of the reply, or None if items run now."""
+        """Act on a message. Return the status and the body of the reply, or None if items run now.
+
+        An error of the session becomes the reply, so it does not end the agent.
+        """
         reply: NodeReply | RankReplies
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("ignore")
@@ -128,7 +136,7 @@ class Agent:
                     reply = self._relay(Kind(kind), body.content)
                 else:
                     return Status.DONE, None
-            except CallCancelled:  # the head has asked for it, and waits for no answer
+            except CallCancelled:  # the head has asked for the interrupt, and does not read the answer
                 return Status.INTERRUPTED, pickle.dumps(None)
             except Exception as error:
                 if kind == Kind.LOAD:
@@ -140,23 +148,25 @@ class Agent:
         return Status.ERROR if has_failed else Status.DONE, self._packed(reply)
 
     def _packed(self, reply: NodeReply | RankReplies) -> Parts:
-        """Pack a reply, and with it what the node's session has warned of since the last one."""
+        """Pack a reply, with the warnings of the node's session since the last one."""
         warned, self._untold = self._untold, []
         return with_code(reply._replace(warnings=warned))
 
     def _take_in(self, body: Body) -> None:
-        """Pass on what a message brings besides its content: what to forget, and the program's settings."""
+        """Take in the entries of the head's log that came with a message: settings, variables, and what was dropped."""
         session = self.session
+        # The last call may have assigned variables, and only this message says whether the head has committed it.
         committed = next((value for kind, _, value in body.news if kind == "commit"), None)
-        self._variables.settle(committed)  # before what the head has set, or dropped, since then
+        self._variables.settle(committed)  # first, because the head may have set or dropped variables since then
         for number, unbound in body.dropped.get("parcel", {}).items():
             parcel = session.functions.book.parcels.pop(number, None)
-            if parcel is not None:
+            if parcel is not None:  # otherwise its load has failed here, and ``_load`` has dropped it
                 session.functions.drop_parcel(parcel, unbound)
         for number in body.dropped.get("function", ()):
             function = self._functions.pop(number, None)
             if function is not None:
                 function.plans.drop_all(session.workers.log)
+            # The agent knows a function from its first call on, the workers from its load. So they drop it in any case.
             session.workers.log.drop("function", number)
         for number in body.dropped.get("resident", ()):
             session.workers.log.drop("resident", number)
@@ -169,10 +179,10 @@ class Agent:
                 self._variables.take(number, value)
 
     def _load(self, order: LoadOrder) -> Reply:
-        """Have the workers load parcels. The agent keeps them for workers that start later.
+        """Have the workers load parcels. The agent keeps the parcels for workers that start later.
 
-        A worker that was replaced gets all parcels at once, when the next call has made sure that it has the objects to
-        which they may refer.
+        A worker that was replaced is left out here. It gets all parcels at once in the next call, when it is sure that
+        it has the objects to which they may refer.
         """
         functions = self.session.functions
         sys.path[:] = self._search_path(order.sys_path)
@@ -187,7 +197,8 @@ class Agent:
             failures, was_interrupted = functions.send_missing("functions", None, order.reloads, ranks)
             is_loaded = not (failures or was_interrupted)
         finally:
-            if not is_loaded:  # the head counts none of them as loaded on this node
+            # The head counts none of them as loaded on this node. Ranks that have loaded some are told to drop them.
+            if not is_loaded:
                 for each in order.parcels:
                     functions.drop_parcel(functions.book.parcels.pop(each.number), [])
         if failures:
@@ -197,16 +208,18 @@ class Agent:
         return Status.DONE, None
 
     def _search_path(self, wanted: list[str]) -> list[str]:
-        """Return the program's search path. On another machine: the part that exists there, then the machine's own."""
+        """Return the search path for the workers: the program's or, on another machine, one merged with its own."""
         return wanted if self._own_path is None else merged(wanted, self._own_path)
 
     def _begin(self, verb: str) -> None:
         self.session.begin(verb)
-        if self._is_interrupted():  # before the operation began, which forgets earlier interrupts
+        # ``begin`` forgets interrupts that came before it. The head's word in the control block still tells of one that
+        # is meant for this message.
+        if self._is_interrupted():
             raise CallCancelled(f"cannot {verb}: it was interrupted.")
 
     def _check_restarts(self, expected: int | None) -> None:
-        """Raise if a worker was replaced that held what the head relies on."""
+        """Raise WorkerDied if a worker was replaced whose resident objects the head relies on."""
         if expected is not None and expected != self.session.counters["restarts"]:
             raise WorkerDied(
                 f"a worker of node {self.node} ended while idle and was replaced. It gets what it lacks before the "
@@ -215,7 +228,7 @@ class Agent:
             )
 
     def _own(self, content: Any) -> Any:
-        """Return a message to a rank with the search path, or the address, of this machine."""
+        """Return a message to a rank, with the search path or the address of this machine filled in."""
         if isinstance(content, Adopt):
             return content._replace(sys_path=self._search_path(content.sys_path))
         return content._replace(host=self._host) if isinstance(content, WireOrder) else content
@@ -227,6 +240,7 @@ class Agent:
             if not order.is_for_living:
                 self._begin(order.what)
                 self._check_restarts(order.num_restarts)
+            # A rank that is dead gets no message and no reply: the head sees in the replies which ranks have answered.
             living = {each.rank for each in session.workers.by_rank if each.is_ready and not each.is_dead}
             contents = {rank: self._own(content) for rank, content in order.contents.items() if rank in living}
             replies = session.ranks.ask(kind, contents, None, order.phase, order.what) if contents else {}
@@ -237,7 +251,9 @@ class Agent:
         """Pass items on to their rank. If no rank runs items, this begins an operation."""
         session, items = self.session, self._items
         with session.entered(order.what):
-            if session.workers.processes.has_dead:  # dead workers are replaced only when nothing is in flight
+            # Only ``begin`` replaces dead workers, and only when nothing is in flight. So the items that still run are
+            # waited for first; their answers stay in ``items`` until the loop sends them.
+            if session.workers.processes.has_dead:
                 items.settle()
             if not items.are_running:
                 self._begin(order.what)
@@ -252,7 +268,7 @@ class Agent:
         session = self.session
         with session.entered("call"):
             self._begin("call")
-            session.numbers = itertools.repeat(order.number)  # as in the head and on all other nodes
+            session.numbers = itertools.repeat(order.number)  # all nodes give the call the head's number
             function = self._function(order.function)
             function.check = functools.partial(self._check_restarts, order.num_restarts)
             call = _bound(order, self._variables)
@@ -262,9 +278,11 @@ class Agent:
             cached = plan_call(session, function, call, call.options, session.lanes.first)  # type: ignore[arg-type]
             values, began = values_of(call, cached), time.monotonic_ns()
             launched = Launched(function, call, cached, values, None, began, 0, state)  # type: ignore[arg-type]
-            # Before the doorbell rings in ``send``: the ranks read them when they begin the call.
+            # The ranks read these numbers when they begin the call, so they are written before ``send`` rings.
             session.lanes.first.first_down[Down.ALL_ROWS] = order.all_rows
             session.lanes.first.first_down[Down.ALL_GROUP] = order.group
+            # A death or an interrupt ends the wait in here. The session settles the call before it raises, so the ranks
+            # are idle or dead when the head gets the reply.
             try:
                 stage(session, launched)
                 send(session, launched)
@@ -274,6 +292,7 @@ class Agent:
                 raise
 
     def _function(self, note: FunctionNote) -> NodeFunction:
+        """Return the function of a call. A new version drops the plans of the old one, on the workers too."""
         known = self._functions.get(note.id)
         if known is None or known.version != note.version:
             if known is not None:
@@ -282,7 +301,7 @@ class Agent:
         return known
 
     def _collected(self, launched: Launched) -> NodeReply:
-        """Wait for the ranks and return what they answered."""
+        """Wait for the ranks and return their outputs or failures."""
         session, call, cached, name = self.session, launched.call, launched.cached, launched.function.name
         replies = session.workers.wait(launched)
         failed = [reply for reply in replies.values() if reply.status in (Status.ERROR, Status.INTERRUPTED)]
@@ -297,10 +316,12 @@ class Agent:
         num_restarts = session.counters["restarts"]
         try:
             assembly, lease = carry_out(session, publishing(session, launched, replies))
-        except CollectiveMismatch:  # the head sees the ranks of all nodes, so it says which differ
+        except CollectiveMismatch:  # the head sees the ranks of all nodes, and raises the error that names them
             layouts = [cached.layouts[rank] for rank in call.ranks]
             nothing: list[list[np.ndarray | None]] = [[None] * len(layout.leaves) for layout in layouts]
             return NodeReply(layouts, nothing, packed, up, num_restarts)
+        # The arrays are views of the ranks' slots, or of the lease's buffer. The reply copies them before the next call
+        # can write there.
         layouts, arrays = assembly.outputs(None if lease is None else lease.deliver())
         cached.is_agreed = True
         assigned = self._variables.assigned(launched, layouts)
@@ -314,7 +335,7 @@ def _parcel(order: ParcelOrder) -> Parcel:
 
 
 def _bound(order: CallOrder, variables: NodeVariables) -> Call:
-    """Return a call as binding its arguments would: the rows of the node, divided among its ranks."""
+    """Return an order as a bound call: the rows of the node, divided among its ranks."""
     for argument in order.arguments:
         if argument.kind in HELD:
             number = argument.value

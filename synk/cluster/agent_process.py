@@ -51,13 +51,14 @@ class NodePlacement(Placement):
 class AgentProcess(WorkerProcess):
     """The agent of a node, as a child of the program. It inherits its ends of the pipes, so no socket listens.
 
-    Like a worker it ends when the program does, however the program ends, and its own workers end with it.
+    Like a worker it ends when the program ends, in whatever way. Its own workers end with it, because each of them is
+    tied to the agent's life as the agent is tied to the program's.
 
     Attributes
     ----------
     topology : Topology
     options : dict
-        What the first message says of the runtime. Both are set in a subclass for each runtime.
+        The options of the runtime in the first message. Both attributes are set in a subclass for each runtime.
     """
 
     topology: ClassVar[Topology]

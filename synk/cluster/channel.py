@@ -24,9 +24,10 @@ _COUNT = struct.Struct("<Q")
 
 
 class Parts:
-    """A pickle and the buffers that it refers to, as they will lie one behind the other.
+    """A pickle and the buffers that it refers to, to be copied one behind the other.
 
-    Its bytes begin with the number of parts and the length of each. Every part starts on a cache line.
+    The bytes begin with the number of parts and the length of each. Every part starts on a cache line. The buffers are
+    views of the user's arrays until :meth:`copy_into`, so an array that changes in between travels as it is then.
 
     Examples
     --------
@@ -42,7 +43,7 @@ class Parts:
 
     @classmethod
     def of(cls, obj: Any, dumps: Callable[..., bytes] = pickle.dumps) -> Parts:
-        """Pickle an object. Its arrays are not copied if they are contiguous."""
+        """Pickle an object. Contiguous arrays in it are not copied."""
         buffers: list[pickle.PickleBuffer] = []
         data = dumps(obj, protocol=5, buffer_callback=buffers.append)
         return cls([data, *(buffer.raw() for buffer in buffers)])
@@ -82,11 +83,15 @@ def with_code(obj: Any) -> Parts:
 
 
 class NodeChannel(Channel):
-    """One side of the connection between the head and an agent. A body may be bytes, or :class:`Parts`."""
+    """One side of the connection between the head and an agent. A body may be bytes or :class:`Parts`.
+
+    A large body travels as a segment of its own, which goes with the message: the sender closes its descriptor after
+    sending, the receiver after mapping, and the kernel frees the memory with the last view.
+    """
 
     @property
     def has_room(self) -> bool:
-        """Whether a body can be sent without waiting until the other side has read earlier ones."""
+        """Whether a body can be sent without waiting for the other side to read earlier ones."""
         waiting = select.poll()
         waiting.register(self.sock, select.POLLOUT)
         return bool(waiting.poll(0))
@@ -104,17 +109,19 @@ class NodeChannel(Channel):
                 header = encode_header(sequence, len(body), self._token, IS_LARGE)
                 socket.send_fds(self.sock, [header], [*fds, segment.fd], socket.MSG_NOSIGNAL)
             finally:
+                # The message in the socket has a descriptor of its own. If the other side dies before it reads the
+                # message, the kernel frees the memory with the socket.
                 segment.close()
 
     def _body_in(self, fd: int, nbytes: int) -> Any:
-        """Return the bytes of a large body, which lives as long as a view of it does."""
+        """Return the bytes of a large body. The memory lives as long as any view of it."""
         segment = Segment(fd, nbytes, is_writable=True, segment_id=0, is_private=True)
         segment.close_fd()
         return segment.buffer[:nbytes].data
 
 
 class NodeEnd:
-    """What a child of the program that stands for a node has of its connection to the head: an agent, or a tunnel.
+    """The end of the connection to the head in a child that stands for a node: in an agent or in a tunnel.
 
     Parameters
     ----------
@@ -126,16 +133,19 @@ class NodeEnd:
     def __init__(self, sock: socket.socket, setup: dict[str, Any]) -> None:
         fds = setup["fds"]
         for fd in fds.values():
-            os.set_inheritable(fd, False)  # children of this process must not keep the head's pipes open
+            # A child that outlived this process would keep the head's pipes open.
+            os.set_inheritable(fd, False)
         self._channel = NodeChannel(sock, Descriptor(fds["down"]), Descriptor(fds["up"]), bytes.fromhex(setup["token"]))
+        # From here on the kernel ends this process with the head, whatever it is doing.
         self._head_fd, self._pulse = tie_to_master(setup)
         self._stacks_fd = fds["stacks"]
         self._control = Segment(fds["control"], setup["control_nbytes"], is_writable=True, segment_id=0)
         down, up = control_blocks(self._control.buffer, setup["world_size"], 0)
         self._own_down, self._own_up = down[setup["rank"]], up[setup["rank"]]
-        self._control.close_fd()  # the mapping stays
+        # Only the mapping stays. The head writes this block without a message: which call is interrupted.
+        self._control.close_fd()
         self._setup = setup
 
-    def _tell_stacks(self, text: str) -> None:
-        """Write what the ranks of the node are doing to where the head reads it."""
+    def _write_stacks(self, text: str) -> None:
+        """Write the stacks of the node's ranks to the pipe from which the head reads them."""
         os.write(self._stacks_fd, text.encode("utf-8", "replace")[: 1 << 15])

@@ -1,4 +1,4 @@
-"""``fork`` with ``cluster=``: it checks the options, counts the machines, and starts the nodes."""
+"""``fork`` with ``cluster=``: checks the options, counts the machines, and starts the nodes."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _MISSING = (
 
 
 def check_nodes(cluster: Any, nodes: Any) -> tuple[int, int | None]:
-    """Return the least and the greatest number of nodes to start; None for all machines of a cluster.
+    """Return the least and the greatest number of nodes to start; None in place of the greatest means all machines.
 
     Raises
     ------
     ValueError
-        If there is no such cluster.
+        If ``cluster`` is not of a known form, or ``nodes`` is not a number of nodes or a pair of numbers.
     """
     is_address = isinstance(cluster, str) and (cluster == "auto" or ":" in cluster)
     if cluster != "here" and not is_address:
@@ -74,20 +74,22 @@ def open_session(
     on_restart: tuple[Any, dict[str, Any]] | None,
     make_queue: Callable[[Session], SubmittedCalls],
 ) -> ClusterSession:
-    """Start the nodes of a runtime, with one worker for each core where ``num_workers`` does not say how many.
+    """Start the nodes of a runtime. Without ``num_workers`` a node has one worker for each of its cores.
 
     Raises
     ------
     ValueError, TypeError
-        If an argument makes no sense.
+        If ``cluster``, ``nodes`` or ``num_workers`` has no valid value.
+    UnsupportedError
+        If the program is frozen.
     StartupError
-        If an agent cannot be started.
+        If the cluster has too few machines or cannot be reached, or an agent cannot be started.
     """
     least, num_nodes = check_nodes(cluster, nodes)
     if is_frozen():
         raise UnsupportedError(
-            f"cannot fork with cluster={cluster!r}: got a frozen program, expected one that the interpreter runs, for "
-            "a copy of a frozen one becomes a worker and no agent. Fork without cluster=."
+            f"cannot fork with cluster={cluster!r}: got a frozen program, expected one that the interpreter runs: a "
+            "copy of a frozen program can become a worker, but not an agent. Fork without cluster=."
         )
     process_type: type[AgentProcess] = AgentProcess
     options: dict[str, Any] = {"max_restarts": max_restarts, "runtime_seed": seed}
@@ -120,6 +122,8 @@ def open_session(
 def machines_of(address: str, *, insecure: bool) -> list[int]:
     """Return how many CPUs each machine of a Ray cluster has.
 
+    A child asks, because Ray is never imported into the user's program.
+
     Raises
     ------
     StartupError
@@ -148,10 +152,13 @@ def machines_of(address: str, *, insecure: bool) -> list[int]:
 
 
 def refuse(cluster: Any, **options: Any) -> None:
-    """Raise for an option of ``fork`` that does not work over nodes yet."""
+    """Raise UnsupportedError for an option of ``fork`` that does not work over nodes yet.
+
+    ``options`` maps the name of an option to its value and its default.
+    """
     for name, (value, default) in options.items():
         if value != default:
             raise UnsupportedError(
-                f"cannot fork with cluster={cluster!r}: got {name}={value!r}, expected {default!r}, for it does not "
-                "work over nodes yet. Leave it out, or fork without cluster=."
+                f"cannot fork with cluster={cluster!r}: got {name}={value!r}, expected {default!r}, because it does "
+                "not work over nodes yet. Leave it out, or fork without cluster=."
             )

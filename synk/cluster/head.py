@@ -1,7 +1,7 @@
 """The head of a runtime over nodes: a session whose processes are agents, and which divides rows among all ranks.
 
-Most of a call is what any session does: binding, captured objects, submitted calls, deaths, time limits, interrupts.
-Two steps differ: the rows travel to the nodes in orders, and the outputs of all ranks come back in replies.
+Most of a call is the same as in any session: binding, captured objects, submitted calls, deaths, time limits,
+interrupts. Two steps differ: the rows travel to the nodes in orders, and the outputs of all ranks come back in replies.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from synk.backends._assignment import DeviceAssignment
 from synk.cluster.agent_process import AgentProcess, NodePlacement
 from synk.cluster.channel import unpacked
 from synk.cluster.orders import HELD, CallOrder, FunctionNote, NodeReply, VariableNote, without_code
-from synk.cluster.ranks import NodeRanks, error_of, tell_warnings
+from synk.cluster.ranks import NodeRanks, error_of, show_warnings
 from synk.cluster.split import Topology, own_bounds, own_rows, rows_between
 from synk.cluster.wire_group import WireGroup
 from synk.errors import CallCancelled
 
 AGENT_GRACE_S = 2 * GRACE_S + 1
-"""How long an agent may take to answer an interrupt: it gives its workers ``GRACE_S``."""
+"""How long an agent may take to answer an interrupt, since it gives its own workers ``GRACE_S``."""
 
 FELLOWS_S = 0.2
-"""How long the other nodes may take to end by themselves when a call has failed on one, before they are interrupted."""
+"""When a call has failed on one node: how long the others may take to end by themselves before they are interrupted."""
 
 
 class NodesCall(Launched):
@@ -58,11 +58,13 @@ class NodesCall(Launched):
         self.pending = set(nodes)
         self.total_ranks, self.recovery = session.total_ranks, session.workers.recovery
         self.failed: dict[int, NodeReply] = {}
-        self.orders: dict[int, CallOrder] = {}  # until they were sent
+        self.orders: dict[int, CallOrder] = {}  # until they are sent
 
     def take(self, rank: int, reply: WorkerReply) -> None:
         """Note the reply of a node. If the call has failed there, give the other nodes little time to end."""
         super().take(rank, reply)
+        # Nodes that have not ended by this time count as late, and are interrupted. ``late`` then raises the failure
+        # that came, and not the time limit.
         if reply.status == Status.ERROR and not self.failed:
             soon = time.monotonic() + FELLOWS_S
             self.deadline = soon if self.deadline is None else min(self.deadline, soon)
@@ -73,9 +75,9 @@ class NodesCall(Launched):
         return self.error_of_nodes() if self.failed else super().late(ranks)
 
     def error_of_nodes(self) -> Exception:
-        """Return what a call that failed on nodes raises: a death first, else the error of the lowest rank."""
+        """Return the error of a call that failed on nodes: a death if there was one, else that of the lowest rank."""
         for _, reply in sorted(self.failed.items()):
-            tell_warnings(reply)
+            show_warnings(reply)
             if reply.error:
                 return error_of(reply, self.recovery)
         failures = [failure for reply in self.failed.values() for failure in reply.failures]
@@ -83,10 +85,10 @@ class NodesCall(Launched):
 
 
 class GatheredOutputs(Assembly):
-    """How the outputs of one call become its result. They came in messages, so the ranks assemble none of them.
+    """The assembly of one call's outputs in the head. They came in messages, so the head combines all of them itself.
 
-    Small outputs came apart, one value for each rank, so the result has the bits that it would have on one machine
-    with as many ranks. Large reductions came as one partial result from each node.
+    Small outputs came as one value for each rank, so the result has the bits that it would have on one machine with as
+    many ranks. Large reductions came as one partial result from each node.
 
     Parameters
     ----------
@@ -117,7 +119,7 @@ class GatheredOutputs(Assembly):
 
 
 class Nodes:
-    """Sends calls to the nodes of a session, and takes in what they answer.
+    """Sends calls to the nodes of a session, and turns their replies into results.
 
     Parameters
     ----------
@@ -138,12 +140,13 @@ class Nodes:
             found |= stacks_in(text)
         return found
 
-    def told(self, node: int, variable_id: int) -> tuple[VariableNote, list[Segment]] | None:
-        """Return what a node must know of a variable, as the source of the log does."""
+    def variable_note(self, node: int, variable_id: int) -> tuple[VariableNote, list[Segment]] | None:
+        """Return the log's entry of a variable for a node; None if the variable was dropped."""
         variable = self._session.variables.get(variable_id)
         if variable is None:
             return None
         ranks = self.topology.ranks_of(node)
+        # Replicas that are known to be equal lie in the head's memory once, and travel once.
         memory = {id(variable.buffers[rank][variable.front[rank]]) for rank in ranks}
         values = [variable.leaves(rank) for rank in (ranks if len(memory) > 1 else ranks[:1])]
         return VariableNote(variable.name, variable.is_sharded, variable.skeleton(), values), []
@@ -158,7 +161,7 @@ class Nodes:
         pickled_nbytes: int,
         log_state: int,
     ) -> NodesCall:
-        """Return the request for a bound call, not sent yet."""
+        """Return the request for a bound call. It is not sent yet."""
         plan = Plan(next(self._session.plan_ids), function.id, (), is_trial=call.options.is_trial)
         cached = CachedPlan(plan, lane, [], [], [], None, [], (), transfers_in(call.arguments, call.objects))
         nodes = sorted({self.topology.node_of(rank) for rank in call.ranks})
@@ -167,7 +170,10 @@ class Nodes:
         )
 
     def stage(self, launched: NodesCall) -> None:
-        """Make the order of each node that runs a call: the rows are cut out of the arguments as these are now."""
+        """Make the order of each node that runs a call, with the rows of the arguments as they are now.
+
+        The rows are views where that is possible. ``send`` copies them, so the caller may change its arrays after it.
+        """
         function, call = launched.function, launched.call
         launched.number = next(self._session.numbers)  # the nodes do not count: all ranks of a call must use one number
         note = FunctionNote(
@@ -176,6 +182,7 @@ class Nodes:
         nests = pickle_nests(call.arguments, function.name)
         objects = call.objects[0], [pickle.PickleBuffer(view) for view in call.objects[1]]
         weights = dict(zip(call.ranks, call.rows))
+        # A worker that is replaced meanwhile loses only resident objects: the agent has functions and variables.
         known = self._ranks.num_restarts if self._session.residents.has_any else {}
         # The head has bound the call: the node's session divides no rows, and any number of its ranks may run it.
         options = replace(call.options, batch=None, shard_batch=None, timeout=None, is_serial=False)
@@ -202,20 +209,21 @@ class Nodes:
             )
 
     def send(self, launched: NodesCall) -> None:
-        """Send a call that was staged to the nodes that run it."""
+        """Send a staged call to the nodes that run it."""
         self._session.counters["calls"] += 1
         orders, lane = launched.orders, launched.cached.lane.index
         self._session.workers.send(
             Kind.CALL, list(orders), 0, orders, [], launched.deadline, "call", launched.what, lane, launched
         )
-        launched.orders = {}
+        launched.orders = {}  # they hold views of the user's arrays
 
     def collecting(self, launched: NodesCall) -> Steps[Any]:
         """Turn the replies of the nodes into the result; see ``synk._master.calls.replies.collecting``."""
         session, call, function = self._session, launched.call, launched.function
         replies = yield launched
+        # After a failure or an interrupt ranks may have been broken off at any line, and have left half of a message on
+        # a wire. So the next call gets new wires. The nodes drop the assigned values, because no commit comes.
         if launched.failed:
-            # Ranks that were broken off may have left half of a message on a wire.
             self._group.break_up(session.workers)
             raise launched.error_of_nodes()
         if any(reply.status == Status.INTERRUPTED for reply in replies.values()):
@@ -223,7 +231,7 @@ class Nodes:
             raise CallCancelled(f"the call of {function.name!r} was ended by an interrupt. Call it again.")
         answers: list[NodeReply] = [unpacked(replies[node].body) for node in launched.nodes]
         for node, answer in zip(launched.nodes, answers):
-            tell_warnings(answer)
+            show_warnings(answer)
             self._group.note_restarts(node, answer.num_restarts)
         layouts = [layout for answer in answers for layout in answer.layouts]
         outputs = launched.assembly = self._outputs(launched, layouts, answers)
@@ -239,15 +247,23 @@ class Nodes:
         if outputs.has_assignments:
             self._take_in(launched, layouts, assigned)
         result = conclude(session, launched, objects, None, words)
+        # ``conclude`` has committed the call in the head, by one store. The nodes hear of it with their next messages;
+        # a node that dies before gets the committed values when it is started again.
         if outputs.has_assignments:
-            session.workers.log.tell("commit")  # the nodes learn of it with their next messages
+            session.workers.log.tell("commit")
         if function.is_unchecked and can_check(function, call):
             launched.result = (result,)
             yield from checking(session, launched, outputs, dict(zip(call.ranks, layouts)), words)
         return result
 
     def _outputs(self, launched: NodesCall, layouts: list[Layout], answers: Sequence[NodeReply]) -> GatheredOutputs:
-        """Return how the outputs of all ranks are put together. Raise if they do not fit."""
+        """Return the assembly of the outputs of all ranks.
+
+        Raises
+        ------
+        CollectiveMismatch, ValueError
+            If the outputs do not fit together, or an average would need weights that the call does not have.
+        """
         function, call = launched.function, launched.call
         outputs = GatheredOutputs(
             function.name,
@@ -263,7 +279,7 @@ class Nodes:
         return outputs
 
     def _take_in(self, launched: NodesCall, layouts: list[Layout], assigned: list[list[list[np.ndarray]]]) -> None:
-        """Take in what the ranks have assigned to variables, where it becomes their values by the commit."""
+        """Copy the values that ranks assigned to variables to the back buffers. The commit brings them to the front."""
         session, call = self._session, launched.call
         if call.options.is_serial:
             check_serial_assignments(session, layouts[0], launched.function.name)
@@ -274,7 +290,7 @@ class Nodes:
 
 
 def _arguments(call: Call, low: int, high: int) -> list[Argument]:
-    """Return the arguments of a call as a node gets them: rows ``low`` to ``high`` of each scattered array."""
+    """Return the arguments of a call for one node: rows ``low`` to ``high`` of each scattered array."""
     found = []
     order = None if call.owned is None else call.owned.order
     for argument in call.arguments:
@@ -283,7 +299,7 @@ def _arguments(call: Call, low: int, high: int) -> list[Argument]:
             assert call.selection is not None
             if not argument.is_minibatch:
                 array = rows_between(array, call.selection, low, high)
-            else:  # it has the rows of the batch alone
+            else:  # the array has only the rows of the batch
                 array = array[low:high] if order is None else array[order[low:high]]
         if array is not None:
             array = np.asarray(array)
@@ -300,7 +316,7 @@ class ClusterSession(Session):
     ----------
     topology : Topology
     process_type : type
-        What an agent is to the head.
+        The class that stands for an agent in the head.
     timeout, seed, max_restarts, on_restart, make_queue
         As for :class:`Session`.
     """
@@ -340,7 +356,7 @@ class ClusterSession(Session):
         self.workers.recovery.grace_s = AGENT_GRACE_S
         self.workers.sources["lane"] = lambda rank, number: None  # agents share no memory with the head
         self.workers.sources["commit"] = self.ranks.committed
-        self.workers.sources["variable"] = self.nodes.told
+        self.workers.sources["variable"] = self.nodes.variable_note
 
     def _make_ranks(self) -> NodeRanks:
         return NodeRanks(self.workers, self._topology)

@@ -1,4 +1,4 @@
-"""The items of a map that run on a node: several messages of the head at a time, each for one rank."""
+"""The items of a map that run on a node. Several messages of the head are in flight at a time, each for one rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ItemsInFlight:
     Parameters
     ----------
     session : Session
-        The node's.
+        The session of the node.
     """
 
     def __init__(self, session: Session) -> None:
@@ -38,6 +38,7 @@ class ItemsInFlight:
 
     def send(self, sequence: int, order: RankOrders) -> None:
         """Pass items on to their rank, unopened."""
+        # Large pickles are views of the head's message, whose memory is freed with the last of them.
         ((rank, items),) = order.contents.items()
         items = items._replace(pickles=[*map(beside, items.pickles)])
         request = self._session.ranks.send_items(rank, items, [], None, order.what, has_residents=False)
@@ -58,7 +59,11 @@ class ItemsInFlight:
         self._lose(error)
 
     def answers(self) -> Iterator[tuple[int, Status, RankReplies | None]]:
-        """Take in what has happened, without waiting. Yield what to answer to the head: sequence, status and reply."""
+        """Take in replies and deaths, without waiting. Yield the answers to the head: sequence, status and reply.
+
+        A message is forgotten when its answer is taken from the generator. The caller may stop in between; the other
+        answers come the next time.
+        """
         session = self._session
         try:
             with session.entered("map"):
@@ -68,25 +73,26 @@ class ItemsInFlight:
         for sequence, (rank, request) in list(self._requests.items()):
             if request.pending and request.error is None:
                 continue
+            # Only now that it has ended: a request that is not among the session's would be settled by nobody.
             del self._requests[sequence]
             session.workers.requests.pop(request.sequence, None)
             if request.error is None:
                 reply = session.ranks.reply(request, rank)
                 yield sequence, Status.DONE, RankReplies({rank: (int(reply.status), beside(reply.body))})
-            elif isinstance(request.error, CallCancelled):  # the head has asked for it, and waits for no answer
+            elif isinstance(request.error, CallCancelled):  # the head has asked for this, and does not read the answer
                 yield sequence, Status.INTERRUPTED, None
             else:
                 yield sequence, Status.ERROR, RankReplies(error=pickled(request.error))
 
     def _lose(self, error: Exception) -> None:
-        """Note the error that has ended items."""
+        """Note the error that has ended items. A death loses the requests of all ranks, as in any session."""
         for _, request in self._requests.values():
             if request.is_lost and request.error is None:
                 request.error = error
 
 
 def pickled(error: Exception) -> bytes:
-    """Pickle an exception of the node's session with its cause, which pickles of exceptions leave out."""
+    """Pickle an exception of the node's session with its cause, which pickled exceptions leave out."""
     with contextlib.suppress(Exception):
         return pickle.dumps((error, error.__cause__), protocol=5)
     return pickle.dumps((RuntimeError(f"{type(error).__name__}: {error}"), None), protocol=5)

@@ -1,10 +1,14 @@
 """Encrypted connections between the program's machine and a node's, by which a tunnel and its actor exchange messages.
 
-A connection has one direction. The side that listens has a key (CURVE), and the other side gets the key by way of Ray.
-A stranger does not know the key and cannot complete the handshake, so nothing gets in from a stranger, or out to one.
+A connection has one direction. The side that listens has a key (CURVE), and the other side gets the key through Ray. A
+stranger does not know the key and cannot complete the handshake, so nothing is received from a stranger or sent to one.
 
-A body travels in pieces. Each is a message of its own, and only a few are in flight. So the same memory carries all
+A body travels in pieces. Each piece is a message of its own, and only a few are in flight. So a few buffers carry all
 pieces, and a body is received straight into its destination.
+
+Messages are never sent twice. The side that has connected learns that the connection is lost and raises ``LinkLost``;
+the tunnel then ends, and the head starts the node again. The side that listens does not learn of it: it is an actor,
+which Ray ends with the tunnel.
 """
 
 from __future__ import annotations
@@ -20,10 +24,10 @@ from synk.cluster.channel import Parts
 
 PIECE_NBYTES = 1 << 18
 MAX_PIECES = 16
-"""How many pieces may be in flight, on each side."""
+"""How many pieces may wait on each side."""
 
 CONNECT_S = 10.0
-"""How long the other side may take to answer."""
+"""How long the other side may take to complete the handshake."""
 
 _COUNT = struct.Struct("=q")  # the bytes of a body
 
@@ -35,7 +39,7 @@ class LinkLost(Exception):
 
 
 class Place(NamedTuple):
-    """Where a side listens, and what the other side needs to connect."""
+    """The address at which a side listens, and its public key, which the other side needs to connect."""
 
     address: str
     key: bytes
@@ -48,9 +52,14 @@ class Link:
     ----------
     is_sender : bool
     host : str
-        Listen on this address of the machine. ``place`` says where then.
+        The address of this machine on which to listen. The port is chosen here, and ``place`` has it.
     place : Place, optional
-        Connect to the side that listens there.
+        The place of the other side, to connect to it.
+
+    Raises
+    ------
+    LinkLost
+        If the other side cannot be reached.
     """
 
     place: Place
@@ -78,7 +87,7 @@ class Link:
                 raise
 
     def _connect(self) -> None:
-        """Connect once. A second connection would hide that messages in flight on the first were lost."""
+        """Connect, and never reconnect: a second connection would hide that messages on the first were lost."""
         socket = self._socket
         socket.set(zmq.CURVE_SERVERKEY, self.place.key)
         socket.set(zmq.RECONNECT_IVL, -1)
@@ -94,7 +103,7 @@ class Link:
         self._poller.register(monitor, zmq.POLLIN)
 
     def send(self, *parts: bytes, body: Any = None) -> None:
-        """Send a message of short parts, and its body. Wait while the other side has much to read.
+        """Send a message of short parts, and its body. Wait while the other side has too much to read.
 
         Raises
         ------
@@ -109,7 +118,7 @@ class Link:
             self._socket.send(view[start : start + PIECE_NBYTES])
 
     def receive(self) -> tuple[list[bytes], Arriving | None]:
-        """Wait for a message. Return its parts and its body, if it has one, which must be taken next.
+        """Wait for a message. Return its parts and its body, if it has one, which must be received next.
 
         Raises
         ------
@@ -122,28 +131,29 @@ class Link:
         return parts, Arriving(self, nbytes) if nbytes else None
 
     def take(self, target: np.ndarray) -> int:
-        """Wait for a piece and move it to the beginning of an array of bytes. Return its size."""
+        """Wait for a piece and receive it into the beginning of an array of bytes. Return its size."""
         self._wait()
         return self._socket.recv_into(target.data)
 
     def _wait(self) -> None:
-        """Wait until the socket is ready. What has arrived before the connection was lost is taken first."""
+        """Wait until the socket is ready. Messages that arrived before the connection was lost are received first."""
         ready = dict(self._poller.poll())
+        # The monitor is readable for good once the connection is lost, but messages may still lie in the socket.
         if self._monitor in ready and not ready.get(self._socket, 0) & zmq.POLLIN:
             raise LinkLost(f"cannot reach {self.place.address}: the connection is lost.")
 
     def await_cut(self, timeout_s: float) -> None:
-        """Wait until the other side has ended, at most for so long. Only for the side that has connected."""
+        """Wait until the other side has ended, for at most ``timeout_s``. Only for the side that has connected."""
         assert self._monitor is not None
         self._monitor.poll(int(1000 * timeout_s))
 
     def close(self) -> None:
-        """Close this side. What was not sent yet is lost."""
+        """Close this side. Messages that were not sent yet are lost."""
         self._context.destroy(0)
 
 
 class Arriving(Parts):
-    """A body that has yet to be received, by copying it to where it is to lie."""
+    """A body that is still to be received: copying it to its destination receives it, once."""
 
     def __init__(self, link: Link, nbytes: int) -> None:
         self._link, self._nbytes = link, nbytes

@@ -1,4 +1,8 @@
-"""An agent's process: tied to the head's life, it receives a message, has the agent act on it, and replies."""
+"""The process of an agent, whose life is tied to the head's.
+
+The head interrupts it by SIGINT, whose handler only sets a flag and wakes the wait of the session. So no interrupt
+breaks the session off between two lines. By SIGUSR2 the head asks for the stacks of the ranks.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ from synk.cluster.channel import NodeEnd, unpacked
 
 
 class AgentLoop(NodeEnd):
-    """The life of an agent's process: it receives a message, acts on it, and replies, until the head ends."""
+    """Receives messages, has the agent act on them, and replies, until the head says goodbye or is gone."""
 
     def __init__(self, sock: socket.socket, setup: dict[str, Any]) -> None:
         super().__init__(sock, setup)
@@ -30,6 +34,7 @@ class AgentLoop(NodeEnd):
 
     def start(self) -> None:
         """Start the session, and say hello."""
+        # A process inherits blocked and ignored signals from the one that starts it.
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         signal.signal(signal.SIGINT, self._on_interrupt)
         signal.signal(signal.SIGUSR2, self._on_question)
@@ -47,29 +52,36 @@ class AgentLoop(NodeEnd):
         while True:
             message = self._next_message(agent)
             if message is None:
-                os.killpg(0, signal.SIGKILL)  # the head is dead; the workers end with this process
+                # The head is dead. The workers have process groups of their own, but are tied to this process and end
+                # with it.
+                os.killpg(0, signal.SIGKILL)
                 return
             kind, flags, self._sequence, _ = message
             body = self._receive_body() if flags & HAS_BODY else None
             if kind == Kind.CLOSE:
-                agent.session.close()  # before the reply: when the head has it, the workers of this node are gone
+                agent.session.close()  # before the reply, so that the node's workers are gone when the head has it
                 self._reply(Status.BYE, self._sequence, None)
                 return
             if kind == Kind.PING:
                 agent.end_items()
-                self._answer_items(agent)  # the head takes what comes before the pong as the last of earlier messages
+                self._answer_items(agent)  # before the pong, because the head takes no answer to an older message later
                 self._reply(Status.PONG, self._sequence, None)
-            elif self._is_interrupted():  # the signal came before the message
+            # ``_on_interrupt`` has ignored a signal that came before this message was read. From here on it does not,
+            # because ``_sequence`` is the number of this message.
+            elif self._is_interrupted():
                 self._reply(Status.INTERRUPTED, self._sequence, pickle.dumps(None))
             else:
                 self._own_up[Up.PHASE] = Phase.FUNCTION if kind in (Kind.CALL, Kind.ITEMS) else Phase.LOADING
                 answer = agent.act(kind, body, self._sequence)
-                body = None  # it may be the memory of large arguments
+                body = None  # frees the memory of large arguments before the reply and the wait
                 if answer is not None:
                     self._answer(self._sequence, *answer)
 
     def _next_message(self, agent: Agent) -> tuple[int, int, int, int] | None:
-        """Wait for a message. Meanwhile answer messages whose items have ended. Return None if the head is gone."""
+        """Wait for a message. Meanwhile answer messages whose items have ended. Return None if the head is gone.
+
+        If answers are left because the socket is full, the wait also ends when it has room again.
+        """
         channel = self._channel
         while True:
             are_answered = self._answer_items(agent)
@@ -85,9 +97,9 @@ class AgentLoop(NodeEnd):
                 return None
 
     def _answer_items(self, agent: Agent) -> bool:
-        """Answer messages whose items have ended, while that needs no wait: the head may be sending, too.
+        """Answer messages whose items have ended, as long as sending does not wait. Return whether all were answered.
 
-        Return whether all were answered.
+        The head may be sending at the same time. If both sides waited for room, neither would read.
         """
         answers = agent.answers()
         while self._channel.has_room:
@@ -99,10 +111,10 @@ class AgentLoop(NodeEnd):
         return False
 
     def _answer(self, sequence: int, status: Status, data: Any) -> None:
-        """Reply to a message that ranks have worked on."""
+        """Reply to a message that ranks have run."""
         agent = self._agent
         self._own_up[Up.PHASE] = Phase.FUNCTION if agent is not None and agent.watched() else Phase.IDLE
-        for stream in (sys.stdout, sys.stderr):  # what was printed in a call is there before the call's reply
+        for stream in (sys.stdout, sys.stderr):  # the output of a call must arrive before its reply
             stream.flush()
         self._reply(status, sequence, data)
 
@@ -123,12 +135,13 @@ class AgentLoop(NodeEnd):
         return is_interrupted(int(self._own_down[Down.INTERRUPT]), self._sequence)
 
     def _on_interrupt(self, signum: int, frame: Any) -> None:
-        # The word in the control block says which message is meant. A signal that comes late finds another message.
+        # The word in the control block says for which message the signal is meant. A signal that comes late finds
+        # another message, and is ignored.
         if self._agent is not None and self._is_interrupted():
             self._agent.session.workers.waiting.interrupt()
 
     def _on_question(self, signum: int, frame: Any) -> None:
-        self._tell_stacks("it is starting" if self._agent is None else where(self._agent.session.workers.processes))
+        self._write_stacks("it is starting" if self._agent is None else where(self._agent.session.workers.processes))
 
 
 def main(sock: socket.socket, setup: dict[str, Any]) -> None:

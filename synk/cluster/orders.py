@@ -1,7 +1,7 @@
-"""What the head and an agent say to each other about a call, and about messages for single ranks.
+"""The messages between the head and an agent about calls, and about single ranks.
 
-All other messages are the ones that a session sends to its workers. Arrays travel in these messages, and so do pickles
-of the user's objects, which an agent passes on unopened.
+All other messages are those of a session to its workers. Arrays travel in these messages, and so do pickles of the
+user's objects, which an agent passes on unopened.
 """
 
 from __future__ import annotations
@@ -26,14 +26,18 @@ HELD = ("resident", "shard", "replica", "closed over")
 
 
 class FunctionNote(NamedTuple):
-    """What an agent knows of a function. Only the workers load the function itself.
+    """A function in an order. Only the workers load the function itself.
 
     Attributes
     ----------
+    id : int
+        The number of the function on the workers.
     version : int
-        Differs when the workers need new plans for it.
-    outputs : name or nesting of them
+        Changes when the workers need new plans for the function.
+    outputs : name or nesting of names
         See :func:`without_code`.
+    block_rows : int
+        The function's option; see ``Function``.
     """
 
     id: int
@@ -44,7 +48,7 @@ class FunctionNote(NamedTuple):
 
 
 class VariableNote(NamedTuple):
-    """A shared variable as it is told to a node.
+    """A shared variable, for a node.
 
     Attributes
     ----------
@@ -66,33 +70,33 @@ class CallOrder(NamedTuple):
     Attributes
     ----------
     arguments : list of Argument
-        With the rows of the node's ranks. A resident object or a variable has its number as its ``value``, and no other
-        argument has one.
+        The arguments, with the rows of the node's ranks. The ``value`` of a resident object or a variable is its
+        number; other arguments have no ``value``.
     nests : bytes
         The structure of nested arguments, as in ``Plan.nests``.
     number : int
         The call's number, the same on all nodes.
     num_restarts : int or None
         How many workers the node has replaced, as far as the head knows. If the node has another number, its ranks
-        may lack resident objects that the call needs. None: the call needs none.
+        may lack resident objects that the call needs, and it refuses. None if there are no resident objects.
     objects : tuple (bytes, list of buffers)
-        The pickle of the other arguments and its buffers.
+        The pickle of the other arguments, and its buffers.
     has_rows : bool
-        Whether arrays are divided.
+        Whether there are rows to divide.
     bounds : list of (low, high)
-        For each rank of the node, its rows, counted from the first row of the node.
+        The rows of each rank of the node, counted from the first row of the node.
     ranks : list of int
-        Which ranks of the node run the call, counted on the node.
+        The ranks of the node that run the call, counted on the node.
     rows : list of int
         The weights of these ranks.
     options : CallOptions
-        As bound: the options that choose rows or set a time limit have their defaults.
+        The options as bound: those that choose rows or set a time limit have their defaults.
     all_ranks : tuple of int
         The ranks of all nodes that run the call.
     all_rows : int
-        The sum of their rows.
+        The sum of the rows of these ranks.
     group : int
-        The number of the group by which the ranks of all nodes are joined; 0: none.
+        The number of the group in which the ranks of all nodes are joined; 0 if there is none.
     owned : Assignment or None
         Where the rows of the node's ranks lie in their shards. None if no argument is sharded.
     """
@@ -120,12 +124,12 @@ class RankOrders(NamedTuple):
     Attributes
     ----------
     contents : dict
-        By rank, counted on the node.
+        The messages by rank, counted on the node.
     num_restarts : int or None
         How many workers the node has replaced, as far as the head knows. If the node has another number, it refuses.
-        None: the head wants to know the number.
+        None if the head asks for the number, or does not rely on it.
     phase, what : str
-        For errors.
+        The phase and the operation, for errors.
     is_for_living : bool
         Whether only ranks that live now get their message. Otherwise workers that have ended are replaced first.
     """
@@ -143,7 +147,7 @@ class RankReplies(NamedTuple):
     Attributes
     ----------
     replies : dict of int to (status, body)
-        By rank, counted on the node.
+        The replies by rank, counted on the node. A rank that has died is missing.
     num_restarts : int
         How many workers the node has replaced so far.
     error, warnings
@@ -157,17 +161,17 @@ class RankReplies(NamedTuple):
 
 
 class NodeReply(NamedTuple):
-    """What a node answers to a call.
+    """The reply of a node to a call.
 
     Attributes
     ----------
     layouts, arrays
         See ``Assembly.outputs``: one of each for each rank that ran. There are no arrays if the node's own ranks do not
-        agree; the head, which sees all ranks, says so.
+        agree. Then the head, which sees all ranks, raises the error.
     packed : list of lists of bytes
         The outputs of each rank that are not arrays, pickled by the rank.
     up : list of lists of int
-        The numbers that each rank reports; see ``synk._wire.control.Up``.
+        The numbers in the control block of each rank; see ``synk._wire.control.Up``.
     num_restarts : int
         How many workers the node has replaced so far.
     assigned : list of lists of lists of ndarray
@@ -176,9 +180,10 @@ class NodeReply(NamedTuple):
     failures : list of Failure
         The exceptions of ranks. Then there are no outputs.
     error : bytes
-        The pickle of what the node's session raised: a death, or a lack of memory. Then there are no outputs.
+        The pickle of the exception that the node's session raised: a death, or a lack of memory. Then there are no
+        outputs.
     warnings : list of (text, category)
-        What the node's session has warned of.
+        The warnings of the node's session.
     """
 
     layouts: Sequence[Layout] = ()
@@ -193,15 +198,15 @@ class NodeReply(NamedTuple):
 
 
 def beside(pickled: Any) -> Any:
-    """Return a pickle in a form that travels beside the message that holds it, uncopied, if the pickle is large."""
+    """Return a large pickle as a buffer, which travels beside the message without a copy; a small one unchanged."""
     return pickle.PickleBuffer(pickled) if len(pickled) >= _LARGE_NBYTES else pickled
 
 
 def without_code(ops: Any) -> Any:
-    """Return ``outputs=`` as an agent gets it: ops by name, and None for a user's own op.
+    """Return ``outputs=`` for an agent, with the names of ops, and None in place of a user's own op.
 
-    The user's op stays in the program, with its code. An op that concatenates counts as ``"gather"``, because an agent
-    must know where outputs lie.
+    The user's op stays in the program, with its code. If it concatenates, the agent gets ``"gather"``, because it must
+    know where outputs lie.
 
     Examples
     --------

@@ -25,12 +25,12 @@ from synk.errors import CallCancelled, ClosedError
 
 
 class RankRequest(Request):
-    """A message in flight to one rank of a node. An error of the node's session ends all messages in flight with it.
+    """A message in flight to one rank of a node. An error of the node's session ends all messages in flight to it.
 
     Parameters
     ----------
     name : str
-        The rank, in words.
+        The rank, in words, for errors.
     node : int
     recovery : Recovery
     deadline, phase, what
@@ -43,7 +43,11 @@ class RankRequest(Request):
         self._failed: RankReplies | None = None
 
     def take(self, rank: int, reply: Reply) -> None:
-        """Note the reply of the node. If its session has failed, the message is late at once."""
+        """Note the reply of the node. If its session has failed, the request stays unanswered, and is late at once.
+
+        So the failure takes the path of a time limit: all other messages in flight are settled before the error is
+        raised.
+        """
         if reply.status == Status.ERROR:
             self._failed, self.deadline = unpacked(reply.body), time.monotonic()
         else:
@@ -52,7 +56,7 @@ class RankRequest(Request):
     def late(self, ranks: str) -> Exception:
         if self._failed is None:
             return super().late(self._name)
-        tell_warnings(self._failed)
+        show_warnings(self._failed)
         return error_of(self._failed, self._recovery)
 
 
@@ -68,10 +72,10 @@ class NodeRanks(Ranks):
     Attributes
     ----------
     num_restarts : dict of int to int
-        By node, how many workers it had replaced when :meth:`prepare` last asked. The head knows what these workers
-        keep from call to call, and nothing of later ones, so a node with another number refuses.
+        For each node, how many workers it had replaced when :meth:`prepare` last asked. The head knows the resident
+        objects of the workers that lived then. It knows nothing of later ones, so a node with another number refuses.
     down : ndarray of int64, shape (total_ranks, len(Down))
-        Only ``Down.COMMITTED`` is used: no rank reads these numbers.
+        The control block of each rank. Only ``Down.COMMITTED`` is used, and no rank reads these numbers.
     """
 
     def __init__(self, workers: Workers, topology: Topology) -> None:
@@ -87,16 +91,16 @@ class NodeRanks(Ranks):
 
     def prepare(self, deadline: float | None) -> bool:
         nodes = range(len(self._topology.counts))
-        before, self.num_restarts = self.num_restarts, {}
+        before, self.num_restarts = self.num_restarts, {}  # with no numbers the nodes answer instead of refusing
         request = self._sent(Kind.RESIDENT, {node: {} for node in nodes}, deadline, "restart", "replace workers")
         found = {node: reply.num_restarts for node, reply in self._answers(request).items()}
         self.num_restarts = found
         return found != before
 
     def committed(self, node: int, number: int) -> tuple[int, list[Segment]]:
-        """Return the last call on a node whose assignments to variables were committed, as a source of the log.
+        """Return the number of the last committed call that ran on a node, as a source of the log.
 
-        Calls that did not run there may have been committed later.
+        The node keeps the back buffers of one call only, and commits them if the number is that of this call.
         """
         ranks = self._topology.ranks_of(node)
         return int(self.down[ranks[0] : ranks[-1] + 1, Down.COMMITTED].max()), []
@@ -141,7 +145,7 @@ class NodeRanks(Ranks):
             return reply
         answer: RankReplies = unpacked(reply.body)
         ((status, body),) = answer.replies.values()
-        tell_warnings(answer)
+        show_warnings(answer)
         return Reply(Status(status), 0, body)
 
     def ask(
@@ -192,22 +196,23 @@ class NodeRanks(Ranks):
         if any(reply.status == Status.INTERRUPTED for reply in replies.values()):
             raise CallCancelled(f"cannot {request.what}: it was interrupted.")
         answers: dict[int, RankReplies] = {node: unpacked(reply.body) for node, reply in sorted(replies.items())}
+        # All warnings come first: a node sends each of them once, and an error would hide those of later nodes.
         for answer in answers.values():
-            tell_warnings(answer)
+            show_warnings(answer)
         for answer in answers.values():
             if answer.error:
                 raise error_of(answer, self._workers.recovery)
         return answers
 
 
-def tell_warnings(reply: RankReplies | NodeReply) -> None:
-    """Give the user the warnings of a node's session."""
+def show_warnings(reply: RankReplies | NodeReply) -> None:
+    """Show the user the warnings of a node's session."""
     for text, category in reply.warnings:
         warn_at_users_line(text, category)
 
 
 def error_of(reply: RankReplies | NodeReply, recovery: Recovery) -> Exception:
-    """Return the error that ended a message in a node's session. If it has closed itself, close the runtime."""
+    """Return the error that ended a message in a node's session. If the session closed itself, close the runtime."""
     error: Exception
     error, error.__cause__ = pickle.loads(reply.error)
     if isinstance(error, ClosedError):  # the workers of the node died too often

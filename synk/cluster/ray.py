@@ -2,8 +2,11 @@
 
 For each node the program has a child, the *tunnel*. To the head the tunnel is the agent itself, with the same pipes and
 sockets. It is a driver of Ray: it has Ray start an actor on a machine, connects to the actor, and carries messages
-between it and the program, unopened. The actor starts the agent as its own child. Whoever ends takes the next one
-along: Ray ends the actors of a driver that is gone, and the kernel ends the agent of an actor that is gone.
+between it and the program, unopened. The actor starts the agent as its own child.
+
+Each of these processes ends when the one before it has ended: the kernel ends the tunnel with the program, Ray ends the
+actors of a driver that is gone, and the kernel ends the agent with its actor. In the other direction the tunnel ends
+itself when it loses the actor, or when the actor reports the end of the agent.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from synk.cluster.ray_machines import Search, connect
 from synk.cluster.split import merged
 
 REASON_S = 0.5
-"""How long Ray may take to say why a connection was lost."""
+"""How long a lost connection waits for Ray to give a better reason."""
 
 GONE_S = 2.0
 """How long an actor may take to end."""
@@ -53,12 +56,14 @@ class _AgentProcess(WorkerProcess):
     _module, _kind = "cluster.loop", "node"
 
     def streams(self) -> dict[int, str]:
-        """Return the names of what the agent prints to, by descriptor."""
+        """Return the names of the agent's output streams, by descriptor."""
         return {int(output.fd): name for output, name in zip(self._outputs, ("stdout", "stderr", "log"))}
 
 
 class NodeActor:
     """Starts an agent on its machine, and passes messages on.
+
+    ``carry_down`` and ``carry_up`` each run in a thread of their own until the agent ends. The other methods share one.
 
     Parameters
     ----------
@@ -67,6 +72,7 @@ class NodeActor:
     """
 
     def __init__(self, setup: dict[str, Any]) -> None:
+        # The head's control block is on another machine. This one tells the agent which messages are interrupted.
         self._control = Segment.create(setup["control_nbytes"])
         down, _ = control_blocks(self._control.buffer, setup["world_size"], 0)
         self._down = down[setup["rank"]]
@@ -75,7 +81,7 @@ class NodeActor:
         host = self._host = ray.util.get_node_ip_address()
         here = [entry for entry in sys.path if os.path.isabs(entry)]
         own = {"master_pid": os.getpid(), "import_path": here, "sys_path": merged(setup["sys_path"], here)}
-        environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}  # that is Ray's
+        environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}  # Ray has set it
         environment |= num_threads_set(environment, max(num_cores() // setup["num_workers"], 1))
         self._process.start(
             {**setup, **own, "own_path": here, "host": host}, environment, self._control.fd, os.urandom(32), {}
@@ -86,7 +92,7 @@ class NodeActor:
         self._down_link, self._up_link = Link(False, host=host), Link(True, host=host)
 
     def places(self) -> tuple[str, Place, Place]:
-        """Return the address of the machine, and where it listens for messages to the agent and from it."""
+        """Return the address of the machine, and the places of the links to the agent and from it."""
         return self._host, self._down_link.place, self._up_link.place
 
     def carry_down(self) -> None:
@@ -99,11 +105,14 @@ class NodeActor:
                 if body is not None:
                     channel.send_body(sequence, body)
                 channel.ring(kind, flags, sequence, value)
-            except OSError:  # the agent is dead: ``carry_up`` says how it has ended
+            except OSError:  # the agent is dead, and ``carry_up`` reports how it has ended
                 return
 
     def carry_up(self) -> None:
-        """Pass on what the agent answers and prints, until it has ended."""
+        """Pass on the agent's replies and its output, until it has ended.
+
+        A reply that the agent sent before its death goes first, then the rest of its output, then its end.
+        """
         process = self._process
         while True:
             names = process.streams()
@@ -121,7 +130,7 @@ class NodeActor:
                 return
 
     def _print(self, fd: int, name: str) -> bool:
-        """Pass on what the agent has printed. Return whether there was anything."""
+        """Pass on the agent's output from one stream. Return whether there was any."""
         try:
             data = os.read(fd, 1 << 16)
         except (BlockingIOError, OSError):
@@ -129,14 +138,14 @@ class NodeActor:
         if data:
             self._up_link.send(name.encode(), data)
         else:
-            with contextlib.suppress(KeyError):  # its end was seen before
+            with contextlib.suppress(KeyError):  # the end of this stream was seen before
                 self._poll.unregister(fd)
         return bool(data)
 
     def _answer(self) -> None:
         channel = self._process.channel
         message = channel.answer()
-        if message is None:  # its end follows
+        if message is None:  # the agent has closed its pipe; its end follows
             self._poll.unregister(channel.read_fd)
             return
         _, flags, sequence, _ = message
@@ -144,8 +153,8 @@ class NodeActor:
         self._up_link.send(b"answer", _DOORBELL.pack(*message), body=body)
 
     def interrupt(self, word: int) -> None:
-        """Interrupt the agent. ``word`` says which messages are meant; -1 for none, once it is idle again."""
-        self._down[Down.INTERRUPT] = word
+        """Interrupt the agent. ``word`` says which messages are meant; -1 says that it is idle again, and none are."""
+        self._down[Down.INTERRUPT] = word  # before the signal, whose handler reads it
         if word != -1:
             self._process.interrupt()
 
@@ -159,6 +168,9 @@ class NodeActor:
 class Tunnel(NodeEnd):
     """Carries messages between the head and an agent on another machine.
 
+    It has a thread for each direction, one that waits for signals and one that waits for Ray. The first of them that
+    fails, or finds one side gone, ends the process.
+
     Parameters
     ----------
     sock, setup
@@ -167,6 +179,7 @@ class Tunnel(NodeEnd):
 
     def __init__(self, sock: socket.socket, setup: dict[str, Any]) -> None:
         super().__init__(sock, setup)
+        # Copies, because ``open`` sends this process's own streams, to which Ray prints, to nowhere.
         self._streams = {"stdout": os.dup(1), "stderr": os.dup(2), "log": setup["fds"]["log"]}
         self._machine = ""
         self._ending = threading.Lock()  # held by the thread that ends this process
@@ -186,8 +199,8 @@ class Tunnel(NodeEnd):
                 f"{error} Open the ports that the system gives to programs, between these machines."
             ) from None
         if place:
-            self._print(f"it runs beside another node on {self._machine}, for no other machine is free.")
-        with open(os.devnull, "wb") as nowhere:  # Ray prints pages of its own logs when it loses a machine
+            self._print(f"it runs beside another node on {self._machine}, because no other machine is free.")
+        with open(os.devnull, "wb") as nowhere:  # when Ray loses a machine it prints pages of its own logs
             for stream in (1, 2):
                 os.dup2(nowhere.fileno(), stream)
 
@@ -199,7 +212,7 @@ class Tunnel(NodeEnd):
         self._end(3)
 
     def _guarded(self, carry: Any) -> None:
-        """Run a thread of the tunnel. An error ends this process, which the head takes for the end of the agent."""
+        """Run a thread of the tunnel. An error ends this process; to the head the agent has ended then."""
         try:
             carry()
         except BaseException as error:
@@ -209,37 +222,39 @@ class Tunnel(NodeEnd):
                 line = lines[-1] if isinstance(error, ray.exceptions.RayTaskError) else lines[0]
                 lost = f"the agent on {self._machine} is lost: {type(error).__name__}: {line}"
             elif isinstance(error, LinkLost):
-                time.sleep(REASON_S)
+                time.sleep(REASON_S)  # if Ray reports the actor's end meanwhile, ``_watch`` ends this process first
                 lost = f"the agent on {self._machine} is lost: {error}"
             self._print(lost)
             self._end(3)
 
     def _end(self, code: int) -> NoReturn:
-        """End the actor, and then this process. With code 0 the actor is gone when the process is."""
+        """End the actor, and then this process. With code 0 the actor is gone when the process has ended."""
         if not self._ending.acquire(blocking=False):
-            threading.Event().wait()  # another thread does it
+            threading.Event().wait()  # another thread ends the process; this one must not return
         try:
             ray.kill(self._actor)
             if code == 0:
                 self._up_link.await_cut(GONE_S)
         finally:
-            os._exit(code)
+            os._exit(code)  # without the exit handlers of Ray, which could wait for a machine that is lost
 
     def _print(self, text: str) -> None:
         if not self._ending.locked():
             os.write(self._streams["stderr"], f"{text}\n".encode())
 
     def _watch(self) -> None:
-        """Have the actor carry messages, and raise when Ray says that it is lost."""
+        """Have the actor carry messages, and raise when Ray says that the actor is lost."""
         running = [
             self._actor.carry_down.options(concurrency_group="down").remote(),
             self._actor.carry_up.options(concurrency_group="up").remote(),
         ]
+        # Both calls end by themselves only when the agent is dead, and ``_carry_up`` then ends this process.
         while running:
             ended, running = ray.wait(running)
             ray.get(ended)
 
     def _carry_down(self) -> None:
+        """Carry messages to the agent until the head is gone."""
         channel = self._channel
         waiting = select.poll()
         waiting.register(channel.read_fd, select.POLLIN)
@@ -254,6 +269,7 @@ class Tunnel(NodeEnd):
             self._down_link.send(_DOORBELL.pack(*message), body=body)
 
     def _carry_up(self) -> None:
+        """Carry replies and output from the agent. Its end becomes the end of this process."""
         while True:
             (what, content), body = self._up_link.receive()
             if what == b"answer":
@@ -271,24 +287,27 @@ class Tunnel(NodeEnd):
         self._own_up[Up.PHASE] = Phase.IDLE
         if body is not None:
             self._channel.send_body(sequence, body)
+        # The interrupt is over. The actor is told before the head gets the pong, so before the head's next interrupt.
         if status == Status.PONG:
             self._actor.interrupt.options(concurrency_group="control").remote(-1)
         self._channel.ring(status, flags, sequence, value)
 
     def _carry_signals(self) -> None:
+        """Pass the head's signals on. They are blocked in all threads, so only ``sigwait`` takes them."""
         call = {"concurrency_group": "control"}
         while True:
             if signal.sigwait({signal.SIGINT, signal.SIGUSR2}) == signal.SIGINT:
                 word = int(self._own_down[Down.INTERRUPT])
-                if word != -1:  # otherwise it is idle already
+                if word != -1:  # otherwise the agent is idle again already
                     self._actor.interrupt.options(**call).remote(word)
             else:
-                self._tell_stacks(ray.get(self._actor.stacks.options(**call).remote()))
+                self._write_stacks(ray.get(self._actor.stacks.options(**call).remote()))
 
 
 def main(sock: socket.socket, setup: dict[str, Any]) -> None:
     """Run a tunnel. The bootstrap calls this once ``sys.path`` is set."""
-    signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGINT, signal.SIGUSR2})  # Ray's threads inherit this
+    # Before Ray starts threads, which inherit the mask: ``_carry_signals`` must be the only one to take these signals.
+    signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGINT, signal.SIGUSR2})
     tunnel = Tunnel(sock, setup)
     tunnel.open()
     tunnel.run()

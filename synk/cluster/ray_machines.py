@@ -13,13 +13,13 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 HEDGE_S = 10.0
-"""How long a machine may take to start an actor, before another machine is tried beside it."""
+"""How long a machine may take to start an actor before another machine is tried beside it."""
 
 START_S = 90.0
-"""How long all of them may take. The head waits for 120 s, in which Ray is imported, too."""
+"""How long all machines may take together. The head waits for 120 s, which includes importing Ray."""
 
 AGAIN_S = 1.0
-"""After this time machines are tried again if Ray has not forgotten yet which actors were there."""
+"""After this time the machines are tried again, if Ray still has the names of actors that were there before."""
 
 REACH_S = 10.0
 """How long the address of a cluster may take to accept a connection."""
@@ -44,7 +44,7 @@ def machines() -> list[Machine]:
 
 
 def tell_machines(address: str) -> None:
-    """Print the machines of a cluster, and whether it asks for a token, as JSON. Run in a process of its own."""
+    """Print the machines of a cluster, and whether it asks for a token, as JSON. This runs in a process of its own."""
     if address != "auto":  # Ray would ask a wrong address for a minute
         host, _, port = address.rpartition(":")
         _reach(host.strip("[]"), int(port), REACH_S)
@@ -77,13 +77,13 @@ class Search:
     Parameters
     ----------
     num_nodes : int
-        Of the runtime.
+        The number of nodes of the runtime.
     least_nodes : int
-        How many machines it needs.
+        The number of machines that it needs at least.
     number : int
-        The node's.
+        The number of the node.
     is_replacement : bool
-        Whether the node was there before. Then it may share a machine with another one.
+        Whether the node is started again. Then it may share a machine with another node.
     """
 
     def __init__(self, num_nodes: int, least_nodes: int, number: int, *, is_replacement: bool) -> None:
@@ -94,15 +94,15 @@ class Search:
     def start(self, actor_type: type, setup: dict[str, Any], runtime: str) -> tuple[Any, int, Any]:
         """Return an actor that has started, its place on its machine, and the answer of its ``places()``.
 
-        In place 0 it has CPUs of its own.
+        In place 0 the actor has CPUs of its own. In a later place it shares those of another node.
 
-        A machine is given up only when another one has started the actor: nothing tells a slow machine from one that
-        has no CPU to give.
+        An actor that a machine does not start is ended only when another machine has started one, because nothing tells
+        a slow machine from one that has no CPU to give.
 
         Raises
         ------
         SystemExit
-            If no machine starts it.
+            If no machine starts the actor.
         """
         pending: dict[Any, tuple[Any, Machine, int]] = {}
         places, limit, are_taken = self._places(), time.monotonic() + START_S, False
@@ -140,10 +140,10 @@ class Search:
         ray.kill(actor)
 
     def _places(self) -> Iterator[tuple[Machine, int]]:
-        """Yield the machines to try, and which place there.
+        """Yield the machines to try, and the place on each.
 
-        A node that replaces another one gets a machine of its own if there is one, else a place beside another node, as
-        long as the runtime has the machines that it needs.
+        A node that is started again gets a machine of its own if there is one. Otherwise it gets a place beside another
+        node, as long as the runtime has the machines that it needs.
         """
         may_share = self._is_replacement and self._least_nodes < self._num_nodes
         for place in range(self._num_nodes if may_share else 1):
@@ -157,7 +157,7 @@ class Search:
                 yield machine, place
 
     def _candidates(self) -> list[Machine]:
-        """Return the machines to try: at first the one that the head has counted, later a spare one before it."""
+        """Return the machines to try: first the one that the head has counted; at a later start the spares first."""
         found = machines()
         own, spare = found[self._number : self._number + 1], found[self._num_nodes :]
         others = [each for each in found[: self._num_nodes] if each not in own]
@@ -177,7 +177,7 @@ def _made(actor_type: type, setup: dict[str, Any], name: str, machine: Machine, 
     strategy = NodeAffinitySchedulingStrategy(machine["id"], soft=False)
     try:
         return make.options(num_cpus=num_cpus, scheduling_strategy=strategy, name=name).remote(setup)
-    except ValueError as error:  # another node of this runtime has an actor of this name
+    except ValueError as error:  # another node of this runtime has an actor with this name
         if "already" not in str(error):
             raise
         return None

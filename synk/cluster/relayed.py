@@ -1,4 +1,4 @@
-"""What stands for the program's functions, objects, variables and settings on a node. Agents pass them on unopened."""
+"""The objects that stand for the program's functions, objects, variables and settings in an agent, which opens none."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ class NodeFunction:
         self.check: Callable[[], None] = lambda: None
 
     def load(self, session: Session, deadline: float | None) -> None:
-        """See that all workers have it. A worker that was started again lacks it.
+        """Make sure that all workers have the function, which workers that were started again lack.
 
-        First ``check()`` must not raise: the function may refer to resident objects, which a new worker lacks, too.
+        ``check()`` comes first and raises if there are such workers and the head relies on their resident objects: the
+        function may refer to them.
         """
         self.check()
         session.functions.ensure_loaded(deadline)
@@ -72,15 +73,16 @@ class NodeVariable(Variable):
 
 
 class NodeVariables:
-    """The shared variables of a node, by the numbers that they have in the head: copies for the node's own ranks.
+    """The shared variables of a node, by their numbers in the head: copies for the node's own ranks.
 
-    The head decides. It tells a node which values it has set and which call it has committed last. Until then, what a
-    call has assigned waits in second buffers, as on one machine.
+    The head decides which values hold. Its messages say which values it has set and which call it has committed last.
+    Until the next message the values that a call has assigned wait in back buffers, as on one machine. If the head or
+    the agent dies in between, they are lost here, and a new agent gets all values from the head.
 
     Parameters
     ----------
     session : Session
-        The node's.
+        The session of the node.
     """
 
     def __init__(self, session: Session) -> None:
@@ -96,6 +98,7 @@ class NodeVariables:
         variable = self._known.get(number)
         if variable is None:
             variable = self._known[number] = NodeVariable(self._session.variables, number, note)
+        # No call runs on the node meanwhile, so its ranks see the old values or the new ones, and never a part of them.
         for rank, leaves in enumerate(note.values):
             for target, source in zip(variable.back(rank, shapes_of(leaves)), leaves):
                 np.copyto(target, source)
@@ -110,7 +113,10 @@ class NodeVariables:
             self._known.pop(number, None)
 
     def assigned(self, launched: Launched, layouts: Sequence[Layout]) -> list[list[list[np.ndarray]]]:
-        """Return what a call has assigned, undecided yet: for each rank that ran, the leaves of each variable."""
+        """Return the values that a call has assigned: for each rank that ran, the leaves of each variable.
+
+        They are not committed yet: the head decides, and its next message tells.
+        """
         if not launched.call.options.is_trial:
             self._undecided = launched, layouts
         return [
@@ -119,7 +125,8 @@ class NodeVariables:
         ]
 
     def settle(self, committed: int | None) -> None:
-        """Commit what the last call has assigned if the head has committed that call, else drop it."""
+        """Commit the values that the last call has assigned if the head has committed this call; else drop them."""
+        # Without a commit nothing has to be undone: the next assignment overwrites the back buffers.
         undecided, self._undecided = self._undecided, None
         if undecided is not None and undecided[0].number == committed:
             launched, layouts = undecided
@@ -135,7 +142,7 @@ class RelayedSettings(PickledSettings):
 
 
 class RelayedReader:
-    """Stands for what reads a program's settings: settings of the agent's process mean nothing."""
+    """Stands for the reader of a program's settings, because the settings of the agent's own process do not count."""
 
     names: Sequence[str] = ()
 
@@ -143,5 +150,5 @@ class RelayedReader:
         self._log = session.workers.log
 
     def read(self) -> list[Any]:
-        """Return the settings that were told last."""
+        """Return the settings that came last from the head."""
         return [] if self._log.settings is None else self._log.settings.values

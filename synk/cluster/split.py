@@ -1,4 +1,4 @@
-"""Which ranks a node plays, which part of a call is its own, and which search path it has."""
+"""The part of a node: its ranks, its rows of a call, and its search path."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Topology:
     Attributes
     ----------
     counts : tuple of int
-        How many workers each node has.
+        The number of workers of each node.
     """
 
     counts: tuple[int, ...]
@@ -54,7 +54,7 @@ class Topology:
 
 
 def counts_of(num_workers: int | Sequence[int], num_nodes: int) -> tuple[int, ...]:
-    """Return how many workers each node gets: the same number for all, or one for each.
+    """Return the number of workers of each node: the same number for all, or one number for each.
 
     Raises
     ------
@@ -74,7 +74,7 @@ def counts_of(num_workers: int | Sequence[int], num_nodes: int) -> tuple[int, ..
 
 
 def rows_between(array: np.ndarray, selection: Selection, low: int, high: int) -> np.ndarray:
-    """Return rows ``low`` to ``high`` of a call's selection, in its order, as a view where that is possible.
+    """Return rows ``low`` to ``high`` of a call's selection, in its order, as a view unless it is made of indices.
 
     Parameters
     ----------
@@ -90,7 +90,7 @@ def rows_between(array: np.ndarray, selection: Selection, low: int, high: int) -
     """
     if selection.indices is not None:
         return array[selection.indices[low:high]]
-    if low == high:  # backwards, the place of the first row may lie before the array
+    if low == high:  # if the selection goes backwards, its first row may lie before the array
         return array[:0]
     first, step = selection.start + low * selection.step, selection.step
     stop = first + (high - low) * step
@@ -98,7 +98,7 @@ def rows_between(array: np.ndarray, selection: Selection, low: int, high: int) -
 
 
 def own_bounds(bounds: Sequence[tuple[int, int]], ranks: range) -> tuple[int, int, list[tuple[int, int]]]:
-    """Return where the rows of a node begin and end in the selection, and the bounds of its ranks within them.
+    """Return the first and the last position of a node's rows in the selection, and the bounds of its ranks in them.
 
     Examples
     --------

@@ -1,7 +1,8 @@
-"""The wires between the ranks of all nodes, seen from the head: when they are joined, and whether a call may use them.
+"""The wires between the ranks of all nodes, in the head: when they are joined, and whether a call may use them.
 
-The ranks join before the first call, and again after any trouble: an interrupt may have left a message half sent.
-Without pyzmq the runtime goes on without wires, and functions that communicate get an error that says so.
+The ranks join before the first call, and again after any failure, because an interrupt may have left a message half
+sent. Each group has a new number, and a rank uses only the wires of the number that came with the call. Without pyzmq
+the runtime goes on without wires, and functions that communicate get an error that says so.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class WireGroup(Group):
     ranks : NodeRanks
     topology : Topology
     on_restarts : callable
-        Called if it turns out that a node has replaced workers.
+        Called when a node has replaced workers: the resident objects must be brought into line.
     """
 
     name = "synk.comm between nodes"
@@ -34,7 +35,7 @@ class WireGroup(Group):
     def __init__(self, ranks: NodeRanks, topology: Topology, on_restarts: Callable[[], None]) -> None:
         super().__init__(len(topology.counts) > 1)
         self._ranks, self._topology, self._on_restarts = ranks, topology, on_restarts
-        self._joined: dict[int, int] = {}  # by node, how many workers it had replaced when its ranks were joined
+        self._joined: dict[int, int] = {}  # how many workers each node had replaced when its ranks were joined
 
     @property
     def is_settled(self) -> bool:
@@ -48,6 +49,9 @@ class WireGroup(Group):
     def prepare(self, workers: Workers, deadline: float | None) -> bool:
         """Join the ranks unless they are joined. Return whether they are joined now.
 
+        Joining takes two messages to each rank: the first returns the place where it listens, the second has it connect
+        to the places of all others. ``_is_joined`` is set only after both, so a join that is broken off is done again.
+
         Raises
         ------
         WorkerDied, CallTimeout, CallCancelled, KeyboardInterrupt
@@ -56,11 +60,15 @@ class WireGroup(Group):
             return True
         if not self._is_wanted:
             return False
+        # Ranks that an earlier attempt has joined keep their wires until this one replaces them. Their number is an
+        # older one, so no call uses them.
         self._is_joined = False
         self._number += 1
         if self._ranks.prepare(deadline):  # replaces workers that have ended
             self._on_restarts()
         self._num_restarts, self._joined = workers.counters["restarts"], self._ranks.num_restarts
+        # A worker that dies between the two messages makes the second fail; one that dies later raises the node's
+        # count, so ``note_restarts`` notices, or the rank itself, which has no group of this number.
         answers = self._ask({}, deadline)
         self.problem = next((answer["problem"] for answer in answers.values() if "problem" in answer), "")
         if self.problem:
@@ -72,11 +80,13 @@ class WireGroup(Group):
         return True
 
     def break_up(self, workers: Workers) -> None:
-        """Have the ranks join anew before the next call."""
+        """Have the ranks join again, as another group, before the next call."""
         self._is_joined = False
 
     def note_restarts(self, node: int, num_restarts: int) -> None:
-        """Note how many workers a node has replaced. If that has changed, the ranks join anew before the next call."""
+        """Note how many workers a node has replaced. If the number has changed, the ranks join again before the next
+        call.
+        """
         if num_restarts != self._joined.get(node):
             self._is_joined = False
 

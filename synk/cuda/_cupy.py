@@ -1,8 +1,8 @@
 """The CUDA backend: one GPU, CuPy arrays, one non-blocking stream on which a whole call happens in order.
 
 Copies to the device are queued before the user's function runs, and copies from it afterwards. The host waits once, at
-the end of a call. The user's kernels, the copies and the collectives share the stream, so none of them needs an event
-to follow another. There are two exceptions. If a call is known before the one ahead of it has ended, a second stream
+the end of a call. The user's kernels, the copies and the collectives share the stream, so they need no events to follow
+one another. There are two exceptions. If the next call is known before the current one has ended, a second stream
 copies its inputs while the first computes, and an event says when they are there. Sums that a function starts into
 arrays of its own run on a third stream, behind an event of the first; the first waits for them when the function does.
 In one file because it is one protocol, whose parts share these streams.
@@ -27,7 +27,7 @@ from synk.cuda._pinned import PinnedRing, PinnedSegments, address
 
 
 class _Borrowed:
-    """Owns a block of device memory for an array. Passes it to ``returned`` when the array is gone."""
+    """Owns a block of device memory for an array. It passes the block to ``returned`` when the array is gone."""
 
     def __init__(self, memory: Any, returned: list[Any]) -> None:
         self._memory = memory
@@ -65,16 +65,16 @@ class CupyBackend(DeviceArrays):
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.stream_handle = int(self.stream.ptr)
         self._copy_stream = cupy.cuda.Stream(non_blocking=True)
-        # For sums of gradients during the backward pass. What is launched there takes no memory from the pool.
+        # For sums of gradients during the backward pass. Operations on this stream take no memory from the pool.
         self._communication_stream = cupy.cuda.Stream(non_blocking=True)
-        self._communicated: Any = None  # the last event there that the first stream has not waited for
+        self._communicated: Any = None  # the last event of that stream that the first one has not waited for
         self._input_stream = self.stream  # the stream for the inputs that are being copied now
-        # Memory of inputs that were copied ahead and are gone. It belongs to the second stream, where it could be
-        # reused at once while the first stream still reads it. So it returns to the pool only when the first stream is
-        # done.
+        # Blocks of inputs that were copied ahead and are gone. The pool would reuse a block in the order of the second
+        # stream, that is at once, while the first stream may still read it. So ``synchronize`` gives the blocks back,
+        # when the first stream is done.
         self._returned: list[Any] = []
-        # Host arrays that copies may still read. If a device reads pageable memory itself (Grace Hopper), a copy from
-        # it may still run when its call returns.
+        # Host arrays that copies may still read. If a device reads pageable memory itself (Grace Hopper), a copy may
+        # still run when memcpyAsync has returned.
         self._sources: list[np.ndarray] = []
         has_read_only = bool(runtime.deviceGetAttribute(runtime.cudaDevAttrHostRegisterReadOnlySupported, ordinal))
         self._segments = PinnedSegments(runtime, ordinal, has_read_only)
@@ -165,7 +165,8 @@ class CupyBackend(DeviceArrays):
     # -- communication beside a function ------------------------------------------------------------------------------
 
     def enter_thread(self) -> None:
-        # The current stream belongs to a thread. A thread of autograd would queue on the legacy default stream.
+        # Each thread has a current stream of its own. A thread of autograd would queue on the legacy default stream,
+        # which our non-blocking streams do not wait for.
         if not getattr(self._entered, "is_here", False):
             self._entered.is_here = True
             self._cuda_device.use()
@@ -180,6 +181,8 @@ class CupyBackend(DeviceArrays):
         stream = self._communication_stream
         stream.wait_event(after)
         event = self.xp.cuda.Event(disable_timing=True)
+        # Recorded even if the launch fails: a part of it may have been queued, and the first stream must not run past
+        # it.
         try:
             launch(stream.ptr)
         finally:
@@ -216,7 +219,7 @@ class CupyBackend(DeviceArrays):
         if array.size == 0:
             return
         self._num_copied[1] += out.nbytes
-        # A block of the pool is reused in the order of the stream, so the array need not be kept.
+        # The pool reuses a block in the order of the stream, behind this copy, so the array need not be kept alive.
         kind = self._runtime.memcpyDeviceToHost
         source, target = array.data.ptr, address(out)
         for offset, nbytes in self._segments.pieces(target, out.nbytes):
@@ -241,7 +244,7 @@ class CupyBackend(DeviceArrays):
         if framework == "torch":
             import torch
 
-            if torch.cuda.is_available():  # without CUDA, torch computes on the host, as the function asks
+            if torch.cuda.is_available():  # a torch without CUDA computes on the host
                 self._torch_stream = torch.cuda.ExternalStream(self.stream.ptr, device=self._ordinal)
         return device_converters(framework)
 
@@ -258,6 +261,7 @@ class CupyBackend(DeviceArrays):
     # -- state --------------------------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
+        # Only then is nothing read or written any more: the host arrays and the blocks of inputs can go.
         self.stream.synchronize()
         self._sources.clear()
         self._returned.clear()
@@ -276,8 +280,8 @@ class CupyBackend(DeviceArrays):
     def recover(self) -> bool:
         """After an exception, give back cached memory. Return whether the device still works.
 
-        An error during the work of the device (an illegal address, a launch failure) stays with the process: every
-        later CUDA call reports it again.
+        An error while the device works (an illegal address, a launch failure) stays with the process: every later CUDA
+        call reports it again, and the worker must be replaced.
         """
         try:
             self._copy_stream.synchronize()

@@ -1,4 +1,4 @@
-"""Which GPUs the user's environment makes visible, and which worker gets which.
+"""The GPUs that the user's environment makes visible, and their assignment to workers.
 
 Pure functions of NVML's answers (``_nvml``) and of an environment: no CUDA call, no process, no state.
 """
@@ -21,7 +21,7 @@ from synk.cuda._nvml import (
     needs_cuda_order,
 )
 
-# What Slurm sets for a job without GPUs.
+# Slurm sets this value for a job without GPUs.
 _SLURM_NO_DEVICES = "NoDevFiles"
 _MIN_CUDA_MAJOR, _MAX_CUDA_MAJOR = 12, 13
 
@@ -60,7 +60,7 @@ def _devices_of(gpu: Gpu) -> list[Device]:
 
 
 def _matches(entry: str, gpus: Sequence[Gpu]) -> list[list[Device]]:
-    """Return what an entry of CUDA_VISIBLE_DEVICES may mean, each as the devices of one GPU."""
+    """Return the possible meanings of an entry of CUDA_VISIBLE_DEVICES, each as the devices of one GPU."""
     if entry.isdecimal():
         return [_devices_of(gpus[int(entry)])] if int(entry) < len(gpus) else []
     if entry.startswith("GPU-"):
@@ -159,10 +159,10 @@ def choose_devices(
     visible : sequence of Device
         From ``visible_devices``.
     num_workers : int, optional
-        Use the first ``num_workers`` visible devices. None: all of them, or one worker for each of ``devices``.
+        Use the first ``num_workers`` visible devices. By default all of them, or one worker for each of ``devices``.
     devices : sequence, optional
-        One for each rank: an index among the visible devices, ``"cuda:<index>"``, or a (shortened) uuid. A device may
-        appear several times: its workers then share it.
+        One device for each rank: an index among the visible devices, ``"cuda:<index>"``, or a (shortened) uuid. A
+        device may appear several times. Then its workers share it.
 
     Raises
     ------
@@ -232,7 +232,7 @@ def install_command(cuda_version: tuple[int, int] = (0, 0)) -> str:
 
 
 def explain_absence(snapshot: NvmlSnapshot, environ: Mapping[str, str], *, has_cupy: bool) -> str:
-    """Return why no GPU can be used, and what to do about it; empty if GPUs can be used.
+    """Return the reason why no GPU can be used, with a remedy; an empty string if GPUs can be used.
 
     Raises
     ------

@@ -1,11 +1,11 @@
 """Collectives between GPUs by NCCL: ops, dtypes, weights, splitting.
 
 A collective is checked here and split into calls of at most ``max_count`` elements. The base class (``_nccl_handle``)
-launches them through a binding (``_nccl_bindings``) and waits until NCCL has accepted them. The result is there
-when the stream has passed it. ``wait`` watches the stream, NCCL's errors, and the runtime's word that a peer is gone.
-No array library is imported.
+launches them through a binding (``_nccl_bindings``) and waits until NCCL has accepted them. The result is there when
+the stream has passed the operation. ``wait`` watches the stream, NCCL's errors, and the runtime's message that a peer
+is gone. No array library is imported.
 
-One thread per process launches collectives. ``abort`` and ``poll`` may be called from another thread.
+One thread of a process launches collectives. ``abort`` and ``poll`` may be called from another thread.
 """
 
 from __future__ import annotations
@@ -48,15 +48,16 @@ _Call = Callable[[Any], int]
 
 @dataclass(frozen=True)
 class NcclCapabilities(Capabilities):
-    """What NCCL does differently from NumPy, so that the backend can make up for it.
+    """The capabilities of NCCL, with its differences from NumPy, for which the backend must make up.
 
     Attributes
     ----------
     nan_propagates : bool
-        False: ``min`` and ``max`` drop NaN (``fminf`` in ``src/device/reduce_kernel.h``). Reduce a flag "holds a NaN"
-        (uint8, ``max``) in the same group, and write NaN where it is set.
+        False, because ``min`` and ``max`` drop NaN (``fminf`` in ``src/device/reduce_kernel.h``). Reduce a flag for NaN
+        (uint8, ``max``) in the same group, and write NaN where the flag is set.
     has_weighted_avg : bool
-        Whether ``avg`` takes a weight (NCCL 2.11). If not, multiply the buffer by the weight and reduce by ``sum``.
+        Whether ``avg`` takes a weight (NCCL 2.11). If it does not, multiply the buffer by the weight and reduce by
+        ``sum``.
     """
 
     nan_propagates: bool = False
@@ -89,7 +90,17 @@ def split_count(count: int, max_count: int) -> list[tuple[int, int]]:
 
 
 class _ReduceArguments(NamedTuple):
-    """What NCCL needs to be told of a reduction."""
+    """A reduction in NCCL's terms.
+
+    Attributes
+    ----------
+    op, dtype : int
+        NCCL's numbers.
+    width : int
+        The bytes of an element of NCCL's dtype.
+    factor : int
+        The number of such elements in an element of the array: 2 for complex dtypes, else 1.
+    """
 
     op: int
     dtype: int
@@ -98,7 +109,7 @@ class _ReduceArguments(NamedTuple):
 
 
 def _bind(method: Callable[..., int], *arguments: int) -> _Call:
-    """Return ``method`` with every argument except the communicator, which comes just before the stream, the last."""
+    """Return ``method`` with all arguments except the communicator, which comes before the last one, the stream."""
     *others, stream = arguments
     return lambda comm: method(*others, comm, stream)
 
@@ -121,16 +132,20 @@ class NcclCommunicator(NcclHandle):
     rank, world_size : int
         This rank and the number of ranks, at least 2.
     is_broken : callable
-        Whether the runtime has given the group up. It is called in every wait, so it must be cheap.
+        Tells whether the runtime has given the group up. It is called in every wait, so it must be cheap.
     timeout_s : float
-        Limit for joining the group and for each launch. A collective that was accepted may run longer: see ``wait``.
+        Time limit for joining the group and for each launch. A collective that NCCL has accepted may run longer: see
+        ``wait``.
     abort_timeout_s : float
-        Limit for ``abort`` and ``close``. What is not done by then is left to the end of the process.
+        Time limit for ``abort`` and ``close``. If NCCL is not done by then, its thread is left to the end of the
+        process.
 
     Raises
     ------
+    ValueError
+        If an argument is out of range.
     NcclError
-        If the group cannot be joined: code 8 after ``timeout_s``, 6 if the runtime gave it up.
+        If the group cannot be joined: code 8 after ``timeout_s``, 6 if the runtime gave the group up.
 
     Notes
     -----
@@ -236,7 +251,7 @@ class NcclCommunicator(NcclHandle):
             if count <= self.max_count:
                 run = _bind(self._binding.reduce_scatter, send.ptr, recv.ptr, count, dtype, nccl_op, stream)
                 calls = [run] if count else []
-            # A piece of every rank's block is not a contiguous piece of the whole: use one reduction for each rank.
+            # The pieces of all ranks' blocks are not contiguous in ``send``, so each block gets a reduction of its own.
             else:
                 calls = []
                 for root in range(self.world_size):
@@ -262,7 +277,7 @@ class NcclCommunicator(NcclHandle):
         if nbytes <= self.max_count:
             run = _bind(self._binding.all_gather, send.ptr, recv.ptr, nbytes, _BYTE, stream)
             calls = [run] if nbytes else []
-        else:  # as in reduce_scatter: one broadcast for each rank
+        else:  # one broadcast for each rank, for the same reason as in reduce_scatter
             calls = []
             for root in range(self.world_size):
                 block = recv.ptr + root * nbytes
@@ -271,5 +286,5 @@ class NcclCommunicator(NcclHandle):
         self._launch(calls, action)
 
     def capabilities(self) -> NcclCapabilities:
-        """Return what NCCL can do here, and what the backend must make up for."""
+        """Return the ops and dtypes that NCCL has here, and the differences for which the backend must make up."""
         return self._capabilities

@@ -1,6 +1,6 @@
 """Two ways to call NCCL behind one interface: NVIDIA's nccl4py, and the pynccl package, hardened.
 
-This file owns calls and their types and nothing else: no deadline, no splitting, no meaning of ops. A package is
+This file owns calls and their types and nothing else: no deadlines, no splitting, no meaning of ops. A package is
 imported when its binding is loaded, which only workers do. Methods return NCCL's status and never raise for it, because
 its meaning depends on the moment: "in progress" is not a failure, nor is an error during an abort. In one file because
 the two bindings must offer the same calls.
@@ -27,8 +27,8 @@ UNIQUE_ID_NBYTES = 128
 # The low layer of nccl4py follows NCCL's header, and has changed between releases.
 _NCCL4PY_RELEASE = "0.6."
 
-# NCCL can start without blocking since 2.17. Before 2.27.3 its own thread goes on reading thread-locals of the caller
-# (src/group.cc), and here the calling thread has ended by then.
+# NCCL can start without blocking since 2.17. Before 2.27.3 its own thread reads thread-local variables of the calling
+# thread later (src/group.cc), and here that thread has ended by then.
 _NON_BLOCKING_VERSION = 22703
 _WEIGHTED_SUM_VERSION = 21100
 _LAST_ERROR_VERSION = 21300
@@ -40,7 +40,7 @@ _SCALAR_IN_HOST_MEMORY = 1
 class Binding(Protocol):
     """NCCL's functions, with arguments in NCCL's order: the communicator comes before the stream.
 
-    ``comm`` is what ``init`` returned. Pointers and streams are plain integers. ``dtype`` and ``op`` are NCCL's
+    ``comm`` is the communicator from ``init``. Pointers and streams are plain integers. ``dtype`` and ``op`` are NCCL's
     numbers, and ``count`` is in elements of ``dtype``. A call that returns success may still be in progress, because
     nccl4py does not distinguish the two; ``async_error`` does.
     """
@@ -51,7 +51,7 @@ class Binding(Protocol):
     library_path: str
 
     def new_unique_id(self) -> bytes:
-        """Return 128 bytes that name a new group. Opens a listening socket in this process; needs no GPU."""
+        """Return 128 bytes that name a new group. This opens a listening socket in this process, and needs no GPU."""
 
     def init(self, world_size: int, unique_id: bytes, rank: int) -> tuple[int, Any]:
         """Join the group, without blocking if NCCL can. Return the status and the communicator."""
@@ -75,7 +75,7 @@ class Binding(Protocol):
     def reduce_scatter(self, send: int, recv: int, count: int, dtype: int, op: int, comm: Any, stream: int) -> int: ...
 
     def create_weighted_sum(self, weight: bytes, dtype: int, comm: Any) -> tuple[int, int]:
-        """Return the status and an op that multiplies by ``weight`` (one ``dtype``) before it sums."""
+        """Return the status and an op that multiplies by ``weight`` (one element of ``dtype``) before it sums."""
 
     def destroy_op(self, op: int, comm: Any) -> int: ...
 
@@ -111,7 +111,7 @@ class Nccl4pyBinding:
         self.destroy_op = self._returning_status(nccl.red_op_destroy)
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> tuple[int, Any]:
-        """Return the status of ``function(*arguments)`` and its result, None if it failed."""
+        """Return the status of ``function(*arguments)`` and its result; None if it failed."""
         try:
             return SUCCESS, function(*arguments)
         except self._nccl.NCCLError as error:
@@ -126,7 +126,7 @@ class Nccl4pyBinding:
         return bytes(unique_id)
 
     def init(self, world_size: int, unique_id: bytes, rank: int) -> tuple[int, Any]:
-        identifier = bytearray(unique_id)  # it accepts only writable memory
+        identifier = bytearray(unique_id)  # nccl4py accepts only writable memory
         if not self._is_non_blocking:
             return self._call(self._nccl.comm_init_rank, world_size, identifier, rank)
         config = self._nccl.Config()
@@ -143,7 +143,7 @@ class Nccl4pyBinding:
         return str(self._nccl.get_last_error(self._nccl.Comm())).strip()
 
     def create_weighted_sum(self, weight: bytes, dtype: int, comm: Any) -> tuple[int, int]:
-        scalar = ctypes.create_string_buffer(weight, len(weight))
+        scalar = ctypes.create_string_buffer(weight, len(weight))  # NCCL reads it during this call only
         create = self._nccl.red_op_create_pre_mul_sum
         status, op = self._call(create, ctypes.addressof(scalar), dtype, _SCALAR_IN_HOST_MEMORY, comm)
         return status, op or 0
@@ -344,7 +344,7 @@ _LOADERS: dict[str, Callable[[str], Binding]] = {"nccl4py": _load_nccl4py, "pync
 
 
 def _load(name: str, path: str) -> Binding:
-    """Load ``path`` through the binding ``name``. Raise if it cannot, or has loaded another file."""
+    """Load ``path`` through the binding ``name``. Raise if it fails, or has loaded another file."""
     binding = _LOADERS[name](path)
     if not os.path.samefile(binding.library_path, path):
         raise UnsupportedError(f"it chose {binding.library_path}")

@@ -1,8 +1,12 @@
 """The life of one NCCL communicator: joining, launching, waiting, aborting, each with a time limit.
 
-This file owns NCCL's communicator and the rule when it may be touched. It knows no op and no dtype: its subclass in
-``_nccl`` has the collectives. NCCL's calls can block for ever when a peer is gone, so the calls that may block run in
-threads that can be left behind, and every wait polls.
+This file owns NCCL's communicator and the rule when it may be used. It knows no op and no dtype: its subclass in
+``_nccl`` has the collectives. NCCL's calls can block for ever when a peer is gone. So the calls that may block run in
+daemon threads, which are left behind if need be, and every wait polls.
+
+A peer may be dead at any line. This rank learns of it in two ways: NCCL reports an error, or ``is_broken`` returns True
+because the master has told the group. Either way the rank aborts its own communicator. It never waits for a peer to do
+so first.
 """
 
 from __future__ import annotations
@@ -24,12 +28,12 @@ logger = logging.getLogger("synk")
 _DONE, _BROKEN, _LATE = "done", "broken", "late"
 _PAUSE_STEP_S = 0.00002
 _MAX_PAUSE_S = 0.001
-# How long abort waits for a launch in progress. A longer one is stuck, and the abort frees it.
+# How long abort waits for a launch in progress. A launch that takes longer is stuck, and the abort frees it.
 _LAUNCH_PATIENCE_S = 0.5
 
 
 class _Aside:
-    """A call in a daemon thread, which can be left behind."""
+    """A call in a daemon thread. If the call never ends, its thread is left behind and ends with the process."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function
@@ -54,7 +58,7 @@ class _Aside:
 
 
 def _watch(is_done: Callable[[], bool], is_broken: Callable[[], bool], timeout_s: float | None) -> str:
-    """Poll until ``is_done``, the group is broken or the time is over. Return which."""
+    """Poll until ``is_done()``, the group is broken, or the time is over. Return which of them happened."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     pause_s = 0.0
     while not is_done():
@@ -62,7 +66,7 @@ def _watch(is_done: Callable[[], bool], is_broken: Callable[[], bool], timeout_s
             return _BROKEN
         if deadline is not None and time.monotonic() > deadline:
             return _LATE
-        time.sleep(pause_s)  # No pause at first: most waits are short, and other threads can run in between.
+        time.sleep(pause_s)  # 0 at first, since most waits are short; even then other threads can run
         pause_s = min(_MAX_PAUSE_S, pause_s + _PAUSE_STEP_S)
     return _DONE
 
@@ -80,9 +84,11 @@ class NcclHandle:
     ----------
     binding : Binding
     is_broken : callable
-        Whether the runtime has given the group up. It is called in every wait.
-    timeout_s, abort_timeout_s : float
-        Limits for joining and for each launch, and for ``abort`` and ``close``.
+        Tells whether the runtime has given the group up. It is called in every wait.
+    timeout_s : float
+        Time limit for joining and for each launch.
+    abort_timeout_s : float
+        Time limit for ``abort`` and ``close``.
     """
 
     def __init__(
@@ -106,10 +112,12 @@ class NcclHandle:
         Raises
         ------
         NcclError
-            Code 8 after ``timeout_s``, 6 if the runtime gave the group up, else NCCL's own.
+            Code 8 after ``timeout_s``, 6 if the runtime gave the group up, else NCCL's own code.
         """
         action = f"join an NCCL group as rank {rank} of {world_size}"
-        # A blocking start (old NCCL, NCCL_COMM_BLOCKING=1) waits inside the call, hence the thread.
+        # A blocking start (an old NCCL, NCCL_COMM_BLOCKING=1) waits for the peers inside the call, so it needs a thread
+        # that can be left behind. A communicator that such a thread makes later belongs to nobody until the process
+        # ends.
         call = _Aside(functools.partial(self._binding.init, world_size, unique_id, rank))
         outcome = _watch(call.is_done, self._is_broken, self._timeout_s)
         if outcome != _DONE:
@@ -136,10 +144,10 @@ class NcclHandle:
             raise NcclError(status, self._binding.last_error(), action)
 
     def _settle(self, status: int, action: str) -> None:
-        """Return once NCCL has accepted the call that returned ``status``. Until then the communicator accepts nothing
-        else.
+        """Return once NCCL has accepted the call that returned ``status``.
 
-        A call that returned success may be in progress: see ``Binding``.
+        Until then the communicator accepts no other call. A call that returned success may be in progress: see
+        ``Binding``. If NCCL does not accept it in time, or the group is broken, the communicator is aborted.
         """
 
         def is_settled() -> bool:
@@ -157,7 +165,7 @@ class NcclHandle:
     # Launching
 
     def _call(self, call: Callable[[Any], int], action: str) -> None:
-        """Run ``call(comm)``. Return when NCCL has accepted it, inside a group at once."""
+        """Run ``call(comm)``. Return when NCCL has accepted it. Inside a group return at once."""
         with self._lock:
             status = call(self._require(action))
         if self._depth:
@@ -174,11 +182,13 @@ class NcclHandle:
 
     @contextlib.contextmanager
     def group(self) -> Iterator[None]:
-        """Launch the operations of the ``with`` body as one. It may be nested. Nothing runs before the body ends.
+        """Launch the operations of the ``with`` body as one. Groups may be nested. Nothing runs before the body ends.
 
-        If the body raises after it issued an operation, the communicator is aborted: the other ranks wait for the
-        whole.
+        If the body raises after it issued an operation, the communicator is aborted, because the other ranks would wait
+        for the operations that are missing.
         """
+        # The lock is held for the whole body: NCCL's group is a state of this thread that refers to the communicator,
+        # so another thread's abort waits for its end, up to ``_LAUNCH_PATIENCE_S``.
         with self._lock:
             self._require("open a group")
             self._raise_for(self._binding.group_start(), "open a group")
@@ -188,7 +198,8 @@ class NcclHandle:
                 yield
             except BaseException:
                 self._depth -= 1
-                # NCCL counts its groups per thread. The error at hand says more than this call's.
+                # NCCL counts open groups for each thread, so this one must be closed. Its status is ignored: the
+                # exception at hand says more.
                 self._binding.group_end()
                 if self._num_issued:
                     self.abort()
@@ -215,7 +226,7 @@ class NcclHandle:
     # Watching
 
     def _state(self) -> int:
-        """Return NCCL's status of the communicator. It is also in progress while another thread is launching."""
+        """Return NCCL's status of the communicator. While another thread is launching it counts as in progress."""
         if not self._lock.acquire(blocking=False):
             return IN_PROGRESS
         try:
@@ -228,13 +239,13 @@ class NcclHandle:
         return {SUCCESS: "ok", IN_PROGRESS: "pending"}.get(self._state(), "error")
 
     def wait(self, is_done: Callable[[], bool], *, timeout_s: float | None = None) -> None:
-        """Return when ``is_done()``, typically "this event has happened". Never blocks in the driver.
+        """Return when ``is_done()``, typically an event of the stream, is true. This never blocks in the driver.
 
         Raises
         ------
         NcclError
-            If NCCL reports an error, the runtime gives the group up (code 6) or ``timeout_s`` passes (code 8). The
-            communicator is then aborted, which ends what the device waits for.
+            If NCCL reports an error, the runtime gives the group up (code 6), or ``timeout_s`` passes (code 8). The
+            communicator is then aborted, which also ends the kernels that wait for peers on the device.
         """
         action = "finish a collective"
         status = SUCCESS
@@ -260,12 +271,17 @@ class NcclHandle:
     # Ending
 
     def _end(self, word: str, call: Callable[[Any], int], comm: Any) -> None:
+        """Abort or destroy a communicator, and leave it behind if NCCL takes too long."""
         thread = _Aside(functools.partial(call, comm))
         if _watch(thread.is_done, lambda: False, self._abort_timeout_s) != _DONE:
             logger.warning("NCCL did not %s its group in %g s; it ends with the process.", word, self._abort_timeout_s)
 
     def _take_comm(self) -> Any:
-        """Return the communicator and forget it, so that only one caller ends it."""
+        """Return the communicator and forget it, so that only one caller ends it.
+
+        Usually the lock is free, or becomes free when a launch ends. A launch that holds it longer hangs in NCCL for a
+        peer that is gone. Then the communicator is taken without the lock: NCCL's abort is what ends the launch.
+        """
         is_held = self._lock.acquire(timeout=_LAUNCH_PATIENCE_S)
         comm, self._comm = self._comm, None
         if is_held:
@@ -273,17 +289,17 @@ class NcclHandle:
         return comm
 
     def abort(self) -> None:
-        """Break every pending operation of this rank and free the communicator. Any thread may call it, again and
-        again.
+        """Break off all pending operations of this rank and free the communicator.
 
-        All ranks of the group must abort: the device of a rank that does not goes on waiting for this one.
+        Any thread may call this, any number of times. All ranks of the group must abort: the device of a rank that does
+        not abort goes on waiting for this one.
         """
         comm = self._take_comm()
         if comm is not None:
             self._end("abort", self._binding.abort, comm)
 
     def close(self) -> None:
-        """Free the communicator after its last operation, or abort it if it is broken. It may be called again."""
+        """Free the communicator after its last operation, or abort it if it is broken. A second call does nothing."""
         is_sound = not self._is_broken() and self._state() == SUCCESS
         self._is_closed = True
         comm = self._take_comm()

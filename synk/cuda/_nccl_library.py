@@ -1,4 +1,4 @@
-"""Where the NCCL library is, what its status codes mean, and the environment in which it starts.
+"""The NCCL library: its path, its status codes, and the environment in which it starts.
 
 This file owns no communicator and calls no collective. Importing it loads nothing; ``find_library`` may map the
 library.
@@ -52,11 +52,11 @@ class NcclError(SynkError):
     code : int
         NCCL's status: 1 CUDA, 2 system, 3 internal, 4 argument, 5 usage, 6 a peer or the group is gone, 8 time limit.
     name : str
-        NCCL's name for it.
+        NCCL's name for the status.
     last_error : str
-        What NCCL said about it, or what synk found.
+        NCCL's message about it, or synk's own.
     action : str
-        What failed, as in "cannot <action>".
+        The operation that failed, as in "cannot <action>".
     """
 
     def __init__(self, code: int, last_error: str = "", action: str = "") -> None:
@@ -75,7 +75,7 @@ class NcclError(SynkError):
 def mapped_library() -> str:
     """Return the path of the NCCL library that this process has already mapped, or an empty string.
 
-    A process must not hold two NCCL libraries. The first one that torch, CuPy or synk loads decides for all.
+    A process must not hold two NCCL libraries. The first one that torch, CuPy or synk loads is used by all of them.
     """
     try:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape")
@@ -126,7 +126,7 @@ def find_library(environ: Mapping[str, str] = os.environ) -> str:
     ValueError
         If ``SYNK_NCCL_LIB`` names no library, or a library other than the mapped one.
     UnsupportedError
-        If there is none.
+        If there is no NCCL library.
     """
     mapped = mapped_library()
     if value := environ.get(LIBRARY_VARIABLE):
@@ -166,15 +166,15 @@ def version_text(version: int) -> str:
 def nccl_environment(environ: Mapping[str, str], *, ranks_per_device: int = 1) -> dict[str, str]:
     """Return the environment for a GPU worker: ``environ`` with NCCL restricted to this machine's loopback.
 
-    NCCL opens TCP listeners even between the GPUs of one machine. The user's own settings stay, except
-    the ones that would let anybody join or keep the worker from noticing a dead peer.
+    NCCL opens TCP listeners even between the GPUs of one machine. The user's own settings stay, except for those that
+    would let anybody join, or keep the worker from noticing a dead peer.
 
     Parameters
     ----------
     environ : mapping
         The environment to start from. It is not changed.
     ranks_per_device : int
-        How many workers share one GPU. More than one needs NCCL 2.30.3 or later.
+        How many workers share one GPU. More than one need NCCL 2.30.3 or later.
 
     Returns
     -------
@@ -184,8 +184,8 @@ def nccl_environment(environ: Mapping[str, str], *, ranks_per_device: int = 1) -
     Notes
     -----
     ``NCCL_COMM_ID`` is dropped: with it NCCL's handshake is a constant, and two groups would meet at one address.
-    ``NCCL_COMM_BLOCKING=0`` is dropped: synk asks for a non-blocking start itself if NCCL has a sound one. Source: the
-    environment chapter of the NCCL user guide, ``src/bootstrap.cc`` and ``src/init.cc``.
+    ``NCCL_COMM_BLOCKING=0`` is dropped: synk itself asks for a non-blocking start of the releases in which it is sound.
+    Source: the environment chapter of the NCCL user guide, ``src/bootstrap.cc`` and ``src/init.cc``.
     """
     result = dict(environ)
     result.pop("NCCL_COMM_ID", None)

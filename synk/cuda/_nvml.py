@@ -1,4 +1,4 @@
-"""What NVML reports about the machine's GPUs: read without a CUDA call, kept as plain data.
+"""NVML's report about the machine's GPUs: read without a CUDA call, kept as plain data.
 
 NVML makes no CUDA context, so the master stays free to fork, and the user's program keeps its choice of devices. NVML
 ignores ``CUDA_VISIBLE_DEVICES``; ``_devices`` knows what the user sees.
@@ -47,7 +47,7 @@ class MigInstance:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One physical GPU as NVML describes it. ``cpu_affinity`` are the CPUs nearest to it; empty if unknown."""
+    """One physical GPU as NVML describes it. ``cpu_affinity`` has the CPUs nearest to it; empty if unknown."""
 
     uuid: str
     name: str
@@ -60,7 +60,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class NvmlSnapshot:
-    """What NVML answered.
+    """NVML's answers at one moment.
 
     Attributes
     ----------
@@ -70,7 +70,7 @@ class NvmlSnapshot:
     cuda_version : tuple of int
         The newest CUDA that the driver supports, as (major, minor).
     problem : str
-        Why there is no answer: ``NO_PACKAGE``, ``NO_DRIVER`` or NVML's own words. Empty if it answered.
+        Why there is no answer: ``NO_PACKAGE``, ``NO_DRIVER`` or NVML's own words. Empty if NVML answered.
     cuda_order : tuple of str
         Uuids in CUDA's order, if it had to be queried (see ``discover``).
     """
@@ -88,7 +88,7 @@ def _cpus_of_words(words: Iterable[int]) -> frozenset[int]:
 
 
 def _read_gpu(pynvml: Any, handle: Any) -> Gpu:
-    """Return what NVML reports about one GPU. What it cannot report, for this model or in a container, stays empty."""
+    """Return NVML's report about one GPU. Facts that it cannot report, for this model or in a container, stay empty."""
 
     def ask(default: Any, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
@@ -123,7 +123,7 @@ def _read_gpu(pynvml: Any, handle: Any) -> Gpu:
 
 
 def read_snapshot() -> NvmlSnapshot:
-    """Ask NVML for the GPUs of this machine. Never raises if there are none: ``problem`` says why."""
+    """Ask NVML for the GPUs of this machine. If there are none, nothing is raised: ``problem`` says why."""
     try:
         pynvml = importlib.import_module("pynvml")
     except ImportError:
@@ -138,7 +138,7 @@ def read_snapshot() -> NvmlSnapshot:
         cuda_version = pynvml.nvmlSystemGetCudaDriverVersion_v2()
         gpus = []
         for index in range(pynvml.nvmlDeviceGetCount()):
-            # it belongs to another job: CUDA does not see it either
+            # A GPU without permission belongs to another job, and CUDA does not see it either.
             with contextlib.suppress(pynvml.NVMLError_NoPermission):
                 gpus.append(_read_gpu(pynvml, pynvml.nvmlDeviceGetHandleByIndex(index)))
         return NvmlSnapshot(

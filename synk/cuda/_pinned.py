@@ -1,8 +1,12 @@
 """Page-locked host memory: shared segments that the driver knows, and a ring of buffers for scattered rows.
 
-Only registered memory moves at the speed of the link and without blocking the host. Registering takes about 0.1 s per
-GB, so it is done on first use, in chunks, by a separate thread. Until a chunk is ready, and if it cannot be registered,
-copies from it take the driver's slower path.
+Only registered memory is copied at the speed of the link and without blocking the host. Registering takes about 0.1 s
+per GB, so it is done on first use, in chunks, by a separate thread. Until a chunk is ready, and if it cannot be
+registered, copies from it take the driver's slower path.
+
+The worker's thread copies and unmaps, the other thread registers. A chunk must be unregistered before its pages are
+unmapped, so ``forget`` comes before a segment is unmapped, and a lock keeps it from falling between the two lines of a
+registration.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ RING_NBYTES = 1 << 24
 _READ_ONLY = 8  # cudaHostRegisterReadOnly: for mappings that this process may only read
 _NUM_BUFFERS = 2
 
+# The states of a chunk. The worker's thread makes it queued; the other thread makes it pinned or refused.
 _NEW, _QUEUED, _PINNED, _REFUSED = range(4)
 
 
@@ -52,12 +57,12 @@ class _Region:
         return range((start - self.start) // CHUNK_NBYTES, (start + nbytes - 1 - self.start) // CHUNK_NBYTES + 1)
 
     def pinned(self) -> list[tuple[int, int]]:
-        """Return where the chunks that are registered begin and end."""
+        """Return the bounds of the chunks that are registered."""
         return [self.bounds(chunk) for chunk, state in enumerate(self.states) if state == _PINNED]
 
 
 class PinnedSegments:
-    """Which segments are registered with the driver, and how much of each.
+    """The segments of a worker, each with the chunks that are registered with the driver.
 
     Parameters
     ----------
@@ -75,18 +80,21 @@ class PinnedSegments:
         self._has_read_only = has_read_only
         self._starts: list[int] = []
         self._regions: dict[int, _Region] = {}
-        self._lock = threading.Lock()  # Held while a chunk is registered, so that nothing is unmapped in the meantime.
+        self._lock = threading.Lock()  # held while a chunk is registered, so that it is not unmapped in the meantime
         self._queue: queue.SimpleQueue[tuple[_Region, int] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.refusal = ""
-        """Why the driver first refused to register memory; empty if it never did."""
+        """The reason of the driver's first refusal to register memory; empty if there was none."""
 
     def add(self, segment: Segment) -> None:
-        """Note a segment. It is registered when something is first copied from or to it."""
+        """Note a segment. Each chunk is registered when something is first copied from or to it.
+
+        A segment that is not made of whole pages is left out.
+        """
         start = address(segment.buffer)
         if segment.nbytes % PAGE_NBYTES:
             return
-        self.forget(segment)  # the segment that lay here before had other pages
+        self.forget(segment)  # another segment, with other pages, may have been mapped at this address before
         is_read_only = not segment.buffer.flags.writeable
         bisect.insort(self._starts, start)
         region = _Region(start, segment.nbytes, _READ_ONLY if is_read_only else 0)
@@ -105,12 +113,15 @@ class PinnedSegments:
         with self._lock:
             for low, _ in region.pinned():
                 self._unregister(low)
-            region.states = [_REFUSED] * len(region.states)  # a request that is still queued finds nothing to do
+            # The registering thread may still have orders for this region in its queue. It skips chunks in this state,
+            # so it never registers an address where another segment lies by then.
+            region.states = [_REFUSED] * len(region.states)
 
     def pieces(self, start: int, nbytes: int) -> list[tuple[int, int]]:
         """Return ``(offset, length)`` of the copies that move ``nbytes`` bytes at ``start``, and order missing chunks.
 
-        A copy must lie entirely inside one registered piece of memory, or entirely outside.
+        A copy must lie entirely inside one registered range of memory, or entirely outside. So copies are divided at
+        the chunks' bounds, registered or not: a chunk may become registered between this line and the copy.
         """
         region = self._region_of(start, nbytes)
         if region is None:
@@ -145,6 +156,7 @@ class PinnedSegments:
         self._queue.put((region, chunk))
 
     def _run(self) -> None:
+        """Register chunks, in a thread of its own, until ``close``."""
         self._runtime.setDevice(self._ordinal)
         while (order := self._queue.get()) is not None:
             region, chunk = order
@@ -156,7 +168,7 @@ class PinnedSegments:
                     self._runtime.hostRegister(low, high - low, region.flags)
                     region.states[chunk] = _PINNED
                 except self._runtime.CUDARuntimeError as error:
-                    # CuPy takes the error from the driver (cudaGetLastError) when it raises, so nobody else meets it.
+                    # CuPy clears the driver's last error (cudaGetLastError) when it raises. No later call reports it.
                     region.states[chunk] = _REFUSED
                     if not self.refusal:
                         self.refusal = str(error)
@@ -165,16 +177,16 @@ class PinnedSegments:
     def _unregister(self, start: int) -> None:
         try:
             self._runtime.hostUnregister(start)
-        except self._runtime.CUDARuntimeError as error:  # a device that failed answers every call with this
+        except self._runtime.CUDARuntimeError as error:  # a device that has failed answers every call like this
             logger.debug("cannot unregister shared memory with CUDA: %s", error)
 
     @property
     def registered_nbytes(self) -> int:
-        """How many bytes are registered at this moment."""
+        """The number of bytes that are registered now."""
         return sum(high - low for region in list(self._regions.values()) for low, high in region.pinned())
 
     def close(self) -> None:
-        """End the thread and unregister everything."""
+        """End the thread and unregister everything. The thread ends first, so it cannot register a chunk afterwards."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()
@@ -188,7 +200,10 @@ class PinnedSegments:
 
 
 class PinnedRing:
-    """Buffers for rows that are not adjacent in memory: one is filled on the host while another is copied.
+    """Buffers for rows that are not adjacent in memory: one is filled on the host while the other is copied.
+
+    The buffers are page-locked and belong to the ring as long as the worker lives. The event of a buffer says when the
+    device has read it, so the host never writes into a buffer that a copy still reads.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The backend ``"cupy"`` as the master knows it: which GPUs there are, and which rank gets which. Imports no CuPy."""
+"""The backend ``"cupy"`` in the master: the GPUs of the machine and their assignment to ranks. It imports no CuPy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SHARING_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
 def has_cupy() -> bool:
-    """Whether CuPy is installed. Does not import it."""
+    """Whether CuPy is installed. This does not import it."""
     return importlib.util.find_spec("cupy") is not None
 
 
@@ -39,7 +39,15 @@ def is_usable() -> bool:
 
 
 def place(num_workers: int | None, devices: Sequence[Any] | None) -> DeviceAssignment:
-    """Choose GPUs by NVML. Imports neither CuPy nor CUDA."""
+    """Return the device assignment, from NVML. This imports neither CuPy nor CUDA.
+
+    Raises
+    ------
+    UnsupportedError
+        If no GPU can be used.
+    ValueError, TypeError
+        As for ``choose_devices``.
+    """
     snapshot = _nvml.discover(os.environ)
     problem = explain_absence(snapshot, os.environ, has_cupy=has_cupy())
     if problem:
@@ -54,8 +62,8 @@ def place(num_workers: int | None, devices: Sequence[Any] | None) -> DeviceAssig
         tuple(shared | worker_environment(device) for device in chosen),
         tuple(tuple(sorted(cpu_mask(device, allowed))) for device in chosen),
         has_devices=True,
-        # Ranks that share a GPU take turns on it, and NCCL before 2.30.3 refuses them. So NCCL joins them only on
-        # request.
+        # Ranks that share a GPU take turns on it, and NCCL before 2.30.3 refuses such ranks. So NCCL joins them only
+        # on request.
         can_use_nccl=len(chosen) > 1 and (sharing == 1 or os.environ.get(_SHARING_VARIABLE) == "1"),
         torch_device="cuda",
     )

@@ -1,4 +1,4 @@
-"""What ``synk.info()`` says about GPUs, from NVML and package metadata: no CUDA call, no import of a library."""
+"""The lines of ``synk.info()`` about GPUs, from NVML and package metadata: no CUDA call, no import of a library."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from synk.cuda._nvml import NvmlSnapshot
 # NVML_P2P_CAPS_INDEX_READ; pynvml's own constant is a tuple by mistake.
 _P2P_READ = 0
 
-# By what a user installs. The first that is installed counts.
+# The distributions that a user may install for each purpose. The first that is installed counts.
 _PACKAGES = {
     "CuPy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"),
     "NCCL": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
@@ -43,7 +43,7 @@ def _package_line(snapshot: NvmlSnapshot) -> str:
 
 
 def _peer_line(devices: Sequence[Device]) -> str:
-    """Say which GPUs can read each other's memory directly; empty if that is unknown."""
+    """Return a line about GPUs that can read each other's memory directly; empty if nothing is known."""
     if len({device.gpu_uuid for device in devices}) < 2:
         return ""
     try:
@@ -65,7 +65,7 @@ def _peer_line(devices: Sequence[Device]) -> str:
 
 
 def gpu_lines(environ: Mapping[str, str] = os.environ, *, has_cupy: bool) -> list[str]:
-    """Return what there is to say about this machine's GPUs, and what is missing to use them."""
+    """Return lines about this machine's GPUs, and about packages that are missing to use them."""
     snapshot = _nvml.discover(environ)
     try:
         problem = explain_absence(snapshot, environ, has_cupy=has_cupy)

@@ -1,7 +1,6 @@
-"""A value that a recorded program has not computed yet. What NumPy and Python ask of it is recorded, or computes it
-now.
+"""A value that a recorded program has not computed yet. Operations on it are recorded, or compute it at once.
 
-All it knows of the recording is two methods: one adds an operation, one computes a value now.
+It uses two methods of the recording: one adds an operation, one computes a value at once.
 """
 
 from __future__ import annotations
@@ -28,9 +27,14 @@ _WRITERS = frozenset(("byteswap", "fill", "partition", "put", "resize", "setfiel
 class Deferred(NDArrayOperatorsMixin):
     """An array, or another result of an operation, that a flow computes later.
 
-    Arithmetic, indexing, NumPy functions and array methods give further deferred values. What needs the value computes
-    it at once, with everything it depends on: ``float``, ``bool``, ``if``, ``len``, ``shape``, ``dtype``, iteration,
-    ``numpy.asarray``, printing. It cannot be written into.
+    Arithmetic, indexing, NumPy functions and array methods give further deferred values. Operations that need the value
+    compute it at once, with everything it depends on: ``float``, ``bool``, ``if``, ``len``, ``shape``, ``dtype``,
+    iteration, ``numpy.asarray``, printing. A deferred value cannot be written into.
+
+    Raises
+    ------
+    TypeError
+        When the program writes into it.
     """
 
     __slots__ = ("_node", "_recording")
@@ -81,7 +85,7 @@ class Deferred(NDArrayOperatorsMixin):
             return self._work(name, operator.attrgetter(name), self)
         if name in _WRITERS:
             _refuse_write(f"{name}()")
-        if name.startswith("__"):  # a library asks whether this is an array of its own
+        if name.startswith("__"):  # a library asks whether this is one of its own arrays
             raise AttributeError(name)
         return getattr(read_only(self._forced()), name)
 
@@ -93,7 +97,7 @@ class Deferred(NDArrayOperatorsMixin):
     def __delitem__(self, index: Any) -> NoReturn:
         _refuse_write("the deletion of a part of it")
 
-    # -- what needs the value -----------------------------------------------------------------------------------------
+    # -- operations that need the value -------------------------------------------------------------------------------
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         return np.array(read_only(self._forced()), dtype, copy=copy)
@@ -154,7 +158,7 @@ def mapped(change: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def read_only(value: Any) -> Any:
-    """Return a value that cannot be written into: for an array, a view."""
+    """Return a value that cannot be written into. For an array it is a view."""
     if isinstance(value, np.ndarray) and value.flags.writeable:
         value = value.view()
         value.flags.writeable = False

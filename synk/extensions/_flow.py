@@ -26,7 +26,7 @@ _OWN = ("synk.extensions._flow", "synk.extensions._deferred")
 
 
 class Timed(NamedTuple):
-    """What a flow has run: an operation, the start of a message, or the wait for one.
+    """An event in the trace of a flow: an operation, the start of a message, or the wait for one.
 
     Attributes
     ----------
@@ -46,7 +46,7 @@ class Step:
     Attributes
     ----------
     trace : list of Timed
-        What the last call in this process ran, in this order.
+        The events of the last call in this process, in order.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -59,9 +59,9 @@ class Step:
         return self if instance is None else types.MethodType(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the function returns, with arrays in place of values that were computed later."""
+        """Return the result of the function, with arrays in place of deferred values."""
         if _current.get() is not None:
-            return self._function(*args, **kwargs)  # it is part of the step that calls it
+            return self._function(*args, **kwargs)  # inside of another step it is a part of that step
         recording = _Recording(self._name)
         self.trace = recording.trace
         token = _current.set(recording)
@@ -78,9 +78,9 @@ class Step:
 class Flow:
     """Order a NumPy function so that its messages travel while it computes. The only instance is ``flow``.
 
-    As a decorator it gives a `Step`. At each call the function runs once with arrays that are not computed yet. What it
-    does with them is recorded, and then run in the order of `schedule`. Messages start as soon as their arrays exist,
-    and are awaited when nothing else is left to do. The results are equal, bit for bit, to those of the plain function.
+    As a decorator it makes a `Step`. At each call the function runs once with arrays that are not computed yet. Its
+    operations are recorded, and then run in the order of `schedule`. Messages start as soon as their arrays exist, and
+    are awaited when nothing else is left to do. The results are equal, bit for bit, to those of the plain function.
 
     The flow records operators, indexing and methods of arrays, NumPy functions, ``flow.send``, ``flow.recv`` and
     ``flow.call``. Anything that needs a value, such as ``float``, ``if``, ``shape`` or a function of another library,
@@ -92,17 +92,17 @@ class Flow:
     TypeError
         For an assignment to a part of an array of the flow, ``out=``, ``x += y`` and the like.
     ValueError
-        From NumPy, for functions that try to write into an array that they are given.
+        From NumPy, for functions that try to write into one of their arguments.
 
     Notes
     -----
     An operation raises its error when it is run; a note names its line in the function. A wait for a message comes
-    after all sends that precede the receive in the program: a program that does not deadlock as written, with ``isend``
-    and ``recv``, does not deadlock in this order either. Do not use collectives of ``synk.comm`` in a flow, since it
-    cannot move them. If an operation takes an array of the program, the array is copied when its line is recorded,
-    unless it is an argument or read-only. A result that is a view of another array is read-only.
+    after all sends that precede the receive in the program. So a program that does not deadlock as written, with
+    ``isend`` and ``recv``, does not deadlock in this order either. Do not use collectives of ``synk.comm`` in a flow,
+    since it cannot move them. If an operation takes an array of the program, the array is copied when its line is
+    recorded, unless it is an argument of the step or read-only. A result that is a view of another array is read-only.
 
-    Recording takes about 15 us for each operation. The order of a known graph is looked up.
+    Recording takes about 15 us for each operation. The order of a graph is kept for later calls with the same graph.
 
     Examples
     --------
@@ -132,14 +132,28 @@ class Flow:
 
     @staticmethod
     def send(array: Any, peer: int, tag: int = 0) -> None:
-        """Send an array to rank ``peer`` as soon as it is computed, as ``synk.comm.isend`` does."""
+        """Send an array to rank ``peer`` as soon as it is computed, by ``synk.comm.isend``.
+
+        Raises
+        ------
+        RuntimeError
+            Outside of a flow, or inside of a function that the flow calls itself.
+        ValueError
+            If ``peer`` or ``tag`` is not an integer of at least 0.
+        """
         recording = _recording("send")
         name, peer, tag = _message("send to", peer, tag)
         recording.message("send", name, lambda value: synk.comm.isend(value, peer, tag), array, peer, tag)
 
     @staticmethod
     def recv(peer: int, tag: int = 0, *, like: Any = None) -> Deferred:
-        """Return what rank ``peer`` sends, as ``synk.comm.recv`` does. It is awaited as late as possible."""
+        """Return a message from rank ``peer``, as ``synk.comm.recv`` does. It is awaited as late as possible.
+
+        Raises
+        ------
+        RuntimeError, ValueError
+            As for :meth:`send`.
+        """
         recording = _recording("receive")
         name, peer, tag = _message("recv from", peer, tag)
         return recording.message("recv", name, lambda value: synk.comm.irecv(peer, tag, like=value), like, peer, tag)
@@ -148,7 +162,15 @@ class Flow:
     def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Deferred:
         """Record a call of any function as one operation.
 
-        Its result may depend only on its arguments, because it is not known when it runs. Arrays are read-only.
+        The result may depend only on the arguments, because the function runs at an unknown time. The function gets
+        read-only arrays.
+
+        Raises
+        ------
+        TypeError
+            For a function that draws random numbers.
+        RuntimeError
+            Outside of a flow.
         """
         if isinstance(getattr(function, "__self__", None), (np.random.Generator, np.random.RandomState)):
             raise TypeError(
@@ -163,7 +185,7 @@ flow = Flow()
 
 
 class _Node:
-    """An operation to run once. ``run`` is None after that."""
+    """An operation that is run once. ``run`` is None afterwards."""
 
     __slots__ = ("kind", "line", "name", "needs", "run", "tag", "value")
 
@@ -178,7 +200,7 @@ class _Node:
 
 
 class _Recording:
-    """One call of a step: what was recorded and not run yet, in the order of the program."""
+    """One call of a step: its operations that are recorded and not run yet, in the order of the program."""
 
     def __init__(self, name: str) -> None:
         self.trace: list[Timed] = []
@@ -187,14 +209,13 @@ class _Recording:
         self._pending: list[_Node] = []
         self._sends: list[_Node] = []
         self._last: dict[tuple[str, int, int], _Node] = {}
-        # While operations run, and after the step, requests for values are answered at once.
+        # While operations run, and after the step, operations are run at once instead of being recorded.
         self._is_eager = False
 
-    # -- what the program asks for
-    # ----------------------------------------------------------------------------------------
+    # -- recording ----------------------------------------------------------------------------------------------------
 
     def given(self, value: Any) -> Any:
-        """Return an argument of the step in the form that its program gets."""
+        """Return an argument of the step for its function: deferred if it is an array."""
         return Deferred(self, _Node("work", "", [], None, value)) if type(value) is np.ndarray else value
 
     def work(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Deferred:
@@ -217,7 +238,7 @@ class _Recording:
         if kind == "send":
             self._sends.append(begun)
             needs = [begun]
-        else:  # the peer may send it in answer to anything that this rank has sent before
+        else:  # the peer's message may be the answer to any earlier message of this rank
             self._sends = [send for send in self._sends if send.run is not None]
             needs = [begun, *self._sends]
         return Deferred(self, self._add(_Node("wait", f"wait {name}", needs, lambda: begun.value.wait(), None)))
@@ -229,7 +250,7 @@ class _Recording:
             if isinstance(leaf, Deferred):
                 needs.append(leaf._node)
             elif isinstance(leaf, np.ndarray) and leaf.flags.writeable:
-                return read_only(leaf.copy())  # the program may write into its own array before this runs
+                return read_only(leaf.copy())  # the program may write into its own array before the operation runs
             return leaf
 
         args = mapped(captured, args)
@@ -247,8 +268,7 @@ class _Recording:
             self._pending.append(node)
         return node
 
-    # -- running
-    # ----------------------------------------------------------------------------------------------------------
+    # -- running ------------------------------------------------------------------------------------------------------
 
     def value_of(self, node: _Node) -> Any:
         """Return a value, and compute it first if necessary."""
@@ -271,7 +291,7 @@ class _Recording:
         self._pending = []
 
     def _needed_for(self, node: _Node) -> list[_Node]:
-        """Return what a node depends on, and what messages depend on that can start without waiting."""
+        """Return a node and everything that it depends on, and messages that can start without waiting for others."""
         waiting: set[_Node] = set()
         found = [node]
         for each in self._pending:
@@ -287,8 +307,8 @@ class _Recording:
         return [each for each in self._pending if each in wanted]
 
     def _run(self, nodes: Sequence[_Node]) -> None:
-        # A wait has the tag of its message, which may have started before. Messages that have not come first, one by
-        # one.
+        # `schedule` takes the tag of a wait from the start of its message, so starts that have run already are in the
+        # graph, too, before all others and in one chain.
         started = [node.needs[0] for node in nodes if node.kind == "wait" and node.needs[0].run is None]
         nodes = [*started, *nodes]
         places = {node: place for place, node in enumerate(nodes)}
@@ -306,17 +326,17 @@ class _Recording:
         self._pending = [node for node in self._pending if node not in places]
 
     def _run_one(self, node: _Node) -> None:
-        if node.run is None:  # it has started before, or another operation has asked for its value
+        if node.run is None:  # an earlier part of the program, or another operation, has needed it already
             return
         start = time.perf_counter()
         try:
             node.value = mapped(_value, node.run())
         except Exception as error:
             if node.line is not None:
-                add_note(error, _told(self._name, node.name, node.line))
+                add_note(error, _note_of(self._name, node.name, node.line))
             raise
         self.trace.append(Timed(node.name, start - self._begin, time.perf_counter() - self._begin))
-        node.run, node.needs = None, []  # release the arrays that they hold
+        node.run, node.needs = None, []  # they hold arrays, which can be freed now
 
 
 @functools.lru_cache(maxsize=256)
@@ -351,7 +371,7 @@ def _recording(verb: str) -> _Recording:
 
 
 def _message(verb: str, peer: Any, tag: Any) -> tuple[str, int, int]:
-    """Return the name of a message, and its peer and tag after a check."""
+    """Return the name of a message, with its peer and tag after a check."""
     for name, value in (("peer", peer), ("tag", tag)):
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
             raise ValueError(f"cannot {verb.split()[0]} in a flow: got {name}={value!r}, expected an int from 0 on.")
@@ -359,7 +379,7 @@ def _message(verb: str, peer: Any, tag: Any) -> tuple[str, int, int]:
 
 
 def _line() -> tuple[str, int, str] | None:
-    """Return the file, line and function at which the program is, outside of NumPy and this package."""
+    """Return the file, line and function of the program's current line, outside of NumPy and this package."""
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
@@ -369,7 +389,7 @@ def _line() -> tuple[str, int, str] | None:
     return None
 
 
-def _told(flow_name: str, name: str, line: tuple[str, int, str]) -> str:
+def _note_of(flow_name: str, name: str, line: tuple[str, int, str]) -> str:
     file, number, function = line
     source = linecache.getline(file, number).strip()
     return f'Of the flow {flow_name!r}: {name!r}, recorded in {function}, file "{file}", line {number}' + (

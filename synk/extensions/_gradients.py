@@ -1,6 +1,6 @@
-"""Gradients as a whole: their joint norm, and flat buffers in place of many arrays.
+"""All gradients together: their joint norm, and flat buffers in place of many arrays.
 
-Written with operators and methods that NumPy, CuPy, torch and JAX share. Only joining arrays has another name in each
+The code uses operators and methods that NumPy, CuPy, torch and JAX share. Only joining arrays has another name in each
 library.
 """
 
@@ -29,7 +29,7 @@ def clip_by_global_norm(grads: Tree, max_norm: float) -> tuple[Tree, Array]:
     ----------
     grads : tree of arrays
     max_norm : float
-        Above 0; infinity measures without clipping.
+        A number above 0. With infinity the norm is computed and nothing is clipped.
 
     Returns
     -------
@@ -45,9 +45,9 @@ def clip_by_global_norm(grads: Tree, max_norm: float) -> tuple[Tree, Array]:
 
     Notes
     -----
-    Equal to `torch.nn.utils.clip_grad_norm_`, also for gradients that are not finite: an infinite norm gives zeros, and
-    NaN where the gradient is infinite; NaN anywhere gives NaN everywhere. Pascanu, Mikolov and Bengio, "On the
-    difficulty of training recurrent neural networks", ICML 2013, arXiv:1211.5063.
+    The result equals that of `torch.nn.utils.clip_grad_norm_`, also for gradients that are not finite: an infinite norm
+    gives zeros, and NaN where the gradient is infinite; NaN anywhere gives NaN everywhere. Source: Pascanu, Mikolov and
+    Bengio, "On the difficulty of training recurrent neural networks", ICML 2013, arXiv:1211.5063.
 
     Examples
     --------
@@ -74,12 +74,12 @@ def flatten(tree: Tree) -> tuple[tuple[Array, ...], Callable[[Sequence[Array]], 
     Parameters
     ----------
     tree : tree of arrays
-        All arrays from one library and on one device.
+        The arrays must be of one library and on one device.
 
     Returns
     -------
     flats : tuple of 1-d arrays
-        One new array for each dtype, in order of first appearance; most trees have one.
+        One new array for each dtype, in order of first appearance. Most trees have one dtype.
     unflatten : callable
         ``unflatten(flats)`` returns a tree with the structure and shapes of ``tree``. Its arrays are views of the flat
         ones if the library has views.
@@ -89,7 +89,7 @@ def flatten(tree: Tree) -> tuple[tuple[Array, ...], Callable[[Sequence[Array]], 
     TypeError
         If a leaf is not an array.
     ValueError
-        From ``unflatten``, if the number of buffers or their lengths differ from what ``flatten`` returned.
+        From ``unflatten``, if the number of buffers or their lengths differ from those of ``flatten``.
 
     Examples
     --------
@@ -133,7 +133,7 @@ def flatten(tree: Tree) -> tuple[tuple[Array, ...], Callable[[Sequence[Array]], 
 
 
 def _concatenate(arrays: list[Array]) -> Array:
-    """Join 1-d arrays of one dtype. A library that was not imported cannot have made them."""
+    """Join 1-d arrays of one dtype. Only libraries that are imported already can have made them."""
     torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
     if torch is not None and isinstance(arrays[0], torch.Tensor):
         return torch.cat(arrays)
@@ -145,7 +145,7 @@ def _concatenate(arrays: list[Array]) -> Array:
 
 
 def _at_least_float32(array: Array) -> Array:
-    """Return half precision as float32, in which its squares cannot overflow; other arrays unchanged."""
+    """Return an array of half precision as float32, in which its squares cannot overflow; other arrays unchanged."""
     if "float16" not in str(array.dtype):
         return array
     return array.float() if hasattr(array, "float") else array.astype("float32")

@@ -1,6 +1,6 @@
 """Optimizers of optax as update rules.
 
-This is the only file of the extensions that knows JAX. It imports JAX and optax when a rule is made, and not before.
+It imports JAX and optax when a rule is made, and not before.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ def from_optax(transformation: Any) -> OptaxRule:
     """Make an update rule from an optax optimizer, for `make_train_function`.
 
     A step is ``updates, state = tx.update(grads, state, params)`` and ``optax.apply_updates(params, updates)``,
-    compiled by ``jax.jit``. ``grads`` are the gradients over all rows. So ``optax.clip_by_global_norm`` and every other
-    part of a chain sees what it would see in one process on the whole batch.
+    compiled by ``jax.jit``. ``grads`` are the gradients over all rows. So ``optax.clip_by_global_norm``, and every
+    other part of a chain, gets the gradients that it would get in one process on the whole batch.
 
     Parameters
     ----------
     transformation : optax.GradientTransformation
-        For instance ``optax.adam(1e-3)``, or a chain. Its update may need gradients, state and parameters; one that
-        needs the loss as well (a line search, ``reduce_on_plateau``) is refused by ``init``.
+        For instance ``optax.adam(1e-3)``, or a chain. Its update may need gradients, state and parameters. ``init``
+        refuses a transformation that needs the loss as well (a line search, ``reduce_on_plateau``).
 
     Returns
     -------
@@ -41,12 +41,12 @@ def from_optax(transformation: Any) -> OptaxRule:
     ImportError
         If JAX or optax is not installed.
     TypeError
-        If it is not a gradient transformation.
+        If ``transformation`` is not a gradient transformation.
 
     Notes
     -----
     `make_train_function` then passes everything as JAX arrays, as with ``framework="jax"``. The workers compute with 64
-    bits if the master's JAX does (``jax_enable_x64``). Optax: https://optax.readthedocs.io.
+    bits if the master's JAX does (``jax_enable_x64``). Source: https://optax.readthedocs.io.
 
     Examples
     --------
@@ -98,7 +98,7 @@ class OptaxRule:
         Parameters
         ----------
         params : tree of arrays
-            Any nesting of dicts, lists, tuples and named tuples. Real floating-point dtypes.
+            Any nesting of dicts, lists, tuples and named tuples. The dtypes must be real floating-point dtypes.
 
         Raises
         ------
@@ -133,9 +133,9 @@ class OptaxRule:
         ----------
         params : tree of arrays
         grads : tree of arrays
-            With the structure and shapes of ``params``.
+            Gradients with the structure and shapes of ``params``.
         state : mapping
-            What `init` or the last step returned.
+            The state from `init` or from the last step.
 
         Raises
         ------

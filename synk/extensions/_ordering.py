@@ -1,6 +1,6 @@
 """Orders the nodes of a dataflow graph so that messages travel while the rank computes.
 
-It runs anywhere, on plain Python objects. It starts no message, and knows neither arrays nor processes.
+It runs anywhere, on plain Python objects. It starts no messages, and knows neither arrays nor processes.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ def schedule(
     """Order the nodes of one rank's graph so that communication and computation overlap.
 
     Sends and receives start as soon as their inputs exist, in the order of their tags. Work that a send depends on runs
-    before other work. A wait comes only when nothing else can run. Of several waits, the first is the one after which
-    the fewest nodes are missing until something can run again. Tags break ties.
+    before other work. A wait comes only when nothing else can run. Among several waits, the first is the one after
+    which the fewest nodes are missing until something can run again. Tags break ties.
 
     Parameters
     ----------
     nodes : iterable of hashable objects
-        Each appears once.
+        The nodes, each once.
     needs : callable or mapping
         The nodes that must come before a node. A mapping may leave out nodes that need nothing.
     kind : callable or mapping
         ``"send"`` or ``"recv"`` for the start of a message (`synk.comm.isend`, `synk.comm.irecv`), ``"wait"`` for the
         wait for one, ``"work"`` for everything else. A mapping may leave out work.
     tag : callable or mapping
-        For a send or receive its tag, an int from 0 on, or ``(tag, peer)`` if the rank has more than one peer. A wait
+        The tag of a send or receive: an int from 0 on, or ``(tag, peer)`` if the rank has more than one peer. A wait
         takes the tag of the receive that it needs, or else of the send. Work may have an int, such as its line in the
         program, or None. A mapping may leave out waits and work.
 
     Returns
     -------
     list
-        The nodes in their order. Nodes that are equal in all of the above, such as work without tags, keep the order of
-        ``nodes``. If all work has distinct tags, the order of ``nodes`` makes no difference.
+        The nodes in the order in which to run them. Nodes that are equal by these rules, such as work without tags,
+        keep the order of ``nodes``. If all work has distinct tags, the order of ``nodes`` makes no difference.
 
     Raises
     ------
     ValueError
         If two sends to one peer, or two receives from it, have the same tag and neither needs the other, directly or
-        through other nodes: which message is which would be random. If nodes need each other in a cycle, a needed node
+        through other nodes: the two messages could be confused. Also if nodes need each other in a cycle, a needed node
         is not among ``nodes``, a wait needs no send or receive, or a kind or tag is invalid.
 
     Notes
@@ -96,7 +96,7 @@ def schedule(
         twice = next(node for i, node in enumerate(listed) if node in listed[:i])
         raise ValueError(f"cannot schedule {twice!r}: got it twice, expected each node once. Drop one of the two.")
     nothing: Iterable[Node] = ()
-    needed = {node: tuple(its_needs) for node, its_needs in _told(listed, "needs", needs, nothing, known)}
+    needed = {node: tuple(its_needs) for node, its_needs in _values_of(listed, "needs", needs, nothing, known)}
     for node in listed:
         for need in needed[node]:
             if need not in known:
@@ -104,7 +104,7 @@ def schedule(
                     f"cannot schedule {node!r}: got {need!r} among its needs, expected nodes of the graph. "
                     "Add it to nodes, or leave it out of the needs if it is an input."
                 )
-    kinds = dict(_told(listed, "kind", kind, "work", known))
+    kinds = dict(_values_of(listed, "kind", kind, "work", known))
     for node, its_kind in kinds.items():
         if its_kind not in _KINDS:
             raise ValueError(
@@ -112,18 +112,18 @@ def schedule(
                 "Computations of any sort are work."
             )
     depths = _depths(needed)
-    messages = _messages(dict(_told(listed, "tag", tag, None, known)), kinds, needed, depths)
+    messages = _messages(dict(_values_of(listed, "tag", tag, None, known)), kinds, needed, depths)
     return _Graph(listed, needed, depths, kinds, messages).ordered()
 
 
-def _told(
+def _values_of(
     nodes: Sequence[Node],
     name: str,
     given: Callable[[Node], Told] | Mapping[Node, Told],
     default: Told,
     known: frozenset[Node],
 ) -> Iterator[tuple[Node, Told]]:
-    """Yield each node with what a function or a mapping says about it."""
+    """Yield each node with its value of a function or a mapping."""
     if not isinstance(given, Mapping):
         yield from ((node, given(node)) for node in nodes)
         return
@@ -141,11 +141,11 @@ def _messages(
     needed: Mapping[Node, Sequence[Node]],
     depths: Mapping[Node, int],
 ) -> dict[Node, Message]:
-    """Return the sort key of each node within its class: for a start ``(tag, kind, depth)``, with the peer after the
-    tag.
+    """Return the sort key of each node within its class.
 
-    Starts with equal tags must form a chain, or the graph is refused: their depths tell them apart. A wait that needs a
-    receive and sends waits for the receive; the sends only come before it.
+    The key of a start is ``(tag, kind, depth)``, with the peer, if there is one, after the tag. Starts with equal tags
+    must form a chain, or the graph is refused. So their depths distinguish them. A wait that needs a receive and sends
+    waits for the receive; the sends only come before it.
     """
     found: dict[Node, Message] = {}
     for node, tag in tags.items():
@@ -173,7 +173,7 @@ def _messages(
             if not starts:
                 raise ValueError(
                     f"cannot schedule {node!r}: got a wait that needs no send or receive, expected one that does. "
-                    "Add what it waits for to its needs."
+                    "Add the message to its needs."
                 )
             found[node] = sum(starts, ())
     return found
@@ -184,16 +184,16 @@ def _is_count(value: Any) -> bool:
 
 
 class _Graph:
-    """A graph whose nodes are bits of an int, numbered so that of several runnable nodes the lowest bit runs first.
+    """A graph as sets of nodes in the bits of integers. Among several runnable nodes the lowest bit runs first.
 
     Attributes
     ----------
     nodes : list
-        By bit.
+        The node of each bit.
     needs, before : list of int
-        By bit: what a node needs directly, and everything that must come before it.
+        For each bit, the nodes that its node needs directly, and all nodes that must come before it.
     users : list of list of int
-        By bit: the bits of the nodes that need it.
+        For each bit, the bits of the nodes that need its node.
     """
 
     def __init__(
@@ -257,7 +257,10 @@ class _Graph:
         return order
 
     def _towards(self, goals: Sequence[int], ready: int, ahead: int) -> int:
-        """Return the ready nodes before the goals with the fewest missing nodes; all ready nodes if there are none."""
+        """Return the ready nodes that lead to the goals with the fewest missing nodes.
+
+        If no ready node leads to a goal, return all ready nodes.
+        """
         fewest, found = len(self.nodes) + 1, ready
         for goal in goals:
             if ahead >> goal & 1 and self.before[goal] & ready:
@@ -274,7 +277,7 @@ def _class(kind: str) -> int:
 
 
 def _depths(needed: Mapping[Node, Sequence[Node]]) -> dict[Node, int]:
-    """Return the length of the longest chain before each node, needed nodes first. Raise for cycles."""
+    """Return the length of the longest chain before each node, needed nodes first. Raise ValueError for a cycle."""
     depths: dict[Node, int] = {}
     for node in needed:
         path = [(node, iter(needed[node]))] if node not in depths else []

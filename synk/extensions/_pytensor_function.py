@@ -1,4 +1,4 @@
-"""PyTensor's ``function`` on all workers: a graph, compiled once as a pure function, is what each rank runs.
+"""PyTensor's ``function`` on all workers: each rank runs a graph that was compiled once as a pure function.
 
 Shared variables become inputs of the compiled function and updates become outputs, so slices, transactions and exact
 averages are those of synk. On the workers a shared variable of PyTensor is a :class:`synk.Shared`; see :func:`remote`.
@@ -27,12 +27,12 @@ _remotes: weakref.WeakKeyDictionary[SharedVariable, synk.Shared] = weakref.WeakK
 
 
 def remote(variable: SharedVariable) -> synk.Shared:
-    """Return what a shared variable of PyTensor is on the workers.
+    """Return the variable of synk that a shared variable of PyTensor is on the workers.
 
     Raises
     ------
     ValueError
-        If no function of an open runtime uses it.
+        If no function of an open runtime uses the variable.
     """
     found = _remotes.get(variable)
     if found is None:
@@ -71,11 +71,14 @@ class PyTensorFunction(synk.FunctionWrapper):
         super().__init__(function)
         self.runtime, self.compiled, self.variables = runtime, compiled, variables
         self._updated, self._rows, self._reduced, self._generators = updated, rows, reduced, generators
-        self._num_outputs = num_outputs  # None: one that is no list
-        self._has_extra = bool(reduced) or num_outputs == 0  # besides the outputs: the rows of each rank
+        self._num_outputs = num_outputs  # None for a single output that is not in a list
+        self._has_extra = bool(reduced) or num_outputs == 0  # whether the rows of each rank follow the outputs
 
     def finish(self, result: Any) -> Any:
-        """Return the outputs. Updates that are reduced over all ranks are averaged now."""
+        """Return the outputs. Updates that are reduced over all ranks are averaged now.
+
+        The call is committed by then. An interrupt here leaves the ranks with the values of their own rows.
+        """
         outputs, extra = (list(result[:-1]), result[-1]) if self._has_extra else (list(result), ())
         if self._reduced:
             weights = [0.0 if rows is None else float(np.sum(rows)) for rows in extra]
@@ -100,7 +103,7 @@ class PyTensorFunction(synk.FunctionWrapper):
         return super().verify(*args, **options, **self._rows)
 
     def serial(self, /, *args: Any) -> Any:
-        """Run the compiled function in the program: on the values of PyTensor's own variables, which it updates."""
+        """Run the compiled function in the program, on PyTensor's own variables, which it updates."""
         sharded = [v.get_value(borrow=True) for v, shared in self.variables.items() if shared.is_sharded]
         others = [v.get_value(borrow=True) for v, shared in self.variables.items() if not shared.is_sharded]
         random = [v.get_value() for v in self._generators]
@@ -111,7 +114,7 @@ class PyTensorFunction(synk.FunctionWrapper):
         return results[0] if self._num_outputs is None else results[:num]
 
     def sync_to_parent(self) -> None:
-        """Give PyTensor's variables the values that the workers have: those of rank 0, or all rows."""
+        """Give PyTensor's variables the values of the workers: those of rank 0, or the rows of all ranks."""
         for variable, shared in self.variables.items():
             variable.set_value(np.array(shared.value))
 
@@ -141,14 +144,15 @@ def function(
         The inputs that are divided by rows, then those that every rank gets whole. Both are the parameters of the
         function, in this order.
     outputs : variable, (variable, op), or list of them
-        The op is one of those of :func:`synk.function`; ``"avg"`` if none is given.
+        The op is one of the ops of :func:`synk.function`; ``"avg"`` if none is given.
     updates : sequence of (shared, new) or (shared, new, op), or dict
         New values of shared variables, on each rank from its own rows. The op is for slices; ``"all"`` averages over
-        the rows of all ranks instead, so that the ranks stay alike. If a variable is listed twice, the last one counts.
+        the rows of all ranks instead, so that the ranks stay alike. If a variable is listed twice, the last entry
+        counts.
     givens : mapping, or sequence of pairs
-        What to replace in the graph, as in ``pytensor.function``.
+        Variables to replace in the graph, as in ``pytensor.function``.
     sliceable_shareds : sequence of shared variables
-        Those whose rows are divided among the ranks. The others are the same on all ranks.
+        Shared variables whose rows are divided among the ranks. The others are the same on all ranks.
     mode : optional
         As for ``pytensor.function``.
     name : str
@@ -162,14 +166,14 @@ def function(
     Raises
     ------
     ValueError
-        If an update is not of a shared variable that every rank has whole.
+        If an update is not for a shared variable that every rank has whole, or ``"all"`` is used without rows.
 
     Notes
     -----
     Shared variables go to the workers when the first function that uses them is built. From then on the workers have
     values of their own: ``f.sync_to_parent()`` and ``f.sync_from_parent()`` copy them, and ``remote(w)`` is the
     variable on the workers. Each rank draws from a generator of its own, spawned from that of the graph
-    (``RandomStream``, ``shared_rng``), whose update is listed like others.
+    (``RandomStream``, ``shared_rng``). Its update is listed like others. Source: https://pytensor.readthedocs.io.
 
     Examples
     --------
@@ -215,7 +219,7 @@ def function(
             "expected at least one. Without rows all ranks compute the same: leave out 'all'."
         )
     sizes = len(pairs), len(pairs) + len(new), (0 if inputs else len(given)) if is_reduced else -1
-    # Tuples, because what cannot change is not compared at each call.
+    # Tuples, because captured objects that cannot change are not compared at each call.
     run = _run_of(pickle.dumps(compiled), tuple(replicated.values()), tuple(entropies), sizes, tuple(names))
     extra = (None,) if is_reduced else () if pairs else ("first",)
     made_function = runtime.function(
@@ -245,7 +249,7 @@ def _run_of(
     sizes: tuple[int, int, int],
     names: Sequence[str],
 ) -> Any:
-    """Return what the workers run. It holds the compiled function as bytes, which are quickly compared at each call."""
+    """Return the function for the workers. It captures the compiled function as bytes, which are quickly compared."""
 
     def run(*args: Any, **named: Any) -> Any:
         values = [variable.value for variable in variables]
@@ -257,7 +261,7 @@ def _run_of(
 
 
 def _run(data: bytes, values: Sequence[Any], entropies: Sequence[int], sizes: tuple[int, int, int], args: Any) -> Any:
-    """Run the compiled function on this rank's rows, with its own generators; add the number of its rows if wanted."""
+    """Run the compiled function on this rank's rows, with its own generators. Add the number of its rows if wanted."""
     num_outputs, num_results, rows_at = sizes
     generators = [_generator(data, number, entropy) for number, entropy in enumerate(entropies)]
     results = _loaded(data)(*args, *values, *generators)
@@ -271,18 +275,20 @@ def _run(data: bytes, values: Sequence[Any], entropies: Sequence[int], sizes: tu
 
 @functools.lru_cache(maxsize=256)
 def _loaded(data: bytes) -> Any:
-    """Return the compiled function: on a rank each is made once."""
+    """Return the compiled function. A rank loads each once."""
     return pickle.loads(data)
 
 
 _NOTHING = np.zeros(())
-"""What a function returns that has no outputs."""
+"""The result of a function that has no outputs."""
 
+# The rank's generators, by compiled function and position. They live as long as the worker: a worker that is started
+# again begins with new ones.
 _generators: dict[tuple[bytes, int], np.random.Generator] = {}
 
 
 def _generator(data: bytes, number: int, entropy: int) -> np.random.Generator:
-    """Return this rank's generator in the place of one of the graph's."""
+    """Return this rank's generator, which takes the place of one of the graph's."""
     if (data, number) not in _generators:
         seeds = np.random.SeedSequence(entropy).spawn(synk.comm.world_size)
         _generators[data, number] = np.random.default_rng(seeds[synk.comm.rank])
@@ -290,7 +296,7 @@ def _generator(data: bytes, number: int, entropy: int) -> np.random.Generator:
 
 
 def _entropy_of(variable: SharedVariable) -> int:
-    """Return a number that seeds generators like that of the graph: another one in another state."""
+    """Return a seed that depends on the state of the graph's generator."""
     return int(variable.get_value().integers(1 << 63))
 
 
@@ -303,7 +309,7 @@ def _is_generator(variable: Variable) -> bool:
 
 
 def _updates_of(updates: Any) -> tuple[dict[SharedVariable, Variable], dict[SharedVariable, tuple[Variable, Any]]]:
-    """Return the new states of generators, and the new value and the op of each other variable, as they are listed."""
+    """Return the new states of generators, and the new value and the op of each other variable in the list."""
     drawn: dict[SharedVariable, Variable] = {}
     found: dict[SharedVariable, tuple[Variable, Any]] = {}
     for variable, value, *op in updates.items() if isinstance(updates, Mapping) else updates or ():
@@ -317,7 +323,7 @@ def _updates_of(updates: Any) -> tuple[dict[SharedVariable, Variable], dict[Shar
 
 
 def _names_of(variables: Sequence[Variable]) -> list[str]:
-    """Return names for the parameters: those of the variables, where these are names and differ."""
+    """Return names for the parameters: the names of the variables, if they are identifiers and differ."""
     names: list[str] = []
     for number, variable in enumerate(variables):
         name = variable.name or ""
@@ -326,7 +332,7 @@ def _names_of(variables: Sequence[Variable]) -> list[str]:
 
 
 def _remote(variable: SharedVariable, runtime: synk.Runtime, *, is_sharded: bool) -> synk.Shared:
-    """Return what a variable is on the workers; made when the first function uses it."""
+    """Return the variable on the workers. It is made when the first function uses it."""
     found = _remotes.get(variable)
     if found is None or found._session is not runtime._session or found.is_sharded != is_sharded:
         value = variable.get_value(borrow=True)

@@ -1,4 +1,4 @@
-"""What all update rules share: the walk over nested arrays, the step counter, the learning rate, the checks.
+"""The common part of all update rules: the walk over nested arrays, the step counter, the learning rate, the checks.
 
 A rule adds the arithmetic for one array (``updates.py``). This file knows no array library, no process and no
 communication.
@@ -37,7 +37,7 @@ class UpdateRule:
     settings : mapping
         The other hyper-parameters.
     slots : tuple of str
-        Names of the state entries. Each is an array like the parameter, and starts at zero.
+        Names of the state entries. Each entry is an array like the parameter, and starts at zero.
     update : callable
         ``update(param, grad, slot_arrays, learning_rate, t) -> (param, slot_arrays)`` for one array.
 
@@ -71,7 +71,7 @@ class UpdateRule:
         Parameters
         ----------
         params : tree of arrays
-            Any nesting of dicts, lists, tuples and named tuples. Real floating-point dtypes.
+            Any nesting of dicts, lists, tuples and named tuples. The dtypes must be real floating-point dtypes.
 
         Returns
         -------
@@ -93,10 +93,10 @@ class UpdateRule:
         ----------
         params : tree of arrays
         grads : tree of arrays
-            With the structure and shapes of ``params``. A dtype may differ if the library promotes it to the
+            Gradients with the structure and shapes of ``params``. A dtype may differ if the library promotes it to the
             parameter's dtype (bfloat16 gradients of float32 parameters).
         state : mapping
-            What `init` or the last step returned. The counter may also be a 0-d integer array.
+            The state from `init` or from the last step. The counter may also be a 0-d integer array.
 
         Returns
         -------
@@ -154,7 +154,7 @@ def floating_leaves(rule: str, params: Tree) -> tuple[list[Array], optree.PyTree
     Raises
     ------
     TypeError
-        If one is not an array of a floating-point dtype.
+        If a leaf is not an array of a floating-point dtype.
     """
     leaves, spec = optree.tree_flatten(params)
     for accessor, leaf in zip(spec.accessors(), leaves, strict=True):
@@ -172,7 +172,7 @@ def leaves_like(rule: str, spec: optree.PyTreeSpec, leaves: list[Array], tree: T
     Raises
     ------
     ValueError
-        If it does not.
+        If the structure or a shape differs.
     """
     found, found_spec = optree.tree_flatten(tree)
     if found_spec != spec:
@@ -192,12 +192,12 @@ def leaves_like(rule: str, spec: optree.PyTreeSpec, leaves: list[Array], tree: T
 
 
 def l2(p: Array, g: Array, lr: float, weight_decay: float) -> tuple[Array, Array]:
-    """Return a parameter, and its gradient with the L2 term."""
+    """Return a parameter unchanged, and its gradient with the L2 term."""
     return p, g + weight_decay * p if weight_decay else g
 
 
 def decoupled(p: Array, g: Array, lr: float, weight_decay: float) -> tuple[Array, Array]:
-    """Return a parameter after a decay of its own, and its gradient."""
+    """Return a parameter after its own decay, and its gradient unchanged."""
     return p * (1 - lr * weight_decay), g
 
 
@@ -219,14 +219,14 @@ def rule_of(
     update : callable
         ``update(param, grad, slot_arrays, learning_rate, t, **settings)`` for one array, without weight decay.
     decay : callable
-        ``decay(param, grad, learning_rate, weight_decay)`` returns what the step begins with.
+        ``decay(param, grad, learning_rate, weight_decay)`` returns the parameter and the gradient for the step.
     **settings : number or pair of numbers
         ``eps`` is at least 0. All others are shares in [0, 1).
 
     Raises
     ------
     TypeError, ValueError
-        If a setting is no such number.
+        If a setting is not a number, or out of its range.
     """
     rate = learning_rate if callable(learning_rate) else number(name, "learning_rate", learning_rate)
     valid = {key: _setting_of(name, key, value) for key, value in settings.items()}
@@ -277,7 +277,7 @@ def is_real(value: Any) -> bool:
 
 
 def kind_of(leaf: Any) -> str:
-    """Return what a leaf is, in words for an error."""
+    """Return the dtype or type of a leaf, in words for an error."""
     return f"dtype {leaf.dtype}" if hasattr(leaf, "dtype") else f"type {type(leaf).__name__}"
 
 

@@ -1,7 +1,7 @@
-"""Programs whose messages travel while the rank computes: the order is found automatically.
+"""Programs whose messages travel while the rank computes, in an order that is found automatically.
 
-`schedule` orders the nodes of any graph and starts nothing. `flow` records a NumPy function, orders it and runs it by
-``synk.comm``.
+`schedule` orders the nodes of any graph and runs nothing. `flow` records a NumPy function, orders its operations, and
+runs them with ``synk.comm``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A joblib backend: code with ``n_jobs`` (scikit-learn's searches and validations) runs on the current runtime.
 
-Importing this module registers it. Arrays of 1 MB and more cross to the workers once, by identity, as long as their
-contents stay the same. They arrive read-only, as with loky.
+Importing this module registers the backend. Arrays of 1 MB and more are sent to the workers once, as long as their
+contents stay the same; they are recognised by identity. They arrive read-only, as with loky.
 
 Examples
 --------
@@ -25,25 +25,31 @@ from synk.errors import ReentrancyError
 
 
 class SynkBackend(AutoBatchingMixin, ParallelBackendBase):
-    """Runs the tasks of ``joblib.Parallel`` on the workers of the current runtime. Made by joblib.
+    """Runs the tasks of ``joblib.Parallel`` on the workers of the current runtime. joblib makes the instances.
 
     Without a number of jobs it uses all workers, and never more than there are. ``timeout=`` works.
-    ``return_as="generator"`` does not, because the thread that waits for tasks also drives them.
+    ``return_as="generator"`` does not, because the thread that waits for tasks also sends them.
     """
 
     default_n_jobs = -1
     supports_timeout = True
-    supports_retrieve_callback = False  # it would need a thread
+    supports_retrieve_callback = False  # callbacks while nobody waits would need a thread
 
     _tasks: Any = None
 
     def effective_n_jobs(self, n_jobs: int | None) -> int:
-        """Return how many workers to use for a number of jobs. Negative numbers count from the end."""
+        """Return the number of workers for a number of jobs: -1 means all workers, -2 all but one, and so on.
+
+        Raises
+        ------
+        ValueError
+            If ``n_jobs`` is 0.
+        """
         if n_jobs == 0:
             raise ValueError("cannot run jobs: got n_jobs=0, expected a number above 0, -1 for all workers, or None.")
         try:
             world_size = synk.current().world_size
-        except ReentrancyError:  # on a worker: a task with tasks of its own
+        except ReentrancyError:  # on a worker, for a task that has tasks of its own
             return 1
         if n_jobs is None:
             return 1
@@ -52,7 +58,7 @@ class SynkBackend(AutoBatchingMixin, ParallelBackendBase):
     def configure(
         self, n_jobs: int = 1, parallel: Any = None, prefer: Any = None, require: Any = None, **options: Any
     ) -> int:
-        """Begin with the tasks of one ``Parallel``."""
+        """Begin with the tasks of one ``Parallel``. Return the number of workers."""
         n_jobs = self.effective_n_jobs(n_jobs)
         if n_jobs == 1:
             raise FallbackToBackend(SequentialBackend(nesting_level=self.nesting_level))
@@ -61,7 +67,7 @@ class SynkBackend(AutoBatchingMixin, ParallelBackendBase):
         return n_jobs
 
     def submit(self, func: Callable[[], Any], callback: Any = None) -> Any:
-        """Submit a batch of tasks."""
+        """Submit a batch of tasks. Return its future."""
         return self._tasks.submit(func, callback)
 
     def retrieve_result(self, out: Any, timeout: float | None = None) -> Any:
@@ -69,14 +75,14 @@ class SynkBackend(AutoBatchingMixin, ParallelBackendBase):
         return self._tasks.result(out, timeout)
 
     def abort_everything(self, ensure_ready: bool = True) -> None:
-        """End the tasks in flight, after a failure or Ctrl-C."""
+        """End the tasks in flight, after a failure or Ctrl-C. With ``ensure_ready`` the backend can be used again."""
         self._tasks.cancel()
         if ensure_ready:
             with contextlib.suppress(FallbackToBackend):
                 self.configure(n_jobs=self.parallel.n_jobs, parallel=self.parallel)
 
     def terminate(self) -> None:
-        """End tasks that nobody waits for any more. The workers stay."""
+        """End tasks for which nobody waits any more. The workers stay."""
         if self._tasks is not None:
             self._tasks.cancel()
             self._tasks = None

@@ -1,11 +1,11 @@
 """The names of mpi4torch (https://github.com/helmholtz-analytics/mpi4torch), inside functions on synk's workers.
 
-A program written for it runs after ``import synk.extensions.mpi4torch as mpi4torch``. If other modules import it by its
+A program for mpi4torch runs after ``import synk.extensions.mpi4torch as mpi4torch``. If other modules import it by its
 name, use ``sys.modules["mpi4torch"] = synk.extensions.mpi4torch``. The differences are:
 
-- Ranks are those that run the call, and the communicator has a meaning only inside a function.
+- The ranks are those that run the call, and the communicator has a meaning only inside a function.
 - The in-place operations write the values into their argument, but return another tensor, which has the gradient.
-- ``Recv`` and ``Irecv`` return what was received, and do not write into the tensor that gives the shape.
+- ``Recv`` and ``Irecv`` return the received tensor, and do not write into the tensor that gives the shape.
 - Messages can be differentiated once. Tags are below 2**20.
 - TorchScript knows only ``Allreduce``.
 """
@@ -56,7 +56,7 @@ JoinDummiesHandle = join_dummies
 
 
 def _allreduce(tensor: torch.Tensor, op: int, is_alone: bool) -> torch.Tensor:
-    """Reduce a tensor of all ranks, or of this one alone, by an MPI operation. Only MPI_SUM has a gradient."""
+    """Reduce a tensor over all ranks, or over this one alone, by an MPI operation. Only MPI_SUM has a gradient."""
     if op not in _OPS and op not in _FOLDS:
         raise ValueError(
             f"cannot reduce a tensor by MPI operation {op!r}: got none that tensors have (MPI_MINLOC and MPI_MAXLOC "
@@ -71,7 +71,7 @@ def _allreduce(tensor: torch.Tensor, op: int, is_alone: bool) -> torch.Tensor:
 
 
 class _Fold(torch.autograd.Function):
-    """Combines the values of all ranks here, for operations that no communicator has."""
+    """Combines the values of all ranks on each rank, for operations that communicators lack."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, op: int) -> torch.Tensor:
@@ -101,19 +101,19 @@ _scripted.register_autograd(_backward, setup_context=_remember)
 
 
 class _Communicator:
-    """Everything except what TorchScript compiles: only a class's own methods, and little Python."""
+    """The methods that TorchScript does not compile: it compiles a class's own methods, and knows little Python."""
 
     __jit_unused_properties__ = ("rank", "size")
     _is_alone: bool
 
     @property
     def rank(self) -> int:
-        """This rank's position among those of the call."""
+        """This rank's position among the ranks of the call."""
         return 0 if self._is_alone else comm.rank
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return 1 if self._is_alone else comm.world_size
 
     def Bcast_(self, tensor: torch.Tensor, root: int) -> torch.Tensor:
@@ -149,7 +149,7 @@ class _Communicator:
         return scatter(tensor, scatteraxis, source, sizes=None if sizes is None else sizes.tolist())
 
     def Alltoall(self, tensor: torch.Tensor, gatheraxis: int, scatteraxis: int, numelem: int) -> torch.Tensor:
-        """Return what ``Gather`` and then ``Scatter`` would: see :func:`synk.torch.all_to_all`."""
+        """Return the result of ``Gather`` and then ``Scatter``: see :func:`synk.torch.all_to_all`."""
         if self._is_alone:
             return tensor.clone()
         own = torch.tensor([tensor.shape[gatheraxis], numelem], device=tensor.device)
@@ -168,7 +168,7 @@ class _Communicator:
         return irecv(self._rank_of(source), tag, like=tensor)
 
     def Wait(self, waithandle: Handle) -> torch.Tensor:
-        """Return what was received or, for a send, a tensor for ``JoinDummies``: see :func:`synk.torch.wait`."""
+        """Return the received tensor or, for a send, a tensor for ``JoinDummies``: see :func:`synk.torch.wait`."""
         return wait(waithandle)
 
     def Send(self, tensor: torch.Tensor, dest: int, tag: int) -> torch.Tensor:
@@ -176,7 +176,7 @@ class _Communicator:
         return send(tensor, self._rank_of(dest), tag)
 
     def Recv(self, tensor: torch.Tensor, source: int, tag: int) -> torch.Tensor:
-        """Return what was received: see :func:`synk.torch.recv`."""
+        """Return the received tensor: see :func:`synk.torch.recv`."""
         return recv(self._rank_of(source), tag, like=tensor)
 
     def _rank_of(self, place: int) -> int:
@@ -205,13 +205,13 @@ COMM_WORLD = MPI_Communicator()
 def comm_from_mpi4py(comm_of_mpi: Any) -> MPI_Communicator:
     """Return the communicator with the ranks of an mpi4py communicator.
 
-    MPI does not know synk's workers: it sees each of them alone, so its ``COMM_WORLD`` becomes a communicator of one.
+    MPI does not know synk's workers. It sees each of them alone, so its ``COMM_WORLD`` becomes a communicator of one.
     For all ranks of a call use ``COMM_WORLD`` of this module.
 
     Raises
     ------
     ValueError
-        If it has ranks other than this one, or those of the call.
+        If its ranks are neither this one alone nor those of the call.
     """
     place, size = comm_of_mpi.Get_rank(), comm_of_mpi.Get_size()
     if size == 1:
@@ -250,8 +250,8 @@ class _Overwritten(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
         raise RuntimeError(
-            "cannot differentiate through a tensor that Bcast_ or Reduce_ has written into: got it, expected what they "
-            "have returned."
+            "cannot differentiate through a tensor that Bcast_ or Reduce_ has written into: got it, expected the "
+            "tensor that they have returned."
         )
 
 

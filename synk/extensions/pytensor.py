@@ -1,8 +1,8 @@
 """PyTensor on workers: whole graphs as functions, and messages as operations that overlap with the rest of a graph.
 
-:func:`function` compiles a graph to a function that runs on all workers as one call; it has a file of its own. For the
-messages the names are those of Theano's ``tensor.io`` and ``gof.sched``. A program written for them runs in a synk
-function after its imports were changed; its ranks are those of the call.
+:func:`function` compiles a graph to a function that runs on all workers as one call. The messages have the names of
+Theano's ``tensor.io`` and ``gof.sched``. A program that uses them runs in a synk function after a change of its
+imports; its ranks are those of the call.
 
 Examples
 --------
@@ -53,7 +53,8 @@ class _Message(Op):
         As for `schedule`.
     peer, tag : int
     built : int
-        When it was built, in ns. This gives the order of the program, parts of which another process may have built.
+        The time at which it was built, in ns of the monotonic clock. It orders the messages of a program, also if
+        another process of this machine has built some of them.
     """
 
     kind: str
@@ -129,35 +130,48 @@ class _RecvWait(_Message):
 
 
 def send(x: Any, dest: int, tag: int) -> Variable:
-    """Return a receipt for ``x``, sent to rank ``dest``.
+    """Send ``x`` to rank ``dest`` when the receipt, which is returned, is computed.
 
     Parameters
     ----------
     x : variable or array
     dest, tag : int
-        If the receipt is not an output of the compiled function, it is not computed and nothing is sent.
+        Integers of at least 0.
 
     Returns
     -------
     variable
-        True once the message has been sent. As one of the outputs it makes the function send.
+        The receipt: True once the message has been sent. Make it an output of the compiled function. Otherwise it is
+        not computed, and nothing is sent.
+
+    Raises
+    ------
+    ValueError
+        If ``dest`` or ``tag`` is not an integer of at least 0.
     """
     message = *_checked("send", dest, tag), time.monotonic_ns()
     return _SendWait(*message)(_Send(*message)(as_tensor_variable(x)))
 
 
 def recv(shape: Sequence[int], dtype: Any, source: int, tag: int) -> Variable:
-    """Return what rank ``source`` sends under ``tag``.
+    """Return the message that rank ``source`` sends with ``tag``.
 
     Parameters
     ----------
     shape : sequence of int
     dtype : dtype
+        The shape and dtype of the message.
     source, tag : int
+        Integers of at least 0.
 
     Returns
     -------
     variable
+
+    Raises
+    ------
+    ValueError
+        If ``source`` or ``tag`` is not an integer of at least 0.
     """
     message = *_checked("receive", source, tag), time.monotonic_ns()
     sizes = tuple(int(size) for size in shape)
@@ -185,14 +199,14 @@ def sort_schedule_fn(*cmps: Callable[[Apply], tuple[str, Any] | None]) -> Callab
     Parameters
     ----------
     *cmps : callable
-        ``*mpi_cmps``. Each returns the kind and tag of a node, as `schedule` takes them, or None. The first that knows
-        the node counts. A node that none knows is work.
+        ``*mpi_cmps``. Each returns the kind and tag of a node for `schedule`, or None. The first result that is not
+        None counts. A node without one is work.
 
     Returns
     -------
     callable
         Maps a ``FunctionGraph`` to its nodes in the order of `schedule`. The wait for a receive comes after all sends
-        that the program built before it, because what is received may be the answer to them.
+        that the program built before it, because the received message may be the answer to them.
 
     Raises
     ------
@@ -220,8 +234,8 @@ def _ordered(cmps: Sequence[Callable[[Apply], tuple[str, Any] | None]], graph: A
 def mode() -> Mode:
     """Return the mode for functions whose messages are ordered: ``pytensor.function(inputs, outputs, mode=mode())``.
 
-    It compiles each operation in C if there is a C++ compiler. If there is none, or with ``PYTENSOR_FLAGS=cxx=`` in the
-    environment, it uses NumPy and SciPy. That is also faster for matrices if PyTensor was installed by pip and finds no
-    BLAS.
+    It compiles each operation in C if there is a C++ compiler. Without one, or with ``PYTENSOR_FLAGS=cxx=`` in the
+    environment, it uses NumPy and SciPy. These are also faster for matrices if PyTensor was installed by pip and finds
+    no BLAS.
     """
     return Mode(linker=OpWiseCLinker(schedule=sort_schedule_fn(*mpi_cmps)))

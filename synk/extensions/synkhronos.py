@@ -4,9 +4,9 @@
     import pytensor.tensor as T
     import synk.extensions.synkhronos as synk
 
-In these programs the main process was a rank: ``w.get_value()`` was the value on rank 0 and ``w.set_value(v)`` set that
-one. So after each call here PyTensor's variables have the values of rank 0, and what the program has set meanwhile goes
-to rank 0 before the next.
+In these programs the main process was rank 0: ``w.get_value()`` returned the value on rank 0, and ``w.set_value(v)``
+set it. So here PyTensor's variables have the values of rank 0 after each call, and values that the program sets go to
+rank 0 before the next call.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ __all__ = [
 
 
 def fork(n_parallel: int | None = None, use_gpu: bool = True, **ignored: Any) -> int:
-    """Start workers and return their number. Options of the ancestor that have lost their meaning are ignored."""
+    """Start workers and return their number. Options of the ancestor that have no meaning any more are ignored."""
     return synk.fork(n_parallel, backend="auto" if use_gpu else "numpy").world_size
 
 
 class Function(PyTensorFunction):
-    """A function as the ancestor had it: ``batch_s=``, ``as_theano``, a list of outputs."""
+    """A function with the ancestor's interface: ``batch_s=``, ``as_theano``, a list of outputs."""
 
     def __call__(self, /, *args: Any, batch_s: Any = None, **options: Any) -> Any:
-        _show(self.variables)
+        _send_set_values(self.variables)
         result = super().__call__(*args, shard_batch=batch_s, **options)
-        _look(self.variables)
+        _fetch_values(self.variables)
         return result
 
     def as_theano(self, /, *args: Any) -> Any:
-        """Run it in this process alone, on PyTensor's own variables."""
+        """Run the function in this process alone, on PyTensor's own variables."""
         return self.serial(*map(np.asarray, args))
 
 
@@ -70,7 +70,7 @@ def function(inputs: Sequence[Any], outputs: Any = None, bcast_inputs: Any = (),
         inputs, plain if isinstance(outputs, list) else plain[0], bcast_inputs=bcast_inputs or (), **options
     )
     made.__class__ = Function
-    _look(made.variables)
+    _fetch_values(made.variables)
     return made  # type: ignore[return-value]
 
 
@@ -79,16 +79,16 @@ def _op(op: Any) -> Any:
 
 
 def _verb(name: str) -> Callable[..., Any]:
-    """Return a collective of the ancestor's: synk's, of PyTensor's variables."""
+    """Return synk's collective for PyTensor's variables, with the ancestor's arguments."""
     method = getattr(synk, name)
 
     @functools.wraps(method)
     def run(shared_vars: Any, *args: Any, nccl: bool = True, **options: Any) -> Any:
         variables = [shared_vars] if isinstance(shared_vars, SharedVariable) else list(shared_vars)
-        _show(variables)
+        _send_set_values(variables)
         handles = list(map(remote, variables))
         result = method(handles[0] if isinstance(shared_vars, SharedVariable) else handles, *args, **options)
-        _look(variables)
+        _fetch_values(variables)
         return result
 
     return run
@@ -99,27 +99,27 @@ get_lengths, get_shapes, reduce, scatter = map(_verb, ("get_lengths", "get_shape
 
 
 def get_value(rank: int, shared_vars: Any) -> Any:
-    """Return the value of one rank."""
+    """Return the value of shared variables on one rank."""
     return _verb("get_value")(shared_vars, rank=rank)
 
 
 def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> None:
-    """Set the value of one rank."""
+    """Set the value of shared variables on one rank."""
     _verb("set_value")(shared_vars, values, rank=rank, batch=batch)
 
 
 _seen: weakref.WeakKeyDictionary[SharedVariable, Any] = weakref.WeakKeyDictionary()
 
 
-def _show(variables: Iterable[SharedVariable]) -> None:
-    """Give rank 0 what the program has set since it was last looked at."""
+def _send_set_values(variables: Iterable[SharedVariable]) -> None:
+    """Give rank 0 the values that the program has set since the last ``_fetch_values``."""
     for variable in variables:
         shared, value = remote(variable), variable.get_value(borrow=True)
         if not shared.is_sharded and _seen.get(variable) is not value:
             synk.set_value(shared, value, rank=0)
 
 
-def _look(variables: Iterable[SharedVariable]) -> None:
+def _fetch_values(variables: Iterable[SharedVariable]) -> None:
     """Give PyTensor's variables the values of rank 0."""
     for variable in variables:
         shared = remote(variable)

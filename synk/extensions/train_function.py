@@ -1,7 +1,6 @@
 """Data-parallel training of any model: gradient, one all-reduce on a flat buffer, local update.
 
-This file has the recipe and no arithmetic of its own: the rules are in ``updates.py``. It uses only the public API. One
-call:
+This file has the recipe and no arithmetic of its own: the rules are in ``updates.py``. The path of one call:
 
     train(x, y) -> rows scattered -> on each rank: loss_and_grad(params, its rows)
                 -> gradients averaged over all rows, in one flat buffer per dtype -> clipped
@@ -52,7 +51,7 @@ class TrainFunction(synk.FunctionWrapper):
     runtime : synk.Runtime
         The runtime that holds parameters and state.
     function : synk.Function
-        The step on the workers. It returns what a call returns, how many ranks took part and the first of them.
+        The step on the workers. It returns the loss, the number of ranks that took part, and the first of them.
     params : synk.Shared
         The parameters: ``params.value`` reads them, and assigning it sets those of every rank.
     state : synk.Shared
@@ -65,7 +64,7 @@ class TrainFunction(synk.FunctionWrapper):
     state: synk.Shared
 
     def finish(self, result: Any) -> Any:
-        """Return the loss, and aux if there is one. Ranks that did not take the step get its result."""
+        """Return the loss, and aux if there is one. Ranks that took no part get the new parameters and state."""
         loss, num_ranks, first_rank = result
         if num_ranks < self.runtime.world_size:
             for variable in (self.params, self.state):
@@ -81,13 +80,15 @@ class TrainFunction(synk.FunctionWrapper):
         return super().serial(*inputs, **_checked(options))
 
     def repeat(self, num_repeats: int, /, *inputs: Any, **options: Any) -> Any:
-        """Take several steps on the same rows for one message, and return the loss of the last."""
+        """Take several steps on the same rows with one message, and return the loss of the last."""
         return super().repeat(num_repeats, *inputs, **_checked(options))
 
     def submit(self, /, *inputs: Any, **options: Any) -> Any:
         """Submit one step. ``result()`` of the returned future is the loss."""
         call = super().submit(*inputs, **_checked(options))
-        if len(call.ranks) < self.runtime.world_size:  # the next operation must find the same parameters on all ranks
+        # Ranks without rows get the new parameters from ``finish``, in ``result()``. It must come before the next
+        # operation, which must find the same parameters on all ranks.
+        if len(call.ranks) < self.runtime.world_size:
             with contextlib.suppress(Exception):  # result() raises it again
                 call.result()
         return call
@@ -98,15 +99,19 @@ class TrainFunction(synk.FunctionWrapper):
         Parameters
         ----------
         path : path
-            A program that is killed at any instruction leaves the old file or the new one.
+            A program that is killed at any instruction leaves either the whole old file or the whole new one.
         wait : bool
-            True: return when the file is on the disk. False: return a future as soon as parameters and state were
+            True returns when the file is on the disk. False returns a future as soon as parameters and state were
             copied; its ``result()`` waits for the file.
+
+        Returns
+        -------
+        concurrent.futures.Future or None
 
         Raises
         ------
         OSError
-            If the file cannot be written. An older one is not changed.
+            If the file cannot be written. An older file is not changed.
         """
         return files.save(path, self.state_dict, plain_values.write, wait=wait)
 
@@ -116,12 +121,14 @@ class TrainFunction(synk.FunctionWrapper):
         Raises
         ------
         ValueError
-            If the file is not one of these, is damaged, or has parameters or a state of another structure.
+            If the file was not written by :meth:`save`, is damaged, or has parameters or a state of another structure.
+        OSError
+            If the file cannot be read.
         """
         self.load_state_dict(plain_values.read(path))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies as ``{"params": ..., "state": ...}``: each a dict of its arrays and numbers by their paths."""
+        """Return ``{"params": ..., "state": ...}``, each a dict with copies of its arrays and numbers by path."""
         return {name: _by_path(self.runtime.get_value(variable))[0] for name, variable in self._variables()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -130,7 +137,7 @@ class TrainFunction(synk.FunctionWrapper):
         Raises
         ------
         ValueError
-            If their structure, shapes or dtypes differ from those of the function.
+            If the structure, a shape or a dtype differs from that of the function.
         """
         names, variables = zip(*self._variables())
         if not isinstance(state, Mapping) or set(state) != set(names):
@@ -180,7 +187,7 @@ def _look_of(leaf: Any) -> str:
 
 
 def _checked(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a call. Raise for options that would change what a step is."""
+    """Return the options of a call. Raise TypeError for options that would change the meaning of a step."""
     for option in ("num_slices", "output_subset"):
         if option in options:
             raise TypeError(
@@ -191,7 +198,7 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_seen(output: str) -> bool:
-    """Whether an output of the step is the loss or a variable. The others say which ranks took part."""
+    """Whether an output of the step is the loss or a variable. The other outputs name the ranks that took part."""
     return output not in ("[1]", "[2]")
 
 
@@ -217,16 +224,16 @@ def make_train_function(
     Parameters
     ----------
     loss_and_grad : callable
-        ``loss_and_grad(params, *inputs) -> (loss, grads)``, both as means over the given rows, with ``grads`` nested
-        like ``params``. The loss may be any nesting of floating-point numbers. ``jax.value_and_grad(loss)`` is such a
-        callable.
+        ``loss_and_grad(params, *inputs) -> (loss, grads)``, both as means over the given rows. ``grads`` has the
+        nesting and shapes of ``params``. The loss may be any nesting of floating-point numbers.
+        ``jax.value_and_grad(loss)`` is such a callable.
     params : tree of arrays
-        The initial parameters, any nesting of dicts, lists and tuples of floating-point arrays.
+        The initial parameters: any nesting of dicts, lists and tuples of floating-point arrays.
     update_rule : UpdateRule
         For instance ``adam(1e-3)``; ``from_optax(tx)`` for an optax optimizer; or any object with ``init`` and
         ``step``.
     clip_norm : float, optional
-        Largest norm of the averaged gradient; see `clip_by_global_norm`.
+        The largest norm of the averaged gradient, above 0; see `clip_by_global_norm`.
     num_slices : int
         Each rank computes the gradient on this many slices of its rows, one after the other. The memory of a step falls
         by this factor.
@@ -236,14 +243,14 @@ def make_train_function(
         Whether ``loss_and_grad`` returns ``((loss, aux), grads)``, as ``jax.value_and_grad(loss, has_aux=True)`` does.
         A call then returns ``(loss, aux)``.
     aux_outputs : op, or nesting of ops
-        How the ranks' ``aux`` are combined; as ``outputs`` of `synk.function`.
+        How the ranks' ``aux`` are combined: like ``outputs`` of `synk.function`.
     framework : str, optional
         ``"torch"`` or ``"jax"``: parameters and inputs arrive as that library's arrays. The default is the update
         rule's own: JAX for a rule of optax.
     name : str
         The function's name in messages.
     runtime : synk.Runtime, optional
-        Where to train. By default the current runtime.
+        The runtime in which to train. By default the current one.
 
     Returns
     -------
@@ -255,6 +262,11 @@ def make_train_function(
         If an argument is not as described here. The call raises them if the gradients do not fit the parameters.
     NotForkedError
         If there is no current runtime.
+
+    Notes
+    -----
+    On each rank a call runs ``loss_and_grad`` once (once for each slice), one all-reduce for each dtype of the
+    gradients, and the rule's step.
     """
     if not isinstance(num_slices, int) or num_slices < 1:
         raise ValueError(
@@ -266,7 +278,7 @@ def make_train_function(
     if has_aux and num_slices > 1 and aux_outputs != "avg":
         raise ValueError(
             f"cannot make a training function: got aux_outputs={aux_outputs!r} with num_slices={num_slices}, expected "
-            "'avg', as what comes from the slices of a rank is averaged. Use num_slices=1."
+            "'avg', because the aux of a rank's slices are averaged. Use num_slices=1."
         )
     framework = _framework_of(update_rule, framework)
     signature = _inputs_signature(loss_and_grad)
@@ -302,7 +314,7 @@ def make_train_function(
 
 
 def _framework_of(update_rule: Any, framework: str | None) -> str | None:
-    """Return the library whose arrays a step works on."""
+    """Return the library whose arrays a step gets."""
     own: str | None = getattr(update_rule, "framework", None)
     if None not in (own, framework) and own != framework:
         raise ValueError(
@@ -349,6 +361,6 @@ def _sliced(
 
 
 def _rows_of(value: Any, rows: slice) -> Any:
-    """Return some rows of an input. A nested input is divided array by array, as calls divide it."""
+    """Return some rows of an input. The arrays of a nested input are divided one by one, as in a call."""
     leaves, structure = take_apart(value)
     return build(structure, iter([leaf[rows] if getattr(leaf, "shape", ()) else leaf for leaf in leaves]))

@@ -8,7 +8,7 @@ Definitions, default values and names of state entries are those of ``torch.opti
 parameter, ``g`` its gradient, ``lr`` the learning rate and ``t`` the number of the step, from 1. With ``weight_decay``,
 ``g + weight_decay * p`` takes the place of ``g`` (L2 regularisation), except in `adamw`.
 
-In one file because it reads as one page: each rule is a few lines below the formula in its docstring.
+In one file because they read as one page: each is a few lines below the formula in its docstring.
 """
 
 from __future__ import annotations
@@ -401,6 +401,6 @@ def adamax(
 def _maximum(a: Array, b: Array) -> Array:
     """Return the elementwise maximum of two arrays of one dtype, by operators that every array library has.
 
-    Exact, and NaN propagates. Two infinite elements give NaN, but the step of such a gradient is NaN anyway.
+    It is exact, and NaN propagates. Two infinite elements give NaN, but the step of such a gradient is NaN anyway.
     """
     return a * (a >= b) + b * (b > a)

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from synk.torch._replicate import Replicated, replicate
     from synk.torch._steps import StepFunction
 
-# These names import the master's half, or are useless without it. Functions on the workers seldom use one.
+# These names import the master's half of synk or are useless without it, so they are imported at first use. Functions
+# on the workers seldom need one.
 _TRAINING = {
     "DataParallel": "synk.torch._data_parallel",
     "Replicated": "synk.torch._replicate",

@@ -14,13 +14,13 @@ from synk._worker.comm.comm import comm
 
 
 class Losses:
-    """How the losses of the ranks are added up.
+    """The weight with which a rank's loss enters the sum of all losses.
 
     Attributes
     ----------
     weight : float or None
-        The weight of this rank's loss in the sum; None if all weigh the same. One value for all threads, because
-        autograd has its own threads on devices.
+        The number of this rank's rows while a step of ``replicate`` runs; None otherwise, when all losses weigh the
+        same. One value for all threads, because autograd has its own threads on devices.
     """
 
     weight: float | None = None
@@ -30,10 +30,11 @@ losses = Losses()
 
 
 def apply(function: Any, x: torch.Tensor | None, *args: Any) -> torch.Tensor:
-    """Apply a Function between the ranks.
+    """Apply a Function that moves values between the ranks.
 
-    In a step of ``replicate`` a rank's loss is the mean over its rows, and its gradients are weighted by rows in the
-    end. A gradient from another rank must arrive with that rank's weight instead of this one's.
+    In a step of ``replicate`` a rank's loss is the mean over its rows, and its gradients are multiplied by its share of
+    the rows when they are reduced. A gradient that comes from another rank must carry that rank's weight instead. So it
+    is multiplied by its sender's number of rows on the way out and divided by the receiver's on the way in.
     """
     weight = losses.weight
     result: torch.Tensor
@@ -94,7 +95,7 @@ class Broadcast(torch.autograd.Function):
 
 
 class Gather(torch.autograd.Function):
-    """Rows of all ranks -> all of them on the root, no rows elsewhere."""
+    """The rows of all ranks -> on the root all of them, on other ranks no rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, root: int) -> torch.Tensor:
@@ -109,7 +110,7 @@ class Gather(torch.autograd.Function):
 
 
 class Scatter(torch.autograd.Function):
-    """Rows of the root, none elsewhere -> each rank's own rows."""
+    """The root's rows (other ranks pass none) -> each rank's own rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor | None, root: int, sizes: Sequence[int] | None) -> torch.Tensor:
@@ -122,7 +123,7 @@ class Scatter(torch.autograd.Function):
 
 
 class AllGather(torch.autograd.Function):
-    """Blocks of one shape -> all of them, stacked."""
+    """A block of one shape from each rank -> on every rank all blocks, stacked."""
 
     @staticmethod
     def forward(ctx: Any, block: torch.Tensor) -> torch.Tensor:
@@ -134,7 +135,7 @@ class AllGather(torch.autograd.Function):
 
 
 class ReduceScatter(torch.autograd.Function):
-    """A block for each rank, stacked -> this rank's."""
+    """A stack with a block for each rank -> the block of this rank, reduced over all ranks."""
 
     @staticmethod
     def forward(ctx: Any, stack: torch.Tensor, op: str) -> torch.Tensor:
@@ -148,7 +149,7 @@ class ReduceScatter(torch.autograd.Function):
 
 
 class AllToAll(torch.autograd.Function):
-    """Numbers for each rank, with given counts -> numbers from each rank, with given counts."""
+    """Flat elements for each rank, ``outgoing`` counts -> flat elements from each rank, ``incoming`` counts."""
 
     @staticmethod
     def forward(ctx: Any, numbers: torch.Tensor, outgoing: list[int], incoming: list[int]) -> torch.Tensor:
@@ -161,7 +162,7 @@ class AllToAll(torch.autograd.Function):
 
 
 def check_tensor(verb: str, x: Any) -> None:
-    """Raise TypeError for anything else: functions that are built without a framework get arrays."""
+    """Raise TypeError unless ``x`` is a tensor. A function that is built without a framework gets arrays."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(
             f"cannot {verb} by synk.torch: got a value of type {type(x).__name__}, expected a tensor. Build the "
@@ -170,7 +171,10 @@ def check_tensor(verb: str, x: Any) -> None:
 
 
 def check_has_gradient(verb: str, op: str) -> None:
-    """Raise RuntimeError if an op has no gradient, on all ranks before any of them waits."""
+    """Raise RuntimeError if an op has no gradient.
+
+    All ranks gave the same op, so all of them raise, and none of them waits for another one.
+    """
     if op not in ("sum", "avg"):
         raise RuntimeError(
             f"cannot differentiate {verb}: got op {op!r}, expected 'sum' or 'avg'. Pass it tensor.detach(), and no "
@@ -179,7 +183,7 @@ def check_has_gradient(verb: str, op: str) -> None:
 
 
 def as_tensor(result: Any) -> torch.Tensor:
-    """Return the result of ``synk.comm`` as a tensor. It is an array if the function was built without a framework."""
+    """Return a result of ``synk.comm`` as a tensor. In a function that is built without a framework it is an array."""
     return torch.as_tensor(result)
 
 
@@ -191,4 +195,5 @@ def _share(op: str) -> float | None:
 
 
 def _shared(total: torch.Tensor, share: float | None) -> torch.Tensor:
+    """Return the gradient of one rank's value from the gradient of the sum or of the average."""
     return total if share is None else total * share

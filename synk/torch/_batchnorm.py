@@ -18,7 +18,7 @@ from synk._worker.comm.comm import comm
 
 
 def synchronize(module: torch.nn.Module) -> None:
-    """Have all batch norms of a module normalise over the rows of all ranks while they train."""
+    """Make all batch norms of a module normalise over the rows of all ranks while they train."""
     for each in module.modules():
         if isinstance(each, _BatchNorm):
             each.__dict__["forward"] = types.MethodType(_forward, each)
@@ -26,6 +26,8 @@ def synchronize(module: torch.nn.Module) -> None:
 
 def _forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     is_batch = self.training or self.running_mean is None
+    # On trial (``check``) no other rank takes part. Otherwise this condition must be the same on all ranks, which run
+    # the module in the same mode: a rank that skipped the sums would make the collectives of the others mismatch.
     if not is_batch or cell.worker.check is not None or comm.world_size == 1:
         return type(self).forward(self, x)
     self._check_input_dim(x)
@@ -79,7 +81,9 @@ class _SyncBatchNorm(torch.autograd.Function):
         normal, inverse, weight, count = ctx.saved_tensors
         gradient = gradients[0].to(normal.dtype)
         over_rows, along_rows = gradient.sum(ctx.dims), (gradient * normal).sum(ctx.dims)
-        # What every rank's loss contributes through the shared statistics, weighted as in the sum of all losses.
+        # The statistics are shared, so every rank's loss depends on this rank's rows through them. Each rank's term is
+        # weighted by its share here; the division by this rank's share below makes up for the weight that the reduction
+        # of the gradients will add.
         first, second = _summed(ctx.share * over_rows, ctx.share * along_rows)
         scale = inverse if weight is None else inverse * weight.to(normal.dtype)
         correction = first.view(ctx.shape) + normal * second.view(ctx.shape)

@@ -1,7 +1,7 @@
-"""What ``Replicated.save`` writes: the state of replicated objects, and what is each rank's own.
+"""The checkpoints of ``Replicated.save``: the state of replicated objects, and each rank's own state.
 
 A checkpoint is one dict of plain values (``_plain.py``), written by ``torch.save`` and read by
-``torch.load(weights_only=True)``. The objects' states are those of rank 0. What differs on another rank is stored
+``torch.load(weights_only=True)``. The objects' states are those of rank 0. Whatever differs on another rank is stored
 beside them: statistics of a batch norm over its own rows, gradients that were kept back, the generators of its process.
 """
 
@@ -24,9 +24,8 @@ from synk.torch._plain import Plain, Restored
 FORMAT = 1
 
 Key = tuple[Any, ...]
-"""The key of an entry in the objects' states.
-
-It has the position of the object, the part of its state, and the name in this part, if there is one.
+"""The key of an entry in the objects' states: position of the object, part of its state, and a name in this part if the
+part is a dict.
 """
 
 
@@ -34,7 +33,7 @@ It has the position of the object, the part of its state, and the name in this p
 
 
 def plain_states(objects: Sequence[Any]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return copies of the objects' states as plain values, and what is missing because it cannot be plain."""
+    """Return copies of the objects' states as plain values, and the places of values that were left out."""
     maker = Plain(objects)
     states = []
     for obj in objects:
@@ -88,7 +87,7 @@ def _misfit(name: str, got: str, expected: str) -> str:
     )
 
 
-# -- what is each rank's own ------------------------------------------------------------------------------------------
+# -- each rank's own state --------------------------------------------------------------------------------------------
 
 
 def _entries(objects: Sequence[Any]) -> Iterator[tuple[Key, Any]]:
@@ -109,20 +108,20 @@ def digests(objects: Sequence[Any]) -> dict[Key, bytes]:
         try:
             data = _state_bytes.dumps(value, references, [])
         except Exception:
-            continue  # what cannot be pickled is in no file
+            continue  # a value that cannot be pickled is in no checkpoint
         found[key] = hashlib.blake2b(data, digest_size=16).digest()
     return found
 
 
 def own_entries(objects: Sequence[Any], keys: Sequence[Key]) -> list[tuple[Key, Any]]:
-    """Return some of the entries as plain values."""
+    """Return the entries ``keys`` as plain values."""
     maker = Plain(objects)
     wanted = set(keys)
     return [(key, maker.plain(value, "")) for key, value in _entries(objects) if key in wanted]
 
 
 def load_own(objects: Sequence[Any], entries: Sequence[tuple[Key, Any]]) -> None:
-    """Bring objects into the state to which these entries, this rank's own, belong."""
+    """Give objects the entries that are this rank's own. Their other entries stay."""
     maker = Restored(objects)
     dumped = [_state.dump(obj) for obj in objects]
     for (number, part, *name), value in entries:
@@ -140,7 +139,7 @@ def plain_generators(more: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def restored(plain: Any) -> Any:
-    """Return the value behind one of ``plain_generators``."""
+    """Return a generator's state from its plain value in ``plain_generators``."""
     return Restored(()).restored(plain)
 
 
@@ -167,7 +166,9 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises
     ------
     ValueError
-        If it is not a checkpoint, or is damaged.
+        If the file is not a checkpoint, or is damaged.
+    OSError
+        If the file cannot be read.
     """
     with open(path, "rb") as file:
         try:
@@ -185,12 +186,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def check_format(state: Any) -> None:
-    """Raise if a state is not one that ``state_dict`` returns.
-
-    Raises
-    ------
-    ValueError
-    """
+    """Raise ValueError unless ``state`` is a dict that ``Replicated.state_dict`` returned."""
     found = state.get("format") if isinstance(state, dict) else None
     if found != FORMAT or not {"objects", "ranks", "num_steps", "seed", "generators"} <= set(state):
         raise ValueError(

@@ -1,11 +1,11 @@
 """Collectives that torch differentiates through.
 
-Each rank has a loss of its own, and ``backward`` computes the gradient of their sum. The backward pass of a collective
-is its adjoint, which is another collective: a sum for a broadcast, a scatter for a gather. It is written with the same
-Functions (``_adjoints``), so it can be differentiated again, any number of times.
+Each rank has a loss of its own, and ``backward`` computes the gradient of the sum of all losses. The backward pass of a
+collective is its adjoint, which is another collective: a sum for a broadcast, a scatter for a gather. It is written
+with the same Functions (``_adjoints``), so it can be differentiated again, any number of times.
 
-The Functions move rows. Choosing the axis, and blocks of different lengths, is left to torch's own operations around
-them, whose gradients torch knows.
+The Functions move rows. The axis, and blocks of different lengths, are handled by torch's own operations around them,
+whose gradients torch knows.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def all_reduce(x: torch.Tensor, op: str = "avg") -> torch.Tensor:
 
     Parameters
     ----------
-    x : tensor
-        With one shape and dtype on all ranks.
+    x : tensor, any shape
+        It must have the same shape and dtype on all ranks.
     op : {"avg", "sum", "prod", "min", "max"}
-        Only sums, and averages weighted by rows, have gradients.
+        An average is weighted by the ranks' rows. Only ``"sum"`` and ``"avg"`` have gradients.
 
     Returns
     -------
@@ -50,7 +50,9 @@ def all_reduce(x: torch.Tensor, op: str = "avg") -> torch.Tensor:
     Raises
     ------
     CollectiveMismatch
-        If the ranks' requests differ, or a rank has left the function or its backward pass without this one.
+        If the ranks' requests differ, or a rank has left the function or its backward pass without this collective.
+    TypeError
+        If ``x`` is not a tensor.
     RuntimeError
         In the backward pass of an op other than an average or a sum.
 
@@ -72,24 +74,31 @@ def all_reduce(x: torch.Tensor, op: str = "avg") -> torch.Tensor:
 
 
 def reduce(x: torch.Tensor, op: str = "avg", root: int = 0) -> torch.Tensor:
-    """Reduce ``x`` over all ranks to rank ``root``, like :func:`all_reduce`. The others get zeros. Adjoint: broadcast.
+    """Reduce ``x`` over all ranks to rank ``root``, like :func:`all_reduce`. Adjoint: broadcast.
+
+    Parameters
+    ----------
+    x, op
+        As for :func:`all_reduce`.
+    root : int
 
     Returns
     -------
     tensor
-        New, with the shape of ``x``.
+        New, with the shape of ``x``. On ranks other than ``root`` it is zero.
     """
     check_tensor("reduce", x)
     return apply(Reduce, x, op, root)
 
 
 def broadcast(x: torch.Tensor, root: int = 0) -> torch.Tensor:
-    """Return ``x`` of rank ``root``. Its gradient is the sum over all ranks; that of the other ranks' ``x`` is zero.
+    """Return ``x`` of rank ``root`` on every rank. Adjoint: reduce.
 
     Parameters
     ----------
-    x : tensor
-        With one shape and dtype on all ranks, requiring grad on all ranks or on none.
+    x : tensor, any shape
+        It must have the same shape and dtype on all ranks, and require grad on all ranks or on none. The gradient of
+        the root's ``x`` is the sum over all ranks; the gradient of the other ranks' ``x`` is zero.
     root : int
 
     Returns
@@ -102,18 +111,18 @@ def broadcast(x: torch.Tensor, root: int = 0) -> torch.Tensor:
 
 
 def gather(x: torch.Tensor, dim: int = 0, root: int = 0) -> torch.Tensor:
-    """Join the tensors of all ranks along an axis, in their order, on rank ``root``.
+    """Join the tensors of all ranks along an axis, in rank order, on rank ``root``. Adjoint: scatter.
 
     Parameters
     ----------
     x : tensor
-        With any length along ``dim``, and otherwise one shape and dtype on all ranks.
+        It may have any length along ``dim``. Otherwise its shape, and its dtype, must be the same on all ranks.
     dim, root : int
 
     Returns
     -------
     tensor
-        New. On other ranks it is empty: it has length 0 along ``dim``.
+        New. On ranks other than ``root`` it is empty: it has length 0 along ``dim``.
 
     Raises
     ------
@@ -124,21 +133,21 @@ def gather(x: torch.Tensor, dim: int = 0, root: int = 0) -> torch.Tensor:
 
 
 def scatter(x: torch.Tensor | None, dim: int = 0, root: int = 0, *, sizes: Sequence[int] | None = None) -> torch.Tensor:
-    """Return this rank's block, along an axis, of the tensor of rank ``root``.
+    """Return this rank's block, along an axis, of the tensor of rank ``root``. Adjoint: gather.
 
     Parameters
     ----------
-    x : tensor
-        On the other ranks it may have any shape, and its gradient is zero; whether it requires grad says if there is a
-        backward pass. None if there is none.
+    x : tensor or None
+        On rank ``root``, the tensor to divide. The other ranks pass a tensor of any shape, whose gradient is zero, if
+        there will be a backward pass (it must require grad if the root's does), and else None.
     dim, root : int
     sizes : sequence of int, optional
-        The length for each rank of the call, given on rank ``root``. By default all are equal.
+        The length of each rank's block along ``dim``, given on rank ``root``. By default all are equal.
 
     Returns
     -------
     tensor
-        New.
+        New, with this rank's length along ``dim``.
     """
     if comm.rank == root:
         x = _rows("scatter", x, dim)
@@ -154,13 +163,13 @@ def all_gather(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
     Parameters
     ----------
     x : tensor
-        With any length along ``dim``, and otherwise one shape and dtype on all ranks.
+        It may have any length along ``dim``. Otherwise its shape, and its dtype, must be the same on all ranks.
     dim : int
 
     Returns
     -------
     tensor
-        New.
+        New. Its length along ``dim`` is the sum of the ranks' lengths.
 
     Notes
     -----
@@ -181,17 +190,22 @@ def reduce_scatter(
     Parameters
     ----------
     x : tensor
-        With one shape and dtype on all ranks.
+        It must have the same shape and dtype on all ranks.
     op : {"sum", "avg", "prod", "min", "max"}
-        Only sums, and averages weighted by rows, have gradients.
+        An average is weighted by the ranks' rows. Only ``"sum"`` and ``"avg"`` have gradients.
     dim : int
     sizes : sequence of int, optional
-        The length for each rank of the call, the same list on all ranks. By default all lengths are equal.
+        The length of each rank's block along ``dim``, the same list on all ranks. By default all lengths are equal.
 
     Returns
     -------
     tensor
-        New.
+        New, with this rank's length along ``dim``.
+
+    Raises
+    ------
+    ValueError
+        If ``x`` has no such axis, or ``sizes`` (or equal blocks) do not add up to its length.
     """
     rows = _rows("reduce_scatter", x, dim)
     lengths = _checked_sizes("reduce_scatter", len(rows), dim, sizes)
@@ -209,21 +223,22 @@ def all_to_all(
     Parameters
     ----------
     x : tensor
-        With one number of axes and one dtype on all ranks.
+        Its number of axes and its dtype must be the same on all ranks.
     split_dim, cat_dim : int
     sizes : sequence of int, optional
-        The length along ``split_dim`` for each rank of the call. By default all are equal. Ranks may give different
-        lists.
+        The length along ``split_dim`` of the block for each rank of the call. By default all are equal. Ranks may give
+        different lists.
 
     Returns
     -------
     tensor
-        New.
+        New. Along ``cat_dim`` its length is the sum of the lengths of the blocks that came from all ranks.
 
     Raises
     ------
     ValueError
-        If the blocks for a rank differ in more than their lengths along ``cat_dim``.
+        If ``x`` has no such axis, ``sizes`` (or equal blocks) do not add up to its length, or the blocks for a rank
+        differ in more than their lengths along ``cat_dim``.
     """
     _check_dim("all_to_all", x, cat_dim)
     rows = _rows("all_to_all", x, split_dim)
@@ -280,7 +295,7 @@ def _padded(rows: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def _stacked(rows: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """Return blocks of rows, padded to the longest and stacked; a view if all have one length."""
+    """Return blocks of rows, padded to the longest and stacked. The result is a view if all lengths are equal."""
     if len({*sizes}) == 1:
         return rows.unflatten(0, (len(sizes), sizes[0]))
     return torch.stack([_padded(block, max(sizes)) for block in rows.split(sizes)])
@@ -294,7 +309,13 @@ def _joined(stack: torch.Tensor, sizes: list[int]) -> torch.Tensor:
 
 
 def _incoming_shapes(x: torch.Tensor, split_dim: int, cat_dim: int, lengths: list[int]) -> list[list[int]]:
-    """Return the shapes of the blocks that come from each rank, with ``split_dim`` in front."""
+    """Return the shapes of the blocks that come from each rank, with ``split_dim`` in front.
+
+    Raises
+    ------
+    ValueError
+        If the blocks cannot be joined along ``cat_dim``.
+    """
     found = []
     for row in _of_all_ranks(x, [*x.shape, *lengths]):
         shape = row[: x.ndim]

@@ -1,4 +1,4 @@
-"""``DataParallel``: a module whose forward and backward passes run on all workers; all else stays here."""
+"""``DataParallel``: a module whose forward and backward passes run on all workers; all else stays in the program."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ from synk.torch._placed import Placed
 class DataParallel(torch.nn.Module):
     """A module whose calls run on all workers: a drop-in for ``torch.nn.DataParallel``, also without GPUs.
 
-    The rows of a call's tensors are divided among the workers and the outputs gathered. ``backward()`` brings the
-    gradients of all rows. The loss, the optimizer, schedulers and checkpoints stay as they are, and so does the module:
-    this object has all of its attributes, methods and names, is an instance of its class, and is pickled and copied as
-    one. The module itself is ``.module``. It shares everything with this object, and its calls run in the program.
+    The rows of a call's tensors are divided among the workers, and the outputs are gathered. ``backward()`` computes
+    the gradients of all rows. The loss, the optimizer, schedulers and checkpoints stay as they are, and so does the
+    module: this object has all attributes, methods and names of the module, is an instance of its class, and is pickled
+    and copied as one. The module itself is ``.module``. It shares everything with this object, and its calls run in the
+    program.
 
     Parameters
     ----------
     module : torch.nn.Module
-        On the CPU. Its forward pass must treat rows alone and return tensors with a row for each row of its inputs, or
-        single numbers that are means over the rows, as a loss is: these are averaged, weighted by rows.
+        A module on the CPU. Its forward pass must treat each row by itself. It must return tensors with a row for each
+        row of its inputs, or single numbers that are means over the rows, as a loss is. Single numbers are averaged
+        over the workers, weighted by rows.
     bcast_inputs : str or sequence of str
         Parameters of ``forward`` that every worker gets whole. Tensors without axes are always whole.
     runtime : Runtime, optional
@@ -42,17 +44,22 @@ class DataParallel(torch.nn.Module):
     TypeError
         If ``module`` is not a module, or is parallel already.
     ValueError
-        If it has lazy parameters without a shape.
+        If the module has lazy parameters without a shape, or ``bcast_inputs`` names no parameter of ``forward``. A call
+        raises it if the tensors to divide have different numbers of rows.
     UnsupportedError
-        If the module is on a GPU: it stays on the CPU, and the workers bring its parameters to their devices.
+        If the module is on a GPU: it stays on the CPU, and the workers bring its parameters to their devices. Also if
+        the runtime's workers are on other nodes.
     SerializationError
-        If it cannot be pickled.
+        If the module cannot be pickled.
+    WorkerDied
+        From ``backward()``, if a worker was started again since the forward pass.
 
     Warns
     -----
     OpMismatch
-        At the first call in which a worker has four rows, if a single number is no mean over rows (``reduction="sum"``,
-        labels of -100). A worker runs the forward pass on parts of its rows, in ``eval()``, to find out.
+        At the first call in which the first worker has four rows, if a single number is not a mean over rows
+        (``reduction="sum"``, labels of -100). To find out, this worker runs the forward pass on parts of its rows, in
+        ``eval()``.
 
     Notes
     -----
@@ -92,13 +99,13 @@ class DataParallel(torch.nn.Module):
                 "parallel yet."
             )
         own = type(module)
-        # It claims to be of its old class, and its pickles and copies are.
+        # The object claims to be of the module's class, and its pickles and copies are.
         names = {"__slots__": (), "__class__": property(lambda self: own), "__doc__": own.__doc__}
         made = types.new_class(
             f"DataParallel[{own.__name__}]", (DataParallel, own), {}, lambda each: each.update(names)
         )
         self: DataParallel = object.__new__(made)
-        self.__dict__ = module.__dict__  # one object in everything except its class
+        self.__dict__ = module.__dict__  # both are one object in everything except the class
         return self
 
     def __init__(
@@ -156,7 +163,7 @@ class _Passes:
                 )
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a forward pass on the workers, or in the program if they are gone or there are no rows to divide."""
+        """Run a forward pass on the workers. It runs in the program if they are gone or there are no rows to divide."""
         session = self._runtime._session
         rows: list[torch.Tensor] = []
         whole: list[torch.Tensor] = []
@@ -171,6 +178,8 @@ class _Passes:
                 f"cannot scatter the inputs of {self._name!r}: got tensors with {', '.join(map(str, lengths))} rows, "
                 "expected equal axis-0 lengths. Name what every worker needs whole in DataParallel(..., bcast_inputs=)."
             )
+        # A backward pass of this or of an earlier ``Placed`` may run meanwhile, in a thread of its own. So each has a
+        # lock, under which a message is made and sent: it says what has changed since the one before (``_message``).
         with self._lock:
             placed = self._placed = self._placed.renewed()
             with placed.lock:

@@ -1,13 +1,14 @@
 """The rank's half of ``DataParallel``: its module, whose tensors are the master's, and the graphs of forward passes.
 
-On the CPU the tensors lie in the master's own memory. A rank on a device has a copy there, which the master sends when
-it has changed; ``Common.values`` tells which copy is meant, so a rank that has missed one says so.
+On the CPU the tensors lie in memory that the master shares. A rank on a device has a copy there, which the master sends
+again after a change. ``Common.values`` is the number of the copy that a pass is to use, so a rank that has missed a
+copy notices and says so.
 
 A forward pass under grad leaves its graph here, under a number, until its backward pass has run or the master says that
 none can be asked for any more. The master's messages are idempotent. So a rank that was replaced, or missed a message
 that failed, reaches the same state as the others.
 
-In one file because the forward pass leaves what the backward pass takes up, on one object.
+In one file because the backward pass takes up what the forward pass has left, on one object.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from synk.torch._rank import seed_generators
 from synk.torch._trials import misfit_of
 
 MIN_ROWS = 4
-"""From so many rows on the first rank looks whether single numbers are means over rows."""
+"""With at least this many rows the first rank checks whether single numbers are means over rows."""
 
 
 class TensorPlace(NamedTuple):
@@ -51,18 +52,19 @@ class TensorPlace(NamedTuple):
 
 
 class Common(NamedTuple):
-    """What every message from the master says.
+    """The part that all messages from the master have.
 
     Attributes
     ----------
     graph : int
-        The number of the call whose forward pass makes it, or has made it.
+        The graph that a forward pass makes or a backward pass uses: the number of the call of the forward pass.
     values : int
         Number of the copy of the tensors that the pass is to use, on devices.
     freed : tuple of int
-        Graphs for which no backward pass can be asked any more.
+        Graphs that no backward pass can ask for any more.
     written : bytes
-        For each parameter, whether the master has written into it since its last message; empty if into none.
+        A flag for each parameter: whether the master has written into it since its last message. Empty if it has
+        written into none.
     """
 
     graph: int
@@ -72,19 +74,22 @@ class Common(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """A forward pass.
+    """The message for a forward pass.
 
     Attributes
     ----------
     arguments : bytes
         The pickled nestings of ``(args, kwargs)``, with slots for the tensors.
     training, requires_grad : bytes
-        Flags for each module and each parameter.
+        A flag for each module; a flag for each parameter.
+    is_kept : bool
+        Whether to keep the graph. Without a graph no tensor needs a gradient.
     rows_with_grad, whole_with_grad : tuple of int
-        Which tensors want gradients. If ``is_kept`` is False, none do, and no graph is kept.
+        The tensors that need gradients, by their numbers among the tensors with rows and among the whole ones.
     seed : int
-        The program's. The rank and the number of the call are added to it.
+        The program's seed. It is mixed with the rank and the number of the call.
     autocast : torch.dtype or None
+        The dtype if the program is inside of ``torch.autocast``.
     """
 
     common: Common
@@ -99,7 +104,7 @@ class Forward(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """A backward pass: for which outputs gradients come, and whether to keep the graph."""
+    """The message for a backward pass: the outputs whose gradients come with it, and whether to keep the graph."""
 
     common: Common
     outputs: tuple[int, ...]
@@ -108,16 +113,16 @@ class Backward(NamedTuple):
 
 @dataclass
 class Note:
-    """What a forward pass reports besides rows.
+    """The report of a forward pass, which accompanies its rows.
 
     Attributes
     ----------
     outputs : object
-        The nesting with slots; of the first rank only.
+        The nesting of the outputs with slots; from the first rank only.
     requires_grad, means : bytes
-        By output: whether it has a gradient, and whether it is a mean over the rows, as a loss is.
+        A flag for each output: whether it has a gradient; whether it is a mean over the rows, as a loss is.
     misfit : str or None
-        What fits a single number that is no mean over rows, in the first pass with enough of them.
+        The ops that fit a single number that is not a mean over rows; from the first pass with enough rows.
     changed : tuple of int
         The buffers that the pass changed in place; from the first rank only.
     replaced : dict
@@ -133,7 +138,7 @@ class Note:
 
 
 class ValuesMissed(LookupError):
-    """The rank has not got the last values of the tensors: it was started anew, or had no rows when they came."""
+    """The rank lacks the last values of the tensors: it was started again, or had no rows when they were sent."""
 
 
 class GraphLost(LookupError):
@@ -149,7 +154,7 @@ class Graph(NamedTuple):
 
 
 class FlatGradients(NamedTuple):
-    """The memory in which a rank hands over the gradients of one dtype: flat, and as views of the leaves' shapes."""
+    """The memory in which a rank publishes the gradients of one dtype: flat, and as views of the leaves' shapes."""
 
     flat: torch.Tensor
     shapes: list[torch.Size]
@@ -178,11 +183,12 @@ class RankModule:
     Parameters
     ----------
     pickled : bytes
+        The module without the values of its tensors.
     places : sequence of TensorPlace
         The places of the parameters, then of the buffers.
     num_parameters : int
     buffers_at : int
-        Where the buffers begin in the memory: behind all parameters.
+        The offset in bytes at which the buffers begin in the memory, behind all parameters.
     """
 
     def __init__(self, pickled: bytes, places: Sequence[TensorPlace], num_parameters: int, buffers_at: int) -> None:
@@ -192,6 +198,8 @@ class RankModule:
         return self._state
 
     def __setstate__(self, state: Any) -> None:
+        # A rank that is started again gets the object as it was made, from the log: it has no graphs and no memory yet.
+        # The next message brings the memory, or else the rank answers ``ValuesMissed`` or ``GraphLost``.
         self._state = pickled, places, num_parameters, self._buffers_at = state
         self._places = places
         self._module = _Unpickler(pickled, places, num_parameters).load()
@@ -217,7 +225,12 @@ class RankModule:
     def forward(self, rows: Sequence[torch.Tensor], memory: torch.Tensor | None, message: bytes, whole: Any) -> Any:
         """Return the outputs for this rank's rows, the changed buffers (first rank only), and a note.
 
-        ``memory``: None if this rank has the values already.
+        ``memory`` is None if this rank has the values already.
+
+        Raises
+        ------
+        ValuesMissed
+            If it has not.
         """
         order: Forward = pickle.loads(message)
         if memory is None and self._values != order.common.values:
@@ -261,20 +274,24 @@ class RankModule:
                 note.misfit = misfit_of(self._modules, run, tensors)
         if has_copy and before is not None:
             memory[self._buffers_at :].copy_(before)
+        # The graph is kept before the call has succeeded. If another rank fails, the master puts the number among those
+        # that its next message frees.
         if order.is_kept:
             summed = [parameter for parameter in self._parameters if parameter.requires_grad]
             summed += [others[number] for number in order.whole_with_grad]
             self._graphs[order.common.graph] = Graph(
                 outputs, summed, [tensors[number] for number in order.rows_with_grad]
             )
-        # Only what the user's code has put into the note needs a pickler that knows classes and devices.
+        # Only objects that the user's code has put into the note need a pickler that knows classes and devices.
         is_plain = not note.replaced and (note.outputs is None or is_one_slot(note.outputs))
-        told = pickle.dumps(note) if is_plain else dumps(note)
-        # As an array of bytes, because a call is compiled only if all of its outputs are arrays.
-        return tuple(output.detach() for output in outputs), changed, np.frombuffer(told, np.uint8)
+        pickled_note = pickle.dumps(note) if is_plain else dumps(note)
+        # The note is an array of bytes, because a call is compiled only if all of its outputs are arrays.
+        return tuple(output.detach() for output in outputs), changed, np.frombuffer(pickled_note, np.uint8)
 
     def _prepare(self, memory: torch.Tensor | None, common: Common) -> torch.Tensor:
-        """Place the tensors in the memory, which is returned, and take in what the master reports about them."""
+        """Place the tensors in the memory, take in the master's news about them, and return the memory."""
+        # An interrupt may come at any line. ``_memory`` is assigned last, so a rank that was interrupted before it
+        # places all tensors again.
         if memory is not None:
             if self._memory is None or self._memory.data_ptr() != memory.data_ptr():
                 for tensor, place in zip([*self._parameters, *self._buffers], self._places):
@@ -297,9 +314,11 @@ class RankModule:
             self._flags = training, requires_grad
 
     def _changed_buffers(self, memory: torch.Tensor, before: torch.Tensor | None, note: Note) -> torch.Tensor | None:
-        """Return the bytes of the buffers that the pass changed. Afterwards the buffers hold the master's values again.
+        """Return the bytes of the buffers that the pass changed, and put replaced buffers back.
 
-        On the CPU in-place writes went to pages of this process's own, which the runtime drops at the end of the call.
+        On the CPU the pass has written to copies of pages that belong to this process only. The worker drops these
+        copies when the call has ended, and the buffers show the master's values again. On a device the caller copies
+        the old values back.
         """
         for module, key, number in self._slots:
             now = module._buffers[key]
@@ -325,7 +344,13 @@ class RankModule:
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def backward(self, rows: Sequence[torch.Tensor], memory: torch.Tensor | None, message: bytes) -> Any:
-        """Return this rank's part of the sums, flat by dtype, the gradients of its rows, and which leaves were used."""
+        """Return this rank's part of the sums, flat by dtype, the gradients of its rows, and which leaves were used.
+
+        Raises
+        ------
+        GraphLost
+            If this rank does not have the graph: it was started again since the forward pass.
+        """
         order: Backward = pickle.loads(message)
         number = order.common.graph
         if self._memory is None and memory is None:
@@ -362,7 +387,10 @@ class RankModule:
     def _flattened(
         self, leaves: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
     ) -> tuple[torch.Tensor, ...]:
-        """Return all gradients of each dtype in one tensor, with zeros for leaves that were not used."""
+        """Return all gradients of each dtype in one tensor, with zeros for leaves that were not used.
+
+        The tensors are reused by the next backward pass. The call has copied them into the rank's slot by then.
+        """
         flats = []
         for dtype, numbers in _by_dtype([leaf.dtype for leaf in leaves]).items():
             shapes = [leaves[number].shape for number in numbers]
@@ -387,7 +415,7 @@ def _parts_of(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Te
 
 
 def _by_dtype(dtypes: Sequence[torch.dtype]) -> dict[torch.dtype, list[int]]:
-    """Return positions by the dtype in which their gradients are summed."""
+    """Return the positions of leaves, grouped by the dtype in which their gradients are summed."""
     kinds: dict[torch.dtype, list[int]] = {}
     for number, dtype in enumerate(dtypes):
         wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
@@ -396,7 +424,7 @@ def _by_dtype(dtypes: Sequence[torch.dtype]) -> dict[torch.dtype, list[int]]:
 
 
 def unflattened(flats: Sequence[torch.Tensor], leaves: Sequence[tuple[torch.dtype, torch.Size]]) -> list[torch.Tensor]:
-    """Return the gradient of each leaf: a view if it has the dtype of the sum."""
+    """Return the gradient of each leaf. It is a view of the sum if both have the same dtype."""
     values: list[Any] = [None] * len(leaves)
     kinds = _by_dtype([dtype for dtype, _ in leaves])
     for flat, numbers in zip(flats, kinds.values()):
@@ -406,7 +434,7 @@ def unflattened(flats: Sequence[torch.Tensor], leaves: Sequence[tuple[torch.dtyp
 
 
 def _as_rows(output: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return a mean over the rows of this rank once for each: their mean over all ranks is weighted by rows."""
+    """Repeat a mean over this rank's rows once for each row, so that the mean over all ranks is weighted by rows."""
     if not (output.is_floating_point() or output.is_complex()):
         raise TypeError(
             f"cannot average an output of DataParallel: got a single number of dtype {output.dtype}, expected floats, "
@@ -428,14 +456,14 @@ def _checked(output: torch.Tensor, num_rows: int) -> torch.Tensor:
 @contextlib.contextmanager
 def _surroundings(order: Forward, device_type: str) -> Iterator[None]:
     """Run the body in the modes of the master's caller."""
-    is_cast = order.autocast is not None  # between calls it is off, and to say so takes as long as a small layer
+    is_cast = order.autocast is not None  # otherwise it is off already; switching it off takes as long as a small layer
     modes = torch.autocast(device_type, order.autocast) if is_cast else contextlib.nullcontext()
     with torch.set_grad_enabled(order.is_kept), modes:
         yield
 
 
 def functions_of(resident: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return what the ranks run for a forward pass and for a backward pass."""
+    """Return the functions that the ranks run for a forward pass and for a backward pass."""
 
     def forward(rows: Any, memory: Any, message: bytes, whole: Any) -> Any:
         return resident.value.forward(rows, memory, message, whole)

@@ -1,8 +1,8 @@
-"""Keeps the master's own objects in step with the objects of the ranks: reading one first brings it up to date.
+"""Keeps the master's own objects in step with the objects of the ranks: reading an object first brings it up to date.
 
 A linked object gets a class of its own, derived from its old one, whose attribute access first updates the object. So
 ``model.state_dict()``, ``model(x)``, ``copy.deepcopy(model)``, ``optimizer.param_groups`` and ``torch.save(model)``
-need no special code. The object claims to be of its old class, and its pickles and copies are.
+need no special code. The object claims to be of its old class, and its pickles and copies are of that class.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def link(obj: Any, refresh: Callable[[], None]) -> bool:
 
 
 def refresh_of(obj: Any) -> Callable[[], None] | None:
-    """Return what a linked object calls, which belongs to whoever linked it; None for other objects."""
+    """Return the function that a linked object calls before it is read; None if the object is not linked."""
     found = type(obj).__dict__.get("_synk_refresh")
     return None if found is None else found.__func__
 

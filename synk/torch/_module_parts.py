@@ -1,4 +1,4 @@
-"""What a module is made of: its tensors and where they will lie, its other parts, and its pickle without values."""
+"""The parts of a module: its tensors and their places, the other objects in it, and its pickle without values."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ def check(name: str, tensors: Sequence[torch.Tensor]) -> None:
 def arranged(
     parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]
 ) -> tuple[list[ranks.TensorPlace], int, int]:
-    """Return where each tensor will lie, where the buffers begin, and the total size. Shared memory is one place."""
+    """Return the place of each tensor, the offset of the buffers and the total size, both in bytes.
+
+    Tensors that share their memory get one place.
+    """
     places: list[ranks.TensorPlace] = []
     known: dict[Any, ranks.TensorPlace] = {}
     end = buffers_at = 0
@@ -46,7 +49,7 @@ def arranged(
         place = known.get(key)
         if place is None:
             nbytes = tensor.numel() * tensor.element_size()
-            stride = torch.empty_like(tensor, device="meta").stride()  # for a dense tensor, its own
+            stride = torch.empty_like(tensor, device="meta").stride()  # the tensor's own strides if it is dense
             place = known[key] = ranks.TensorPlace(end, nbytes, tensor.dtype, tuple(tensor.shape), tuple(stride))
             end += round_up(nbytes, LINE_NBYTES)
         places.append(place)
@@ -59,7 +62,7 @@ def memory_marks(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 class Parts:
-    """The objects that modules refer to, directly and in dicts and lists, without the training flags."""
+    """The objects that modules refer to, directly and in dicts and lists. The training flags are left out."""
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
         self._own = [(vars(module), [name for name in vars(module) if name != "training"]) for module in modules]

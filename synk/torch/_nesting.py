@@ -11,14 +11,14 @@ from synk._pure.nested import build, is_nested, take_apart
 
 
 class Slot(NamedTuple):
-    """Stands for a tensor, by its number among those with rows or among those that each rank gets whole."""
+    """Stands for a tensor: its number among the tensors with rows, or among those that each rank gets whole."""
 
     number: int
     is_whole: bool
 
 
 def is_one_slot(nesting: Any) -> bool:
-    """Whether a nesting is a single tensor, so that nothing in it needs more than a plain pickle."""
+    """Whether a nesting is a single tensor, which a plain pickle can carry."""
     return type(nesting) is Slot
 
 

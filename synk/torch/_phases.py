@@ -1,6 +1,6 @@
-"""The phases of a training step on its rank: how long it works on each, without what it waits for other ranks.
+"""The phases of a training step on a rank: the time that it spends on each, without the waits for other ranks.
 
-On a device these are the times in which the host queues the work, and waits for it where the step does.
+On a device this is the time in which the host queues the work, and waits for it where the step waits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TIMED = int(Down.TIMED)  # members of an enumeration are slow to look up
 
 
 class Phases:
-    """Follows one rank's steps. What belongs to no other phase counts as the forward pass."""
+    """Follows one rank's steps. Time that belongs to no other phase counts as the forward pass."""
 
     def __init__(self) -> None:
         self._phase = ""
@@ -29,7 +29,7 @@ class Phases:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Count the body as a step. Backward passes in it are noticed."""
+        """Count the body as a step, and the backward passes in it as their own phase."""
         backward = torch.autograd.backward
 
         def noticed(*args: Any, **kwargs: Any) -> Any:
@@ -46,7 +46,7 @@ class Phases:
 
     @contextlib.contextmanager
     def part(self, phase: str) -> Iterator[None]:
-        """Count the body as a phase, which interrupts the one that it is in."""
+        """Count the body as a phase. The phase around it goes on afterwards."""
         before = self._phase
         self._turn_to(phase)
         try:

@@ -1,9 +1,9 @@
 """A module whose tensors lie in one segment that the workers map, and the passes that the workers run over it.
 
-What the program writes into the tensors (a step of an optimizer, ``load_state_dict``) reaches the workers without a
-message; workers on devices get it with the first forward pass after such a change, and keep it. Autograd sees one
-function. Its forward pass scatters rows and gathers outputs. Its backward pass scatters the outputs' gradients and sums
-those of the parameters.
+Values that the program writes into the tensors (a step of an optimizer, ``load_state_dict``) reach workers on the CPU
+without a message. Workers on devices get them with the first forward pass after a change, and keep them. Autograd sees
+one function. Its forward pass scatters rows and gathers outputs. Its backward pass scatters the outputs' gradients and
+sums the parameters' gradients.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ _AGAIN = "Run the forward pass of this batch again; parameters and optimizer are
 
 
 class Placed:
-    """A module whose tensors lie in memory that the workers share, as it was when the workers were told of it.
+    """A module whose tensors lie in memory that the workers share, as it was when it was sent to the workers.
 
-    If a tensor is moved, or anything in the module except the values of its tensors is replaced, another object takes
-    its place. Graphs of earlier forward passes keep theirs.
+    If a tensor is moved, or anything in the module except the values of its tensors is replaced, a new ``Placed`` takes
+    the place of this one. Graphs of earlier forward passes keep the old one alive, and with it the ranks' modules and
+    the memory.
     """
 
     def __init__(self, module: torch.nn.Module, runtime: Runtime) -> None:
@@ -67,13 +68,15 @@ class Placed:
                 moved.copy_(tensor.detach())
             tensor.data = moved
         self._values = torch.from_numpy(array)
-        self._sent: torch.Tensor | None = None  # a copy of the values that workers on devices have got
+        self._sent: torch.Tensor | None = None  # a copy of the values that were last sent to workers on devices
         self._num_sent = 0
         self._parts = parts.Parts(self._modules)
         self._mutable = mutable_attributes(self._modules)
         self._marks = self._read_marks()
         self._versions = [parameter._version for parameter in self._parameters]
-        self.freed: deque[int] = deque()  # numbers of graphs, filled by finalizers
+        # Numbers of graphs that no backward pass can ask for. Finalizers append to it at any line and in any thread; a
+        # deque needs no lock for that. The next message takes them all.
+        self.freed: deque[int] = deque()
         self.lock = threading.RLock()
         forward, backward = ranks.functions_of(self._resident)
         self._run_forward = self._function(forward, ("memory", "message", "whole"), ("gather", "first", None))
@@ -91,7 +94,10 @@ class Placed:
         return self if is_same else Placed(self._module, self._runtime)
 
     def _read_marks(self) -> list[Any]:
-        """Return marks that change when a tensor is moved, or an attribute is changed in place."""
+        """Return marks that change when a tensor is moved or an attribute is changed in place.
+
+        There is one mark for each tensor, then one for all attributes.
+        """
         return [*map(parts.memory_marks, self._tensors), mark(self._mutable)._what]
 
     # -- passes -------------------------------------------------------------------------------------------------------
@@ -99,17 +105,17 @@ class Placed:
     def forward(self, nesting: Any, rows: list[torch.Tensor], whole: list[torch.Tensor], number: int) -> Any:
         """Run a forward pass on the workers and return the outputs, in autograd's graph if grad is enabled.
 
-        ``number`` is that of the call. It seeds the pass and names its graph.
+        ``number`` is the number of the call. It seeds the pass and names its graph.
         """
         tensors = [*rows, *whole]
         is_kept = torch.is_grad_enabled() and any(each.requires_grad for each in (*self._parameters, *tensors))
-        memory = self._news()
+        memory = self._memory_to_send()
         args, kwargs = nesting
         has_tensors_only = all(map(is_one_slot, (*args, *kwargs.values())))
         kind = self._runtime._session.assignment.torch_device
         others = tuple(each.detach() for each in whole) or None
         run = functools.partial(self._run_forward, tuple(row.detach() for row in rows))
-        with self._told(number) as common:
+        with self._message(number) as common:
             order = ranks.Forward(
                 common,
                 pickle.dumps(nesting) if has_tensors_only else self._dumped(nesting),
@@ -123,6 +129,8 @@ class Placed:
             )
             message = pickle.dumps(order)
             with torch.enable_grad():
+                # A rank without the last values says so before it computes, and the call is repeated with the memory.
+                # Other ranks may have run the first call. The second one replaces the graph that it left.
                 try:
                     outputs, changed, notes = run(memory, message, others)
                 except ranks.ValuesMissed:
@@ -153,13 +161,21 @@ class Placed:
         )
 
     def backward(self, graph: _Graph, gradients: Sequence[torch.Tensor | None], is_kept: bool) -> list[Any]:
-        """Return the gradients of a graph's leaves; None for leaves that no rank has used."""
+        """Return the gradients of a graph's leaves; None for leaves that no rank has used.
+
+        Raises
+        ------
+        WorkerDied
+            If a rank does not have the graph any more.
+        ClosedError
+            If the runtime was closed since the forward pass.
+        """
         given = [k for k, gradient in enumerate(gradients) if gradient is not None and graph.flags[k]]
         with self.lock:
             rows = tuple(gradients[k] for k in given)
             memory = None if self._runtime._session.has_devices else self._memory
             try:
-                with self._told(graph.number) as common, torch.enable_grad():
+                with self._message(graph.number) as common, torch.enable_grad():
                     order = ranks.Backward(common, tuple(given), is_kept)
                     flats, own, used = self._run_backward(rows, memory, pickle.dumps(order))
             except ranks.GraphLost as error:
@@ -181,24 +197,30 @@ class Placed:
         ]
 
     @contextlib.contextmanager
-    def _told(self, number: int) -> Iterator[ranks.Common]:
-        """Yield what every message says, for the one that the body sends. The ranks know it when the body has ended."""
+    def _message(self, number: int) -> Iterator[ranks.Common]:
+        """Yield the part that all messages have, for the message that the body sends.
+
+        If the body fails, some ranks may have missed the message. Then its news goes out again with the next one.
+        """
         now = [parameter._version for parameter in self._parameters]
         dropped = tuple(self.freed.popleft() for _ in range(len(self.freed)))
         written = bytes(map(operator.ne, now, self._versions)) if now != self._versions else b""
         try:
             yield ranks.Common(number, self._num_sent, dropped, written)
-        except BaseException:  # some ranks may have missed it, and some may have a graph that no other rank has
+        except BaseException:
+            # Some ranks may have made a graph that others lack, or used one up that others still have. So the graph of
+            # this message is freed, too, on all ranks. ``_versions`` stays: what was written is told once more.
             self.freed.extend((*dropped, number))
             raise
         self._versions = now
 
-    def _news(self) -> Any:
-        """Return the memory for a forward pass; None where the workers are on devices and have its values."""
+    def _memory_to_send(self) -> Any:
+        """Return the memory for a forward pass; None if the workers are on devices and have its values."""
         if not self._runtime._session.has_devices:
             return self._memory
         if self._sent is not None and torch.equal(self._sent, self._values):  # versions do not tell of tensor.data
             return None
+        # Noted before it is sent: if the call fails, a rank that has missed this copy answers ``ValuesMissed``.
         self._sent = self._values.clone()
         self._num_sent += 1
         return self._memory
@@ -238,33 +260,36 @@ class Placed:
     # -- forks --------------------------------------------------------------------------------------------------------
 
     def before_fork(self) -> None:
-        """Copy the values for the child: what it does to the shared memory would change this program's parameters."""
+        """Copy the values for the child, whose writes into the shared memory would change this program's parameters."""
         self.at_fork = [tensor.detach().clone() for tensor in self._tensors]
 
     def after_fork(self, *, is_child: bool) -> None:
         if is_child:
             for tensor, marks, copied in zip(self._tensors, self._marks, self.at_fork):
-                if parts.memory_marks(tensor) == marks:  # the last mark is that of attributes
+                if parts.memory_marks(tensor) == marks:  # not moved since; zip leaves out the mark of the attributes
                     tensor.data = copied
         self.at_fork = []
 
 
 class _Graph:
-    """What the master knows of a graph on the workers, for as long as autograd holds it.
+    """The master's handle of a graph on the workers. It lives as long as autograd holds the graph.
 
     Attributes
     ----------
     number : int
+        The number of the call of the forward pass, which names the graph.
     flags : list of bool
-        Which outputs have a gradient.
+        Whether each output has a gradient.
     summed : list of (dtype, shape)
-        Of the leaves whose gradients are summed. The leaves with rows come after them.
+        The leaves whose gradients are summed over the ranks. The leaves with rows come after them.
     """
 
     def __init__(self, placed: Placed, number: int, flags: list[bool], summed: Sequence[torch.Tensor]) -> None:
         self.number, self.flags = number, flags
         self.summed = [(each.dtype, each.shape) for each in summed]
         self.placed = placed
+        # Autograd drops the graph in whatever thread frees the loss. The finalizer only notes it; the next message has
+        # the ranks free theirs. At exit the workers end anyhow.
         dropped = weakref.finalize(self, placed.freed.append, number)
         dropped.atexit = False
 
@@ -276,7 +301,8 @@ class _Pass(torch.autograd.Function):
     def forward(ctx: Any, graph: _Graph, outputs: tuple[torch.Tensor, ...], *leaves: torch.Tensor) -> Any:
         ctx.graph = graph
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(torch.empty(0))  # makes torch refuse a second pass over a graph that was freed
+        # torch refuses to read saved tensors once a backward pass has freed the graph, and so a second pass over it.
+        ctx.save_for_backward(torch.empty(0))
         ctx.mark_non_differentiable(*(output for output, flag in zip(outputs, graph.flags) if not flag))
         return outputs
 

@@ -1,8 +1,8 @@
 """The state of replicated objects as values that ``torch.load(weights_only=True)`` loads without running code.
 
 Tensors, numbers, texts and collections of them are unchanged. Everything else becomes a dict with the key ``"synk"``,
-which says what it was, and the objects of the loading program decide what becomes of it. So a file names no class and
-no function, and none is called.
+which says what it was. Loading fills the objects that the loading program has. So no class or function is imported or
+called by a name that stands in a file.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ class Plain:
     Attributes
     ----------
     left_out : list of str
-        The places of what cannot be plain.
+        The places of the values that cannot be plain.
     """
 
     def __init__(self, objects: Sequence[Any]) -> None:
         self._keys = references_to(objects)
-        self._under_way: set[int] = set()
+        self._open: set[int] = set()  # containers that are being copied, by address: one inside itself is left out
         self.left_out: list[str] = []
 
     def plain(self, value: Any, where: str) -> Any:
-        """Return a copy of a value that holds only what a file may hold."""
+        """Return a copy of a value that holds only the kinds of objects that a file may hold."""
         if id(value) in self._keys:
             return {_KEY: "part", "key": self._keys[id(value)]}
         if type(value) in _NATIVE:
@@ -50,14 +50,14 @@ class Plain:
             copied = value.detach().cpu().clone()
             return copied.requires_grad_() if value.requires_grad and value.is_leaf else copied
         if isinstance(value, CODE):
-            return {_KEY: "kept"}  # it has no state
-        if id(value) in self._under_way:
+            return {_KEY: "kept"}  # code has no state
+        if id(value) in self._open:
             return self._left_out(where)
-        self._under_way.add(id(value))
+        self._open.add(id(value))
         try:
             return self._made_plain(value, where)
         finally:
-            self._under_way.discard(id(value))
+            self._open.discard(id(value))
 
     def _made_plain(self, value: Any, where: str) -> Any:
         kind: Any = type(value)
@@ -112,13 +112,13 @@ class Restored:
         self._referents = referents(objects)
 
     def restored(self, plain: Any, old: Any = _MISSING) -> Any:
-        """Return the value behind ``plain``. ``old`` is what the program has in its place.
+        """Return the value of ``plain``. ``old`` is the value that the program has in its place.
 
         Raises
         ------
         ValueError
-            If the file does not hold the whole value, and the program has nothing, or another kind of thing, in its
-            place.
+            If the file does not hold the whole value, and the program has nothing in its place, or an object of another
+            class.
         """
         if type(plain) is torch.Tensor:
             return plain.detach().clone().requires_grad_(plain.requires_grad)
@@ -136,8 +136,8 @@ class Restored:
         if kind == "kept":
             if old is _MISSING:
                 raise ValueError(
-                    "cannot load a state: got a list with something that is no data, expected the program to have it "
-                    "there. Make the objects as the program has that saved them."
+                    "cannot load a state: got a list with something that is not data, expected the program to have it "
+                    "in the same place. Make the objects as the program did that saved them."
                 )
             return old
         if kind == "dict":
@@ -156,7 +156,7 @@ class Restored:
             found = "nothing" if old is _MISSING else f"a {type(old).__qualname__}"
             raise ValueError(
                 f"cannot load a state: got a {plain['class']} where the program has {found}, expected objects of one "
-                "class. Make the objects as the program has that saved them."
+                "class. Make the objects as the program did that saved them."
             )
         made = object.__new__(type(old))
         made.__dict__.update(self._dict(plain["attributes"], vars(old)))

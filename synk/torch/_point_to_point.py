@@ -1,7 +1,7 @@
-"""Messages that torch differentiates through, once: the gradient of what was received goes back to its sender.
+"""Messages that torch differentiates through, once: the gradient of a received tensor goes back to its sender.
 
-A message leaves no trace in torch's graph that would make one rank wait for the other. So each side has a *dummy*: a
-tensor without axes and of no value, through which the backward pass reaches the message.
+A message leaves no trace in torch's graph that would make one rank wait for the other. So each side has a *dummy*, a
+tensor without axes whose value means nothing. Through it the backward pass reaches the message.
 """
 
 from __future__ import annotations
@@ -22,27 +22,28 @@ from synk._worker.comm.requests import Request
 from synk.torch._adjoints import apply, as_tensor, check_tensor, losses
 
 GRADIENT_TAGS = 1 << 20
-"""Tags of messages are smaller. The gradient of message k of a tag has ``tag + k * GRADIENT_TAGS``, k from 1 on."""
+"""All tags of messages are smaller. The gradient of message k with a tag has ``tag + k * GRADIENT_TAGS``, k from 1."""
 
-# How many messages of a kind, peer and tag the call has had. So gradients find their messages, in whatever order the
-# messages are awaited and the backward passes come to them.
+# How many messages of each kind, peer and tag the call has had. Both sides count in the order in which messages are
+# posted, so a gradient finds its message in whatever order the ranks wait and run their backward passes. The entry goes
+# with the call's ``Messages``.
 _counted: weakref.WeakKeyDictionary[Messages, Counter[tuple[str, int, int]]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Handle:
-    """A message in flight. Made by :func:`isend` and :func:`irecv`. Wait for it once, by :func:`wait`.
+    """A message in flight. :func:`isend` and :func:`irecv` return it. Wait for it once, with :func:`wait`.
 
     Attributes
     ----------
     dummy : tensor, shape ()
-        For :func:`join_dummies`: a tensor that depends on it depends on the message.
+        For :func:`join_dummies`: a tensor that depends on the dummy depends on the message.
     """
 
     dummy: torch.Tensor
     _request: Request
     _back: tuple[int, int] | None
-    """Where the gradient of what is received goes, and its tag; None for what is sent."""
+    """The rank to which the gradient of a received message goes, and the tag for it; None if the message is sent."""
     _out: torch.Tensor | None = None
 
 
@@ -53,12 +54,12 @@ def isend(x: torch.Tensor, peer: int, tag: int = 0) -> Handle:
     """Send ``x`` to rank ``peer`` without waiting for it.
 
     The backward pass gets the gradient from the receiver if the loss depends on the handle's dummy or on the result of
-    :func:`wait`: see :func:`join_dummies`. The receiver must also receive by ``synk.torch``, and what it gets requires
-    grad if ``x`` does: see :func:`irecv`. Messages can be differentiated once.
+    :func:`wait`: see :func:`join_dummies`. The receiver must also use ``synk.torch``, and its tensor must require grad
+    if ``x`` does: see :func:`irecv`. Messages can be differentiated once.
 
     Parameters
     ----------
-    x : tensor
+    x : tensor, any shape and dtype
     peer : int
         A rank, which may be this one.
     tag : int
@@ -71,9 +72,9 @@ def isend(x: torch.Tensor, peer: int, tag: int = 0) -> Handle:
     Raises
     ------
     TypeError, ValueError
-        If ``x`` is not a tensor, ``peer`` not a rank of the call, or the tag out of range.
+        If ``x`` is not a tensor, ``peer`` is not a rank of the call, or the tag is out of range.
     RuntimeError
-        In the second derivative.
+        If the backward pass is differentiated once more.
     """
     check_tensor("isend", x)
     _check_tag("isend", tag)
@@ -84,19 +85,19 @@ def isend(x: torch.Tensor, peer: int, tag: int = 0) -> Handle:
 def irecv(peer: int, tag: int = 0, *, like: torch.Tensor | None = None, out: torch.Tensor | None = None) -> Handle:
     """Ask for a message from rank ``peer`` and return at once. :func:`wait` returns the message.
 
-    What is received requires grad, and its gradient is sent back, so what is sent must require grad as well. For a
-    message whose sender expects no gradient, pass a ``like`` that does not require grad.
+    The received tensor requires grad, and its gradient is sent back. So the sent tensor must require grad as well. For
+    a message whose sender expects no gradient, pass a ``like`` that does not require grad.
 
     Parameters
     ----------
     peer, tag : int
         As for :func:`isend`.
     like : tensor, optional
-        With the dtype and number of elements of the message. The result has its shape, and requires grad if ``like``
-        does; the gradient of ``like`` is zeros. By default the result has the message's own shape and dtype, and
-        requires grad if that is a float dtype.
+        A tensor with the dtype and number of elements of the message. The result has the shape of ``like``, and
+        requires grad if ``like`` does; the gradient of ``like`` is zero. By default the result has the message's own
+        shape and dtype, and requires grad if that is a float dtype.
     out : tensor, optional
-        Is filled and returned. It must have the dtype and number of elements of the message.
+        A tensor to fill and return. It must have the dtype and number of elements of the message.
 
     Returns
     -------
@@ -105,7 +106,8 @@ def irecv(peer: int, tag: int = 0, *, like: torch.Tensor | None = None, out: tor
     Raises
     ------
     TypeError, ValueError
-        If ``peer`` is not a rank of the call, for instance a tensor to fill: pass that as ``out=``.
+        If ``peer`` is not a rank of the call (a tensor to fill is passed as ``out=``), the tag is out of range, or
+        ``like`` and ``out`` differ.
     """
     for tensor in (like, out):
         if tensor is not None:
@@ -118,7 +120,7 @@ def irecv(peer: int, tag: int = 0, *, like: torch.Tensor | None = None, out: tor
         )
     expected = out if like is None else like
     request = comm.irecv(peer, tag, like=None if expected is None else expected.detach())
-    anchor = torch.zeros((), requires_grad=True)  # a gradient goes back whatever the message is
+    anchor = torch.zeros((), requires_grad=True)  # so that a gradient goes back, whatever the message turns out to be
     dummy = anchor if like is None else join_dummies(like.new_zeros(()), [like])
     return Handle(dummy, request, (peer, _gradient_tag("recv", peer, tag)), out)
 
@@ -129,13 +131,13 @@ def wait(handle: Handle) -> torch.Tensor:
     Returns
     -------
     tensor
-        What was received: ``out`` if given, else a new tensor. For a send, the dummy of shape ().
+        The received tensor: ``out`` if given, else a new one. For a message that is sent, the dummy of shape ().
 
     Raises
     ------
     CollectiveMismatch
-        If the message cannot come, or in the backward pass its gradient: a rank has left the function, or all ranks
-        wait for each other.
+        If the message cannot come, or, in the backward pass, its gradient cannot: a rank has left the function, or all
+        ranks wait for each other.
     """
     if handle._back is None:
         handle._request.wait()
@@ -146,6 +148,11 @@ def wait(handle: Handle) -> torch.Tensor:
 
 def send(x: torch.Tensor, peer: int, tag: int = 0) -> torch.Tensor:
     """Send ``x`` to rank ``peer``, like :func:`isend`. When this returns, ``x`` may be changed.
+
+    Parameters
+    ----------
+    x, peer, tag
+        As for :func:`isend`, which also lists the errors.
 
     Returns
     -------
@@ -159,7 +166,17 @@ def send(x: torch.Tensor, peer: int, tag: int = 0) -> torch.Tensor:
 
 
 def recv(peer: int, tag: int = 0, *, like: torch.Tensor | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return what rank ``peer`` sends, like :func:`irecv`.
+    """Wait for a message from rank ``peer`` and return it, like :func:`irecv` and :func:`wait`.
+
+    Parameters
+    ----------
+    peer, tag, like, out
+        As for :func:`irecv`, which also lists the errors.
+
+    Returns
+    -------
+    tensor
+        ``out`` if given, else a new tensor.
 
     Examples
     --------
@@ -180,10 +197,10 @@ def recv(peer: int, tag: int = 0, *, like: torch.Tensor | None = None, out: torc
 
 
 def join_dummies(x: Joined, dummies: Sequence[torch.Tensor]) -> Joined:
-    """Return ``x`` so that torch sees it depend on other tensors as well. Their gradients through it are zeros.
+    """Return ``x`` so that torch sees it depend on other tensors as well. Their gradients through it are zero.
 
-    A backward pass reaches only what the loss depends on. A message that nothing depends on, such as every send, must
-    be made a part of the loss by its dummy, and so must a collective whose result only some ranks use.
+    A backward pass reaches only tensors that the loss depends on. No tensor depends on a message that is sent, so its
+    dummy must join the loss. The same holds for a collective whose result only some ranks use.
 
     Parameters
     ----------
@@ -217,12 +234,12 @@ class _Join(torch.autograd.Function):
 
 
 def _sent(x: torch.Tensor, peer: int, tag: int) -> torch.Tensor:
-    """Return the dummy of what was sent."""
+    """Return the dummy of a message that is sent."""
     return apply(_Sent, x, join_dummies(x.new_zeros(()), [x]), peer, _gradient_tag("send", peer, tag))
 
 
 class _Sent(torch.autograd.Function):
-    """What is sent, and a small tensor that depends on it -> the dummy."""
+    """A tensor that is sent, and a small tensor that depends on it -> the dummy."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, trace: torch.Tensor, peer: int, back: int) -> torch.Tensor:
@@ -237,7 +254,7 @@ class _Sent(torch.autograd.Function):
 
 
 class _Received(torch.autograd.Function):
-    """A tensor to fill, and the dummy of what is received -> what was received."""
+    """A tensor to fill, and the dummy of a message that comes -> the received tensor."""
 
     @staticmethod
     def forward(
@@ -252,14 +269,15 @@ class _Received(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        # In a step of ``replicate`` it arrives with the sender's weight instead of this rank's: see ``apply``.
+        # In a step of ``replicate`` the gradient carries this rank's weight in place of the receiver's: see ``apply``.
+        # This rank multiplies by its own weight, and the receiver divides by its own (``apply`` in ``_sent``).
         gradient = gradient.detach() if ctx.weight is None else gradient.detach() * ctx.weight
         comm.isend(gradient, ctx.peer, ctx.back)
         return None, ctx.zero, None, None, None
 
 
 class _Last(torch.autograd.Function):
-    """A gradient that came as a message. Tells torch that it depends on what was sent."""
+    """A gradient that came as a message. It tells torch that the gradient depends on the tensor that was sent."""
 
     @staticmethod
     def forward(ctx: Any, gradient: torch.Tensor, trace: torch.Tensor) -> torch.Tensor:

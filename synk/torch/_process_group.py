@@ -1,8 +1,9 @@
 """``process_group``: the ranks of a call as an initialised group of ``torch.distributed``, kept between calls.
 
-Its ranks find one another by a ``FileStore`` in memory of rank 0 that has no name, so nothing is left behind, whatever
-ends the workers. Gloo then connects them over loopback. A rank that waits in it sits in C++ code, which hears of no
-signal: a thread watches for the end of the call elsewhere, and cuts this rank's connections, with which the wait ends.
+The ranks find one another through a ``FileStore`` in a memory file of rank 0, which has no name, so nothing is left
+behind, whatever ends the workers. Gloo then connects them over loopback. A rank that waits in a collective of the group
+is in C++ code, which no signal interrupts. So a thread watches whether the call has ended on another rank. If it has,
+the thread cuts this rank's connections, which ends the wait.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from synk._worker.comm.comm import comm
 from synk.errors import UnsupportedError
 
 _WATCH_INTERVAL_S = 0.05
-_FOREVER = datetime.timedelta(days=365)  # time limits are the calls'
+_FOREVER = datetime.timedelta(days=365)  # the call has the time limit, not the group
 _IFF_LOOPBACK = 8
 _LOST_PEER = ("gloo/transport/", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
@@ -34,28 +35,30 @@ _LOST_PEER = ("gloo/transport/", "Connection closed by peer", "Connection reset 
 def process_group() -> dist.ProcessGroup:
     """Return the ranks of this call as the default group of ``torch.distributed``; on the workers, inside a function.
 
-    With it ``torch.distributed`` and what is built on it work as under torchrun: ``fully_shard`` (FSDP2), ``DTensor``,
-    tensor parallelism, ``torch.distributed.checkpoint``. All ranks must call this, as they would a collective. The
-    first call makes the group; it is kept for later ones, in all functions, until a call that has used it fails or a
-    worker dies. The next call then makes a new one, and what was built on the old one must be built again. It ends
-    with the runtime.
+    With it ``torch.distributed`` and libraries built on it work as under torchrun: ``fully_shard`` (FSDP2),
+    ``DTensor``, tensor parallelism, ``torch.distributed.checkpoint``. All ranks must call ``process_group``, as they
+    would call a collective. The first call makes the group. It is kept for later calls, in all functions, until a call
+    that has used it fails or a worker dies. The next call then makes a new group, and objects that were built on the
+    old one must be built again. The group ends with the runtime.
 
     Returns
     -------
     torch.distributed.ProcessGroup
-        The same object as long as the group lives. Gloo for tensors on the CPU, NCCL for those on GPUs.
+        The same object as long as the group lives. It uses Gloo for tensors on the CPU and NCCL for tensors on GPUs.
 
     Raises
     ------
     ValueError
-        If not all workers run this call, or the function has made a default group by itself.
+        If the call is made in the master, not all workers run it, or the function has made a default group by itself.
+    UnsupportedError
+        If the runtime has workers on other nodes.
     RuntimeError
-        If the group would listen anywhere but on this machine.
+        If the group would listen on an address that other machines can reach, or there is no loopback interface.
 
     Notes
     -----
-    While it lives, each worker listens on a port of the loopback interface: see the page on security. Not yet run on
-    GPUs.
+    While the group lives, each worker listens on a port of the loopback interface: see the page on security. Not yet
+    run on GPUs.
 
     Examples
     --------
@@ -85,6 +88,8 @@ def process_group() -> dist.ProcessGroup:
             f"cannot make a process group: got a call that {comm.world_size} of {worker.world_size} workers run, "
             "expected all of them. Use synk.function(..., per_rank=True) without rows, or at least as many rows."
         )
+    # A rank that was replaced, or that has left the group, has number 0. All ranks must decide alike whether to make a
+    # new group, so they compare their numbers first.
     own: _Group | None = worker.process_group
     number = 0 if own is None or own.is_abandoned else own.number
     if set(comm.all_gather(np.array([number])).ravel().tolist()) != {number} or not number:
@@ -112,9 +117,9 @@ class _Group:
     Attributes
     ----------
     number : int
-        The same on all ranks; 0 stands for none.
+        Identifies the group; the same on all ranks. 0 stands for no group.
     is_abandoned : bool
-        Whether this rank has left it: no other one can go on with it.
+        Whether this rank has left the group. Then no other rank can use it either.
     """
 
     def __init__(self) -> None:
@@ -128,8 +133,10 @@ class _Group:
         self._pids = comm.all_gather(np.array([os.getpid()])).ravel().tolist()
         self._others = {inode for _, inode, _ in _listening(os.getpid())}
         loopback = _loopback_name()
-        # Of groups within it, too. The last one is a port for monitoring.
+        # Subgroups that the user makes read these variables, too. The last one switches off NCCL's port for monitoring.
         os.environ.update(GLOO_SOCKET_IFNAME=loopback, NCCL_SOCKET_IFNAME=loopback, NCCL_RAS_ENABLE="0")
+        # Rank 0 keeps the descriptor open until ``close``: every operation of the store opens the file through it, and
+        # so do the stores of subgroups later.
         store = dist.FileStore(f"/proc/{pid}/fd/{descriptor}", comm.world_size)
         self._thread: threading.Thread | None = None
         options: dict[str, Any] = {"backend": "gloo"}
@@ -142,13 +149,14 @@ class _Group:
         self._thread.start()
 
     def watch(self) -> None:
-        """From now on to the end of the call, leave the group when the call has ended elsewhere."""
+        """From now to the end of this call, leave the group if the call ends on another rank."""
         self._is_in_call.set()
 
     def _watch(self) -> None:
         worker = cell.worker
         while not self._is_closed:
             self._is_in_call.wait()
+            # Once the function has ended on this rank, nobody waits in the group here, and the group stays as it is.
             communicator = worker.lane.communicator
             if worker.own_up[Up.PHASE] != Phase.FUNCTION:
                 self._is_in_call.clear()
@@ -159,14 +167,20 @@ class _Group:
                 time.sleep(_WATCH_INTERVAL_S)
 
     def is_lost_peer(self, error: BaseException) -> bool:
-        """Whether a collective of torch failed on this rank because another rank has left it."""
+        """Whether a collective of torch failed on this rank because another rank has left the group."""
         return isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST_PEER)
 
     def abandon(self) -> None:
-        """Let nobody wait for this rank, nor this rank for anybody: cut its connections with the others."""
+        """Cut this rank's connections with the other ranks, so that neither side waits for the other any more.
+
+        The watching thread calls this while the main thread is in C++ code. Gloo's descriptors stay open, since Gloo
+        closes them: only copies of them are shut down, which ends the connections for both.
+        """
         if self.is_abandoned:
             return
         self.is_abandoned = True
+        # A connection has a port on which one of the ranks listens, at one of its two ends. A rank that has died has no
+        # ports here any more, but the kernel has closed its connections.
         ports = {port for pid in self._pids for _, _, port in _listening(pid)}
         for connection in _connections():
             with connection, contextlib.suppress(OSError):  # the other side may have gone
@@ -183,17 +197,17 @@ class _Group:
                 )
 
     def close(self) -> None:
-        """Leave the group and free it; safe to repeat."""
+        """Leave the group and free it. A second call does nothing."""
         if not self._is_closed:
             self._is_closed = True
-            self._is_in_call.set()  # the watch ends
-            self.abandon()
+            self._is_in_call.set()  # wakes the watching thread, which then ends
+            self.abandon()  # the others must not wait for this rank
             if dist.is_initialized():
                 dist.destroy_process_group()
             if self._descriptor >= 0:
                 os.close(self._descriptor)
             if self._thread is not None and self._thread is not threading.current_thread():
-                self._thread.join()  # it holds the worker, which may be in the program's own process
+                self._thread.join()  # the thread holds the worker, which may be an object in the program's own process
 
 
 # -- sockets of this process ------------------------------------------------------------------------------------------
@@ -211,7 +225,7 @@ def _loopback_name() -> str:
 
 
 def _socket_descriptors(pid: int) -> Iterator[tuple[int, int]]:
-    """Yield the descriptors of a process that are sockets, with their inodes; none of one that has ended."""
+    """Yield the descriptors of a process that are sockets, with their inodes. A process that has ended has none."""
     names = []
     with contextlib.suppress(OSError):
         names = os.listdir(f"/proc/{pid}/fd")
@@ -223,7 +237,7 @@ def _socket_descriptors(pid: int) -> Iterator[tuple[int, int]]:
 
 
 def _listening(pid: int) -> list[tuple[str, int, int]]:
-    """Return address (in hexadecimal), inode and port of each socket of a process that listens."""
+    """Return the address (in hexadecimal), inode and port of each listening socket of a process."""
     own = {inode for _, inode in _socket_descriptors(pid)}
     found = []
     for family in ("tcp", "tcp6"):
@@ -237,7 +251,7 @@ def _listening(pid: int) -> list[tuple[str, int, int]]:
 
 
 def _is_loopback(address: str) -> bool:
-    """Whether an address as /proc/net has it, words of little-endian bytes, is one of loopback."""
+    """Whether an address in the form of /proc/net, words of little-endian bytes, is a loopback address."""
     data = b"".join(bytes.fromhex(address[k : k + 8])[::-1] for k in range(0, len(address), 8))
     if len(data) == 4 or data.startswith(bytes(10) + b"\xff\xff"):
         return data[-4] == 127
@@ -245,7 +259,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _connections() -> Iterator[socket.socket]:
-    """Yield the connections of this process by TCP, each as a copy that the caller closes."""
+    """Yield the TCP connections of this process. Each is a copy, which the caller closes."""
     for descriptor, _ in list(_socket_descriptors(os.getpid())):
         with contextlib.suppress(OSError):  # closed meanwhile
             copied = socket.socket(fileno=os.dup(descriptor))

@@ -30,11 +30,12 @@ _MASK = (1 << 64) - 1
 
 
 class RankReplica:
-    """The objects of one rank, from one pickle.
+    """The replicated objects of one rank, loaded from one pickle.
 
     Attributes
     ----------
     objects : tuple
+    options : Options
     num_steps : int
         How many calls so far were training steps.
     """
@@ -56,7 +57,8 @@ class RankReplica:
             state["objects"][index].__dict__.update(attributes)
         self.__dict__.update(state)
         if state["others"]:
-            # an optimizer imports it at its first use; an import that is broken off stays broken
+            # An optimizer imports this module at its first use, where an interrupt could break the import off. Half
+            # imported it would stay unusable in this worker.
             with cell.uninterrupted():
                 importlib.import_module("torch._dynamo")
         _bring_to_device(self.objects)
@@ -81,7 +83,7 @@ class RankReplica:
                 return self._run(fn, trains, args, kwargs)
         if trains and self.num_steps and not self.num_steps & (self.num_steps - 1) and sliced.sums is None:
             self._check_alike()
-        if not worker.lane.called.plan.is_trial:  # on trial, a seed would look like a draw of the function's own
+        if not worker.lane.called.plan.is_trial:  # on trial, seeding would look like a draw by the function itself
             stream = worker.number + (sliced.part << 32)
             seed_generators(self.options.seed, self.num_steps if trains else -1 - self.num_steps, stream)
         return self._run(fn, trains, args, kwargs)
@@ -98,7 +100,7 @@ class RankReplica:
             if not trains:
                 with torch.no_grad():
                     return _detached(fn(*self.objects, *args, **kwargs))
-            # An interrupt may have broken off a no_grad() in the call before.
+            # An interrupt may have broken off the exit of a no_grad() in an earlier call, and left grad mode off.
             torch.set_grad_enabled(cell.worker.settings.told("grad mode", torch.is_grad_enabled()))
             self._reduction.begin()
             losses.weight = cell.worker.num_rows
@@ -112,7 +114,7 @@ class RankReplica:
         return _detached(result)
 
     def __synk_keep__(self) -> Callable[[], bytes | None]:
-        """Return a function that undoes the step that is about to begin."""
+        """Return a function that undoes the step that is about to begin; see ``synk.torch._undo``."""
         self._put_back = self._undo.keep(self, is_whole=cell.worker.variables.is_sliced)
         return self._put_back
 
@@ -131,15 +133,15 @@ class RankReplica:
         return step_in_slices(parts, run, combined, self._go_back, lambda: self._phases.part("reduce"))
 
     def _go_back(self) -> None:
-        """Undo what a part of the step has done; the next one begins from there."""
+        """Undo what a part of the step has done. The next part begins from the state before the step."""
         self._put_back()
         self._reduction.keep()
 
     def _check_alike(self) -> None:
         """Compare the parameters of all ranks, which have taken the same steps.
 
-        This happens after steps 1, 2, 4, 8 and so on. A body whose ranks drift apart does so from its first step, or
-        from where it enters another phase, and a long training pays nothing for the check.
+        This happens after steps 1, 2, 4, 8 and so on. If the ranks drift apart, they do so from the first step or from
+        the beginning of another phase of the training, and a long training pays almost nothing for the check.
 
         Raises
         ------
@@ -162,9 +164,9 @@ class RankReplica:
                 )
 
     def own(self, keys: Sequence[Any] | None) -> bytes:
-        """Return what a checkpoint stores about this rank, with checksums of all entries; or the entries ``keys``.
+        """Return this rank's part of a checkpoint, with checksums of all entries; or the entries ``keys``.
 
-        torch's own generator is seeded before each step and has no state between steps.
+        torch's own generator is left out: it is seeded before each step and has no state between steps.
         """
         if keys is not None:
             return checkpoints.to_bytes(checkpoints.own_entries(self.objects, keys))
@@ -175,7 +177,7 @@ class RankReplica:
         return checkpoints.to_bytes({**told, "generators": generators, "digests": digests})
 
     def take_own(self, ranks: Sequence[bytes]) -> None:
-        """Take over what a checkpoint stores about this rank. Its objects must have the state of rank 0."""
+        """Take over this rank's part of a checkpoint. The objects must have the state of rank 0 before."""
         told = checkpoints.from_bytes(ranks[comm.rank])
         checkpoints.load_own(self.objects, told["own"])
         self._reduction.share = told["share"]
@@ -185,12 +187,12 @@ class RankReplica:
         _wait_for_device()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which gradients stay this rank's own."""
+        """Return a context in which gradients are not reduced: each rank keeps its own."""
         return self._reduction.postponed()
 
 
 class OnRank:
-    """What a ``Replicated`` becomes inside the body."""
+    """The object that stands for a ``Replicated`` inside the body."""
 
     def __init__(self, resident: Any) -> None:
         self._resident = resident
@@ -209,9 +211,9 @@ def on_rank(resident_id: int) -> OnRank:
 
 
 def _gradient_hooks(parameters: Sequence[torch.Tensor]) -> dict[int, tuple[list[Any], list[Any]]]:
-    """Return the hooks of parameters by position: a list that runs before a gradient is accumulated, and one after.
+    """Return the hooks of parameters by position: those that run before a gradient is accumulated, and those after.
 
-    Pickles of parameters leave hooks out.
+    Pickles of parameters leave hooks out, so they travel beside the parameters.
     """
     hooks: dict[int, tuple[list[Any], list[Any]]] = {}
     for index, parameter in enumerate(parameters):
@@ -227,7 +229,7 @@ def _hook_gradients(parameters: Sequence[torch.Tensor], hooks: dict[int, tuple[l
     for index, (before, after) in hooks.items():
         parameter = parameters[index]
         is_trained = parameter.requires_grad
-        parameter.requires_grad_()  # torch accepts hooks only then
+        parameter.requires_grad_()  # torch accepts hooks only on tensors that require grad
         for hook in before:
             parameter.register_hook(hook)
         for hook in after:
@@ -236,7 +238,7 @@ def _hook_gradients(parameters: Sequence[torch.Tensor], hooks: dict[int, tuple[l
 
 
 def _is_apart(parameter: torch.Tensor, num_steps: int) -> bool:
-    """Whether the ranks' values differ by more than rounding. Matrix products depend on the alignment of memory."""
+    """Whether the ranks' values differ by more than rounding, which depends on the alignment of memory."""
     eps = torch.finfo(parameter.dtype).eps
     values = torch.view_as_real(parameter) if parameter.is_complex() else parameter
     values = values.float() if values.element_size() < 4 else values
@@ -254,21 +256,23 @@ def load(replica: RankReplica, state: dict[str, Any]) -> None:
     """Bring the objects into a state, or into the parts of one that are given."""
     replica.num_steps = state.get("num_steps", replica.num_steps)
     replica.options = replace(replica.options, seed=state.get("seed", replica.options.seed))
-    if "share" in state:  # gradients that were kept back are a rank's own, and these are another one's
+    if "share" in state:
+        # The state comes from another rank, and gradients that were kept back belong to the rank that computed them. So
+        # this rank's are lost, and the next reduction of them raises an error.
         replica._reduction.share = None if state["share"] is None else LOST
     _state_bytes.load_all(replica.objects, state["objects"])
     _wait_for_device()
 
 
 def _bring_to_device(objects: Sequence[Any]) -> None:
-    """Move modules, and what optimizers know of their parameters, to this rank's device if torch computes there."""
+    """Move modules, and the optimizers' state, to this rank's device if torch computes there."""
     worker = cell.worker
     kind = "cpu" if worker is None else worker.backend.torch_device()
     if kind == "cpu":
         return
     for obj in objects:
         if states.is_module(obj):
-            obj.to(kind)  # parameters stay the objects that optimizers know
+            obj.to(kind)  # changes the parameters in place, so the optimizers still refer to them
     for obj in objects:
         if states.is_optimizer(obj):
             states.load(obj, {"state": states.dump(obj)["state"]})
@@ -276,14 +280,14 @@ def _bring_to_device(objects: Sequence[Any]) -> None:
 
 
 def _wait_for_device() -> None:
-    """Wait until copies made here are done: calls run on a stream of their own, which does not wait for them."""
+    """Wait until copies made here are done. Calls run on a stream of their own, which does not wait for them."""
     for device in (torch.cuda, torch.xpu):
         if device.is_initialized():
             device.synchronize()
 
 
 def seed_generators(seed: int, step: int, stream: int) -> None:
-    """Seed torch's generators: the same way in each run, and differently in each step, on each rank, in each slice."""
+    """Seed torch's generators: alike in each run, and differently in each step, on each rank and in each slice."""
     mixed = (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + stream * 0x94D049BB133111EB) & _MASK
     mixed ^= mixed >> 31
     mixed = (mixed * 0xD6E8FEB86659FD93) & _MASK
@@ -304,12 +308,16 @@ def _detached(value: Any) -> Any:
 
 
 def _guard_step(optimizer: Any, undo: Undo, phases: Phases) -> None:
-    """Make an optimizer's step uninterruptible; its closure returns the loss over all rows, equal on all ranks."""
+    """Make an optimizer's step uninterruptible, so that parameters and optimizer state are never half updated.
+
+    A step with a closure can be interrupted, since the closure runs the user's code. Its closure returns the loss over
+    all rows, so that all ranks, which decide by it, decide alike.
+    """
     step = optimizer.step
 
     @functools.wraps(step)
     def guarded(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        optimizer._opt_called = True  # a scheduler looks at this
+        optimizer._opt_called = True  # a scheduler warns if it steps and this is not set
         undo.notice_step()
         with phases.part("optimizer"):
             if closure is not None:
@@ -343,23 +351,26 @@ def all_rows_mean(value: torch.Tensor) -> torch.Tensor:
 
 
 def mean(total: torch.Tensor, count: Any) -> torch.Tensor:
-    """Return this rank's part of a mean over things other than rows, such as tokens, weighted so that the step is
-    exact.
+    """Return this rank's part of a mean over items other than rows, such as tokens.
 
-    For a loss in a step that is a sum over ``count`` things in this rank's rows. The gradients are then those of the
-    sum over all ranks divided by the number of all things, and so is the ``"avg"`` of the returned value.
+    Use it in a step whose loss is a sum over ``count`` items in this rank's rows. The gradients are then those of the
+    sum over all ranks, divided by the number of items on all ranks. The ``"avg"`` of the returned value is this mean.
 
     Parameters
     ----------
     total : tensor, shape ()
-        The sum over this rank's rows.
+        The sum over the items in this rank's rows.
     count : number or tensor, shape ()
-        How many things it sums.
+        The number of these items.
 
     Returns
     -------
     tensor, shape ()
         ``total * all_rows / (rows * all_counts)``.
+
+    Notes
+    -----
+    All ranks must call it: it sums ``count`` over the ranks, as a collective.
     """
     own = torch.as_tensor(count, dtype=torch.float64)
     if sliced.sums is not None:
@@ -370,10 +381,10 @@ def mean(total: torch.Tensor, count: Any) -> torch.Tensor:
 
 
 def total(value: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a sum over all rows, weighted so that the step is exact.
+    """Return this rank's part of a sum over all rows.
 
-    For a loss that is a sum over this rank's rows (``reduction="sum"``), where the serial loop takes the gradient of
-    the sum over the whole batch. The ``"avg"`` of the returned value is that sum.
+    Use it in a step whose loss is a sum over rows (``reduction="sum"``). The gradients are then those of the sum over
+    all rows of the batch, and the ``"avg"`` of the returned value is this sum.
 
     Parameters
     ----------

@@ -2,11 +2,15 @@
 
 In a backward pass each parameter's hook notes that its gradient is there. At the end of the pass, before ``backward()``
 returns, all ranks add up their gradients, weighted by rows, in flat buffers. A parameter that no rank has used keeps
-its gradient. A parameter that some ranks have used gets the sum over these ranks, so no flag has to say what to expect.
+its gradient. A parameter that some ranks have used gets the sum over these ranks. Behind the gradients each buffer has
+a flag for each parameter, which is summed with them and tells whether any rank has used it.
 
 With overlap, the hooks start to reduce a buffer when all of its gradients are there and all buffers before it were
-started. So the order is the same on all ranks, whatever they have used. The end of the pass starts the remaining
-buffers (their parameters were not all used), and waits for all of them.
+started. So the order is the same on all ranks, whichever parameters they have used. The end of the pass starts the
+remaining buffers, whose parameters were not all used, and waits for all buffers.
+
+An interrupt, or the death of another rank, can end a pass at any line. Then nobody waits for the buffers' requests: the
+communicator drops them when the next call begins, and that call expects all gradients anew.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from synk.torch._phases import Phases
 from synk.torch._slices import Sums, sliced
 
 LOST = -1.0
-"""The share of a rank whose kept-back gradients are lost."""
+"""Stands for the share of rows of a rank whose kept-back gradients are lost."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +45,8 @@ class Options:
     def is_overlapping(self) -> bool:
         """Whether this rank reduces gradients while the backward pass goes on.
 
-        By default not if batch norms communicate during the backward pass: ranks that used different parameters would
-        mix the two in different orders.
+        By default it does not if batch norms communicate during the backward pass: ranks that use different parameters
+        would then begin collectives of both kinds in different orders.
         """
         if self.overlap == "auto":
             return bool(cell.worker.backend.is_device) and not self.sync_batchnorm
@@ -52,8 +56,8 @@ class Options:
 def _weakly(method: Callable[..., None], index: int) -> Callable[..., None]:
     """Return a hook that calls a method as long as its object exists.
 
-    The autograd graph holds hooks where Python's garbage collector does not look. A hook that held the sum, which holds
-    the parameters, would keep them for ever.
+    Autograd holds hooks where Python's garbage collector does not look. A hook that held the ``GradientSum``, which
+    holds the parameters, would keep all of them alive for ever.
     """
     held = weakref.WeakMethod(method)
 
@@ -70,14 +74,14 @@ class GradientSum:
     Attributes
     ----------
     share : float or None
-        This rank's share of the rows when gradients were last kept back; None after they were reduced.
+        The share of the rows with which gradients are kept back; None if none are, ``LOST`` if they are gone.
     """
 
     def __init__(self, objects: Sequence[Any], options: Options, phases: Phases) -> None:
         self._parameters = states.parameters_of(objects)
         self._options, self._phases = options, phases
-        self._hooked: set[int] = set()
-        self._fired: set[int] = set()
+        self._hooked: set[int] = set()  # positions of the parameters that have hooks
+        self._fired: set[int] = set()  # positions of those whose gradient came since the last reduction in this call
         self._is_running = False
         self._is_postponed = False
         self._pass = -1  # the backward pass at whose end gradients will be reduced
@@ -88,19 +92,23 @@ class GradientSum:
         self._bucket_of: dict[int, int] = {}
         self._num_started = 0
         self.share: float | None = None
-        self.notice_reduction: Callable[[], None] = lambda: None
-        self._found: list[Any] = []  # the gradients at the start of the call, as weak references with versions
-        # gradients that the call adds to, and whether they were unchanged
+        self.notice_reduction: Callable[[], None] = lambda: None  # called before the ranks communicate
+        # The gradients at the start of the call, as weak references with versions. The user may free one in the call.
+        self._found: list[Any] = []
+        # By position, copies of the gradients that the call adds to, and whether they were as found until then.
         self._kept: dict[int, tuple[torch.Tensor | None, bool]] = {}
 
     def keep(self) -> None:
-        """Note which gradients exist. A call that does not count puts back the ones that it added to."""
+        """Note which gradients exist. A call that fails puts back the gradients that it added to."""
         found = [parameter.grad for parameter in self._parameters]
         self._found = [None if each is None else (weakref.ref(each), each._version) for each in found]
         self._kept.clear()
 
     def put_back(self) -> bytes:
-        """Put gradients back, except dropped ones. Return which are not as they were, or nothing if all are."""
+        """Put back the gradients that the call added to. Gradients that it dropped (``zero_grad``) cannot come back.
+
+        Return a flag for each parameter whether its gradient is as it was; empty if all are.
+        """
         for index, (gradient, _) in self._kept.items():
             self._parameters[index].grad = gradient
         as_found = [self._kept[k][1] if k in self._kept else self._is_as_found(k) for k in range(len(self._parameters))]
@@ -110,7 +118,7 @@ class GradientSum:
         """Save a gradient that is about to be added to."""
         if self._is_running and index not in self._kept:
             if self.share == LOST and all(parameter.grad is None for parameter in self._parameters):
-                self.share = None  # all ranks start over
+                self.share = None  # the user has called zero_grad(), so nothing that was lost can be reduced any more
             gradient = self._parameters[index].grad
             self._kept[index] = None if gradient is None else gradient.clone(), self._is_as_found(index)
 
@@ -121,7 +129,7 @@ class GradientSum:
         return bool(found[0]() is gradient and found[1] == gradient._version)
 
     def begin(self) -> None:
-        """Begin a call: listen for gradients from now on."""
+        """Begin a call: register hooks where they are missing, and forget an earlier call that was broken off."""
         for index, parameter in enumerate(self._parameters):
             if parameter.requires_grad and index not in self._hooked:
                 parameter.register_hook(_weakly(self._keep, index))
@@ -132,7 +140,7 @@ class GradientSum:
         worker = cell.worker
         rows = worker.lane.rows() if worker.check is None else {worker.rank: 1}
         total, self._num_ranks = sum(rows.values()), len(rows)
-        if worker.has_other_nodes and worker.check is None:
+        if worker.has_other_nodes and worker.check is None:  # the lane knows only the ranks of this node
             total, self._num_ranks = worker.total_rows, len(worker.ranks)
         self._call_share = rows[worker.rank] / total if total else 1.0 / self._num_ranks
         self._is_overlapping = self._num_ranks > 1 and sliced.sums is None and self._options.is_overlapping()
@@ -141,6 +149,7 @@ class GradientSum:
             self._expect_all()
 
     def end(self) -> None:
+        """End the call: the hooks, which stay registered, do nothing until the next one."""
         self._is_running = False
 
     @contextlib.contextmanager
@@ -153,6 +162,7 @@ class GradientSum:
             self._is_postponed = before
 
     def _note(self, index: int, parameter: torch.Tensor) -> None:
+        """Note that a gradient is there. The first one of a pass makes autograd call ``_reduce`` at the end of it."""
         if not self._is_running:
             return
         gradient = parameter.grad
@@ -175,12 +185,15 @@ class GradientSum:
             self._start_full(index)
 
     def _expect_all(self) -> None:
-        """Forget which gradients have come: the next pass may bring all of them."""
+        """Begin a pass, which may bring the gradients of all parameters that have hooks."""
         self._num_started = 0
         self._missing = [bucket.indices & self._hooked for bucket in self._buckets]
 
     def _start_full(self, index: int) -> None:
-        """Note a gradient, start the buckets that it fills, and continue with those before them."""
+        """Note a gradient, start the buckets that are full now, and advance those that were started.
+
+        A bucket starts after all buckets before it, so that all ranks begin the collectives in one order.
+        """
         position = self._bucket_of[index]
         if position < self._num_started:
             raise ValueError(
@@ -201,12 +214,12 @@ class GradientSum:
             self._bucket_of = {index: k for k, bucket in enumerate(self._buckets) for index in bucket.indices}
 
     def _own_share(self) -> float:
-        """Return this rank's share of the rows, which must be the share with which gradients were kept back.
+        """Return this rank's share of the rows, which must be that of the call that kept gradients back, if any.
 
         Raises
         ------
         ValueError
-            If it differs.
+            If the shares differ, or the gradients are lost.
         """
         share = self._call_share
         if self.share == LOST:
@@ -223,7 +236,7 @@ class GradientSum:
         return share
 
     def _exchange(self, check: Any) -> None:
-        """On trial no other rank takes part: report this rank's gradients, and go on with what comes back."""
+        """On trial no other rank takes part: report this rank's gradients and use those that the check returns."""
         used, _, parts = self._gradients()
         flat = torch.cat([each.reshape(-1).to("cpu", torch.float64) for each in parts])
         sums = torch.from_numpy(check.exchange(flat.numpy())).split([each.numel() for each in parts])
@@ -233,7 +246,13 @@ class GradientSum:
         self._fired.clear()
 
     def _exchange_parts(self, sums: Sums) -> None:
-        """In a slice: bring this part's gradients, and go on with the sums, even if only others have one."""
+        """In a slice, bring this part's gradients and use the sums, also for parameters that only other parts used.
+
+        Raises
+        ------
+        Awaited
+            If the other parts have not come as far yet.
+        """
         used, gradients, parts = self._gradients()
         flags = [float(index in self._fired) for index in sorted(self._hooked)]
         flat = torch.cat([*(each.reshape(-1).double() for each in parts), parts[0].new_tensor(flags).double()])
@@ -245,13 +264,14 @@ class GradientSum:
         self._fired.clear()
 
     def _gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-        """Return the parameters that may have gradients, their gradients, or zeros, and these as real numbers."""
+        """Return the parameters with hooks, their gradients (or zeros), and views of the gradients as real numbers."""
         used = [self._parameters[index] for index in sorted(self._hooked)]
         own = [torch.zeros_like(each) if each.grad is None else each.grad for each in used]
         parts = [torch.view_as_real(each) if each.is_complex() else each for each in own]
         return used, own, [each.detach() for each in parts]
 
     def _reduce(self) -> None:
+        """End a backward pass: reduce the gradients, or note that they are kept back. Called by autograd."""
         self._pass = -1
         share = self._own_share()
         if self._is_postponed:
@@ -264,17 +284,19 @@ class GradientSum:
         if sliced.sums is not None:
             self._exchange_parts(sliced.sums)
             return
+        # While ranks communicate an interrupt is raised at once, because a rank that waits for a dead one must stop.
         cell.worker.hold_back(False)
         with self._phases.part("reduce"):
             self._sum_up(share)
-        # From here on this rank can finish the step by itself. A fault elsewhere must not leave the step half done.
+        # From here on this rank can finish the step by itself. A fault on another rank must not leave the step half
+        # done, so an interrupt is held back until the step ends or the ranks communicate again.
         cell.worker.hold_back(True)
 
     def _sum_up(self, share: float) -> None:
         """Sum the gradients over the ranks."""
         self.notice_reduction()
         for index in range(len(self._parameters)):
-            self._keep(index)  # parameters for which only other ranks have a gradient
+            self._keep(index)  # before a sum replaces it: parameters that only other ranks used had no hook called
         if self._is_overlapping:
             for bucket in self._buckets[self._num_started :]:
                 bucket.start(share, self._fired)
@@ -289,7 +311,11 @@ class GradientSum:
 
 
 class Bucket:
-    """Some parameters of one dtype whose gradients are reduced in one buffer, and which of them were used."""
+    """Some parameters of one dtype whose gradients are reduced in one buffer, with flags for those that were used.
+
+    The buffer is made once and lives as long as the bucket. Gradients are copied in and out, so ``parameter.grad`` is
+    never a view of it.
+    """
 
     def __init__(self, parameters: Sequence[tuple[int, torch.Tensor]]) -> None:
         self._order = [index for index, _ in parameters]
@@ -301,14 +327,14 @@ class Bucket:
         flat = torch.zeros(sum(sizes) + len(sizes), dtype=dtype, device=first.device)
         parts = flat.split([*sizes, len(sizes)])
         self._parts = [part.view(parameter.shape) for part, parameter in zip(parts, self._parameters)]
-        # The whole buffer, with a flag for each parameter behind the gradients. An array if possible, because small
-        # operations on arrays cost less.
+        # The whole buffer, with a flag for each parameter behind the gradients. On the CPU it is an array, because
+        # small operations on arrays cost less.
         self._memory: Any = flat.numpy() if first.device.type == "cpu" else flat
         self._request: Any = None
 
     @staticmethod
     def split(parameters: Sequence[torch.Tensor], nbytes: int) -> Iterator[Bucket]:
-        """Yield buckets of at most ``nbytes`` bytes, the last parameters first: their gradients come first."""
+        """Yield buckets of at most ``nbytes`` bytes. The last parameters come first, as their gradients do."""
         kinds: dict[Any, list[tuple[int, torch.Tensor]]] = {}
         for index, parameter in reversed(list(enumerate(parameters))):
             key = parameter.dtype, parameter.device
@@ -327,12 +353,12 @@ class Bucket:
         self._give_back()
 
     def start(self, share: float, fired: set[int]) -> None:
-        """Start what ``reduce`` does; ``finish`` ends it."""
+        """Start the reduction; ``finish`` completes it. Until then the buffer belongs to the communicator."""
         self._fill(share, fired)
         self._request = comm.iall_reduce(self._memory, "sum", out=self._memory)
 
     def test(self) -> None:
-        """Continue what was started, as far as the other ranks have come."""
+        """Advance the reduction as far as the other ranks have come. On the CPU nothing else advances it."""
         self._request.test()
 
     def finish(self) -> None:
@@ -342,11 +368,12 @@ class Bucket:
         self._give_back()
 
     def _fill(self, share: float, fired: set[int]) -> None:
+        """Copy the gradients into the buffer, multiplied by this rank's share of the rows, and set the flags."""
         gradients = [parameter.grad for parameter in self._parameters]
         there = [gradient for gradient in gradients if gradient is not None]
         parts = self._parts
         if len(there) < len(gradients):
-            self._memory[:] = 0
+            self._memory[:] = 0  # the buffer still has the sums of the last pass
             parts = [part for part, gradient in zip(parts, gradients) if gradient is not None]
         if there:
             torch._foreach_copy_(parts, there)
@@ -359,6 +386,7 @@ class Bucket:
                 used[position] = index in fired
 
     def _give_back(self) -> None:
+        """Copy the sums into the gradients of the parameters that any rank has used."""
         gradients, parts = [], []
         used = self._memory[-len(self._order) :].tolist()
         for parameter, part, is_used in zip(self._parameters, self._parts, used):

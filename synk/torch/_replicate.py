@@ -1,9 +1,10 @@
-"""``replicate``: a model, its optimizer and their companions on every rank, trained as one on whole batches.
+"""``replicate``: a model, its optimizer and the objects that belong to them on every rank, trained as one on whole
+batches.
 
 This file has the program's half. A call of a step is in ``_steps.py``, a rank's half in ``_rank.py``.
 
-In one file because every verb (a call, pull, push, a checkpoint) begins and ends with the same question: whether the
-program's objects or the ranks' objects are behind.
+In one file because every verb (a call, pull, push, a checkpoint) begins and ends with the same question:
+whether the program's objects or the ranks' objects are behind.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ def replicate(
     Parameters
     ----------
     *objects : module, optimizer, scheduler, GradScaler, or anything that has a ``state_dict`` or can be pickled
-        They may refer to one another: all travel in one pickle. An optimizer's parameters must belong to one of the
-        given modules.
+        Objects that may refer to one another: all travel in one pickle. An optimizer's parameters must belong to one of
+        the given modules.
     seed : int
         Before each call torch's generators are seeded from this number, the number of the step and the rank.
     sync_batchnorm : bool
@@ -62,9 +63,9 @@ def replicate(
     bucket_mb : float
         Gradients are reduced in buffers of at most this size, in megabytes.
     overlap : {"auto", True, False}
-        Whether each buffer is reduced as soon as its gradients are there, while the backward pass goes on, or all of
-        them at its end. By default only on GPUs and without ``sync_batchnorm``, since a CPU worker would do one thing
-        after the other.
+        Whether each buffer is reduced as soon as its gradients are there, while the backward pass goes on. Otherwise
+        all buffers are reduced at the end of the pass. By default they overlap only on GPUs and without
+        ``sync_batchnorm``, since a CPU worker would do one thing after the other.
     runtime : Runtime, optional
         By default the current one.
 
@@ -74,16 +75,19 @@ def replicate(
 
     Raises
     ------
+    TypeError
+        If there are no objects.
     ValueError
-        If an optimizer has a parameter that belongs to no given module, or an option has another value.
+        If an optimizer has a parameter that belongs to no given module, a module has lazy parameters without a shape,
+        or an option has a value that is not listed.
     SerializationError
         If the objects cannot be pickled.
 
     Warns
     -----
     UserWarning
-        Once, if other threads of the program are busy while it waits for CPU workers. Often these are torch's, which
-        take cores from the workers (``torch.set_num_threads(1)``).
+        Once, if other threads of the program are busy while it waits for CPU workers. Often these are torch's own
+        threads, which take cores from the workers (``torch.set_num_threads(1)``).
 
     Examples
     --------
@@ -106,7 +110,7 @@ def replicate(
     (True, 50)
     """
     if not objects:
-        raise TypeError("cannot replicate: got no objects, expected a module, and what belongs to it.")
+        raise TypeError("cannot replicate: got no objects, expected a module and the objects that belong to it.")
     _check_optimizers(objects)
     for obj in objects:
         if _state.is_module(obj) and any(
@@ -140,11 +144,11 @@ def _check_optimizers(objects: Sequence[Any]) -> None:
 
 
 class Replicated(Handle):
-    """Objects of which every rank has its own copy, all alike. Made by :func:`synk.torch.replicate`.
+    """Objects with a copy on every rank, all alike. Made by :func:`synk.torch.replicate`.
 
-    The master's own objects stay in use. Reading one first brings it up to date. What the program changes between two
-    calls (a learning rate, ``model.eval()``, ``load_state_dict``, a scheduler's step) reaches the ranks before the next
-    call. Tensors that were taken from the objects earlier are up to date only after :meth:`pull`.
+    The program goes on using its own objects. Reading one first brings it up to date. Changes that the program makes
+    between two calls (a learning rate, ``model.eval()``, ``load_state_dict``, a scheduler's step) reach the ranks
+    before the next call. Tensors that were taken from the objects earlier are up to date only after :meth:`pull`.
 
     Attributes
     ----------
@@ -164,6 +168,9 @@ class Replicated(Handle):
         self._lock = threading.RLock()
         has_cpu_workers = not runtime._session.has_devices and not runtime._session.workers.is_inline
         self._threads = BusyThreads(num_torch_threads() if has_cpu_workers else 1)
+        # Behind: the ranks' objects are newer than the program's. Busy: synk itself reads the objects, which must not
+        # pull. Touched: the user has read an object, and may write into a tensor without leaving a trace. Replaced:
+        # the objects were replicated once more.
         self._is_behind = self._is_busy = self._is_touched = self._is_replaced = False
         for obj in objects:
             refresh: Any = refresh_of(obj)
@@ -178,6 +185,7 @@ class Replicated(Handle):
         self._reference = (_rank.on_rank, (self._resident._reference[1][0],))
         self._note_seen([_state.fingerprint(obj) for obj in objects])
         self._linked = [obj for obj in objects if link(obj, self._refresh)]
+        # The runtime must not keep the model alive, so it refers to it weakly.
         runtime._session.at_close.append(functools.partial(_leave, weakref.ref(self)))
 
     # -- functions ----------------------------------------------------------------------------------------------------
@@ -198,22 +206,29 @@ class Replicated(Handle):
         Parameters
         ----------
         fn : callable
-            The body of the training loop. It gets each rank's own objects, then that rank's rows as tensors. When
+            The body of the training loop. It gets the rank's own objects, then the rank's rows as tensors. When
             ``loss.backward()`` returns in it, the gradients are those of all rows.
         outputs, bcast_inputs, name
             As for :func:`synk.function`.
         on_oom : {"raise", "slices"}
-            ``"slices"``: a step that runs out of memory on a rank is put back and taken again in slices, on all ranks,
-            twice as many until it fits. The gradients are still those of all rows, and the optimizer steps once. The
-            body runs twice for each slice, or once more than it has backward passes, so a slice must compute for its
-            rows alone: not with ``synk.comm`` in the body, nor ``sync_batchnorm``.
+            With ``"slices"``, a step that runs out of memory on a rank is undone and taken again in slices, on all
+            ranks. The number of slices is doubled until they fit. The gradients are still those of all rows, and the
+            optimizer steps once. For each slice the body runs once more than it has backward passes, so twice with one.
+            A slice must compute for its rows alone: without ``synk.comm`` in the body and without ``sync_batchnorm``.
         trains : bool
             Whether a call is a training step. False is for evaluation: the body then runs under ``torch.no_grad()`` and
-            must change no object.
+            must not change the objects.
 
         Returns
         -------
         StepFunction
+
+        Raises
+        ------
+        TypeError
+            If ``fn`` is not callable, or has fewer parameters than there are objects.
+        ValueError
+            If ``on_oom="slices"`` meets ``sync_batchnorm``, or an option has a value that is not listed.
         """
         if fn is None:
             return functools.partial(
@@ -232,9 +247,15 @@ class Replicated(Handle):
         )
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Inside the body: a context in which backward passes leave each rank's gradients its own.
+        """Return a context, inside the body, in which backward passes do not reduce gradients.
 
-        The next backward pass outside of it, in this call or a later one, reduces the accumulated gradients.
+        Each rank accumulates its own. The next backward pass outside of the context, in this call or a later one,
+        reduces the accumulated gradients.
+
+        Raises
+        ------
+        ReentrancyError
+            In the master.
         """
         raise ReentrancyError(
             "cannot keep gradients back in the master: no_sync() has a meaning inside the function, around backward()."
@@ -253,10 +274,15 @@ class Replicated(Handle):
         Raises
         ------
         ValueError
-            If they were changed in the master meanwhile, through tensors that were taken from them before.
+            If the program has changed the objects meanwhile, through tensors that were taken from them before.
+
+        Warns
+        -----
+        RuntimeWarning
+            Once for each attribute that cannot be pickled, and so stays each worker's own.
         """
         with self._lock, self._busy():
-            if self._is_behind:  # otherwise the program's state is newer
+            if self._is_behind:  # otherwise the program's objects are as new as the ranks', or newer
                 self._check_unchanged()
                 left_out = set(_state_bytes.load_all(self._objects, self._state("pull")["objects"])) - self._left_out
                 self._note_equal()
@@ -268,10 +294,10 @@ class Replicated(Handle):
                         RuntimeWarning,
                         stacklevel=2,
                     )
-            self._is_touched = True  # a reader may write into a tensor, which may leave no trace except its values
+            self._is_touched = True  # the reader may write into a tensor, which may leave no trace except its values
 
     def _state(self, verb: str) -> dict[str, Any]:
-        """Return the state that the ranks have."""
+        """Return the state of the objects on rank 0. ``begin`` has made ranks alike that differed after a fault."""
         session, resident = self._runtime._session, self._resident._referent
         with session.entered(verb):
             session.begin(verb)
@@ -294,22 +320,22 @@ class Replicated(Handle):
         Parameters
         ----------
         path : path
-            A program that is killed at any instruction leaves the whole old file or the whole new one. The new one is
-            written under this name and ``.part``.
+            A program that is killed at any instruction leaves either the whole old file or the whole new one. The new
+            file is first written under this name with ``.part`` behind it.
         wait : bool
-            True: return when the file is on the disk. False: return as soon as the state was copied.
+            True returns when the file is on the disk, False as soon as the state was copied.
 
         Returns
         -------
         concurrent.futures.Future or None
             With ``wait=False``, a future. Its ``result()`` returns when the file is on the disk, or raises the error,
-            which is also logged at once. The next ``save`` to the same file waits for it, and so does the end of the
-            program.
+            which is also logged at once. The next ``save`` to the same file waits for the future, and so does the end
+            of the program.
 
         Raises
         ------
         OSError
-            If the file cannot be written. An older one is not changed.
+            If the file cannot be written. An older file is not changed.
 
         Warns
         -----
@@ -342,14 +368,14 @@ class Replicated(Handle):
         self.load_state_dict(_checkpoint.read(path))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of what :meth:`save` writes: nested dicts, lists and tuples of tensors, numbers and texts.
+        """Return a checkpoint, as :meth:`save` writes it: nested dicts, lists and tuples of tensors, numbers and texts.
 
         Returns
         -------
         dict
-            ``"format"``; ``"num_steps"``; ``"seed"``; ``"objects"``: the class of each object and its state on rank 0;
-            ``"ranks"``: for each rank, what differs from rank 0, and its generators; ``"generators"``: those of the
-            program.
+            A copy. ``"format"``; ``"num_steps"``; ``"seed"``; ``"objects"``: the class of each object and its state on
+            rank 0; ``"ranks"``: for each rank, the entries that differ from rank 0's, and the states of its generators;
+            ``"generators"``: the states of the program's generators.
         """
         with self._lock:
             self._before_call(trains=False)
@@ -377,12 +403,12 @@ class Replicated(Handle):
         Raises
         ------
         ValueError
-            If it is not such a state, or belongs to other objects. Nothing has changed then.
+            If ``state`` is not such a dict, or belongs to other objects. Nothing has changed then.
         """
         _checkpoint.check_format(state)
         with self._lock, self._busy():
             if any(_state.fingerprint(*pair)["shape"] != pair[1]["shape"] for pair in self._seen_shapes()):
-                self.push()  # the ranks' objects must be alike before they can take over a state
+                self.push()  # a state can be taken over only by objects with the same tensors as the program's
             _checkpoint.load_plain(self._objects, state["objects"])
             ranks = state["ranks"]
             numbers = {"num_steps": state["num_steps"], "seed": state["seed"], "share": ranks[0]["share"]}
@@ -399,9 +425,9 @@ class Replicated(Handle):
         return self._runtime._session
 
     def _part(self) -> dict[str, Any]:
-        """Return what a program keeps of it: one pickle of the objects, and the rest of a checkpoint."""
+        """Return the part of a saved program: one pickle of the objects, and the rest of a checkpoint."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what a checkpoint leaves out; the pickle has it
+            warnings.simplefilter("ignore")  # the pickle has what a checkpoint leaves out
             state = {**self.state_dict(), "objects": []}
         others = [_state.other_attributes(obj) if _state.is_optimizer(obj) else {} for obj in self._objects]
         gradients = [parameter.grad for parameter in _state.parameters_of(self._objects)]
@@ -456,9 +482,10 @@ class Replicated(Handle):
             data = pickle.dumps(state, protocol=5)
             session.residents.restore(resident, data, next(session.numbers), session.deadline(None))
 
-    # -- what the ranks do not know yet -------------------------------------------------------------------------------
+    # -- changes that the ranks do not have yet -----------------------------------------------------------------------
 
     def _note_equal(self) -> None:
+        """Note that the program's objects and the ranks' are alike now."""
         self._note_seen([_state.fingerprint(obj) for obj in self._objects])
         self._is_behind = self._is_touched = False
 
@@ -475,6 +502,7 @@ class Replicated(Handle):
             self._is_busy = before
 
     def _refresh(self) -> None:
+        """Bring the objects up to date before one of them is read. Every access to an attribute calls this."""
         self._is_touched = self._is_touched or not self._is_busy
         if self._is_behind and not self._is_busy:
             with self._lock:
@@ -482,6 +510,7 @@ class Replicated(Handle):
                     self.pull()
 
     def _check_unchanged(self) -> None:
+        """Raise ValueError if both sides have changed an object: neither may be lost."""
         for obj, before in zip(self._objects, self._fingerprints):
             if self._is_behind and _state.fingerprint(obj, before) != before:
                 raise ValueError(
@@ -491,7 +520,10 @@ class Replicated(Handle):
                 )
 
     def _before_call(self, *, trains: bool) -> None:
-        """Show the ranks what the program has changed, and note that a step is about to make them differ."""
+        """Send the ranks the program's changes, and note that a step is about to put the program's objects behind.
+
+        This is noted before the call: a call that fails may have changed the ranks' objects all the same.
+        """
         if self._is_replaced:
             raise ValueError(
                 f"cannot call a function of {self!r}: got objects that were replicated once more, expected those "
@@ -515,7 +547,7 @@ class Replicated(Handle):
                     obj.__dict__["_opt_called"] = True  # a scheduler that steps in the master looks at this
 
     def _seen(self, index: int, obj: Any) -> dict[str, Any]:
-        """Return the fingerprint of an object as it is now. A glance avoids making it in most calls."""
+        """Return the fingerprint of an object as it is now. In most calls a glance makes a new one unnecessary."""
         before, glance = self._fingerprints[index], self._glances[index]
         if glance is not None and not self._is_touched and glance.is_same():
             return before
@@ -525,6 +557,7 @@ class Replicated(Handle):
         return now
 
     def _push_changes(self, now: list[dict[str, Any]]) -> None:
+        """Send the parts of the objects that have changed, or everything if tensors were replaced."""
         was = self._fingerprints
         if any(one.get("shape") != other.get("shape") for one, other in zip(now, was)):
             _check_optimizers(self._objects)
@@ -548,7 +581,10 @@ class Replicated(Handle):
 
     @as_operation
     def _leave(self) -> None:
-        """The runtime is about to be closed: make the objects ordinary again, with what they have learned."""
+        """Make the objects ordinary again, with the ranks' last state, because the runtime is about to be closed.
+
+        The workers still answer. If they do not, a warning says that the objects are behind; closing goes on.
+        """
         if self._is_replaced:
             return
         try:
@@ -580,7 +616,7 @@ def _objects_of(part: dict[str, Any]) -> Sequence[Any]:
 
 
 def _leave(replicated: weakref.ref[Replicated]) -> None:
-    """End a ``Replicated`` if the program still has it. The runtime keeps alive nothing that is dropped before."""
+    """End a ``Replicated`` if the program still has it. The runtime does not keep it alive."""
     alive = replicated()
     if alive is not None:
         alive._leave()

@@ -1,10 +1,10 @@
 """A training step in slices: a rank runs the body on parts of its rows, and each part gets the sums over all rows.
 
-When ``backward()`` returns in the body, the gradients are those of all rows, which nobody knows before the last part
-has run. So the parts are run in rounds. In a round each part runs until it needs a sum that is not known yet, and is
-broken off there. Then the ranks add up what their parts have brought, weighted by rows. In the last round all sums are
-known, and each part runs to its end, the optimizer's step included, so its outputs are what they would be in one piece.
-Each part begins with the state before the step; what remains is what the last one leaves.
+When ``backward()`` returns in the body, the gradients must be those of all rows, which nobody knows before the last
+part has run. So the parts run in rounds. In a round each part runs until it needs a sum that is not known yet, and is
+broken off there. Then the ranks add up the terms of all parts, weighted by rows. In the last round all sums are known,
+and each part runs to its end, the optimizer's step included, so its outputs are those of a step in one piece. Each part
+begins with the state before the step, and the state after the last part is the state after the step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from synk._worker.comm.comm import comm
 
 
 class Awaited(BaseException):
-    """A part needs a sum that is not known before the other parts have come as far."""
+    """A part needs a sum that is not known until the other parts have reached the same point.
+
+    It derives from ``BaseException``, so that a body that catches ``Exception`` does not swallow it.
+    """
 
 
 class Sums:
@@ -29,14 +32,14 @@ class Sums:
 
     def __init__(self) -> None:
         self._known: list[torch.Tensor] = []
-        self._own: torch.Tensor | None = None  # of the next one, what the parts of this rank have brought
+        self._own: torch.Tensor | None = None  # the terms of this rank's parts for the next sum, added up so far
         self._position = 0
 
     def begin_part(self) -> None:
         self._position = 0
 
     def of(self, own: torch.Tensor) -> torch.Tensor:
-        """Return the sum over all parts of all ranks of a tensor that belongs to this one.
+        """Return the sum of a tensor over all parts of all ranks. ``own`` is the term of the part that is running.
 
         Raises
         ------
@@ -55,21 +58,21 @@ class Sums:
         return self.of(own.to(torch.float64) * (comm.rows / comm.total_rows))
 
     def add_up(self) -> None:
-        """Add up what the parts of all ranks have brought."""
+        """Add up the terms of all ranks. From now on this sum is known."""
         own, self._own = self._own, None
         assert own is not None
         self._known.append(own if comm.world_size == 1 else torch.as_tensor(comm.all_reduce(own, "sum")))
 
 
 class Sliced:
-    """What steps have in common with one another.
+    """The step that is being taken in slices on this rank, if any.
 
     Attributes
     ----------
     sums : Sums or None
-        While a step is taken in slices.
+        The step's sums; None if no step is being taken in slices.
     part : int
-        Which part is running, from 0.
+        The number of the part that is running, from 0.
     """
 
     sums: Sums | None = None
@@ -95,11 +98,16 @@ def step_in_slices(
     call : callable
         Runs the body on one part.
     combined : callable
-        Runs what it is given for each part, and returns the combined outputs.
+        Runs the function that it is given on each part, and returns the combined outputs.
     go_back : callable
         Brings the objects into their state before the step.
     between : callable
         Returns the context in which the ranks communicate.
+
+    Raises
+    ------
+    ValueError
+        If the body asks for more sums on some rows than on others.
     """
     worker, sums = cell.worker, Sums()
     num_run = 0
@@ -113,6 +121,8 @@ def step_in_slices(
         sums.begin_part()
         return call(part)
 
+    # Hooks of gradients and ``all_rows_mean`` look at ``sliced`` and at the number of rows. Whatever ends the step, an
+    # interrupt included, they are put back, or later steps would wait for sums that nobody makes.
     sliced.sums = sums
     try:
         while True:
@@ -120,10 +130,12 @@ def step_in_slices(
             try:
                 result = combined(run)
                 with _talking(between):
-                    comm.barrier()  # all or none: a rank that fails in the last round takes the others back with it
+                    comm.barrier()  # all or none: if a rank fails in the last round, the others fail here and go back
                 return result
             except Awaited:
                 is_first = num_run == begun + 1
+            # ``combined`` has ended with the first part that was broken off; the other parts of the round run here. If
+            # it was not the first part, the parts before it have run to their end, and cannot need the same sums.
             if not is_first or not all(_is_broken_off(run, part) for part in parts[1:]):
                 raise ValueError(
                     "cannot take a step in slices: its body runs more backward passes on some rows than on others, "
@@ -137,7 +149,10 @@ def step_in_slices(
 
 @contextlib.contextmanager
 def _talking(between: Callable[[], Any]) -> Iterator[None]:
-    """Let the ranks communicate: between the parts all of them are at the same place. It is part of the function."""
+    """Let the ranks communicate between the parts, where all ranks are at the same place.
+
+    Its time counts as time of the function.
+    """
     worker, began = cell.worker, time.monotonic_ns()
     worker.part_rows, worker.variables.is_sliced = 0, False
     try:

@@ -1,7 +1,7 @@
-"""The state of replicated objects: what belongs to it, how it is taken over, and how changes show.
+"""The state of replicated objects: its parts, how an object takes it over, and how changes are found.
 
 It covers modules, optimizers, schedulers and everything that has a ``state_dict`` or can be pickled, in the master and
-on the ranks. Tensors are copied element by element, so a state is the same, bit for bit, wherever it is loaded.
+on the ranks. Tensors are copied element by element, so a state has the same bits wherever it is loaded.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _has_state_dict(obj: Any) -> bool:
 
 
 def dump(obj: Any) -> State:
-    """Return the whole state of an object: the very objects that it holds, not copies."""
+    """Return the whole state of an object. It consists of the very objects that the object holds, not of copies."""
     if is_module(obj):
         state = dump_module(obj, [name for name, _ in tensors_of(obj)], has_gradients=True)
         state["attributes"] = {index: attributes_of(each) for index, each in enumerate(submodules(obj))}
@@ -69,7 +69,7 @@ def dump(obj: Any) -> State:
 
 
 def attributes_of(module: torch.nn.Module) -> dict[str, Any]:
-    """Return a module's attributes other than parameters, buffers, parts and hooks, if its pickle carries them."""
+    """Return the attributes in a module's pickle other than parameters, buffers, submodules, hooks and flags."""
     own = vars(module)
     getstate: Any = getattr(type(module), "__getstate__", None)
     if getstate is not getattr(torch.nn.Module, "__getstate__", None):
@@ -85,7 +85,7 @@ def other_attributes(optimizer: Any) -> dict[str, Any]:
     return {
         name: value
         for name, value in optimizer.__dict__.items()
-        if name not in ("defaults", "state", "param_groups", "_opt_called")  # the last one is set before each call
+        if name not in ("defaults", "state", "param_groups", "_opt_called")  # ``_opt_called`` is set before each call
         and not callable(value)
         and (value or not name.endswith("_hooks"))
     }
@@ -97,7 +97,7 @@ def _is_ours(value: Any) -> bool:
 
 
 def _changed_attributes(module: Any, before: list[Any], now: list[Any]) -> dict[int, dict[str, Any]]:
-    """Return, by the position of the part, the attributes that have changed."""
+    """Return the attributes that have changed, by the position of the submodule."""
     changed = {}
     for index, (part, new, was) in enumerate(zip(submodules(module), now, before)):
         names = [name for name, mark in new if (name, mark) not in was]
@@ -126,7 +126,7 @@ def parameters_of(objects: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def load(obj: Any, state: State) -> None:
-    """Bring an object into a state, or into the given parts of one. The object itself stays the same."""
+    """Bring an object into a state, or into the given parts of one. The object itself keeps its identity."""
     if is_module(obj):
         _load_module(obj, state)
     elif is_optimizer(obj):
@@ -187,14 +187,14 @@ def _beside(parameter: torch.Tensor, value: Any) -> Any:
     return {key: _beside(parameter, item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-# -- what shows a change ----------------------------------------------------------------------------------------------
+# -- finding changes --------------------------------------------------------------------------------------------------
 
 
 def fingerprint(obj: Any, before: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return a value for each part of an object that differs after any change the program makes to the part.
 
-    The contents of tensors are read, because writing through ``tensor.data`` leaves no other trace. If ``before`` is
-    given, they are taken from it: nothing can have read the object since.
+    Checksums of the tensors are computed, because writing through ``tensor.data`` leaves no other trace. If ``before``
+    is given, they are taken from it: pass it if nobody can have read, and so written into, the object since.
     """
     seen: dict[int, Any] = {}
     if is_module(obj):
@@ -227,8 +227,8 @@ def fingerprint(obj: Any, before: dict[str, Any] | None = None) -> dict[str, Any
 class Glance:
     """Tells in a few microseconds that a module or an optimizer has not changed, so that no fingerprint is needed.
 
-    It compares what ``fingerprint`` reads except the contents of tensors, and compares identities instead of values. So
-    an object that looks different may still have an equal fingerprint.
+    It looks at the same things as ``fingerprint``, except for the contents of tensors, and compares identities instead
+    of values. So an object that looks changed may still have an equal fingerprint.
     """
 
     def __init__(self) -> None:
@@ -305,7 +305,7 @@ class _OptimizerGlance(Glance):
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor; 0 for a sparse one, which has no single address."""
+    """Return the address of a tensor; 0 for a sparse tensor, which has no single address."""
     return tensor.data_ptr() if tensor.layout is torch.strided else 0
 
 
@@ -317,7 +317,7 @@ def digest(tensor: torch.Tensor) -> int:
 
 
 class _Seen:
-    """An object as it was seen. It is kept alive, so no other object can get its address."""
+    """An object as it was seen, with the value of its contents. It is kept alive, so its address is not used again."""
 
     __slots__ = ("_obj", "_what")
 
@@ -333,8 +333,8 @@ class _Seen:
 def mark(value: Any, seen: dict[int, Any] | None = None) -> Any:
     """Return a mark that changes when an object is replaced or, for tensors and containers, changed in place.
 
-    A container with more than 1000 elements is marked by its length. ``seen``: the marks of objects already met, by
-    address.
+    A container with more than 1000 elements is marked by its length. ``seen`` holds the marks of objects that were met
+    before, by address, which also ends the walk around a cycle.
     """
     if isinstance(value, PLAIN):
         return value
@@ -346,6 +346,7 @@ def mark(value: Any, seen: dict[int, Any] | None = None) -> Any:
 
 
 def _inside(value: Any, seen: dict[int, Any]) -> Any:
+    """Return the part of a mark that shows changes in place."""
     if isinstance(value, torch.Tensor):
         return value._version
     if isinstance(value, np.ndarray):
@@ -364,6 +365,7 @@ def _inside(value: Any, seen: dict[int, Any]) -> Any:
 
 
 def _marks(value: Any) -> Any:
+    """Return the marks of a ``state_dict``. Objects other than containers, tensors and numbers count by ``repr``."""
     if isinstance(value, dict):
         return {key: _marks(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,7 +1,7 @@
-"""The state of replicated objects as bytes: what both sides have is named, and tensors are stored as memory.
+"""The state of replicated objects as bytes: objects that both sides have are named, and tensors are stored as memory.
 
-One pickler writes states for another process (``as_bytes``, ``load_all``) and for this one, which may have to undo a
-step.
+One pickler writes states for another process (``as_bytes``, ``load_all``) and for this process, which may have to undo
+a step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from synk.torch._take_over import CODE
 
 
 class Packed:
-    """A dense tensor in a pickle: its bytes, and what is needed to make it again."""
+    """A dense tensor in a pickle: its bytes, dtype, shape and device."""
 
     __slots__ = ("_array", "_device", "_dtype", "_shape")
 
@@ -41,7 +41,8 @@ class Packed:
 class StatePickler(Pickler):
     """Pickles a state. Objects that both sides already have (``references``) are named and not copied.
 
-    ``code`` is a list for a state that stays in this process. Functions, classes and the like are put into it.
+    ``code`` is given for a state that stays in this process: a list into which functions, classes and modules are put
+    instead of being pickled.
     """
 
     def __init__(self, file: Any, references: dict[int, Any], code: list[Any] | None = None) -> None:
@@ -99,7 +100,7 @@ def referents(objects: Sequence[Any]) -> dict[Any, Any]:
 
 
 def references_to(objects: Sequence[Any]) -> dict[int, Any]:
-    """Return the names of the parts of replicated objects, by address: ``referents`` the other way round."""
+    """Return the names of the parts of replicated objects, by address: the inverse of ``referents``."""
     return {id(obj): key for key, obj in referents(objects).items()}
 
 
@@ -109,7 +110,7 @@ def as_bytes(objects: Sequence[Any], states: dict[int, State]) -> bytes:
 
 
 def dump_all(objects: Sequence[Any]) -> bytes:
-    """Return the states of objects as bytes. Attributes that cannot be pickled are left out, and their names noted."""
+    """Return the states of objects as bytes. Attributes that cannot be pickled are left out, and named in the state."""
     states = {index: dump(obj) for index, obj in enumerate(objects)}
     try:
         return as_bytes(objects, states)
@@ -128,7 +129,7 @@ def dump_all(objects: Sequence[Any]) -> bytes:
 
 
 def dumps(value: Any, references: dict[int, Any], code: list[Any] | None = None) -> bytes:
-    """Return what a ``StatePickler`` writes."""
+    """Pickle a value with a ``StatePickler``."""
     file = io.BytesIO()
     StatePickler(file, references, code).dump(value)
     return file.getvalue()
@@ -144,7 +145,7 @@ def can_pickle(value: Any, references: dict[int, Any], code: list[Any] | None = 
 
 
 def load_all(objects: Sequence[Any], data: bytes) -> list[str]:
-    """Bring objects into the states in ``as_bytes``' result. Return which attributes could not be pickled."""
+    """Bring objects into the states that ``as_bytes`` wrote. Return the names of attributes that were left out."""
     states = loads(data, referents(objects))
     for index, state in states.items():
         load(objects[index], state)
@@ -152,5 +153,5 @@ def load_all(objects: Sequence[Any], data: bytes) -> list[str]:
 
 
 def loads(data: bytes, referents: dict[Any, Any]) -> Any:
-    """Load what a ``StatePickler`` wrote."""
+    """Load a value that a ``StatePickler`` wrote."""
     return _StateUnpickler(io.BytesIO(data), referents).load()

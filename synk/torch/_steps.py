@@ -15,7 +15,7 @@ from synk._wire.control import Traits
 class StepFunction(Function[..., Any]):
     """A :class:`synk.Function` over replicated objects. Made by :meth:`Replicated.function`."""
 
-    _known = Traits.COMMUNICATES | Traits.CHANGES  # gradients are reduced, and the rank's own objects learn
+    _known = Traits.COMMUNICATES | Traits.CHANGES  # a step reduces gradients and changes the rank's objects
 
     def __init__(self, replicated: Any, fn: Callable[..., Any], *, trains: bool, **options: Any) -> None:
         resident, objects = replicated._resident, replicated._objects
@@ -40,13 +40,13 @@ class StepFunction(Function[..., Any]):
 
     @verb
     def serial(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Take the step on one worker, with all rows. The others take over what it has learned."""
+        """Take the step on one worker, with all rows. The other workers take over the state of its objects."""
         self._replicated._before_call(trains=self._trains)
         return super().serial(*args, **kwargs)
 
     @verb
     def repeat(self, num_repeats: int, /, *args: Any, **kwargs: Any) -> Any:
-        """Take several steps on the same rows for one message; see :meth:`synk.Function.repeat`."""
+        """Take several steps on the same rows with one message; see :meth:`synk.Function.repeat`."""
         self._replicated._before_call(trains=self._trains)
         return super().repeat(num_repeats, *args, **kwargs)
 
@@ -58,7 +58,7 @@ class StepFunction(Function[..., Any]):
 
     @verb
     def verify(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Compare the step with the serial one. Nothing of it is kept.
+        """Compare the step with the serial one. The objects stay as they are.
 
         If it draws random numbers, as dropout does, both run with all modules except batch norms in ``eval()``.
         """
@@ -77,7 +77,9 @@ class StepFunction(Function[..., Any]):
 def body_of(
     fn: Callable[..., Any], resident: Any, objects: Sequence[Any], trains: bool, *, draws: bool = True
 ) -> Callable[..., Any]:
-    """Return what the workers run: ``fn`` on their own objects. Without ``draws``, on trial only, dropout is off.
+    """Return the function that the workers run: ``fn`` on their own objects.
+
+    Without ``draws`` it runs on trial only, with dropout switched off.
 
     Raises
     ------

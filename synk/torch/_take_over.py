@@ -18,10 +18,10 @@ CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.M
 
 
 def updated(old: Any, new: Any, seen: dict[int, Any] | None = None) -> Any:
-    """Return the old object with the contents of ``new``, since others may refer to it, or ``new`` if that is
-    impossible.
+    """Return the old object with the contents of ``new``, or ``new`` if it cannot take them over.
 
-    ``seen``: what has become of the objects in ``new``, by address, if several values that share objects are loaded.
+    The old object is preferred because other objects may refer to it. ``seen`` holds the results for objects in
+    ``new``, by address; pass one dict for several values that share objects.
     """
     seen = {} if seen is None else seen
     if old is new or type(old) is not type(new) or isinstance(new, PLAIN):
@@ -33,7 +33,7 @@ def updated(old: Any, new: Any, seen: dict[int, Any] | None = None) -> Any:
 
 
 def has_only_attributes(value: Any) -> bool:
-    """Whether an object is what is in its ``__dict__``."""
+    """Whether an object consists of the contents of its ``__dict__``, so that no pickling rule of its own applies."""
     return hasattr(value, "__dict__") and bool(value.__reduce_ex__(2)[0] is copyreg.__newobj__)  # type: ignore[attr-defined]
 
 
@@ -68,7 +68,7 @@ def _take_over(old: Any, new: Any, seen: dict[int, Any]) -> bool:
         old.clear()
         old.update(new)
     elif isinstance(new, types.FunctionType):
-        return bool(old.__code__ == new.__code__)  # what it refers to is its owner's business
+        return bool(old.__code__ == new.__code__)  # the objects that a function refers to are not taken over
     elif isinstance(new, (np.random.Generator, torch.Generator, random.Random)):
         _set_generator(old, new)
     elif isinstance(new, CODE) or not has_only_attributes(new):

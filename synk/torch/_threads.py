@@ -7,10 +7,11 @@ import warnings
 from collections.abc import Callable
 
 NUM_SKIPPED, NUM_WATCHED = 3, 20
-"""How many calls at the beginning do not count, because much is done once then; and how many calls count."""
+"""The number of calls at the beginning that do not count, because they do work that is done once; and of those that do.
+"""
 
 _SHARE = 0.5
-"""How much of one core the other threads may use before the user is told."""
+"""The share of one core that the other threads may use before the user is warned."""
 
 
 class BusyThreads:
@@ -24,7 +25,7 @@ class BusyThreads:
     num_threads : int
         The number of torch's threads in this process. With one there is nothing to watch.
     wall, of_process, of_thread : callable
-        Clocks, in seconds: wall time, and processor time of all threads and of the calling thread.
+        Clocks, in seconds: wall time, the processor time of all threads, and that of the calling thread.
     """
 
     def __init__(

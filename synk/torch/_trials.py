@@ -1,4 +1,4 @@
-"""Training steps on trial, on a rank's copy of the replica: what in a model depends on draws or on other rows."""
+"""Training steps on trial, on a rank's copy of the replica, to see whether a model depends on draws or other rows."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def _parts_of(objects: Sequence[Any]) -> list[torch.nn.Module]:
 
 
 def _draws() -> list[Any]:
-    """Return what torch's generators will draw next."""
+    """Return the states of torch's generators, which determine the next draws."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     return [torch.get_rng_state().numpy().tobytes(), *(torch.cuda.get_rng_state(k).numpy().tobytes() for k in devices)]
 
 
 @contextlib.contextmanager
 def checked(check: Any, objects: Sequence[Any]) -> Iterator[None]:
-    """Let the check of the halves know whether a run depends on more than each single row."""
+    """Tell the check of the halves whether a run depends on more than each single row."""
     if check.is_quiet:
         switch_off(objects, refuse, has_norms=True)
     norms = [part for part in _parts_of(objects) if isinstance(part, _BatchNorm)]
@@ -56,19 +56,20 @@ def _train(module: torch.nn.Module, act: Callable[[Any], Any], mode: bool = True
 
 
 def stay_off(module: Any) -> None:
-    """Ignore that a module is asked to train."""
+    """Leave a module in ``eval()`` although the function calls ``train()``."""
 
 
 def refuse(module: Any) -> None:
+    """Raise ValueError because the function calls ``train()``."""
     raise ValueError("cannot train on trial: the function decides itself in which mode its modules are.")
 
 
 def misfit_of(
     modules: Sequence[torch.nn.Module], run: Callable[[Sequence[torch.Tensor]], Any], rows: Sequence[torch.Tensor]
 ) -> str | None:
-    """Return the ops that fit the first single number that is no mean over rows, in words; None: all are means.
+    """Return the ops that fit the first single number that is not a mean over rows, in words; None if all are means.
 
-    ``run(rows)`` is a forward pass; it runs on all of the rows and on two parts, with the modules in ``eval()``.
+    ``run(rows)`` is a forward pass. It runs on all of the rows and on two parts, with the modules in ``eval()``.
     """
     middle = len(rows[0]) // 2 + 1  # parts of different lengths
     flags = [module.training for module in modules]

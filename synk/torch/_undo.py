@@ -1,9 +1,9 @@
-"""Keeps what a step found until the step counts. A step that does not count leaves no trace on its rank.
+"""Keeps the state before a step until the step has completed. A step that fails leaves no trace on its rank.
 
 It keeps everything that a step may change before the ranks communicate for the last time: buffers, attributes, flags,
 the numbers of optimizers, schedulers and other objects, generators, and gradients that the step adds to. Parameters and
-the state of optimizers are not kept, because a step usually changes them after its last reduction, and each rank can
-finish by itself then. Some steps change them earlier (two optimizers in turn, LBFGS, a moving average of the model).
+the state of optimizers are not kept, because a step usually changes them after its last reduction, and then each rank
+can finish by itself. Some steps change them earlier (two optimizers in turn, LBFGS, a moving average of the model).
 The first step notices this, and they are kept from the second step on.
 """
 
@@ -36,36 +36,41 @@ _SMALL_NBYTES = 1 << 20
 
 
 class Undo:
-    """Keeps, for one rank's replicated objects, what each step finds."""
+    """Keeps the state of one rank's replicated objects before each step.
+
+    ``keep`` is called before a step, the ``notice_*`` methods while it runs, and the function that ``keep`` returned
+    after it, if it failed.
+    """
 
     def __init__(self, objects: Sequence[Any], reduction: GradientSum) -> None:
         self._objects, self._reduction = objects, reduction
-        self._owners: list[Any] = []
-        self._names: list[list[str]] = []
-        self._attributes: list[list[str]] = []
-        self._made_of: list[int] = []
+        self._owners: list[Any] = []  # the dicts of attributes of modules and optimizers
+        self._names: list[list[str]] = []  # the names in them; empty if the objects must be inspected again
+        self._attributes: list[list[str]] = []  # the names that a step may change
+        self._made_of: list[int] = []  # the addresses of submodules, parameters and buffers
         self._buffers: list[torch.Tensor] = []
-        self._referents: dict[int, Any] = {}
-        self._references: dict[int, int] = {}
-        self._structure: list[Any] = []
-        self._tables: list[Any] = []
+        self._referents: dict[int, Any] = {}  # objects that pickles name instead of copying, by a number
+        self._references: dict[int, int] = {}  # the same numbers, by address
+        self._structure: list[Any] = []  # the modules' tables of submodules, parameters and buffers
+        self._tables: list[Any] = []  # the parameter groups of optimizers, and the contents of other objects
         self._parameters: list[torch.Tensor] = []
         self._draws, self._drawn = False, b""  # whether steps draw from the process's generators; their last states
         self._early: set[int] = set()  # positions of parameters that steps change before they communicate
         self._is_early = False  # whether optimizers step before the last communication
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor, Any]] = {}
-        self._num_before: int | None = None  # how many collectives the call had begun when it first changed a parameter
+        # How many collectives the call had begun when it first changed a parameter; None if it has not changed one.
+        self._num_before: int | None = None
         self._has_stepped = False
         reduction.notice_reduction = self.notice_reduction
 
     # -- before a step ------------------------------------------------------------------------------------------------
 
     def keep(self, replica: Any, *, is_whole: bool = False) -> Callable[[], bytes | None]:
-        """Return a function that restores the present state, also several times.
+        """Return a function that restores the present state. It may be called several times.
 
-        It returns None, and changes nothing, if that is not possible. Otherwise it returns bytes that identify the
-        gradients that were there: ranks with different bytes have dropped different gradients. With ``is_whole`` it is
-        always possible: parameters and the state of optimizers are kept, too.
+        It returns None, and changes nothing, if the state cannot be restored. Otherwise it returns bytes that identify
+        the gradients that were there: ranks with different bytes have dropped different gradients. With ``is_whole`` it
+        always succeeds, because parameters and the state of optimizers are kept, too.
         """
         self._num_before, self._has_stepped = None, False
         self._inspect()
@@ -88,11 +93,15 @@ class Undo:
                 else:
                     mutable[number, name] = value
         structure = [(table, table.copy()) for table in self._structure]
+        # The copies of the last step are overwritten here. Nobody calls its ``put_back`` any more: that step has
+        # completed, or the master has asked for a report since.
         copies, pickled = self._copied(tensors), self._pickled(mutable) if mutable else None
         num_steps, share = replica.num_steps, self._reduction.share
         generators = self._generators(num_steps, is_whole)
 
         def put_back() -> bytes | None:
+            # The step may have been broken off at any line, and this runs later, when the master asks for a report. So
+            # the parameters' versions and addresses decide whether the step has changed more than was kept.
             if (self._has_stepped and not is_early) or self._changed() - early:
                 return None
             self._put_tables_back(shallow, structure)
@@ -111,12 +120,12 @@ class Undo:
         return put_back
 
     def _inspect(self) -> None:
-        """Take in what the objects are made of, unless that is unchanged."""
+        """Find the parts of the objects again if they have changed."""
         names = [[*own] for own in self._owners]
         made_of = [each for table in self._structure for each in table.values()]
         if names and names == self._names and [*map(id, made_of)] == self._made_of:
             return
-        self._names = []  # until everything is taken in: an interrupt may come
+        self._names = []  # an interrupt may come at any line; with no names the next step inspects everything again
         objects = self._objects
         modules = [part for obj in objects if states.is_module(obj) for part in torch.nn.Module.modules(obj)]
         self._owners = [vars(part) for part in modules] + [vars(obj) for obj in objects if states.is_optimizer(obj)]
@@ -149,7 +158,10 @@ class Undo:
                 yield from (slots for slots in obj.state.values() if isinstance(slots, dict))
 
     def _generators(self, num_steps: int, is_whole: bool) -> dict[str, Any]:
-        """Return the states of this process's generators if steps draw from them. Checked like parameters."""
+        """Return the states of this process's generators if steps draw from them.
+
+        Whether they do is checked before steps 1, 2, 4, 8 and so on.
+        """
         if not is_whole and not self._draws and num_steps & (num_steps - 1):
             return {}
         now = generator_states() | {"synk.comm": cell.worker.rng.bit_generator.state}
@@ -160,7 +172,11 @@ class Undo:
         return now
 
     def _copied(self, tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return tensors with copies of them, which reuse the memory of the last step's copies."""
+        """Return tensors with copies of them, which reuse the memory of the last step's copies.
+
+        A large tensor is copied again only if its version or address has changed: writing through ``tensor.data`` is
+        noticed for small ones only.
+        """
         before, self._copies = self._copies, {}
         pairs, old, new = [], [], []
         for tensor in tensors:
@@ -179,7 +195,7 @@ class Undo:
         return pairs
 
     def _pickled(self, mutable: dict[Any, Any]) -> tuple[bytes, dict[Any, Any]]:
-        """Return objects as bytes, and the code that they refer to. Objects that cannot be pickled are left out."""
+        """Return objects as bytes, with the code that they refer to. Objects that cannot be pickled are left out."""
         code: list[Any] = []
         try:
             data = _state_bytes.dumps(mutable, self._references, code)
@@ -189,7 +205,7 @@ class Undo:
         return data, {("code", number): each for number, each in enumerate(code)}
 
     def _put_tables_back(self, shallow: Sequence[tuple[Any, Any]], structure: Sequence[tuple[Any, Any]]) -> None:
-        """Give dicts and lists back what they held. Attributes that every module has are not the step's to change."""
+        """Give dicts and lists their old contents. Attributes that every module has, which no step changes, stay."""
         num_owners = len(self._owners)
         for table, copied in shallow[:num_owners]:
             for name in [name for name in table if name not in copied and _is_own(name)]:
@@ -222,12 +238,12 @@ class Undo:
             self._num_before = cell.worker.num_collectives
 
     def notice_reduction(self) -> None:
-        """Note that the ranks are about to communicate: what has changed by now must be kept in later steps."""
+        """Note that the ranks are about to communicate. Parameters that have changed by now are kept in later steps."""
         if self._num_before is None and self._changed():
             self._num_before = -1
 
     def notice_end(self) -> None:
-        """Note that the step has counted on this rank."""
+        """Note that the step has completed on this rank, and learn what later steps must keep."""
         if self._num_before is not None and cell.worker.num_collectives > self._num_before:
             self._early |= self._changed()
             self._is_early = self._is_early or self._has_stepped
@@ -241,7 +257,7 @@ class Undo:
 
 
 def _is_own(name: str) -> bool:
-    """Whether an attribute of a module or an optimizer is not one that all of them have."""
+    """Whether an attribute of a module or an optimizer was added by its class or by the user."""
     return name not in _TABLES and not name.endswith("_hooks")
 
 
