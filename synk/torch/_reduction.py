@@ -81,7 +81,7 @@ class GradientSum:
         self._parameters = states.parameters_of(objects)
         self._options, self._phases = options, phases
         self._hooked: set[int] = set()  # positions of the parameters that have hooks
-        self._fired: set[int] = set()  # positions of those whose gradient came since the last reduction in this call
+        self._fired: set[int] = set()  # positions of those with a gradient that was not reduced yet
         self._is_running = False
         self._is_postponed = False
         self._pass = -1  # the backward pass at whose end gradients will be reduced
@@ -136,7 +136,10 @@ class GradientSum:
                 parameter.register_post_accumulate_grad_hook(_weakly(self._note, index))
                 self._hooked.add(index)
         self._is_running, self._is_postponed, self._pass = True, False, -1
-        self._fired.clear()
+        # What an earlier call has kept back is reduced with what this one brings, whether or not this one uses the same
+        # parameters. Among them may be sums: reduced again they stay the same, because the shares sum to 1.
+        is_kept_back = self.share is not None
+        self._fired = {k for k, each in enumerate(self._parameters) if is_kept_back and each.grad is not None}
         worker = cell.worker
         rows = worker.lane.rows() if worker.check is None else {worker.rank: 1}
         total, self._num_ranks = sum(rows.values()), len(rows)

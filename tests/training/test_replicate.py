@@ -387,6 +387,36 @@ def test_no_sync_keeps_gradients_back_until_a_pass_outside(shared_runtimes: Any,
     assert largest_difference([model, optimizer], [plain, plain_optimizer]) <= 1e-12
 
 
+@pytest.mark.parametrize("overlap", (True, False))
+def test_a_gradient_that_only_the_call_in_no_sync_brings_is_reduced(shared_runtimes: Any, overlap: bool) -> None:
+    data = batches(4, (7,))
+    model = torch.nn.ModuleList([mlp(), mlp()])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain = copy.deepcopy(model)
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    rep = synk.torch.replicate(model, optimizer, runtime=shared_runtimes[2], overlap=overlap)
+
+    @rep.function
+    def gather(model: Any, optimizer: Any, x: Any, y: Any) -> None:
+        with rep.no_sync():
+            F.mse_loss(model[0](x), y).backward()
+
+    @rep.function
+    def finish(model: Any, optimizer: Any, x: Any, y: Any) -> None:
+        F.mse_loss(model[1](x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for number, (x, y) in enumerate(data):
+        part = number % 2
+        F.mse_loss(plain[part](x), y).backward()
+        (gather, finish)[part](x, y)
+        if part:
+            plain_optimizer.step()
+            plain_optimizer.zero_grad()
+    assert largest_difference([model, optimizer], [plain, plain_optimizer]) <= 1e-12
+
+
 def test_no_sync_with_other_shares_of_rows_is_refused(shared_runtimes: Any) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
