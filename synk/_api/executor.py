@@ -292,10 +292,10 @@ class _Driver:
     def _fail_all(self, error: BaseException) -> None:
         """Give all futures an error, in flight or waiting. Nobody may wait for a future that no thread will resolve."""
         lost, self._futures = self._futures, {}
-        self._tasks.cancel()
         for future in lost.values():
             future.set_exception(error)
         while self._waiting:
             future, _ = self._waiting.popleft()
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
+        self._tasks.cancel()  # last: it fails if the runtime was closed meanwhile

@@ -236,7 +236,7 @@ class Function(FunctionHandle, Generic[P, R]):
                 return self._run(args, kwargs, options, was_compared)
         except BaseException as error:  # like a verb, but written out: this is the path of every call
             __tracebackhide__ = True
-            if self._slices is not None and self._slices.help_against(error, args, kwargs):
+            if self._slices is not None and self._slices.help_against(error, args, kwargs, num_slices):
                 return self(
                     *args, batch=batch, shard_batch=shard_batch, num_slices=num_slices,
                     output_subset=output_subset, timeout=timeout, **kwargs,
@@ -689,7 +689,7 @@ class Function(FunctionHandle, Generic[P, R]):
         -------
         iterator
             The results. The work begins when you ask for the first. An exception, of a call or of the iterable, comes
-            after the results before it and ends the iterator. If a call raised it, a note names the batch.
+            after the results before it and ends the iterator. A note names the batch.
 
         Raises
         ------

@@ -5,10 +5,8 @@ In one file because each uses the other: a program makes running programs, whose
 
 from __future__ import annotations
 
-import functools
 import pickle
 import sys
-import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -21,6 +19,7 @@ from synk._api.program_file import FORMAT, check, read, values_in
 from synk._api.runtime import Runtime
 from synk._master.calls.callee import FunctionHandle
 from synk._master.objects.shared import Shared
+from synk._master.processes.output import warn_at_users_line
 from synk._master.session import Session
 from synk._pure import files, plain_values
 from synk._pure.tracebacks import verb
@@ -164,7 +163,7 @@ class Program:
         for session in self._parents():
             if session not in self._sessions:
                 self._sessions.add(session)
-                session.at_close.append(functools.partial(_leave, weakref.ref(self), weakref.ref(session)))
+                session.guests[self] = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -264,7 +263,7 @@ class Program:
             self._seed = session.workers.processes.seed
             self._streams = _streams_of(session)
 
-    def _keep(self, session: Session) -> None:
+    def _leave(self, session: Session, /) -> None:
         """Keep the contents of a runtime's handles, because the runtime is about to be closed.
 
         The workers still answer. If this fails, a warning says so, and the runtime is closed anyway.
@@ -276,11 +275,10 @@ class Program:
             if session in self._parents()[:1]:
                 self._take_numbers()
         except Exception as error:
-            warnings.warn(
+            warn_at_users_line(
                 f"the program of {', '.join(self.names)} could not keep its values when their runtime was closed: "
                 f"{type(error).__name__}: {error}",
                 RuntimeWarning,
-                stacklevel=4,
             )
 
     @verb
@@ -476,13 +474,6 @@ def _program_of(state: dict[str, Any]) -> Program:
 
 def _name_of(handle: Any) -> str:
     return handle.name if hasattr(handle, "name") else repr(handle)
-
-
-def _leave(program: weakref.ref[Program], session: weakref.ref[Session]) -> None:
-    """Make a program, if it still exists, keep the contents of a runtime that is about to be closed."""
-    alive, closing = program(), session()
-    if alive is not None and closing is not None:
-        alive._keep(closing)
 
 
 # -- random numbers ---------------------------------------------------------------------------------------------------

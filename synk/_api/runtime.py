@@ -547,8 +547,9 @@ class Runtime:
         # Before the workers end: replicated objects and programs fetch their last state. Not in a forked copy, which
         # has no workers, and not inside of an operation of this thread, which these functions could not begin.
         if session.is_own_process and not session.is_closed and not session.is_mine():
-            while session.at_close:
-                session.at_close.pop()()
+            for guest in reversed([*session.guests]):
+                session.guests.pop(guest)
+                guest._leave(session)
         session.close()
 
     @verb

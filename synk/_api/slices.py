@@ -27,21 +27,26 @@ class Slices:
             return num_slices
         return max(num_slices, self._known.get(_shapes(args, kwargs), 1))
 
-    def help_against(self, error: BaseException, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether more slices can help after an error. If they can, the next call with such shapes uses them."""
+    def help_against(
+        self, error: BaseException, args: tuple[Any, ...], kwargs: dict[str, Any], num_slices: int
+    ) -> bool:
+        """Return whether more than ``num_slices`` slices can help after an error.
+
+        If they can, the next call with such shapes uses twice as many.
+        """
         cause = error.__cause__
         if not isinstance(error, MemoryError) or not isinstance(cause, RemoteError):
             return False
         if not getattr(error, "_is_put_back", True):  # some resident objects are not as they were before the call
             return False
         shapes = _shapes(args, kwargs)
-        num_slices = self._known.get(shapes, 1)
         num_rows = max((shape[0] for _, shape in shapes if shape), default=0)
         if num_slices >= num_rows:
             add_note(error, f"{self._name!r} runs out of memory with a single row in each of {num_slices} slices.")
             return False
+        is_first = shapes not in self._known
         self._known[shapes] = 2 * num_slices
-        if num_slices == 1:
+        if is_first:
             report(
                 "%r ran out of memory on a rank (%s). Calls with such arguments are run in slices from now on, twice "
                 "as many until they fit.",

@@ -42,6 +42,7 @@ def stream(submit: Callable[[Any], PendingCall[Any]], name: str, batches: Iterat
                 except StopIteration:
                     is_at_end = True
                 except Exception as raised:  # from the iterable, or for bad input: raised after the results before it
+                    add_note(raised, f"for batch {number + len(calls)} of the stream of {name!r}")
                     is_at_end, error = True, raised
         while calls and (is_at_end or len(calls) == NUM_LANES or calls[0].done()):
             yield _result(calls, name, number)

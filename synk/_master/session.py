@@ -18,7 +18,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from synk._master.processes.placement import Placement
 from synk._master.state.device_values import DeviceValues
@@ -50,6 +50,13 @@ _COUNTERS = (
 )  # fmt: skip
 
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+class Guest(Protocol):
+    """An object of the program that keeps something of its own on the workers."""
+
+    def _leave(self, session: Session, /) -> None:
+        """Take it back. Called before a runtime is closed, while the workers still answer, the newest guest first."""
 
 
 class Session:
@@ -125,7 +132,7 @@ class Session:
         self.balance: Balance | None = None
         self.numbers: Iterator[int] = itertools.count(1)
         self.plan_ids, self.assembly_ids = itertools.count(1), itertools.count(1)
-        self.at_close: list[Callable[[], None]] = []  # called while the workers still answer
+        self.guests: weakref.WeakKeyDictionary[Guest, None] = weakref.WeakKeyDictionary()
         self.workers = Workers(
             placement,
             process_type=process_type,

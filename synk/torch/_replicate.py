@@ -14,7 +14,6 @@ import functools
 import pickle
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
@@ -27,6 +26,7 @@ from synk._api.current import current
 from synk._api.function import Function
 from synk._api.runtime import Runtime
 from synk._master.code.handles import Handle
+from synk._master.processes.output import warn_at_users_line
 from synk._pure import files
 from synk._pure.interrupts import as_operation
 from synk._pure.output_ops import DEFAULT_OP
@@ -185,8 +185,7 @@ class Replicated(Handle):
         self._reference = (_rank.on_rank, (self._resident._reference[1][0],))
         self._note_seen([_state.fingerprint(obj) for obj in objects])
         self._linked = [obj for obj in objects if link(obj, self._refresh)]
-        # The runtime must not keep the model alive, so it refers to it weakly.
-        runtime._session.at_close.append(functools.partial(_leave, weakref.ref(self)))
+        runtime._session.guests[self] = None
 
     # -- functions ----------------------------------------------------------------------------------------------------
 
@@ -580,7 +579,7 @@ class Replicated(Handle):
             unlink(obj)
 
     @as_operation
-    def _leave(self) -> None:
+    def _leave(self, session: Any, /) -> None:
         """Make the objects ordinary again, with the ranks' last state, because the runtime is about to be closed.
 
         The workers still answer. If they do not, a warning says that the objects are behind; closing goes on.
@@ -591,11 +590,10 @@ class Replicated(Handle):
             if self._is_behind:
                 self.pull()
         except Exception as error:
-            warnings.warn(
+            warn_at_users_line(
                 f"{', '.join(type(obj).__name__ for obj in self._objects)} could not be brought up to date before the "
                 f"runtime was closed, and holds what it held at the last pull: {error}",
                 RuntimeWarning,
-                stacklevel=4,
             )
         for obj in self._linked:
             unlink(obj)
@@ -613,10 +611,3 @@ def _objects_of(part: dict[str, Any]) -> Sequence[Any]:
     for parameter, gradient in zip(_state.parameters_of(objects), gradients):
         parameter.grad = gradient
     return objects
-
-
-def _leave(replicated: weakref.ref[Replicated]) -> None:
-    """End a ``Replicated`` if the program still has it. The runtime does not keep it alive."""
-    alive = replicated()
-    if alive is not None:
-        alive._leave()

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 import synk
+from synk._api.slices import Slices
+from synk.errors import RemoteError
 
 Fork = Callable[..., Any]
 ROOM_NBYTES = 100_000_000
@@ -62,6 +64,13 @@ def test_a_call_that_does_not_fit_is_run_in_slices(limited: Any, caplog: pytest.
     assert limited.counters["calls"] == calls + 1  # what was found out is remembered
     check(f(X, w=W))
     check(f.submit(X, W).result())
+
+
+def test_the_next_number_of_slices_is_twice_the_one_that_did_not_fit() -> None:
+    slices, error = Slices("f"), MemoryError()
+    error.__cause__ = RemoteError("full")
+    assert slices.help_against(error, (X,), {}, 8)
+    assert [slices.of((X,), {}, number) for number in (1, 8, 20)] == [16, 16, 20]
 
 
 def test_small_calls_are_not_cut(limited: Any) -> None:

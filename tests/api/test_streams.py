@@ -89,10 +89,11 @@ def test_what_a_batch_or_the_iterable_raises(shared_runtimes: Any) -> None:
         raise OSError("no more")
 
     got = []
-    with pytest.raises(OSError, match="no more"):
+    with pytest.raises(OSError, match="no more") as broke:
         for value in totals(rt).stream(broken()):
             got.append(float(value))
     assert got == [x.sum() for x in BATCHES[:2]]
+    assert "for batch 2 of the stream of 'total'" in broke.value.__notes__
     with pytest.raises(TypeError, match="cannot stream 'total': got int, expected an iterable of batches"):
         totals(rt).stream(3)
     got = []

@@ -1179,3 +1179,4 @@ def test_a_replica_that_is_dropped_is_freed_on_the_ranks(shared_runtimes: Any) -
     del step, rep, model, optimizer  # the model in the program shows the state of its replicas, so it holds them
     gc.collect()
     assert num_parameters(rows) == [0, 0]
+    assert not rt._session.guests  # what is asked to leave when the runtime is closed
