@@ -30,6 +30,7 @@ cloudpickle.register_pickle_by_value(conformance)
 cloudpickle.register_pickle_by_value(disagreement)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
+pytestmark = pytest.mark.sampled(90, together=0)  # each test over one division of the ranks among nodes
 RANK_NBYTES = 1 << 14
 
 
@@ -50,7 +51,7 @@ class TestConformance(CommunicatorConformance):
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("op", REDUCE_OPS)
-    @pytest.mark.sampled(60)  # all pairs of an op and a dtype are reduced in test_shm
+    @pytest.mark.sampled(600)
     def test_reductions(self, group: WiredGroup, op: str, dtype: str) -> None:
         super().test_reductions(group, op, dtype)
 
@@ -158,6 +159,7 @@ def test_a_rank_leaves_in_the_middle_of_a_collective(trio: WiredGroup) -> None:
 
 
 @pytest.mark.parametrize("victim", (0, 1, 2))
+@pytest.mark.sampled(9)
 def test_survivors_leave_and_the_rank_comes_back(victim: int) -> None:
     def die(endpoint: ShmEndpoint) -> None:
         if endpoint.comm.rank == victim:
