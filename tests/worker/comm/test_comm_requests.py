@@ -33,7 +33,7 @@ def values(rank: int, count: int) -> np.ndarray:
 
 @pytest.mark.parametrize("where", EVERYWHERE)
 @pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(90)
 def test_started_collectives_give_what_those_that_wait_give(shared_runtimes: Any, where: Any, count: int) -> None:
     """All kinds in one row, waited for in reverse, with one that waits and messages in between."""
     rt = shared_runtimes[where]
@@ -410,7 +410,7 @@ def test_a_request_that_is_tested_again_and_again_fails_when_the_sender_leaves(s
 
 @pytest.mark.parametrize("where", EVERYWHERE)
 @pytest.mark.parametrize("dtype", ["f4", "i8", "?"])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(90)
 def test_gather_scatter_and_all_to_all_move_blocks_of_rows(shared_runtimes: Any, where: Any, dtype: str) -> None:
     rt = shared_runtimes[where]
     size = rt.world_size
