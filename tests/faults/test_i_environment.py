@@ -165,8 +165,9 @@ def test_I4_an_interactive_session() -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("value", [None, "", "-1", "1,0", "0,0", "GPU-8932f937"])
-@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    "value", [None, "1,0", *(pytest.param(each, marks=pytest.mark.storm) for each in ("", "-1", "0,0", "GPU-8932f937"))]
+)
 def test_I5_the_choice_of_devices_is_the_users(
     value: str | None, monkeypatch: pytest.MonkeyPatch, runtime: Fork
 ) -> None:

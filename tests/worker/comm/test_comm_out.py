@@ -112,7 +112,7 @@ def check(case: Case, comm: Any, rng: random.Random) -> np.ndarray | None:
 
 
 @pytest.mark.parametrize("where", EVERYWHERE)
-@pytest.mark.parametrize("seed", seeds(2, 4))
+@pytest.mark.parametrize("seed", seeds(1, 4))
 @pytest.mark.sampled(90)
 def test_random_collectives_give_what_numpy_gives(shared_runtimes: Any, where: Any, seed: int) -> None:
     """One after the other, in forms that take the short way on some ranks and the long one on others.

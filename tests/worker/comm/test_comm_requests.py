@@ -282,10 +282,11 @@ def test_a_message_to_oneself(shared_runtimes: Any, where: Any) -> None:
         on_each(rt, lambda comm: comm.send(np.arange(4.0), 0, 1))
 
 
-def test_ranks_that_all_receive_are_told_alike(shared_runtimes: Any) -> None:
+@pytest.mark.parametrize("num_calls", [2, pytest.param(10, marks=pytest.mark.storm)])
+def test_ranks_that_all_receive_are_told_alike(shared_runtimes: Any, num_calls: int) -> None:
     """Whoever finds it first: the text names them all."""
     rt = shared_runtimes[3]
-    for _ in range(5):
+    for _ in range(num_calls):
         with same_workers(rt), pytest.raises(CollectiveMismatch) as caught:
             on_each(rt, lambda comm: comm.recv((comm.rank + 1) % 3, comm.rank))
         for rank in range(3):
