@@ -16,8 +16,6 @@ from support.harness import assert_right, descriptors, mapped_memfds, outcomes, 
 import synk
 from synk.errors import SharedMemoryError
 
-pytestmark = pytest.mark.own_start
-
 Fork = Callable[..., Any]
 
 
@@ -158,6 +156,7 @@ def test_G3_a_rank_that_cannot_take_in_its_message_forgets_later_what_it_was_to_
 
 
 @pytest.mark.parametrize("where", ["start", "data", "worker"])
+@pytest.mark.own_start
 def test_G3_few_descriptors(where: str) -> None:
     """The limit is named, everything works again below it, and nothing leaks on the way."""
     script(f"""
@@ -215,6 +214,7 @@ def test_G3_few_descriptors(where: str) -> None:
     """).check()
 
 
+@pytest.mark.own_start
 def test_G4_little_address_space() -> None:
     script("""
         import resource
@@ -252,6 +252,7 @@ def test_G4_little_address_space() -> None:
     """).check("refused True\nrefused in the worker\n")
 
 
+@pytest.mark.own_start
 def test_G5_the_system_refuses_a_process() -> None:
     """Started workers are ended, the limit is named."""
     script("""

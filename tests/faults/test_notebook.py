@@ -182,8 +182,8 @@ assert run("print(*pids(np.ones(2)))") == ("ok", f"{pids[0]} {pids[1]}\\n")
 
 
 def test_notebook_cells() -> None:
-    """E: cells run and functions are redefined. D1: a cell is interrupted. L3: names are bound anew, modules edited with
-    ``%autoreload 2``. E: the cell that forks is run again.
+    """E: cells run and functions are redefined. D1: a cell is interrupted. L3: names are bound anew, and modules are
+    edited, with ``%autoreload 2``. E: the cell that forks is run again.
     """
     drive(CELLS + INTERRUPTED + EDITED + FORKED_AGAIN)
 
