@@ -26,7 +26,7 @@ from test_comm_programs import *  # noqa: F403
 from test_comm_requests import *  # noqa: F403
 
 pytestmark = pytest.mark.sampled(90, together=0)  # each test over one division of the ranks among nodes
-NODES = {1: "2+1", 2: "1+1", 3: "1+2", 4: "2+2", "inline": "1+1+1"}
+NODES = {1: "1+1", 2: "1+1", 3: "1+2", 4: "2+2", "inline": "1+2"}
 
 _disagreeing = test_ranks_that_disagree_are_told_and_nobody_hangs.pytestmark[0].args[1]  # noqa: F405
 del test_a_function_knows_its_rank_its_peers_and_their_rows  # noqa: F821  (it names devices without their node)
