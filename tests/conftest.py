@@ -94,7 +94,8 @@ def leave_most_to_the_storm(test: str, cases: list[Any], n: int, *, together: in
     """Keep one case in n of a test, and whatever meets ``together`` values of parameters for the first time.
 
     They are gone through in a random order, the same in each run: in their own order the values of the last parameter
-    would meet nothing but the first values of the others.
+    would meet nothing but the first values of the others. With ``together=0`` values do not count: in a file whose
+    tests all have the same parameter, a fixture's, and n is large, each test has one value of it, and not all the same.
     """
     met: set[tuple[tuple[str, str], ...]] = set()
     elsewhere = {"storm", "gpu", "multi_gpu", "high_memory"}

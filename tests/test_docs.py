@@ -24,10 +24,16 @@ OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 def pages_with_examples() -> list[Any]:
-    """Return the pages as parameters; the mark says which ones import torch on the workers."""
-    texts = {path: path.read_text(encoding="utf-8") for path in PAGES}
-    marks = {path: pytest.mark.with_torch if "import torch" in text else [] for path, text in texts.items()}
-    return [pytest.param(path, marks=marks[path]) for path, text in texts.items() if BLOCK.search(text)]
+    """Return the pages as parameters, without those that repeat what another one has; the mark says which ones import
+    torch on the workers.
+    """
+    found, known = [], set()
+    for path in PAGES:
+        text = path.read_text(encoding="utf-8")
+        if not known.issuperset(blocks := BLOCK.findall(text)):
+            found.append(pytest.param(path, marks=pytest.mark.with_torch if "import torch" in text else []))
+        known.update(blocks)
+    return found
 
 
 @pytest.fixture

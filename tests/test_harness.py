@@ -265,8 +265,10 @@ KILLS = """
 """
 ENDS = {
     "is killed": ("os.kill(os.getpid(), 9)", ["status 137"]),
-    "ends": ("rt.close()", ["status 0"]),
-    "leaks": ("rt.close(); open('/dev/shm/left', 'w').close()", ["status 0", "left"]),
+    "leaks": (
+        "rt.close(); print(os.listdir('/dev/shm')); open('/dev/shm/left', 'w').close()",
+        ["[]", "status 0", "left"],
+    ),
 }
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
+import pip
 import pytest
 from support.quick import functions_at, quoted, texts_at
 
@@ -41,12 +43,17 @@ def test_the_commands_of_a_target_are_whole(target: str, tmp_path: Path) -> None
 
 
 def test_without_a_network_one_sentence_is_said(tmp_path: Path) -> None:
-    """The package index is an address where nobody listens."""
+    """The package index is an address where nobody listens. The environment is there, and borrows its pip."""
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    (packages,) = venv.glob("lib/python*/site-packages")
+    (packages / "pip.pth").write_text(str(Path(pip.__file__).parents[1]), encoding="utf-8")
+    (venv / ".base-{}.{}".format(*sys.version_info)).touch()
     environment = {**os.environ, "PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_CONFIG_FILE": os.devnull}
     for name in ("PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_NO_INDEX"):
         environment.pop(name, None)
     done = subprocess.run(
-        ["make", f"VENV={tmp_path / 'venv'}", "demo"],
+        ["make", f"PYTHON={sys.executable}", f"VENV={venv}", "demo"],
         cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 2

@@ -25,7 +25,8 @@ from test_comm_out import *  # noqa: F403
 from test_comm_programs import *  # noqa: F403
 from test_comm_requests import *  # noqa: F403
 
-NODES = {2: "1+1", 3: "1+2", 4: "2+2"}
+pytestmark = pytest.mark.sampled(90, together=0)  # each test over one division of the ranks among nodes
+NODES = {1: "1+1", 2: "1+1", 3: "1+2", 4: "2+2", "inline": "1+2"}
 
 _disagreeing = test_ranks_that_disagree_are_told_and_nobody_hangs.pytestmark[0].args[1]  # noqa: F405
 del test_a_function_knows_its_rank_its_peers_and_their_rows  # noqa: F821  (it names devices without their node)
@@ -35,6 +36,8 @@ del test_only_the_ranks_with_rows_take_part  # noqa: F821
 del test_ranks_that_disagree_are_told_and_nobody_hangs  # noqa: F821
 del test_what_nobody_waited_for_is_brought_to_its_end  # noqa: F821
 del test_a_message_that_nobody_receives_is_an_error_at_any_size  # noqa: F821
+del test_a_message_to_oneself  # noqa: F821  (without nodes)
+del test_torch_tensors_stay_tensors  # noqa: F821  (without nodes)
 
 
 class OverNodes:
@@ -142,6 +145,7 @@ def test_gradients_cross_nodes(nodes: synk.Runtime) -> None:
 
 
 @pytest.mark.parametrize("requests", _disagreeing)
+@pytest.mark.sampled(90)
 def test_ranks_of_two_nodes_that_disagree_are_told(shared_runtimes: Any, requests: Any) -> None:
     rt = shared_runtimes[2]
     with same_workers(rt), pytest.raises(CollectiveMismatch, match=r"rank 0.*rank 1|rank 1.*rank 0"):
@@ -168,6 +172,7 @@ def test_all_ranks_are_told_what_each_asked_for(nodes: synk.Runtime) -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 50_000])
 @pytest.mark.parametrize("kind", ["gather", "all_to_all"])
+@pytest.mark.sampled(90)
 def test_all_ranks_are_told_that_rows_differ_in_shape(nodes: synk.Runtime, kind: str, num_rows: int) -> None:
     """Also those that would only have sent."""
 
@@ -188,6 +193,7 @@ def test_all_ranks_are_told_that_rows_differ_in_shape(nodes: synk.Runtime, kind:
 
 
 @pytest.mark.parametrize("joins", ["0", "3", "01", "123"])
+@pytest.mark.sampled(90)
 def test_ranks_leave_without_joining(nodes: synk.Runtime, joins: str) -> None:
     """Also a whole node, none of whose ranks has communicated."""
 
@@ -202,6 +208,7 @@ def test_ranks_leave_without_joining(nodes: synk.Runtime, joins: str) -> None:
 
 
 @pytest.mark.parametrize("peers", [{0: 3, 3: 0}, {0: 1, 1: 2, 2: 3, 3: 0}])
+@pytest.mark.sampled(90)
 def test_ranks_that_wait_for_each_other_are_told(nodes: synk.Runtime, peers: dict[int, int]) -> None:
     def wait(x: np.ndarray) -> Any:
         rank = synk.comm.rank
@@ -216,6 +223,7 @@ def test_ranks_that_wait_for_each_other_are_told(nodes: synk.Runtime, peers: dic
 
 @pytest.mark.parametrize("count", [1, 500, 2_000_000])
 @pytest.mark.parametrize("is_asked_for_something_else", [False, True])
+@pytest.mark.sampled(90)
 def test_a_message_to_another_node_that_nobody_receives(
     nodes: synk.Runtime, count: int, is_asked_for_something_else: bool
 ) -> None:
@@ -250,6 +258,7 @@ def waiting(victim: int, act: Callable[[], None]) -> Callable[[np.ndarray], Any]
 
 
 @pytest.mark.parametrize("victim", [0, 3])
+@pytest.mark.sampled(90)
 def test_a_worker_dies_while_ranks_wait_for_it(nodes: synk.Runtime, victim: int) -> None:
     before = pids(nodes)
     with pytest.raises(WorkerDied, match=f"rank {victim} of 4 .*SIGKILL"):
@@ -260,6 +269,7 @@ def test_a_worker_dies_while_ranks_wait_for_it(nodes: synk.Runtime, victim: int)
 
 @pytest.mark.parametrize("victim", [0, 3])
 @pytest.mark.parametrize("nth", [1, 2, 9])
+@pytest.mark.sampled(90)
 def test_a_worker_dies_when_it_has_sent_a_part(nodes: synk.Runtime, victim: int, nth: int) -> None:
     def die(x: np.ndarray) -> Any:
         if synk.comm.rank == victim:
@@ -283,6 +293,7 @@ def test_a_worker_dies_when_it_has_sent_a_part(nodes: synk.Runtime, victim: int,
 
 
 @pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.sampled(90)
 def test_an_agent_dies_while_ranks_wait(nodes: synk.Runtime, node: int) -> None:
     assert_talks(nodes)
     agent = nodes._session.workers.by_rank[node].process.pid
@@ -307,6 +318,7 @@ def test_a_worker_is_frozen_while_ranks_wait_for_it(nodes: synk.Runtime) -> None
 
 
 @pytest.mark.parametrize("sleeper", [0, 3])
+@pytest.mark.sampled(90)
 def test_ctrl_c_while_ranks_wait(nodes: synk.Runtime, sleeper: int) -> None:
     f = nodes.function(waiting(sleeper, lambda: time.sleep(600)), outputs=None)
     assert_talks(nodes)
@@ -349,6 +361,7 @@ def test_a_worker_that_died_while_idle_is_joined_again(nodes: synk.Runtime) -> N
 
 
 @pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.sampled(90)
 def test_a_node_that_died_while_idle_is_joined_before_the_next_call(nodes: synk.Runtime, node: int) -> None:
     talks = nodes.function(total, outputs="first")
     assert talks(np.arange(4.0)) == 6.0

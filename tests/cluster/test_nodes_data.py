@@ -11,6 +11,8 @@ import synk
 
 BATCHES = [None, 4, slice(8, 2, -2), [7, 1, 3], np.array([9, 9, 0, 4, 2]), np.arange(10) % 3 == 0, []]
 
+pytestmark = pytest.mark.sampled(90, together=0)  # each test over one division of the ranks among nodes
+
 
 @pytest.fixture(params=["1+3", "2+2"])
 def nodes(request: pytest.FixtureRequest, shared_runtimes: Any) -> synk.Runtime:
@@ -19,6 +21,7 @@ def nodes(request: pytest.FixtureRequest, shared_runtimes: Any) -> synk.Runtime:
 
 
 @pytest.mark.parametrize("batch", BATCHES, ids=str)
+@pytest.mark.sampled(90)
 def test_rows_are_those_of_the_array(nodes: synk.Runtime, batch: Any) -> None:
     values = np.arange(30.0).reshape(10, 3)
     x = nodes.data(values)

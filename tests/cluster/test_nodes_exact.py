@@ -17,6 +17,7 @@ from test_exactness import DTYPES, KERNELS, assert_equal, pick, picked_by, refer
 import synk
 from synk.errors import CollectiveMismatch
 
+pytestmark = pytest.mark.sampled(90, together=0)  # each test over one division of the ranks among nodes
 NODES = ("1+3", "2+2")
 Pair = collections.namedtuple("Pair", "low high")
 
@@ -66,6 +67,7 @@ def nodes(request: pytest.FixtureRequest, shared_runtimes: Any) -> synk.Runtime:
 
 @pytest.mark.parametrize("op", ["avg", "sum", "prod", "min", "max"])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "int32"])
+@pytest.mark.sampled(90)
 def test_large_reductions_of_nodes(nodes: synk.Runtime, op: str, dtype: str) -> None:
     """From 256 KB on the workers of a node reduce, each its chunk; the head merges the partial results of the nodes."""
     if op == "avg" and dtype == "int32":

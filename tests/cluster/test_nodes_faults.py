@@ -31,6 +31,7 @@ import synk
 from synk.cluster.agent_process import AgentProcess
 from synk.errors import CallCancelled, CallTimeout, ClosedError, RemoteError, SerializationError, WorkerDied
 
+pytestmark = pytest.mark.sampled(90, together=0)  # each test over one division of the ranks among nodes
 NODES = ("1+3", "2+2")
 FIRST = {"1+3": [0, 1], "2+2": [0, 2]}
 """The first rank of each node."""
@@ -101,6 +102,7 @@ def test_a_call_that_fails_on_one_node_ends_on_the_other(nodes: synk.Runtime) ->
 
 @pytest.mark.parametrize("rank", [0, 3])
 @pytest.mark.parametrize("step", ["call.before_function", "call.published", "call.after_reply"])
+@pytest.mark.sampled(90)
 def test_a_worker_dies(nodes: synk.Runtime, reused: Any, rank: int, step: str) -> None:
     before = pids(nodes)
     f = nodes.function(lambda x: (os.getpid(), x.sum()), outputs=(None, "sum"))
@@ -145,6 +147,7 @@ def _arm(rank: int, step: str) -> None:
 
 
 @pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.sampled(90)
 def test_an_agent_dies_in_a_call(nodes: synk.Runtime, node: int) -> None:
     """Its workers end with it, the other node's call is ended, and the next call starts another agent."""
     before, workers = agents(nodes), pids(nodes)
@@ -339,6 +342,7 @@ assert f(np.arange(8.0)) == 28.0
         "os._exit(0)",
     ],
 )
+@pytest.mark.sampled(90)
 def test_programs_that_end_leave_nothing(end: str) -> None:
     script(PROGRAM + end).check("")
 
@@ -349,6 +353,7 @@ def test_a_program_that_ends_by_an_exception_leaves_nothing() -> None:
 
 
 @pytest.mark.parametrize("is_busy", [False, True], ids=["idle", "in a call"])
+@pytest.mark.sampled(90)
 def test_a_program_that_is_killed_leaves_nothing(is_busy: bool) -> None:
     """The kernel ends the agents, and their ends end the workers."""
     last = 'synk.function(lambda x: time.sleep(600), outputs=None).submit(np.arange(8.0)); print("there", flush=True)'

@@ -44,6 +44,7 @@ X = np.ones(4)
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled(90, together=0)
 def test_workers_and_agents_that_die_while_idle_catch_up(reused: Reused, kind: str) -> None:
     rt = reused(kind)
     log = rt.resident([])

@@ -12,6 +12,8 @@ from support.rank_arrays import assert_same, everywhere
 import synk
 from synk.errors import WorkerDied
 
+pytestmark = pytest.mark.sampled(90, together=0)  # each test over one division of the ranks among nodes
+
 
 @pytest.fixture(params=["1+3", "2+2"])
 def nodes(request: pytest.FixtureRequest, reused: Any) -> synk.Runtime:
@@ -102,6 +104,7 @@ def test_what_a_call_on_trial_assigns_is_not_kept(nodes: synk.Runtime) -> None:
 
 
 @pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.sampled(90)
 def test_no_value_is_lost_with_a_node(nodes: synk.Runtime, node: int) -> None:
     """Neither one that ranks have assigned, nor a shard: the head has them all."""
     w, s = nodes.shared(np.zeros(3)), nodes.shared(np.arange(9.0), sharded=True)
@@ -118,6 +121,7 @@ def test_no_value_is_lost_with_a_node(nodes: synk.Runtime, node: int) -> None:
 
 
 @pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.sampled(90)
 def test_a_node_that_dies_in_a_call_changes_nothing_on_the_other(nodes: synk.Runtime, node: int) -> None:
     w = nodes.shared(np.zeros(3))
     add, agent = adder(nodes, w), agents(nodes)[node]

@@ -17,6 +17,8 @@ from synk.errors import StaleCaptureError
 
 X = np.arange(6.0)
 
+pytestmark = pytest.mark.sampled(90, together=0)  # each test over one division of the ranks among nodes
+
 
 @pytest.fixture(params=["1+3", "2+2"])
 def nodes(request: pytest.FixtureRequest, reused: Any) -> synk.Runtime:

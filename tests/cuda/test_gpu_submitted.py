@@ -52,7 +52,7 @@ def reader(rt: synk.Runtime) -> synk.Function:
     [None, 17, slice(3, 90, 7), slice(None, None, -1), [5, 3, 3, 99, 0]],
     ids=["all", "first", "step", "back", "list"],
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(90)
 def test_inputs_are_brought_ahead_and_are_right(gpu: Any, num_workers: int, batch: Any) -> None:
     rt = gpu.reused(num_workers)
     f = reader(rt)

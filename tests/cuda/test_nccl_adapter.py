@@ -52,7 +52,7 @@ def random_array(shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarra
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize(("op", "dtype"), SUPPORTED)
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(900)
 def test_all_reduce_equals_numpy(binding: Binding, op: str, dtype: str, world_size: int) -> None:
     sent = random_array((world_size, 5), dtype)
 
@@ -180,6 +180,7 @@ def test_satisfies_the_protocol(binding: Binding) -> None:
 
 @pytest.mark.parametrize("count", [1, 4, 5, 11])
 @pytest.mark.parametrize("dtype", ["float64", "complex64"])
+@pytest.mark.sampled(90)
 def test_splitting_changes_no_result(
     binding: Binding, stub: Stub, monkeypatch: pytest.MonkeyPatch, count: int, dtype: str
 ) -> None:
@@ -234,6 +235,7 @@ def test_split_count_covers_every_element_once() -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS + COMPLEXES)
+@pytest.mark.sampled(90)
 def test_weighted_average_of_uneven_shards(binding: Binding, dtype: str) -> None:
     rows = [4, 3, 1]
     sent = random_array((3, 6), dtype)

@@ -84,6 +84,7 @@ def test_an_id_reaches_init_whole(binding: Binding) -> None:
 
 
 @pytest.mark.parametrize("code", range(9))
+@pytest.mark.sampled(90)
 def test_statuses_come_back_as_numbers(binding: Binding, stub: Stub, code: int) -> None:
     _, comm = binding.init(2, binding.new_unique_id(), 0)
     stub.set("fail_code", code)

@@ -197,7 +197,7 @@ def test_A6_death_after_the_reply_is_complete(reused: Fork) -> None:
         assert len(caught) == 1
 
 
-@pytest.mark.parametrize("nbytes", [1 << 26, pytest.param(200 << 20, marks=pytest.mark.storm)])
+@pytest.mark.parametrize("nbytes", [1 << 24, pytest.param(200 << 20, marks=pytest.mark.storm)])
 def test_A7_death_while_a_big_argument_is_sent(reused: Fork, nbytes: int) -> None:
     rt = reused(2, failpoint("call.received", rank=1, nth=2))
     length = rt.function(lambda blob, x: len(blob["blob"]) * len(x), bcast_inputs="blob", outputs="sum")
@@ -210,7 +210,7 @@ def test_A7_death_while_a_big_argument_is_sent(reused: Fork, nbytes: int) -> Non
 
 def test_A7_death_while_a_big_function_is_loaded(reused: Fork) -> None:
     rt = reused(2, failpoint("distribute.loading", rank=0, nth=2))
-    blob = b"x" * (1 << 26)
+    blob = b"x" * (1 << 24)
     with replaced_workers(rt, [0]):
         big = rt.function(lambda x: len(blob) + 0 * x.sum(), outputs="max")
         with pytest.raises(WorkerDied) as died:

@@ -200,7 +200,8 @@ def test_E16_a_fork_while_calls_are_in_flight(reused: Fork) -> None:
         held = [f(0.0, 8 * SIZE, x), *held[:2]]
 
 
-def test_E16_forks_in_one_thread_and_calls_in_another(reused: Fork) -> None:
+@pytest.mark.parametrize("num_forks", [8, pytest.param(30, marks=pytest.mark.storm)])
+def test_E16_forks_in_one_thread_and_calls_in_another(reused: Fork, num_forks: int) -> None:
     rt = reused(2)
 
     def body(k: np.ndarray, x: np.ndarray) -> Any:
@@ -227,7 +228,7 @@ def test_E16_forks_in_one_thread_and_calls_in_another(reused: Fork) -> None:
     thread = threading.Thread(target=call)
     thread.start()
     try:
-        for _ in range(30):
+        for _ in range(num_forks):
             with Child(lambda: None):
                 pass
     finally:
@@ -236,11 +237,12 @@ def test_E16_forks_in_one_thread_and_calls_in_another(reused: Fork) -> None:
     assert not failures
 
 
-def test_E16_what_threads_write_at_the_moment_of_a_fork_is_not_lost(reused: Fork) -> None:
+@pytest.mark.parametrize("num_forks", [5, pytest.param(20, marks=pytest.mark.storm)])
+def test_E16_what_threads_write_at_the_moment_of_a_fork_is_not_lost(reused: Fork, num_forks: int) -> None:
     """NumPy works on arrays without the interpreter's lock: a copy of the pages would miss what it writes meanwhile."""
     rt = reused(1)
     f = rt.function(lambda x: np.zeros(16 * SIZE), outputs="first")
-    for _ in range(20):
+    for _ in range(num_forks):
         result = f(np.ones(1))
         is_over, count = threading.Event(), 0
         is_writing = threading.Event()

@@ -11,12 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.harness import assert_right, descriptors, mapped_memfds, pids, same_workers, script
+from support.harness import assert_right, descriptors, mapped_memfds, outcomes, pids, same_workers, script
 
 import synk
 from synk.errors import SharedMemoryError
-
-pytestmark = pytest.mark.own_start
 
 Fork = Callable[..., Any]
 
@@ -37,49 +35,55 @@ def test_G1_data_that_does_not_fit(shared_runtimes: Any) -> None:
         np.testing.assert_array_equal(old.data[:1000], np.arange(1000.0))
 
 
-@pytest.mark.parametrize("where", ["data", "staging", "broadcast", "result", "large result", "growing"])
-def test_G1_the_system_refuses_the_memory(where: str) -> None:
+def test_G1_the_system_refuses_the_memory() -> None:
     """A file size limit hits memory files as a full machine would; the workers have it too."""
-    script(f"""
+    code = """
         import resource
         from support.harness import assert_right, pids
         from synk.errors import SharedMemoryError
-        rt = synk.fork(2, backend="numpy")
-        keep = rt.data(np.arange(1000.0))
-        total = rt.function(lambda x: x.sum(), outputs="sum")
-        length = rt.function(lambda blob, x: len(blob["b"]), bcast_inputs="blob", outputs="max")
-        grow = rt.function(lambda x: np.ones((int(x[0]), 1 << 16)), outputs={{"large result": "sum"}}.get({where!r}))
-        assert_right(rt)
-        assert total(keep) == 499500
-        before = pids(rt)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
-        for pid in before:
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
-        big = np.ones(1 << 20)
-        act = {{
-            "data": lambda: rt.data(big),
-            "staging": lambda: total(big),
-            "broadcast": lambda: length({{"b": bytes(1 << 23)}}, keep),
-            "result": lambda: grow(np.full(4, 40)),
-            "large result": lambda: grow(np.full(4, 40)),
-            "growing": lambda: keep.set_length(1 << 20),
-        }}[{where!r}]
-        for _ in range(3):
-            try:
-                act()
-            except SharedMemoryError as error:
-                assert any(word.isdigit() for word in str(error).split()), error
-                print("refused")
+
+        def case(where):
+            rt = synk.fork(2, backend="numpy")
+            keep = rt.data(np.arange(1000.0))
+            total = rt.function(lambda x: x.sum(), outputs="sum")
+            length = rt.function(lambda blob, x: len(blob["b"]), bcast_inputs="blob", outputs="max")
+            grow = rt.function(lambda x: np.ones((int(x[0]), 1 << 16)), outputs={"large result": "sum"}.get(where))
+            assert_right(rt)
             assert total(keep) == 499500
-        assert pids(rt) == before
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        for pid in before:
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        act()
-        assert_right(rt)
-        assert pids(rt) == before
-        rt.close()
-    """).check("refused\n" * 3)
+            before = pids(rt)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+            for pid in before:
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+            big = np.ones(1 << 20)
+            act = {
+                "data": lambda: rt.data(big),
+                "staging": lambda: total(big),
+                "broadcast": lambda: length({"b": bytes(1 << 23)}, keep),
+                "result": lambda: grow(np.full(4, 40)),
+                "large result": lambda: grow(np.full(4, 40)),
+                "growing": lambda: keep.set_length(1 << 20),
+            }[where]
+            num_refused = 0
+            for _ in range(3):
+                try:
+                    act()
+                except SharedMemoryError as error:
+                    assert any(word.isdigit() for word in str(error).split()), error
+                    num_refused += 1
+                assert total(keep) == 499500
+            assert num_refused == 3
+            assert pids(rt) == before
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            for pid in before:
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            act()
+            assert_right(rt)
+            assert pids(rt) == before
+            rt.close()
+    """
+    cases = [(where,) for where in ("data", "staging", "broadcast", "result", "large result", "growing")]
+    found = outcomes(code, cases)
+    assert not any(found.values()), found
 
 
 def test_G2_no_worker_can_shrink_a_segment(shared_runtimes: Any) -> None:
@@ -152,6 +156,7 @@ def test_G3_a_rank_that_cannot_take_in_its_message_forgets_later_what_it_was_to_
 
 
 @pytest.mark.parametrize("where", ["start", "data", "worker"])
+@pytest.mark.own_start
 def test_G3_few_descriptors(where: str) -> None:
     """The limit is named, everything works again below it, and nothing leaks on the way."""
     script(f"""
@@ -209,6 +214,7 @@ def test_G3_few_descriptors(where: str) -> None:
     """).check()
 
 
+@pytest.mark.own_start
 def test_G4_little_address_space() -> None:
     script("""
         import resource
@@ -246,6 +252,7 @@ def test_G4_little_address_space() -> None:
     """).check("refused True\nrefused in the worker\n")
 
 
+@pytest.mark.own_start
 def test_G5_the_system_refuses_a_process() -> None:
     """Started workers are ended, the limit is named."""
     script("""

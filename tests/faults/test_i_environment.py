@@ -35,8 +35,6 @@ from support.harness import (
 from synk._wire.channel import HEADER, ProtocolError, decode_header, encode_header
 from synk.errors import StartupError, SynkError, WorkerDied
 
-pytestmark = pytest.mark.own_start
-
 Fork = Callable[..., Any]
 PROGRAM = """
 from support.harness import assert_right
@@ -49,29 +47,31 @@ with synk.fork(1, backend="numpy") as rt:
 """
 
 
-@pytest.mark.parametrize(
-    "name", [b"with spaces and 'quotes'", b"new\nline", b"not-utf8-\xff\xfe", b"d" * 200], ids=repr
-)
-def test_I1_folders_with_odd_names(tmp_path: Path, name: bytes) -> None:
-    folder = os.path.join(os.fsencode(tmp_path), name)
+@pytest.mark.own_start
+def test_I1_folders_with_odd_names(tmp_path: Path) -> None:
+    """With spaces and quotes, with a line break, not in UTF-8, and long."""
+    folder = os.path.join(os.fsencode(tmp_path), b"a 'folder'\nnot-utf8-\xff\xfe" + b"d" * 200)
     os.mkdir(folder)
     script(PROGRAM, cwd=os.fsdecode(folder)).check("works\n")
     shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("locale", ["C", "POSIX", "de_DE.ISO-8859-1", "no such locale"])
+@pytest.mark.parametrize("locale", ["C", "de_DE.ISO-8859-1", "no such locale"])
+@pytest.mark.own_start
 def test_I1_locales(locale: str) -> None:
     code = PROGRAM.replace("1 / 0", "[print('gr\\u00fc\\u00dfe'), 1 / 0]").replace("works", "w\\u00f6rks")
     result = script(code, env={"LANG": locale, "LC_ALL": locale, "PYTHONIOENCODING": ""}, flags=()).check(None)
     assert "rks\n" in result.stdout
 
 
+@pytest.mark.own_start
 def test_I2_the_current_folder_was_deleted(tmp_path: Path) -> None:
     folder = tmp_path / "gone"
     folder.mkdir()
     script("import shutil; shutil.rmtree(os.getcwd())\n" + PROGRAM, cwd=folder).check("works\n")
 
 
+@pytest.mark.own_start
 def test_I3_modules_planted_in_the_current_folder(tmp_path: Path) -> None:
     """None of them runs, neither while a worker starts nor while it loads a function."""
     for module in ("pickle", "numpy", "synk", "json", "socket", "struct", "signal", "cloudpickle", "optree"):
@@ -116,10 +116,7 @@ print("same")
 """
 
 
-@pytest.mark.parametrize(
-    "flags", [(), ("-I",), ("-E",), ("-X", "dev"), ("-W", "error::UserWarning"), ("-O",), ("-s",)], ids=str
-)
-@pytest.mark.sampled(3)
+@pytest.mark.parametrize("flags", [(), ("-I",), ("-E", "-s", "-O", "-X", "dev", "-W", "error::UserWarning")], ids=str)
 def test_I4_the_interpreters_options_hold_in_workers(tmp_path: Path, flags: tuple[str, ...]) -> None:
     path = tmp_path / "program.py"
     path.write_text(SAME_PATH, encoding="utf-8")
@@ -168,8 +165,10 @@ def test_I4_an_interactive_session() -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("value", [None, "", "-1", "1,0", "0,0", "GPU-8932f937"])
-@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    "value", [None, "1,0", *(pytest.param(each, marks=pytest.mark.storm) for each in ("", "-1", "0,0", "GPU-8932f937"))]
+)
+@pytest.mark.own_start
 def test_I5_the_choice_of_devices_is_the_users(
     value: str | None, monkeypatch: pytest.MonkeyPatch, runtime: Fork
 ) -> None:
@@ -183,7 +182,10 @@ def test_I5_the_choice_of_devices_is_the_users(
     assert dict(os.environ) == before
 
 
-@pytest.mark.parametrize("case", ["missing", "read-only", "link", "file"])
+@pytest.mark.parametrize(
+    "case", ["missing", "file", *(pytest.param(case, marks=pytest.mark.storm) for case in ("read-only", "link"))]
+)
+@pytest.mark.own_start
 def test_I6_no_temporary_files_are_needed(tmp_path: Path, case: str) -> None:
     folder = tmp_path / "tmp"
     if case == "file":
@@ -197,6 +199,7 @@ def test_I6_no_temporary_files_are_needed(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize("umask", ["0o000", "0o777"])
+@pytest.mark.own_start
 def test_I7_memory_is_its_owners_alone(umask: str) -> None:
     script(f"""
         import stat
@@ -232,6 +235,7 @@ def sockets_of(*processes: int) -> list[str]:
     return lines
 
 
+@pytest.mark.own_start
 def test_I8_nothing_to_connect_to(runtime: Fork) -> None:
     """Only nameless socket pairs: no port, no path, no abstract name, nothing that listens."""
     before = set(sockets_of(os.getpid()))
@@ -247,6 +251,7 @@ def test_I8_nothing_to_connect_to(runtime: Fork) -> None:
         assert len(fields) == 8, f"a name: {line}"
 
 
+@pytest.mark.own_start
 def test_I8_another_user_can_open_nothing(runtime: Fork) -> None:
     """The descriptors of all processes are shown to their owner alone; where we may, somebody else tries."""
     rt = runtime(1)
@@ -299,6 +304,7 @@ def test_I9_damaged_packets_are_refused() -> None:
 
 @pytest.mark.parametrize("junk", [b"", b"x", b"junk" * 20, bytes(64), b"\xff" * 128], ids=len)
 @pytest.mark.parametrize("to", ["socket", "pipe"])
+@pytest.mark.sampled(90)
 def test_I9_junk_on_the_channel_of_a_worker(runtime: Fork, junk: bytes, to: str) -> None:
     """Written by code inside the worker, to every descriptor it has: that worker counts as dead, or nothing happens."""
     rt = runtime(2)
@@ -375,6 +381,7 @@ def test_I10_errors_carry_no_environment(runtime: Fork, monkeypatch: pytest.Monk
         assert "battery" not in words
 
 
+@pytest.mark.own_start
 def test_I11_workers_inherit_none_of_the_users_descriptors(runtime: Fork, tmp_path: Path) -> None:
     opened = [os.open(tmp_path / f"file{number}", os.O_CREAT | os.O_WRONLY) for number in range(50)]
     left, right = socket.socketpair()
@@ -398,6 +405,7 @@ def test_I11_workers_inherit_none_of_the_users_descriptors(runtime: Fork, tmp_pa
             os.close(fd)
 
 
+@pytest.mark.own_start
 def test_I12_nothing_is_unpickled_from_a_file() -> None:
     """Neither the master nor a worker opens a file while it loads a pickle, modules aside."""
     script("""
@@ -428,6 +436,7 @@ def test_I_the_package_listens_nowhere() -> None:
             assert word not in text, f"{word} in {path.name}"
 
 
+@pytest.mark.own_start
 def test_I_startup_errors_show_the_workers_words(runtime: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interpreter that cannot start says why, through the error."""
     monkeypatch.setenv("PYTHONHOME", "/does/not/exist")

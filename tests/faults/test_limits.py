@@ -205,6 +205,7 @@ def calls_until_it_works(rt: Any, timeout: float | None) -> list[str]:
 
 @pytest.mark.parametrize("action", ["sleep", "stop"])
 @pytest.mark.parametrize("timeout", [0.2, None])
+@pytest.mark.sampled(90)
 def test_A12_a_worker_that_is_stuck_as_it_starts_is_replaced(runtime: Fork, action: str, timeout: float | None) -> None:
     """The time counts from the start of its process on, however short the limits of the calls are."""
     rt = runtime(2, failpoint("start.ready", 1, 1, action))
@@ -246,6 +247,7 @@ def test_A12_a_replacement_that_is_stuck_as_it_starts_is_replaced(
 
 @pytest.mark.parametrize("timeout", [0.2, None])
 @pytest.mark.parametrize("max_restarts", [0, 3])
+@pytest.mark.sampled(90)
 def test_A12_a_worker_that_never_comes_up_ends_the_runtime(
     runtime: Fork, monkeypatch: pytest.MonkeyPatch, timeout: float | None, max_restarts: int
 ) -> None:

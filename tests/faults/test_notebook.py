@@ -76,8 +76,7 @@ def drive(code: str) -> None:
     result.check("done\n", stderr=None)
 
 
-def test_E_notebook_cells_run_and_functions_are_redefined() -> None:
-    drive("""
+CELLS = """
 pids = start()
 assert run(DEFINE.format(body="x.sum()")) == ("ok", "6.0\\n")
 assert run(DEFINE.format(body="10 * x.sum()")) == ("ok", "60.0\\n")
@@ -86,31 +85,9 @@ assert status == "ok" and printed.count("hello") == 2 and "[rank 1] hello" in pr
 status, printed = run("f(np.ones(4), no_such=1)")
 assert status == "error" and "TypeError" in printed, printed
 assert run("print(*pids(np.ones(2)))") == ("ok", f"{pids[0]} {pids[1]}\\n")
-""")
+"""
 
-
-def test_E_notebook_cell_that_forks_can_be_run_again() -> None:
-    drive("""
-first = start()
-assert run("w = synk.shared(np.ones(2), name='w')")[0] == "ok"
-status, printed = run(START)
-told, numbers = printed.splitlines()
-assert "the cell was run again" in told and "'w'" in told, told
-pids = [int(pid) for pid in numbers.split()]
-assert not set(first) & set(pids) and gone(first)
-status, printed = run(START.replace("fork(2,", "fork(1,"))
-assert status == "error" and "SynkError" in printed, printed
-status, printed = run("with synk.fork(2, backend='numpy'): pass")
-assert status == "error" and "SynkError" in printed, printed
-status, printed = run("for _ in range(2): synk.fork(2, backend='numpy')")
-assert status == "error" and "SynkError" in printed, printed
-assert run("print(*pids(np.ones(2)))") == ("ok", f"{pids[0]} {pids[1]}\\n")
-""")
-
-
-def test_D1_notebook_interrupted_cell() -> None:
-    drive("""
-pids = start()
+INTERRUPTED = """
 assert run(DEFINE.format(body="x.sum()"))[0] == "ok"
 for body in ("time.sleep(100)", "any(False for _ in iter(int, 1))"):
     code = f"synk.function(lambda x: print('here', flush=True) or {body})(np.ones(4))"
@@ -118,24 +95,7 @@ for body in ("time.sleep(100)", "any(False for _ in iter(int, 1))"):
     assert status == "error" and printed.endswith("KeyboardInterrupt"), printed
     assert run("print(f(np.arange(4.0)))") == ("ok", "6.0\\n")
     assert run("print(*pids(np.ones(2)))") == ("ok", f"{pids[0]} {pids[1]}\\n")
-""")
-
-
-def test_E_notebook_restarted_kernel_leaves_no_orphan() -> None:
-    drive("""
-for now in (False, True):
-    pids = start()
-    manager.restart_kernel(now=now)
-    client.wait_for_ready(timeout=60)
-    assert gone(pids), now
-pids = start()
-manager.signal_kernel(signal.SIGKILL)
-assert gone(pids)
-manager.restart_kernel(now=True)
-client.wait_for_ready(timeout=60)
-pids = start()
-""")
-
+"""
 
 DECORATED = """
 import synk
@@ -167,10 +127,7 @@ def check():
     print(f(X)[1], decorated(X)[1])
 """
 
-
-def test_L3_notebook_sees_redefined_names_and_edited_modules() -> None:
-    """Cells that define a helper or a global again, and ``%autoreload 2`` after an edit on disk."""
-    drive(f"""
+EDITED = f"""
 import pathlib, tempfile
 
 folder = pathlib.Path(tempfile.mkdtemp())
@@ -187,7 +144,6 @@ def edit(number, *changes):
 
 
 edit(1)
-pids = start()
 assert run(f"import sys; sys.path.insert(0, {{str(folder)!r}}); sys.dont_write_bytecode = True")[0] == "ok"
 assert run("%load_ext autoreload\\n%autoreload 2")[0] == "ok"
 assert run({CELL!r}) == ("ok", "")
@@ -205,4 +161,40 @@ check("-1792.0 8.0")
 assert run("library.rate = 9.0") == ("ok", "")
 check("-1786.0 8.0")
 assert run("print(*pids(np.ones(2)))") == ("ok", f"{{pids[0]}} {{pids[1]}}\\n")
+"""
+
+FORKED_AGAIN = """
+first = pids
+assert run("w = synk.shared(np.ones(2), name='w')")[0] == "ok"
+status, printed = run(START)
+told, numbers = printed.splitlines()
+assert "the cell was run again" in told and "'w'" in told, told
+pids = [int(pid) for pid in numbers.split()]
+assert not set(first) & set(pids) and gone(first)
+status, printed = run(START.replace("fork(2,", "fork(1,"))
+assert status == "error" and "SynkError" in printed, printed
+status, printed = run("with synk.fork(2, backend='numpy'): pass")
+assert status == "error" and "SynkError" in printed, printed
+status, printed = run("for _ in range(2): synk.fork(2, backend='numpy')")
+assert status == "error" and "SynkError" in printed, printed
+assert run("print(*pids(np.ones(2)))") == ("ok", f"{pids[0]} {pids[1]}\\n")
+"""
+
+
+def test_notebook_cells() -> None:
+    """E: cells run and functions are redefined. D1: a cell is interrupted. L3: names are bound anew, and modules are
+    edited, with ``%autoreload 2``. E: the cell that forks is run again.
+    """
+    drive(CELLS + INTERRUPTED + EDITED + FORKED_AGAIN)
+
+
+def test_E_notebook_restarted_kernel_leaves_no_orphan() -> None:
+    drive("""
+for now in (False, True):
+    pids = start()
+    manager.restart_kernel(now=now)
+    client.wait_for_ready(timeout=60)
+    assert gone(pids), now
+pids = start()
+manager.signal_kernel(signal.SIGKILL)
 """)

@@ -278,6 +278,7 @@ def updating(rt: Any, w: Any) -> Any:
 @pytest.mark.parametrize("every", [41, pytest.param(1, marks=pytest.mark.storm)])
 @pytest.mark.parametrize("size", [2, 40_000])
 @pytest.mark.parametrize("make", [assigning, updating])
+@pytest.mark.sampled(90)
 def test_D1_a_worker_that_is_interrupted_at_any_instruction_holds_the_old_values(
     make: Callable[[Any, Any], Any], size: int, every: int
 ) -> None:

@@ -120,6 +120,7 @@ CALL_STEPS = (
 
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize(("step", "rank"), [(step, k % 2) for k, step in enumerate(CALL_STEPS)])
+@pytest.mark.sampled(90)
 def test_a_death_inside_a_call_changes_nothing(reused: Fork, where: Any, step: str, rank: int) -> None:
     """The calls of a rank before the one that fails: pids, one step, four reads of the values."""
     rt = reused(where, failpoint(step, rank, nth=7))
@@ -183,6 +184,7 @@ def test_a_death_while_idle_loses_nothing(reused: Fork, victims: tuple[int, ...]
 
 
 @pytest.mark.parametrize("where", WHERE)
+@pytest.mark.sampled(90, together=0)
 def test_a_worker_that_dies_again_and_again_never_takes_a_value_with_it(reused: Fork, where: Any) -> None:
     rt = reused(where)
     state = State(rt)
@@ -247,6 +249,7 @@ def test_a_death_inside_a_collective_of_a_function_changes_nothing(reused: Fork)
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("output", [1, BIG])
+@pytest.mark.sampled(90)
 def test_an_exception_on_one_rank_changes_nothing_on_any(
     shared_runtimes: Any, where: Any, rank: int, output: int
 ) -> None:
@@ -263,6 +266,7 @@ def test_an_exception_on_one_rank_changes_nothing_on_any(
 
 
 @pytest.mark.parametrize("where", WHERE)
+@pytest.mark.sampled(90, together=0)
 def test_an_exception_after_the_new_values_were_written_changes_nothing(reused: Fork, where: Any) -> None:
     rt = reused(where, failpoint("call.published", rank=1, nth=6, action="raise"))
     state = State(rt)
@@ -286,6 +290,7 @@ def fold_and_fail(left: Any, right: Any) -> Any:
         ({"outputs": None}, "unloadable", SerializationError),
     ],
 )
+@pytest.mark.sampled(90)
 def test_an_error_on_the_way_to_the_result_changes_nothing(
     shared_runtimes: Any, where: Any, options: dict[str, Any], then: Any, error: type[Exception]
 ) -> None:
@@ -322,6 +327,7 @@ class AtLoadInMaster:
 
 
 @pytest.mark.parametrize("where", WHERE)
+@pytest.mark.sampled(90, together=0)
 def test_a_timeout_changes_nothing(shared_runtimes: Any, where: Any) -> None:
     rt = shared_runtimes[where]
     state = State(rt)
@@ -331,6 +337,7 @@ def test_a_timeout_changes_nothing(shared_runtimes: Any, where: Any) -> None:
 
 
 @pytest.mark.parametrize("where", WHERE)
+@pytest.mark.sampled(90, together=0)
 def test_a_timeout_that_ends_in_a_kill_changes_nothing(reused: Fork, where: Any) -> None:
     rt = reused(where)
     state = State(rt)
@@ -399,6 +406,7 @@ def test_no_memory_for_a_new_value_changes_nothing(
 
 
 @pytest.mark.parametrize("where", WHERE)
+@pytest.mark.sampled(90, together=0)
 def test_a_replacement_sees_every_way_a_value_came_to_be(reused: Fork, where: Any) -> None:
     """Set by the master, assigned, resized, reduced, scattered, made after the death, dropped before it."""
     rt = reused(where)
@@ -420,6 +428,7 @@ def test_a_replacement_sees_every_way_a_value_came_to_be(reused: Fork, where: An
 
 
 @pytest.mark.parametrize("where", WHERE)
+@pytest.mark.sampled(90, together=0)
 def test_a_function_whose_update_failed_updates_again_after_a_death(reused: Fork, where: Any) -> None:
     rt = reused(where)
     w = rt.shared(np.zeros(2))

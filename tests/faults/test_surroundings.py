@@ -53,7 +53,7 @@ def run_closed(
 # ----- the first message to a worker
 
 
-@pytest.mark.parametrize("nbytes", [109_000, 131_072, 1_000_000])
+@pytest.mark.parametrize("nbytes", [pytest.param(109_000, marks=pytest.mark.storm), 131_072, 1_000_000])
 def test_I4_long_command_lines(tmp_path: Path, nbytes: int) -> None:
     """As of ``train.py data/*.npy``; the workers see them, too."""
     files = tuple(f"data/part-{number:06}.npy" for number in range(nbytes // 20))
@@ -83,6 +83,7 @@ def test_I4_odd_entries_of_the_search_path_and_of_the_arguments() -> None:
 
 @pytest.mark.parametrize("executable", [None, ""])
 @pytest.mark.parametrize("base", ["set", "not set"])
+@pytest.mark.sampled(90)
 def test_I4_without_sys_executable(executable: str | None, base: str) -> None:
     """The interpreter is found where this one was installed, or is the program that runs."""
     script(f"""
@@ -120,7 +121,11 @@ def test_I4_without_any_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # ----- standard streams
 
-SUBSETS = [subset for length in (1, 2, 3) for subset in itertools.combinations(range(3), length)]
+SUBSETS = [
+    *((fd,) for fd in range(3)),
+    *(pytest.param(pair, marks=pytest.mark.storm) for pair in itertools.combinations(range(3), 2)),
+    (0, 1, 2),
+]
 OURS = """for fd in range(3):
         try:
             target = os.readlink(f"/proc/self/fd/{fd}")

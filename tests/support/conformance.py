@@ -15,10 +15,11 @@ from typing import Any, Protocol
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from support.rank_arrays import DEFINED_FOR, UFUNCS
+from support.seeds import examples
 from synk._pure.ops import REDUCE_OPS
 from synk.communicators import Buffer, Capabilities
 from synk.communicators._host import HostCommunicator
@@ -340,7 +341,7 @@ class CommunicatorConformance:
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("op", REDUCE_OPS)
-    @pytest.mark.sampled(20, together=2)  # which dtypes an op takes differs
+    @pytest.mark.sampled(30)
     def test_reductions(self, group: Group, op: str, dtype: str) -> None:
         steps = [
             Step(kind, dtype, count, op, root_position=count, is_in_place=is_in_place)
@@ -355,7 +356,7 @@ class CommunicatorConformance:
                 assert_all_raise(group.outcomes(perform, [Step(kind, dtype, 3, op)]), TypeError)
 
     @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.sampled(3)
+    @pytest.mark.sampled(90)
     def test_copies(self, group: Group, dtype: str) -> None:
         steps = [
             Step(kind, dtype, count, root_position=count, is_in_place=is_in_place)
@@ -366,6 +367,7 @@ class CommunicatorConformance:
         self.check(group, steps)
 
     @pytest.mark.parametrize("dtype", ("uint8", "float32", "complex128"))
+    @pytest.mark.sampled(90)
     def test_a_ring_of_messages(self, group: Group, dtype: str) -> None:
         if group.world_size > 1:
             self.check(group, [Step("ring", dtype, count) for count in self.counts(dtype, group.world_size)])
@@ -375,7 +377,7 @@ class CommunicatorConformance:
             assert group.run(exchange_in_order, 20, 33) == [list(range(20))] * group.world_size
 
     @pytest.mark.parametrize("dtype", FLOATS)
-    @pytest.mark.sampled(3)
+    @pytest.mark.sampled(90)
     def test_weighted_avg(self, group: Group, dtype: str) -> None:
         shares = np.arange(group.world_size) if group.world_size > 1 else np.ones(1)  # a rank of no weight among them
         weights = tuple((shares / shares.sum()).tolist())
@@ -388,6 +390,7 @@ class CommunicatorConformance:
             self.check(group, steps)
 
     @pytest.mark.parametrize("op", ("min", "max"))
+    @pytest.mark.sampled(90)
     def test_nan_propagates_from_every_rank(self, group: Group, op: str) -> None:
         if not getattr(group.capabilities, "nan_propagates", True):
             pytest.skip("its capabilities say that NaN is dropped")
@@ -415,12 +418,13 @@ class CommunicatorConformance:
             came, left = zip(*group.run(barrier_times), strict=True)
             assert max(came) <= min(left)
 
-    @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @examples(10)
     @given(steps=step_sequences())
     def test_any_sequence_of_operations(self, group: Group, steps: list[Step]) -> None:
         self.check(group, [step for step in steps if step.kind != "ring" or group.world_size > 1])
 
     @pytest.mark.parametrize("kind", (*REDUCTIONS, "all_gather"))
+    @pytest.mark.sampled(90)
     def test_buffers_that_do_not_fit_are_refused(self, group: Group, kind: str) -> None:
         counts = (1, group.world_size + 1) if kind == "all_gather" else (group.world_size + 1, group.world_size + 2)
         assert_all_raise(group.outcomes(call_with_counts, kind, *counts, ("float64", "float64")), ValueError)

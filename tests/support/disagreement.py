@@ -82,6 +82,7 @@ REQUESTS = {
 
 class Disagreement:
     @pytest.mark.parametrize("other", list(REQUESTS)[1:])
+    @pytest.mark.sampled(90)
     def test_all_ranks_are_told_what_each_asked_for(self, trio: AnyGroup, other: str) -> None:
         usual = next(iter(REQUESTS))
         for odd in (0, 2):
@@ -99,6 +100,7 @@ class Disagreement:
 
     @pytest.mark.parametrize("leaver", (0, 1, 2))
     @pytest.mark.parametrize("num_joined", (0, 1, 2))
+    @pytest.mark.sampled(90)
     def test_a_rank_leaves(self, trio: AnyGroup, leaver: int, num_joined: int) -> None:
         joined = [step("all_reduce", op="sum", count=count) for count in (3, MANY)][:num_joined]
         functions = dict.fromkeys(range(3), in_turn(*joined, step("all_reduce", op="min", count=4)))
@@ -167,6 +169,7 @@ class Messages:
         np.testing.assert_array_equal(received, np.ones(3))
 
     @pytest.mark.parametrize(("count", "dtype"), ((4, "f8"), (2, "f8"), (3, "i8"), (MANY, "f8")))
+    @pytest.mark.sampled(90)
     def test_another_count_or_dtype_is_refused(self, trio: AnyGroup, count: int, dtype: str) -> None:
         outcomes = trio.outcomes(by_rank, {0: send(1, np.zeros(3)), 1: receive(0, count, dtype)})
         assert_mismatch(outcomes[1:2], "3 elements of dtype float64", f"{count} elements")
@@ -194,6 +197,7 @@ class Messages:
         ),
         ids=("ring", "recv-and-barrier", "pair-and-leaver", "each-from-itself"),
     )
+    @pytest.mark.sampled(90)
     def test_all_wait_for_each_other(self, trio: AnyGroup, functions: dict[int, Any]) -> None:
         outcomes = trio.outcomes(by_rank, functions)
         assert_all_raise([outcomes[rank] for rank in functions], CollectiveMismatch)

@@ -22,6 +22,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 from support.nursery_process import AGENT, CLONE, WORKER_MODULES
 from synk._master.processes.program import command
@@ -169,8 +170,11 @@ def choose_by(choice: Choice) -> None:
 class Nurseries:
     """Where all workers of this process come from: a nursery without torch and one with it, and two for agents."""
 
+    current: ClassVar[Nurseries | None] = None
+
     def __init__(self) -> None:
         self._has_torch: bool | None = None
+        Nurseries.current = self
         self._nurseries = {
             (is_agent, has_torch): StartedNursery(_MODULES + _NODES * is_agent + _TORCH * has_torch)
             for is_agent in (False, True)
@@ -186,11 +190,18 @@ class Nurseries:
         """From now on have workers forked that have imported torch or not, or with ``None`` have them started."""
         self._has_torch = has_torch
 
+    def fork(self, module: str, args: Sequence[str], fds: Sequence[int]) -> Forked | None:
+        """Return a process in the ``main`` of a module of ``support``, or ``None`` where workers are to be started."""
+        if self._has_torch is None:
+            return None
+        return self._nurseries[False, False].fork(module, args, fds, (1, 2), os.environ)
+
     def _of(self, worker: WorkerProcess) -> Nursery | None:
         return None if self._has_torch is None else self._nurseries[worker._module == AGENT, self._has_torch]
 
     def close(self) -> None:
         """End all, and have workers started again."""
+        Nurseries.current = None
         WorkerProcess._launch = _started  # type: ignore[method-assign]
         for nursery in self._nurseries.values():
             nursery.close()

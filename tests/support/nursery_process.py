@@ -131,7 +131,9 @@ def inherit(fds: Mapping[int, int]) -> None:
 
 
 def go_on(module: str, args: Sequence[str], environment: Mapping[str, str], folder: str) -> None:
-    """Run the ``main`` of a module as a process does that was started with these arguments, and end."""
+    """Run the ``main`` of a module, of synk or ``support``, as a process does that was started with these arguments,
+    and end.
+    """
     np: Any = sys.modules["numpy"]
     os.setsid()
     rename(os.path.basename(sys.executable)[:15])
@@ -145,14 +147,12 @@ def go_on(module: str, args: Sequence[str], environment: Mapping[str, str], fold
         setattr(sys, f"__{name}__", stream)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     np.random.seed()  # from the system, as at an import; ``random`` does it at each fork
-    with open(int(args[1]), "rb") as file:
-        setup = json.load(file)
-    sys.path[:] = setup["import_path"]
-    if module == AGENT:
-        raise_own_workers()
     status = 1
     try:
-        importlib.import_module(f"synk.{module}").main(socket.socket(fileno=setup["fds"]["socket"]), setup)
+        if module.startswith("support."):
+            importlib.import_module(module).main(*map(int, args))
+        else:
+            run_in_synk(module, int(args[1]))
         status = 0
     except BaseException:
         sys.excepthook(*sys.exc_info())
@@ -162,3 +162,13 @@ def go_on(module: str, args: Sequence[str], environment: Mapping[str, str], fold
         with contextlib.suppress(Exception):
             stream.flush()
     os._exit(status)  # to take apart what was imported costs 0.2 s with torch
+
+
+def run_in_synk(module: str, setup_fd: int) -> None:
+    """Run the ``main`` of a worker or an agent."""
+    with open(setup_fd, "rb") as file:
+        setup = json.load(file)
+    sys.path[:] = setup["import_path"]
+    if module == AGENT:
+        raise_own_workers()
+    importlib.import_module(f"synk.{module}").main(socket.socket(fileno=setup["fds"]["socket"]), setup)

@@ -14,10 +14,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
+from support.nursery import Nurseries
 from synk._wire.memory import Segment
 from synk.communicators import Capabilities
 from synk.communicators._layout import required_nbytes
@@ -86,11 +88,18 @@ class WorkerGroup:
         segment = next(segment for segment, ranks in zip(self.segments, self.nodes) if rank in ranks)
         with there:
             fds = (there.fileno(), segment.fd, *self.eventfds)
-            arguments = map(str, (rank, *self.options(rank), segment.nbytes, *fds))
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-            command = [sys.executable, "-P", self.program, *arguments]
-            self._processes[rank] = subprocess.Popen(command, pass_fds=fds, env=environment)
+            arguments = [str(each) for each in (rank, *self.options(rank), segment.nbytes, *fds)]
+            self._processes[rank] = self._forked(arguments, fds) or self._started(arguments, fds)
         self._connections[rank] = Connection(here.detach())
+
+    def _forked(self, arguments: list[str], fds: tuple[int, ...]) -> subprocess.Popen[bytes] | None:
+        """Return a worker from the nursery, where there is one."""
+        nurseries = Nurseries.current
+        return nurseries and nurseries.fork(f"support.{Path(self.program).stem}", arguments, fds)
+
+    def _started(self, arguments: list[str], fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        return subprocess.Popen([sys.executable, "-P", self.program, *arguments], pass_fds=fds, env=environment)
 
     def pid(self, rank: int) -> int:
         """Return the process id of the worker of ``rank``."""

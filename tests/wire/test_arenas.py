@@ -281,10 +281,11 @@ class Fuzz:
 @pytest.mark.parametrize("num_seeds", [1, pytest.param(50, marks=pytest.mark.storm)])
 @pytest.mark.parametrize("num_workers", ["inline", 2])
 def test_any_sequence_of_small_values_equals_numpy(runtime: Fork, num_workers: Any, num_seeds: int) -> None:
+    num_steps = 80 if num_seeds == 1 else 150
     for seed in range(num_seeds):
         rt = runtime(1, inline=True) if num_workers == "inline" else runtime(num_workers)
         with rt:
-            Fuzz(rt, random.Random(f"{num_workers} {seed}")).run(150)
+            Fuzz(rt, random.Random(f"{num_workers} {seed}")).run(num_steps)
 
 
 def test_arenas_of_which_a_child_holds_parts_go_when_the_parent_has_dropped_all(runtime: Fork) -> None:
@@ -303,4 +304,4 @@ def test_arenas_of_which_a_child_holds_parts_go_when_the_parent_has_dropped_all(
         return len(mapped_memfds()), sum(descriptors().values())
 
     first = [epoch() for _ in range(3)][-1]
-    assert [epoch() for _ in range(10)][-1] == first
+    assert [epoch() for _ in range(4)][-1] == first

@@ -33,7 +33,7 @@ def test_a_copy_reaches_its_target_and_nothing_else(nbytes: int) -> None:
 
 @pytest.mark.parametrize(("op", "dtype"), REDUCIBLE)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(90)
 def test_a_reduction_is_numpys_in_rank_order(op: str, dtype: str, world_size: int) -> None:
     rng = np.random.default_rng(world_size)
     count = 77
@@ -56,6 +56,7 @@ def test_a_reduction_is_numpys_in_rank_order(op: str, dtype: str, world_size: in
 @pytest.mark.parametrize("op", ["avg", "sum", "max"])
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
 @pytest.mark.parametrize("extra", [-1, 0, 1])
+@pytest.mark.sampled(90)
 def test_many_blocks_are_the_same_numbers(op: str, dtype: str, extra: int) -> None:
     """One element less, as many, and one more than whole blocks."""
     count = 2 * BLOCK_NBYTES // np.dtype(dtype).itemsize + extra

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_gpus import Gpus
 from support.harness import same_workers
+from support.seeds import examples
 from support.stateful import Box
 
 import synk
@@ -49,7 +50,7 @@ def parts(kept: Any) -> Any:
 
 @pytest.mark.parametrize("framework", [None, "torch"])
 @pytest.mark.parametrize("where", ["inline", 1, 2])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(90)
 def test_kept_inputs_stay_as_they_were(shared_runtimes: Any, where: Any, framework: str | None) -> None:
     if framework:
         pytest.importorskip(framework)
@@ -400,7 +401,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(12)
 @given(actions=ACTIONS, where=st.sampled_from(["inline", 2]), framework=st.sampled_from([None, "torch"]))
 def test_keeping_and_writing_between_calls_of_all_kinds(
     shared_runtimes: Any, actions: Any, where: Any, framework: str | None

@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.harness import wait_for
+from support.seeds import examples
 from support.stateful import KINDS, LARGE, METHODS, SMALL, Box, Model, stepper
 
 import synk
@@ -53,7 +54,7 @@ def assert_equal(got: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(90)
 def test_submitted_calls_return_what_each_of_them_computed(reused: Any, patience: str, num_workers: int) -> None:
     rt = reused(num_workers)
     for method in METHODS:
@@ -254,7 +255,7 @@ def assert_part(got: Any, right: Any, place: tuple[int, ...]) -> None:
             np.testing.assert_array_equal(got, right)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(15)
 @given(
     operations=OPERATIONS,
     sizes=st.lists(st.sampled_from([SMALL, LARGE // 2, LARGE]), min_size=len(KINDS), max_size=len(KINDS)),

@@ -108,7 +108,7 @@ def test_comm_has_no_meaning_in_the_master() -> None:
     ("where", "op", "dtype"),
     [(2, *pair) for pair in REDUCIBLE] + [(where, op, "float32") for where in (1, 3, 4, "inline") for op in OPS],
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(90)
 def test_reductions_equal_numpy(shared_runtimes: Any, where: Any, op: str, dtype: str) -> None:
     rt = shared_runtimes[where]
     size = rt.world_size
@@ -140,7 +140,7 @@ def test_reductions_equal_numpy(shared_runtimes: Any, where: Any, op: str, dtype
 @pytest.mark.parametrize("where", [2, 3, "inline"])
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(90)
 def test_arrays_of_any_size(shared_runtimes: Any, where: Any, op: str, count: int) -> None:
     rt = shared_runtimes[where]
     values = [np.random.default_rng(rank).integers(-2, 3, count).astype("f8") for rank in range(rt.world_size)]
@@ -153,6 +153,7 @@ def test_arrays_of_any_size(shared_runtimes: Any, where: Any, op: str, count: in
 
 
 @pytest.mark.parametrize("where", EVERYWHERE)
+@pytest.mark.sampled(90)
 def test_averages_weigh_by_rows_or_as_told(shared_runtimes: Any, where: Any) -> None:
     """The average of means is the mean over all rows, however they are split; ranks without rows do not count."""
     rt = shared_runtimes[where]
@@ -183,7 +184,7 @@ def test_averages_weigh_by_rows_or_as_told(shared_runtimes: Any, where: Any) -> 
 
 @pytest.mark.parametrize("where", EVERYWHERE)
 @pytest.mark.parametrize("dtype", ["f2", "f8", "i1", "u8", "c16", "?"])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(90)
 def test_broadcast_and_all_gather_move_arrays(shared_runtimes: Any, where: Any, dtype: str) -> None:
     rt = shared_runtimes[where]
     size = rt.world_size
@@ -202,6 +203,7 @@ def test_broadcast_and_all_gather_move_arrays(shared_runtimes: Any, where: Any, 
 
 @pytest.mark.parametrize("where", EVERYWHERE)
 @pytest.mark.parametrize("count", [0, 3, 300_000])
+@pytest.mark.sampled(90)
 def test_messages_go_round_a_ring_in_order_and_by_tag(shared_runtimes: Any, where: Any, count: int) -> None:
     rt = shared_runtimes[where]
     size = rt.world_size

@@ -112,8 +112,8 @@ def check(case: Case, comm: Any, rng: random.Random) -> np.ndarray | None:
 
 
 @pytest.mark.parametrize("where", EVERYWHERE)
-@pytest.mark.parametrize("seed", seeds(2, 4))
-@pytest.mark.sampled(8)
+@pytest.mark.parametrize("seed", seeds(1, 4))
+@pytest.mark.sampled(90)
 def test_random_collectives_give_what_numpy_gives(shared_runtimes: Any, where: Any, seed: int) -> None:
     """One after the other, in forms that take the short way on some ranks and the long one on others.
 
@@ -218,7 +218,7 @@ def with_gaps(shape: tuple[int, ...]) -> np.ndarray:
         *("reduce_scatter", "gather", "scatter", "all_to_all"),
     ),
 )
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(90)
 def test_an_out_that_does_not_fit_is_refused(shared_runtimes: Any, verb: str, wrong: Any, length: int) -> None:
     rt = shared_runtimes[2]
     name, _, axis = verb.partition(" ")

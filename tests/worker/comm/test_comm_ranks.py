@@ -67,6 +67,7 @@ def everything(comm: Any, count: int) -> bool:
 @pytest.mark.parametrize("where", [3, "1+2"])
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("ranks", CHOSEN, ids=str)
+@pytest.mark.sampled(90)
 def test_ranks_count_within_their_call(where: Any, shared_runtimes: Any, ranks: tuple[int, ...], count: int) -> None:
     rt = shared_runtimes[where]
     x = rt.shared(np.arange(6.0), sharded=True)
@@ -188,6 +189,7 @@ def test_outside_of_a_call_a_rank_is_that_of_the_runtime() -> None:
     ],
     ids=str,
 )
+@pytest.mark.sampled(90)
 def test_a_receive_takes_a_rank_first(shared_runtimes: Any, verb: str, peer: Any, error: type[Exception]) -> None:
     """The buffer of MPI's form is not taken for one: nothing would fill it."""
     rt = shared_runtimes[2]

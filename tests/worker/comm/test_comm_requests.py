@@ -33,7 +33,7 @@ def values(rank: int, count: int) -> np.ndarray:
 
 @pytest.mark.parametrize("where", EVERYWHERE)
 @pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(90)
 def test_started_collectives_give_what_those_that_wait_give(shared_runtimes: Any, where: Any, count: int) -> None:
     """All kinds in one row, waited for in reverse, with one that waits and messages in between."""
     rt = shared_runtimes[where]
@@ -282,10 +282,11 @@ def test_a_message_to_oneself(shared_runtimes: Any, where: Any) -> None:
         on_each(rt, lambda comm: comm.send(np.arange(4.0), 0, 1))
 
 
-def test_ranks_that_all_receive_are_told_alike(shared_runtimes: Any) -> None:
+@pytest.mark.parametrize("num_calls", [2, pytest.param(10, marks=pytest.mark.storm)])
+def test_ranks_that_all_receive_are_told_alike(shared_runtimes: Any, num_calls: int) -> None:
     """Whoever finds it first: the text names them all."""
     rt = shared_runtimes[3]
-    for _ in range(5):
+    for _ in range(num_calls):
         with same_workers(rt), pytest.raises(CollectiveMismatch) as caught:
             on_each(rt, lambda comm: comm.recv((comm.rank + 1) % 3, comm.rank))
         for rank in range(3):
@@ -410,7 +411,7 @@ def test_a_request_that_is_tested_again_and_again_fails_when_the_sender_leaves(s
 
 @pytest.mark.parametrize("where", EVERYWHERE)
 @pytest.mark.parametrize("dtype", ["f4", "i8", "?"])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(90)
 def test_gather_scatter_and_all_to_all_move_blocks_of_rows(shared_runtimes: Any, where: Any, dtype: str) -> None:
     rt = shared_runtimes[where]
     size = rt.world_size
