@@ -181,8 +181,8 @@ class Placed:
             except ranks.GraphLost as error:
                 raise WorkerDied(
                     f"cannot compute the gradients of {self._name!r}: rank {error.args[0]} of "
-                    f"{self._runtime.world_size} was started anew since the forward pass, whose activations ended with "
-                    f"it. {_AGAIN}",
+                    f"{self._runtime.world_size} no longer has the activations of the forward pass. Its worker was "
+                    f"started again since, or an earlier backward() was broken off. {_AGAIN}",
                     ranks=error.args,
                     phase="call",
                 ) from error
