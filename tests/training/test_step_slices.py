@@ -17,9 +17,9 @@ import synk
 torch = pytest.importorskip("torch")
 
 F = torch.nn.functional
-ROOM_NBYTES = 190_000_000
+ROOM_NBYTES = 60_000_000
 WIDTH = 1000
-NUM_ROWS = 20_001
+NUM_ROWS = 6_401
 
 
 def limit_memory() -> None:
@@ -54,7 +54,6 @@ def parameters_of(*objects: Any) -> np.ndarray:
     return torch.cat([each.detach().reshape(-1) for each in objects[0].parameters()]).numpy()
 
 
-@pytest.mark.own_start  # whose memory is all its own
 def test_a_step_that_does_not_fit_equals_the_serial_one(runtime: Callable[..., Any], caplog: Any) -> None:
     rt = runtime(2)
     objects = wide()
