@@ -205,6 +205,7 @@ def test_schedule_replaces_the_decay_of_adagrad() -> None:
 # ----- promises of every rule
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("make", RULES)
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_structure_shape_and_dtype_stay(make: Callable[..., updates.UpdateRule], dtype: str) -> None:

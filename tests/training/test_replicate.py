@@ -99,7 +99,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(20)
 def test_optimizers(shared_runtimes: Any, kind: str, workers: int) -> None:
     def build() -> tuple[Any, ...]:
         model = mlp()
@@ -615,7 +615,7 @@ def to_eval(model: Any, optimizer: Any) -> None:
     "change", [change_rate, change_weights, change_data, load_weights, load_optimizer, freeze, to_eval]
 )
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(20)
 def test_what_the_program_changes_between_calls_holds_on_all_ranks(
     shared_runtimes: Any, change: Callable[..., None], workers: int
 ) -> None:
@@ -1051,7 +1051,7 @@ def test_a_worker_that_is_killed_while_idle_changes_no_bit(reused: Callable[...,
         if (where, action) != HANG_INSIDE
     ],
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(20)
 def test_an_exception_a_timeout_or_ctrl_c_anywhere_leaves_the_ranks_alike(
     reused: Callable[..., Any], where: str, action: str
 ) -> None:

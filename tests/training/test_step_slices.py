@@ -185,6 +185,7 @@ CASES: dict[str, tuple[Callable[[], tuple[Any, ...]], Any, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_steps_in_slices_equal_the_serial_loop(reused: Callable[..., Any], name: str, world_size: int) -> None:

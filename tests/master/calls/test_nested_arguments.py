@@ -64,6 +64,7 @@ class Encoding(UserDict):  # type: ignore[type-arg]
         return self.data[name]
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("where", EVERYWHERE)
 @pytest.mark.parametrize("num_rows", [7, 6, 2, 1])
 def test_every_container_comes_as_itself(shared_runtimes: Any, where: Any, num_rows: int) -> None:
@@ -136,6 +137,7 @@ def test_texts_are_rows(shared_runtimes: Any) -> None:
 BATCHES = [None, 5, slice(1, 20, 3), slice(None, None, -1), [3, 3, -1, 0], np.arange(23) % 2 == 0]
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("batch", BATCHES, ids=str)
 @pytest.mark.parametrize("where", EVERYWHERE)
 def test_leaves_of_every_kind_with_every_option(shared_runtimes: Any, where: Any, batch: Any) -> None:

@@ -206,6 +206,7 @@ def test_each_rank_gets_its_rows_by_every_verb(shared_runtimes: Any, make: Calla
     assert_same(rt.function(lambda x: x, bcast_inputs="x", outputs="first")(table), table)
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("where", [1, 2, "inline"])
 @pytest.mark.parametrize("library", ["pandas", "polars"])
 def test_on_other_numbers_of_ranks(shared_runtimes: Any, where: Any, library: str) -> None:
@@ -390,6 +391,7 @@ def test_classes_of_the_script(shared_runtimes: Any) -> None:
 # -- as an output -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("num_slices", [1, 3])
 @pytest.mark.parametrize("op", ["sum", "avg", "prod", "min", "max"])
 def test_numbers_are_reduced_and_labels_kept(shared_runtimes: Any, op: str, num_slices: int) -> None:

@@ -249,6 +249,7 @@ def test_a_nested_sharded_variable_is_a_data_set(shared_runtimes: Any, where: An
     assert f(data)[1] == new["y"].sum()
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("where", EVERYWHERE)
 @pytest.mark.parametrize("batch", [None, 0, [], slice(2, 2)])
 def test_no_rows_at_all(shared_runtimes: Any, where: Any, batch: Any) -> None:
@@ -262,6 +263,7 @@ def test_no_rows_at_all(shared_runtimes: Any, where: Any, batch: Any) -> None:
         rt.function(lambda x: x.sum(0))(x, batch=batch)
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("where", EVERYWHERE)
 @pytest.mark.parametrize("value", [np.arange(3.0), np.float32(2), {"a": np.arange(3), "b": (np.ones(2), None)}])
 def test_a_replica_is_a_broadcast_argument(shared_runtimes: Any, where: Any, value: Any) -> None:
