@@ -137,7 +137,7 @@ calls = {
     "num_slices": st.sampled_from([1, 1, 2, 3, 7]),
     "as_data": st.booleans(),
 }
-thorough = examples(20)
+thorough = examples(6)
 
 
 @pytest.mark.parametrize("where", [*WORKERS, "inline"])

@@ -431,7 +431,7 @@ def _with_rows(value: Any, rows: Any) -> Any:
     return value
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_nesting(shared_runtimes: Any, data: st.DataObject) -> None:
     rt = shared_runtimes[data.draw(st.sampled_from([1, 2, 3]))]

@@ -66,7 +66,7 @@ calls = {
     "num_slices": st.sampled_from([1, 1, 2, 3, 7]),
     "seed": st.integers(0, 1000),
 }
-thorough = examples(12)
+thorough = examples(5)
 
 
 class Functions:
