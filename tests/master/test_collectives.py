@@ -12,7 +12,7 @@ from support.rank_arrays import OPS, REDUCIBLE, assert_same, everywhere, is_redu
 from synk._wire.messages import LARGE_NBYTES
 
 WORKERS = (1, 2, 3, 4)
-EVERYWHERE = (*WORKERS, "inline", "1+3")
+EVERYWHERE = (3, "inline", "1+3", *(pytest.param(where, marks=pytest.mark.storm) for where in (1, 2, 4)))
 ANY_DTYPE = ("f2", "f8", "i1", "u8", "c16", "?", "S3", "U2", "i4,f8", "M8[s]")
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from synk.errors import SerializationError
 
-EVERYWHERE = (1, 2, 3, "inline")
+EVERYWHERE = (pytest.param(1, marks=pytest.mark.storm), 2, 3, "inline")  # one worker is as one inline
 
 
 class Pair(NamedTuple):

@@ -12,7 +12,7 @@ from support.harness import script
 
 import synk
 
-WHERE = (1, 2, 3, "inline")
+WHERE = (pytest.param(1, marks=pytest.mark.storm), 2, 3, "inline")  # one worker is as one inline
 Y = np.arange(6.0)
 
 

@@ -14,7 +14,7 @@ from support.harness import script
 
 torch = pytest.importorskip("torch")
 
-EVERYWHERE = (1, 2, 3, "inline")
+EVERYWHERE = (pytest.param(1, marks=pytest.mark.storm), 2, 3, "inline")  # one worker is as one inline
 DTYPES = [
     "bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float16", "bfloat16", "float32",
     "float64", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2",

@@ -15,7 +15,7 @@ import pytest
 from support.rank_arrays import assert_same, assigner, everywhere, numbers
 
 WORKERS = (1, 2, 3, 4)
-EVERYWHERE = (*WORKERS, "inline", "1+3")
+EVERYWHERE = (3, "inline", "1+3", *(pytest.param(where, marks=pytest.mark.storm) for where in (1, 2, 4)))
 DTYPES = ("f2", "f4", "f8", "i1", "i8", "u4", "c8", "c16", "?", "S3", "U2", "i4,f8", "M8[s]")
 
 

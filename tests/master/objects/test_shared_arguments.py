@@ -14,7 +14,7 @@ from support.seeds import examples
 from synk.errors import CollectiveMismatch
 
 WORKERS = (1, 2, 3, 4)
-EVERYWHERE = (*WORKERS, "inline", "1+3")
+EVERYWHERE = (3, "inline", "1+3", *(pytest.param(where, marks=pytest.mark.storm) for where in (1, 2, 4)))
 
 
 class Sharded:

@@ -9,7 +9,7 @@ import pytest
 from support.rank_arrays import OPS, REDUCIBLE, accumulated, assert_same, everywhere, numbers
 
 WORKERS = (1, 2, 3, 4)
-EVERYWHERE = (*WORKERS, "inline", "1+3")
+EVERYWHERE = (3, "inline", "1+3", *(pytest.param(where, marks=pytest.mark.storm) for where in (1, 2, 4)))
 
 
 def step(old: np.ndarray, x: np.ndarray) -> np.ndarray:
