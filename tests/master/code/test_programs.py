@@ -48,7 +48,7 @@ def test_a_program_is_the_same_each_time_and_its_lines_are_right() -> None:
 
 def test_programs_meet_each_kind_of_step() -> None:
     counts: Counter[tuple[str, str]] = Counter()
-    for seed in range(60):
+    for seed in range(120):
         counts.update(programs.generate(seed).counts)
     met = Counter(dimension for dimension, _ in counts)
     assert met["verb"] == len(programs.VERBS) + 3
