@@ -17,7 +17,8 @@ if importlib.util.find_spec("pytensor") is None:
     print('PyTensor is not installed, so there is nothing to show: pip install "pytensor>=3.0"')
     sys.exit()
 
-os.environ.setdefault("PYTENSOR_FLAGS", "cxx=,linker=py,floatX=float64")  # NumPy computes, nothing is compiled
+# NumPy computes, nothing is compiled: loops that PyTensor would fuse would be loops of Python.
+os.environ.setdefault("PYTENSOR_FLAGS", "cxx=,linker=py,floatX=float64,optimizer_excluding=fusion")
 os.environ.update(OMP_NUM_THREADS="1")
 
 import numpy as np

@@ -137,14 +137,14 @@ calls = {
     "num_slices": st.sampled_from([1, 1, 2, 3, 7]),
     "as_data": st.booleans(),
 }
-thorough = examples(20)
+thorough = examples(6)
 
 
 @pytest.mark.parametrize("where", [*WORKERS, "inline"])
 @pytest.mark.parametrize("op", KERNELS)
 @thorough
 @given(data=st.data(), **calls)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(20)
 def test_a_call_equals_numpy_and_the_serial_call(
     functions: Functions,
     shared_runtimes: Any,
@@ -245,7 +245,7 @@ LARGE = [
 
 @pytest.mark.parametrize("num_workers", WORKERS)
 @pytest.mark.parametrize(("op", "dtype"), LARGE)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(60)
 def test_large_outputs_take_the_other_path_to_the_same_numbers(
     shared_runtimes: Any, num_workers: int, op: str, dtype: str
 ) -> None:
@@ -317,6 +317,7 @@ def test_a_broadcast_none_after_data_that_is_gone(shared_runtimes: Any) -> None:
         f(None, None)
 
 
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize("num_slices", [1, 2])
 @pytest.mark.parametrize("op", ["avg", "sum", "max", "gather"])
 @pytest.mark.parametrize("dtype", [">f8", ">c16", ">f2", ">i4"])

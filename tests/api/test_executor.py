@@ -64,7 +64,7 @@ class Thing:
 
 @pytest.mark.parametrize("chunksize", [1, 4])
 def test_the_iterator_of_map_keeps_no_result_that_it_has_given(executor: synk.Executor, chunksize: int) -> None:
-    for thing in executor.map(lambda _: Thing(), range(10), chunksize=chunksize):
+    for thing in executor.map(lambda _: Thing(), range(4), chunksize=chunksize):
         reference = weakref.ref(thing)
         del thing
         gc.collect()

@@ -154,6 +154,7 @@ def in_thread(act: Callable[[], Any]) -> Any:
     return got[0]
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("num_workers", [1, 2, "inline"])
 def test_a_call_computes_with_the_settings_of_its_place(shared_runtimes: Any, name: str, num_workers: Any) -> None:

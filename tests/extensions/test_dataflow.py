@@ -156,7 +156,7 @@ def graphs(draw: st.DrawFn) -> Graph:
     return Graph(program)
 
 
-any_graph = hypothesis.settings(max_examples=50, deadline=None)
+any_graph = hypothesis.settings(max_examples=15, deadline=None)
 
 
 @any_graph

@@ -311,6 +311,7 @@ def ring(comm: Any) -> tuple[int, int]:
     return (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("kind", ["Isend Irecv", "Isend Recv", "Irecv Send", "Send Recv"])
 def test_gradients_of_messages_go_back_around_the_ring(everywhere: Any, kind: str) -> None:
     """1 MB, which is more than a ring between two ranks holds."""

@@ -201,7 +201,14 @@ def test_a_checkpoint_goes_into_a_plain_loop_and_back(shared_runtimes: Any) -> N
     assert_same(rt.get_value(train.params), expected, 2e-5)
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "a chain",
+        "every third",
+        *(pytest.param(kind, marks=pytest.mark.storm) for kind in ("momentum", "adamw with a schedule")),
+    ],
+)
 def test_a_run_goes_on_from_a_file_bit_for_bit(shared_runtimes: Any, tmp_path: Path, kind: str) -> None:
     def make() -> Any:
         tx = OPTIMIZERS[kind]()

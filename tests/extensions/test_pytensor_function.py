@@ -13,7 +13,7 @@ import synk
 WHY = "needs PyTensor: `make pytensor` installs it"
 
 with pytest.MonkeyPatch.context() as patch:
-    patch.setenv("PYTENSOR_FLAGS", "cxx=,linker=py,traceback__limit=0,floatX=float64")
+    patch.setenv("PYTENSOR_FLAGS", "cxx=,linker=py,optimizer_excluding=fusion,traceback__limit=0,floatX=float64")
     pytensor = pytest.importorskip("pytensor", reason=WHY)
     import pytensor.tensor as pt
 
@@ -25,14 +25,14 @@ X, Y = RNG.standard_normal((17, 3)), RNG.standard_normal(17)
 
 @pytest.fixture(autouse=True)
 def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTENSOR_FLAGS", "cxx=,linker=py,traceback__limit=0,floatX=float64")
+    monkeypatch.setenv("PYTENSOR_FLAGS", "cxx=,linker=py,optimizer_excluding=fusion,traceback__limit=0,floatX=float64")
 
 
 @pytest.fixture(scope="module")
 def runtimes(kept_open: Any) -> Any:
     """Runtimes of this file's own: workers take the flags of PyTensor from the environment in which they start."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTENSOR_FLAGS", "cxx=,linker=py,traceback__limit=0,floatX=float64")
+        patch.setenv("PYTENSOR_FLAGS", "cxx=,linker=py,optimizer_excluding=fusion,traceback__limit=0,floatX=float64")
         opened = {number: synk.Runtime(number, backend="numpy") for number in (1, 2, 3)}
     yield opened
     for each in opened.values():

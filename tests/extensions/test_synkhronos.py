@@ -14,7 +14,7 @@ import pytest
 WHY = "needs PyTensor: `make pytensor` installs it"
 
 with pytest.MonkeyPatch.context() as patch:
-    patch.setenv("PYTENSOR_FLAGS", "cxx=,linker=py,traceback__limit=0,floatX=float64")
+    patch.setenv("PYTENSOR_FLAGS", "cxx=,linker=py,optimizer_excluding=fusion,traceback__limit=0,floatX=float64")
     theano = pytest.importorskip("pytensor", reason=WHY)
     import pytensor.tensor as T
 
@@ -27,7 +27,7 @@ NUM_RANKS = (1, 2, 3)
 def n_gpus(request: Any, kept_open: Any) -> Iterator[int]:
     """One runtime for all tests of a number of ranks: each worker imports PyTensor, which takes most of a start."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTENSOR_FLAGS", "cxx=,linker=py,traceback__limit=0")
+        patch.setenv("PYTENSOR_FLAGS", "cxx=,linker=py,optimizer_excluding=fusion,traceback__limit=0")
         yield synk.fork(request.param, use_gpu=False)
     synk.close()
 

@@ -188,6 +188,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], FakeRuntime]:
 BATCHES = [10, 7, 7, 12, 5, 9]
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("num_slices", [1, 2, 5])
 def test_training_is_that_of_torch_on_the_whole_batch(

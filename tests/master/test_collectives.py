@@ -12,7 +12,7 @@ from support.rank_arrays import OPS, REDUCIBLE, assert_same, everywhere, is_redu
 from synk._wire.messages import LARGE_NBYTES
 
 WORKERS = (1, 2, 3, 4)
-EVERYWHERE = (*WORKERS, "inline", "1+3")
+EVERYWHERE = (3, "inline", "1+3", *(pytest.param(where, marks=pytest.mark.storm) for where in (1, 2, 4)))
 ANY_DTYPE = ("f2", "f8", "i1", "u8", "c16", "?", "S3", "U2", "i4,f8", "M8[s]")
 
 
@@ -42,7 +42,7 @@ def unequal(rt: Any, dtype: Any = "f8", **options: Any) -> tuple[Any, list[np.nd
 
 @pytest.mark.parametrize("where", [1, 2, 4, "inline", "1+3"])
 @pytest.mark.parametrize(("op", "dtype"), REDUCIBLE)
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(60)
 def test_reductions_equal_numpy(shared_runtimes: Any, where: Any, op: str, dtype: str) -> None:
     rt = shared_runtimes[where]
     for shape in ((7, 3), (), (0, 2)):
@@ -109,7 +109,7 @@ def test_unequal_values_are_not_reduced(shared_runtimes: Any, op: str) -> None:
 
 @pytest.mark.parametrize("where", EVERYWHERE)
 @pytest.mark.parametrize("dtype", ANY_DTYPE)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(60)
 def test_broadcast_scatter_and_gather_move_any_dtype(shared_runtimes: Any, where: Any, dtype: str) -> None:
     rt = shared_runtimes[where]
     w, values = differing(rt, (4, 2), dtype)
@@ -129,6 +129,7 @@ def test_broadcast_scatter_and_gather_move_any_dtype(shared_runtimes: Any, where
         assert_same(everywhere(rt, w), np.array_split(np.asarray(rows), rt.world_size))
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("where", EVERYWHERE)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_values_of_unequal_length(shared_runtimes: Any, where: Any, sharded: bool) -> None:
@@ -150,6 +151,7 @@ def test_values_of_unequal_length(shared_runtimes: Any, where: Any, sharded: boo
     assert_same(everywhere(rt, w), [*values[:-1], values[0]])
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("where", EVERYWHERE)
 @pytest.mark.parametrize(
     "batch", [3, 0, slice(1, None, 2), slice(None, None, -1), [5, -1, 5], [], np.array([0, 6]), np.arange(7) % 2 == 0]

@@ -63,6 +63,7 @@ def test_equal_outputs(one: Any, other: Any, expected: bool) -> None:
     assert is_same(one, other, ROUNDING) is expected
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("rtol", [0.0, 1e-3, 0.5])
 @pytest.mark.parametrize("atol", [0.0, 1e-2])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int64", "complex128"])
@@ -83,6 +84,7 @@ def test_the_largest_difference(dtype: str) -> None:
         assert np.isnan(difference(value, serial))
 
 
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "uint8", "complex128", "bool"])
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("rows", [(1, 1), (3, 1), (2, 5, 1)], ids=str)

@@ -60,6 +60,7 @@ def normal(dtype: str, shape: Shape, seed: int) -> np.ndarray:
     return np.asarray(np.random.default_rng(seed).normal(size=shape)).astype(dtype)
 
 
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize("shape", [(), (0, 3), (40,), (6, 5)])
 @pytest.mark.parametrize(("op", "dtype"), REDUCIBLE)
 def test_two_levels_are_one(op: str, dtype: str, shape: Shape) -> None:
@@ -82,6 +83,7 @@ def test_partials_change_no_float16_and_finished_values_change_many(op: str) -> 
     assert 0.1 < changed < 0.6
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("op", ["avg", "sum", "prod", "min", "max"])
 def test_what_is_no_number_stays_none(op: str, dtype: str) -> None:
@@ -109,6 +111,7 @@ def test_integers_wrap_around() -> None:
 # ----- slices, ranks and the quiet call: one arithmetic
 
 
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize(("op", "dtype"), REDUCIBLE)
 @pytest.mark.parametrize("is_weighted", [False, True])
 def test_ranks_are_reduced_so(op: str, dtype: str, is_weighted: bool) -> None:
@@ -125,6 +128,7 @@ def test_ranks_are_reduced_so(op: str, dtype: str, is_weighted: bool) -> None:
         assert_same(partial / divisor if divisor > 1 else partial, out)
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize(("op", "dtype"), REDUCIBLE)
 def test_slices_are_accumulated_so(op: str, dtype: str) -> None:
     values = arrays(dtype, (50,))

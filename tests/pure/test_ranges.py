@@ -24,6 +24,7 @@ def test_every_element_is_in_one_block(num_parts: int) -> None:
         ]
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("itemsize", [1, 2, 4, 8, 16, 24, 100])
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 7])
 def test_every_element_is_in_one_chunk_and_edges_lie_on_lines(itemsize: int, num_parts: int) -> None:

@@ -20,7 +20,7 @@ from synk._pure.shards import (
     shard_bounds,
 )
 
-quick = settings(max_examples=100, deadline=None)
+quick = settings(max_examples=25, deadline=None)
 
 
 @st.composite

@@ -10,6 +10,7 @@ import pytest
 from synk._pure.sparse import csr_parts, is_csr
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("kind", ["csr_matrix", "csr_array"])
 @pytest.mark.parametrize("shape", [(0, 4), (1, 1), (7, 3), (50, 20)], ids=str)
 @pytest.mark.parametrize("density", [0.0, 0.2, 1.0])

@@ -471,11 +471,13 @@ def replicated(runtime: synk.Runtime) -> tuple[Any, Any]:
     return rep, step
 
 
-@pytest.mark.storm  # demo 23 does it at each run
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("workers", "num_kills"),
+    [(1, 1), *(pytest.param(workers, 10, marks=pytest.mark.storm) for workers in (1, 2))],
+)
 def test_a_program_killed_at_random_goes_on_bit_for_bit(
-    shared_runtimes: Any, tmp_path: Path, storm_count: Callable[[int], int], workers: int
+    shared_runtimes: Any, tmp_path: Path, storm_count: Callable[[int], int], workers: int, num_kills: int
 ) -> None:
     """After the last kill in this process; after those before it in a program like the one that was killed."""
     here = Path(__file__).resolve().parent
@@ -495,7 +497,7 @@ def test_a_program_killed_at_random_goes_on_bit_for_bit(
 
     found: dict[int, str] = {}
     chance = random.Random(os.urandom(8))
-    for _ in range(storm_count(10)):
+    for _ in range(storm_count(num_kills)):
         program = started()
         line = program.stdout.readline()  # it is up
         time.sleep(chance.random() * 0.15)

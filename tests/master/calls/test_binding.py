@@ -29,6 +29,7 @@ BATCHES: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 16])
 @pytest.mark.parametrize("num_inputs", [1, 3])

@@ -51,6 +51,7 @@ def test_the_counters_are_those_promised(shared_runtimes: Any) -> None:
     assert set(shared_runtimes[2].counters) >= COUNTERS
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("num_workers", WORKERS)
 @pytest.mark.parametrize("num_inputs", [1, 5])
 @pytest.mark.parametrize("num_outputs", [1, 7])

@@ -39,7 +39,7 @@ def test_a_layout_that_changes_does_not_mix_up_the_arguments(shared_runtimes: An
         np.testing.assert_array_equal(call(np.ones(256), 3), [768.0] * 2)
 
 
-@pytest.mark.parametrize("seed", seeds(3, 12))
+@pytest.mark.parametrize("seed", seeds(1, 12))
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 def test_random_layouts_and_arguments(shared_runtimes: Any, num_workers: int, seed: int) -> None:
     rng = random.Random(seed * 10 + num_workers)

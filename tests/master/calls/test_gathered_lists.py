@@ -43,7 +43,7 @@ def same(value: Any, expected: Any) -> None:
         lambda x: Both([str(value) for value in x], x),
     ],
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(60)
 def test_lists_are_joined_in_the_order_of_the_rows(shared_runtimes: Any, num_workers: Any, fn: Any) -> None:
     rt = shared_runtimes[num_workers]
     f = rt.function(fn, outputs="gather")

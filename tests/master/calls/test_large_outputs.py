@@ -106,6 +106,7 @@ def test_a_result_that_is_held_is_not_written_again(reused: Fork, patience: str)
 # ----- ranks whose outputs differ
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("num_rows", [16, 17, 33, 1001])
 @pytest.mark.parametrize("where", [2, 3])
 def test_a_large_sum_beside_outputs_whose_size_differs_between_ranks(

@@ -52,6 +52,7 @@ def total(x: Any) -> Any:
     return np.asarray(x).sum()
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_list_of_arrays_is_refused_before_anything_is_sent(shared_runtimes: Any, verb: str, kind: str) -> None:
@@ -71,6 +72,7 @@ def test_a_list_of_arrays_is_refused_before_anything_is_sent(shared_runtimes: An
     assert rt.counters["messages_down"] == before
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("kind", ROWS)
 def test_a_list_of_numbers_or_records_is_rows(shared_runtimes: Any, verb: str, kind: str) -> None:

@@ -30,7 +30,7 @@ def batch_of(kind: str, rng: np.random.Generator) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("where", [1, 2, 3, "inline"])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(20)
 def test_row_j_goes_with_the_jth_row_of_the_batch(shared_runtimes: Any, where: Any, kind: str) -> None:
     """Oracle: NumPy, which picks the same rows of the array that the minibatch was made of."""
     rt = shared_runtimes[where]
@@ -56,6 +56,7 @@ def test_row_j_goes_with_the_jth_row_of_the_batch(shared_runtimes: Any, where: A
                     np.testing.assert_array_equal(total, (rows * loaded[: len(rows)]).sum(axis=0))
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("where", [1, 2, 3])
 @pytest.mark.parametrize("batch", [5, slice(10, 15), slice(3, 13, 2), slice(20, 15, -1), [90, 3, 90, 0, 7]])
 def test_minibatch_data_alone_is_its_first_rows(shared_runtimes: Any, where: int, batch: Any) -> None:

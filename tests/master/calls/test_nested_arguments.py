@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from synk.errors import SerializationError
 
-EVERYWHERE = (1, 2, 3, "inline")
+EVERYWHERE = (pytest.param(1, marks=pytest.mark.storm), 2, 3, "inline")  # one worker is as one inline
 
 
 class Pair(NamedTuple):
@@ -64,6 +64,7 @@ class Encoding(UserDict):  # type: ignore[type-arg]
         return self.data[name]
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("where", EVERYWHERE)
 @pytest.mark.parametrize("num_rows", [7, 6, 2, 1])
 def test_every_container_comes_as_itself(shared_runtimes: Any, where: Any, num_rows: int) -> None:
@@ -136,6 +137,7 @@ def test_texts_are_rows(shared_runtimes: Any) -> None:
 BATCHES = [None, 5, slice(1, 20, 3), slice(None, None, -1), [3, 3, -1, 0], np.arange(23) % 2 == 0]
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("batch", BATCHES, ids=str)
 @pytest.mark.parametrize("where", EVERYWHERE)
 def test_leaves_of_every_kind_with_every_option(shared_runtimes: Any, where: Any, batch: Any) -> None:
@@ -429,7 +431,7 @@ def _with_rows(value: Any, rows: Any) -> Any:
     return value
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_nesting(shared_runtimes: Any, data: st.DataObject) -> None:
     rt = shared_runtimes[data.draw(st.sampled_from([1, 2, 3]))]

@@ -63,6 +63,7 @@ def test_none_beside_values(shared_runtimes: Any, case: str) -> None:
         assert result == expected
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("op", ["sum", "gather", "first"])
 @pytest.mark.parametrize("before", [False, True])
 def test_large_outputs_beside_them(shared_runtimes: Any, op: str, before: bool) -> None:

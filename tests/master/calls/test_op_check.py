@@ -156,7 +156,7 @@ FUNCTIONS: dict[str, Callable[[np.ndarray], Any]] = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(60)
 def test_warned_or_silent_as_the_plain_function_demands(rt: Any, name: str) -> None:
     fn = FUNCTIONS[name]
     x = X[: {1: 8, 2: 13, 3: 13}[rt.world_size]]
@@ -339,12 +339,14 @@ SILENT: dict[str, Callable[[], Callable[[Any], Any]]] = {
 }
 
 
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize("name", SILENT)
 def test_silent_where_the_halves_say_nothing(rt: Any, name: str) -> None:
     f = rt.function(SILENT[name]())
     assert told(lambda: [f(X) for _ in range(3)]) == []
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("op", ["avg", "sum", "max", "gather", "first", None, np.add])
 def test_an_op_that_was_named_is_the_users_word(rt: Any, op: Any) -> None:
     x = np.arange(4.0 * rt.world_size)

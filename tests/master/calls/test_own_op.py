@@ -16,7 +16,7 @@ from support.harness import script
 import synk
 from synk.errors import CollectiveMismatch
 
-WHERE = (1, 2, 3, "inline")
+WHERE = (pytest.param(1, marks=pytest.mark.storm), 2, 3, "inline")  # one worker is as one inline
 WIDE = (1 << 18) // 8
 """Columns of float64 from which on an output is large."""
 

@@ -126,6 +126,7 @@ def watched(rt: Any) -> Any:
 # -- when it is quiet -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("num_workers", [1, 2, 3, "inline"])
 @pytest.mark.parametrize("as_data", [True, False])
 def test_the_third_call_is_known_on_both_sides(
@@ -154,6 +155,7 @@ def submit_all(f: Any, *calls: tuple[Any, ...]) -> list[Any]:
     return results + [each.result() for each in pending]
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("num_workers", [1, 2, 3, "inline"])
 @pytest.mark.parametrize("as_data", [True, False])
 def test_submitted_calls_are_quiet_on_both_sides(
@@ -357,6 +359,7 @@ BATCHES: list[Any] = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("num_workers", [1, 2, 3, "inline"])
 @pytest.mark.parametrize("as_data", [True, False])
 def test_batches_are_quiet(shared_runtimes: Any, ordinary: Ordinary, num_workers: Any, as_data: bool) -> None:
@@ -1453,7 +1456,7 @@ class Fuzz:
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3, "inline"])
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(20)
 def test_any_sequence_of_calls_equals_numpy(shared_runtimes: Any, num_workers: Any, seed: int) -> None:
     fuzz = Fuzz(shared_runtimes[num_workers], 10 * (0 if num_workers == "inline" else num_workers) + seed)
     for _ in range(40):
@@ -1535,6 +1538,7 @@ def test_calls_that_fit_leave_the_log_as_it_is(shared_runtimes: Any) -> None:
     assert rt._session.workers.log.state == number
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("kind", [1, 2, "inline"])
 @pytest.mark.parametrize("way", ["communicates", "keeps an input", "both"])
 def test_no_assignment_is_lost_where_a_quiet_call_goes_on_the_ordinary_way(

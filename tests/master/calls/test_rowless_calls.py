@@ -12,7 +12,7 @@ from support.harness import script
 
 import synk
 
-WHERE = (1, 2, 3, "inline")
+WHERE = (pytest.param(1, marks=pytest.mark.storm), 2, 3, "inline")  # one worker is as one inline
 Y = np.arange(6.0)
 
 
@@ -23,6 +23,7 @@ def add(a: Any, b: Any) -> Any:
 # ----- no rows at all
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("op", ["sum", "prod", "gather", add], ids=["sum", "prod", "gather", "callable"])
 def test_ops_that_would_count_the_workers_are_refused(shared_runtimes: Any, where: Any, op: Any) -> None:
@@ -35,6 +36,7 @@ def test_ops_that_would_count_the_workers_are_refused(shared_runtimes: Any, wher
             call(Y)
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("op", ["avg", "min", "max", "first"])
 def test_ops_whose_value_does_not_depend_on_the_workers_stay(shared_runtimes: Any, where: Any, op: str) -> None:
@@ -66,6 +68,7 @@ def test_per_rank_is_an_option_of_every_way_to_build_a_function(reused: Callable
 # ----- rows of variables that the function closes over
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("rows", [1, 2, 5, 6, 7])
 def test_closed_over_shards_are_rows_to_divide(shared_runtimes: Any, where: Any, rows: int) -> None:

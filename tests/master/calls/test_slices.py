@@ -21,6 +21,7 @@ def combined(op: str, values: list[Any], rows: tuple[int, ...], num_ranks: int) 
     return total / sum(rows) if op == "avg" else total
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("is_serial", ROWS)
 @pytest.mark.parametrize("size", [1, 100_000])
 @pytest.mark.parametrize("op", ["avg", "sum"])

@@ -21,6 +21,7 @@ def matrix(kind: Any, num_rows: int = 13, seed: int = 0) -> Any:
     return kind(dense.astype(float))
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("where", [1, 2, 3, "inline"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_rank_gets_its_rows(shared_runtimes: Any, where: Any, kind: Any) -> None:

@@ -190,9 +190,8 @@ def test_each_rank_gets_its_rows_by_every_verb(shared_runtimes: Any, make: Calla
     apart, together = rt.function(same, outputs=None), rt.function(same, outputs="gather")
     for got, rows in zip(apart(table), np.array_split(np.arange(N), 3)):
         assert_same(got, rows_of(table, slice(rows[0], rows[-1] + 1)))
-    for batch in BATCHES:
-        for call in (together, together.serial):
-            assert_same(call(table, batch=batch), rows_of(table, batch))
+    assert_same(together(table), table)
+    assert_same(together.serial(table), table)
     assert_same(together(table, num_slices=3), table)
     assert_same(together(table=table), table)
     assert_same(together.submit(table).result(), table)
@@ -206,6 +205,16 @@ def test_each_rank_gets_its_rows_by_every_verb(shared_runtimes: Any, make: Calla
     assert_same(rt.function(lambda x: x, bcast_inputs="x", outputs="first")(table), table)
 
 
+@pytest.mark.sampled(60)
+@pytest.mark.parametrize("make", kinds())
+@pytest.mark.parametrize("batch", BATCHES, ids=str)
+def test_each_rank_gets_the_rows_of_a_batch(shared_runtimes: Any, make: Callable[[], Any], batch: Any) -> None:
+    table, together = make(), shared_runtimes[3].function(same, outputs="gather")
+    for call in (together, together.serial):
+        assert_same(call(table, batch=batch), rows_of(table, batch))
+
+
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("where", [1, 2, "inline"])
 @pytest.mark.parametrize("library", ["pandas", "polars"])
 def test_on_other_numbers_of_ranks(shared_runtimes: Any, where: Any, library: str) -> None:
@@ -390,6 +399,7 @@ def test_classes_of_the_script(shared_runtimes: Any) -> None:
 # -- as an output -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("num_slices", [1, 3])
 @pytest.mark.parametrize("op", ["sum", "avg", "prod", "min", "max"])
 def test_numbers_are_reduced_and_labels_kept(shared_runtimes: Any, op: str, num_slices: int) -> None:

@@ -14,7 +14,7 @@ from support.harness import script
 
 torch = pytest.importorskip("torch")
 
-EVERYWHERE = (1, 2, 3, "inline")
+EVERYWHERE = (pytest.param(1, marks=pytest.mark.storm), 2, 3, "inline")  # one worker is as one inline
 DTYPES = [
     "bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float16", "bfloat16", "float32",
     "float64", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2",
@@ -63,7 +63,7 @@ def assert_same(got: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("where", EVERYWHERE)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(60)
 def test_every_dtype_there_and_back(shared_runtimes: Any, where: Any, dtype: str) -> None:
     rt = shared_runtimes[where]
     f = rt.function(lambda w, x: (x, w), bcast_inputs="w", outputs=("gather", "first"), framework="torch")
@@ -110,6 +110,7 @@ def test_any_strides_and_lazy_values(shared_runtimes: Any, make: Any) -> None:
 OPS: dict[str, Any] = {"sum": lambda x: x.sum(0), "avg": lambda x: x.mean(0), "min": lambda x: x.amin(0)}
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("size", [3, 100_000])
@@ -347,6 +348,7 @@ REFUSED: list[tuple[Any, str]] = [
 ]
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("framework", [None, "torch"])
 @pytest.mark.parametrize("case", range(len(REFUSED)))
 def test_tensors_that_cannot_travel_are_refused(shared_runtimes: Any, case: int, framework: str | None) -> None:

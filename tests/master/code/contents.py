@@ -14,13 +14,20 @@ import types
 import zlib
 from collections import deque
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, type(Ellipsis))
 MOST_ELEMENTS = 24
 """Of arrays and collections that are written out; larger ones are summed up."""
+
+
+class Point(NamedTuple):
+    """Holds something that changes, and cannot be changed itself."""
+
+    k: list[int]
+    n: int
 
 
 def text(obj: Any) -> str:

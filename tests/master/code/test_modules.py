@@ -294,7 +294,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 READS = "\ndef reads(x): return [text(held())] * len(x)\n"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("num_workers", WORKERS)
 @pytest.mark.parametrize("first_call", ["before the changes", "after the first change", "after all changes"])

@@ -119,6 +119,7 @@ KINDS = {
 }
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("verb", ["call", "submit"])
 def test_one_object_with_a_field_for_each_side(shared_runtimes: Any, name: str, verb: str) -> None:

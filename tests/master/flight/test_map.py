@@ -115,6 +115,7 @@ with_two_workers = pytest.mark.parametrize("kind", [2, "1+1"])
 # -- what the built-in gives ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("num_workers", [1, 2, 3, "inline", "1+3", "2+2"])
 @pytest.mark.parametrize("batch_size", [None, 1, 3, 100])
 def test_a_map_gives_what_the_builtin_gives(shared_runtimes: Any, num_workers: Any, batch_size: Any) -> None:

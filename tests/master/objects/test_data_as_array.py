@@ -73,6 +73,7 @@ def test_the_operators_are_those_of_the_mixin() -> None:
         assert getattr(synk.Data, name) is not getattr(NDArrayOperatorsMixin, name)
 
 
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("name", BINARY)
 def test_a_binary_operator_gives_what_the_array_gives(shared_runtimes: Any, name: str, other: str) -> None:
@@ -99,7 +100,7 @@ def test_a_unary_operator_gives_what_the_array_gives(shared_runtimes: Any, name:
 
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("name", IN_PLACE)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(60)
 def test_in_place_operators_write_to_where_the_workers_read(shared_runtimes: Any, name: str, other: str) -> None:
     """With NumPy's rules for the dtype; the name stays bound to the object, and an error leaves it as it was."""
     rt = shared_runtimes[2]

@@ -32,6 +32,7 @@ class Hook:
         return int, (0,)
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("verb", ["call", "serial", "submit"])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("where", [1, 3, "inline"])

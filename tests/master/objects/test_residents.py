@@ -324,6 +324,7 @@ def test_state_dict_is_used_where_it_exists(shared_runtimes: Any) -> None:
 # ----- calls that not all ranks take part in
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("kind", [4, "2+2"])
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5])
 def test_ranks_without_rows_catch_up(shared_runtimes: Any, kind: Any, rows: int) -> None:

@@ -15,7 +15,7 @@ import pytest
 from support.rank_arrays import assert_same, assigner, everywhere, numbers
 
 WORKERS = (1, 2, 3, 4)
-EVERYWHERE = (*WORKERS, "inline", "1+3")
+EVERYWHERE = (3, "inline", "1+3", *(pytest.param(where, marks=pytest.mark.storm) for where in (1, 2, 4)))
 DTYPES = ("f2", "f4", "f8", "i1", "i8", "u4", "c8", "c16", "?", "S3", "U2", "i4,f8", "M8[s]")
 
 
@@ -32,6 +32,7 @@ def rows_of(rt: Any, x: np.ndarray) -> list[np.ndarray]:
 # ----- values
 
 
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize("where", EVERYWHERE)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_replica_is_the_same_array_on_every_rank(shared_runtimes: Any, where: Any, dtype: str) -> None:
@@ -44,6 +45,7 @@ def test_a_replica_is_the_same_array_on_every_rank(shared_runtimes: Any, where: 
     assert_same(rt.function(lambda: (w.value, w.shape, w.dtype, w.name), outputs="first")()[0], value)
 
 
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize("where", EVERYWHERE)
 @pytest.mark.parametrize("num_rows", [0, 1, 3, 8])
 @pytest.mark.parametrize("dtype", ["f8", "i1", "U2"])
@@ -58,6 +60,7 @@ def test_shards_are_what_array_split_gives(shared_runtimes: Any, where: Any, num
     assert rt.get_shapes(x) == [part.shape for part in rows_of(rt, value)]
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("where", [1, 2, "inline", "1+3"])
 @pytest.mark.parametrize(
     "value",
@@ -187,6 +190,7 @@ def test_one_rank_may_assign_and_another_not(shared_runtimes: Any, where: Any) -
         assert_same(everywhere(rt, v), each(rt, lambda rank: np.asarray(0.5 if rank % 2 == 0 else rank + 1.0)))
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("where", EVERYWHERE)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_axis_0_may_change_in_functions_on_each_rank_by_its_own(
@@ -212,7 +216,7 @@ def test_axis_0_may_change_in_functions_on_each_rank_by_its_own(
 @pytest.mark.parametrize("where", EVERYWHERE)
 @pytest.mark.parametrize("output", [1, 30_000, 70_000])
 @pytest.mark.parametrize("num_outputs", [1, 4])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(20)
 def test_a_second_message_keeps_what_was_stored_before_it(
     shared_runtimes: Any, where: Any, output: int, num_outputs: int
 ) -> None:

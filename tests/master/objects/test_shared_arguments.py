@@ -14,7 +14,7 @@ from support.seeds import examples
 from synk.errors import CollectiveMismatch
 
 WORKERS = (1, 2, 3, 4)
-EVERYWHERE = (*WORKERS, "inline", "1+3")
+EVERYWHERE = (3, "inline", "1+3", *(pytest.param(where, marks=pytest.mark.storm) for where in (1, 2, 4)))
 
 
 class Sharded:
@@ -66,7 +66,7 @@ calls = {
     "num_slices": st.sampled_from([1, 1, 2, 3, 7]),
     "seed": st.integers(0, 1000),
 }
-thorough = examples(12)
+thorough = examples(5)
 
 
 class Functions:
@@ -249,6 +249,7 @@ def test_a_nested_sharded_variable_is_a_data_set(shared_runtimes: Any, where: An
     assert f(data)[1] == new["y"].sum()
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("where", EVERYWHERE)
 @pytest.mark.parametrize("batch", [None, 0, [], slice(2, 2)])
 def test_no_rows_at_all(shared_runtimes: Any, where: Any, batch: Any) -> None:
@@ -262,6 +263,7 @@ def test_no_rows_at_all(shared_runtimes: Any, where: Any, batch: Any) -> None:
         rt.function(lambda x: x.sum(0))(x, batch=batch)
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("where", EVERYWHERE)
 @pytest.mark.parametrize("value", [np.arange(3.0), np.float32(2), {"a": np.arange(3), "b": (np.ones(2), None)}])
 def test_a_replica_is_a_broadcast_argument(shared_runtimes: Any, where: Any, value: Any) -> None:

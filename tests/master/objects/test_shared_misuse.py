@@ -42,6 +42,7 @@ def test_a_value_of_another_structure_is_an_error(shared_runtimes: Any, wrong: A
     assert_same(everywhere(rt, w), [value] * 2)
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("where", [2, "inline", "1+3"])
 @pytest.mark.parametrize(
     ("value", "error", "words"),

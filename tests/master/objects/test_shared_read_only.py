@@ -26,6 +26,7 @@ def params() -> dict[str, Any]:
     }
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize(
     "change",
     [
@@ -101,6 +102,7 @@ def test_other_dicts_refuse_as_well(shared_runtimes: Any, kind: Any) -> None:
     w.value = copy.copy(w.value)
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("name", ["iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul"])
 @pytest.mark.parametrize("value", [np.float64(3), np.arange(4.0).reshape(2, 2), np.arange(4).reshape(2, 2)])
 def test_augmented_assignment_assigns(shared_runtimes: Any, name: str, value: Any) -> None:
@@ -181,6 +183,7 @@ def test_what_was_read_works_as_before(shared_runtimes: Any) -> None:
 # ----- in functions
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("where", [2, "inline", "1+3"])
 @pytest.mark.parametrize("num_slices", [1, 2])
 @pytest.mark.parametrize(

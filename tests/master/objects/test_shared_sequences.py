@@ -330,7 +330,7 @@ class Sequences(RuleBasedStateMachine):
 @pytest.mark.parametrize(
     ("where", "mover"), [*((where, "master") for where in EVERYWHERE), (2, "workers"), (3, "workers")]
 )
-@pytest.mark.parametrize("num_sequences", [4, pytest.param(12, marks=pytest.mark.storm)])
+@pytest.mark.parametrize("num_sequences", [2, pytest.param(12, marks=pytest.mark.storm)])
 def test_any_sequence_of_operations_equals_numpy(
     shared_runtimes: Any, monkeypatch: pytest.MonkeyPatch, where: Any, mover: str, num_sequences: int
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 from support.rank_arrays import OPS, REDUCIBLE, accumulated, assert_same, everywhere, numbers
 
 WORKERS = (1, 2, 3, 4)
-EVERYWHERE = (*WORKERS, "inline", "1+3")
+EVERYWHERE = (3, "inline", "1+3", *(pytest.param(where, marks=pytest.mark.storm) for where in (1, 2, 4)))
 
 
 def step(old: np.ndarray, x: np.ndarray) -> np.ndarray:
@@ -29,7 +29,7 @@ def followed(rt: Any, parts: list[np.ndarray], new: list[Any]) -> list[Any]:
     [(where, *pair) for where in (3, "inline") for pair in REDUCIBLE]
     + [(where, op, "float32") for where in (1, 2, 4) for op in OPS],
 )
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(60)
 def test_new_values_are_accumulated_over_slices_that_all_see_the_old(
     shared_runtimes: Any, where: Any, op: str, dtype: str
 ) -> None:
@@ -79,6 +79,7 @@ def test_with_one_slice_the_value_is_stored_bit_by_bit(shared_runtimes: Any, whe
             assert_same(everywhere(rt, w), [new] * rt.world_size)
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("where", EVERYWHERE)
 @pytest.mark.parametrize("op", ["avg", "sum", "max"])
 def test_a_call_without_rows_updates_as_well(shared_runtimes: Any, where: Any, op: str) -> None:
@@ -118,6 +119,7 @@ def test_several_variables_each_with_its_op(shared_runtimes: Any, where: Any) ->
         assert_same(everywhere(rt, counts), [np.array([len(part)]) for part in parts])
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("where", [1, 3, "inline", "1+3"])
 @pytest.mark.parametrize("kind", ["variable", "pair", "list", "tuple"])
 def test_the_ways_to_name_one_variable(shared_runtimes: Any, where: Any, kind: str) -> None:
@@ -130,6 +132,7 @@ def test_the_ways_to_name_one_variable(shared_runtimes: Any, where: Any, kind: s
     assert_same(everywhere(rt, w), [np.full(2, 3.0)] * rt.world_size)
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("where", [1, 2, "inline", "1+3"])
 @pytest.mark.parametrize("op", ["avg", "sum", "max"])
 def test_a_function_may_fill_one_buffer_for_all_slices(shared_runtimes: Any, where: Any, op: str) -> None:
@@ -166,6 +169,7 @@ def w(shared_runtimes: Any) -> Any:
     return shared_runtimes[2].shared(np.ones(2), name="w")
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize(
     ("result", "error", "words"),
     [

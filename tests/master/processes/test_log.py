@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import pytest
+from support.seeds import seeds
 
 from synk._master.processes.log import Dropped, Known, Log, Packed
 from synk._wire.messages import Body
@@ -63,7 +64,7 @@ class Model:
         self.held[rank] = {}
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", seeds(20, 200))
 def test_every_rank_comes_to_hold_what_lives(seed: int) -> None:
     draw, model = random.Random(seed), Model(3)
     for _ in range(300):
