@@ -10,6 +10,7 @@ from typing import Any
 import hypothesis
 import hypothesis.strategies as st
 import pytest
+from support.seeds import examples
 
 from synk.extensions.dataflow import schedule
 
@@ -156,7 +157,7 @@ def graphs(draw: st.DrawFn) -> Graph:
     return Graph(program)
 
 
-any_graph = hypothesis.settings(max_examples=15, deadline=None)
+any_graph = examples(15)
 
 
 @any_graph

@@ -18,6 +18,7 @@ import numpy as np
 import optree
 import pytest
 import torch
+from support.seeds import examples
 
 from synk.extensions import updates
 
@@ -441,7 +442,7 @@ GRADIENTS = st.lists(
 
 
 @hypothesis.given(GRADIENTS, st.floats(1e-3, 1e3))
-@hypothesis.settings(max_examples=25, deadline=None)
+@examples(25)
 def test_clip_is_that_of_torch(grads: list[np.ndarray], max_norm: float) -> None:
     tensors = [torch.zeros(grad.shape, dtype=torch.float64) for grad in grads]
     for tensor, grad in zip(tensors, grads, strict=True):
@@ -511,7 +512,7 @@ TREES = st.recursive(
 
 
 @hypothesis.given(TREES, st.sampled_from([np.asarray, torch.tensor]))
-@hypothesis.settings(max_examples=25, deadline=None)
+@examples(25)
 def test_flatten_round_trip(values: Any, array: Callable[[Any], Any]) -> None:
     tree = optree.tree_map(array, values)
     flats, unflatten = updates.flatten(tree)

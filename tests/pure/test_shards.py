@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.seeds import examples
 
 from synk._pure.shards import (
     Assignment,
@@ -20,7 +21,7 @@ from synk._pure.shards import (
     shard_bounds,
 )
 
-quick = settings(max_examples=25, deadline=None)
+quick = examples(25)
 
 
 @st.composite

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.seeds import examples
 
 from synk.errors import SerializationError
 
@@ -431,7 +432,7 @@ def _with_rows(value: Any, rows: Any) -> Any:
     return value
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(15)
 @given(data=st.data())
 def test_any_nesting(shared_runtimes: Any, data: st.DataObject) -> None:
     rt = shared_runtimes[data.draw(st.sampled_from([1, 2, 3]))]
