@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synk._api.plain_copy import RESIDENT, SHARED, Copy, NotComparable, copied, why_no_handle
+from synk._api.plain_copy import RESIDENT, SHARED, NotComparable, PlainCopy, copied, why_no_handle
 from synk._master.calls.binding import RowCount, select
 from synk._master.calls.callee import Callee
 from synk._master.code.handles import Handle
@@ -110,7 +110,7 @@ class PlainCall:
         except NotComparable as why:
             return PlainOutputs.not_run(str(why))
 
-    def _copied(self) -> Copy:
+    def _copied(self) -> PlainCopy:
         try:
             args, kwargs = plain_arguments(self.callee, self.args, self.kwargs, self.batch)
             return copied(self.callee.fn, args, kwargs)
@@ -120,7 +120,7 @@ class PlainCall:
             text = f"{type(error).__name__}: {str(error).rstrip('.')}"
             raise NotComparable(f"it cannot be copied with its arguments ({text})") from None
 
-    def _called(self, copy: Copy, skeleton: Any) -> PlainOutputs:
+    def _called(self, copy: PlainCopy, skeleton: Any) -> PlainOutputs:
         try:
             result = safe_point(copy.fn, *copy.args, **copy.kwargs)
         except ReentrancyError:

@@ -33,7 +33,7 @@ def why_no_handle(handle: Handle) -> str:
 
 
 @dataclass(frozen=True)
-class Copy:
+class PlainCopy:
     """A copy of a function and its arguments.
 
     Attributes
@@ -63,7 +63,7 @@ class Copy:
             return result
 
 
-def copied(fn: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Copy:
+def copied(fn: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> PlainCopy:
     """Return a copy, made by a single pickle.
 
     Raises
@@ -91,7 +91,7 @@ def copied(fn: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> C
         raise NotComparable("it shares an object with a module, which would not be copied with it")
     parts = safe_point(pickle.loads, file.getbuffer(), buffers=[bytearray(buffer.raw()) for buffer in buffers])
     fn, args, kwargs, copies = parts
-    return Copy(fn, args, kwargs, copier.classes, copies)
+    return PlainCopy(fn, args, kwargs, copier.classes, copies)
 
 
 def _objects_in(modules: Sequence[types.ModuleType]) -> dict[int, Any]:

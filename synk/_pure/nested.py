@@ -42,7 +42,7 @@ WHOLE = "whole"
 """Stands for a leaf without rows of its own: a part of a matrix or table, which every rank needs whole."""
 
 
-class Node(NamedTuple):
+class Container(NamedTuple):
     """One container of a nesting, without its leaves. Hashable, so that calls of one structure share a plan.
 
     Attributes
@@ -53,7 +53,7 @@ class Node(NamedTuple):
         What the container is built with: its class, in most cases.
     keys : tuple
         The keys of a mapping in its order, or the names of the fields, or nothing.
-    parts : tuple of Node, ``LEAF``, ``WHOLE`` or None
+    parts : tuple of Container, ``LEAF``, ``WHOLE`` or None
         None stands for a value that is None.
     """
 
@@ -200,11 +200,11 @@ def _structure(value: Any, leaves: list[Any], by_rows: bool) -> Any:
         if by_rows and type(value) is not np.ndarray and has_inner_rows(value):
             maker, arrays = csr_parts(value) if is_csr(value) else table_parts(value)
             leaves += [array for array, _ in arrays]
-            return Node("rows", maker, (), tuple([WHOLE if is_whole else LEAF for _, is_whole in arrays]))
+            return Container("rows", maker, (), tuple([WHOLE if is_whole else LEAF for _, is_whole in arrays]))
         leaves.append(value)
         return LEAF
     kind, make, keys, parts = _opened(value)
-    return Node(kind, make, keys, tuple([_structure(part, leaves, by_rows) for part in parts]))
+    return Container(kind, make, keys, tuple([_structure(part, leaves, by_rows) for part in parts]))
 
 
 def take_apart_whole(value: Any) -> tuple[list[Any], Any]:
@@ -261,7 +261,7 @@ def _whole_structure(value: Any, leaves: list[Any], arrays: list[int], depth: in
     if len(arrays) == num_arrays:  # it holds no array
         leaves[first_leaf:] = [value]
         return LEAF
-    return Node(kind, make, keys, tuple(structures))
+    return Container(kind, make, keys, tuple(structures))
 
 
 def _is_plain_dataclass(value: Any) -> bool:

@@ -13,7 +13,7 @@ from synk._pure.ops import Op, Reduction
 
 
 @dataclass(frozen=True)
-class Slices:
+class SliceValues:
     """The values that a rank returned on its slices.
 
     The slices of all ranks are combined at once, so nothing is rounded twice.

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from synk._pure.ops import Op, Reduction
-from synk._pure.partials import Slices
+from synk._pure.partials import SliceValues
 from synk._pure.tables import functions_for, is_table, kind_of, library_of, taken_rows
 from synk.errors import CollectiveMismatch
 
 
 def num_rows(value: Any) -> int:
     """Return the number of rows of a table, or of the first of several slices."""
-    return len(value.values[0] if isinstance(value, Slices) else value)
+    return len(value.values[0] if isinstance(value, SliceValues) else value)
 
 
 def check_table(op: Op, table: Any, what: str) -> None:
@@ -50,7 +50,7 @@ def combined(
     ----------
     op : Op
         One that concatenates or reduces.
-    parts : sequence of tables or Slices of them
+    parts : sequence of tables or SliceValues of them
     rows : sequence of int
         How many rows each part stands for.
     ranks : sequence of int
@@ -66,7 +66,7 @@ def combined(
     each = [
         (rank, table, count)
         for rank, part, num_rows in zip(ranks, parts, rows)
-        for table, count in (zip(part.values, part.rows) if isinstance(part, Slices) else [(part, num_rows)])
+        for table, count in (zip(part.values, part.rows) if isinstance(part, SliceValues) else [(part, num_rows)])
     ]
     tables, weights = [table for _, table, _ in each], [count for _, _, count in each]
     verb = (op.verb or op.name) if isinstance(op, Reduction) else "gather"

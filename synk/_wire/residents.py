@@ -25,7 +25,7 @@ class Adopt(NamedTuple):
     sys_path: list[str]
 
 
-class Report(NamedTuple):
+class ReportStates(NamedTuple):
     """Orders a rank to report ``(version, is_torn, mark)`` of objects, or None for one that it does not have.
 
     ``counted`` has, for each object, its number, the version with which it was set, and the number of the last call

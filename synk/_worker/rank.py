@@ -20,12 +20,12 @@ from synk._wire.control import NUM_LANES, Down, Phase, Up
 from synk._wire.memory import Segment
 from synk._wire.messages import HAS_BODY, LANE_SHIFT, Kind, Status
 from synk._worker import failpoints as _failpoints
-from synk._worker.call.execute import Executor, WorkerLane
+from synk._worker.call.execute import PlanExecutor, WorkerLane
 from synk._worker.call.peers import Peers
 from synk._worker.comm.collectives import Collectives
 from synk._worker.held.held import Held
 from synk._worker.held.plans import LoadedFunction, PreparedPlan
-from synk._worker.held.residents import Residents
+from synk._worker.held.residents import RankResidents
 from synk._worker.held.settings import Settings
 from synk._worker.held.variables import Replica, VariableStore
 from synk.backends import Backend, DeviceBackend, backend_module
@@ -81,7 +81,7 @@ class Worker:
         The lane of the current message.
     held : Held
     variables : VariableStore
-    residents : Residents
+    residents : RankResidents
     settings : Settings
     peers : Peers
     mapped : LoadedFunction or None
@@ -125,7 +125,7 @@ class Worker:
         self.own_up[Up.PHASE] = Phase.IDLE  # a dead worker that this one replaces may have left another phase
         self.held = Held(self.backend)
         self.variables = VariableStore(rank, self.held.segments, self.down, self.backend, _replica_type(self.backend))
-        self.residents = Residents()
+        self.residents = RankResidents()
         self.settings = Settings()
         of_this_node = rank, world_size, self.backend, self.down, self.up, eventfds
         if self.has_other_nodes:
@@ -195,7 +195,7 @@ class Worker:
         return self.lane.first_down[_ALL_ROWS] if self.has_other_nodes else sum(self.lane.rows().values())
 
     @property
-    def executor(self) -> Executor:
+    def executor(self) -> PlanExecutor:
         return self.lane.executor
 
     @property

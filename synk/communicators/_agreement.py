@@ -17,7 +17,7 @@ from synk.communicators._buffers import named_dtype
 from synk.communicators._host import HostCommunicator
 from synk.communicators._layout import WORD_NBYTES
 from synk.communicators._messages import Incoming, Outgoing
-from synk.communicators._rendezvous import Request, agreed_weights, packed
+from synk.communicators._rendezvous import CommRequest, agreed_weights, packed
 from synk.communicators._schedule import Steps
 from synk.communicators._shm import ShmCommunicator
 from synk.communicators._shm_collectives import flat_bytes
@@ -33,7 +33,7 @@ OWN_TAG = -1
 NOTHING = np.empty(0, np.uint8)
 
 
-class Agreement(HostCommunicator):
+class NodeAgreement(HostCommunicator):
     """One rank's part in the agreement between the ranks of all nodes, in one call.
 
     Parameters
@@ -99,7 +99,7 @@ class Agreement(HostCommunicator):
         if dtype:
             named_dtype(dtype)  # raises if the others could not read it
         yield None
-        local, request = self._local, Request(kind, op, dtype, count, peer, 0, weight)
+        local, request = self._local, CommRequest(kind, op, dtype, count, peer, 0, weight)
         self._mail.num_joined += 1
         self._rendezvous.post(request)
         local.has_agreed = True  # the requests of all nodes are compared below

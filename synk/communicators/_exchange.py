@@ -16,7 +16,7 @@ from synk._pure.dtypes import dtype_name
 from synk.communicators._buffers import DTYPE_NAMES, named_dtype
 from synk.communicators._results import Place
 from synk.communicators._schedule import Steps
-from synk.communicators._shm_collectives import Reading, ShmCollectives, flat_bytes
+from synk.communicators._shm_collectives import ShmCollectives, StreamReading, flat_bytes
 from synk.errors import CollectiveMismatch
 
 FROM_ROOT, TO_ROOT = ("scatter",), ("gather",)
@@ -133,7 +133,7 @@ class Exchange:
         count = int(self._collectives.part(rank, half, 0, np.empty(1, np.int64))[0])
         return Head.read(self._collectives.part(rank, half, 0, np.empty(1 + count, np.int64))[1:].tolist())
 
-    def _open(self, heads: dict[int, Head], place: Place) -> tuple[np.ndarray, list[Reading]]:
+    def _open(self, heads: dict[int, Head], place: Place) -> tuple[np.ndarray, list[StreamReading]]:
         """Return the result, with this rank's own rows in place, and what is to be read from the others."""
         own, index = self._collectives.rank, self._index
         first = heads[self._senders[0]]
@@ -143,4 +143,4 @@ class Exchange:
         targets = {rank: flat_bytes(joined[start:stop]) for rank, (start, stop) in zip(heads, bounds)}
         if own in targets:
             targets.pop(own)[:] = self._own
-        return joined, [Reading(rank, index, target) for rank, target in targets.items()]
+        return joined, [StreamReading(rank, index, target) for rank, target in targets.items()]

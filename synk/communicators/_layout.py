@@ -69,7 +69,7 @@ class ControlLayout(NamedTuple):
         return round_up(self.unsent + self.world_size * self.column_nbytes, PAGE_NBYTES)
 
 
-class Layout(NamedTuple):
+class SegmentLayout(NamedTuple):
     """How a segment of ``nbytes`` is divided among ``world_size`` ranks."""
 
     nbytes: int

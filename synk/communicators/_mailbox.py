@@ -24,7 +24,7 @@ from synk._pure.ranges import LINE_NBYTES, round_up
 from synk.communicators._buffers import DTYPE_NAMES, named_dtype
 from synk.communicators._messages import HEADER, Inbox, Incoming, Outgoing, unreceived_text, unsent_text
 from synk.communicators._outbox import CHUNK_NBYTES, Outbox
-from synk.communicators._rendezvous import SPIN_YIELDS, Rendezvous, Request
+from synk.communicators._rendezvous import SPIN_YIELDS, CommRequest, Rendezvous
 from synk.communicators._schedule import Schedule
 
 # An isend below this size never uses the outbox: if the ring has no room, the sender keeps a private copy.
@@ -68,7 +68,7 @@ class Mailbox:
         self._grain = min(max(round_up(self.capacity // 2, LINE_NBYTES), LINE_NBYTES), GRAIN_NBYTES)
         self._unsent: dict[int, deque[Outgoing]] = {}  # by receiver: messages not yet written; no deque is empty
         # By receiver: messages that it may have read only in part, with their begin and end in the stream.
-        self._in_pieces: dict[int, deque[tuple[int, int, Request]]] = {}
+        self._in_pieces: dict[int, deque[tuple[int, int, CommRequest]]] = {}
         self._arriving: dict[int, Incoming] = {}  # by sender: the message whose first line was read
         self._fetched: list[Incoming] = []  # asked for, and not yet complete in the sender's outbox
         self._inbox = Inbox()
@@ -149,7 +149,7 @@ class Mailbox:
             rendezvous.fail(unreceived_text(self._first_unread(peer, num_read), rank), [peer])
         return False
 
-    def _first_unread(self, peer: int, num_read: int) -> Request:
+    def _first_unread(self, peer: int, num_read: int) -> CommRequest:
         """Return the send to ``peer`` whose message is the first in the ring that was not read in full."""
         for begin, end, request in self._in_pieces.get(peer, ()):
             if begin < num_read < end:
@@ -157,7 +157,7 @@ class Mailbox:
         start = num_read % self.capacity
         tag, nbytes, number, _, _ = HEADER.unpack_from(self.to_peers[peer][start : start + LINE_NBYTES])
         name = DTYPE_NAMES[number]
-        return Request("send", dtype=name, num_elements=nbytes // named_dtype(name).itemsize, peer=peer, tag=tag)
+        return CommRequest("send", dtype=name, num_elements=nbytes // named_dtype(name).itemsize, peer=peer, tag=tag)
 
     # -- sending -------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import numpy as np
 from synk._pure.dtypes import dtype_name
 from synk._pure.ranges import LINE_NBYTES, round_up
 from synk.communicators._buffers import DTYPE_NAMES, named_dtype
-from synk.communicators._rendezvous import Request
+from synk.communicators._rendezvous import CommRequest
 from synk.errors import CollectiveMismatch
 
 # The first line of a message: tag, size of the array in bytes, number of the dtype, number of axes, place. The last 32
@@ -38,7 +38,7 @@ class Outgoing:
 
     Attributes
     ----------
-    request : Request
+    request : CommRequest
     line : bytes
         The first line.
     rest : ndarray of uint8
@@ -53,7 +53,7 @@ class Outgoing:
 
     def __init__(self, array: np.ndarray, peer: int, tag: int) -> None:
         name = dtype_name(array.dtype)
-        self.request = Request("send", dtype=name, num_elements=array.size, peer=peer, tag=tag)
+        self.request = CommRequest("send", dtype=name, num_elements=array.size, peer=peer, tag=tag)
         body = array.reshape(-1).view(np.uint8)
         prefix = np.array(array.shape, np.int64).tobytes() if array.ndim > 1 else b""
         if len(prefix) > INLINE_NBYTES:
@@ -102,7 +102,7 @@ class Incoming:
 
     Attributes
     ----------
-    request : Request or None
+    request : CommRequest or None
         The recv that asked for it, if there is one yet.
     target : ndarray or None
         The array that the recv gave for it.
@@ -118,7 +118,7 @@ class Incoming:
         *("_num_apart", "_num_axes", "_shape", "body", "dtype", "nbytes", "num_filled", "place", "request", "target"),
     )
 
-    def __init__(self, request: Request | None = None, target: np.ndarray | None = None) -> None:
+    def __init__(self, request: CommRequest | None = None, target: np.ndarray | None = None) -> None:
         self.request, self.target = request, target
         self.body: np.ndarray | None = None
         self.num_filled = 0
@@ -217,7 +217,7 @@ class Inbox:
     def ask(self, like: np.ndarray | None, peer: int, tag: int) -> Incoming:
         """Ask for the next message of this sender and tag that no earlier receive asked for."""
         dtype, count = ("", -1) if like is None else (dtype_name(like.dtype), like.size)
-        request = Request("recv", dtype=dtype, num_elements=count, peer=peer, tag=tag)
+        request = CommRequest("recv", dtype=dtype, num_elements=count, peer=peer, tag=tag)
         message = _match(self.arrived, self.asked, (peer, tag))
         message.request, message.target = request, like
         return message
@@ -232,7 +232,7 @@ class Inbox:
         """Fail if a message has arrived at ``rank`` that nobody has asked for."""
         for (sender, tag), messages in self.arrived.items():
             first = messages[0]
-            request = Request("send", dtype=first.dtype, num_elements=first.num_elements, peer=rank, tag=tag)
+            request = CommRequest("send", dtype=first.dtype, num_elements=first.num_elements, peer=rank, tag=tag)
             fail(unreceived_text(request, sender))
 
 
@@ -249,7 +249,7 @@ def _match(waiting: dict[Key, deque[Incoming]], others: dict[Key, deque[Incoming
     return message
 
 
-def unreceived_text(request: Request, sender: int) -> str:
+def unreceived_text(request: CommRequest, sender: int) -> str:
     """Return what is said of a message that its receiver has not taken in before it left."""
     return (
         f"cannot finish {request} of rank {sender}: rank {request.peer} left the function without receiving it. "
@@ -257,7 +257,7 @@ def unreceived_text(request: Request, sender: int) -> str:
     )
 
 
-def unsent_text(request: Request, rank: int) -> str:
+def unsent_text(request: CommRequest, rank: int) -> str:
     """Return what is said of a message that ``rank`` has asked for, and whose sender has left."""
     return (
         f"cannot finish {request} on rank {rank}: rank {request.peer} left the function without sending it. "

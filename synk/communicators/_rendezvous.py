@@ -58,7 +58,7 @@ class Aborted(SynkError):
     """The master broke the wait of this rank off: another failure is the cause."""
 
 
-class Request(NamedTuple):
+class CommRequest(NamedTuple):
     """A collective or message that a rank asks for. ``peer``: the root, or the other side of a message."""
 
     kind: str
@@ -94,7 +94,7 @@ _DTYPE_NAMES = ("", *DTYPE_NAMES)
 
 
 @functools.lru_cache(maxsize=1024)  # a program makes the same few requests again and again
-def packed(request: Request) -> bytes:
+def packed(request: CommRequest) -> bytes:
     """Return a request as other ranks read it."""
     return _REQUEST.pack(
         KINDS.index(request.kind),
@@ -108,10 +108,12 @@ def packed(request: Request) -> bytes:
     )
 
 
-def unpacked(line: Any) -> Request:
+def unpacked(line: Any) -> CommRequest:
     """Return a request from its line in shared memory."""
     kind, op, dtype, count, peer, tag, is_weighted, weight = _REQUEST.unpack(line)
-    return Request(KINDS[kind], _OP_NAMES[op], _DTYPE_NAMES[dtype], count, peer, tag, weight if is_weighted else None)
+    return CommRequest(
+        KINDS[kind], _OP_NAMES[op], _DTYPE_NAMES[dtype], count, peer, tag, weight if is_weighted else None
+    )
 
 
 def agreed_weights(lines: Mapping[int, bytes]) -> list[float] | None:
@@ -277,7 +279,7 @@ class Rendezvous:
 
     # -- meeting -------------------------------------------------------------------------------------------------
 
-    def post(self, request: Request) -> None:
+    def post(self, request: CommRequest) -> None:
         """Show the others what this rank is about to do. For a collective, ``arrive`` follows."""
         if request.kind in _MESSAGES:
             self._requests[_MESSAGE_PLACE][self.rank][:] = packed(request)
@@ -498,11 +500,11 @@ class Rendezvous:
 
     # -- texts ---------------------------------------------------------------------------------------------------
 
-    def _request(self, rank: int) -> Request:
+    def _request(self, rank: int) -> CommRequest:
         """Return the request that the sleeping ``rank`` waits for."""
         return self._request_at(rank, self._places[rank] & _PLACE_MASK)
 
-    def _request_at(self, rank: int, place: int) -> Request:
+    def _request_at(self, rank: int, place: int) -> CommRequest:
         return unpacked(self._requests[place][rank])
 
     def _requests_text(self, ranks: Sequence[int]) -> str:

@@ -21,7 +21,7 @@ from synk._wire.process_memory import let_siblings_read
 from synk.communicators import Capabilities
 from synk.communicators._buffers import DTYPE_NAMES
 from synk.communicators._exchange import Exchange
-from synk.communicators._layout import Layout
+from synk.communicators._layout import SegmentLayout
 from synk.communicators._mailbox import Mailbox
 from synk.communicators._outbox import Outbox
 from synk.communicators._rendezvous import Aborted, Rendezvous
@@ -76,7 +76,7 @@ class ShmCommunicator(ShmCollectives):
         patience_s: float = 0.0,
         rendezvous_type: type[Rendezvous] = Rendezvous,
     ) -> None:
-        layout = Layout(segment.nbytes, world_size)
+        layout = SegmentLayout(segment.nbytes, world_size)
         halves = (world_size, 2, layout.half_nbytes)
         rings = (world_size, world_size, layout.ring_nbytes)
         rendezvous = rendezvous_type(segment, rank, world_size, eventfds, layout.ring_nbytes, Patience(patience_s))

@@ -25,7 +25,7 @@ from synk.communicators._checks import check_buffers
 from synk.communicators._host import HostCommunicator
 from synk.communicators._layout import MAX_HEAD_WORDS, WORD_NBYTES
 from synk.communicators._mailbox import Mailbox
-from synk.communicators._rendezvous import SPIN_YIELDS, Rendezvous, Request
+from synk.communicators._rendezvous import SPIN_YIELDS, CommRequest, Rendezvous
 from synk.communicators._schedule import Schedule, Steps
 
 # Up to this size, of all ranks' values together, every rank reduces everything for itself: that takes one meeting.
@@ -56,7 +56,7 @@ class Frame(NamedTuple):
         return self.begin + index * self.length
 
 
-class Reading(NamedTuple):
+class StreamReading(NamedTuple):
     """A stream of another rank, by its index, and the flat array of bytes into which this rank reads it."""
 
     rank: int
@@ -248,7 +248,7 @@ class ShmCollectives(HostCommunicator):
         self.check_member("broadcast", "root", root)
         yield from self.start_steps("broadcast", buffer.dtype, buffer.count, peer=root)
         whole, is_root = flat_bytes(array), self.rank == root
-        yield from self.copy_steps({0: whole} if is_root else {}, [Reading(root, 0, whole)][is_root:], whole.size)
+        yield from self.copy_steps({0: whole} if is_root else {}, [StreamReading(root, 0, whole)][is_root:], whole.size)
 
     def all_gather_steps(self, send: Buffer, recv: Buffer, *, stream: int = 0) -> Steps:
         self._check_active("all_gather")
@@ -256,13 +256,15 @@ class ShmCollectives(HostCommunicator):
         check_buffers("all_gather", send, recv, send_count=count, recv_count=len(self.ranks) * count)
         source, blocks = flat_bytes(as_array(send)), flat_bytes(as_array(recv)).reshape(len(self.ranks), -1)
         yield from self.start_steps("all_gather", send.dtype, count)
-        readings = [Reading(rank, 0, block) for rank, block in zip(self.ranks, blocks) if rank != self.rank]
+        readings = [StreamReading(rank, 0, block) for rank, block in zip(self.ranks, blocks) if rank != self.rank]
         yield from self.copy_steps({0: source}, readings, source.size)
         blocks[self._position()] = source
 
     # -- copies ----------------------------------------------------------------------------------------------------
 
-    def copy_steps(self, streams: Streams, readings: Sequence[Reading], longest: int, num_streams: int = 1) -> Steps:
+    def copy_steps(
+        self, streams: Streams, readings: Sequence[StreamReading], longest: int, num_streams: int = 1
+    ) -> Steps:
         """Show the streams of this rank, and read others. ``num_streams`` is for how many there must be room."""
         frame = self.frame(num_streams)
         half = self.show(frame, streams)
@@ -286,7 +288,9 @@ class ShmCollectives(HostCommunicator):
             self.part(self.rank, half, frame.offset(index), piece)[:] = piece
         return half
 
-    def read_steps(self, frame: Frame, streams: Streams, readings: Sequence[Reading], longest: int, half: int) -> Steps:
+    def read_steps(
+        self, frame: Frame, streams: Streams, readings: Sequence[StreamReading], longest: int, half: int
+    ) -> Steps:
         """Take the steps that follow the meeting at which all ranks have shown the beginning of their streams.
 
         A stream that is longer than a piece is read from the memory of its rank. Then the ranks meet once more, and
@@ -308,7 +312,7 @@ class ShmCollectives(HostCommunicator):
             yield from self._read_pieces(frame, streams, readings, longest, half)
 
     def _read_pieces(
-        self, frame: Frame, streams: Streams, readings: Sequence[Reading], longest: int, half: int
+        self, frame: Frame, streams: Streams, readings: Sequence[StreamReading], longest: int, half: int
     ) -> Steps:
         for start in range(0, max(longest, 1), frame.length):
             if start:
@@ -318,7 +322,7 @@ class ShmCollectives(HostCommunicator):
                 there = reading.target[start : start + frame.length]
                 there[:] = self.part(reading.rank, half, frame.offset(reading.place), there)
 
-    def _read(self, frame: Frame, reading: Reading, half: int) -> bool:
+    def _read(self, frame: Frame, reading: StreamReading, half: int) -> bool:
         """Read a whole stream, from the half or from the memory of its rank. Return whether that was possible."""
         rank, target, offset = reading.rank, reading.target, frame.offset(reading.place)
         if target.size > frame.length:
@@ -345,7 +349,7 @@ class ShmCollectives(HostCommunicator):
         yield
         self.has_agreed = False
         self._is_weighted = weight is not None
-        self._rendezvous.post(Request(kind, op, dtype, count, peer, 0, weight))
+        self._rendezvous.post(CommRequest(kind, op, dtype, count, peer, 0, weight))
 
     def meet_steps(self) -> Steps:
         """Meet the others. At the first meeting of a collective, compare the requests of all ranks."""

@@ -15,17 +15,17 @@ import numpy as np
 
 from synk.communicators._buffers import as_buffer, check_out
 from synk.communicators._exchange import DIVIDED, Exchange
-from synk.communicators._rendezvous import Request, packed
+from synk.communicators._rendezvous import CommRequest, packed
 from synk.communicators._results import Place
 from synk.communicators._schedule import Steps
 from synk.communicators._shm_collectives import ShmCollectives
-from synk.communicators._short_plans import ROOTED, Plan, ShortPlans
+from synk.communicators._short_plans import ROOTED, ShortPlan, ShortPlans
 
 LONGER = object()
 """Returned by a method that has done nothing, because the request must take the longer path."""
 
 _WEIGHT = struct.Struct("=d")
-_BARRIER = packed(Request("barrier"))
+_BARRIER = packed(CommRequest("barrier"))
 
 
 class ShortCollectives:
@@ -128,13 +128,13 @@ class ShortCollectives:
         self._rendezvous.is_unfinished = False
         return result
 
-    def _place(self, plan: Plan, out: np.ndarray | None) -> np.ndarray | None:
+    def _place(self, plan: ShortPlan, out: np.ndarray | None) -> np.ndarray | None:
         """Return the array for the result, or None if this rank gets none."""
         if not plan.is_receiver:
             return None
         return self._results.empty(plan.shape, plan.dtype) if out is None else out
 
-    def _take(self, plan: Plan, half: int, result: np.ndarray | None) -> None:
+    def _take(self, plan: ShortPlan, half: int, result: np.ndarray | None) -> None:
         """Take this rank's result, after the meeting."""
         if result is not None:
             parts = plan.parts[half]
@@ -143,7 +143,7 @@ class ShortCollectives:
             else:
                 result[...] = parts[0]
 
-    def _copy_long(self, kind: str, plan: Plan, array: np.ndarray, root: int, out: Any) -> Any:
+    def _copy_long(self, kind: str, plan: ShortPlan, array: np.ndarray, root: int, out: Any) -> Any:
         """Copy what takes several meetings."""
         if kind not in ("broadcast", "all_gather"):
             return self._collectives.run(self._exchange(kind, array, root).steps(self._placing(out)))

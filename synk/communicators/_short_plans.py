@@ -15,7 +15,7 @@ from synk._pure.ops import REDUCE_OPS, REDUCTIONS, Reduction, accumulator_dtype
 from synk.communicators._checks import check_reduction
 from synk.communicators._exchange import DIVIDED, FROM_ROOT, TO_ROOT, Head
 from synk.communicators._messages import NUMBERS
-from synk.communicators._rendezvous import Request, packed
+from synk.communicators._rendezvous import CommRequest, packed
 from synk.communicators._shm_collectives import Frame, ShmCollectives
 
 MAX_PLANS = 1 << 10
@@ -26,7 +26,7 @@ _ROWS = ("gather", "all_gather along an axis", *DIVIDED)
 _IN_PLACE = ("all_reduce", "reduce", "broadcast")
 
 
-class Plan:
+class ShortPlan:
     """Everything that is prepared for one kind of request, with arrays of one shape and dtype.
 
     Attributes
@@ -64,7 +64,7 @@ class Plan:
         *("is_long", "is_receiver", "own_heads", "reduction", "request", "shape", "source_shape"),
     )
 
-    def __init__(self, request: Request, dtype: np.dtype) -> None:
+    def __init__(self, request: CommRequest, dtype: np.dtype) -> None:
         self.request = packed(request)
         self.own: list[np.ndarray] = []
         self.parts: list[list[np.ndarray]] = []
@@ -118,7 +118,7 @@ class ShortPlans:
     def __init__(self, collectives: ShmCollectives) -> None:
         self._collectives = collectives
         self._ranks: tuple[int, ...] = ()
-        self._plans: dict[Any, Plan | None] = {}
+        self._plans: dict[Any, ShortPlan | None] = {}
 
     def begin(self, ranks: tuple[int, ...]) -> None:
         """Get ready for a call of ``ranks``."""
@@ -130,7 +130,7 @@ class ShortPlans:
         """Release the shared memory."""
         self._plans.clear()
 
-    def find(self, key: Any, make: Callable[..., Plan | None]) -> Plan | None:
+    def find(self, key: Any, make: Callable[..., ShortPlan | None]) -> ShortPlan | None:
         """Return the plan for ``key`` from the cache, or make it. None if such requests take the longer path."""
         plans = self._plans
         try:
@@ -145,7 +145,7 @@ class ShortPlans:
 
     def reduction(
         self, kind: str, shape: tuple[int, ...], dtype: np.dtype, root: Any, op: Any, is_unweighted: bool
-    ) -> Plan | None:
+    ) -> ShortPlan | None:
         collectives, ranks, size = self._collectives, self._ranks, len(self._ranks)
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         if dtype not in NUMBERS or op not in REDUCE_OPS:
@@ -159,8 +159,8 @@ class ShortPlans:
         block = (shape[0] // size, *shape[1:]) if is_divided else shape
         count = nbytes // dtype.itemsize // (size if is_divided else 1)
         number = ranks[root] if kind in ROOTED else -1
-        request = Request(kind, op, dtype_name(dtype), count, number, weight=None if is_unweighted else 1.0)
-        plan = Plan(request, dtype)
+        request = CommRequest(kind, op, dtype_name(dtype), count, number, weight=None if is_unweighted else 1.0)
+        plan = ShortPlan(request, dtype)
         plan.shape = block
         plan.is_receiver = kind != "reduce" or collectives.rank == number
         plan.is_long = not collectives.is_small(nbytes)
@@ -175,14 +175,14 @@ class ShortPlans:
             plan.divisor = dtype.type(size) if op == "avg" else None
         return plan
 
-    def copying(self, kind: str, shape: Any, dtype: Any, root: Any) -> Plan | None:
+    def copying(self, kind: str, shape: Any, dtype: Any, root: Any) -> ShortPlan | None:
         collectives, ranks, size = self._collectives, self._ranks, len(self._ranks)
         own = collectives.rank
         if not self._is_root(kind, root):
             return None
         number = ranks[root] if kind in ROOTED else -1
         if shape is None:
-            plan = Plan(Request(kind, peer=number), np.dtype(np.uint8))
+            plan = ShortPlan(CommRequest(kind, peer=number), np.dtype(np.uint8))
             num_words = collectives.head_nbytes() // 8
             plan.heads = [[self._words(number, half, num_words)] for half in range(2)]
             return plan
@@ -192,7 +192,7 @@ class ShortPlans:
         name = dtype_name(dtype)
         if kind in _ROWS:
             return self._copying_rows(kind, shape, dtype, number)
-        plan = Plan(Request(kind, dtype=name, num_elements=nbytes // dtype.itemsize, peer=number), dtype)
+        plan = ShortPlan(CommRequest(kind, dtype=name, num_elements=nbytes // dtype.itemsize, peer=number), dtype)
         plan.shape, plan.source_shape = shape, shape
         senders: tuple[int, ...] = (number,)
         if kind == "all_gather":
@@ -207,7 +207,7 @@ class ShortPlans:
         plan.parts = [[self._view(rank, half, frame.begin, shape, dtype) for rank in senders] for half in range(2)]
         return plan
 
-    def _copying_rows(self, kind: str, shape: tuple[int, ...], dtype: np.dtype, number: int) -> Plan | None:
+    def _copying_rows(self, kind: str, shape: tuple[int, ...], dtype: np.dtype, number: int) -> ShortPlan | None:
         collectives, ranks, size = self._collectives, self._ranks, len(self._ranks)
         own, is_divided = collectives.rank, kind in DIVIDED
         num_streams = size if is_divided else 1
@@ -216,8 +216,9 @@ class ShortPlans:
         head = Head(dtype, shape[1:], [shape[0] // num_streams] * num_streams)
         frame = collectives.frame(num_streams)
         is_agreed = kind not in FROM_ROOT
-        plan = Plan(
-            Request(kind, "", dtype_name(dtype) if is_agreed else "", head.row_size if is_agreed else 0, number), dtype
+        plan = ShortPlan(
+            CommRequest(kind, "", dtype_name(dtype) if is_agreed else "", head.row_size if is_agreed else 0, number),
+            dtype,
         )
         block = (shape[0] // num_streams, *shape[1:])
         plan.head = memoryview(head.words().tobytes()).cast("q")
@@ -236,11 +237,11 @@ class ShortPlans:
         plan.parts = [[self._view(rank, half, offset, block, dtype) for rank in senders] for half in range(2)]
         return plan
 
-    def block(self, kind: str, shape: None, dtype: None, root: int, words: bytes) -> Plan:
+    def block(self, kind: str, shape: None, dtype: None, root: int, words: bytes) -> ShortPlan:
         collectives, position = self._collectives, self._ranks.index(self._collectives.rank)
         head = Head.read(np.frombuffer(words, np.int64)[1:].tolist())
         frame = collectives.frame(len(self._ranks))
-        plan = Plan(Request("scatter", peer=self._ranks[root]), head.dtype)
+        plan = ShortPlan(CommRequest("scatter", peer=self._ranks[root]), head.dtype)
         plan.shape = (head.sizes[position], *head.shape)
         plan.is_long = head.longest > frame.length
         if plan.is_long:

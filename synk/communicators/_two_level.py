@@ -22,7 +22,7 @@ from synk._pure.dtypes import dtype_name
 from synk._pure.ops import REDUCTIONS, accumulator_dtype
 from synk._pure.ranges import LINE_NBYTES
 from synk.communicators import Buffer, Capabilities
-from synk.communicators._agreement import NOTHING, OWN_TAG, Agreement
+from synk.communicators._agreement import NOTHING, OWN_TAG, NodeAgreement
 from synk.communicators._buffers import as_array
 from synk.communicators._checks import check_buffers
 from synk.communicators._exchange import DIVIDED
@@ -31,15 +31,15 @@ from synk.communicators._mailbox import Mailbox
 from synk.communicators._messages import Incoming, Outgoing
 from synk.communicators._results import Place
 from synk.communicators._schedule import Operation, Steps
-from synk.communicators._shm_collectives import Reading, flat_bytes
+from synk.communicators._shm_collectives import StreamReading, flat_bytes
 from synk.communicators._wire_mail import WireMailbox
 
 # How much is folded at once: the next part arrives meanwhile.
 FOLD_NBYTES = 1 << 20
 
 
-class TwoLevel(Agreement):
-    """The collectives and messages of one rank in one call over several nodes; see ``Agreement`` for the parameters."""
+class TwoLevel(NodeAgreement):
+    """The collectives and messages of one rank in one call over several nodes. Parameters: see ``NodeAgreement``."""
 
     # -- the call --------------------------------------------------------------------------------------------------
 
@@ -134,7 +134,7 @@ class TwoLevel(Agreement):
         if self._is_leader and count:
             target[:] = whole[own * count : own * count + count]
         streams = {k: block for k, block in enumerate(blocks) if k != own}
-        readings = [] if self._is_leader else [Reading(self._group[0], own, flat_bytes(target))]
+        readings = [] if self._is_leader else [StreamReading(self._group[0], own, flat_bytes(target))]
         yield from self._local.copy_steps(streams, readings, target.nbytes, len(self._group))
 
     def _fold(self, found: Sequence[np.ndarray], op: str, target: np.ndarray) -> None:
@@ -227,7 +227,7 @@ class TwoLevel(Agreement):
         if self._group == (source,) or tuple(readers) == (source,):
             return
         is_source = self.rank == source
-        readings = [Reading(source, 0, whole)] if self.rank in readers and not is_source else []
+        readings = [StreamReading(source, 0, whole)] if self.rank in readers and not is_source else []
         yield from self._local.copy_steps({0: whole} if is_source else {}, readings, whole.size)
 
     def broadcast_steps(self, buffer: Buffer, root: int, *, stream: int = 0) -> Steps:
@@ -266,7 +266,7 @@ class TwoLevel(Agreement):
                 np.concatenate(found, out=whole)
             return
         blocks = dict(zip(self._all, whole.reshape(len(self._all), -1)))
-        readings = [Reading(rank, 0, blocks[rank]) for rank in self._group if rank != self.rank]
+        readings = [StreamReading(rank, 0, blocks[rank]) for rank in self._group if rank != self.rank]
         yield from self._local.copy_steps({0: source}, readings, source.size)
         blocks[self.rank][:] = source
         if self._is_leader:
@@ -309,7 +309,7 @@ class TwoLevel(Agreement):
                 readers = self._group[:num_streams]
                 streams = {k: exchange.own_block(rank) for k, rank in enumerate(readers)}
             index = self._group.index(self.rank) if kind in DIVIDED else 0
-            readings = [Reading(rank, index, target) for rank, target in targets.items() if rank in local]
+            readings = [StreamReading(rank, index, target) for rank, target in targets.items() if rank in local]
             longest = max(exchange.heads[rank].longest for rank in local)
             yield from self._local.copy_steps(streams, readings, longest, num_streams)
         yield from self._there(incoming, outgoing)

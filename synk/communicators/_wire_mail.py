@@ -21,7 +21,7 @@ import numpy as np
 
 from synk._pure.ranges import LINE_NBYTES
 from synk.communicators._messages import Inbox, Incoming, Outgoing, unreceived_text, unsent_text
-from synk.communicators._rendezvous import Request
+from synk.communicators._rendezvous import CommRequest
 
 if TYPE_CHECKING:
     from synk.communicators._wires import Wires
@@ -42,10 +42,10 @@ _UNKNOWN, _GONE = -1, -2
 """These stand in the place of a rank's nap: nothing is known of it yet, or it has left."""
 
 
-class Waiting(Protocol):
+class WiredWaiting(Protocol):
     """The part of a ``WiredRendezvous`` that the mailbox uses."""
 
-    def post(self, request: Request) -> None: ...
+    def post(self, request: CommRequest) -> None: ...
     def rouse(self) -> None: ...
     def wait(self, is_ready: Callable[[], bool], *, is_message: bool = False) -> None: ...
     def check_joined(self, mail: WireMailbox) -> None: ...
@@ -63,7 +63,7 @@ class Left(NamedTuple):
     failure: str
 
 
-class Report(NamedTuple):
+class SleepReport(NamedTuple):
     """How far a rank is that has slept for a while, and what it waits for. In a nap it sends and reads nothing.
 
     Attributes
@@ -115,18 +115,18 @@ class WireMailbox:
         self._others = tuple(rank for rank in ranks if rank != self.rank)
         self.num_joined = 0  # collectives of this call
         self.left: dict[int, Left] = {}
-        self.reports: dict[int, Report] = {}
+        self.reports: dict[int, SleepReport] = {}
         self.verdict = self.failure = ""
         self._reported = b""
         self._sent, self._acknowledged = [0] * size, [0] * size
         self._read, self._told = [0] * size, [0] * size
         self._unsent: dict[int, deque[Outgoing]] = {}
         # By receiver: the ends in the stream of messages that it may not have read, for the texts of errors.
-        self._unread: dict[int, deque[tuple[int, Request]]] = {}
+        self._unread: dict[int, deque[tuple[int, CommRequest]]] = {}
         self._arriving: dict[int, Incoming] = {}
         self._inbox = Inbox()
 
-    def attach(self, rendezvous: Waiting) -> None:
+    def attach(self, rendezvous: WiredWaiting) -> None:
         """Wait by means of a rendezvous from now on."""
         self._rendezvous = rendezvous
 
@@ -168,7 +168,7 @@ class WireMailbox:
         size = self._world_size
         nap, has_unsent, *counts = np.frombuffer(content, np.int64, offset=LINE_NBYTES).tolist()
         sent, read, seen = counts[:size], counts[size : 2 * size], counts[2 * size :]
-        self.reports[sender] = Report(nap, bool(has_unsent), sent, read, seen, content[:LINE_NBYTES])
+        self.reports[sender] = SleepReport(nap, bool(has_unsent), sent, read, seen, content[:LINE_NBYTES])
 
     def is_stuck(self, nap: int) -> bool:
         """Whether every rank of the call has left, or sleeps until something happens that no rank can do any more.
@@ -219,7 +219,7 @@ class WireMailbox:
             self._fail(message.request, unreceived_text(message.request, self.rank))
         return message.is_done
 
-    def _fail(self, request: Request, text: str) -> NoReturn:
+    def _fail(self, request: CommRequest, text: str) -> NoReturn:
         """Raise that the other side of a message has left. ``text``: what to say if no collective has sent it."""
         if request.tag < 0:
             self._rendezvous.check_joined(self)

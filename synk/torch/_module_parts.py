@@ -61,7 +61,7 @@ def memory_marks(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-class Parts:
+class ModuleParts:
     """The objects that modules refer to, directly and in dicts and lists. The training flags are left out."""
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:

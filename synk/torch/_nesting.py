@@ -22,7 +22,7 @@ def is_one_slot(nesting: Any) -> bool:
     return type(nesting) is Slot
 
 
-class Nest(NamedTuple):
+class OtherNest(NamedTuple):
     """A container other than a list, with its parts."""
 
     structure: Any
@@ -50,7 +50,7 @@ def take(value: Any, rows: list[torch.Tensor], whole: list[torch.Tensor] | None 
         return [take(part, rows, whole, is_whole) for part in value]
     if is_nested(value):
         leaves, structure = take_apart(value)
-        return Nest(structure, [take(leaf, rows, whole, is_whole) for leaf in leaves])
+        return OtherNest(structure, [take(leaf, rows, whole, is_whole) for leaf in leaves])
     return value
 
 
@@ -60,6 +60,6 @@ def put(nesting: Any, rows: Sequence[Any], whole: Sequence[Any]) -> Any:
         return (whole if nesting.is_whole else rows)[nesting.number]
     if type(nesting) is list:
         return [put(part, rows, whole) for part in nesting]
-    if type(nesting) is Nest:
+    if type(nesting) is OtherNest:
         return build(nesting.structure, iter([put(part, rows, whole) for part in nesting.parts]))
     return nesting

@@ -70,7 +70,7 @@ class Placed:
         self._values = torch.from_numpy(array)
         self._sent: torch.Tensor | None = None  # a copy of the values that were last sent to workers on devices
         self._num_sent = 0
-        self._parts = parts.Parts(self._modules)
+        self._parts = parts.ModuleParts(self._modules)
         self._mutable = mutable_attributes(self._modules)
         self._marks = self._read_marks()
         self._versions = [parameter._version for parameter in self._parameters]

@@ -1,13 +1,11 @@
 """Gives each rank the gradients of all rows.
 
 In a backward pass each parameter's hook notes that its gradient is there. At the end of the pass, before ``backward()``
-returns, all ranks add up their gradients, weighted by rows, in flat buffers. A parameter that no rank has used keeps
-its gradient. A parameter that some ranks have used gets the sum over these ranks. Behind the gradients each buffer has
-a flag for each parameter, which is summed with them and tells whether any rank has used it.
+returns, all ranks add up their gradients, weighted by rows, in flat buffers. A parameter gets the sum over the ranks
+that have used it, and keeps its gradient if none has: each buffer ends with a flag for each parameter.
 
 With overlap, the hooks start to reduce a buffer when all of its gradients are there and all buffers before it were
-started. So the order is the same on all ranks, whichever parameters they have used. The end of the pass starts the
-remaining buffers, whose parameters were not all used, and waits for all buffers.
+started. So all ranks keep one order. The end of the pass starts the buffers that are left, and waits for all.
 
 An interrupt, or the death of another rank, can end a pass at any line. Then nobody waits for the buffers' requests: the
 communicator drops them when the next call begins, and that call expects all gradients anew.
@@ -136,10 +134,9 @@ class GradientSum:
                 parameter.register_post_accumulate_grad_hook(_weakly(self._note, index))
                 self._hooked.add(index)
         self._is_running, self._is_postponed, self._pass = True, False, -1
-        # What an earlier call has kept back is reduced with what this one brings, whether or not this one uses the same
-        # parameters. Among them may be sums: reduced again they stay the same, because the shares sum to 1.
-        is_kept_back = self.share is not None
-        self._fired = {k for k, each in enumerate(self._parameters) if is_kept_back and each.grad is not None}
+        # What an earlier call kept back is reduced now, too. A sum among it stays the same: the shares sum to 1.
+        kept_back = [] if self.share is None else self._parameters
+        self._fired = {index for index, each in enumerate(kept_back) if each.grad is not None}
         worker = cell.worker
         rows = worker.lane.rows() if worker.check is None else {worker.rank: 1}
         total, self._num_ranks = sum(rows.values()), len(rows)

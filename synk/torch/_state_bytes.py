@@ -19,7 +19,7 @@ from synk.torch._state import State, dump, is_module, load, submodules, tensors_
 from synk.torch._take_over import CODE
 
 
-class Packed:
+class PackedTensor:
     """A dense tensor in a pickle: its bytes, dtype, shape and device."""
 
     __slots__ = ("_array", "_device", "_dtype", "_shape")
@@ -58,7 +58,7 @@ class StatePickler(Pickler):
         if type(obj) is torch.Tensor:
             if obj.layout is not torch.strided:
                 return obj.detach().cpu().__reduce_ex__(5)
-            made = Packed.unpacked, (Packed(obj, keeps_device=self._code is not None),)
+            made = PackedTensor.unpacked, (PackedTensor(obj, keeps_device=self._code is not None),)
             return (_requiring_grad, (obj.detach(),)) if obj.requires_grad and obj.is_leaf else made
         if self._code is not None and isinstance(obj, CODE) and obj is not referred:
             self._code.append(obj)

@@ -42,8 +42,8 @@ from synk._pure.tensors import array_of
 from synk._wire.memory import Segment
 from synk.communicators import Buffer, _layout, _rendezvous, _shm_collectives
 from synk.communicators._buffers import as_array, as_buffer, named_dtype
-from synk.communicators._layout import ControlLayout, Layout, required_nbytes
-from synk.communicators._rendezvous import Request, reset, set_abort
+from synk.communicators._layout import ControlLayout, SegmentLayout, required_nbytes
+from synk.communicators._rendezvous import CommRequest, reset, set_abort
 from synk.communicators._shm import Aborted, ShmCommunicator
 from synk.errors import SynkError, UnsupportedError
 
@@ -75,7 +75,7 @@ def trio() -> Iterator[ShmGroup]:
 
 def half_nbytes(world_size: int, rank_nbytes: int) -> int:
     """Return how much a rank can show at one meeting."""
-    return Layout(required_nbytes(world_size, rank_nbytes), world_size).half_nbytes
+    return SegmentLayout(required_nbytes(world_size, rank_nbytes), world_size).half_nbytes
 
 
 class TestConformance(CommunicatorConformance):
@@ -104,7 +104,7 @@ class TestSizes:
     @pytest.mark.parametrize("world_size", (1, 2, 5, 64, 300))
     def test_what_belongs_to_different_ranks_does_not_overlap(self, world_size: int) -> None:
         nbytes = required_nbytes(world_size)
-        layout = Layout(nbytes, world_size)
+        layout = SegmentLayout(nbytes, world_size)
         assert layout.half_nbytes % 64 == layout.ring_nbytes % 64 == 0
         assert layout.halves >= ControlLayout(world_size).nbytes
         assert layout.rings >= layout.halves + world_size * 2 * layout.half_nbytes
@@ -393,7 +393,7 @@ class TestOneProcess:
         comms = pair[2]
         asking = comms[0]._rendezvous
         comms[0].send_array(np.zeros(2), 1, 0)
-        asking.post(Request("recv", dtype="float64", num_elements=2, peer=1))
+        asking.post(CommRequest("recv", dtype="float64", num_elements=2, peer=1))
         asking._places[0] = 2  # that of messages
         asking._sleeps[0] += 1
         # Rank 0 sleeps over an answer, and asks whether it will come just when rank 1 has taken the message in.

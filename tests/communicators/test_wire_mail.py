@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from synk.communicators._rendezvous import Request, packed
+from synk.communicators._rendezvous import CommRequest, packed
 from synk.communicators._wire_mail import WireMailbox
 
-REQUEST = packed(Request("barrier"))
+REQUEST = packed(CommRequest("barrier"))
 
 
 class Post:

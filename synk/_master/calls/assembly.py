@@ -18,7 +18,7 @@ from synk._pure.dtypes import describe_dtype
 from synk._pure.interrupts import safe_point
 from synk._pure.ops import EACH, REDUCTIONS, EqualReduction, Op, Reduction, accumulator_dtype
 from synk._pure.output_ops import match_ops, wanted_leaves
-from synk._pure.partials import Slices, concatenate, join
+from synk._pure.partials import SliceValues, concatenate, join
 from synk._pure.ranges import LINE_NBYTES, block_bounds, chunk_bounds, round_up
 from synk._pure.table_outputs import combined
 from synk._pure.tables import is_table
@@ -411,8 +411,11 @@ class Assembly:
                 everyone[rank] = value
             return everyone
         counts = list(rows)
-        if any(isinstance(value, Slices) for value in values):
-            each = [value if isinstance(value, Slices) else Slices([value], [num]) for value, num in zip(values, rows)]
+        if any(isinstance(value, SliceValues) for value in values):
+            each = [
+                value if isinstance(value, SliceValues) else SliceValues([value], [num])
+                for value, num in zip(values, rows)
+            ]
             values, counts = [v for part in each for v in part.values], [n for part in each for n in part.rows]
         return _tensor(self._finished(leaf, values, counts), is_tensor(values[0]))
 
@@ -487,7 +490,7 @@ class _Value:
 
 
 def _is_tabular(part: Any) -> bool:
-    return is_table(part) or isinstance(part, Slices)
+    return is_table(part) or isinstance(part, SliceValues)
 
 
 def _tensor(value: Any, is_tensor: bool) -> Any:

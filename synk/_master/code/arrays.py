@@ -27,7 +27,7 @@ WINDOW_NBYTES = 1 << 16
 _NUM_SAMPLES = 64
 
 
-class Contents(Facet):
+class ArrayContents(Facet):
     """The bytes of an array.
 
     Attributes
@@ -74,7 +74,7 @@ class Contents(Facet):
     @property
     def is_row(self) -> bool:
         """Whether ``tobytes`` is all that a comparison needs: a small NumPy array in C order."""
-        return type(self) is Contents and not self.is_large and self.order == "C"
+        return type(self) is ArrayContents and not self.is_large and self.order == "C"
 
     def elements(self) -> np.ndarray:
         """Return the elements as a flat array, in the order in which they are sent: a view where possible."""
@@ -171,7 +171,7 @@ class Contents(Facet):
         self.num_unseen += 1
 
 
-class RawContents(Contents):
+class RawContents(ArrayContents):
     """The bytes of a bytearray."""
 
     def __init__(self, obj: bytearray) -> None:
@@ -202,7 +202,7 @@ class RawContents(Contents):
         self.note_sent(bytes(self.obj))
 
 
-class TensorContents(Contents):
+class TensorContents(ArrayContents):
     """The bytes of a torch tensor, or only its version and address if the bytes cannot be read here."""
 
     @property
@@ -253,12 +253,12 @@ class TensorContents(Contents):
         return True
 
 
-def contents_of(obj: Any) -> Contents | None:
+def contents_of(obj: Any) -> ArrayContents | None:
     """Return the facet of an array or a tensor; None for other objects, and for arrays that are compared otherwise."""
     if is_tensor(obj):
         return TensorContents(obj)
     if isinstance(obj, np.ndarray) and not obj.dtype.hasobject and is_plain(type(obj)):
-        return Contents(obj)
+        return ArrayContents(obj)
     return None
 
 

@@ -19,7 +19,7 @@ import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from synk._master.code.arrays import Contents, copy_bytes
+from synk._master.code.arrays import ArrayContents, copy_bytes
 from synk._master.code.facets import (
     FUNCTION_PARTS,
     MISSING,
@@ -34,7 +34,7 @@ from synk._master.code.facets import (
 )
 from synk._master.code.handles import Handle
 from synk._master.code.modules import Located, inside, is_told_by_import, reached_from, source_of
-from synk._master.code.packing import Address, PartsPickler, Shared
+from synk._master.code.packing import Address, PartsPickler, SharedBytes
 from synk._master.code.parcels import Host, Node, Parcel, Shelf, end_captures
 from synk._wire.memory import Segment
 from synk._wire.messages import Reload
@@ -162,7 +162,7 @@ class Book(Shelf):
         """Pack what has changed of one object. Return the changes, with their sizes."""
         sent = []
         for facet in node.facets:
-            if isinstance(facet, Contents) and is_full and facet.glance() and not facet.is_current():
+            if isinstance(facet, ArrayContents) and is_full and facet.glance() and not facet.is_current():
                 changes = [facet.change()]
             elif isinstance(facet, State) and not facet.is_asked_for(is_full):
                 changes = []
@@ -193,11 +193,11 @@ class Book(Shelf):
         is_first = isinstance(facet, _Imported) and facet.told.get(change.key) is UNKNOWN and source not in node.sources
         if is_first and kind in ("item", "attribute") and value is not Absent:
             kind = "adopt " + kind
-        if kind == "reload" and isinstance(facet, Contents):
+        if kind == "reload" and isinstance(facet, ArrayContents):
             # No call is in flight that reads this shared memory. The ranks map it privately: a page that a rank has not
             # written shows the new bytes at once, and loading the parcel drops the pages that it has written.
             copy_bytes(facet.elements(), facet.told)
-            value = Shared(facet)
+            value = SharedBytes(facet)
         try:
             parcel = self._pack([(kind, Address(node), change.key, value)], is_optional=is_first)
         except Exception as error:
@@ -247,7 +247,7 @@ class Book(Shelf):
         return parcel
 
     @staticmethod
-    def _fill(segment: Segment, arrays: Sequence[Contents]) -> None:
+    def _fill(segment: Segment, arrays: Sequence[ArrayContents]) -> None:
         """Copy large arrays to their places in the parcel's shared memory."""
         for facet in arrays:
             assert facet.place is not None
@@ -520,7 +520,7 @@ def _must_be_replaced(node: Node, is_full: bool) -> bool:
     return any(
         change.kind == "replace"
         for facet in node.facets
-        if isinstance(facet, Contents) or (isinstance(facet, State) and facet.is_asked_for(is_full))
+        if isinstance(facet, ArrayContents) or (isinstance(facet, State) and facet.is_asked_for(is_full))
         for change in facet.changes()
     )
 
@@ -534,7 +534,7 @@ def _unbind(facet: Facet, obj: Any) -> int:
         for key in keys:
             facet.told[key] = UNKNOWN
         return len(keys)
-    if isinstance(facet, (State, Contents)):
+    if isinstance(facet, (State, ArrayContents)):
         return isinstance(facet, State) and _unbind_state(facet, obj)
     told = getattr(facet, "told", ())
     if any(_mentions(value, obj) for value in told):

@@ -14,7 +14,7 @@ from typing import Any
 
 from synk._master.code.arrays import (
     WINDOW_NBYTES,
-    Contents,
+    ArrayContents,
     TensorContents,
     tensor_bytes_check,
     versions_check,
@@ -23,7 +23,7 @@ from synk._master.code.book import Book
 from synk._master.code.comparisons import Check, Comparisons, size_of
 from synk._master.code.facets import Elements, Facet, Names, State
 from synk._master.code.parcels import Node
-from synk._master.code.turns import Group, Ring, Turn, Walk, Windows
+from synk._master.code.turns import GroupTurn, Ring, Turn, Walk, Windows
 from synk._pure.interrupts import is_from_handler
 
 MAX_SIZE = 1000
@@ -126,13 +126,13 @@ class Capture:
             each.expect(*lookup)
         self._add_names(book, function_id, each)
         rest: list[tuple[Node, Facet]] = []
-        arrays: list[tuple[Node, Contents]] = []
+        arrays: list[tuple[Node, ArrayContents]] = []
         states: list[tuple[Node, State]] = []
         left = MAX_SIZE  # a container that is too large for it leaves it to those behind
         for node in book.nodes_of(function_id):
             node.captures.add(self)
             for facet in node.facets:
-                if isinstance(facet, Contents):
+                if isinstance(facet, ArrayContents):
                     arrays.append((node, facet))
                 elif isinstance(facet, State):
                     states.append((node, facet))
@@ -170,11 +170,11 @@ class Capture:
             each.expect(vars(module).get, "__spec__", spec)
 
     def _add_arrays(
-        self, arrays: Sequence[tuple[Node, Contents]], each: Comparisons, rest: list[tuple[Node, Facet]]
+        self, arrays: Sequence[tuple[Node, ArrayContents]], each: Comparisons, rest: list[tuple[Node, Facet]]
     ) -> list[Check]:
         """Add arrays to the rows and to the turns. Return the checks that fit into no row."""
         num_left = MAX_ARRAYS
-        glanced: list[Contents] = []
+        glanced: list[ArrayContents] = []
         tensors: list[Any] = []
         small: list[tuple[Node, TensorContents]] = []
         for node, facet in arrays:
@@ -202,7 +202,7 @@ class Capture:
                 checks.append(check)
             else:
                 size = sum(facet.nbytes for _, facet in members)
-                self._rings[1].append(Group(members, [check], size))
+                self._rings[1].append(GroupTurn(members, [check], size))
         if glanced:
             checks.append(lambda: all(facet.glance() for facet in glanced))
         return checks
@@ -215,7 +215,7 @@ class Capture:
             for member in members:
                 rows.add(member[1])
             size = sum(size_of(facet) for _, facet in members)
-            self._rings[0].append(Group(members, rows.checks(), size))
+            self._rings[0].append(GroupTurn(members, rows.checks(), size))
         self._rings[0].extend(Walk(node, facet) for node, facet in rest if facet.size > WINDOW_SIZE)
         for _, facet in rest:
             if isinstance(facet, Elements):
@@ -312,7 +312,7 @@ class Capture:
         found = [*self._unseen(self._turns())]
         for turn in self._turns():
             for node, facet in turn.members:
-                if not _is_current(facet) and not (isinstance(facet, Contents) and not facet.glance()):
+                if not _is_current(facet) and not (isinstance(facet, ArrayContents) and not facet.glance()):
                     facet.doubt()
                     found.append((node.obj, self._num_calls - turn.known_at))
             turn.begin(self._num_calls)

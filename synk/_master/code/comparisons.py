@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._master.code.arrays import Contents
+from synk._master.code.arrays import ArrayContents
 from synk._master.code.facets import FUNCTION_PARTS, MISSING, Elements, Facet, base_of, slot, slots_of, table_of
 
 Check = Callable[[], bool]
@@ -49,7 +49,7 @@ class Comparisons:
     def add(self, facet: Any) -> None:
         """Add a facet of any kind, except large arrays, tensors and objects with a pickling rule of their own."""
         obj: Any = facet.obj
-        if isinstance(facet, Contents):
+        if isinstance(facet, ArrayContents):
             self._arrays.append((obj.tobytes, facet.told, obj, obj.dtype, obj.shape))
         elif isinstance(facet, Elements):
             self.count(facet.iterable)
@@ -128,7 +128,7 @@ class Comparisons:
 
 def size_of(facet: Facet) -> int:
     """Return the cost of comparing a facet, in objects."""
-    return _ARRAY_SIZE if isinstance(facet, Contents) else 1 + facet.size
+    return _ARRAY_SIZE if isinstance(facet, ArrayContents) else 1 + facet.size
 
 
 def _names_check(

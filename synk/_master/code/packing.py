@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._master.code.arrays import Contents, RawContents, TensorContents, contents_of
+from synk._master.code.arrays import ArrayContents, RawContents, TensorContents, contents_of
 from synk._master.code.facets import (
     MISSING,
     Elements,
@@ -58,14 +58,14 @@ class Address:
         self.node = node
 
 
-class Shared:
+class SharedBytes:
     """Stands in a pickle for a large array as it lies in shared memory now."""
 
-    def __init__(self, facet: Contents) -> None:
+    def __init__(self, facet: ArrayContents) -> None:
         self.facet = facet
 
 
-def _from_memory(facet: Contents) -> Any:
+def _from_memory(facet: ArrayContents) -> Any:
     """Return the recipe of an array or a tensor whose bytes lie in shared memory, or of a small tensor."""
     obj = facet.obj
     if isinstance(obj, np.ndarray):
@@ -82,7 +82,7 @@ class PartsPickler(HandlePickler):
     ----------
     met : list of (object, list of Facet)
         The objects that workers will know by their position in this list.
-    arrays : list of Contents
+    arrays : list of ArrayContents
         Large arrays, in the order of their places in shared memory.
     arrays_nbytes, segment_id : int
         The size of that memory, and its number; 0 if there is none.
@@ -94,7 +94,7 @@ class PartsPickler(HandlePickler):
         self._parcel = parcel
         self.handles, self.optimizers = parcel.handles, parcel.optimizers
         self.met: list[tuple[Any, list[Facet]]] = []
-        self.arrays: list[Contents] = []
+        self.arrays: list[ArrayContents] = []
         self.arrays_nbytes = 0
         self.segment_id = 0
         self._ids: set[int] = set()
@@ -134,7 +134,7 @@ class PartsPickler(HandlePickler):
         self._left_out[id(part)] = part
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is Shared:
+        if type(obj) is SharedBytes:
             return _from_memory(obj.facet)
         if isinstance(obj, types.ModuleType):
             return self._reduce_module(obj)
@@ -215,7 +215,7 @@ class PartsPickler(HandlePickler):
 
     # -- data -------------------------------------------------------------------------------------------------------
 
-    def _reduce_array(self, obj: Any, facet: Contents) -> Any:
+    def _reduce_array(self, obj: Any, facet: ArrayContents) -> Any:
         self._meet(obj, lambda _: facet)
         is_array = isinstance(obj, np.ndarray)
         if type(obj) is not np.ndarray if is_array else not _is_simple_tensor(obj):

@@ -58,7 +58,7 @@ class Turn(abc.ABC):
         return sum(facet.num_unseen for _, facet in self.members)
 
 
-class Group(Turn):
+class GroupTurn(Turn):
     """Facets that are compared all at once, row by row."""
 
     def __init__(self, members: Sequence[tuple[Node, Facet]], checks: Sequence[Check], size: int) -> None:

@@ -25,7 +25,7 @@ from synk._master.workers.failures import raise_failures
 from synk._master.workers.ranks import Ranks
 from synk._pure.interrupts import safe_point
 from synk._wire.messages import Kind, Reply
-from synk._wire.residents import NEVER, Adopt, Dump, Report, Restore, methods_of
+from synk._wire.residents import NEVER, Adopt, Dump, ReportStates, Restore, methods_of
 from synk.errors import ClosedError, SerializationError, WorkerDied, add_note
 
 ASK_S = 5.0
@@ -319,9 +319,9 @@ class Residents:
             self._ranks.log.drop("resident", self.dropped.popleft())
 
 
-def _report_of(residents: Sequence[ResidentObject]) -> Report:
+def _report_of(residents: Sequence[ResidentObject]) -> ReportStates:
     """Return the order to report how far objects are."""
-    return Report(tuple((resident.id, resident.first_version, resident.version) for resident in residents))
+    return ReportStates(tuple((resident.id, resident.first_version, resident.version) for resident in residents))
 
 
 def _states(replies: dict[int, Reply]) -> list[list[State | None]]:

@@ -27,7 +27,7 @@ from synk.backends import Backend, DeviceBackend
 from synk.communicators._shm import ShmCommunicator
 
 
-class Executor:
+class PlanExecutor:
     """Runs prepared plans in one lane of a rank.
 
     Attributes
@@ -224,7 +224,7 @@ class WorkerLane:
     def __init__(self, index: int, rank: int, world_size: int, control: Segment, backend: Backend) -> None:
         self.index = index
         self.down, self.up = control_blocks(control.buffer, world_size, index)
-        self.executor = Executor(rank, backend, self.down)
+        self.executor = PlanExecutor(rank, backend, self.down)
         self.first_down = memoryview(self.down[0])
         self.own_up = memoryview(self.up[rank])  # stores through it cost a third of NumPy's
         self.published = memoryview(self.up.T[Up.PUBLISHED])

@@ -7,7 +7,7 @@ from typing import Any
 
 from synk._pure.ops import EACH, Folded, Op, Reduction
 from synk._pure.output_ops import match_ops
-from synk._pure.partials import Accumulator, Slices
+from synk._pure.partials import Accumulator, SliceValues
 from synk._pure.tables import is_table
 from synk._pure.trees import flatten, output_names, skeleton_of, unflatten
 from synk._worker.call.values import Object, Partial, array_or_object, as_object, as_returned, snapshot, take_lists
@@ -76,7 +76,7 @@ def run_slices(
             take_back(part)
     rows = [part.high - part.low for part in slices]
     totals = [
-        Object(Slices(accumulator.result(), rows))
+        Object(SliceValues(accumulator.result(), rows))
         if is_kept  # the master combines the tables of all ranks at once
         else _total(function, backend, accumulator, rows, was_tensor)
         for accumulator, was_tensor, is_kept in zip(accumulators, were_tensors, are_tables)
@@ -95,7 +95,7 @@ def _total(
         total = Object(total)
     elif op.keeps_slices and not op.is_of_arrays:
         values = [as_returned(as_object(backend, part), was_tensor) for part in total]
-        total = Object(values if op is EACH else Slices(values, rows))
+        total = Object(values if op is EACH else SliceValues(values, rows))
     elif was_tensor and function.to_framework is not None and not isinstance(op, Folded):
         total = function.to_framework(total)
     return Partial(total, accumulator.dtype) if is_partial else total

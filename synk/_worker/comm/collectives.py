@@ -17,7 +17,7 @@ from typing import Any, cast
 from synk._pure.dtypes import dtype_name
 from synk._pure.ops import REDUCTIONS
 from synk._worker.comm.messages import Messages
-from synk._worker.comm.reduction import WIDENED, Reduction
+from synk._worker.comm.reduction import WIDENED, SplitReduction
 from synk._worker.comm.rows import RowCollectives
 from synk._worker.comm.user_arrays import UserArrays
 from synk.backends import BufferBackend, NcclBackend
@@ -222,7 +222,7 @@ class Collectives:
         check_reduction(op, dtype_name(array.dtype), weight)
 
     def _takes_as_it_is(self, array: Any, op: str, weight: float | None) -> bool:
-        """Whether NCCL itself reduces such an array, without the extra steps of ``Reduction``."""
+        """Whether NCCL itself reduces such an array, without the extra steps of ``SplitReduction``."""
         return not (
             self._is_exact
             or array.dtype.kind == "c"
@@ -275,7 +275,7 @@ class Collectives:
         comm, xp = self._communicator, self._xp
         folded = yield from self._fold_complex(items)
         reductions = [
-            None if k in folded else Reduction(xp, array, op, weight, self._capabilities)
+            None if k in folded else SplitReduction(xp, array, op, weight, self._capabilities)
             for k, (array, op, weight) in enumerate(items)
         ]
         outs = [self._outs(r, 1, place) for r in reductions]
@@ -294,7 +294,7 @@ class Collectives:
         padded = [(self._pad(array), op, weight) for array, op, weight in items]
         folded = yield from self._fold_complex(padded)
         reductions = [
-            None if k in folded else Reduction(xp, array, op, weight, self._capabilities)
+            None if k in folded else SplitReduction(xp, array, op, weight, self._capabilities)
             for k, (array, op, weight) in enumerate(padded)
         ]
         outs = [self._outs(r, size, None if place is None else place.reshape(-1)) for r in reductions]
@@ -313,7 +313,7 @@ class Collectives:
                 results.append(reduction.result(out))
         return results
 
-    def _outs(self, reduction: Reduction | None, num_blocks: int, place: Any) -> list[Any]:
+    def _outs(self, reduction: SplitReduction | None, num_blocks: int, place: Any) -> list[Any]:
         """Return arrays for the reduced parts: whole ones, or one of ``num_blocks`` blocks of each."""
         if reduction is None:
             return []

@@ -21,7 +21,7 @@ class _Part:
     weight: float | None
 
 
-class Reduction:
+class SplitReduction:
     """One reduction, split into parts that the communicator can do. The reduced parts make the result."""
 
     def __init__(self, xp: Any, array: Any, op: str, weight: float | None, capabilities: Any) -> None:

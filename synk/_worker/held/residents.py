@@ -19,7 +19,7 @@ from typing import Any
 
 from synk._wire.cell import cell
 from synk._wire.control import PHASES, Down
-from synk._wire.residents import Adopt, Dump, Report, Restore
+from synk._wire.residents import Adopt, Dump, ReportStates, Restore
 from synk._worker.held.pickling import dumps
 from synk.errors import SerializationError
 
@@ -101,7 +101,7 @@ class RankResident:
         self.version, self.is_torn, self.mark = version, False, b""
 
 
-class Residents:
+class RankResidents:
     """All resident objects of one rank, by number."""
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class Residents:
                 self._objects[order.resident_id] = RankResident(order.name, made, order.first, order.version)
             else:  # functions refer to it
                 old.__init__(order.name, made, order.first, order.version)  # type: ignore[misc]
-        elif isinstance(order, Report):
+        elif isinstance(order, ReportStates):
             with cell.worker.uninterrupted():
                 return {"states": [self._state(*each) for each in order.counted]}
         elif isinstance(order, Dump):

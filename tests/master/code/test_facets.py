@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from synk._master.code import facets
-from synk._master.code.arrays import Contents
+from synk._master.code.arrays import ArrayContents
 from synk._master.code.comparisons import Comparisons
 from synk._master.code.facets import Elements, Facet, State, attributes, contents, items
 
@@ -86,7 +86,7 @@ def test_an_empty_container_is_compared_by_its_length_not_by_its_truth(make: Any
 
 def test_forgotten_contents_are_reported_again() -> None:
     array = np.arange(4.0)
-    facet = Contents(array)
+    facet = ArrayContents(array)
     facet.note_sent(array.tobytes())
     array[2] = 7
     (change,) = facet.changes()
