@@ -100,6 +100,16 @@ def is_nested(value: Any) -> bool:
     return isinstance(value, Mapping) or (dataclasses.is_dataclass(cls) and not isinstance(value, type))
 
 
+def classes_in(structure: Any) -> Iterator[type]:
+    """Return the classes of which the containers of a structure are built."""
+    if isinstance(structure, Node):
+        made = structure.make.cls if isinstance(structure.make, _Restored) else structure.make
+        if isinstance(made, type):
+            yield made
+        for part in structure.parts:
+            yield from classes_in(part)
+
+
 def is_plain_object(value: Any, depth: int = _PLAIN_DEPTH) -> bool:
     """Whether a value is a number, a text, None, or a tuple, list or dict of these: pickling it runs no user code."""
     if type(value) in PLAIN_TYPES or type(value) in _SCALAR_TYPES:
@@ -277,23 +287,23 @@ class _Restored:
     """Builds an object from its attributes, as unpickling does. Equal while the class holds the same objects."""
 
     def __init__(self, cls: type, contents: tuple[Any, ...] = ()) -> None:
-        self._cls, self._contents = cls, contents
+        self.cls, self._contents = cls, contents
 
     def __call__(self, **attributes: Any) -> Any:
-        made: Any = object.__new__(self._cls)
+        made: Any = object.__new__(self.cls)
         vars(made).update(attributes)
         return made
 
     def __eq__(self, other: object) -> bool:
-        if type(other) is not _Restored or self._cls is not other._cls:
+        if type(other) is not _Restored or self.cls is not other.cls:
             return False
         return len(self._contents) == len(other._contents) and all(map(operator.is_, self._contents, other._contents))
 
     def __hash__(self) -> int:
-        return hash(self._cls)
+        return hash(self.cls)
 
     def __reduce__(self) -> Any:
-        return _Restored, (self._cls,)
+        return _Restored, (self.cls,)
 
 
 def _opened(value: Any) -> tuple[str, Callable[..., Any], tuple[Any, ...], Any]:

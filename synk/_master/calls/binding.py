@@ -6,17 +6,18 @@ Errors in the arguments are raised here, before the call is sent; but functions 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from synk._master import collectives
-from synk._master.calls.arguments import NO_OBJECTS, Argument, pickle_objects
+from synk._master.calls.arguments import NO_OBJECTS, Argument, Objects, pickle_objects
 from synk._master.calls.callee import Callee
 from synk._master.calls.checked import Checks
 from synk._master.calls.plans import Call, CallOptions, IndexArrays
 from synk._master.session import Session
 from synk._master.state.variable import Variable
+from synk._pure.nested import classes_in
 from synk._pure.ops import EACH
 from synk._pure.output_ops import each_op
 from synk._pure.shards import (
@@ -62,12 +63,28 @@ def bind(
     arguments = checks.arguments(function.signature.bind(args, kwargs))
     if options.is_serial:
         _bring_together(session, function, arguments, deadline)
+    function.meet_classes(cls for a in arguments if a.nest is not None for cls in classes_in(a.nest.structure))
     call = _divide(session, function, arguments, options, deadline)
     values = [argument for argument in arguments if argument.kind == "object"]
     if values:
-        call.objects = pickle_objects([a.value for a in values], [a.label for a in values], name)
+        call.objects, call.classes = _pickled(session, function, values, deadline)
         session.counters["bytes_pickled"] += len(call.objects[0])
     return call
+
+
+def _pickled(
+    session: Session, function: Callee, values: Sequence[Argument], deadline: float | None
+) -> tuple[Objects, Mapping[type, Iterable[str]]]:
+    """Pickle broadcast objects. Return the classes that they bring, too: those that the function did not capture."""
+    objects, labels = [argument.value for argument in values], [argument.label for argument in values]
+    is_known = function.session is session and not function.is_stale
+    book, capture = session.functions.book, function.capture if is_known else None
+    pickled = pickle_objects(objects, labels, function.name, lambda cls: book.holds(cls, capture))
+    if not pickled[1] or is_known:
+        return pickled
+    function.load(session, deadline)  # what it captures is known then
+    book, capture = session.functions.book, function.capture
+    return pickle_objects(objects, labels, function.name, lambda cls: book.holds(cls, capture))
 
 
 def _bring_together(session: Session, function: Callee, arguments: list[Argument], deadline: float | None) -> None:
