@@ -100,16 +100,6 @@ def is_nested(value: Any) -> bool:
     return isinstance(value, Mapping) or (dataclasses.is_dataclass(cls) and not isinstance(value, type))
 
 
-def classes_in(structure: Any) -> Iterator[type]:
-    """Return the classes of which the containers of a structure are built."""
-    if isinstance(structure, Node):
-        made = structure.make.cls if isinstance(structure.make, _Restored) else structure.make
-        if isinstance(made, type):
-            yield made
-        for part in structure.parts:
-            yield from classes_in(part)
-
-
 def is_plain_object(value: Any, depth: int = _PLAIN_DEPTH) -> bool:
     """Whether a value is a number, a text, None, or a tuple, list or dict of these: pickling it runs no user code."""
     if type(value) in PLAIN_TYPES or type(value) in _SCALAR_TYPES:
@@ -256,7 +246,7 @@ def _whole_structure(value: Any, leaves: list[Any], arrays: list[int], depth: in
         kind, keys, parts = "named", cls._fields, value
     elif _is_plain_dataclass(value):
         kind, keys, parts = "fields", tuple(vars(value)), vars(value).values()
-        make = _Restored(cls, tuple(vars(cls).values()))
+        make = Restored(cls, tuple(vars(cls).values()))
     if not kind or not depth:
         leaves.append(value)
         return LEAF
@@ -283,7 +273,7 @@ def _is_plain_dataclass(value: Any) -> bool:
     return all(getattr(cls, name, None) is getattr(object, name, None) for name in own)
 
 
-class _Restored:
+class Restored:
     """Builds an object from its attributes, as unpickling does. Equal while the class holds the same objects."""
 
     def __init__(self, cls: type, contents: tuple[Any, ...] = ()) -> None:
@@ -295,7 +285,7 @@ class _Restored:
         return made
 
     def __eq__(self, other: object) -> bool:
-        if type(other) is not _Restored or self.cls is not other.cls:
+        if type(other) is not Restored or self.cls is not other.cls:
             return False
         return len(self._contents) == len(other._contents) and all(map(operator.is_, self._contents, other._contents))
 
@@ -303,7 +293,7 @@ class _Restored:
         return hash(self.cls)
 
     def __reduce__(self) -> Any:
-        return _Restored, (self.cls,)
+        return Restored, (self.cls,)
 
 
 def _opened(value: Any) -> tuple[str, Callable[..., Any], tuple[Any, ...], Any]:

@@ -19,7 +19,7 @@ _HERE = uuid.uuid4().hex
 """Names this process."""
 
 _BASES, _NAMESPACE, _NUMBER = 2, 3, -2
-"""The places of the bases, of what a class is made with, and of its number among the arguments of cloudpickle's makers."""
+"""Where cloudpickle's makers of classes take the bases, what the class is made with, and its number."""
 
 _MISSING: Any = object()
 

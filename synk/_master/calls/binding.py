@@ -17,7 +17,7 @@ from synk._master.calls.checked import Checks
 from synk._master.calls.plans import Call, CallOptions, IndexArrays
 from synk._master.session import Session
 from synk._master.state.variable import Variable
-from synk._pure.nested import classes_in
+from synk._pure.nested import Node, Restored
 from synk._pure.ops import EACH
 from synk._pure.output_ops import each_op
 from synk._pure.shards import (
@@ -31,6 +31,10 @@ from synk._pure.shards import (
     shard_bounds,
 )
 from synk._pure.trees import flatten
+from synk._wire.parcels import is_by_reference
+
+_NUM_CLASSES = 16
+"""Of how many classes of nested arguments a function knows. A class that is defined again and again is a new one."""
 
 even_bounds = functools.lru_cache(maxsize=256)(shard_bounds)
 
@@ -63,13 +67,32 @@ def bind(
     arguments = checks.arguments(function.signature.bind(args, kwargs))
     if options.is_serial:
         _bring_together(session, function, arguments, deadline)
-    function.meet_classes(cls for a in arguments if a.nest is not None for cls in classes_in(a.nest.structure))
+    for argument in arguments:
+        if argument.nest is not None:
+            _meet_classes(function, argument.nest.structure)
     call = _divide(session, function, arguments, options, deadline)
     values = [argument for argument in arguments if argument.kind == "object"]
     if values:
         call.objects, call.classes = _pickled(session, function, values, deadline)
         session.counters["bytes_pickled"] += len(call.objects[0])
     return call
+
+
+def _meet_classes(function: Callee, structure: Any) -> None:
+    """Note the classes of a nested argument, which travel once and not with each call.
+
+    Those of the script count as captured, so that the workers have them as they are at each call.
+    """
+    if not isinstance(structure, Node):
+        return
+    cls = structure.make.cls if isinstance(structure.make, Restored) else structure.make
+    is_known = any(cls is each for each in function.classes)
+    if isinstance(cls, type) and not is_known and not is_by_reference(cls):
+        function.classes.append(cls)
+        del function.classes[:-_NUM_CLASSES]
+        function.is_stale = function.is_stale or function.session is not None
+    for part in structure.parts:
+        _meet_classes(function, part)
 
 
 def _pickled(

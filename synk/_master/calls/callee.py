@@ -13,7 +13,7 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from synk._master.calls.plans import PlanCache
@@ -30,14 +30,10 @@ from synk._master.state.ledger import Record
 from synk._master.state.resident import check_owner as check_owner_of_resident
 from synk._master.state.variable import check_owner
 from synk._pure.output_ops import DefaultOp, ops_of
-from synk._wire.parcels import is_by_reference
 from synk.errors import StaleCaptureError, StaleCaptureWarning
 
 _waiting: weakref.WeakKeyDictionary[Callee, None] = weakref.WeakKeyDictionary()  # in the order in which they were made
 _waiting_lock = threading.Lock()
-
-_NUM_CLASSES = 16
-"""Of how many classes of nested arguments a function knows. A class that is defined again and again is a new one."""
 
 
 class FunctionHandle:
@@ -79,6 +75,8 @@ class Callee:
         Whether it, or something that it captured, must be sent again.
     is_doubtful : bool
         Whether everything that it captured must be compared in full before the next call.
+    classes : list of type
+        Classes of the script in its nested arguments: they count as captured.
     variables, residents : set of Variable, set of ResidentObject
         What it refers to on the workers.
     ops : Op or nesting of them
@@ -150,7 +148,7 @@ class Callee:
         self.large_changes = Changes(name)
         self.copies = Copies(name)
         self._modules: tuple[Any, ...] = ()
-        self._classes: list[type] = []  # of its nested arguments: they count as captured
+        self.classes: list[type] = []
         captured = check_captured(name, self.options)
         (self.variables, self.residents), self._modules = captured.referred, captured.modules
         _waiting[self] = None
@@ -167,19 +165,8 @@ class Callee:
             "changes": self._changed,
             "is_repeated": self.is_repeated,
             "modules": self._modules,
-            "classes": self._classes,
+            "classes": self.classes,
         }
-
-    def meet_classes(self, classes: Iterable[type]) -> None:
-        """Note the classes of nested arguments, which travel once and not with each call.
-
-        Those of the script count as captured, so that the workers have them as they are at each call.
-        """
-        for cls in classes:
-            if not any(cls is each for each in self._classes) and not is_by_reference(cls):
-                self._classes.append(cls)
-                del self._classes[:-_NUM_CLASSES]
-                self.is_stale = self.is_stale or self.session is not None
 
     # -- what it captured ---------------------------------------------------------------------------------------------
 
