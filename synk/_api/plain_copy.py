@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cloudpickle.cloudpickle import _make_skeleton_class, _make_skeleton_enum
-
 from synk._master.calls.arguments import ObjectPickler
 from synk._master.code.handles import Handle, HandlePickler
 from synk._master.code.modules import is_users_module
@@ -83,15 +81,15 @@ def copied(fn: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> P
 
     copier = _Copier(file, buffer_callback=keep)
     # The list of classes is pickled last, when it is complete.
-    safe_point(copier.dump, (fn, args, kwargs, copier.classes))
+    safe_point(copier.dump, (fn, args, kwargs, copier.copied))
     if copier.handles:
         raise NotComparable(why_no_handle(copier.handles[0]))
     objects = _objects_in(copier.modules)
-    if objects.keys() & copier.memo.copy().keys() or any(type(each) in copier.classes for each in objects.values()):
+    if objects.keys() & copier.memo.copy().keys() or any(type(each) in copier.copied for each in objects.values()):
         raise NotComparable("it shares an object with a module, which would not be copied with it")
     parts = safe_point(pickle.loads, file.getbuffer(), buffers=[bytearray(buffer.raw()) for buffer in buffers])
     fn, args, kwargs, copies = parts
-    return PlainCopy(fn, args, kwargs, copier.classes, copies)
+    return PlainCopy(fn, args, kwargs, copier.copied, copies)
 
 
 def _objects_in(modules: Sequence[types.ModuleType]) -> dict[int, Any]:
@@ -128,7 +126,7 @@ class _Copier(ObjectPickler, HandlePickler):
 
     Attributes
     ----------
-    classes : list of type
+    copied : list of type
         The classes that were pickled by value. Their pickles must not identify the classes, as cloudpickle's do:
         loading would find the originals in this process and write into them.
     modules : list of module
@@ -136,8 +134,8 @@ class _Copier(ObjectPickler, HandlePickler):
     """
 
     def __init__(self, file: Any, **options: Any) -> None:
-        super().__init__(file, **options)
-        self.classes: list[type] = []
+        super().__init__(file, lambda cls: False, **options)
+        self.copied: list[type] = []
         self.modules: list[types.ModuleType] = []
 
     def reducer_override(self, obj: Any) -> Any:
@@ -145,12 +143,12 @@ class _Copier(ObjectPickler, HandlePickler):
             self.modules.append(obj)
         if isinstance(obj, types.FunctionType) and is_users_module(obj.__module__):
             return self._dynamic_function_reduce(obj)
-        reduced = super().reducer_override(obj)
-        if isinstance(reduced, tuple) and reduced[0] in (_make_skeleton_class, _make_skeleton_enum):
-            self.classes.append(obj)
-            *parts, _, extra = reduced[1]  # the omitted argument identifies the class
-            return (reduced[0], (*parts, None, extra), *reduced[2:])
-        return reduced
+        return super().reducer_override(obj)
+
+    def class_recipe(self, cls: type, recipe: Any) -> Any:
+        self.copied.append(cls)
+        *parts, _, extra = recipe[1]  # the omitted argument identifies the class
+        return (recipe[0], (*parts, None, extra), *recipe[2:])
 
 
 class _ClassesOut(Pickler):

@@ -246,7 +246,7 @@ def _whole_structure(value: Any, leaves: list[Any], arrays: list[int], depth: in
         kind, keys, parts = "named", cls._fields, value
     elif _is_plain_dataclass(value):
         kind, keys, parts = "fields", tuple(vars(value)), vars(value).values()
-        make = _Restored(cls, tuple(vars(cls).values()))
+        make = Restored(cls, tuple(vars(cls).values()))
     if not kind or not depth:
         leaves.append(value)
         return LEAF
@@ -273,27 +273,27 @@ def _is_plain_dataclass(value: Any) -> bool:
     return all(getattr(cls, name, None) is getattr(object, name, None) for name in own)
 
 
-class _Restored:
+class Restored:
     """Builds an object from its attributes, as unpickling does. Equal while the class holds the same objects."""
 
     def __init__(self, cls: type, contents: tuple[Any, ...] = ()) -> None:
-        self._cls, self._contents = cls, contents
+        self.cls, self._contents = cls, contents
 
     def __call__(self, **attributes: Any) -> Any:
-        made: Any = object.__new__(self._cls)
+        made: Any = object.__new__(self.cls)
         vars(made).update(attributes)
         return made
 
     def __eq__(self, other: object) -> bool:
-        if type(other) is not _Restored or self._cls is not other._cls:
+        if type(other) is not Restored or self.cls is not other.cls:
             return False
         return len(self._contents) == len(other._contents) and all(map(operator.is_, self._contents, other._contents))
 
     def __hash__(self) -> int:
-        return hash(self._cls)
+        return hash(self.cls)
 
     def __reduce__(self) -> Any:
-        return _Restored, (self._cls,)
+        return Restored, (self.cls,)
 
 
 def _opened(value: Any) -> tuple[str, Callable[..., Any], tuple[Any, ...], Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import io
 import math
 import types
 from collections import ChainMap
@@ -15,6 +16,7 @@ import numpy as np
 from cloudpickle.cloudpickle import _is_registered_pickle_by_value, _lookup_module_and_qualname
 
 from synk._pure.interrupts import safe_point
+from synk._wire.classes import by_word, completed, without_word
 
 
 class Mapped(NamedTuple):
@@ -102,6 +104,43 @@ class Pickler(cloudpickle.Pickler):
     """Pickles by cloudpickle's rules; functions with a cache are pickled like functions."""
 
     dispatch_table: ClassVar[Any] = ChainMap({CACHED: _reduce_cached}, cloudpickle.Pickler.dispatch_table)
+
+
+class TravelPickler(Pickler):
+    """Pickles what goes to another process.
+
+    Attributes
+    ----------
+    classes : dict of type to frozenset of str
+        The classes that travel with what they hold, and the names in them.
+    """
+
+    def __init__(self, file: Any, **options: Any) -> None:
+        super().__init__(file, **options)
+        self.classes: dict[type, frozenset[str]] = {}
+
+    def reducer_override(self, obj: Any) -> Any:
+        recipe = super().reducer_override(obj)
+        if isinstance(obj, type) and isinstance(recipe, tuple) and len(recipe) == 6:
+            return self.class_recipe(obj, completed(obj, recipe))
+        return recipe
+
+    def class_recipe(self, cls: type, recipe: Any) -> Any:
+        """Return how a class travels that travels with what it holds."""
+        self.classes[cls] = frozenset(recipe[2][0])
+        return by_word(cls, recipe)
+
+
+class _StructurePickler(TravelPickler):
+    def class_recipe(self, cls: type, recipe: Any) -> Any:
+        return without_word(by_word(cls, recipe))
+
+
+def dump_structure(obj: Any) -> bytes:
+    """Return ``obj`` pickled for another process. A class that is known there stays as it is."""
+    file = io.BytesIO()
+    safe_point(_StructurePickler(file, protocol=5).dump, obj)
+    return file.getvalue()
 
 
 def reduced(obj: Any) -> Any:

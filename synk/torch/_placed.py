@@ -20,13 +20,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import torch
 
 from synk._api.function import Function
 from synk._api.runtime import Runtime
-from synk._pure.interrupts import as_operation, safe_point
+from synk._pure.interrupts import as_operation
+from synk._wire.parcels import dump_structure
 from synk.errors import ClosedError, OpMismatch, SerializationError, WorkerDied
 from synk.torch import _kept_graphs as ranks
 from synk.torch import _module_parts as parts
@@ -228,7 +228,7 @@ class Placed:
     @as_operation
     def _dumped(self, nesting: Any) -> bytes:
         try:
-            return safe_point(cloudpickle.dumps, nesting, protocol=5)
+            return dump_structure(nesting)
         except Exception as error:
             raise SerializationError(
                 f"cannot send the inputs of {self._name!r}: {type(error).__name__}: {error}. What is no tensor must be "

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from synk._wire.parcels import Pickler
+from synk._wire.parcels import TravelPickler
 from synk.torch._state import State, dump, is_module, load, submodules, tensors_of
 from synk.torch._take_over import CODE
 
@@ -38,7 +38,7 @@ class PackedTensor:
         return tensor if self._device is None else tensor.to(self._device)
 
 
-class StatePickler(Pickler):
+class StatePickler(TravelPickler):
     """Pickles a state. Objects that both sides already have (``references``) are named and not copied.
 
     ``code`` is given for a state that stays in this process: a list into which functions, classes and modules are put

@@ -6,17 +6,18 @@ Errors in the arguments are raised here, before the call is sent; but functions 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from synk._master import collectives
-from synk._master.calls.arguments import NO_OBJECTS, Argument, pickle_objects
+from synk._master.calls.arguments import NO_OBJECTS, Argument, Objects, pickle_objects
 from synk._master.calls.callee import Callee
 from synk._master.calls.checked import Checks
 from synk._master.calls.plans import Call, CallOptions, IndexArrays
 from synk._master.session import Session
 from synk._master.state.variable import Variable
+from synk._pure.nested import Container, Restored
 from synk._pure.ops import EACH
 from synk._pure.output_ops import each_op
 from synk._pure.shards import (
@@ -30,6 +31,10 @@ from synk._pure.shards import (
     shard_bounds,
 )
 from synk._pure.trees import flatten
+from synk._wire.parcels import is_by_reference
+
+_NUM_CLASSES = 16
+"""Of how many classes of nested arguments a function knows. A class that is defined again and again is a new one."""
 
 even_bounds = functools.lru_cache(maxsize=256)(shard_bounds)
 
@@ -62,12 +67,47 @@ def bind(
     arguments = checks.arguments(function.signature.bind(args, kwargs))
     if options.is_serial:
         _bring_together(session, function, arguments, deadline)
+    for argument in arguments:
+        if argument.nest is not None:
+            _meet_classes(function, argument.nest.structure)
     call = _divide(session, function, arguments, options, deadline)
     values = [argument for argument in arguments if argument.kind == "object"]
     if values:
-        call.objects = pickle_objects([a.value for a in values], [a.label for a in values], name)
+        call.objects, call.classes = _pickled(session, function, values, deadline)
         session.counters["bytes_pickled"] += len(call.objects[0])
     return call
+
+
+def _meet_classes(function: Callee, structure: Any) -> None:
+    """Note the classes of a nested argument, which travel once and not with each call.
+
+    Those of the script count as captured, so that the workers have them as they are at each call.
+    """
+    if not isinstance(structure, Container):
+        return
+    cls = structure.make.cls if isinstance(structure.make, Restored) else structure.make
+    is_known = any(cls is each for each in function.classes)
+    if isinstance(cls, type) and not is_known and not is_by_reference(cls):
+        function.classes.append(cls)
+        del function.classes[:-_NUM_CLASSES]
+        function.is_stale = function.is_stale or function.session is not None
+    for part in structure.parts:
+        _meet_classes(function, part)
+
+
+def _pickled(
+    session: Session, function: Callee, values: Sequence[Argument], deadline: float | None
+) -> tuple[Objects, Mapping[type, Iterable[str]]]:
+    """Pickle broadcast objects. Return the classes that they bring, too: those that the function did not capture."""
+    objects, labels = [argument.value for argument in values], [argument.label for argument in values]
+    is_known = function.session is session and not function.is_stale
+    book, capture = session.functions.book, function.capture if is_known else None
+    pickled = pickle_objects(objects, labels, function.name, lambda cls: book.holds(cls, capture))
+    if not pickled[1] or is_known:
+        return pickled
+    function.load(session, deadline)  # what it captures is known then
+    book, capture = session.functions.book, function.capture
+    return pickle_objects(objects, labels, function.name, lambda cls: book.holds(cls, capture))
 
 
 def _bring_together(session: Session, function: Callee, arguments: list[Argument], deadline: float | None) -> None:

@@ -75,6 +75,8 @@ class Callee:
         Whether it, or something that it captured, must be sent again.
     is_doubtful : bool
         Whether everything that it captured must be compared in full before the next call.
+    classes : list of type
+        Classes of the script in its nested arguments: they count as captured.
     variables, residents : set of Variable, set of ResidentObject
         What it refers to on the workers.
     ops : Op or nesting of them
@@ -149,6 +151,7 @@ class Callee:
         self.large_changes = Changes(name)
         self.copies = Copies(name)
         self._modules: tuple[Any, ...] = ()
+        self.classes: list[type] = []
         captured = check_captured(name, self.options)
         (self.variables, self.residents), self._modules = captured.referred, captured.modules
         _waiting[self] = None
@@ -165,6 +168,7 @@ class Callee:
             "changes": self._changed,
             "is_repeated": self.is_repeated,
             "modules": self._modules,
+            "classes": self.classes,
         }
 
     # -- what it captured ---------------------------------------------------------------------------------------------

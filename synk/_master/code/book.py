@@ -16,7 +16,7 @@ import io
 import pickle
 import sys
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from synk._master.code.arrays import ArrayContents, copy_bytes
@@ -363,6 +363,28 @@ class Book(Shelf):
     def forget_function(self, function_id: int) -> None:
         """Forget a function. The next :meth:`collect` discards what no other function needs."""
         self._entries.pop(function_id, None)
+
+    def doubt_classes(self, classes: Mapping[type, Iterable[str]]) -> None:
+        """Note that something else than a parcel brings the workers these names of classes.
+
+        It brings copies of the functions and objects that the parcels brought, and perhaps what is old by now. So the
+        next call of a function that captured a class binds these names again.
+        """
+        for cls, names in classes.items():
+            node = self.known.get(id(cls))
+            if node is None or self._is_of_module(node):
+                continue
+            for facet in node.facets:
+                if isinstance(facet, Table):
+                    told = facet.told
+                    told.update((name, UNKNOWN) for name in names if name in told and not _is_dunder(name, told[name]))
+            for capture in node.captures:
+                capture.is_valid = False
+
+    def holds(self, cls: type, capture: Any) -> bool:
+        """Whether the workers hold a class, and a function with this capture keeps it as it is in the program."""
+        node = self.known.get(id(cls))
+        return node is not None and capture in node.captures
 
     def collect(self) -> None:
         """Discard the parcels that no function needs. Imported modules stay, because ranks keep state in them."""

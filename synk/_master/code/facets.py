@@ -7,7 +7,7 @@ How an object is pickled decides which facets it has:
 - :class:`Elements`: what it holds by position or as a set. A list, a deque, a set, an array of objects;
 - :class:`State`: the recipe of an object that says itself how it is pickled (``__reduce__``, ``__getstate__``). Its
   attributes are its own business, so what it would be pickled from is compared instead;
-- ``Contents`` (``arrays.py``): the bytes of an array or a tensor.
+- ``ArrayContents`` (``arrays.py``): the bytes of an array or a tensor.
 
 A table and elements are compared shallowly, by identity, because the objects behind them have facets of their own. A
 recipe is made anew each time it is asked for, so it is compared by value (``synk._pure.alike``).

@@ -7,7 +7,7 @@ from typing import Any
 
 from synk._pure.interrupts import operation
 from synk._pure.tensors import is_torch_module, is_torch_optimizer
-from synk._wire.parcels import Pickler
+from synk._wire.parcels import TravelPickler
 
 
 class Handle:
@@ -26,7 +26,7 @@ class Handle:
     _referent: Any
 
 
-class HandlePickler(Pickler):
+class HandlePickler(TravelPickler):
     """Pickles by cloudpickle's rules, except that a handle becomes a reference to what the rank has.
 
     Attributes

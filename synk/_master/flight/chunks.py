@@ -51,6 +51,7 @@ class Chunk:
         self.first = first
         self.pickles: list[bytes] = []
         self.copies: list[ArrayCopy] = []
+        self.classes: dict[type, frozenset[str]] = {}
         self.num_items = self.nbytes = self.duration_ns = 0
         self.rank = -1
         self.began_ns = 0
@@ -59,11 +60,12 @@ class Chunk:
         self.values: deque[bytes] = deque()
         self.error: Exception | None = None
 
-    def add(self, data: bytes, copies: list[ArrayCopy]) -> None:
+    def add(self, data: bytes, copies: list[ArrayCopy], classes: dict[type, frozenset[str]]) -> None:
         """Add one item."""
         self.pickles.append(data)
         self.num_items += 1
         self.nbytes += len(data)
+        self.classes.update(classes)
         if copies:
             self.copies += copies
             self.nbytes += sum(copy.segment.nbytes for copy in copies)
@@ -71,7 +73,7 @@ class Chunk:
     def end(self, error: Exception | None) -> None:
         """Set its outcome, and release what was sent."""
         self.error, self.is_done = error, True
-        self.pickles, self.copies = [], []
+        self.pickles, self.copies, self.classes = [], [], {}
 
     @as_operation
     def value(self, name: str) -> Any:
@@ -188,6 +190,7 @@ class Chunks:
         which = f"item {last}" if chunk.num_items == 1 else f"items {chunk.first} to {last}"
         # otherwise its time begins when the chunk before it is answered
         deadline = None if chunk.rank in ranks else session.deadline(None)
+        session.functions.book.doubt_classes(chunk.classes)
         session.queue.chunks = self  # before any chunk is in flight: from here on, whatever begins settles it
         try:
             chunk.request = session.ranks.send_items(

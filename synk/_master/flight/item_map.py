@@ -129,7 +129,7 @@ class ItemMap:
             self._error = None if isinstance(error, StopIteration) else error
             return
         try:
-            data, copies = self._chunks.pickler.dumps(item)
+            packed = self._chunks.pickler.dumps(item)
         except Exception as error:
             self._is_at_end = True
             position = self._position + chunk.num_items
@@ -139,7 +139,7 @@ class ItemMap:
             )
             self._error.__cause__ = error
             return
-        chunk.add(data, copies)
+        chunk.add(*packed)
 
     def _adapt(self) -> None:
         """Make chunks larger or smaller, by the time that answered chunks took."""

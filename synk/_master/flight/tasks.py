@@ -75,13 +75,13 @@ class Tasks:
     def packed(self, task: Callable[[], Any], callback: Callable[[Task], Any] | None = None) -> Task:
         """Return a pickled task that is not submitted yet. Any thread may call it."""
         try:
-            data, copies = self._chunks.pickler.dumps(task)
+            pickled = self._chunks.pickler.dumps(task)
         except Exception as error:
             raise SerializationError(
                 f"cannot send a task to a worker: {type(error).__name__}: {str(error).rstrip('.')}."
             ) from error
         chunk = Chunk(next(self._numbers))
-        chunk.add(data, copies)
+        chunk.add(*pickled)
         return Task(chunk, callback)
 
     @property

@@ -133,8 +133,8 @@ class ItemPickler:
     def __init__(self, copies: ArrayCopies | None) -> None:
         self._copies = copies
 
-    def dumps(self, item: Any) -> tuple[bytes, list[ArrayCopy]]:
-        """Return an item pickled, and the copies that it refers to.
+    def dumps(self, item: Any) -> tuple[bytes, list[ArrayCopy], dict[type, frozenset[str]]]:
+        """Return an item pickled, the copies that it refers to, and the classes that it brings, with their names.
 
         Raises
         ------
@@ -144,7 +144,7 @@ class ItemPickler:
             Whatever pickling it raises.
         """
         if type(item) in PLAIN_TYPES:
-            return pickle.dumps(item, protocol=5), []
+            return pickle.dumps(item, protocol=5), [], {}
         file = io.BytesIO()
         pickler = _Pickler(file, self._copies)
         safe_point(pickler.dump, item)
@@ -153,7 +153,7 @@ class ItemPickler:
                 f"got {type(pickler.handles[0]).__name__}, expected objects that each worker gets a copy of. Have the "
                 "function refer to it instead"
             )
-        return file.getvalue(), pickler.used
+        return file.getvalue(), pickler.used, pickler.classes
 
 
 class _Pickler(HandlePickler):

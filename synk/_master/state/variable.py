@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import cloudpickle
 import numpy as np
 
 from synk._master.processes.log import Dropped
@@ -24,6 +23,7 @@ from synk._pure.trees import describe, skeleton_of, unflatten
 from synk._wire.control import Down
 from synk._wire.memory import Segment
 from synk._wire.messages import Layout
+from synk._wire.parcels import dump_structure
 from synk._wire.variables import (
     Declaration,
     Shapes,
@@ -257,7 +257,7 @@ class Variable:
 
     def skeleton(self) -> bytes:
         """Return the pickled nesting of the value, with the position of each leaf in its place."""
-        return cloudpickle.dumps(skeleton_of(self.structure, len(self.dtypes)), protocol=5)
+        return dump_structure(skeleton_of(self.structure, len(self.dtypes)))
 
     def segments(self, rank: int) -> list[Segment]:
         """Return the buffers that the worker of ``rank`` uses."""

@@ -9,7 +9,7 @@ import io
 import math
 from typing import Any
 
-from synk._wire.parcels import Pickler
+from synk._wire.parcels import TravelPickler
 from synk.backends import on_host
 
 
@@ -26,7 +26,7 @@ class CappedFile(io.BytesIO):
         return super().write(data)
 
 
-class _HostPickler(Pickler):
+class _HostPickler(TravelPickler):
     """Pickles what cloudpickle does; arrays that lie on a device become NumPy's, and tensors move to the CPU."""
 
     def reducer_override(self, obj: Any) -> Any:

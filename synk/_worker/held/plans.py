@@ -39,6 +39,7 @@ class LoadedFunction:
         changes: Any,
         is_repeated: bool,
         modules: Any,
+        classes: Any,  # only to be kept
         backend: Backend,
     ) -> None:
         fn = as_nvtx_range(fn, name)

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from synk._pure.alike import alike
+from synk._wire.classes import is_at_home, note_brought
 from synk._wire.messages import LoadOrder, ParcelOrder, Reload
 from synk._wire.parcels import Absent, locate, reduced
 
@@ -187,7 +188,12 @@ def _base_of(table: dict[Any, Any]) -> type[dict[Any, Any]]:
 
 
 def _set_attribute(target: Any, key: str, value: Any) -> None:
-    owner: Any = type if isinstance(target, type) else object
+    owner: Any = object
+    if isinstance(target, type):
+        if is_at_home(target):
+            return
+        owner = type
+        note_brought(target, key)
     if value is not Absent:
         owner.__setattr__(target, key, value)
     else:

@@ -1,0 +1,101 @@
+"""Classes that travel with what they hold, because no module that the receiver can import has them.
+
+cloudpickle gives such a class a number, by which a process that has the class finds it again. It then writes over what
+the class holds there. Here the word of the process that made the class counts: what others send back of it changes
+nothing where it is known already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import uuid
+import weakref
+from typing import Any, NamedTuple
+
+from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_ID
+
+_HERE = uuid.uuid4().hex
+"""Names this process."""
+
+_BASES, _NAMESPACE, _NUMBER = 2, 3, -2
+"""Where cloudpickle's makers of classes take the bases, what the class is made with, and its number."""
+
+_MISSING: Any = object()
+
+_came: weakref.WeakKeyDictionary[type, set[str] | None] = weakref.WeakKeyDictionary()
+"""The classes that other processes have sent, with the names that they brought; None until a class was filled."""
+
+_returned: weakref.WeakSet[type] = weakref.WeakSet()
+"""The classes that this process has sent to itself, as an inline runtime does."""
+
+
+def completed(cls: type, reduced: Any) -> Any:
+    """Return cloudpickle's recipe for a class with what it leaves out."""
+    _, args, (table, _), *_ = reduced
+    if not isinstance(cls, enum.EnumMeta):  # makes its names by itself
+        table.update(_same_as_inherited(cls))
+        # cloudpickle sets it afterwards, when it has no effect any more. Of a NamedTuple it cannot be set.
+        if "__slots__" in vars(cls) and NamedTuple not in args[_BASES]:
+            args[_NAMESPACE]["__slots__"] = vars(cls)["__slots__"]
+    return reduced
+
+
+def by_word(cls: type, reduced: Any) -> Any:
+    """Return how a class travels, made of its completed recipe: as the process that sends it says."""
+    make, args, (table, slots), *_, setter = reduced
+    owner = "" if cls in _came else _HERE
+    return find_or_make, (make, args), (table, slots, owner, setter), None, None, fill_class
+
+
+def without_word(reduced: Any) -> Any:
+    """Return how a class travels to processes that have what it holds: as if its owner had not sent it."""
+    table, slots, _, setter = reduced[2]
+    return (*reduced[:2], (table, slots, "", setter), *reduced[3:])
+
+
+def _same_as_inherited(cls: type) -> dict[str, Any]:
+    """Return what a class has bound to the very objects that a base holds. cloudpickle leaves it to the base."""
+    own = {name: value for name, value in vars(cls).items() if not (name.startswith("__") and name.endswith("__"))}
+    bases = [vars(base) for base in cls.__bases__]
+    return {k: value for k, value in own.items() if any(base.get(k, _MISSING) is value for base in bases)}
+
+
+def find_or_make(make: Any, args: tuple[Any, ...]) -> type:
+    """Return the class that this process has by the same number, or a new one, which is empty."""
+    found: type | None = _DYNAMIC_CLASS_TRACKER_BY_ID.get(args[_NUMBER])
+    if found is None:
+        found = make(*args)
+        _came[found] = None
+    return found
+
+
+def fill_class(cls: type, state: tuple[Any, Any, str, Any]) -> None:
+    """Give a class what the process that made it says, and no more.
+
+    What it has brought before and has removed since is removed here. What this process has added itself stays.
+    """
+    table, slots, owner, setter = state
+    before = _came.get(cls, _MISSING)
+    if owner == _HERE and before is not None:
+        _returned.add(cls)
+        return
+    if not owner and before is not None:
+        return
+    for name in set() if before in (None, _MISSING) else before.difference(table):
+        with contextlib.suppress(AttributeError):
+            type.__delattr__(cls, name)
+    _came[cls] = set(table)
+    setter(cls, (table, slots))
+
+
+def is_at_home(cls: type) -> bool:
+    """Whether the process that sends changes of a class is this one, so that the class has them already."""
+    return cls in _returned and cls not in _came
+
+
+def note_brought(cls: type, name: str) -> None:
+    """Note that the process that made a class has sent a change of it."""
+    names = _came.get(cls)
+    if names is not None:
+        names.add(name)
