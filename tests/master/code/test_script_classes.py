@@ -147,6 +147,20 @@ def test_a_method_of_a_dataclass_among_the_arguments_sees_what_changes(shared_ru
     assert f(X, config).tolist() == [30.0, 30.0]
 
 
+@pytest.mark.parametrize("num_workers", WORKERS)
+def test_a_resident_object_leaves_a_class_that_was_captured_as_it_is(shared_runtimes: Any, num_workers: Any) -> None:
+    s, rt = script(), shared_runtimes[num_workers]
+    f = rt.function(lambda x: x * s.Model().rate(), outputs="gather")
+    assert f(X).tolist() == [1.0, 1.0]
+    model = rt.resident(s.Model())
+    use = rt.function(lambda x, model: x * model.factor, outputs="gather", bcast_inputs="model")
+    assert use(X, model).tolist() == [1.0, 1.0]
+    s.settings["rate"] = 2
+    assert f(X).tolist() == [2.0, 2.0]
+    s.Model.factor = 3
+    assert f(X).tolist() == [6.0, 6.0]
+
+
 def test_objects_with_slots_come_back(shared_runtimes: Any) -> None:
     class Slots:
         __slots__ = ("k",)
