@@ -278,13 +278,17 @@ def test_A11_frozen_worker_ends_by_timeout(reused: Fork) -> None:
 @pytest.mark.parametrize("action", ["kill", "segv", "exit", "raise"])
 @pytest.mark.parametrize("step", ["start.import", "start.ready"])
 def test_A12_crash_during_start(runtime: Fork, step: str, action: str) -> None:
-    rt = runtime(2, failpoint(step, rank=1, action=action))
-    with pytest.raises(StartupError, match=r"rank 1 of 2"):
-        rt.distribute()
-        total(rt)(ROWS)
-    with pytest.raises(ClosedError) as closed:
-        total(rt)(ROWS)
-    assert isinstance(closed.value.__cause__, StartupError)
+    for is_over in (False, True):  # the crash, when the program first asks for the workers
+        rt = runtime(2, failpoint(step, rank=1, action=action))
+        if is_over:
+            pidfd = int(rt._session.workers.by_rank[1].process.pidfd)
+            assert select.select([pidfd], [], [], 20)[0]
+        with pytest.raises(StartupError, match=r"rank 1 of 2"):
+            rt.distribute()
+            total(rt)(ROWS)
+        with pytest.raises(ClosedError) as closed:
+            total(rt)(ROWS)
+        assert isinstance(closed.value.__cause__, StartupError)
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (1, 2), (0, 1, 2)], ids=str)

@@ -116,7 +116,8 @@ class Workers:
         events = processes.wait(0)
         for rank, _ in events.printed:
             self.by_rank[rank].process.note_backlog()
-        recovery.bury_idle(events.deaths)
+        # A worker that has died while it was starting is left to the wait for its hello, which says so.
+        recovery.bury_idle([rank for rank in events.deaths if self.by_rank[rank].is_ready])
         if events.is_woken:
             self.waiting.on_wake()
         if processes.has_dead:  # these, and workers whose death an earlier call reported
