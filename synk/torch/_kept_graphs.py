@@ -182,6 +182,8 @@ class RankModule:
 
     Parameters
     ----------
+    classes : sequence of type
+        The classes of the program in the module. They come with this object, before the module is made.
     pickled : bytes
         The module without the values of its tensors.
     places : sequence of TensorPlace
@@ -191,8 +193,15 @@ class RankModule:
         The offset in bytes at which the buffers begin in the memory, behind all parameters.
     """
 
-    def __init__(self, pickled: bytes, places: Sequence[TensorPlace], num_parameters: int, buffers_at: int) -> None:
-        self._state = pickled, tuple(places), num_parameters, buffers_at
+    def __init__(
+        self,
+        classes: Sequence[type],
+        pickled: bytes,
+        places: Sequence[TensorPlace],
+        num_parameters: int,
+        buffers_at: int,
+    ) -> None:
+        self._state = tuple(classes), pickled, tuple(places), num_parameters, buffers_at
 
     def __getstate__(self) -> Any:
         return self._state
@@ -200,7 +209,7 @@ class RankModule:
     def __setstate__(self, state: Any) -> None:
         # A rank that is started again gets the object as it was made, from the log: it has no graphs and no memory yet.
         # The next message brings the memory, or else the rank answers ``ValuesMissed`` or ``GraphLost``.
-        self._state = pickled, places, num_parameters, self._buffers_at = state
+        self._state = _, pickled, places, num_parameters, self._buffers_at = state  # the classes are there now
         self._places = places
         self._module = _Unpickler(pickled, places, num_parameters).load()
         self._modules = list(self._module.modules())

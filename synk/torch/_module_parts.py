@@ -8,11 +8,12 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
-import cloudpickle
 import torch
 
+from synk._master.code.handles import HandlePickler
 from synk._pure.interrupts import as_operation, safe_point
 from synk._pure.ranges import LINE_NBYTES, round_up
+from synk._wire.classes import by_word, without_word
 from synk.errors import SerializationError, UnsupportedError
 from synk.torch import _kept_graphs as ranks
 
@@ -88,11 +89,14 @@ class ModuleParts:
         return found
 
 
-class _Pickler(cloudpickle.Pickler):
-    """Pickles a module without the values of its tensors."""
+class _Pickler(HandlePickler):
+    """Pickles a module without the values of its tensors, and without what the program's classes hold.
+
+    The ranks get ``own_classes`` before.
+    """
 
     def __init__(self, file: Any, tensors: Sequence[torch.Tensor]) -> None:
-        super().__init__(file, protocol=5)
+        super().__init__(file)
         self._numbers = {
             id(tensor): number
             for number, tensor in enumerate(tensors)
@@ -102,15 +106,20 @@ class _Pickler(cloudpickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
         return self._numbers.get(id(obj)) if isinstance(obj, torch.Tensor) else None
 
+    def class_recipe(self, cls: type, recipe: Any) -> Any:
+        return without_word(by_word(cls, recipe))
+
 
 @as_operation
-def pickled(name: str, module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> bytes:
+def pickled(name: str, module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> tuple[bytes, list[type]]:
+    """Return a module pickled, and the classes of the program that the pickle names."""
     file = io.BytesIO()
+    pickler = _Pickler(file, tensors)
     try:
-        safe_point(_Pickler(file, tensors).dump, module)
+        safe_point(pickler.dump, module)
     except Exception as error:
         raise SerializationError(
             f"cannot send module {name!r} to the workers: {type(error).__name__}: {str(error).rstrip('.')}. Make it of "
             "what can be pickled."
         ) from error
-    return file.getvalue()
+    return file.getvalue(), pickler.own_classes

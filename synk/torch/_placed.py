@@ -53,9 +53,9 @@ class Placed:
         self._tensors = [*self._parameters, *module.buffers()]
         parts.check(self._name, self._tensors)
         places, buffers_at, nbytes = parts.arranged(self._parameters, self._tensors[len(self._parameters) :])
-        pickled = parts.pickled(self._name, module, self._tensors)
+        pickled, classes = parts.pickled(self._name, module, self._tensors)
         self._resident = runtime.resident(
-            ranks.RankModule(pickled, places, len(self._parameters), buffers_at), name=self._name
+            ranks.RankModule(classes, pickled, places, len(self._parameters), buffers_at), name=self._name
         )
         self._memory = runtime.data(shape=(max(nbytes, 1),), dtype=np.uint8, name=self._name)
         array = self._memory.data

@@ -33,8 +33,8 @@ from synk._pure.shards import (
 from synk._pure.trees import flatten
 from synk._wire.parcels import is_by_reference
 
-_NUM_CLASSES = 16
-"""Of how many classes of nested arguments a function knows. A class that is defined again and again is a new one."""
+_NUM_CLASSES = 256
+"""Of how many classes of its arguments a function knows. A class that is defined again and again is a new one."""
 
 even_bounds = functools.lru_cache(maxsize=256)(shard_bounds)
 
@@ -69,7 +69,9 @@ def bind(
         _bring_together(session, function, arguments, deadline)
     for argument in arguments:
         if argument.nest is not None:
-            _meet_classes(function, argument.nest.structure)
+            _meet_structure(function, argument.nest.structure)
+        elif argument.kind == "resident":
+            _meet_classes(function, argument.value.own_classes)
     call = _divide(session, function, arguments, options, deadline)
     values = [argument for argument in arguments if argument.kind == "object"]
     if values:
@@ -78,21 +80,23 @@ def bind(
     return call
 
 
-def _meet_classes(function: Callee, structure: Any) -> None:
-    """Note the classes of a nested argument, which travel once and not with each call.
+def _meet_structure(function: Callee, structure: Any) -> None:
+    """Note the script's classes in a nested argument, which travel once and not with each call."""
+    if isinstance(structure, Container):
+        cls = structure.make.cls if isinstance(structure.make, Restored) else structure.make
+        if isinstance(cls, type) and not is_by_reference(cls):
+            _meet_classes(function, [cls])
+        for part in structure.parts:
+            _meet_structure(function, part)
 
-    Those of the script count as captured, so that the workers have them as they are at each call.
-    """
-    if not isinstance(structure, Container):
-        return
-    cls = structure.make.cls if isinstance(structure.make, Restored) else structure.make
-    is_known = any(cls is each for each in function.classes)
-    if isinstance(cls, type) and not is_known and not is_by_reference(cls):
-        function.classes.append(cls)
-        del function.classes[:-_NUM_CLASSES]
-        function.is_stale = function.is_stale or function.session is not None
-    for part in structure.parts:
-        _meet_classes(function, part)
+
+def _meet_classes(function: Callee, classes: Sequence[type]) -> None:
+    """Let classes count as captured, so that the workers have them as they are at each call."""
+    for cls in classes:
+        if not any(cls is each for each in function.classes):
+            function.classes.append(cls)
+            del function.classes[:-_NUM_CLASSES]
+            function.is_stale = function.is_stale or function.session is not None
 
 
 def _pickled(

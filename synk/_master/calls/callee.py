@@ -76,7 +76,8 @@ class Callee:
     is_doubtful : bool
         Whether everything that it captured must be compared in full before the next call.
     classes : list of type
-        Classes of the script in its nested arguments: they count as captured.
+        Classes of the program in resident objects and nested arguments: they count as captured, because their methods
+        may run in a call.
     variables, residents : set of Variable, set of ResidentObject
         What it refers to on the workers.
     ops : Op or nesting of them
@@ -154,6 +155,8 @@ class Callee:
         self.classes: list[type] = []
         captured = check_captured(name, self.options)
         (self.variables, self.residents), self._modules = captured.referred, captured.modules
+        used = sorted(self.residents, key=lambda resident: resident.id)
+        self.classes += [cls for resident in used for cls in resident.own_classes]
         _waiting[self] = None
 
     @property

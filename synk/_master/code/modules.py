@@ -156,6 +156,11 @@ def travels_by_name(obj: Any) -> bool:
     return code is None or not is_users_module(obj.__module__) or not _is_of_program(code.co_filename)
 
 
+def is_of_program(cls: type) -> bool:
+    """Whether a class is one of the user's: of the script, or of a module of theirs."""
+    return not is_by_reference(cls) or is_users_module(cls.__module__)
+
+
 def _is_of_program(file: str) -> bool:
     """Whether code was written in the main program, a notebook or a prompt, not in a module."""
     return file.startswith("<") or file == getattr(sys.modules.get("__main__"), "__file__", None)

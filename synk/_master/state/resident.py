@@ -53,6 +53,8 @@ class ResidentObject:
         Whether its state is what a ``dump`` returns, and no pickle of the whole.
     classes : dict of type to names
         The classes that its pickle brings with what they hold.
+    own_classes : tuple of type
+        The classes of the program by which it is made. Functions that use the object capture them.
     """
 
     def __init__(self, residents: Residents, value: Any, name: str | None, dump: Any, load: Any) -> None:
@@ -80,7 +82,7 @@ class ResidentObject:
                 f"cannot send resident object {self.name!r} to the workers: {type(error).__name__}: "
                 f"{str(error).rstrip('.')}. Make it of what can be pickled."
             ) from error
-        self.classes = pickler.classes
+        self.classes, self.own_classes = pickler.classes, tuple(pickler.own_classes)
         return file.getvalue()
 
     def whole(self, deadline: float | None) -> dict[str, Any]:

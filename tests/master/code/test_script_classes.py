@@ -161,6 +161,19 @@ def test_a_resident_object_leaves_a_class_that_was_captured_as_it_is(shared_runt
     assert f(X).tolist() == [6.0, 6.0]
 
 
+@pytest.mark.parametrize("num_workers", WORKERS)
+def test_a_resident_object_has_the_methods_of_now(shared_runtimes: Any, num_workers: Any) -> None:
+    s, rt = script(), shared_runtimes[num_workers]
+    model = rt.resident(s.Model())
+    passed = rt.function(lambda x, model: x * model.rate(), outputs="gather", bcast_inputs="model")
+    captured = rt.function(lambda x: x * model.value.rate(), outputs="gather")
+    for rate in (1, 2):
+        s.settings["rate"] = rate
+        assert passed(X, model).tolist() == captured(X).tolist() == [rate, rate]
+    s.Model.rate = lambda self: 7
+    assert passed(X, model).tolist() == captured(X).tolist() == [7, 7]
+
+
 def test_objects_with_slots_come_back(shared_runtimes: Any) -> None:
     class Slots:
         __slots__ = ("k",)
