@@ -183,7 +183,7 @@ class RankModule:
     Parameters
     ----------
     classes : sequence of type
-        The classes of the program in the module. They come with this object, before the module is made.
+        The classes in the module. They come with this object, before the module is made.
     pickled : bytes
         The module without the values of its tensors.
     places : sequence of TensorPlace

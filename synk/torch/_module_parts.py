@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from synk._master.code.handles import HandlePickler
 from synk._pure.interrupts import as_operation, safe_point
 from synk._pure.ranges import LINE_NBYTES, round_up
 from synk._wire.classes import by_word, without_word
+from synk._wire.parcels import TravelPickler
 from synk.errors import SerializationError, UnsupportedError
 from synk.torch import _kept_graphs as ranks
 
@@ -89,14 +89,18 @@ class ModuleParts:
         return found
 
 
-class _Pickler(HandlePickler):
-    """Pickles a module without the values of its tensors, and without what the program's classes hold.
+class _Pickler(TravelPickler):
+    """Pickles a module without the values of its tensors, and without what classes hold, which the ranks get before.
 
-    The ranks get ``own_classes`` before.
+    Attributes
+    ----------
+    named : list of type
+        The classes it has met.
     """
 
     def __init__(self, file: Any, tensors: Sequence[torch.Tensor]) -> None:
-        super().__init__(file)
+        super().__init__(file, protocol=5)
+        self.named: list[type] = []
         self._numbers = {
             id(tensor): number
             for number, tensor in enumerate(tensors)
@@ -106,13 +110,18 @@ class _Pickler(HandlePickler):
     def persistent_id(self, obj: Any) -> Any:
         return self._numbers.get(id(obj)) if isinstance(obj, torch.Tensor) else None
 
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type):
+            self.named.append(obj)
+        return super().reducer_override(obj)
+
     def class_recipe(self, cls: type, recipe: Any) -> Any:
         return without_word(by_word(cls, recipe))
 
 
 @as_operation
 def pickled(name: str, module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> tuple[bytes, list[type]]:
-    """Return a module pickled, and the classes of the program that the pickle names."""
+    """Return a module pickled, and the classes that the pickle names."""
     file = io.BytesIO()
     pickler = _Pickler(file, tensors)
     try:
@@ -122,4 +131,4 @@ def pickled(name: str, module: torch.nn.Module, tensors: Sequence[torch.Tensor])
             f"cannot send module {name!r} to the workers: {type(error).__name__}: {str(error).rstrip('.')}. Make it of "
             "what can be pickled."
         ) from error
-    return file.getvalue(), pickler.own_classes
+    return file.getvalue(), pickler.named

@@ -76,8 +76,7 @@ class Callee:
     is_doubtful : bool
         Whether everything that it captured must be compared in full before the next call.
     classes : list of type
-        Classes of the program in resident objects and nested arguments: they count as captured, because their methods
-        may run in a call.
+        Of resident objects and nested arguments: they count as captured, because their methods may run in a call.
     variables, residents : set of Variable, set of ResidentObject
         What it refers to on the workers.
     ops : Op or nesting of them
@@ -151,12 +150,10 @@ class Callee:
         self.record = Record(name)
         self.large_changes = Changes(name)
         self.copies = Copies(name)
-        self._modules: tuple[Any, ...] = ()
-        self.classes: list[type] = []
+        self._modules, self.classes = (), list[type]()
         captured = check_captured(name, self.options)
         (self.variables, self.residents), self._modules = captured.referred, captured.modules
-        used = sorted(self.residents, key=lambda resident: resident.id)
-        self.classes += [cls for resident in used for cls in resident.own_classes]
+        self.classes += captured.classes
         _waiting[self] = None
 
     @property

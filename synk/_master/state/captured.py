@@ -66,6 +66,12 @@ class Captured(NamedTuple):
     modules: tuple[Any, ...]
     optimizers: tuple[Any, ...]
 
+    @property
+    def classes(self) -> list[type]:
+        """The classes of the program in resident objects."""
+        residents = sorted(self.referred.residents, key=lambda resident: resident.id)
+        return [cls for resident in residents for cls in resident.own_classes]
+
 
 def captured_in(value: Any) -> Captured:
     """Return what ``value`` refers to. Raises whatever pickling it raises."""
