@@ -206,7 +206,7 @@ def short_reduce(rank: int, peer: int, tick: int, is_dozing: bool) -> tuple[Bloc
         wait_for_all(rank, peer, tick, is_dozing),
         compare(peer, tick),
     )
-    fold = block("Plan.fold", expect(f"halves[{peer}][{place}]", tick))
+    fold = block("ShortPlan.fold", expect(f"halves[{peer}][{place}]", tick))
     steps = store(f"halves[{rank}][{place}]", tick), meeting, weights(peer, tick), fold
     return (block("ShortCollectives.reduce", *steps),)
 

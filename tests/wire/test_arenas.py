@@ -45,6 +45,7 @@ def test_thousands_of_small_values_fit_into_1024_descriptors() -> None:
     """5 000 ``Data``, and 500 variables on 8 workers that calls have assigned, in the master and in every worker."""
     script(
         """
+        import operator
         import resource
         from support.harness import pids, assert_right, kill_and_wait, wait_for
         import warnings
@@ -75,7 +76,7 @@ def test_thousands_of_small_values_fit_into_1024_descriptors() -> None:
         assert max(held) < 1024
         assert held[0] <= fewest[0] + 40, (held, fewest)
         # a worker that has answered may still have a file of /proc open, in which it reads its own size
-        assert wait_for(lambda: count()[1:] == fewest[1:]), (count(), fewest)
+        assert wait_for(lambda: all(map(operator.le, count()[1:], fewest[1:]))), (count(), fewest)
         for k, w in enumerate(variables):
             for rank in (0, 3, 7):
                 assert (rt.get_value(w, rank) == k + 3 * rank).all()

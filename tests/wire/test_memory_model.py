@@ -211,7 +211,7 @@ MODULES = {
     "ShmCommunicator": _shm,
     "ShmCollectives": _shm_collectives,
     "ShortCollectives": _short_collectives,
-    "Plan": _short_plans,
+    "ShortPlan": _short_plans,
     "Peers": peers,
     "run_call": _worker_calls,
     "handle": _dispatch,
