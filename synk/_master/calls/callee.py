@@ -7,7 +7,6 @@ A callee is made with the user's function, before there is a runtime. It is sent
 from __future__ import annotations
 
 import itertools
-import os
 import sys
 import threading
 import types
@@ -302,6 +301,8 @@ class Callee:
 
     def load(self, session: Session, deadline: float | None) -> None:
         """See that the workers have the function."""
+        if self.capture is not None and not self.capture.is_valid:
+            self.is_stale = True  # it was doubted after it had been compared; see ``Book.doubt_classes``
         if self.session is not session or self.is_stale:
             distribute(session, [self], deadline=deadline)
             self._warn_of_late_change()
@@ -317,7 +318,7 @@ class Callee:
         if self._home is None:
             self._home = self._find_home()
         home = [] if self._home is None else [(self._home[0].get, self._home[1], self._home[0].get(self._home[1]))]
-        record = self.record = session.profile.record(*_account_of(self.fn, self.name))
+        record = self.record = session.profile.record(self.fn, self.name)
         book, before = session.functions.book, self.capture
         self.capture = Capture(book, self.id, home, lambda: record.wall_ns, before, is_refreshed=self.is_doubtful)
         self.is_stale = self.is_doubtful = False
@@ -332,17 +333,6 @@ class Callee:
         """Release what captured objects were compared with: the runtime is closed."""
         self.plans.forget()
         self.capture = None
-
-
-def _account_of(fn: Any, name: str) -> tuple[Any, str, str]:
-    """Return the key under which a function's calls are counted together, its name, and where it was written.
-
-    A function that is defined again and again, for instance in a loop, counts as one.
-    """
-    code = getattr(getattr(fn, "__func__", fn), "__code__", None)
-    if code is None:
-        return (name, type(fn)), name, type(fn).__qualname__
-    return (name, code), name, f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
 
 
 def distribute(session: Session, only: Sequence[Callee] | None = None, *, deadline: float | None) -> None:

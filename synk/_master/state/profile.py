@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -47,8 +48,14 @@ class Profile:
     def __init__(self) -> None:
         self.known: dict[Any, Record] = {}
 
-    def record(self, key: Any, name: str, place: str) -> Record:
-        """Return the record of the function with this ``key``. Its first call makes one."""
+    def record(self, fn: Any, name: str) -> Record:
+        """Return the record of a function. Its first call makes one.
+
+        A function that is defined again and again, for instance in a loop, counts as one.
+        """
+        code = getattr(getattr(fn, "__func__", fn), "__code__", None)
+        key = name, type(fn) if code is None else code
+        place = type(fn).__qualname__ if code is None else f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
         found = self.known.get(key)
         if found is None:
             found = self.known[key] = Record(name, place)
