@@ -150,6 +150,7 @@ def test_a_method_of_a_dataclass_among_the_arguments_sees_what_changes(shared_ru
 @pytest.mark.parametrize("num_workers", WORKERS)
 def test_a_resident_object_leaves_a_class_that_was_captured_as_it_is(shared_runtimes: Any, num_workers: Any) -> None:
     s, rt = script(), shared_runtimes[num_workers]
+    rt.restart()  # what is known of the workers begins anew
     f = rt.function(lambda x: x * s.Model().rate(), outputs="gather")
     assert f(X).tolist() == [1.0, 1.0]
     model = rt.resident(s.Model())
