@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from typing import Any
 
 import pytest
@@ -24,8 +25,10 @@ def test_a_task_that_could_not_be_sent_is_sent_by_the_next_wait(
         send(chunks, chunk)
 
     tasks = shared_runtimes[2]._tasks(2)
-    room = [tasks.submit(functools.partial(pow, 2, number)) for number in range(20)]  # more than there is room for
-    assert tasks._waiting
+    for _ in range(2):  # both workers are busy
+        tasks.submit(functools.partial(time.sleep, 0.2))
+    room = [tasks.submit(functools.partial(pow, 2, number)) for number in range(20)]
+    assert len(tasks._waiting) == 20
     monkeypatch.setattr(Chunks, "_send", send_late)
     with pytest.raises(StartupError, match="no more"):
         tasks.result(room[-1])
