@@ -55,6 +55,8 @@ def _pickle(error: BaseException) -> tuple[bytes | None, str]:
     if not isinstance(error, Exception) or isinstance(error, (StopIteration, StopAsyncIteration)):
         return None, ""
     try:
+        # Its text is made. tblib, which dask's distributed installs, would pickle the traceback frame by frame.
+        BaseException.with_traceback(error, None)
         data = dumps(error, _PICKLE_CAP)
         # What cannot be loaded again must fail here, not in the user's session.
         loaded = pickle.loads(data)

@@ -195,6 +195,22 @@ def test_B9_recursion_and_memory_errors_keep_their_type(shared_runtimes: Any) ->
             rt.function(lambda row: np.empty(2**50))(np.arange(2))
 
 
+class Traced(Exception):
+    """Its pickle needs its traceback, as tblib has it for all exceptions."""
+
+    def __reduce__(self) -> Any:
+        return Traced, (self.args[0] if self.__traceback__ is None else self.__traceback__.tb_frame,)
+
+
+def test_B9_an_exception_travels_without_its_traceback(shared_runtimes: Any) -> None:
+    def fail(x: Any) -> Any:
+        raise Traced("no")
+
+    with pytest.raises(Traced, match="no") as caught:
+        shared_runtimes[2].function(fail)(np.arange(2))
+    assert "in fail" in caught.value.__cause__.traceback_text
+
+
 def test_B10_a_class_of_the_main_program_is_caught_by_its_own_name() -> None:
     script("""
         class MyError(Exception):
