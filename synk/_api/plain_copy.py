@@ -134,7 +134,7 @@ class _Copier(ObjectPickler, HandlePickler):
     """
 
     def __init__(self, file: Any, **options: Any) -> None:
-        super().__init__(file, lambda cls: False, **options)
+        super().__init__(file, **options)
         self.copied: list[type] = []
         self.modules: list[types.ModuleType] = []
 

@@ -149,7 +149,7 @@ class Session:
         self.functions = Functions(self.workers, self.lanes, self.memory, on_restart)
         self.ranks: Ranks = self._make_ranks()
         self.variables = Variables(self.ranks, self.memory, has_devices=self.has_devices)
-        self.residents = Residents(self.ranks, self.functions.doubt_classes)
+        self.residents = Residents(self.ranks)
         self.workers.sources |= {"variable": self.variables.told, "lane": self.lanes.told}
         self.device_values = DeviceValues(self.workers, self.lanes, self.group, self.variables, self.numbers)
         self.queue = make_queue(self)

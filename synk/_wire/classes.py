@@ -41,17 +41,11 @@ def completed(cls: type, reduced: Any) -> Any:
     return reduced
 
 
-def by_word(cls: type, reduced: Any) -> Any:
-    """Return how a class travels, made of its completed recipe: as the process that sends it says."""
+def by_word(cls: type, reduced: Any, has_word: bool) -> Any:
+    """Return how a class travels, made of its completed recipe; ``has_word``: as the process that sends it says."""
     make, args, (table, slots), *_, setter = reduced
-    owner = "" if cls in _came else _HERE
+    owner = _HERE if has_word and cls not in _came else ""
     return find_or_make, (make, args), (table, slots, owner, setter), None, None, fill_class
-
-
-def without_word(reduced: Any) -> Any:
-    """Return how a class travels to processes that have what it holds: as if its owner had not sent it."""
-    table, slots, _, setter = reduced[2]
-    return (*reduced[:2], (table, slots, "", setter), *reduced[3:])
 
 
 def _same_as_inherited(cls: type) -> dict[str, Any]:

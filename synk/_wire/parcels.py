@@ -16,7 +16,7 @@ import numpy as np
 from cloudpickle.cloudpickle import _is_registered_pickle_by_value, _lookup_module_and_qualname
 
 from synk._pure.interrupts import safe_point
-from synk._wire.classes import by_word, completed, without_word
+from synk._wire.classes import by_word, completed
 
 
 class Mapped(NamedTuple):
@@ -111,35 +111,35 @@ class TravelPickler(Pickler):
 
     Attributes
     ----------
-    classes : dict of type to frozenset of str
-        The classes that travel with what they hold, and the names in them.
+    has_word : bool
+        Whether its word about the contents of classes counts: then a class is filled where it is known already, too.
+    named : list of type
+        The classes it has met.
     """
+
+    has_word = False
 
     def __init__(self, file: Any, **options: Any) -> None:
         super().__init__(file, **options)
-        self.classes: dict[type, frozenset[str]] = {}
+        self.named: list[type] = []
 
     def reducer_override(self, obj: Any) -> Any:
         recipe = super().reducer_override(obj)
-        if isinstance(obj, type) and isinstance(recipe, tuple) and len(recipe) == 6:
-            return self.class_recipe(obj, completed(obj, recipe))
+        if isinstance(obj, type):
+            self.named.append(obj)
+            if isinstance(recipe, tuple) and len(recipe) == 6:  # it travels with its contents
+                return self.class_recipe(obj, completed(obj, recipe))
         return recipe
 
     def class_recipe(self, cls: type, recipe: Any) -> Any:
-        """Return how a class travels that travels with what it holds."""
-        self.classes[cls] = frozenset(recipe[2][0])
-        return by_word(cls, recipe)
+        """Return how a class travels with its contents."""
+        return by_word(cls, recipe, self.has_word)
 
 
-class _StructurePickler(TravelPickler):
-    def class_recipe(self, cls: type, recipe: Any) -> Any:
-        return without_word(by_word(cls, recipe))
-
-
-def dump_structure(obj: Any) -> bytes:
+def dumps(obj: Any) -> bytes:
     """Return ``obj`` pickled for another process. A class that is known there stays as it is."""
     file = io.BytesIO()
-    safe_point(_StructurePickler(file, protocol=5).dump, obj)
+    safe_point(TravelPickler(file, protocol=5).dump, obj)
     return file.getvalue()
 
 

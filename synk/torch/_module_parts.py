@@ -12,7 +12,6 @@ import torch
 
 from synk._pure.interrupts import as_operation, safe_point
 from synk._pure.ranges import LINE_NBYTES, round_up
-from synk._wire.classes import by_word, without_word
 from synk._wire.parcels import TravelPickler
 from synk.errors import SerializationError, UnsupportedError
 from synk.torch import _kept_graphs as ranks
@@ -90,17 +89,10 @@ class ModuleParts:
 
 
 class _Pickler(TravelPickler):
-    """Pickles a module without the values of its tensors, and without what classes hold, which the ranks get before.
-
-    Attributes
-    ----------
-    named : list of type
-        The classes it has met.
-    """
+    """Pickles a module without the values of its tensors."""
 
     def __init__(self, file: Any, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__(file, protocol=5)
-        self.named: list[type] = []
         self._numbers = {
             id(tensor): number
             for number, tensor in enumerate(tensors)
@@ -109,14 +101,6 @@ class _Pickler(TravelPickler):
 
     def persistent_id(self, obj: Any) -> Any:
         return self._numbers.get(id(obj)) if isinstance(obj, torch.Tensor) else None
-
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, type):
-            self.named.append(obj)
-        return super().reducer_override(obj)
-
-    def class_recipe(self, cls: type, recipe: Any) -> Any:
-        return without_word(by_word(cls, recipe))
 
 
 @as_operation

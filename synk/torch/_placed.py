@@ -26,7 +26,7 @@ import torch
 from synk._api.function import Function
 from synk._api.runtime import Runtime
 from synk._pure.interrupts import as_operation
-from synk._wire.parcels import dump_structure
+from synk._wire.parcels import dumps
 from synk.errors import ClosedError, OpMismatch, SerializationError, WorkerDied
 from synk.torch import _kept_graphs as ranks
 from synk.torch import _module_parts as parts
@@ -228,7 +228,7 @@ class Placed:
     @as_operation
     def _dumped(self, nesting: Any) -> bytes:
         try:
-            return dump_structure(nesting)
+            return dumps(nesting)
         except Exception as error:
             raise SerializationError(
                 f"cannot send the inputs of {self._name!r}: {type(error).__name__}: {error}. What is no tensor must be "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,8 +17,7 @@ from synk._master.state.ledger import Transfer
 from synk._pure.interrupts import operation, safe_point
 from synk._pure.nested import PLAIN_TYPES
 from synk._pure.tensors import array_of, copied_tensor, dtype_of, is_ordinary, is_tensor
-from synk._wire.classes import by_word, without_word
-from synk._wire.parcels import TravelPickler, dump_structure
+from synk._wire.parcels import TravelPickler, dumps
 from synk.errors import SerializationError
 
 
@@ -107,17 +106,7 @@ NO_OBJECTS: Objects = (b"", [])
 
 
 class ObjectPickler(TravelPickler):
-    """Pickles broadcast objects. The memory of tensors goes out of band, like that of arrays.
-
-    Parameters
-    ----------
-    holds : callable
-        Whether the workers have a class as it is in the program, so that its contents need not count.
-    """
-
-    def __init__(self, file: Any, holds: Callable[[type], bool], **options: Any) -> None:
-        super().__init__(file, **options)
-        self._holds = holds
+    """Pickles broadcast objects. The memory of tensors goes out of band, like that of arrays."""
 
     def reducer_override(self, obj: Any) -> Any:
         if is_tensor(obj) and is_ordinary(obj):
@@ -127,18 +116,13 @@ class ObjectPickler(TravelPickler):
             return copied_tensor, (buffer, dtype_of(obj), tuple(obj.shape))
         return super().reducer_override(obj)
 
-    def class_recipe(self, cls: type, recipe: Any) -> Any:
-        return without_word(by_word(cls, recipe)) if self._holds(cls) else super().class_recipe(cls, recipe)
-
 
 def padded(data: bytes, nbytes: int) -> np.ndarray:
     """Return a pickle as an array of ``nbytes`` bytes. The bytes after its end are never read."""
     return np.frombuffer(data.ljust(nbytes, b"\0"), np.uint8)
 
 
-def pickle_objects(
-    values: list[Any], labels: list[str], function_name: str, holds: Callable[[type], bool]
-) -> tuple[Objects, dict[type, frozenset[str]]]:
+def pickle_objects(values: list[Any], labels: list[str], function_name: str) -> tuple[Objects, list[type]]:
     """Pickle the broadcast objects of a call as one tuple. Arrays in them go out of band.
 
     Returns
@@ -146,8 +130,8 @@ def pickle_objects(
     data : bytes
     buffers : list of memoryview
         Contiguous, in the order in which the pickle refers to them.
-    classes : dict of type to names
-        The classes that the pickle brings with what they hold.
+    classes : list of type
+        The classes that the pickle names.
 
     Raises
     ------
@@ -156,10 +140,10 @@ def pickle_objects(
     """
     buffers: list[pickle.PickleBuffer] = []
     if all(type(value) in PLAIN_TYPES for value in values):
-        return (pickle.dumps(tuple(values), protocol=5), []), {}
+        return (pickle.dumps(tuple(values), protocol=5), []), []
     try:
         file = io.BytesIO()
-        pickler = ObjectPickler(file, holds, protocol=5, buffer_callback=buffers.append)
+        pickler = ObjectPickler(file, protocol=5, buffer_callback=buffers.append)
         safe_point(pickler.dump, tuple(values))
         data = file.getvalue()
     except Exception as error:
@@ -173,7 +157,7 @@ def pickle_objects(
                     f"{str(inner).rstrip('.')}. Broadcast inputs must be arrays or picklable."
                 ) from inner
         raise SerializationError(f"cannot send the broadcast inputs of {function_name!r}: {error}") from error
-    return (data, [buffer.raw() for buffer in buffers]), pickler.classes
+    return (data, [buffer.raw() for buffer in buffers]), pickler.named
 
 
 def pickle_nests(arguments: Sequence[Argument], function_name: str) -> bytes:
@@ -182,7 +166,7 @@ def pickle_nests(arguments: Sequence[Argument], function_name: str) -> bytes:
     if not nests:
         return b""
     try:
-        return dump_structure(nests)
+        return dumps(nests)
     except Exception as error:
         raise SerializationError(
             f"cannot send the structure of the arguments of {function_name!r}: {type(error).__name__}: {error}. Keys "

@@ -6,12 +6,12 @@ Errors in the arguments are raised here, before the call is sent; but functions 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from synk._master import collectives
-from synk._master.calls.arguments import NO_OBJECTS, Argument, Objects, pickle_objects
+from synk._master.calls.arguments import NO_OBJECTS, Argument, pickle_objects
 from synk._master.calls.callee import Callee
 from synk._master.calls.checked import Checks
 from synk._master.calls.plans import Call, CallOptions, IndexArrays
@@ -31,10 +31,6 @@ from synk._pure.shards import (
     shard_bounds,
 )
 from synk._pure.trees import flatten
-from synk._wire.parcels import is_by_reference
-
-_NUM_CLASSES = 256
-"""Of how many classes of its arguments a function knows. A class that is defined again and again is a new one."""
 
 even_bounds = functools.lru_cache(maxsize=256)(shard_bounds)
 
@@ -69,49 +65,26 @@ def bind(
         _bring_together(session, function, arguments, deadline)
     for argument in arguments:
         if argument.nest is not None:
-            _meet_structure(function, argument.nest.structure)
+            function.meet_classes(_classes_in(argument.nest.structure))
         elif argument.kind == "resident":
-            _meet_classes(function, argument.value.own_classes)
+            function.meet_classes(argument.value.classes)
     call = _divide(session, function, arguments, options, deadline)
     values = [argument for argument in arguments if argument.kind == "object"]
     if values:
-        call.objects, call.classes = _pickled(session, function, values, deadline)
+        call.objects, classes = pickle_objects([a.value for a in values], [a.label for a in values], name)
+        function.meet_classes(classes)
         session.counters["bytes_pickled"] += len(call.objects[0])
     return call
 
 
-def _meet_structure(function: Callee, structure: Any) -> None:
-    """Note the script's classes in a nested argument, which travel once and not with each call."""
+def _classes_in(structure: Any) -> Iterator[type]:
+    """Yield the classes of which the containers of a nested argument are built. They travel once, with the plan."""
     if isinstance(structure, Container):
-        cls = structure.make.cls if isinstance(structure.make, Restored) else structure.make
-        if isinstance(cls, type) and not is_by_reference(cls):
-            _meet_classes(function, [cls])
+        made = structure.make.cls if isinstance(structure.make, Restored) else structure.make
+        if isinstance(made, type):
+            yield made
         for part in structure.parts:
-            _meet_structure(function, part)
-
-
-def _meet_classes(function: Callee, classes: Sequence[type]) -> None:
-    """Let classes count as captured, so that the workers have them as they are at each call."""
-    for cls in classes:
-        if not any(cls is each for each in function.classes):
-            function.classes.append(cls)
-            del function.classes[:-_NUM_CLASSES]
-            function.is_stale = function.is_stale or function.session is not None
-
-
-def _pickled(
-    session: Session, function: Callee, values: Sequence[Argument], deadline: float | None
-) -> tuple[Objects, Mapping[type, Iterable[str]]]:
-    """Pickle broadcast objects. Return the classes that they bring, too: those that the function did not capture."""
-    objects, labels = [argument.value for argument in values], [argument.label for argument in values]
-    is_known = function.session is session and not function.is_stale
-    book, capture = session.functions.book, function.capture if is_known else None
-    pickled = pickle_objects(objects, labels, function.name, lambda cls: book.holds(cls, capture))
-    if not pickled[1] or is_known:
-        return pickled
-    function.load(session, deadline)  # what it captures is known then
-    book, capture = session.functions.book, function.capture
-    return pickle_objects(objects, labels, function.name, lambda cls: book.holds(cls, capture))
+            yield from _classes_in(part)
 
 
 def _bring_together(session: Session, function: Callee, arguments: list[Argument], deadline: float | None) -> None:

@@ -105,7 +105,6 @@ def launch(
     call = bind(session, function, args, kwargs, options, deadline)
     load(session, function, call.arguments, deadline, f"call {function.name!r}")
     pickled = session.counters["bytes_pickled"] - pickled
-    session.functions.book.doubt_classes(call.classes)
     if session.nodes is not None:
         launched = session.nodes.launched(function, call, lane, deadline, started, pickled, state)
         return _launch_on_nodes(session, launched, is_alone=is_alone)

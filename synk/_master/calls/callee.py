@@ -12,7 +12,7 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from synk._master.calls.plans import PlanCache
@@ -20,7 +20,7 @@ from synk._master.calls.signature import Signature
 from synk._master.code.book import Book
 from synk._master.code.capture import Capture
 from synk._master.code.culprits import place_of
-from synk._master.code.modules import is_users_module
+from synk._master.code.modules import is_of_program, is_users_module
 from synk._master.objects.resident import Resident
 from synk._master.session import Session
 from synk._master.state.captured import Changes, Referred, captured_in, check_captured, check_optimizers, referred_in
@@ -33,6 +33,7 @@ from synk.errors import StaleCaptureError, StaleCaptureWarning
 
 _waiting: weakref.WeakKeyDictionary[Callee, None] = weakref.WeakKeyDictionary()  # in the order in which they were made
 _waiting_lock = threading.Lock()
+_NUM_CLASSES = 256
 
 
 class FunctionHandle:
@@ -75,7 +76,7 @@ class Callee:
     is_doubtful : bool
         Whether everything that it captured must be compared in full before the next call.
     classes : list of type
-        Of resident objects and nested arguments: they count as captured, because their methods may run in a call.
+        Of resident objects, arguments and items; they count as captured, because their methods may run in a call.
     variables, residents : set of Variable, set of ResidentObject
         What it refers to on the workers.
     ops : Op or nesting of them
@@ -150,9 +151,10 @@ class Callee:
         self.large_changes = Changes(name)
         self.copies = Copies(name)
         self._modules, self.classes = (), list[type]()
+        self._met: weakref.WeakSet[type] = weakref.WeakSet()
         captured = check_captured(name, self.options)
         (self.variables, self.residents), self._modules = captured.referred, captured.modules
-        self.classes += captured.classes
+        self.meet_classes(captured.classes)
         _waiting[self] = None
 
     @property
@@ -171,6 +173,16 @@ class Callee:
         }
 
     # -- what it captured ---------------------------------------------------------------------------------------------
+
+    def meet_classes(self, classes: Iterable[type]) -> None:
+        """Let the program's classes among these count as captured."""
+        new = [cls for cls in classes if cls not in self._met]
+        self._met.update(new)
+        if own := [cls for cls in new if is_of_program(cls)]:
+            self.classes += own
+            if len(self.classes) > _NUM_CLASSES:  # a class that is defined again and again is a new one each time
+                self.classes, self._met = own, weakref.WeakSet(own)
+            self.is_stale = self.is_stale or self.session is not None
 
     def renew(self) -> FunctionHandle | None:
         """Prepare for what the function captured as it is now. Return the function that replaces it in its module, if
@@ -301,8 +313,6 @@ class Callee:
 
     def load(self, session: Session, deadline: float | None) -> None:
         """See that the workers have the function."""
-        if self.capture is not None and not self.capture.is_valid:
-            self.is_stale = True  # it was doubted after it had been compared; see ``Book.doubt_classes``
         if self.session is not session or self.is_stale:
             distribute(session, [self], deadline=deadline)
             self._warn_of_late_change()

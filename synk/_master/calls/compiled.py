@@ -51,7 +51,7 @@ class CompiledCall:
 
     def __init__(self, session: Session, launched: Launched) -> None:
         cached, arguments = launched.cached, launched.call.arguments
-        call = replace(launched.call, arguments=[], objects=NO_OBJECTS, classes={})
+        call = replace(launched.call, arguments=[], objects=NO_OBJECTS)
         assert cached.assembly is not None
         self._log_state = launched.log_state
         told = session.workers.log.settings

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -198,5 +198,4 @@ class Call:
     has_group: bool = False  # whether NCCL reduces its large outputs
     block: np.ndarray | None = None  # the numbers that tell each rank its rows, once they were written
     nests: bytes | None = None  # the structure of nested arguments, if it came pickled
-    classes: Mapping[type, Iterable[str]] = field(default_factory=dict)  # that its objects bring, with their names
     all_ranks: tuple[int, ...] = ()  # on one of several nodes: the ranks of all nodes that run it

@@ -16,7 +16,7 @@ import io
 import pickle
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from synk._master.code.arrays import ArrayContents, copy_bytes
@@ -364,27 +364,23 @@ class Book(Shelf):
         """Forget a function. The next :meth:`collect` discards what no other function needs."""
         self._entries.pop(function_id, None)
 
-    def doubt_classes(self, classes: Mapping[type, Iterable[str]]) -> None:
-        """Note that something else than a parcel brings the workers these names of classes.
+    def doubt_classes(self, classes: Iterable[type]) -> None:
+        """Note that something other than a parcel brings the workers the contents of classes.
 
         It brings copies of the functions and objects that the parcels brought, and perhaps what is old by now. So the
-        next call of a function that captured a class binds these names again.
+        next call of a function that captured a class binds its names again.
         """
-        for cls, names in classes.items():
+        for cls in classes:
             node = self.known.get(id(cls))
             if node is None or self._is_of_module(node):
                 continue
             for facet in node.facets:
                 if isinstance(facet, Table):
-                    told = facet.told
-                    told.update((name, UNKNOWN) for name in names if name in told and not _is_dunder(name, told[name]))
+                    for key, value in facet.told.items():
+                        if not _is_dunder(key, value) and not isinstance(value, types.MemberDescriptorType):
+                            facet.told[key] = UNKNOWN  # slots are made with the class, and nothing brings them again
             for capture in node.captures:
                 capture.is_valid = False
-
-    def holds(self, cls: type, capture: Any) -> bool:
-        """Whether the workers hold a class, and a function with this capture keeps it as it is in the program."""
-        node = self.known.get(id(cls))
-        return node is not None and capture in node.captures
 
     def collect(self) -> None:
         """Discard the parcels that no function needs. Imported modules stay, because ranks keep state in them."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from synk._master.code.modules import is_of_program
 from synk._pure.interrupts import operation
 from synk._pure.tensors import is_torch_module, is_torch_optimizer
 from synk._wire.parcels import TravelPickler
@@ -36,8 +35,6 @@ class HandlePickler(TravelPickler):
         The handles it has met.
     modules, optimizers : list
         The torch modules and optimizers it has met.
-    own_classes : list of type
-        The classes of the program that it has met, of a script or of the user's modules.
     """
 
     def __init__(self, file: Any, **options: Any) -> None:
@@ -45,15 +42,12 @@ class HandlePickler(TravelPickler):
         self.handles: list[Handle] = []
         self.modules: list[Any] = []
         self.optimizers: list[Any] = []
-        self.own_classes: list[type] = []
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, Handle):
             self.handles.append(obj)
             return obj._reference
-        if isinstance(obj, type) and is_of_program(obj):
-            self.own_classes.append(obj)
-        elif is_torch_module(obj):
+        if is_torch_module(obj):
             self.modules.append(obj)
         elif is_torch_optimizer(obj):
             self.optimizers.append(obj)

@@ -88,6 +88,8 @@ class PartsPickler(HandlePickler):
         The size of that memory, and its number; 0 if there is none.
     """
 
+    has_word = True
+
     def __init__(self, file: io.BytesIO, book: Shelf, parcel: Parcel) -> None:
         super().__init__(file)
         self._book = book

@@ -10,6 +10,7 @@ import math
 import pickle
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from synk._master.calls.call import load
@@ -51,7 +52,7 @@ class Chunk:
         self.first = first
         self.pickles: list[bytes] = []
         self.copies: list[ArrayCopy] = []
-        self.classes: dict[type, frozenset[str]] = {}
+        self.classes: set[type] = set()
         self.num_items = self.nbytes = self.duration_ns = 0
         self.rank = -1
         self.began_ns = 0
@@ -60,7 +61,7 @@ class Chunk:
         self.values: deque[bytes] = deque()
         self.error: Exception | None = None
 
-    def add(self, data: bytes, copies: list[ArrayCopy], classes: dict[type, frozenset[str]]) -> None:
+    def add(self, data: bytes, copies: list[ArrayCopy], classes: Sequence[type]) -> None:
         """Add one item."""
         self.pickles.append(data)
         self.num_items += 1
@@ -73,7 +74,7 @@ class Chunk:
     def end(self, error: Exception | None) -> None:
         """Set its outcome, and release what was sent."""
         self.error, self.is_done = error, True
-        self.pickles, self.copies, self.classes = [], [], {}
+        self.pickles, self.copies, self.classes = [], [], set()
 
     @as_operation
     def value(self, name: str) -> Any:
@@ -181,6 +182,7 @@ class Chunks:
         if self._in_flight and processes.has_dead:  # dead workers are replaced only when nothing is in flight
             self.settle(self.verb, None)
         if not self._in_flight:
+            self._function.meet_classes(chunk.classes)
             self._begin()
         ranks = [each.rank for each in self._in_flight]
         free = self._free_rank()
@@ -214,7 +216,7 @@ class Chunks:
         session, function = self._session, self._function
         deadline = session.deadline(None)
         session.begin(self.verb, deadline)
-        if not self._has_begun:
+        if not self._has_begun or function.classes:
             function.renew()
             self._has_begun = True
         load(session, function, (), deadline, self.verb)

@@ -227,9 +227,7 @@ def warn_at_users_line(text: str, category: type[Warning]) -> None:
 def _text(error: BaseException) -> str:
     try:
         return safe_point(str, error)
-    except HandlerRaised:
-        raise
-    except BaseException:
+    except Exception:  # the user's ``__str__``; not Ctrl-C
         return "?"
 
 

@@ -68,9 +68,9 @@ class Captured(NamedTuple):
 
     @property
     def classes(self) -> list[type]:
-        """The classes of the program in resident objects."""
+        """The classes that resident objects name."""
         residents = sorted(self.referred.residents, key=lambda resident: resident.id)
-        return [cls for resident in residents for cls in resident.own_classes]
+        return [cls for resident in residents for cls in resident.classes]
 
 
 def captured_in(value: Any) -> Captured:

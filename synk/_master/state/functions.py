@@ -115,10 +115,6 @@ class Functions:
         """Return shared memory for the large arrays of a parcel."""
         return Segment.create(nbytes, segment_id=segment_id)
 
-    def doubt_classes(self, classes: dict[type, frozenset[str]]) -> None:
-        """Note that something else than a parcel brings the workers these names of classes; see the book."""
-        self.book.doubt_classes(classes)  # of now: a restart begins another one
-
     def drop_parcel(self, parcel: Parcel, unbound: list[tuple[tuple[int, int], Any]]) -> None:
         """Have the workers forget a parcel, and globals: (address of the namespace, name)."""
         for worker in self._workers.by_rank:

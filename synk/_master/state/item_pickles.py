@@ -133,8 +133,8 @@ class ItemPickler:
     def __init__(self, copies: ArrayCopies | None) -> None:
         self._copies = copies
 
-    def dumps(self, item: Any) -> tuple[bytes, list[ArrayCopy], dict[type, frozenset[str]]]:
-        """Return an item pickled, the copies that it refers to, and the classes that it brings, with their names.
+    def dumps(self, item: Any) -> tuple[bytes, list[ArrayCopy], list[type]]:
+        """Return an item pickled, the copies that it refers to, and the classes that it names.
 
         Raises
         ------
@@ -144,7 +144,7 @@ class ItemPickler:
             Whatever pickling it raises.
         """
         if type(item) in PLAIN_TYPES:
-            return pickle.dumps(item, protocol=5), [], {}
+            return pickle.dumps(item, protocol=5), [], []
         file = io.BytesIO()
         pickler = _Pickler(file, self._copies)
         safe_point(pickler.dump, item)
@@ -153,10 +153,12 @@ class ItemPickler:
                 f"got {type(pickler.handles[0]).__name__}, expected objects that each worker gets a copy of. Have the "
                 "function refer to it instead"
             )
-        return file.getvalue(), pickler.used, pickler.classes
+        return file.getvalue(), pickler.used, pickler.named
 
 
 class _Pickler(HandlePickler):
+    has_word = True  # an item may come while others are in flight, when no parcel can be sent
+
     def __init__(self, file: Any, copies: ArrayCopies | None) -> None:
         super().__init__(file)
         self._copies = copies

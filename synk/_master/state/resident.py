@@ -13,7 +13,7 @@ import operator
 import pickle
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import cloudpickle
@@ -51,10 +51,8 @@ class ResidentObject:
         Why no rank has its state any more; empty if some rank does.
     has_dump : bool
         Whether its state is what a ``dump`` returns, and no pickle of the whole.
-    classes : dict of type to names
-        The classes that its pickle brings with what they hold.
-    own_classes : tuple of type
-        The classes of the program by which it is made. Functions that use the object capture them.
+    classes : list of type
+        The classes that its pickle names. Functions that use the object capture those of the program.
     """
 
     def __init__(self, residents: Residents, value: Any, name: str | None, dump: Any, load: Any) -> None:
@@ -82,7 +80,7 @@ class ResidentObject:
                 f"cannot send resident object {self.name!r} to the workers: {type(error).__name__}: "
                 f"{str(error).rstrip('.')}. Make it of what can be pickled."
             ) from error
-        self.classes, self.own_classes = pickler.classes, tuple(pickler.own_classes)
+        self.classes = pickler.named
         return file.getvalue()
 
     def whole(self, deadline: float | None) -> dict[str, Any]:
@@ -129,12 +127,6 @@ class ResidentObject:
 class Residents:
     """All resident objects of a runtime.
 
-    Parameters
-    ----------
-    ranks : Ranks
-    doubt_classes : callable
-        Called with the classes that an object brings to the ranks, which may hold them already.
-
     Attributes
     ----------
     is_unsettled : bool
@@ -143,8 +135,8 @@ class Residents:
         Numbers of objects that no longer exist. Filled by finalizers.
     """
 
-    def __init__(self, ranks: Ranks, doubt_classes: Callable[[dict[type, frozenset[str]]], None]) -> None:
-        self._ranks, self._doubt_classes = ranks, doubt_classes
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
         self.ids = itertools.count(1)
         self.is_unsettled = False
         self.dropped = Dropped(ranks.log)
@@ -240,8 +232,6 @@ class Residents:
         version = first if resident.version == first else NEVER
         adopt = Adopt(resident.id, resident.name, resident.pickle, first, version, search_path())
         lacking = [rank for rank, state in enumerate(states) if state is None]
-        if lacking:
-            self._doubt_classes(resident.classes)
         self._order(dict.fromkeys(lacking, adopt), f"load resident object {resident.name!r}", deadline)
         return [(version, False, b"") if state is None else state for state in states]
 

@@ -23,7 +23,7 @@ from synk._pure.trees import describe, skeleton_of, unflatten
 from synk._wire.control import Down
 from synk._wire.memory import Segment
 from synk._wire.messages import Layout
-from synk._wire.parcels import dump_structure
+from synk._wire.parcels import dumps
 from synk._wire.variables import (
     Declaration,
     Shapes,
@@ -257,7 +257,7 @@ class Variable:
 
     def skeleton(self) -> bytes:
         """Return the pickled nesting of the value, with the position of each leaf in its place."""
-        return dump_structure(skeleton_of(self.structure, len(self.dtypes)))
+        return dumps(skeleton_of(self.structure, len(self.dtypes)))
 
     def segments(self, rank: int) -> list[Segment]:
         """Return the buffers that the worker of ``rank`` uses."""

@@ -29,6 +29,8 @@ class CappedFile(io.BytesIO):
 class _HostPickler(TravelPickler):
     """Pickles what cloudpickle does; arrays that lie on a device become NumPy's, and tensors move to the CPU."""
 
+    has_word = True
+
     def reducer_override(self, obj: Any) -> Any:
         moved = on_host(obj)
         if moved is not obj:

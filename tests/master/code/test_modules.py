@@ -435,6 +435,25 @@ def read(x): return k * Pointer(Pair((1, 2), (3, 4))[1]).contents.y
     assert not caplog.text
 
 
+@pytest.mark.parametrize("num_workers", (2, "inline"))
+def test_an_argument_of_a_modules_class_has_the_methods_of_now(
+    shared_runtimes: Any, program: Callable[..., Program], num_workers: Any
+) -> None:
+    """The function names neither the class nor its module."""
+    source = "k = 1\nclass Model:\n    def rate(self): return k\n"
+    main = program({"users_m": source}, "import users_m\nmodel = users_m.Model()")
+    model, ones, rt = main.names["model"], np.ones(2), shared_runtimes[num_workers]
+    passed = rt.function(lambda x, model: x * model.rate(), outputs="gather", bcast_inputs="model")
+    nested = rt.function(lambda x, models: x * models[0].rate(), outputs="gather", bcast_inputs="models")
+    for k in (1, 2, 3):
+        main.run(f"users_m.k = {k}")
+        assert passed(ones, model).tolist() == passed.submit(ones, model).result().tolist() == [k, k]
+        assert nested(ones, [model]).tolist() == [k, k]
+        assert [*rt.map(lambda model: model.rate(), [model, model])] == [k, k]
+    main.run("users_m.Model.rate = lambda self: 7")
+    assert passed(ones, model).tolist() == nested(ones, [model]).tolist() == [7, 7]
+
+
 class OnlyHere:
     """Can be pickled, and loaded in the process that made it alone."""
 

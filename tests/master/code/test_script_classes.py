@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from synk._master.calls.callee import _NUM_CLASSES
+
 X = np.ones(2)
 WORKERS = (2, "inline")
 
@@ -203,3 +205,14 @@ def test_a_class_that_a_worker_has_made_comes_as_it_is_there(shared_runtimes: An
     f = shared_runtimes[2].function(make, outputs=None)
     for number in (1, 2, 3):
         assert f(X)[0].calls == number
+
+
+def test_a_class_that_is_defined_again_and_again_is_forgotten(shared_runtimes: Any) -> None:
+    f = shared_runtimes[2].function(lambda x, model: x * model.rate(), outputs="gather", bcast_inputs="model")
+    first = script()
+    assert f(X, first.Model()).tolist() == [1.0, 1.0]
+    for _ in range(_NUM_CLASSES):
+        f._callee.meet_classes([type("Other", (), {})])
+    assert len(f._callee.classes) <= _NUM_CLASSES
+    first.settings["rate"] = 2
+    assert f(X, first.Model()).tolist() == [2.0, 2.0]
