@@ -63,12 +63,12 @@ def bind(
     arguments = checks.arguments(function.signature.bind(args, kwargs))
     if options.is_serial:
         _bring_together(session, function, arguments, deadline)
+    call = _divide(session, function, arguments, options, deadline)
     for argument in arguments:
         if argument.nest is not None:
             function.meet_classes(_classes_in(argument.nest.structure))
         elif argument.kind == "resident":
             function.meet_classes(argument.value.classes)
-    call = _divide(session, function, arguments, options, deadline)
     values = [argument for argument in arguments if argument.kind == "object"]
     if values:
         call.objects, classes = pickle_objects([a.value for a in values], [a.label for a in values], name)
