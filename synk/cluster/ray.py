@@ -77,6 +77,9 @@ class NodeActor:
         down, _ = control_blocks(self._control.buffer, setup["world_size"], 0)
         self._down = down[setup["rank"]]
         self._down[[Down.INTERRUPT, Down.COMMITTED]] = -1
+        # Ray brings interrupts, and may be slower than the links: one that is over when it comes must not be kept.
+        self._num_pongs = 0
+        self._interrupting = threading.Lock()
         self._process = _AgentProcess(setup["rank"])
         host = self._host = ray.util.get_node_ip_address()
         here = [entry for entry in sys.path if os.path.isabs(entry)]
@@ -150,13 +153,26 @@ class NodeActor:
             return
         _, flags, sequence, _ = message
         body = channel.receive_body(sequence)[0] if flags & HAS_BODY else None
+        if message[0] == Status.PONG:  # the interrupt is over; forgotten here, it is before the head's next one
+            with self._interrupting:
+                self._num_pongs += 1
+                self._down[Down.INTERRUPT] = -1
         self._up_link.send(b"answer", _DOORBELL.pack(*message), body=body)
 
-    def interrupt(self, word: int) -> None:
-        """Interrupt the agent. ``word`` says which messages are meant; -1 says that it is idle again, and none are."""
-        self._down[Down.INTERRUPT] = word  # before the signal, whose handler reads it
-        if word != -1:
-            self._process.interrupt()
+    def interrupt(self, word: int, num_pongs: int) -> None:
+        """Interrupt the agent, unless that is over.
+
+        Parameters
+        ----------
+        word : int
+            Which messages are meant.
+        num_pongs : int
+            How many interrupts were over when the head sent this one.
+        """
+        with self._interrupting:
+            if num_pongs == self._num_pongs:
+                self._down[Down.INTERRUPT] = word  # before the signal, whose handler reads it
+                self._process.interrupt()
 
     def stacks(self) -> str:
         return self._process.stacks(1.0)
@@ -182,6 +198,7 @@ class Tunnel(NodeEnd):
         # Copies, because ``open`` sends this process's own streams, to which Ray prints, to nowhere.
         self._streams = {"stdout": os.dup(1), "stderr": os.dup(2), "log": setup["fds"]["log"]}
         self._machine = ""
+        self._num_pongs = 0
         self._ending = threading.Lock()  # held by the thread that ends this process
 
     def open(self) -> None:
@@ -287,9 +304,8 @@ class Tunnel(NodeEnd):
         self._own_up[Up.PHASE] = Phase.IDLE
         if body is not None:
             self._channel.send_body(sequence, body)
-        # The interrupt is over. The actor is told before the head gets the pong, so before the head's next interrupt.
-        if status == Status.PONG:
-            self._actor.interrupt.options(concurrency_group="control").remote(-1)
+        if status == Status.PONG:  # before the head gets it, so before the head's next interrupt
+            self._num_pongs += 1
         self._channel.ring(status, flags, sequence, value)
 
     def _carry_signals(self) -> None:
@@ -297,9 +313,9 @@ class Tunnel(NodeEnd):
         call = {"concurrency_group": "control"}
         while True:
             if signal.sigwait({signal.SIGINT, signal.SIGUSR2}) == signal.SIGINT:
-                word = int(self._own_down[Down.INTERRUPT])
-                if word != -1:  # otherwise the agent is idle again already
-                    self._actor.interrupt.options(**call).remote(word)
+                # Counted before the word is read: a word that comes in between has its own signal, which is taken next.
+                num_pongs = self._num_pongs
+                self._actor.interrupt.options(**call).remote(int(self._own_down[Down.INTERRUPT]), num_pongs)
             else:
                 self._write_stacks(ray.get(self._actor.stacks.options(**call).remote()))
 
