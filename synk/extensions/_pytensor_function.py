@@ -282,16 +282,16 @@ def _loaded(data: bytes) -> Any:
 _NOTHING = np.zeros(())
 """The result of a function that has no outputs."""
 
-# The rank's generators, by compiled function and position. They live as long as the worker: a worker that is started
-# again begins with new ones.
+# The rank's generators, by compiled function and position. They live as long as the worker.
 _generators: dict[tuple[bytes, int], np.random.Generator] = {}
 
 
 def _generator(data: bytes, number: int, entropy: int) -> np.random.Generator:
     """Return this rank's generator, which takes the place of one of the graph's."""
     if (data, number) not in _generators:
-        seeds = np.random.SeedSequence(entropy).spawn(synk.comm.world_size)
-        _generators[data, number] = np.random.default_rng(seeds[synk.comm.rank])
+        # The key of the rank's own generator. That of a replacement is another one, so it does not draw the same again.
+        key = synk.comm.rng.bit_generator.seed_seq.spawn_key  # type: ignore[attr-defined]  # missing in NumPy's types
+        _generators[data, number] = np.random.default_rng(np.random.SeedSequence(entropy, spawn_key=key))
     return _generators[data, number]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from typing import Any
 
@@ -103,6 +104,17 @@ def test_each_rank_draws_numbers_of_its_own(runtimes: Any) -> None:
     found = np.concatenate([f(X), f(X)])
     assert len(set(found)) == 34
     assert abs(found.mean()) < 1
+
+
+def test_a_worker_that_replaces_another_draws_other_numbers() -> None:
+    with synk.Runtime(2, backend="numpy") as runtime:
+        x, rng = pt.matrix("x"), pytensor.shared(np.random.default_rng(5), name="rng")
+        later, draws = pt.random.normal(size=(x.shape[0],), rng=rng, return_next_rng=True)
+        f = function([x], (draws, "gather"), updates=[(rng, later)], runtime=runtime)
+        found = f(X)
+        with pytest.raises(synk.errors.WorkerDied):
+            runtime.function(lambda x: os._exit(3), outputs=None)(X)
+        assert not set(found) & set(f(X))
 
 
 def test_a_function_moves_in_a_program(runtimes: Any) -> None:
