@@ -38,6 +38,8 @@ def locate(module: str, steps: tuple[tuple[str, Any], ...]) -> Any:
         for kind, key in steps:
             if kind == "table":
                 found = vars(found)
+            elif kind == "member":  # past descriptors
+                found = vars(found)[key]
             else:
                 found = found.__closure__[key] if kind == "closure" else getattr(found, key)
     except Exception:  # if a function needs it, the function raises its own error
@@ -92,6 +94,11 @@ def is_by_reference(obj: Any) -> bool:
 def _reduce_cached(cached: Any) -> Any:
     if is_by_reference(cached):
         return cached.__reduce__()
+    return cached_recipe(cached)
+
+
+def cached_recipe(cached: Any) -> Any:
+    """Return how a function with a cache travels with its contents, though without what is in the cache."""
     return make_cached, (cached.__wrapped__, cached.cache_parameters())
 
 

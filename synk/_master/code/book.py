@@ -12,6 +12,7 @@ file because packing and forgetting must be read together.
 
 from __future__ import annotations
 
+import enum
 import io
 import pickle
 import sys
@@ -33,7 +34,7 @@ from synk._master.code.facets import (
     contents,
 )
 from synk._master.code.handles import Handle
-from synk._master.code.modules import Located, inside, is_told_by_import, reached_from, source_of
+from synk._master.code.modules import Located, imports_inside, inside, is_told_by_import, reached_from, source_of
 from synk._master.code.packing import Address, PartsPickler, SharedBytes
 from synk._master.code.parcels import Host, Node, Parcel, Shelf, end_captures
 from synk._wire.memory import Segment
@@ -302,6 +303,7 @@ class Book(Shelf):
                     reloads.append(Reload(name, getattr(module, "__file__", None) or name, known.source, source))
                 self._forget_module(known)
             parcel = self._pack_located(inside(module))
+            parcel.imports |= imports_inside(module)
             if is_patched:  # workers have functions with other code, which a reload leaves if the source is as before
                 _doubt_code(parcel)
             self._modules_before.setdefault(name, known)
@@ -312,7 +314,7 @@ class Book(Shelf):
         self._reached.clear()
         if self.host.is_inline:
             return []
-        return self._reached_from(self._own(function_id))
+        return self._reached_from(self._needs([self._entries[function_id].parcel]))
 
     def _reached_from(self, parcels: Iterable[Parcel]) -> list[str]:
         names = frozenset().union(*(parcel.modules_met | parcel.imports for parcel in parcels))
@@ -515,7 +517,8 @@ def _imported_facet(located: Located) -> Facet:
     read = made.read
 
     def own() -> dict[Any, Any]:
-        return {k: v for k, v in read().items() if k in FUNCTION_PARTS or not _is_dunder(k, v)}
+        now = {k: v for k, v in read().items() if k in FUNCTION_PARTS or not _is_dunder(k, v)}
+        return {k: v for k, v in now.items() if not _is_of_enum(obj, k, v)} if isinstance(obj, enum.EnumMeta) else now
 
     facet = _Imported(obj, made.kind, own, {})
     for key, value in own().items():
@@ -532,6 +535,11 @@ def _is_dunder(key: Any, value: Any) -> bool:
     if not (isinstance(key, str) and key.startswith("__") and key.endswith("__")):
         return False
     return not isinstance(value, types.FunctionType)
+
+
+def _is_of_enum(cls: type, key: str, value: Any) -> bool:
+    """Whether an attribute of an enum is one of its members or made with them, which nothing can change."""
+    return (key[0] == key[-1] == "_") or isinstance(value, (cls, types.DynamicClassAttribute))
 
 
 def _must_be_replaced(node: Node, is_full: bool) -> bool:

@@ -7,7 +7,6 @@ program has bound or changed since. So functions, classes and modules count as e
 from __future__ import annotations
 
 import dis
-import enum
 import functools
 import logging
 import os
@@ -19,6 +18,7 @@ import types
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+from synk._pure.alike import NUMBERS
 from synk._wire.parcels import CACHED, is_by_reference
 
 _WRAPPERS = (property, staticmethod, classmethod, functools.cached_property, functools.partialmethod)
@@ -26,6 +26,10 @@ _DESCRIPTORS = (
     types.MemberDescriptorType, types.GetSetDescriptorType, types.WrapperDescriptorType, types.GenericAlias,
     logging.Logger,
 )  # fmt: skip
+
+
+_PARTS = ("__func__", "fget", "fset", "fdel", "func")
+"""Where a wrapper of a method holds functions."""
 
 
 class Located(NamedTuple):
@@ -68,13 +72,16 @@ def globals_in(code: types.CodeType) -> frozenset[str]:
     return frozenset(found.union(*map(globals_in, _codes_in(code))))
 
 
+_IMPORT_NAME = dis.opmap["IMPORT_NAME"]
 _IMPORTERS = frozenset(("import_module", "__import__", "modules"))
 
 
 @functools.lru_cache(maxsize=4096)
 def imports_in(code: types.CodeType) -> frozenset[str]:
     """Return the names of the modules that a code object and the functions inside it may import when they run."""
-    found = {each.argval for each in dis.get_instructions(code) if each.opname == "IMPORT_NAME"}
+    found: set[str] = set()
+    if _IMPORT_NAME in code.co_code[::2]:  # quick where there is none, as in most
+        found.update(each.argval for each in dis.get_instructions(code) if each.opname == "IMPORT_NAME")
     if not _IMPORTERS.isdisjoint(code.co_names):
         found |= {constant for constant in code.co_consts if type(constant) is str}
     found |= {name[:end] for name in found for end, letter in enumerate(name) if letter == "."}  # packages first
@@ -110,23 +117,55 @@ def _neighbours(name: str) -> set[str]:
     return {each for each in found if is_users_module(each)}
 
 
+def imports_inside(module: types.ModuleType) -> set[str]:
+    """Return the names of the modules that the functions and methods of a module may import when they run."""
+    members = _members(module.__name__, vars(module))
+    return set().union(*(imports_in(each.obj.__code__) for each in members if isinstance(each.obj, types.FunctionType)))
+
+
 def inside(module: types.ModuleType) -> list[Located]:
-    """Return what is compared in a module: its table, its own functions with their cells, and its own classes."""
+    """Return what is compared in a module: its table, its own functions with their cells, and its own classes.
+
+    The same goes for what is in these classes, except methods that hold nothing that could change. A program may have
+    thousands of them, and puts another function in the place of one by an assignment to the class.
+    """
     name, table = module.__name__, vars(module)
     found = [Located(table, name, (("table", None),))]
-    for key, value in list(table.items()):
-        if getattr(value, "__module__", None) != name or getattr(value, "__qualname__", None) != key:
-            continue
-        step = (("attribute", key),)
-        if isinstance(value, types.FunctionType):
-            if not travels_by_name(value):
-                continue
-            found.append(Located(value, name, step))
-            cells = enumerate(value.__closure__ or ())
-            found += [Located(cell, name, (*step, ("closure", index))) for index, cell in cells]
-        elif isinstance(value, type) and not issubclass(value, enum.Enum):
-            found.append(Located(value, name, step))
+    for each in _members(name, table):
+        kind, _ = each.steps[-1]
+        if not isinstance(each.obj, types.FunctionType):
+            found.append(each)
+        elif (len(each.steps) == 1 or _holds_something(each.obj)) and (kind != "member" or travels_by_name(each.obj)):
+            found.append(each)
+            cells = enumerate(each.obj.__closure__ or ())
+            found += [Located(cell, name, (*each.steps, ("closure", index))) for index, cell in cells]
     return found
+
+
+def _members(name: str, table: Any, prefix: str = "", steps: tuple[tuple[str, Any], ...] = ()) -> Iterator[Located]:
+    """Yield the own functions and classes of a module or of a class in it, each class followed by what is in it."""
+    for key, value in list(table.items()):
+        place = (*steps, ("member", key))
+        if isinstance(value, (types.FunctionType, type)):
+            if value.__module__ == name and value.__qualname__ == f"{prefix}{key}":
+                yield Located(value, name, place)
+                if isinstance(value, type):
+                    yield from _members(name, vars(value), f"{prefix}{key}.", place)
+        elif isinstance(value, _WRAPPERS) and steps:
+            for part in _PARTS:
+                inner = getattr(value, part, None)
+                if isinstance(inner, types.FunctionType) and inner.__module__ == name:
+                    yield Located(inner, name, (*place, ("attribute", part)))
+
+
+def _holds_something(function: types.FunctionType) -> bool:
+    """Whether a function holds an object that could change: as a default, an attribute or in a cell."""
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    return (
+        bool(function.__dict__)
+        or function.__code__.co_freevars not in ((), ("__class__",))
+        or not all(isinstance(value, NUMBERS) for value in defaults)
+    )
 
 
 def is_told_by_import(key: Any, value: Any, module: str) -> bool:

@@ -37,7 +37,16 @@ from synk._master.code.parcels import Node, Parcel, Shelf
 from synk._pure.alike import NUMBERS, kept
 from synk._pure.ranges import round_up
 from synk._wire.memory import PAGE_NBYTES
-from synk._wire.parcels import Mapped, fill_function, is_by_reference, make_array, make_cell, make_tensor
+from synk._wire.parcels import (
+    CACHED,
+    Mapped,
+    cached_recipe,
+    fill_function,
+    is_by_reference,
+    make_array,
+    make_cell,
+    make_tensor,
+)
 from synk._wire.parcels import reduced as reduced_anew
 
 _ATOMIC = (
@@ -171,7 +180,8 @@ class PartsPickler(HandlePickler):
             self._parcel.modules_met.add(name)
 
     def _reduce_code(self, obj: Any) -> Any:
-        if isinstance(obj, types.FunctionType) and is_by_reference(obj) and not travels_by_name(obj):
+        is_named = isinstance(obj, types.FunctionType) and is_by_reference(obj)
+        if is_named and not (travels_by_name(obj) and self._book.is_found(obj)):
             reduced = self._dynamic_function_reduce(obj)
         else:
             reduced = super().reducer_override(obj)
@@ -239,7 +249,8 @@ class PartsPickler(HandlePickler):
         if reduced is NotImplemented:
             reduced = reduced_anew(obj)
         if not isinstance(reduced, tuple):
-            return reduced  # the name of a global
+            is_found = not isinstance(obj, CACHED) or self._book.is_found(obj)
+            return reduced if is_found else cached_recipe(obj)  # reduced is the name of a global
         makers: list[Callable[[Any], Facet]] = []
         if isinstance(obj, dict):
             makers += [items, factory] if isinstance(obj, defaultdict) else [items]

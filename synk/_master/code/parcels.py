@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import sys
 import types
 import weakref
 from typing import Any, Protocol
@@ -168,6 +169,18 @@ class Shelf:
         parcel.nodes.append(node)
         self.known[id(obj)] = node
         return node
+
+    def is_found(self, function: Any) -> bool:
+        """Whether ranks find under a function's name what the program has there: they may have been told otherwise."""
+        *path, key = function.__qualname__.split(".")
+        holder: Any = sys.modules.get(function.__module__)
+        for name in path:
+            holder = getattr(holder, name)
+        node = self.known.get(id(holder if path else getattr(holder, "__dict__", None)))
+        if node is None or not node.facets:
+            return True
+        told = node.facets[0].told.get(key)  # type: ignore[attr-defined]
+        return told is function or getattr(told, "__func__", None) is function
 
     def namespace(self, table: dict[str, Any]) -> tuple[Node, Names]:
         """Return the node of a dict of globals. Workers have a dict of their own, filled as functions name things."""

@@ -91,6 +91,73 @@ UNSENDABLE = {
     "users_lock": "import threading, logging\nlock, log, k = threading.Lock(), logging.getLogger('users'), [1]\n"
     "squares = (n * n for n in range(9))\ndef read():\n    with lock: return k, log.name, squares is not None\n"
 }
+CLASSES = {
+    "users_classes": """
+import enum, functools, users_parts
+class Config:
+    class Train:
+        lr, steps = 1, [1]
+        def run(self): return self.lr, self.steps
+    instance = Train()
+class Level(enum.Enum):
+    LOW, HIGH = 1, 2
+    def weight(self): return self.value
+def scaled(**by):
+    def decorate(function):
+        @functools.wraps(function)
+        def run(*args): return function(*args), by
+        run.by = by
+        return run
+    return decorate
+class Layer:
+    def run(self): return 1
+    def other(self): return 2
+    @staticmethod
+    def fixed(): return 3
+    @classmethod
+    def named(cls): return cls.__name__
+    @property
+    def size(self): return 4, Layer.size.fget.unit
+    size.fget.unit = 'm'
+    @functools.cached_property
+    def cached(self): return 5
+    @scaled(k=1)
+    def decorated(self): return 6
+    def with_default(self, items=[1]): return items
+    def late(self):
+        import users_parts
+        return users_parts.k
+    class Inner:
+        def run(self): return 7
+def step(): return 8
+@functools.lru_cache
+def cached(): return 9
+""",
+    "users_parts": "k = 1\n",
+}
+PUT_BACK = """
+import users_classes
+Layer = users_classes.Layer
+run, fixed, named, size, inner = (vars(Layer)[name] for name in ('run', 'fixed', 'named', 'size', 'Inner'))
+inner_run, step, cached = inner.run, users_classes.step, users_classes.cached
+def held():
+    layer = Layer()
+    return (
+        layer.run(), layer.other(), layer.fixed(), layer.named(), layer.size, layer.Inner().run(), users_classes.step(),
+        users_classes.cached(), Layer().cached,
+    )
+def patch():
+    Layer.run = lambda self: run(self) + 10
+    Layer.fixed = staticmethod(lambda: fixed.__func__() + 10)
+    Layer.named = classmethod(lambda cls: named.__func__(cls) * 2)
+    Layer.size = property(lambda self: 14)
+    inner.run = lambda self: inner_run(self) + 10
+    users_classes.step = lambda: step() + 10
+    users_classes.cached = lambda: cached() + 10
+def put_back():
+    Layer.run, Layer.fixed, Layer.named, Layer.size, inner.run = run, fixed, named, size, inner_run
+    users_classes.step, users_classes.cached = step, cached
+"""
 
 CASES = {
     "array bound": Case(
@@ -239,6 +306,43 @@ CASES = {
         PAIR,
         "import users_a, users_b\nmine = [1]\ndef held(): return mine, users_a.table, users_b.other",
         ("users_a.table = users_b.other = mine", "mine.append(2)", "users_b.other.append(3)"),
+    ),
+    "nested class": Case(
+        CLASSES,
+        "from users_classes import Config\ndef held(): return Config.Train().run(), Config.instance.run()",
+        (
+            "Config.Train.lr = 5",
+            "Config.Train.steps.append(2)",
+            "Config.Train.run = lambda self: self.lr",
+            "Config.instance.lr = 7",
+        ),
+    ),
+    "enum": Case(
+        CLASSES,
+        "from users_classes import Level\n"
+        "def held(): return Level.HIGH.weight(), Level(1).name, len(Level), getattr(Level, 'unit', 0)",
+        ("Level.weight = lambda self: -self.value", "Level.unit = [1]", "Level.unit.append(2)"),
+    ),
+    "what methods hold": Case(
+        CLASSES,
+        "from users_classes import Layer\ndef held(): return Layer().size, Layer().decorated(), Layer().with_default()",
+        (
+            "Layer.size.fget.unit = 'km'",
+            "Layer.decorated.by['k'] = 5",
+            "Layer.with_default.__defaults__[0].append(2)",
+            "Layer.with_default.__defaults__ = ([3],)",
+        ),
+    ),
+    "imported in a method": Case(
+        {**CLASSES, "users_classes": CLASSES["users_classes"].replace(", users_parts\nclass", "\nclass")},
+        "from users_classes import Layer\ndef held(): return Layer().late()",
+        ("import users_parts; users_parts.k = 5", "users_parts.k = [6]", "users_parts.k.append(7)"),
+    ),
+    "patched and put back": Case(CLASSES, PUT_BACK, ("patch()", "put_back()", "patch()", "put_back()")),
+    "methods that change places": Case(
+        CLASSES,
+        PUT_BACK,
+        ("Layer.run, Layer.other = Layer.other, Layer.run", "Layer.run, Layer.other = Layer.other, Layer.run"),
     ),
     "beside what cannot be sent": Case(
         UNSENDABLE,
