@@ -107,10 +107,24 @@ def make_cached(fn: Callable[..., Any], parameters: dict[str, Any]) -> Callable[
     return functools.lru_cache(**parameters)(fn)
 
 
-class Pickler(cloudpickle.Pickler):
-    """Pickles by cloudpickle's rules; functions with a cache are pickled like functions."""
+def _reduce_cached_property(prop: functools.cached_property[Any]) -> Any:
+    """Return the recipe of a ``functools.cached_property``, whose lock cannot be pickled before Python 3.12."""
+    return make_cached_property, (prop.func, prop.attrname)
 
-    dispatch_table: ClassVar[Any] = ChainMap({CACHED: _reduce_cached}, cloudpickle.Pickler.dispatch_table)
+
+def make_cached_property(func: Callable[[Any], Any], name: str | None) -> functools.cached_property[Any]:
+    """Return the property of a class that exists already, which would not give it its name any more."""
+    prop = functools.cached_property(func)
+    prop.attrname = name
+    return prop
+
+
+class Pickler(cloudpickle.Pickler):
+    """Pickles by cloudpickle's rules; functions with a cache and cached properties are pickled like functions."""
+
+    dispatch_table: ClassVar[Any] = ChainMap(
+        {CACHED: _reduce_cached, functools.cached_property: _reduce_cached_property}, cloudpickle.Pickler.dispatch_table
+    )
 
 
 class TravelPickler(Pickler):

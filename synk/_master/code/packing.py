@@ -7,6 +7,7 @@ array as its place in shared memory, and a function without its globals and cell
 from __future__ import annotations
 
 import enum
+import functools
 import io
 import sys
 import types
@@ -52,7 +53,7 @@ from synk._wire.parcels import reduced as reduced_anew
 _ATOMIC = (
     type(None), types.CodeType, types.BuiltinFunctionType, types.MethodType, types.MappingProxyType, np.dtype,
     np.generic, property, classmethod, staticmethod, typing.TypeVar, io.IOBase, Iterator, enum.Enum, Handle,
-    slice, range,
+    slice, range, functools.cached_property,
 )  # fmt: skip
 """Objects that cannot change, or whose identity is all that counts. What they hold is met as objects of its own."""
 

@@ -5,6 +5,7 @@ The expected values come from the same classes in this process.
 
 from __future__ import annotations
 
+import functools
 import gc
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -216,3 +217,31 @@ def test_a_class_that_is_defined_again_and_again_is_forgotten(shared_runtimes: A
     assert len(f._callee.classes) <= _NUM_CLASSES
     first.settings["rate"] = 2
     assert f(X, first.Model()).tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("num_workers", WORKERS)
+def test_a_cached_property_travels_by_every_way(shared_runtimes: Any, num_workers: Any) -> None:
+    """Its lock cannot be pickled before Python 3.12."""
+
+    class Model:
+        rate = 2.0
+
+        @functools.cached_property
+        def scale(self) -> float:
+            return self.rate
+
+    rt, model = shared_runtimes[num_workers], Model()
+    f = rt.function(lambda x: x * model.scale, outputs="gather")
+    fresh = rt.function(lambda x: x * Model().scale, outputs="gather")
+    given = rt.function(lambda x, m: x * m.scale, outputs="gather", bcast_inputs="m")
+    assert [f(X).tolist(), fresh(X).tolist(), given(X, model).tolist()] == [[2.0, 2.0]] * 3
+    Model.rate = 5.0
+    assert [fresh(X).tolist(), given(X, Model()).tolist()] == [[5.0, 5.0]] * 2
+    assert [*rt.map(lambda m: m.scale, [Model(), Model()])] == [5.0, 5.0]
+    got = rt.function(lambda x: Model(), outputs="first")(X)
+    assert type(got) is Model
+    assert got.scale == 5.0
+    cls: Any = Model
+    cls.scale = functools.cached_property(lambda self: 7.0)
+    cls.scale.__set_name__(Model, "scale")
+    assert fresh(X).tolist() == [7.0, 7.0]
