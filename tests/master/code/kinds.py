@@ -308,6 +308,16 @@ def namedtuple_holding_a_list() -> Made:
     return obj, lambda: obj.y.append(3)
 
 
+@kind(BY_PICKLE, read=lambda obj: repr([*obj, *vars(obj).items()]))
+def array_array_with_an_attribute() -> Made:
+    class Named(array.array):
+        pass
+
+    obj = Named("d", [1.0])
+    obj.unit = "m"
+    return obj, lambda: (add(obj, 0), setattr(obj, "unit", obj.unit + "m"))
+
+
 @kind()
 def namedtuple_holding_an_instance() -> Made:
     class Point(typing.NamedTuple):
@@ -625,6 +635,71 @@ def instance_with_reduce() -> Made:
 
     obj = Model(1)
     return obj, lambda: setattr(obj, "rate", obj.rate + 1)
+
+
+@kind()
+def instance_with_reduce_and_its_attributes() -> Made:
+    class Model:
+        def __init__(self, rates: list) -> None:
+            self.rates = rates
+
+        def __reduce__(self) -> Any:
+            return Model, (self.rates,), self.__dict__
+
+    obj = Model([1])
+    return obj, lambda: obj.rates.append(2)
+
+
+@kind()
+def instance_with_getnewargs_that_returns_its_list() -> Made:
+    class Model:
+        def __new__(cls, rates: list) -> Any:
+            obj = object.__new__(cls)
+            obj.rates = rates
+            return obj
+
+        def __getnewargs__(self) -> Any:
+            return (self.rates,)
+
+    obj = Model([1])
+    return obj, lambda: obj.rates.append(2)
+
+
+@kind()
+def instance_whose_constructor_copies_a_list() -> Made:
+    class Model:
+        def __init__(self, rates: list) -> None:
+            self.rates = [*rates]
+
+        def __reduce__(self) -> Any:
+            return Model, (self.rates,)
+
+    obj = Model([1])
+    return obj, lambda: obj.rates.append(2)
+
+
+@kind()
+def namedtuple_with_an_attribute() -> Made:
+    class Point(collections.namedtuple("Point", "x y")):
+        pass
+
+    obj = Point([1], {})
+    obj.label = "a"
+    return obj, lambda: (obj.x.append(2), put(obj.y, len(obj.x), 0))
+
+
+@kind()
+def dict_subclass_whose_state_is_a_list_of_its_own() -> Made:
+    class Config(dict):
+        def __reduce__(self) -> Any:
+            return Config, (), (self.log,), None, iter(self.items())
+
+        def __setstate__(self, state: Any) -> None:
+            (self.log,) = state
+
+    obj = Config(a=1)
+    obj.log = [1]
+    return obj, lambda: obj.log.append(2)
 
 
 # ----- functions
