@@ -100,10 +100,29 @@ def make_cached(fn: Callable[..., Any], parameters: dict[str, Any]) -> Callable[
     return functools.lru_cache(**parameters)(fn)
 
 
-class Pickler(cloudpickle.Pickler):
-    """Pickles by cloudpickle's rules; functions with a cache are pickled like functions."""
+def _reduce_view(view: memoryview) -> Any:
+    try:
+        dtype = None if view.format == "c" else np.asarray(view).dtype  # NumPy would make it a text of one byte
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"cannot pickle a memoryview of format {view.format!r}: expected elements that NumPy can hold. Use its "
+            "tobytes()."
+        ) from error
+    return make_view, (view.tobytes(), dtype, view.shape, view.readonly)
 
-    dispatch_table: ClassVar[Any] = ChainMap({CACHED: _reduce_cached}, cloudpickle.Pickler.dispatch_table)
+
+def make_view(raw: bytes, dtype: np.dtype | None, shape: tuple[int, ...], is_readonly: bool) -> Any:
+    """Return a memoryview of the elements in ``raw``, in C order; without a dtype, of single bytes."""
+    memory = raw if is_readonly else bytearray(raw)
+    return memoryview(memory).cast("c", shape) if dtype is None else np.ndarray(shape, dtype, memory).data
+
+
+class Pickler(cloudpickle.Pickler):
+    """Pickles by cloudpickle's rules, but functions with a cache like functions, and memoryviews not as bytes."""
+
+    dispatch_table: ClassVar[Any] = ChainMap(
+        {CACHED: _reduce_cached, memoryview: _reduce_view}, cloudpickle.Pickler.dispatch_table
+    )
 
 
 class TravelPickler(Pickler):
