@@ -58,6 +58,13 @@ def fill_function(function: types.FunctionType, state: tuple[Any, Any, Any]) -> 
     setter(function, rest)
 
 
+def make_read_only(raw: bytes, dtype: np.dtype, shape: tuple[int, ...], order: Any) -> np.ndarray:
+    """Return a read-only array with the elements in ``raw``, in memory to which changes can be written."""
+    array: np.ndarray = np.ndarray(shape, dtype, bytearray(raw), order=order)
+    array.flags.writeable = False
+    return array
+
+
 def make_array(raw: np.ndarray, dtype: np.dtype, shape: tuple[int, ...], order: str) -> np.ndarray:
     """Return the array whose bytes lie in shared memory. The mapping is private: writing to it copies pages."""
     return np.frombuffer(raw, dtype, math.prod(shape)).reshape(shape, order=order)  # type: ignore[call-overload]

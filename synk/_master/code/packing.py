@@ -37,7 +37,15 @@ from synk._master.code.parcels import Node, Parcel, Shelf
 from synk._pure.alike import NUMBERS, kept
 from synk._pure.ranges import round_up
 from synk._wire.memory import PAGE_NBYTES
-from synk._wire.parcels import Mapped, fill_function, is_by_reference, make_array, make_cell, make_tensor
+from synk._wire.parcels import (
+    Mapped,
+    fill_function,
+    is_by_reference,
+    make_array,
+    make_cell,
+    make_read_only,
+    make_tensor,
+)
 from synk._wire.parcels import reduced as reduced_anew
 
 _ATOMIC = (
@@ -230,6 +238,8 @@ class PartsPickler(HandlePickler):
             self.arrays_nbytes += round_up(facet.nbytes, PAGE_NBYTES)
             return _from_memory(facet)
         facet.note_sent(facet.raw())
+        if is_array and not obj.flags.writeable:  # NumPy's own recipe puts it into memory that nobody can change
+            return make_read_only, (facet.told, obj.dtype, obj.shape, facet.order)
         return NotImplemented if is_array else _from_memory(facet)
 
     def _reduce_instance(self, obj: Any) -> Any:

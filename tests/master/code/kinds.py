@@ -19,6 +19,7 @@ import typing
 from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from tempfile import TemporaryFile
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,6 +92,12 @@ def in_turn(nbytes: int) -> dict[str, Any]:
     return {"sees": IN_TURN, "bound": -(-nbytes // TURN_NBYTES) + 1}
 
 
+def read_only(array: np.ndarray) -> np.ndarray:
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
 KB, MB = 1024, 1024 * 1024
 simple("array, item", lambda: np.zeros(4), lambda a, n: add(a, 1))
 simple("array, item to NaN and back", lambda: np.zeros(4), lambda a, n: (put(a, 0, np.nan), add(a, 1)))
@@ -105,6 +112,9 @@ simple("array, Fortran order", lambda: np.asfortranarray(np.zeros((3, 4))), lamb
 simple("array, strided view", lambda: np.zeros(20)[::3], lambda a, n: add(a, 2))
 simple("array, strided view, in its base", lambda: np.zeros(20)[::3], lambda a, n: add(a.base, 3))
 simple("array, read-only view, in its base", lambda: np.broadcast_to(np.zeros(1), 5), lambda a, n: add(a.base, 0))
+simple("array, read-only, in its base", lambda: read_only(np.zeros(4)), lambda a, n: add(a.base, 1))
+simple("array of a file", lambda: np.memmap(TemporaryFile(), "f8", "w+", 0, (4,)), lambda a, n: add(a, 1))
+simple("array of a file, dense", lambda: np.memmap(TemporaryFile(), "f8", "w+", 0, (9999,)), lambda a, n: a.fill(n))
 simple("array, structured", lambda: np.zeros(3, [("a", "i4"), ("b", "f8")]), lambda a, n: add(a["b"], 1))
 simple("array, texts", lambda: np.array(["aaa", "bbb"]), lambda a, n: put(a, 0, f"{n:03}"))
 simple("array, dates", lambda: np.zeros(3, "M8[D]"), lambda a, n: add(a, 1), read=lambda a: text(a.astype("i8")))

@@ -196,6 +196,9 @@ def test_a_change_in_an_object_of_torch(shared_runtimes: Any, name: str, verb: s
 
 
 ONCE_MISSED = (
+    "array, read-only, in its base",
+    "array of a file",
+    "array of a file, dense",
     "instance with reduce and its attributes",
     "instance with getnewargs that returns its list",
     "instance whose constructor copies a list",
@@ -203,7 +206,7 @@ ONCE_MISSED = (
     "dict subclass whose state is a list of its own",
     "array array with an attribute",
 )
-"""Kinds whose changes were not seen at all. Each of them is in every run, whatever the sample."""
+"""Kinds whose changes were not seen, or could not be told. Each of them is in every run, whatever the sample."""
 
 
 @pytest.mark.parametrize("name", ONCE_MISSED)
