@@ -85,7 +85,8 @@ def alike(told: Any, now: Any, depth: int = _MAX_DEPTH) -> bool:
         return {*map(id, told)} == {*map(id, now)}  # a copy may have another order
     if isinstance(now, np.generic):
         return bool(told.dtype == now.dtype and told.tobytes() == now.tobytes())
-    return bool(told == now) if kind in NUMBERS or kind in (slice, bytearray) else False
+    is_by_value = kind in NUMBERS or kind in (slice, bytearray) or isinstance(now, np.dtype)
+    return bool(told == now) if is_by_value else False
 
 
 def _are_alike(told: Collection[Any], now: Collection[Any], depth: int) -> bool:

@@ -60,6 +60,13 @@ def fill_function(function: types.FunctionType, state: tuple[Any, Any, Any]) -> 
     setter(function, rest)
 
 
+def make_read_only(raw: bytes, dtype: np.dtype, shape: tuple[int, ...], order: Any) -> np.ndarray:
+    """Return a read-only array with the elements in ``raw``, in memory to which changes can be written."""
+    array: np.ndarray = np.ndarray(shape, dtype, bytearray(raw), order=order)
+    array.flags.writeable = False
+    return array
+
+
 def make_array(raw: np.ndarray, dtype: np.dtype, shape: tuple[int, ...], order: str) -> np.ndarray:
     """Return the array whose bytes lie in shared memory. The mapping is private: writing to it copies pages."""
     return np.frombuffer(raw, dtype, math.prod(shape)).reshape(shape, order=order)  # type: ignore[call-overload]
@@ -119,11 +126,33 @@ def make_cached_property(func: Callable[[Any], Any], name: str | None) -> functo
     return prop
 
 
+def _reduce_view(view: memoryview) -> Any:
+    try:
+        dtype = None if view.format == "c" else np.asarray(view).dtype  # NumPy would make it a text of one byte
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"cannot pickle a memoryview of format {view.format!r}: expected elements that NumPy can hold. Use its "
+            "tobytes()."
+        ) from error
+    return make_view, (view.tobytes(), dtype, view.shape, view.readonly)
+
+
+def make_view(raw: bytes, dtype: np.dtype | None, shape: tuple[int, ...], is_readonly: bool) -> Any:
+    """Return a memoryview of the elements in ``raw``, in C order; without a dtype, of single bytes."""
+    memory = raw if is_readonly else bytearray(raw)
+    return memoryview(memory).cast("c", shape) if dtype is None else np.ndarray(shape, dtype, memory).data
+
+
 class Pickler(cloudpickle.Pickler):
-    """Pickles by cloudpickle's rules; functions with a cache and cached properties are pickled like functions."""
+    """Pickles by cloudpickle's rules, but functions with a cache like functions, and memoryviews not as bytes."""
 
     dispatch_table: ClassVar[Any] = ChainMap(
-        {CACHED: _reduce_cached, functools.cached_property: _reduce_cached_property}, cloudpickle.Pickler.dispatch_table
+        {
+            CACHED: _reduce_cached,
+            functools.cached_property: _reduce_cached_property,
+            memoryview: _reduce_view,
+        },
+        cloudpickle.Pickler.dispatch_table,
     )
 
 

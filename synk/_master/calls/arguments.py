@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import cloudpickle
 import numpy as np
 
 from synk._master.code.culprits import culprit_in
@@ -149,9 +148,9 @@ def pickle_objects(values: list[Any], labels: list[str], function_name: str) -> 
     except Exception as error:
         for label, value in zip(labels, values):
             try:
-                safe_point(cloudpickle.dumps, value, protocol=5)
+                dumps(value)
             except Exception as inner:
-                place, part = culprit_in(label, value, cloudpickle.dumps)
+                place, part = culprit_in(label, value, dumps)
                 raise SerializationError(
                     f"cannot send {place} of {function_name!r} ({type(part).__name__}): {type(inner).__name__}: "
                     f"{str(inner).rstrip('.')}. Broadcast inputs must be arrays or picklable."

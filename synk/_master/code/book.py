@@ -140,12 +140,14 @@ class Book(Shelf):
             fresh = [node for node in nodes if node not in seen or isinstance(node.facets[0], Names)]
             is_last = seen.issuperset(fresh)
             seen.update(fresh)
-            if self._replace(fresh, function_id, is_full):
+            is_all, holders = self._replace(fresh, function_id, is_full)
+            if is_all:
                 parcel = self._pack([("function", function_id, options)])
                 self._entries[function_id] = _Entry(fn, parcel)
                 self.sent_anew.add(function_id)
             named = self.named_of(function_id)
-            for node in filter(self._is_known, fresh):
+            # What holds replaced objects comes last: a rank may make them from copies of objects that change now.
+            for node in filter(self._is_known, sorted(fresh, key=holders.__contains__) if holders else fresh):
                 is_open = isinstance(node.facets[0], (Names, _Imported)) or isinstance(node.obj, types.CellType)
                 if is_open or node.parcel.number in packed_before:
                     changes = self._pack_changes(node, named, is_full(node))
@@ -260,14 +262,18 @@ class Book(Shelf):
 
     # -- objects that can only be replaced ----------------------------------------------------------------------------
 
-    def _replace(self, nodes: Sequence[Node], function_id: int, is_full: Callable[[Node], bool]) -> bool:
+    def _replace(
+        self, nodes: Sequence[Node], function_id: int, is_full: Callable[[Node], bool]
+    ) -> tuple[bool, set[Node]]:
         """Forget objects that no change can bring up to date, so that their holders get new ones.
 
         ``is_full``: whether an object is compared in full.
 
-        Return True if the function itself must be sent again, because no facet holds one of these objects.
+        Return whether the function itself must be sent again, because no facet holds one of these objects, and the
+        holders of the others.
         """
         is_all = False
+        found: set[Node] = set()
         pending = [node for node in nodes if _must_be_replaced(node, is_full(node))]
         while pending:
             node = pending.pop()
@@ -275,8 +281,10 @@ class Book(Shelf):
                 continue
             self.known.pop(id(node.obj), None)
             node.facets = []
-            holders = [_unbind(facet, node.obj) for each in self.nodes_of(function_id) for facet in each.facets]
-            is_all = is_all or not any(holders)
+            nodes_now = self.nodes_of(function_id)
+            holders = {each for each in nodes_now if sum(_unbind(facet, node.obj) for facet in each.facets)}
+            is_all = is_all or not holders
+            found |= holders
             pending += [each for each in self.nodes_of(function_id) if _must_be_replaced(each, is_full(each))]
         if is_all:
             for node, name in self.named_of(function_id):
@@ -284,7 +292,7 @@ class Book(Shelf):
             for node in self.nodes_of(function_id):
                 if not isinstance(node.facets[0], (Names, _Imported)):
                     self.known.pop(id(node.obj), None)
-        return is_all
+        return is_all, found
 
     # -- the user's modules -------------------------------------------------------------------------------------------
 

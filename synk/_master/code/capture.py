@@ -312,7 +312,8 @@ class Capture:
         found = [*self._unseen(self._turns())]
         for turn in self._turns():
             for node, facet in turn.members:
-                if not _is_current(facet) and not (isinstance(facet, ArrayContents) and not facet.glance()):
+                is_shown = not facet.glance() if isinstance(facet, ArrayContents) else facet.shows()
+                if not _is_current(facet) and not is_shown:
                     facet.doubt()
                     found.append((node.obj, self._num_calls - turn.known_at))
             turn.begin(self._num_calls)

@@ -46,6 +46,7 @@ from synk._wire.parcels import (
     is_by_reference,
     make_array,
     make_cell,
+    make_read_only,
     make_tensor,
 )
 from synk._wire.parcels import reduced as reduced_anew
@@ -241,6 +242,8 @@ class PartsPickler(HandlePickler):
             self.arrays_nbytes += round_up(facet.nbytes, PAGE_NBYTES)
             return _from_memory(facet)
         facet.note_sent(facet.raw())
+        if is_array and not obj.flags.writeable:  # NumPy's own recipe puts it into memory that nobody can change
+            return make_read_only, (facet.told, obj.dtype, obj.shape, facet.order)
         return NotImplemented if is_array else _from_memory(facet)
 
     def _reduce_instance(self, obj: Any) -> Any:
@@ -266,10 +269,31 @@ class PartsPickler(HandlePickler):
             return reduced
         if is_table or not is_own or (table is not None and type(obj).__module__ != "collections"):
             makers.append(attributes)
-        for part in (reduced[1], state) if is_own else (state,):
-            self._leave_out_containers(part)
+        if is_own:
+            makers += self._of_own_rule(reduced, obj, state, table if is_table else None)
+        else:
+            self._leave_out_containers(state)
         self._meet(obj, *makers)
         return reduced
+
+    def _of_own_rule(
+        self, reduced: tuple[Any, ...], obj: Any, state: Any, table: dict[str, Any] | None
+    ) -> list[Callable[[Any], Facet]]:
+        """Leave out what the recipe of an object with other facets has made.
+
+        Return a facet for its arguments if its state is ``table``, and they hold more than that.
+        """
+        again = reduced_anew(obj)
+        if not isinstance(again, tuple):
+            return []
+        fresh: list[Any] = []
+        make, args, _ = kept(recipe_of(reduced), recipe_of(again), fresh.append)
+        for part in (*fresh, state) if table is not None else fresh:
+            self.leave_out(part)
+        if table is None or _holds_only(reduced[1], {*map(id, table.values())}):
+            return []
+        facet = State(obj, _without_state, (make, args, None))
+        return [lambda _: facet] if facet.measure() else []
 
     def _leave_out_containers(self, part: Any) -> None:
         """Leave out the containers that make up a recipe."""
@@ -298,6 +322,21 @@ class PartsPickler(HandlePickler):
             self._meet(obj, lambda _: facet, _class_of)
         else:
             self._parcel.uncompared.append(obj)
+
+
+def _without_state(obj: Any) -> tuple[Any, ...]:
+    """Return the maker of an object's recipe, and its arguments."""
+    make, args, *_ = reduced_anew(obj)
+    return make, args
+
+
+def _holds_only(args: Any, ids: set[int]) -> bool:
+    """Whether the arguments of a recipe are classes and objects with these ids, alone or in tuples and dicts."""
+    if isinstance(args, type) or id(args) in ids:
+        return True
+    if type(args) in (tuple, dict):
+        return all(_holds_only(part, ids) for part in (args if type(args) is tuple else args.values()))
+    return False
 
 
 def _class_of(obj: Any) -> Facet:

@@ -256,10 +256,12 @@ def _write(target: Any, value: Any) -> None:
             if target.is_leaf:
                 target.requires_grad_(value.requires_grad)
         return
-    is_writable = target.flags.writeable
+    if target.flags.writeable:  # NumPy may refuse to set the flag even where it is set
+        target[...] = value
+        return
     target.flags.writeable = True
     target[...] = value
-    target.flags.writeable = is_writable
+    target.flags.writeable = False
 
 
 def _address(array: Any) -> int:

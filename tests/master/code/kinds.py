@@ -19,6 +19,7 @@ import typing
 from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from tempfile import TemporaryFile
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,6 +92,12 @@ def in_turn(nbytes: int) -> dict[str, Any]:
     return {"sees": IN_TURN, "bound": -(-nbytes // TURN_NBYTES) + 1}
 
 
+def read_only(array: np.ndarray) -> np.ndarray:
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
 KB, MB = 1024, 1024 * 1024
 simple("array, item", lambda: np.zeros(4), lambda a, n: add(a, 1))
 simple("array, item to NaN and back", lambda: np.zeros(4), lambda a, n: (put(a, 0, np.nan), add(a, 1)))
@@ -105,6 +112,9 @@ simple("array, Fortran order", lambda: np.asfortranarray(np.zeros((3, 4))), lamb
 simple("array, strided view", lambda: np.zeros(20)[::3], lambda a, n: add(a, 2))
 simple("array, strided view, in its base", lambda: np.zeros(20)[::3], lambda a, n: add(a.base, 3))
 simple("array, read-only view, in its base", lambda: np.broadcast_to(np.zeros(1), 5), lambda a, n: add(a.base, 0))
+simple("array, read-only, in its base", lambda: read_only(np.zeros(4)), lambda a, n: add(a.base, 1))
+simple("array of a file", lambda: np.memmap(TemporaryFile(), "f8", "w+", 0, (4,)), lambda a, n: add(a, 1))
+simple("array of a file, dense", lambda: np.memmap(TemporaryFile(), "f8", "w+", 0, (9999,)), lambda a, n: a.fill(n))
 simple("array, structured", lambda: np.zeros(3, [("a", "i4"), ("b", "f8")]), lambda a, n: add(a["b"], 1))
 simple("array, texts", lambda: np.array(["aaa", "bbb"]), lambda a, n: put(a, 0, f"{n:03}"))
 simple("array, dates", lambda: np.zeros(3, "M8[D]"), lambda a, n: add(a, 1), read=lambda a: text(a.astype("i8")))
@@ -306,6 +316,16 @@ def namedtuple_holding_a_list() -> Made:
     point = collections.namedtuple("point", "x y")
     obj = point(1, [2])
     return obj, lambda: obj.y.append(3)
+
+
+@kind(BY_PICKLE, read=lambda obj: repr([*obj, *vars(obj).items()]))
+def array_array_with_an_attribute() -> Made:
+    class Named(array.array):
+        pass
+
+    obj = Named("d", [1.0])
+    obj.unit = "m"
+    return obj, lambda: (add(obj, 0), setattr(obj, "unit", obj.unit + "m"))
 
 
 @kind()
@@ -625,6 +645,71 @@ def instance_with_reduce() -> Made:
 
     obj = Model(1)
     return obj, lambda: setattr(obj, "rate", obj.rate + 1)
+
+
+@kind()
+def instance_with_reduce_and_its_attributes() -> Made:
+    class Model:
+        def __init__(self, rates: list) -> None:
+            self.rates = rates
+
+        def __reduce__(self) -> Any:
+            return Model, (self.rates,), self.__dict__
+
+    obj = Model([1])
+    return obj, lambda: obj.rates.append(2)
+
+
+@kind()
+def instance_with_getnewargs_that_returns_its_list() -> Made:
+    class Model:
+        def __new__(cls, rates: list) -> Any:
+            obj = object.__new__(cls)
+            obj.rates = rates
+            return obj
+
+        def __getnewargs__(self) -> Any:
+            return (self.rates,)
+
+    obj = Model([1])
+    return obj, lambda: obj.rates.append(2)
+
+
+@kind()
+def instance_whose_constructor_copies_a_list() -> Made:
+    class Model:
+        def __init__(self, rates: list) -> None:
+            self.rates = [*rates]
+
+        def __reduce__(self) -> Any:
+            return Model, (self.rates,)
+
+    obj = Model([1])
+    return obj, lambda: obj.rates.append(2)
+
+
+@kind()
+def namedtuple_with_an_attribute() -> Made:
+    class Point(collections.namedtuple("Point", "x y")):
+        pass
+
+    obj = Point([1], {})
+    obj.label = "a"
+    return obj, lambda: (obj.x.append(2), put(obj.y, len(obj.x), 0))
+
+
+@kind()
+def dict_subclass_whose_state_is_a_list_of_its_own() -> Made:
+    class Config(dict):
+        def __reduce__(self) -> Any:
+            return Config, (), (self.log,), None, iter(self.items())
+
+        def __setstate__(self, state: Any) -> None:
+            (self.log,) = state
+
+    obj = Config(a=1)
+    obj.log = [1]
+    return obj, lambda: obj.log.append(2)
 
 
 # ----- functions

@@ -195,6 +195,25 @@ def test_a_change_in_an_object_of_torch(shared_runtimes: Any, name: str, verb: s
     change_twice(shared_runtimes[2], name, verb, when)
 
 
+ONCE_MISSED = (
+    "array, read-only, in its base",
+    "array of a file",
+    "array of a file, dense",
+    "instance with reduce and its attributes",
+    "instance with getnewargs that returns its list",
+    "instance whose constructor copies a list",
+    "namedtuple with an attribute",
+    "dict subclass whose state is a list of its own",
+    "array array with an attribute",
+)
+"""Kinds whose changes were not seen, or could not be told. Each of them is in every run, whatever the sample."""
+
+
+@pytest.mark.parametrize("name", ONCE_MISSED)
+def test_a_change_that_was_once_missed(shared_runtimes: Any, name: str) -> None:
+    change_twice(shared_runtimes[2], name, "call", "after one call")
+
+
 @pytest.mark.sampled(60)
 @pytest.mark.parametrize("name", one_in(15, LIGHT))
 @pytest.mark.parametrize("wraps", NESTINGS, ids="/".join)

@@ -1,0 +1,60 @@
+"""Objects arrive as they are in the program, whatever brings them: captured, as an argument, an item or a result.
+
+The expected values come from the same reading of the object in this process.
+"""
+
+from __future__ import annotations
+
+import array
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import synk
+
+X = np.arange(4.0)
+
+
+def read_view(view: memoryview) -> Any:
+    return type(view).__name__, view.format, view.shape, view.readonly, np.asarray(view).tolist()
+
+
+OBJECTS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "memoryview of numbers": (lambda: memoryview(np.arange(4.0)), read_view),
+    "memoryview of two axes": (lambda: memoryview(np.arange(12, dtype="i2").reshape(3, 4))[::2], read_view),
+    "memoryview without elements": (lambda: memoryview(np.zeros((0, 3))), read_view),
+    "memoryview of another byte order": (lambda: memoryview(np.arange(4.0).astype(">f8")), read_view),
+    "memoryview of records": (lambda: memoryview(np.ones(2, [("a", "i4"), ("b", "f8")])), read_view),
+    "memoryview of an array.array": (lambda: memoryview(array.array("l", [1, 2])), read_view),
+    "memoryview of bytes": (lambda: memoryview(b"abc"), read_view),
+    "memoryview of single bytes": (lambda: memoryview(b"abc").cast("c"), lambda view: (view.format, view[0])),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_an_object_arrives_as_it_is(shared_runtimes: Any, name: str) -> None:
+    make, read = OBJECTS[name]
+    obj, rt = make(), shared_runtimes[2]
+    want = read(obj)
+    captured = rt.function(lambda x: read(obj), outputs="first")
+    assert captured(X) == captured.serial(X) == want
+    assert rt.function(lambda x, arg: read(arg), outputs="first", bcast_inputs="arg")(X, obj) == want
+    assert [*rt.map(read, [obj])] == [want]
+    assert read(rt.function(lambda x: obj, outputs="first")(X)) == want
+
+
+def test_the_elements_of_a_memoryview_are_compared(shared_runtimes: Any) -> None:
+    view = memoryview(np.arange(4.0))
+    f = shared_runtimes[2].function(lambda x: sum(view), outputs="first")
+    assert f(X) == 6.0
+    view[0] = 5.0
+    assert f(X) == 11.0
+
+
+def test_a_memoryview_that_cannot_be_sent_is_refused(shared_runtimes: Any) -> None:
+    pointers = memoryview(bytes(16)).cast("P")
+    f = shared_runtimes[2].function(lambda x, arg: len(arg), outputs="first", bcast_inputs="arg")
+    with pytest.raises(synk.errors.SerializationError, match=r"cannot send arg .*format 'P'.*Use its tobytes\(\)"):
+        f(X, pointers)
