@@ -324,6 +324,6 @@ def _has_own_rule(obj: Any) -> bool:
 def _is_simple_tensor(obj: Any) -> bool:
     """Whether a tensor can be rebuilt from its elements alone."""
     torch: Any = sys.modules["torch"]
-    if type(obj) not in (torch.Tensor, torch.nn.Parameter) or not TensorContents(obj).is_readable:
+    if type(obj) not in (torch.Tensor, torch.nn.Parameter) or not TensorContents(obj).is_in_order:
         return False
     return bool(obj.is_leaf and not obj.__dict__ and not obj._backward_hooks)
