@@ -876,6 +876,23 @@ simple(
 )  # fmt: skip
 
 
+def _generator() -> Any:
+    import torch
+
+    return torch.Generator().manual_seed(1)
+
+
+def _draw(generator: Any) -> Any:
+    import torch
+
+    return torch.rand(1, generator=generator)
+
+
+GENERATOR = {"needs": "torch", "read": lambda a: repr(a.get_state().tolist())}
+simple("torch generator, seed", _generator, lambda a, n: a.manual_seed(n + 1), **GENERATOR)
+simple("torch generator, draws", _generator, lambda a, n: _draw(a), **GENERATOR)
+
+
 def read_module(model: Any) -> str:
     state = {key: value.tolist() for key, value in model.state_dict().items()}
     return repr([state, [module.training for module in model.modules()]])
