@@ -218,8 +218,8 @@ class PartsPickler(HandlePickler):
     # -- data -------------------------------------------------------------------------------------------------------
 
     def _reduce_array(self, obj: Any, facet: ArrayContents) -> Any:
-        self._meet(obj, lambda _: facet)
         is_array = isinstance(obj, np.ndarray)
+        self._meet(obj, lambda _: facet, *(() if is_array else (attributes,)))
         if type(obj) is not np.ndarray if is_array else not _is_simple_tensor(obj):
             facet.note_sent(facet.raw())
             return super().reducer_override(obj)

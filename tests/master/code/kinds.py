@@ -874,6 +874,10 @@ simple(
     "tensor of 128 KB, every other element", lambda: torch_tensor(256 * KB)[::2],
     lambda a, n: add(a.numpy(), 5003 * n), needs="torch", read=lambda a: repr(a.sum().item()), **in_turn(256 * KB),
 )  # fmt: skip
+simple(
+    "tensor, attribute", torch_tensor, lambda a, n: setattr(a, "scale", n), needs="torch",
+    read=lambda a: repr(getattr(a, "scale", 0)),
+)  # fmt: skip
 
 
 def _generator() -> Any:
@@ -932,6 +936,10 @@ simple(
     lambda a, n: a[n].eval(),
     **MODEL,
 )
+simple(
+    "torch module, attribute of a parameter", torch_model, lambda a, n: setattr(a[0].weight, "scale", n),
+    needs="torch", read=lambda a: repr(getattr(a[0].weight, "scale", 0)),
+)  # fmt: skip
 simple("torch module, part", torch_model, lambda a, n: a.add_module(f"more{n}", torch_model()), **MODEL)
 
 
