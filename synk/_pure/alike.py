@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from synk._pure.tensors import array_of, is_plain, is_tensor, is_torch_device
+
 NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 """Types that are compared by value, because equal values cannot be told apart."""
 
@@ -23,7 +25,7 @@ _CONTAINERS = frozenset((tuple, list, dict, set, bytearray, np.ndarray))
 
 
 class _Bytes(NamedTuple):
-    """The contents of an array."""
+    """The contents of an array or a tensor."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -58,9 +60,18 @@ def kept(recipe: Any, again: Any, note: Callable[[Any], Any], depth: int = _MAX_
         return {key: kept(value, again.get(key, value), note, depth - 1) for key, value in recipe.items()}
     if kind is set or kind is bytearray:
         return kind(recipe)
-    if kind is np.ndarray and not recipe.dtype.hasobject and (is_fresh or recipe.nbytes < _SMALL_NBYTES):
-        return _Bytes(recipe.dtype, recipe.shape, recipe.tobytes())
+    if is_fresh or (kind is np.ndarray and recipe.nbytes < _SMALL_NBYTES):
+        return _bytes_of(recipe) or recipe
     return recipe
+
+
+def _bytes_of(value: Any) -> _Bytes | None:
+    """Return the contents of an array or of a tensor in host memory; None for everything else."""
+    if is_tensor(value) and value.device.type == "cpu" and is_plain(value):
+        value = array_of(value)
+    if type(value) is not np.ndarray or value.dtype.hasobject:
+        return None
+    return _Bytes(value.dtype, value.shape, value.tobytes())
 
 
 def keep(recipe: Any) -> Any:
@@ -73,8 +84,8 @@ def alike(told: Any, now: Any, depth: int = _MAX_DEPTH) -> bool:
     kind = type(now)
     if told is now and (not depth or kind not in _CONTAINERS or kind in (tuple, np.ndarray)):
         return True
-    if kind is np.ndarray and type(told) is _Bytes:
-        return bool(told.dtype == now.dtype and told.shape == now.shape and told.raw == now.tobytes())
+    if type(told) is _Bytes:
+        return bool(told == _bytes_of(now))
     if kind is not type(told) or not depth:
         return False
     if kind in (tuple, list):
@@ -85,7 +96,7 @@ def alike(told: Any, now: Any, depth: int = _MAX_DEPTH) -> bool:
         return {*map(id, told)} == {*map(id, now)}  # a copy may have another order
     if isinstance(now, np.generic):
         return bool(told.dtype == now.dtype and told.tobytes() == now.tobytes())
-    is_by_value = kind in NUMBERS or kind in (slice, bytearray) or isinstance(now, np.dtype)
+    is_by_value = kind in (*NUMBERS, slice, bytearray) or isinstance(now, np.dtype) or is_torch_device(now)
     return bool(told == now) if is_by_value else False
 
 

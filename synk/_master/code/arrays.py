@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from synk._master.code.facets import UNKNOWN, Change, Facet
-from synk._pure.tensors import is_tensor
+from synk._pure.tensors import array_of, is_tensor
 from synk._wire.parcels import Mapped
 
 LARGE_NBYTES = 1 << 16
@@ -203,7 +203,11 @@ class RawContents(ArrayContents):
 
 
 class TensorContents(ArrayContents):
-    """The bytes of a torch tensor, or only its version and address if the bytes cannot be read here."""
+    """The bytes of a torch tensor, or only its version and address if the bytes cannot be read here.
+
+    They are those of its memory from the first element to the last, with what lies between the elements of a view. So
+    the elements are never copied to be compared, whatever their strides are.
+    """
 
     @property
     def has_address(self) -> bool:
@@ -212,30 +216,43 @@ class TensorContents(ArrayContents):
 
     @property
     def is_readable(self) -> bool:
-        """Whether its bytes can be read on the host as they lie."""
+        """Whether its memory can be read on the host."""
         obj = self.obj
-        return bool(
-            obj.device.type == "cpu" and str(obj.layout) == "torch.strided" and obj.is_contiguous()
-            and not (obj.is_quantized or obj.is_conj() or obj.is_neg())
-        )  # fmt: skip
+        return bool(obj.device.type == "cpu" and self.has_address and not obj.is_quantized)
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether its memory holds its elements, one after the other, and nothing else."""
+        obj = self.obj
+        return self.is_readable and bool(obj.is_contiguous() and not (obj.is_conj() or obj.is_neg()))
 
     def _form(self) -> Any:
         return self.obj.dtype, tuple(self.obj.shape)
 
     def _version(self) -> Any:
-        return self.obj._version, self.obj.requires_grad, self.obj.data_ptr() if self.has_address else 0
+        place = (self.obj.data_ptr(), self.obj.stride()) if self.has_address else None
+        return self.obj._version, self.obj.requires_grad, place
 
     @property
     def nbytes(self) -> int:
-        return int(self.obj.numel() * self.obj.element_size()) if self.is_readable else 0
+        return self._span() * int(self.obj.element_size()) if self.is_readable else 0
+
+    def _span(self) -> int:
+        """Return how many elements there are from the first one to the last one in memory."""
+        obj = self.obj
+        if not obj.numel() or obj.is_contiguous():
+            return int(obj.numel())
+        return 1 + sum((length - 1) * stride for length, stride in zip(obj.shape, obj.stride()))
 
     def elements(self) -> np.ndarray:
         import torch
 
-        if not self.is_readable or not self.obj.numel():
+        if not self.is_readable:
             return np.empty(0, np.uint8)
-        flat: np.ndarray = self.obj.detach().reshape(-1).view(torch.uint8).numpy()
-        return flat
+        memory = self.obj.detach()  # a conjugate or negative view is computed only when it is read
+        memory = memory.conj() if memory.is_conj() else memory
+        memory = torch._neg_view(memory) if memory.is_neg() else memory
+        return array_of(memory.as_strided((self._span(),), (1,)))
 
     def raw(self) -> bytes:
         return self.elements().tobytes()
@@ -244,7 +261,7 @@ class TensorContents(ArrayContents):
         return self.obj.detach().clone().requires_grad_(self.obj.requires_grad)
 
     def change(self) -> Change:
-        if self.form != self._form():  # a worker gives the same tensor other memory
+        if self.form != self._form() or not self.is_in_order:  # a worker gives the same tensor other memory
             return Change("contents", None, self.value())
         return super().change()
 
@@ -286,7 +303,7 @@ def tensor_bytes_check(facets: Sequence[TensorContents]) -> Callable[[], bool]:
 
     The check goes on reading the memory that they have now. ``versions_check`` finds tensors that get other memory.
     """
-    views = [memoryview(facet.elements()) for facet in facets]  # type: ignore[arg-type]
+    views = [memoryview(facet.elements().view(np.uint8)) for facet in facets]  # type: ignore[arg-type]
     told = b"".join(facet.told for facet in facets)
     return lambda: b"".join(views) == told
 

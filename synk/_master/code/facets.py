@@ -32,6 +32,7 @@ import numpy as np
 
 from synk._pure.alike import NUMBERS, alike, keep
 from synk._pure.interrupts import is_from_handler
+from synk._pure.tensors import is_torch_generator
 
 MISSING: Any = enum.Enum("Missing", "MISSING").MISSING  # type: ignore[attr-defined]
 """Stands for a value that does not exist."""
@@ -294,7 +295,8 @@ class State(Facet):
     def __init__(self, obj: Any, reduce: Callable[[Any], Any], told: tuple[Any, Any, Any]) -> None:
         self.obj, self._reduce, self.told, self.cost_ns = obj, reduce, told, 0
         self.is_due = False
-        self.is_generator = isinstance(obj, (np.random.BitGenerator, _random.Random))
+        self._has_numbers_only = isinstance(obj, (np.random.BitGenerator, _random.Random))
+        self.is_generator = self._has_numbers_only or is_torch_generator(obj)
         self._is_dict = type(told[2]) is dict and not hasattr(type(obj), "__setstate__")
 
     def measure(self) -> bool:
@@ -326,7 +328,7 @@ class State(Facet):
 
     def is_current(self) -> bool:
         now = self._now()
-        if self.is_generator:  # its state holds only numbers, and it is compared often
+        if self._has_numbers_only:  # a generator, which is compared often
             try:
                 return bool(self.told == now)
             except ValueError as error:  # the state also holds an array
@@ -466,8 +468,9 @@ def slots_of(cls: type) -> tuple[str, ...]:
     found = [
         name
         for base in cls.__mro__
+        if base.__dict__.get("__slots__") is not None
         for name, value in base.__dict__.items()
-        if isinstance(value, types.MemberDescriptorType) and base.__dict__.get("__slots__") is not None
+        if isinstance(value, types.MemberDescriptorType)
     ]
     return tuple(found)
 

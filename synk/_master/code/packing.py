@@ -230,8 +230,8 @@ class PartsPickler(HandlePickler):
     # -- data -------------------------------------------------------------------------------------------------------
 
     def _reduce_array(self, obj: Any, facet: ArrayContents) -> Any:
-        self._meet(obj, lambda _: facet)
         is_array = isinstance(obj, np.ndarray)
+        self._meet(obj, lambda _: facet, *(() if is_array else (attributes,)))
         if type(obj) is not np.ndarray if is_array else not _is_simple_tensor(obj):
             facet.note_sent(facet.raw())
             return super().reducer_override(obj)
@@ -375,6 +375,6 @@ def _has_own_rule(obj: Any) -> bool:
 def _is_simple_tensor(obj: Any) -> bool:
     """Whether a tensor can be rebuilt from its elements alone."""
     torch: Any = sys.modules["torch"]
-    if type(obj) not in (torch.Tensor, torch.nn.Parameter) or not TensorContents(obj).is_readable:
+    if type(obj) not in (torch.Tensor, torch.nn.Parameter) or not TensorContents(obj).is_in_order:
         return False
     return bool(obj.is_leaf and not obj.__dict__ and not obj._backward_hooks)

@@ -249,7 +249,8 @@ def _write(target: Any, value: Any) -> None:
         import torch
 
         with torch.no_grad():
-            if target.shape == value.shape and target.dtype == value.dtype:
+            is_expanded = target.layout is torch.strided and 0 in target.stride()  # torch refuses to write into it
+            if target.shape == value.shape and target.dtype == value.dtype and not is_expanded:
                 target.copy_(value)
             else:
                 target.data = value.detach()

@@ -947,6 +947,39 @@ simple(
     "tensor of 256 KB, by .numpy()", lambda: torch_tensor(256 * KB), lambda a, n: add(a.numpy(), 5003 * n),
     needs="torch", read=lambda a: repr(a.sum().item()), **in_turn(256 * KB),
 )  # fmt: skip
+VIEW = {"needs": "torch", "sees": IN_TURN, "bound": 2, "read": lambda a: repr(a.tolist())}
+simple("tensor, every other element, by .data", lambda: torch_tensor()[::2], lambda a, n: a.data.add_(1), **VIEW)
+simple("tensor, every other element, by .numpy()", lambda: torch_tensor()[::2], lambda a, n: add(a.numpy(), 1), **VIEW)
+simple("tensor, transposed", lambda: torch_tensor().reshape(2, 4).t(), lambda a, n: add(a.numpy(), (1, 1)), **VIEW)
+simple("tensor, windows", lambda: torch_tensor().unfold(0, 3, 1), lambda a, n: a.data[0].add_(1), **VIEW)
+simple("tensor, conjugate", lambda: (torch_tensor() + 1j).conj(), lambda a, n: a.data.mul_(2), **VIEW)
+simple("tensor, negative", lambda: (torch_tensor() + 1j).conj().imag, lambda a, n: a.data.mul_(2), **VIEW)
+simple("tensor, expanded", lambda: torch_tensor(4).expand(3), lambda a, n: a.data[:1].add_(1), **VIEW)
+simple(
+    "tensor of 128 KB, every other element", lambda: torch_tensor(256 * KB)[::2],
+    lambda a, n: add(a.numpy(), 5003 * n), needs="torch", read=lambda a: repr(a.sum().item()), **in_turn(256 * KB),
+)  # fmt: skip
+simple(
+    "tensor, attribute", torch_tensor, lambda a, n: setattr(a, "scale", n), needs="torch",
+    read=lambda a: repr(getattr(a, "scale", 0)),
+)  # fmt: skip
+
+
+def _generator() -> Any:
+    import torch
+
+    return torch.Generator().manual_seed(1)
+
+
+def _draw(generator: Any) -> Any:
+    import torch
+
+    return torch.rand(1, generator=generator)
+
+
+GENERATOR = {"needs": "torch", "read": lambda a: repr(a.get_state().tolist())}
+simple("torch generator, seed", _generator, lambda a, n: a.manual_seed(n + 1), **GENERATOR)
+simple("torch generator, draws", _generator, lambda a, n: _draw(a), **GENERATOR)
 
 
 def read_module(model: Any) -> str:
@@ -988,6 +1021,10 @@ simple(
     lambda a, n: a[n].eval(),
     **MODEL,
 )
+simple(
+    "torch module, attribute of a parameter", torch_model, lambda a, n: setattr(a[0].weight, "scale", n),
+    needs="torch", read=lambda a: repr(getattr(a[0].weight, "scale", 0)),
+)  # fmt: skip
 simple("torch module, part", torch_model, lambda a, n: a.add_module(f"more{n}", torch_model()), **MODEL)
 
 
