@@ -38,7 +38,7 @@ def is_masked(value: Any) -> bool:
     return module is not None and isinstance(value, module.MaskedArray)
 
 
-def _computes_otherwise(cls: type) -> bool:
+def computes_otherwise(cls: type) -> bool:
     """Whether a subclass of ndarray gives operators another meaning, as matrices and arrays with units do."""
     if not issubclass(cls, np.ndarray) or issubclass(cls, ReadOnlyArray):
         return False
@@ -63,7 +63,7 @@ def as_plain_array(value: Any, what: str) -> np.ndarray:
             f"cannot share {what}: got a {kind_of(value)}, whose labels an array does not have. Pass value.to_numpy(). "
             "Only a scattered argument of a call is divided as a table, and a broadcast one arrives as it is."
         )
-    elif _computes_otherwise(type(value)):
+    elif computes_otherwise(type(value)):
         raise TypeError(
             f"cannot share {what}: got {type(value).__name__}, which computes in a way of its own, expected an array. "
             "Pass np.asarray(value) where the function means plain arrays."
