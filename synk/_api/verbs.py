@@ -256,8 +256,10 @@ def map(
     -----
     You may make other calls between two results: they wait for the items that are running. Arrays of 1 MB and more in
     an item arrive read-only. An array that is in many items is sent to the workers once, as long as its contents stay
-    the same. A function is sent once, with the objects that it captures when the map begins. The runtime remembers the
-    last 8 functions.
+    the same. A function is sent once, and the runtime remembers the last 8. Each chunk of items is computed with what
+    the function captures as it is when the chunk is sent. So what you change between two results counts from the next
+    chunk on, and not for the chunks that are ahead of you. If results depend on it, pass it with the items, or take all
+    results before you change it.
 
     Examples
     --------

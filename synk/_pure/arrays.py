@@ -11,7 +11,7 @@ import numpy as np
 from synk._pure.dtypes import foreign_name
 from synk._pure.interrupts import deferred, safe_point
 from synk._pure.read_only import ReadOnlyArray
-from synk._pure.tables import is_table, kind_of
+from synk._pure.tables import is_column, is_table, kind_of
 from synk._pure.tensors import check_tensor, is_tensor
 
 PARALLEL_NBYTES = 1 << 24
@@ -38,7 +38,7 @@ def is_masked(value: Any) -> bool:
     return module is not None and isinstance(value, module.MaskedArray)
 
 
-def _computes_otherwise(cls: type) -> bool:
+def computes_otherwise(cls: type) -> bool:
     """Whether a subclass of ndarray gives operators another meaning, as matrices and arrays with units do."""
     if not issubclass(cls, np.ndarray) or issubclass(cls, ReadOnlyArray):
         return False
@@ -51,8 +51,8 @@ def as_plain_array(value: Any, what: str) -> np.ndarray:
     Raises
     ------
     TypeError
-        For masked arrays (the mask would be lost), tables (the labels would be), generators, ragged lists and arrays of
-        objects.
+        For masked arrays (the mask would be lost), tables (the labels would be), other arrays that compute in a way of
+        their own, generators, ragged lists and arrays of objects.
     """
     if type(value) is np.ndarray:
         array = value
@@ -63,7 +63,12 @@ def as_plain_array(value: Any, what: str) -> np.ndarray:
             f"cannot share {what}: got a {kind_of(value)}, whose labels an array does not have. Pass value.to_numpy(). "
             "Only a scattered argument of a call is divided as a table, and a broadcast one arrives as it is."
         )
-    elif _computes_otherwise(type(value)):
+    elif is_column(value):
+        raise TypeError(
+            f"cannot share {what}: got {type(value).__name__} of pandas, which computes in a way of its own, expected "
+            "an array. Pass value.to_numpy() or, as a scattered argument of a call, pd.Series(value)."
+        )
+    elif computes_otherwise(type(value)):
         raise TypeError(
             f"cannot share {what}: got {type(value).__name__}, which computes in a way of its own, expected an array. "
             "Pass np.asarray(value) where the function means plain arrays."

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._pure.arrays import as_plain_array, is_masked
+from synk._pure.arrays import as_plain_array, computes_otherwise
 from synk._pure.cores import num_cores
 from synk._wire.memory import Segment
 from synk.backends._assignment import DeviceAssignment
@@ -81,10 +81,8 @@ class NumpyBackend:
     def as_output(self, value: Any) -> np.ndarray | None:
         if type(value) is np.ndarray:
             return None if value.dtype.hasobject else _native(value)  # pointers to objects are valid here only
-        if is_masked(value):
-            raise TypeError(
-                "cannot return a masked array: the mask would be lost. Return value.filled(...), or data and mask."
-            )
+        if computes_otherwise(type(value)):
+            return None
         if isinstance(value, (np.ndarray, np.generic, bool, int, float, complex)):
             array = np.asarray(value)
             return None if array.dtype.hasobject else _native(array)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.sparse
 from support.harness import assert_right, same_workers, wait_for
 
 from synk.errors import SerializationError, WorkerDied
@@ -80,6 +81,48 @@ def test_H21_outputs_that_are_no_arrays(shared_runtimes: Any, where: Any) -> Non
             for op in ("sum", "avg", "max"):
                 with pytest.raises((TypeError, SerializationError)):
                     rt.function(lambda row, bad=bad: bad, outputs=op)(ranks)
+
+
+class Kelvin(np.ndarray):
+    """An array with operators of its own."""
+
+    def __add__(self, other: Any) -> Any:
+        raise TypeError("temperatures are not added")
+
+
+OF_THEIR_OWN: dict[str, tuple[Callable[[np.ndarray], Any], str]] = {
+    "matrix": (lambda x: x.view(np.matrix), r"matrix, which .* np.asarray\(value\)"),
+    "sum of a sparse matrix": (
+        lambda x: scipy.sparse.csr_matrix(x).sum(axis=0),
+        r"matrix, which .* np.asarray\(value\)",
+    ),
+    "masked": (lambda x: np.ma.masked_less(x, 0), r"MaskedArray, which .* value.filled"),
+    "of the program": (lambda x: x.view(Kelvin), r"Kelvin, which .* np.asarray\(value\)"),
+}
+
+
+@pytest.mark.parametrize("kind", OF_THEIR_OWN)
+@pytest.mark.parametrize("op", ["sum", "avg", "max", "gather"])
+def test_H21_arrays_with_operators_of_their_own_are_not_combined(shared_runtimes: Any, kind: str, op: str) -> None:
+    make, text = OF_THEIR_OWN[kind]
+    f = shared_runtimes[2].function(lambda x: (1.0, make(x)), outputs=("sum", op), name="f")
+    with pytest.raises(TypeError, match=rf"cannot apply op '{op}' to .* of 'f': got {text}"):
+        f(PLAIN)
+
+
+@pytest.mark.parametrize("kind", OF_THEIR_OWN)
+def test_H21_arrays_with_operators_of_their_own_come_as_they_are(shared_runtimes: Any, kind: str) -> None:
+    make, _ = OF_THEIR_OWN[kind]
+    rt = shared_runtimes[2]
+    f = rt.function(make, outputs="first", name="f")
+    for rows in (PLAIN, PLAIN, -PLAIN):  # the second call is compiled
+        expected, got = make(rows[:4]), f(rows)
+        assert type(got) is type(expected)
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(expected))
+        np.testing.assert_array_equal(np.ma.getmaskarray(got), np.ma.getmaskarray(expected))
+    assert [type(each) for each in rt.function(make, outputs=None)(PLAIN)] == [type(expected)] * 2
+    sliced = rt.function(make, outputs=None)(PLAIN, num_slices=2)
+    assert [type(each) for rank in sliced for each in rank] == [type(expected)] * 4
 
 
 def test_H22_generator_functions(shared_runtimes: Any) -> None:

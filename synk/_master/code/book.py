@@ -390,7 +390,7 @@ class Book(Shelf):
                         if not _is_dunder(key, value) and not isinstance(value, types.MemberDescriptorType):
                             facet.told[key] = UNKNOWN  # slots are made with the class, and nothing brings them again
             for capture in node.captures:
-                capture.is_valid = False
+                capture.is_doubted = True
 
     def collect(self) -> None:
         """Discard the parcels that no function needs. Imported modules stay, because ranks keep state in them."""

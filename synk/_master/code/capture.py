@@ -62,6 +62,8 @@ class Capture:
     ----------
     is_valid : bool
         False once a comparison has found a difference, or the ranks were told of a change that another capture found.
+    is_doubted : bool
+        Whether something other than a parcel has brought the ranks what it compares.
     named : set of (Node, str)
         The globals that the function and the functions it captured name.
     late : (object, int) or None
@@ -83,7 +85,7 @@ class Capture:
         *,
         is_refreshed: bool,
     ) -> None:
-        self.is_valid = True
+        self.is_valid, self.is_doubted = True, False
         self.named = book.named_of(function_id)
         self.late: tuple[Any, int] | None = None
         self.perhaps_late: tuple[Any, int] | None = None
@@ -255,7 +257,11 @@ class Capture:
         if has_turns and self._has_turns:
             self._num_calls += 1
             self.is_valid = self._look_in_turn()
-        return self.is_valid
+        return self.is_valid and not self.is_doubted
+
+    def has_changed(self) -> bool:
+        """Whether a difference is found while the ranks run the function, with what they were brought meanwhile."""
+        return not (self.is_current() or self.is_valid)
 
     def _end(self, *, has_turns: bool) -> bool:
         """Note a change that calls have missed, if any, before a new capture replaces this one. Return False.

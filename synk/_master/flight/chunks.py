@@ -130,7 +130,6 @@ class Chunks:
         self.verb = f"map {function.name!r}"
         self.is_abandoned = False
         self._in_flight: list[Chunk] = []
-        self._has_begun = False
         self._are_short = False  # unknown before the first answer
 
     @property
@@ -179,7 +178,9 @@ class Chunks:
 
     def _send(self, chunk: Chunk) -> None:
         session, processes = self._session, self._session.workers.processes
-        if self._in_flight and processes.has_dead:  # dead workers are replaced only when nothing is in flight
+        # Only when nothing is in flight are dead workers replaced, and ranks told what has changed.
+        capture = self._function.capture
+        if self._in_flight and (processes.has_dead or (capture is not None and capture.has_changed())):
             self.settle(self.verb, None)
         if not self._in_flight:
             self._function.meet_classes(chunk.classes)
@@ -216,9 +217,7 @@ class Chunks:
         session, function = self._session, self._function
         deadline = session.deadline(None)
         session.begin(self.verb, deadline)
-        if not self._has_begun or function.classes:
-            function.renew()
-            self._has_begun = True
+        function.renew()
         load(session, function, (), deadline, self.verb)
         check_mapped(function)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from synk._pure.arrays import computes_otherwise, is_masked
 from synk._pure.ops import Op
 from synk._pure.table_outputs import check_table
 from synk._pure.tables import is_table
@@ -81,10 +82,9 @@ def array_or_object(backend: Backend, value: Any, op: Op, name: str, function: L
     if array is None:
         if not op.is_of_arrays:
             return Object(value) if isinstance(value, np.ndarray) else value
-        rows = "Return a list with an object for each row, or np.array(list). " if op.concatenates else ""
         raise TypeError(
             f"cannot apply op {op!r} to {what}: got {_kind_of(value)}, expected an array of numbers or a number. "
-            f"{rows}Use op None to get one object per rank."
+            f"{_way_out(value, op)}Use op None to get one object per rank."
         )
     op.check(array.dtype, what)
     if op.concatenates and array.ndim == 0:
@@ -125,7 +125,17 @@ def as_returned(value: Any, was_tensor: bool) -> Any:
     return tensor_of(np.array(value)) if was_tensor and isinstance(value, (np.ndarray, np.generic)) else value
 
 
+def _way_out(value: Any, op: Op) -> str:
+    if is_masked(value):
+        return "Return value.filled(...), or data and mask. "
+    if computes_otherwise(type(value)):
+        return "Return np.asarray(value) where you mean a plain array. "
+    return "Return a list with an object for each row, or np.array(list). " if op.concatenates else ""
+
+
 def _kind_of(value: Any) -> str:
+    if computes_otherwise(type(value)):
+        return f"{type(value).__name__}, which computes in a way of its own"
     if isinstance(value, np.ndarray):
         return f"an array of dtype {value.dtype}, which holds Python objects"
     return "an int of more than 64 bits" if isinstance(value, int) else type(value).__name__

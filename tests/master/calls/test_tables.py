@@ -650,6 +650,25 @@ def test_what_cannot_take_a_table_says_so(shared_runtimes: Any, case: str) -> No
         call(shared_runtimes[2])
 
 
+@pytest.mark.parametrize(
+    "value",
+    [pd.array([1, None, 3], dtype="Int64"), pd.Index([1.0, np.nan, 3.0]), pd.Categorical([1, 2, 1])],
+    ids=["array", "index", "categories"],
+)
+def test_an_array_of_pandas_is_refused_and_its_series_is_not(shared_runtimes: Any, value: Any) -> None:
+    rt = shared_runtimes[2]
+    f = rt.function(lambda v: int(v.notna().sum()), outputs="sum", name="f")
+    text = rf"got {type(value).__name__} of pandas, .*value.to_numpy\(\) or, .*pd.Series\(value\)"
+    for given in (value, {"v": value}):
+        with pytest.raises(TypeError, match=f"cannot share v.* of 'f': {text}"):
+            f(given)
+    with pytest.raises(TypeError, match=text):
+        rt.data(value)
+    assert f(pd.Series(value)) == pd.Series(value).notna().sum()
+    kept = rt.function(lambda x, v: type(v).__name__, bcast_inputs="v", outputs="first")
+    assert kept(np.ones(2), value) == type(value).__name__
+
+
 def test_rows_that_do_not_fit_are_named_once(shared_runtimes: Any) -> None:
     f = shared_runtimes[2].function(lambda x, y: x)
     with pytest.raises(ValueError, match=r"got x with 6 rows and y with 5, expected") as raised:

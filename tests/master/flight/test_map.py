@@ -17,7 +17,15 @@ import pytest
 from support.harness import assert_right, ctrl_c_when, kill_and_wait, replaced_workers, same_workers, wait_for
 
 import synk
-from synk.errors import CallCancelled, CallTimeout, ClosedError, ReentrancyError, RemoteError, WorkerDied
+from synk.errors import (
+    CallCancelled,
+    CallTimeout,
+    ClosedError,
+    ReentrancyError,
+    RemoteError,
+    StaleCaptureError,
+    WorkerDied,
+)
 from synk.errors import SerializationError as NotSent
 
 
@@ -368,6 +376,55 @@ def test_a_function_is_sent_once_and_again_where_it_has_changed(rt: Any) -> None
         assert rt.counters["messages_down"] - before == 2
     shift = [10]
     assert list(rt.map(add, range(3))) == [10, 11, 12]
+
+
+@pytest.mark.parametrize("between", ["nothing", "a call", "another map"])
+def test_what_the_program_changes_while_a_map_runs_counts_for_the_chunks_that_are_sent_after_it(
+    rt: Any, between: str
+) -> None:
+    shift = [0]
+
+    def add(n: int) -> int:
+        return n + shift[0]
+
+    total = rt.function(lambda x: x + shift[0], outputs="gather")
+    results = rt.map(add, range(200), batch_size=1)
+    assert [next(results) for _ in range(3)] == [0, 1, 2]
+    shift[0] = 1000
+    if between == "a call":
+        assert total(np.zeros(4)).tolist() == [1000.0] * 4
+    elif between == "another map":
+        assert list(rt.map(add, range(2))) == [1000, 1001]
+    rest = list(results)
+    num_old = sum(value < 1000 for value in rest)
+    assert num_old <= 4 * rt.world_size
+    assert rest == [n + 1000 * (n >= 3 + num_old) for n in range(3, 200)]
+
+
+def test_an_element_of_a_large_array_that_changes_while_a_map_runs_is_found(rt: Any) -> None:
+    table = np.zeros(1 << 18)  # 32 windows, of which each chunk compares one
+
+    def look_up(n: int) -> float:
+        return float(table[-5001])
+
+    results = rt.map(look_up, itertools.count(), batch_size=1)
+    assert next(results) == 0.0
+    table[-5001] = 1.0
+    with pytest.raises(StaleCaptureError, match="table"):
+        list(itertools.islice(results, 100))
+    assert next(rt.map(look_up, [0])) == 1.0
+
+
+def test_items_that_bring_a_class_do_not_wait_for_one_another(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+
+    def double(point: Point) -> Point:
+        return Point(2 * point.x)
+
+    list(rt.map(double, [Point(1)]))
+    before = rt.counters["messages_down"]
+    assert list(rt.map(double, map(Point, range(40)), batch_size=1)) == [Point(2 * n) for n in range(40)]
+    assert rt.counters["messages_down"] - before <= 40 + 2 * rt.world_size  # each chunk, and the class at the beginning
 
 
 def test_shared_variables(shared_runtimes: Any) -> None:
