@@ -98,6 +98,11 @@ def read_only(array: np.ndarray) -> np.ndarray:
     return view
 
 
+def of_file(size: int) -> np.memmap:
+    with TemporaryFile() as file:  # the mapping outlives it
+        return np.memmap(file, "f8", "w+", 0, (size,))
+
+
 KB, MB = 1024, 1024 * 1024
 simple("array, item", lambda: np.zeros(4), lambda a, n: add(a, 1))
 simple("array, item to NaN and back", lambda: np.zeros(4), lambda a, n: (put(a, 0, np.nan), add(a, 1)))
@@ -113,8 +118,8 @@ simple("array, strided view", lambda: np.zeros(20)[::3], lambda a, n: add(a, 2))
 simple("array, strided view, in its base", lambda: np.zeros(20)[::3], lambda a, n: add(a.base, 3))
 simple("array, read-only view, in its base", lambda: np.broadcast_to(np.zeros(1), 5), lambda a, n: add(a.base, 0))
 simple("array, read-only, in its base", lambda: read_only(np.zeros(4)), lambda a, n: add(a.base, 1))
-simple("array of a file", lambda: np.memmap(TemporaryFile(), "f8", "w+", 0, (4,)), lambda a, n: add(a, 1))
-simple("array of a file, dense", lambda: np.memmap(TemporaryFile(), "f8", "w+", 0, (9999,)), lambda a, n: a.fill(n))
+simple("array of a file", lambda: of_file(4), lambda a, n: add(a, 1))
+simple("array of a file, dense", lambda: of_file(9999), lambda a, n: a.fill(n))
 simple("array, structured", lambda: np.zeros(3, [("a", "i4"), ("b", "f8")]), lambda a, n: add(a["b"], 1))
 simple("array, texts", lambda: np.array(["aaa", "bbb"]), lambda a, n: put(a, 0, f"{n:03}"))
 simple("array, dates", lambda: np.zeros(3, "M8[D]"), lambda a, n: add(a, 1), read=lambda a: text(a.astype("i8")))
