@@ -6,6 +6,7 @@ import functools
 import importlib
 import io
 import math
+import mmap
 import types
 from collections import ChainMap
 from collections.abc import Callable
@@ -143,8 +144,32 @@ def make_view(raw: bytes, dtype: np.dtype | None, shape: tuple[int, ...], is_rea
     return memoryview(memory).cast("c", shape) if dtype is None else np.ndarray(shape, dtype, memory).data
 
 
+def _reduce_array(array: np.ndarray) -> Any:
+    """Return the recipe of an array with attributes, which NumPy leaves out."""
+    cls, rules = type(array), np.ndarray
+    is_plain = all(
+        getattr(cls, name) is getattr(rules, name) for name in ("__reduce__", "__reduce_ex__", "__setstate__")
+    )
+    table = {key: value for key, value in getattr(array, "__dict__", {}).items() if type(value) is not mmap.mmap}
+    if not table or not is_plain or array.dtype.hasobject:
+        return NotImplemented
+    recipe: Any = safe_point(array.__reduce_ex__, 5)
+    make, args, state, *_ = recipe
+    return make, args, (state, table), None, None, fill_array
+
+
+def fill_array(array: np.ndarray, state: tuple[Any, dict[str, Any]]) -> None:
+    """Set the elements of an array, and the attributes, in place of those that its class has given it."""
+    elements, table = state
+    array.__setstate__(elements)
+    vars(array).update(table)
+
+
 class Pickler(cloudpickle.Pickler):
-    """Pickles by cloudpickle's rules, but functions with a cache like functions, and memoryviews not as bytes."""
+    """Pickles by cloudpickle's rules.
+
+    But functions with a cache go like functions, memoryviews not as bytes, and arrays with their attributes.
+    """
 
     dispatch_table: ClassVar[Any] = ChainMap(
         {
@@ -154,6 +179,11 @@ class Pickler(cloudpickle.Pickler):
         },
         cloudpickle.Pickler.dispatch_table,
     )
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, np.ndarray) and type(obj) is not np.ndarray:
+            return _reduce_array(obj)
+        return super().reducer_override(obj)
 
 
 class TravelPickler(Pickler):

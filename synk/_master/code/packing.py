@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import gc
 import io
 import sys
 import types
@@ -52,14 +53,16 @@ from synk._wire.parcels import (
 from synk._wire.parcels import reduced as reduced_anew
 
 _ATOMIC = (
-    type(None), types.CodeType, types.BuiltinFunctionType, types.MethodType, types.MappingProxyType, np.dtype,
-    np.generic, property, classmethod, staticmethod, typing.TypeVar, io.IOBase, Iterator, enum.Enum, Handle,
-    slice, range, functools.cached_property,
+    type(None), types.CodeType, types.BuiltinFunctionType, types.MethodType, np.dtype, np.generic,
+    property, classmethod, staticmethod, typing.TypeVar, io.IOBase, Iterator, enum.Enum, Handle, slice, range,
+    functools.cached_property,
 )  # fmt: skip
 """Objects that cannot change, or whose identity is all that counts. What they hold is met as objects of its own."""
 
 _IMMUTABLE = frozenset(("datetime", "decimal", "fractions", "inspect", "pathlib", "re", "uuid", "zoneinfo"))
-"""Modules of the standard library whose objects cannot change."""
+"""Modules of the standard library whose objects cannot change, but for those of the next two classes."""
+
+_MUTABLE = frozenset((("decimal", "Context"), ("inspect", "BoundArguments")))
 
 
 class Address:
@@ -152,8 +155,10 @@ class PartsPickler(HandlePickler):
         if isinstance(obj, types.ModuleType):
             return self._reduce_module(obj)
         is_atomic = isinstance(obj, _ATOMIC) and not isinstance(obj, (io.BytesIO, io.StringIO))
-        if is_atomic or type(obj).__module__ in _IMMUTABLE:
+        if is_atomic or _is_immutable(type(obj)):
             return super().reducer_override(obj)
+        if type(obj) is types.MappingProxyType:  # of the very object behind it, which has a facet of its own
+            return types.MappingProxyType, tuple(gc.get_referents(obj))
         if isinstance(obj, types.CellType) and id(obj) in self._cells:
             self._meet(obj, contents)
             return make_cell, ()  # its contents come with the function
@@ -233,8 +238,12 @@ class PartsPickler(HandlePickler):
         is_array = isinstance(obj, np.ndarray)
         self._meet(obj, lambda _: facet, *(() if is_array else (attributes,)))
         if type(obj) is not np.ndarray if is_array else not _is_simple_tensor(obj):
+            self._meet(obj, lambda _: facet, attributes)
             facet.note_sent(facet.raw())
-            return super().reducer_override(obj)
+            recipe = super().reducer_override(obj)
+            self.leave_out(recipe[2][1] if is_array and recipe is not NotImplemented else table_of(obj))
+            return recipe
+        self._meet(obj, lambda _: facet)
         if facet.is_large and self._book.host.has_shared_memory:
             self.segment_id = self.segment_id or self._book.host.new_id()
             facet.place = Mapped(self.segment_id, self.arrays_nbytes, facet.nbytes)
@@ -322,6 +331,10 @@ class PartsPickler(HandlePickler):
             self._meet(obj, lambda _: facet, _class_of)
         else:
             self._parcel.uncompared.append(obj)
+
+
+def _is_immutable(cls: type) -> bool:
+    return cls.__module__ in _IMMUTABLE and (cls.__module__, cls.__name__) not in _MUTABLE
 
 
 def _without_state(obj: Any) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ import array
 import collections
 import ctypes
 import dataclasses
+import decimal
 import functools
 import io
 import itertools
@@ -220,6 +221,14 @@ simple(
 )
 simple("dict of 12 000, key added", lambda: dict.fromkeys(range(12_000), 0), lambda a, n: put(a, f"new {n}", n))
 simple("dict view", lambda: UserDict(a=1), lambda a, n: put(a, n, n), read=lambda a: repr([*a.items()]))
+
+
+@kind(read=lambda obj: repr([*obj.items()]))
+def read_only_view_of_a_dict() -> Made:
+    behind = {"a": 1}
+    return types.MappingProxyType(behind), lambda: add(behind, "a")
+
+
 simple("set, add", lambda: {1}, lambda a, n: a.add(n + 1))
 simple("set, one for another", lambda: {"0", "x"}, lambda a, n: (a.discard(str(n - 1)), a.add(str(n))))
 simple("frozenset in a list", lambda: [frozenset({1})], lambda a, n: put(a, 0, a[0] | {n + 1}))
@@ -262,6 +271,14 @@ simple(
     read=lambda a: repr(a.value),
 )
 simple("BytesIO", lambda: io.BytesIO(), lambda a, n: a.write(b"a"), sees=BY_PICKLE, read=lambda a: repr(a.getvalue()))
+
+
+simple(
+    "decimal context",
+    lambda: decimal.Context(prec=5),
+    lambda a, n: setattr(a, "prec", 5 + n),
+    read=lambda a: str(a.divide(decimal.Decimal(1), decimal.Decimal(3))),
+)
 
 
 @kind()

@@ -205,6 +205,8 @@ ONCE_MISSED = (
     "namedtuple with an attribute",
     "dict subclass whose state is a list of its own",
     "array array with an attribute",
+    "read only view of a dict",
+    "decimal context",
 )
 """Kinds whose changes were not seen, or could not be told. Each of them is in every run, whatever the sample."""
 
