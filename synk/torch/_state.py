@@ -193,8 +193,9 @@ def _beside(parameter: torch.Tensor, value: Any) -> Any:
 def fingerprint(obj: Any, before: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return a value for each part of an object that differs after any change the program makes to the part.
 
-    Checksums of the tensors are computed, because writing through ``tensor.data`` leaves no other trace. If ``before``
-    is given, they are taken from it: pass it if nobody can have read, and so written into, the object since.
+    Checksums of all tensors are computed, because writing through ``tensor.data`` leaves no other trace. If ``before``
+    is given, those of parameters and buffers are taken from it: pass it if nobody can have read, and so written into,
+    the object since.
     """
     seen: dict[int, Any] = {}
     if is_module(obj):
@@ -227,8 +228,9 @@ def fingerprint(obj: Any, before: dict[str, Any] | None = None) -> dict[str, Any
 class Glance:
     """Tells in a few microseconds that a module or an optimizer has not changed, so that no fingerprint is needed.
 
-    It looks at the same things as ``fingerprint``, except for the contents of tensors, and compares identities instead
-    of values. So an object that looks changed may still have an equal fingerprint.
+    It looks at the same things as ``fingerprint``, except for the contents of parameters, buffers, gradients and the
+    state of optimizers, and compares identities instead of values. So an object that looks changed may still have an
+    equal fingerprint.
     """
 
     def __init__(self) -> None:
@@ -313,7 +315,8 @@ def digest(tensor: torch.Tensor) -> int:
     """Return a checksum of a dense tensor in host memory; 0 for others."""
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
         return 0
-    return zlib.crc32(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return zlib.crc32(plain.reshape(-1).view(torch.uint8).numpy().data)
 
 
 class _Seen:
@@ -348,7 +351,7 @@ def mark(value: Any, seen: dict[int, Any] | None = None) -> Any:
 def _inside(value: Any, seen: dict[int, Any]) -> Any:
     """Return the part of a mark that shows changes in place."""
     if isinstance(value, torch.Tensor):
-        return value._version
+        return value._version, digest(value)
     if isinstance(value, np.ndarray):
         return None if value.dtype.hasobject else zlib.crc32(np.ascontiguousarray(value).view(np.uint8).data)
     if isinstance(value, (torch.nn.Module, *CODE)):
@@ -371,7 +374,7 @@ def _marks(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_marks(item) for item in value]
     if isinstance(value, torch.Tensor):
-        return _Seen(value, value._version)
+        return mark(value)
     return value if isinstance(value, PLAIN) else repr(value)
 
 

@@ -75,3 +75,23 @@ def test_a_glance_sees_what_a_fingerprint_sees(what: str) -> None:
     is_same = [fingerprint(obj, was) == was for obj, was in zip(objects, before)]
     assert [glance.is_same() for glance in glances] == is_same
     assert all(is_same) == (what == "nothing")
+
+
+@pytest.mark.parametrize("what", ["a value", "a buffer", "a gradient", "state", "an attribute", "a nested attribute"])
+def test_a_fingerprint_sees_what_leaves_no_trace(what: str) -> None:
+    from synk.torch._state import fingerprint
+
+    model, optimizer = made()
+    model.table, model.tables = torch.ones(2), {"conjugate": [torch.ones(2, dtype=torch.complex64).conj()]}
+    tensor = {
+        "a value": model[0].weight,
+        "a buffer": model[1].running_mean,
+        "a gradient": model[0].weight.grad,
+        "state": optimizer.state[model[0].weight]["exp_avg"],
+        "an attribute": model.table,
+        "a nested attribute": model.tables["conjugate"][0],
+    }[what]
+    before = [fingerprint(obj) for obj in (model, optimizer)]
+    assert [fingerprint(obj) for obj in (model, optimizer)] == before
+    tensor.data.add_(1)
+    assert [fingerprint(obj) for obj in (model, optimizer)] != before
