@@ -86,3 +86,71 @@ def test_a_worker_that_was_started_again_has_the_methods_of_now(runtime: Any, wa
     assert run() == 5.0
     s.settings["scale"] = 4.0
     assert run() == 7.0
+
+
+# ----- memory that several tensors share
+
+
+def _transposed(model: Any) -> None:
+    model[1].weight.data = model[0].weight.data.t()
+
+
+def _one_of_all(model: Any) -> None:
+    flat = torch.cat([each.data.reshape(-1) for each in model.parameters()])
+    for each, part in zip(model.parameters(), flat.split([each.numel() for each in model.parameters()])):
+        each.data = part.view_as(each)
+    model.register_buffer("flat", flat)
+
+
+def _rows(model: Any) -> None:
+    model[0].register_buffer("row", model[0].weight.data[1])
+
+
+def _as_a_whole(model: Any) -> None:
+    model[1].bias.data = model[0].bias.data
+
+
+def _interleaved(model: Any) -> None:
+    table = torch.randn(4, 8)
+    model[0].weight.data, model[1].weight.data = table[:, :4], table[:, 4:]
+
+
+@pytest.mark.parametrize("tie", [_transposed, _one_of_all, _rows, _as_a_whole])
+@pytest.mark.parametrize("when", ["before", "later"])
+def test_tensors_that_share_memory_are_refused_by_name(
+    shared_runtimes: Any, tie: Callable[[Any], None], when: str
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    if when == "before":
+        tie(model)
+        with pytest.raises(ValueError, match=r"got '.*' and '.*' that share memory .* the same Parameter"):
+            synk.torch.replicate(model, runtime=shared_runtimes[2])
+        return
+    rep = synk.torch.replicate(model, runtime=shared_runtimes[2])
+    run = rep.function(lambda model, x: model(x), trains=False, outputs="gather")
+    run(torch.ones(4, 4))
+    tie(model)
+    with pytest.raises(ValueError, match="that share memory"):
+        run(torch.ones(4, 4))
+
+
+@pytest.mark.parametrize("tie", [_transposed, _one_of_all, _rows])
+def test_data_parallel_refuses_tensors_that_overlap(shared_runtimes: Any, tie: Callable[[Any], None]) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    tie(model)
+    with pytest.raises(ValueError, match=r"cannot make DataParallel of 'Sequential': got .* that share memory"):
+        synk.torch.DataParallel(model, runtime=shared_runtimes[2])
+
+
+def test_tensors_that_lie_between_each_other_share_nothing(shared_runtimes: Any) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    _interleaved(model)
+    x = torch.randn(5, 4)
+    expected = model(x).detach()
+    run = synk.torch.replicate(model, runtime=shared_runtimes[2]).function(
+        lambda model, x: model(x), trains=False, outputs="gather"
+    )
+    assert torch.allclose(run(x), expected, atol=1e-6)
+    assert torch.allclose(
+        synk.torch.DataParallel(model.__class__(*model), runtime=shared_runtimes[2])(x), expected, atol=1e-6
+    )

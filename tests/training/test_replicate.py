@@ -650,7 +650,8 @@ def to_eval(model: Any, optimizer: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [change_rate, change_weights, change_data, change_state_data, load_weights, load_optimizer, freeze, to_eval]
+    "change",
+    [change_rate, change_weights, change_data, change_state_data, load_weights, load_optimizer, freeze, to_eval],
 )
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.sampled(20)

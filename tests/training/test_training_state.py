@@ -450,7 +450,12 @@ def test_what_changes_in_place_in_the_program_reaches_the_ranks(shared_runtimes:
     rep = synk.torch.replicate(model, runtime=shared_runtimes[2])
     see = rep.function(lambda model, x: repr(model.summary()[:4]), trains=False, outputs=None)
     x = torch.ones(4, 5, dtype=torch.float64)
-    for change in (lambda: tensor.add_(3), lambda: tensor.data.add_(4), lambda: listed.append(5), lambda: values["array"].fill(9.0)):
+    for change in (
+        lambda: tensor.add_(3),
+        lambda: tensor.data.add_(4),
+        lambda: listed.append(5),
+        lambda: values["array"].fill(9.0),
+    ):
         see(x)
         change()
         expected = [values["array"].tolist(), list(listed), values["set"], tensor.tolist()]
