@@ -89,9 +89,13 @@ def memory_marks(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 class ModuleParts:
-    """The objects that modules refer to, directly and in dicts and lists. The training flags are left out."""
+    """The classes of modules, and the objects that they refer to, directly and in dicts and lists.
+
+    The training flags are left out.
+    """
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
+        self._modules = list(modules)
         self._own = [(vars(module), [name for name in vars(module) if name != "training"]) for module in modules]
         found = [own[name] for own, names in self._own for name in names]
         self._dicts = [each for each in found if type(each) in (dict, OrderedDict)]
@@ -104,7 +108,7 @@ class ModuleParts:
         return len(now) == len(self._found) and all(map(operator.is_, now, self._found))
 
     def _find(self) -> list[Any]:
-        found: list[Any] = []
+        found: list[Any] = [*map(type, self._modules)]
         for own, names in self._own:
             found.append(len(own))
             found += map(own.get, names)

@@ -34,8 +34,8 @@ from synk._pure.tensors import num_torch_threads
 from synk._pure.tracebacks import verb
 from synk.errors import ReentrancyError
 from synk.torch import _checkpoint, _rank, _state, _state_bytes
-from synk.torch._module_parts import check_memory
 from synk.torch._links import link, refresh_of, unlink
+from synk.torch._module_parts import check_memory
 from synk.torch._reduction import Options
 from synk.torch._steps import StepFunction
 from synk.torch._threads import BusyThreads
@@ -521,8 +521,8 @@ class Replicated(Handle):
         for obj, before in zip(self._objects, self._fingerprints):
             if self._is_behind and _state.fingerprint(obj, before) != before:
                 raise ValueError(
-                    f"cannot bring {type(obj).__name__} up to date: it was changed in the master, by way of tensors "
-                    "that were taken from it before, while the ranks took steps. Call pull() before you change what "
+                    f"cannot bring {type(obj).__name__} up to date: it was changed in the master, by way of what was "
+                    "taken from it before, while the ranks took steps. Call pull() before you change what "
                     "you have kept."
                 )
 
@@ -566,7 +566,7 @@ class Replicated(Handle):
     def _push_changes(self, now: list[dict[str, Any]]) -> None:
         """Send the parts of the objects that have changed, or everything if tensors were replaced."""
         was = self._fingerprints
-        if any(one.get("shape") != other.get("shape") for one, other in zip(now, was)):
+        if any(one.get(part) != other.get(part) for one, other in zip(now, was) for part in ("shape", "hooks")):
             _check_optimizers(self._objects)
             _check_memory(self._objects)
             self.push()
