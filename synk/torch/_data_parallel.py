@@ -44,8 +44,9 @@ class DataParallel(torch.nn.Module):
     TypeError
         If ``module`` is not a module, or is parallel already.
     ValueError
-        If the module has lazy parameters without a shape, or ``bcast_inputs`` names no parameter of ``forward``. A call
-        raises it if the tensors to divide have different numbers of rows.
+        If the module has lazy parameters without a shape, or parameters or buffers that overlap in memory, or
+        ``bcast_inputs`` names no parameter of ``forward``. A call raises it if the tensors to divide have different
+        numbers of rows.
     UnsupportedError
         If the module is on a GPU: it stays on the CPU, and the workers bring its parameters to their devices. Also if
         the runtime's workers are on other nodes.

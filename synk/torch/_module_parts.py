@@ -5,13 +5,15 @@ from __future__ import annotations
 import io
 import operator
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from synk._pure.interrupts import as_operation, safe_point
 from synk._pure.ranges import LINE_NBYTES, round_up
+from synk._pure.tensors import array_of
 from synk._wire.parcels import TravelPickler
 from synk.errors import SerializationError, UnsupportedError
 from synk.torch import _kept_graphs as ranks
@@ -30,6 +32,31 @@ def check(name: str, tensors: Sequence[torch.Tensor]) -> None:
             "the workers bring its parameters to their own devices. Make it before .to(device), or use "
             "synk.torch.replicate(model, optimizer)."
         )
+
+
+def check_memory(what: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise ValueError if two tensors share memory: as copies on the ranks they would not.
+
+    Tensors in host memory are compared element by element, others by their first and last one.
+    """
+    spans = []
+    for name, tensor in named:
+        if tensor.layout is torch.strided and tensor.numel() and tensor.device.type != "meta":
+            last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride()))
+            start = tensor.data_ptr()
+            spans.append((str(tensor.device), start, start + (last + 1) * tensor.element_size(), name, tensor))
+    spans.sort(key=lambda span: span[:3])
+    before: list[Any] = []
+    for device, start, end, name, tensor in spans:
+        before = [span for span in before if span[0] == device and span[2] > start]
+        for *_, other_name, other in before:
+            if other is not tensor and (device != "cpu" or np.shares_memory(array_of(other), array_of(tensor))):
+                raise ValueError(
+                    f"cannot {what}: got {other_name!r} and {name!r} that share memory but are different tensors, "
+                    "expected memory of its own for each, because the workers' copies would be apart. Give both names "
+                    "the same Parameter (b.weight = a.weight) and transpose or slice it in forward, or .clone() one."
+                )
+        before.append((device, start, end, name, tensor))
 
 
 def arranged(
@@ -62,9 +89,13 @@ def memory_marks(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 class ModuleParts:
-    """The objects that modules refer to, directly and in dicts and lists. The training flags are left out."""
+    """The classes of modules, and the objects that they refer to, directly and in dicts and lists.
+
+    The training flags are left out.
+    """
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
+        self._modules = list(modules)
         self._own = [(vars(module), [name for name in vars(module) if name != "training"]) for module in modules]
         found = [own[name] for own, names in self._own for name in names]
         self._dicts = [each for each in found if type(each) in (dict, OrderedDict)]
@@ -77,7 +108,7 @@ class ModuleParts:
         return len(now) == len(self._found) and all(map(operator.is_, now, self._found))
 
     def _find(self) -> list[Any]:
-        found: list[Any] = []
+        found: list[Any] = [*map(type, self._modules)]
         for own, names in self._own:
             found.append(len(own))
             found += map(own.get, names)

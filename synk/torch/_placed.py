@@ -52,6 +52,9 @@ class Placed:
         self._parameters = list(module.parameters())
         self._tensors = [*self._parameters, *module.buffers()]
         parts.check(self._name, self._tensors)
+        named = (*module.named_parameters(), *module.named_buffers())
+        alone = {parts.memory_marks(tensor): (name, tensor) for name, tensor in named}  # equal views get one place
+        parts.check_memory(f"make DataParallel of {self._name!r}", alone.values())
         places, buffers_at, nbytes = parts.arranged(self._parameters, self._tensors[len(self._parameters) :])
         pickled, classes = parts.pickled(self._name, module, self._tensors)
         self._resident = runtime.resident(

@@ -35,6 +35,7 @@ from synk._pure.tracebacks import verb
 from synk.errors import ReentrancyError
 from synk.torch import _checkpoint, _rank, _state, _state_bytes
 from synk.torch._links import link, refresh_of, unlink
+from synk.torch._module_parts import check_memory
 from synk.torch._reduction import Options
 from synk.torch._steps import StepFunction
 from synk.torch._threads import BusyThreads
@@ -79,7 +80,7 @@ def replicate(
         If there are no objects.
     ValueError
         If an optimizer has a parameter that belongs to no given module, a module has lazy parameters without a shape,
-        or an option has a value that is not listed.
+        parameters or buffers that are different tensors share memory, or an option has a value that is not listed.
     SerializationError
         If the objects cannot be pickled.
 
@@ -112,6 +113,7 @@ def replicate(
     if not objects:
         raise TypeError("cannot replicate: got no objects, expected a module and the objects that belong to it.")
     _check_optimizers(objects)
+    _check_memory(objects)
     for obj in objects:
         if _state.is_module(obj) and any(
             isinstance(each, torch.nn.parameter.UninitializedParameter) for each in obj.parameters()
@@ -126,6 +128,12 @@ def replicate(
         raise ValueError(f"cannot replicate: got overlap={overlap!r}, expected 'auto', True or False.")
     options = Options(int(seed), bool(sync_batchnorm), int(bucket_mb * 1e6), overlap)
     return Replicated(objects, options, current() if runtime is None else runtime)
+
+
+def _check_memory(objects: Sequence[Any]) -> None:
+    modules = [obj for obj in objects if _state.is_module(obj)]
+    names = ", ".join(type(obj).__name__ for obj in modules)
+    check_memory(f"replicate {names}", (pair for obj in modules for pair in _state.tensors_of(obj)))
 
 
 def _check_optimizers(objects: Sequence[Any]) -> None:
@@ -513,8 +521,8 @@ class Replicated(Handle):
         for obj, before in zip(self._objects, self._fingerprints):
             if self._is_behind and _state.fingerprint(obj, before) != before:
                 raise ValueError(
-                    f"cannot bring {type(obj).__name__} up to date: it was changed in the master, by way of tensors "
-                    "that were taken from it before, while the ranks took steps. Call pull() before you change what "
+                    f"cannot bring {type(obj).__name__} up to date: it was changed in the master, by way of what was "
+                    "taken from it before, while the ranks took steps. Call pull() before you change what "
                     "you have kept."
                 )
 
@@ -558,8 +566,9 @@ class Replicated(Handle):
     def _push_changes(self, now: list[dict[str, Any]]) -> None:
         """Send the parts of the objects that have changed, or everything if tensors were replaced."""
         was = self._fingerprints
-        if any(one.get("shape") != other.get("shape") for one, other in zip(now, was)):
+        if any(one.get(part) != other.get(part) for one, other in zip(now, was) for part in ("shape", "hooks")):
             _check_optimizers(self._objects)
+            _check_memory(self._objects)
             self.push()
             return
         changed = {

@@ -2,6 +2,8 @@
 
 It covers modules, optimizers, schedulers and everything that has a ``state_dict`` or can be pickled, in the master and
 on the ranks. Tensors are copied element by element, so a state has the same bits wherever it is loaded.
+
+In one file because what a state holds and what a fingerprint sees must agree, part by part.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ State = dict[str, Any]
 
 TABLES = frozenset(vars(torch.nn.Module())) - {"training"}
 """Attributes that every module has. All others are the user's."""
+
+_HOOKS = [name for name in vars(torch.nn.Module()) if name.endswith("_hooks")]
 
 MAX_ELEMENTS = 1000
 """A container with at most this many elements is compared in full before each call."""
@@ -193,14 +197,16 @@ def _beside(parameter: torch.Tensor, value: Any) -> Any:
 def fingerprint(obj: Any, before: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return a value for each part of an object that differs after any change the program makes to the part.
 
-    Checksums of the tensors are computed, because writing through ``tensor.data`` leaves no other trace. If ``before``
-    is given, they are taken from it: pass it if nobody can have read, and so written into, the object since.
+    Checksums of all tensors are computed, because writing through ``tensor.data`` leaves no other trace. If ``before``
+    is given, those of parameters and buffers are taken from it: pass it if nobody can have read, and so written into,
+    the object since.
     """
     seen: dict[int, Any] = {}
     if is_module(obj):
         tensors = [tensor for _, tensor in tensors_of(obj)]
         return {
             "shape": [_Seen(tensor, (tensor.dtype, address(tensor))) for tensor in tensors],
+            "hooks": [mark(hook, seen) for table in hook_tables(submodules(obj)) for hook in table.values()],
             "tensors": [tensor._version for tensor in tensors],
             "contents": [digest(tensor) for tensor in tensors] if before is None else before["contents"],
             "attributes": [
@@ -227,8 +233,9 @@ def fingerprint(obj: Any, before: dict[str, Any] | None = None) -> dict[str, Any
 class Glance:
     """Tells in a few microseconds that a module or an optimizer has not changed, so that no fingerprint is needed.
 
-    It looks at the same things as ``fingerprint``, except for the contents of tensors, and compares identities instead
-    of values. So an object that looks changed may still have an equal fingerprint.
+    It looks at the same things as ``fingerprint``, except for the contents of parameters, buffers, gradients and the
+    state of optimizers, and compares identities instead of values. So an object that looks changed may still have an
+    equal fingerprint.
     """
 
     def __init__(self) -> None:
@@ -261,10 +268,16 @@ class _ModuleGlance(Glance):
         self._tensors = [each for _, each in tensors_of(module)]
         self._gradients = [each.grad for each in self._parameters if each.grad is not None]
         self._mutable = mutable_attributes(submodules(module))
+        self._hooks = [each for each in hook_tables(submodules(module)) if each]
+        own = [vars(each).get(name) for each in submodules(module) for name in _HOOKS]
+        self._no_hooks = [each for each in own if each is not None and not each]
         super().__init__()
 
     def _find(self) -> list[Any]:
-        found: list[Any] = []
+        found: list[Any] = [hook for table in self._hooks for hook in table.values()]
+        found += [each for each in self._no_hooks if each]
+        found += [each._backward_hooks for each in self._parameters]
+        found += [each._post_accumulate_grad_hooks for each in self._parameters]
         for own, names in self._own:
             found.append(len(own))
             found += map(own.get, names)
@@ -313,7 +326,8 @@ def digest(tensor: torch.Tensor) -> int:
     """Return a checksum of a dense tensor in host memory; 0 for others."""
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
         return 0
-    return zlib.crc32(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return zlib.crc32(plain.reshape(-1).view(torch.uint8).numpy().data)
 
 
 class _Seen:
@@ -348,9 +362,11 @@ def mark(value: Any, seen: dict[int, Any] | None = None) -> Any:
 def _inside(value: Any, seen: dict[int, Any]) -> Any:
     """Return the part of a mark that shows changes in place."""
     if isinstance(value, torch.Tensor):
-        return value._version
+        return value._version, digest(value)
     if isinstance(value, np.ndarray):
         return None if value.dtype.hasobject else zlib.crc32(np.ascontiguousarray(value).view(np.uint8).data)
+    if isinstance(value, types.MethodType):
+        return mark(value.__self__, seen)
     if isinstance(value, (torch.nn.Module, *CODE)):
         return None
     if isinstance(value, (list, tuple, dict, set, deque)):
@@ -371,13 +387,25 @@ def _marks(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_marks(item) for item in value]
     if isinstance(value, torch.Tensor):
-        return _Seen(value, value._version)
+        return mark(value)
     return value if isinstance(value, PLAIN) else repr(value)
 
 
+def hook_tables(modules: Sequence[torch.nn.Module]) -> list[dict[Any, Any]]:
+    """Return the tables in which modules and their parameters keep hooks."""
+    tables = [vars(each)[name] for each in modules for name in _HOOKS if name in vars(each)]
+    for each in modules:
+        for parameter in each._parameters.values():
+            if parameter is not None:
+                tables += [parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {}]
+    return tables
+
+
 def mutable_attributes(modules: Sequence[torch.nn.Module]) -> list[Any]:
-    """Return the attributes of modules that can be changed in place."""
+    """Return the attributes and hooks of modules that can be changed in place."""
     found = [value for part in modules for name, value in vars(part).items() if name not in TABLES]
+    hooks = [hook for table in hook_tables(modules) for hook in table.values()]
+    found += [hook.__self__ if isinstance(hook, types.MethodType) else hook for hook in hooks]
     kept = (*PLAIN, *CODE, torch.nn.Module)
     return [value for value in {id(each): each for each in found}.values() if not isinstance(value, kept)]
 

@@ -11,11 +11,19 @@ import pytest
 torch = pytest.importorskip("torch")
 
 
+class Gain:
+    gain = 1.0
+
+    def __call__(self, module: Any, inputs: Any, output: Any) -> Any:
+        return output * self.gain
+
+
 def made() -> tuple[Any, Any]:
     """Return a model and an optimizer with state and a tensor among its numbers."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1))
+    model[2].register_forward_hook(Gain())
     model(torch.randn(4, 2)).sum().backward()
     optimizer.step()
     return model, optimizer
@@ -59,6 +67,10 @@ CHANGES: dict[str, Callable[[Any, Any], Any]] = {
     "no gradients": lambda _, optimizer: optimizer.zero_grad(),
     "gradients of zero": lambda _, optimizer: optimizer.zero_grad(set_to_none=False),
     "another gradient": lambda model, _: setattr(model[0].weight, "grad", torch.ones(3, 2)),
+    "a hook": lambda model, _: model[0].register_forward_hook(Gain()),
+    "a hook less": lambda model, _: model[2]._forward_hooks.clear(),
+    "a hook's object": lambda model, _: setattr(next(iter(model[2]._forward_hooks.values())), "gain", 2.0),
+    "a parameter's hook": lambda model, _: model[0].weight.register_hook(torch.zeros_like),
     "nothing": lambda model, optimizer: None,
 }
 
@@ -75,3 +87,23 @@ def test_a_glance_sees_what_a_fingerprint_sees(what: str) -> None:
     is_same = [fingerprint(obj, was) == was for obj, was in zip(objects, before)]
     assert [glance.is_same() for glance in glances] == is_same
     assert all(is_same) == (what == "nothing")
+
+
+@pytest.mark.parametrize("what", ["a value", "a buffer", "a gradient", "state", "an attribute", "a nested attribute"])
+def test_a_fingerprint_sees_what_leaves_no_trace(what: str) -> None:
+    from synk.torch._state import fingerprint
+
+    model, optimizer = made()
+    model.table, model.tables = torch.ones(2), {"conjugate": [torch.ones(2, dtype=torch.complex64).conj()]}
+    tensor = {
+        "a value": model[0].weight,
+        "a buffer": model[1].running_mean,
+        "a gradient": model[0].weight.grad,
+        "state": optimizer.state[model[0].weight]["exp_avg"],
+        "an attribute": model.table,
+        "a nested attribute": model.tables["conjugate"][0],
+    }[what]
+    before = [fingerprint(obj) for obj in (model, optimizer)]
+    assert [fingerprint(obj) for obj in (model, optimizer)] == before
+    tensor.data.add_(1)
+    assert [fingerprint(obj) for obj in (model, optimizer)] != before

@@ -624,6 +624,12 @@ def change_data(model: Any, optimizer: Any) -> None:
         parameter.data.clamp_(-0.2, 0.2)  # leaves no trace but the numbers
 
 
+def change_state_data(model: Any, optimizer: Any) -> None:
+    for slots in optimizer.state.values():
+        slots["exp_avg"].data.mul_(0.5)  # neither does this
+        slots["exp_avg_sq"].numpy()[:] *= 2.0
+
+
 def load_weights(model: Any, optimizer: Any) -> None:
     model.load_state_dict({name: tensor.flip(0) for name, tensor in model.state_dict().items()})
 
@@ -644,7 +650,8 @@ def to_eval(model: Any, optimizer: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [change_rate, change_weights, change_data, load_weights, load_optimizer, freeze, to_eval]
+    "change",
+    [change_rate, change_weights, change_data, change_state_data, load_weights, load_optimizer, freeze, to_eval],
 )
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.sampled(20)

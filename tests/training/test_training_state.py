@@ -450,7 +450,12 @@ def test_what_changes_in_place_in_the_program_reaches_the_ranks(shared_runtimes:
     rep = synk.torch.replicate(model, runtime=shared_runtimes[2])
     see = rep.function(lambda model, x: repr(model.summary()[:4]), trains=False, outputs=None)
     x = torch.ones(4, 5, dtype=torch.float64)
-    for change in (lambda: tensor.add_(3), lambda: listed.append(5), lambda: values["array"].fill(9.0)):
+    for change in (
+        lambda: tensor.add_(3),
+        lambda: tensor.data.add_(4),
+        lambda: listed.append(5),
+        lambda: values["array"].fill(9.0),
+    ):
         see(x)
         change()
         expected = [values["array"].tolist(), list(listed), values["set"], tensor.tolist()]
@@ -492,7 +497,8 @@ class Scaled(torch.nn.Module):
 @pytest.mark.parametrize("change", [
     lambda model: model.scale.mul_(3), lambda model: model.options["shift"].__setitem__(0, 2.0),
     lambda model: model.options["array"].fill(4.0), lambda model: model.options.update(shift=[7.0]),
-    lambda model: model.scale.__setitem__(0, -1.0),
+    lambda model: model.scale.__setitem__(0, -1.0), lambda model: model.scale.data.mul_(3),
+    lambda model: model.scale.numpy().fill(5.0),
 ])  # fmt: skip
 def test_data_parallel_sees_what_changes_in_place(shared_runtimes: Any, change: Callable[..., Any]) -> None:
     model = synk.torch.DataParallel(Scaled().double(), runtime=shared_runtimes[2])
