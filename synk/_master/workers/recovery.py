@@ -154,6 +154,7 @@ class Recovery:
 
     def settle_after(self, error: BaseException) -> None:
         """After an error in the middle of a message, make the workers that still owe a reply idle."""
+        self._requests.lose(error)  # First: if the rest fails, nobody waits for an answer that was read and dropped.
         if self._requests.debtors() and not self._processes.is_closed:
             self._settle(is_interrupted=isinstance(raised_by_handler(error), KeyboardInterrupt))
 
