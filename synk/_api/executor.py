@@ -28,6 +28,7 @@ from synk._api.options import is_integer
 from synk._api.runtime import Runtime
 from synk._master.flight.tasks import Task, Tasks
 from synk._master.processes.processes import eventfd
+from synk._pure.interrupts import holding
 from synk._pure.tracebacks import outline, told, verb
 from synk._wire.cell import cell, refuse_inside_worker
 from synk._wire.descriptors import Descriptor
@@ -196,31 +197,40 @@ class _Driver:
         self._waiting: deque[tuple[concurrent.futures.Future[Any], Callable[[], Any]]] = deque()  # not pickled yet
         self._futures: dict[Task, concurrent.futures.Future[Any]] = {}  # in flight
         self._is_stopping = False
-        self._lock = threading.Lock()  # no task is accepted after ``_is_stopping``, or the thread could miss it
+        self._lock = threading.RLock()  # no task is accepted after ``_is_stopping``, or the thread could miss it
         self._bell: Descriptor | None = None  # an eventfd, while the thread runs
         self._thread: threading.Thread | None = None
 
     def submit(self, task: Callable[[], Any]) -> concurrent.futures.Future[Any]:
-        with self._lock:
+        with holding(self._lock):
             if self._is_stopping:
                 raise RuntimeError("cannot submit a task: the executor was shut down. Make another one.")
             self._session.check_open("submit a task")
-            future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-            self._waiting.append((future, task))
             if self._thread is None:
                 self._bell = eventfd()
-                self._thread = threading.Thread(target=self._drive, name="synk.Executor", daemon=True)
-                self._thread.start()
-        self._ring()
+                thread = threading.Thread(target=self._drive, name="synk.Executor", daemon=True)
+                thread.start()
+                self._thread = thread
+            future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+            self._waiting.append((future, task))
+            self._ring()
         return future
 
     def stop(self, *, cancel_futures: bool = False) -> None:
         """Accept no more tasks. The thread ends when the accepted ones have. A finalizer may call this."""
-        with self._lock:
+        with holding(self._lock):
             self._is_stopping = True
-            while cancel_futures and self._waiting:
-                self._waiting.popleft()[0].cancel()
-        self._ring()
+            self._ring()
+        # Not under the lock: callbacks of the futures run here, and may use the executor.
+        while cancel_futures and (waiting := self._next_waiting()) is not None:
+            waiting[0].cancel()
+
+    def _next_waiting(self) -> tuple[concurrent.futures.Future[Any], Callable[[], Any]] | None:
+        """Take the oldest task that waits. Return None if there is none: another thread may have taken the last one."""
+        try:
+            return self._waiting.popleft()
+        except IndexError:
+            return None
 
     def join(self) -> None:
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -265,8 +275,8 @@ class _Driver:
 
     def _send(self) -> None:
         """Pickle waiting tasks and send them, as long as workers are free."""
-        while self._waiting and self._tasks.has_room:
-            future, fn = self._waiting.popleft()
+        while self._tasks.has_room and (waiting := self._next_waiting()) is not None:
+            future, fn = waiting
             if not future.set_running_or_notify_cancel():
                 continue
             try:
@@ -294,8 +304,7 @@ class _Driver:
         lost, self._futures = self._futures, {}
         for future in lost.values():
             future.set_exception(error)
-        while self._waiting:
-            future, _ = self._waiting.popleft()
-            if future.set_running_or_notify_cancel():
-                future.set_exception(error)
+        while (waiting := self._next_waiting()) is not None:
+            if waiting[0].set_running_or_notify_cancel():
+                waiting[0].set_exception(error)
         self._tasks.cancel()  # last: it fails if the runtime was closed meanwhile

@@ -8,6 +8,7 @@ import functools
 import gc
 import operator
 import os
+import signal
 import threading
 import time
 import weakref
@@ -165,6 +166,28 @@ def test_a_callback_may_submit_and_call(executor: synk.Executor) -> None:
     assert is_over.wait(60) and found == [4.0, 9]
 
 
+def test_a_callback_may_shut_down_and_submit_while_tasks_are_cancelled(shared_runtimes: Any) -> None:
+    """Callbacks run under no lock: neither those of a task that ends, nor those of one that is cancelled."""
+    executor = synk.Executor(runtime=shared_runtimes[2])
+    refused: list[str] = []
+
+    def again(done: Any) -> None:
+        executor.shutdown(wait=False, cancel_futures=True)
+        try:
+            executor.submit(pow, 2, 2)
+        except RuntimeError as error:
+            refused.append(str(error))
+
+    futures = [executor.submit(time.sleep, 0.1) for _ in range(8)]
+    for future in futures:
+        future.add_done_callback(again)
+    shutter = threading.Thread(target=executor.shutdown, kwargs={"cancel_futures": True}, daemon=True)
+    shutter.start()
+    shutter.join(60)
+    assert not shutter.is_alive() and all(future.done() for future in futures)
+    assert len(refused) == 8
+
+
 def test_cancel(executor: synk.Executor) -> None:
     busy = [executor.submit(time.sleep, 0.2) for _ in range(4)]
     waiting = executor.submit(pow, 2, 2)
@@ -308,6 +331,36 @@ def test_a_program_that_ctrl_c_has_ended_waits_for_no_task() -> None:
     )
     result.check(returncode=-2, stderr=None)
     assert result.stderr.splitlines()[-1].strip() == "KeyboardInterrupt"
+
+
+def test_a_signal_that_comes_while_the_thread_starts_breaks_nothing(
+    shared_runtimes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C ends the submission, but the thread of the executor runs."""
+    executor, start = synk.Executor(runtime=shared_runtimes[2]), threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        signal.raise_signal(signal.SIGINT)
+        start(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            executor.submit(pow, 2, 3)
+    assert executor.submit(pow, 2, 4).result(60) == 16
+    executor.shutdown()
+
+
+def test_a_thread_that_cannot_start_leaves_no_task_behind(
+    shared_runtimes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = synk.Executor(runtime=shared_runtimes[2])
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", lambda thread: fail("no more threads"))
+        with pytest.raises(ValueError, match="no more threads"):
+            executor.submit(pow, 2, 3)
+    assert executor.submit(pow, 2, 4).result(60) == 16
+    executor.shutdown()
 
 
 # -- libraries that take an executor, or its map -----------------------------------------------------------------------

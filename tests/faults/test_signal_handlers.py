@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.harness import Scenario, same_workers, script
+from support.harness import Scenario, pids, same_workers, script
 
 from synk._master.code import book
 from synk._wire.descriptors import orphans
@@ -187,6 +187,19 @@ def test_a_handler_that_raises_while_an_earlier_call_is_awaited(shared_runtimes:
         assert alarm.raised == [caught.value]
         with pytest.raises(CallCancelled):
             submitted.result()
+
+
+def test_a_handler_that_raises_while_all_workers_are_replaced(runtime: Fork, alarm: Alarm) -> None:
+    """No worker that was asked to end gets a call, and none of them counts as a death."""
+    rt = runtime(2, backend="numpy", max_restarts=0)
+    double = rt.function(lambda x: 2 * x, outputs="gather")
+    double(np.ones(2))
+    before = pids(rt)
+    alarm.ring_in("say_goodbye")
+    with pytest.raises(Limit):
+        rt.restart()
+    np.testing.assert_array_equal(double(np.ones(2)), np.full(2, 2.0))
+    assert not set(pids(rt)) & set(before)
 
 
 # -- what is left -----------------------------------------------------------------------------------------------------

@@ -41,6 +41,8 @@ from support.seeds import seeds
 
 import synk
 from synk._master.flight.queue import Queue
+from synk._master.workers.recovery import Recovery
+from synk._master.workers.requests import Requests
 from synk.errors import CallCancelled, CallTimeout, ReentrancyError, SharedMemoryError, WorkerDied
 
 Fork = Callable[..., Any]
@@ -313,6 +315,27 @@ def test_E_a_forked_copy_cannot_ask(reused: Fork, question: str) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert pending.result() == 4.0
     assert meet(np.ones(4)) == 4.0
+
+
+def test_B_an_answer_that_is_lost_near_the_limit_of_recursion(reused: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither taking the answer in nor making the workers idle works there. Nobody waits for it afterwards."""
+    rt = reused(2)
+    total = total_of(rt)
+    total(np.ones(2))
+
+    def too_deep(*args: Any, **kwargs: Any) -> None:
+        raise RecursionError("maximum recursion depth exceeded")
+
+    with same_workers(rt):
+        call = total.submit(np.ones(2))
+        assert wait_for(lambda: num_waiting_bytes(rt, 0) and num_waiting_bytes(rt, 1))
+        with monkeypatch.context() as patched:
+            patched.setattr(Requests, "note", too_deep)
+            patched.setattr(Recovery, "_settle", too_deep)
+            call.done()
+        with pytest.raises(RecursionError):
+            call.result(30)
+        assert list(total.stream(iter([np.ones(2)] * 4))) == [2.0] * 4
 
 
 def test_E_the_program_may_end_with_calls_in_flight() -> None:

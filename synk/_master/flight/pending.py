@@ -208,8 +208,8 @@ def is_foreign(error: BaseException) -> bool:
     return not isinstance(error, Exception)
 
 
-def outcome(pending: PendingCall[Any], error: BaseException) -> BaseException:
-    """Return the error of a call that ``error`` has ended."""
+def outcome(pending: PendingCall[Any], error: BaseException | None) -> BaseException:
+    """Return the error of a call that ``error`` has ended, or an interrupt if it is None."""
     request = pending._request
     if request is not None and request.error is not None:
         return request.error
@@ -217,7 +217,7 @@ def outcome(pending: PendingCall[Any], error: BaseException) -> BaseException:
         error = pending._trouble or error
     if isinstance(error, (WorkerDied, ClosedError)):
         return copy.copy(error)
-    if isinstance(error, CallTimeout) or is_foreign(error):
+    if error is None or isinstance(error, CallTimeout) or is_foreign(error):
         return cancelled(pending, error)
     return error
 

@@ -298,8 +298,8 @@ class Queue:
         pending, session = self.calls[0], self._session
         launched, request = pending._launched, pending._request
         if launched is None or request is None or pending._is_stepping or request.is_lost:
-            if launched is not None:  # an interrupt broke this off
-                pending._end(None, cancelled(pending, None))
+            if launched is not None:  # an interrupt, or an error in the middle of an answer, broke this off
+                pending._end(None, outcome(pending, None if request is None else request.lost_to))
             self.calls.popleft()
             return True
         steps = pending._steps
@@ -324,6 +324,7 @@ class Queue:
                 pending._end(error.value, None)
                 compile_call(session, launched)
             else:
+                request.lost_to = error  # if the lines below fail, too, the next step says what has ended the call
                 self._on_error(pending, launched, request, error)
                 if is_foreign(error):
                     raise

@@ -154,6 +154,7 @@ class Recovery:
 
     def settle_after(self, error: BaseException) -> None:
         """After an error in the middle of a message, make the workers that still owe a reply idle."""
+        self._requests.lose(error)  # First: if the rest fails, nobody waits for an answer that was read and dropped.
         if self._requests.debtors() and not self._processes.is_closed:
             self._settle(is_interrupted=isinstance(raised_by_handler(error), KeyboardInterrupt))
 
@@ -280,13 +281,15 @@ class Recovery:
 
     def replace_all(self) -> None:
         """End all workers, which must be idle, and start others in their place. The new ones are not up yet."""
-        self.say_goodbye()
-        for worker in self._processes.by_rank:
-            if not worker.is_dead:
-                worker.process.kill()
-                self._processes.bury(worker)
-        self.unreported.clear()
-        self._start_again(self._processes.by_rank)
+        try:
+            self.say_goodbye()
+        finally:  # Whatever breaks the goodbye off: workers that were asked to end must get no more messages.
+            for worker in self._processes.by_rank:
+                if not worker.is_dead:
+                    worker.process.kill()
+                    self._processes.bury(worker)
+            self.unreported.clear()
+            self._start_again(self._processes.by_rank)
 
     def tell_news(self) -> None:
         """Warn the user about workers that died while nothing ran: what functions kept there is gone."""

@@ -37,6 +37,8 @@ class Request:
         Whether all ranks answered, but the workers no longer remember the message.
     error : Exception or None
         The error that ended it, if its own time limit did.
+    lost_to : BaseException or None
+        The error that broke off taking in its answers.
     began : float
         Monotonic time at which its operation began.
     """
@@ -44,6 +46,7 @@ class Request:
     is_lost = is_cut = False
     began = 0.0
     error: Exception | None = None
+    lost_to: BaseException | None = None
 
     def __init__(self, sequence: int, ranks: Iterable[int], deadline: float | None, phase: str, what: str) -> None:
         self.sequence = sequence
@@ -113,6 +116,16 @@ class Requests(dict[int, Request]):
         """Return the request with the earliest deadline, or ``request`` if none has one."""
         limited = [each for each in self.values() if each.pending and each.deadline is not None]
         return min(limited, key=lambda each: each.deadline or 0.0, default=request)
+
+    def lose(self, error: BaseException) -> None:
+        """Mark every request that some rank did not answer as lost to ``error``. The ranks still work on them.
+
+        What was read of an answer may be gone. This takes less of the stack than reading an answer does, so it works
+        wherever one was read, even if ``error`` is a ``RecursionError``.
+        """
+        for request in self.values():
+            if request.pending:
+                request.is_lost, request.lost_to = True, error
 
     def give_up(self) -> None:
         """Lose every request that some rank did not answer. The others stay, but the workers forget them."""
