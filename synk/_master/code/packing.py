@@ -236,14 +236,12 @@ class PartsPickler(HandlePickler):
 
     def _reduce_array(self, obj: Any, facet: ArrayContents) -> Any:
         is_array = isinstance(obj, np.ndarray)
-        self._meet(obj, lambda _: facet, *(() if is_array else (attributes,)))
+        self._meet(obj, lambda _: facet, *(() if type(obj) is np.ndarray else (attributes,)))
         if type(obj) is not np.ndarray if is_array else not _is_simple_tensor(obj):
-            self._meet(obj, lambda _: facet, attributes)
             facet.note_sent(facet.raw())
             recipe = super().reducer_override(obj)
             self.leave_out(recipe[2][1] if is_array and recipe is not NotImplemented else table_of(obj))
             return recipe
-        self._meet(obj, lambda _: facet)
         if facet.is_large and self._book.host.has_shared_memory:
             self.segment_id = self.segment_id or self._book.host.new_id()
             facet.place = Mapped(self.segment_id, self.arrays_nbytes, facet.nbytes)
