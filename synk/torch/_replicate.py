@@ -113,7 +113,6 @@ def replicate(
     if not objects:
         raise TypeError("cannot replicate: got no objects, expected a module and the objects that belong to it.")
     _check_optimizers(objects)
-    _check_memory(objects)
     for obj in objects:
         if _state.is_module(obj) and any(
             isinstance(each, torch.nn.parameter.UninitializedParameter) for each in obj.parameters()
@@ -122,6 +121,7 @@ def replicate(
                 f"cannot replicate {type(obj).__name__}: it has lazy parameters without a shape, expected a model that "
                 "has run once. Call it with a batch first."
             )
+    _check_memory(objects)
     if not bucket_mb > 0:
         raise ValueError(f"cannot replicate: got bucket_mb={bucket_mb!r}, expected a positive number.")
     if not (isinstance(overlap, bool) or overlap == "auto"):
