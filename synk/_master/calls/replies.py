@@ -65,6 +65,8 @@ def collecting(session: Session, launched: Launched) -> Steps[Any]:
     if assembly.has_assignments and call.options.is_serial:
         check_serial_assignments(session, assembly.layouts[0], name)
     result = conclude(session, launched, objects, lease)
+    if any(packed):
+        launched.function.record.add_objects(call.ranks, [sum(map(len, parts)) for parts in packed])
     if launched.function.is_unchecked and can_check(launched.function, call):
         launched.result = (result,)
         yield from checking(session, launched, assembly, cached.layouts, cached.lane.up_words)

@@ -87,7 +87,7 @@ class TransferTotal(NamedTuple):
     calls : int
         For ``"h2d"`` and ``"d2h"``, how many calls of single ranks.
     nbytes : int
-        In all calls together. For ``"data"`` and ``"shared"``, what was read in place.
+        In all calls together. For ``"data"``, the rows that were read in place; 0 for ``"shared"``.
     seconds : float
         How long the master copied. Measured from 64 KB per call on, and 0 below.
     num_unchanged : int
@@ -136,17 +136,97 @@ class RankTotal(NamedTuple):
 
 
 class _Rank:
-    """The counters of one rank. Names with ``_since`` count since the transfers changed."""
+    """The times of one rank."""
 
-    __slots__ = (
-        "calls", "calls_since", "in_nbytes", "num_slowest", "out_nbytes", "phases_ns", "rows_since", "wait_ns",
-        "work_ns",
-    )  # fmt: skip
+    __slots__ = ("num_slowest", "phases_ns", "wait_ns", "work_ns")
 
     def __init__(self) -> None:
-        self.calls = self.calls_since = self.rows_since = self.work_ns = self.wait_ns = self.num_slowest = 0
-        self.in_nbytes = self.out_nbytes = 0
+        self.work_ns = self.wait_ns = self.num_slowest = 0
         self.phases_ns: dict[str, int] = {}
+
+
+class _Sums:
+    """How many calls there were, and what they have transferred.
+
+    A call adds to the numbers of one object. To add up is to make another one. So the profile may be read in any thread
+    at any moment: it adds up what it finds, and no call is counted twice or lost.
+
+    Attributes
+    ----------
+    transfers : tuple of Transfer
+        Of the last call.
+    ranks, rows : sequence of int
+        Of the last call: the ranks that ran it, and the number of rows of each.
+    calls, calls_of_plan, calls_since : int
+        Before the transfers changed last; since then, before the ranks or their rows changed last; since then.
+    since : dict of int to (int, int)
+        By rank: calls and rows since the transfers changed.
+    by_rank : dict of int to list of int
+        By rank, before that: calls, bytes read, bytes written.
+    totals : dict of (str, str) to list of int
+        By argument and kind: calls, bytes.
+    """
+
+    def __init__(self) -> None:
+        self.transfers: tuple[Transfer, ...] = ()
+        self.ranks: Sequence[int] = ()
+        self.rows: Sequence[int] = ()
+        self.calls = self.calls_of_plan = self.calls_since = 0
+        self.since: dict[int, tuple[int, int]] = {}
+        self.by_rank: dict[int, list[int]] = {}
+        self.totals: dict[tuple[str, str], list[int]] = {}
+
+    @property
+    def num_calls(self) -> int:
+        return self.calls + self.calls_of_plan + self.calls_since
+
+    def turned_to(self, ranks: Sequence[int], rows: Sequence[int]) -> _Sums:
+        """Return the sums with the calls so far counted by rank. The next calls are on these ranks, with these rows."""
+        found = _Sums.__new__(_Sums)
+        vars(found).update(vars(self))  # one step, in which no call is added
+        count, found.calls_since = found.calls_since, 0
+        found.calls_of_plan += count
+        found.since = self.since.copy()
+        for rank, num_rows in zip(self.ranks, self.rows):
+            calls, rows_before = found.since.get(rank, (0, 0))
+            found.since[rank] = calls + count, rows_before + count * num_rows
+        found.ranks, found.rows = ranks, rows
+        return found
+
+    def added_up(self) -> _Sums:
+        """Return the sums with what was transferred since the transfers changed among the totals."""
+        found = self.turned_to(self.ranks, self.rows)
+        count, found.calls_of_plan = found.calls_of_plan, 0
+        found.calls += count
+        found.totals = {key: [*total] for key, total in self.totals.copy().items()}
+        num_rows = sum(of_rank for _, of_rank in found.since.values())
+        nbytes_of: dict[tuple[str, str], int] = {}  # the parts of a table or a sparse matrix are one argument
+        for each in self.transfers if count else ():
+            # What is copied is copied whole. In place, only the rows of the batch are read.
+            is_in_rows = each.kind == "data" and each.row_nbytes
+            nbytes = num_rows * each.row_nbytes if is_in_rows else count * each.nbytes
+            nbytes_of[each.argument, each.kind] = nbytes_of.get((each.argument, each.kind), 0) + nbytes
+        for (argument, kind), nbytes in nbytes_of.items():
+            found.add_total(argument, kind, count, nbytes)
+        row_nbytes = sum(each.row_nbytes for each in self.transfers)
+        whole_nbytes = sum(each.nbytes for each in self.transfers if not each.row_nbytes and each.by_rank is None)
+        found.by_rank = {rank: [*sums] for rank, sums in self.by_rank.copy().items()}
+        for rank, (calls, rows) in found.since.items():
+            written = sum(each.by_rank[rank] for each in self.transfers if each.by_rank is not None)
+            found.add_to_rank(rank, calls, rows * row_nbytes + calls * whole_nbytes, calls * written)
+        found.since = {}
+        return found
+
+    def add_to_rank(self, rank: int, calls: int, in_nbytes: int, out_nbytes: int) -> None:
+        sums = self.by_rank.setdefault(rank, [0, 0, 0])
+        sums[0] += calls
+        sums[1] += in_nbytes
+        sums[2] += out_nbytes
+
+    def add_total(self, argument: str, kind: str, calls: int, nbytes: int) -> None:
+        total = self.totals.setdefault((argument, kind), [0, 0])
+        total[0] += calls
+        total[1] += nbytes
 
 
 class Record:
@@ -184,22 +264,17 @@ class Record:
         self.why_new = ""
         self.ranks: dict[int, _Rank] = {}
         self.unchanged.clear()
-        self.transfers: tuple[Transfer, ...] = ()
-        self._calls = 0  # before the transfers changed last
-        self._calls_of_plan = 0  # since then, before the ranks or their rows changed last
-        self._calls_since = 0  # since then
-        self._ranks: Sequence[int] = ()
-        self._rows: Sequence[int] = ()
         self._counted: Sequence[tuple[int, _Rank]] = ()
-        self._totals: dict[tuple[str, str], list[int]] = {}  # by argument and kind: calls, bytes
+        self._sums = _Sums()
 
     @property
     def num_calls(self) -> int:
-        return self._calls + self._calls_of_plan + self._calls_since
+        return self._sums.num_calls
 
     def known(self, transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
         """Return the transfers of the last call if they are equal, as they are for the plans of several lanes."""
-        return self.transfers if transfers == self.transfers else transfers
+        last = self._sums.transfers
+        return last if transfers == last else transfers
 
     def add(
         self, transfers: tuple[Transfer, ...], ranks: Sequence[int], rows: Sequence[int], words: Any, wall_ns: int
@@ -208,12 +283,16 @@ class Record:
 
         ``words`` are the control words of each rank, with the times that the rank wrote.
         """
-        if transfers is not self.transfers:
-            self._add_up()
-            self.transfers = transfers
-        if rows is not self._rows and (rows != self._rows or ranks != self._ranks):
-            self._turn_to(ranks, rows)
-        self._calls_since += 1
+        sums = self._sums
+        if transfers is not sums.transfers:
+            sums = sums.added_up()
+            sums.transfers = transfers
+            self._sums = sums
+        if rows is not sums.rows and (rows != sums.rows or ranks != sums.ranks):
+            if ranks != sums.ranks:
+                self._counted = [(rank, self.ranks.setdefault(rank, _Rank())) for rank in ranks]
+            sums = self._sums = sums.turned_to(ranks, rows)
+        sums.calls_since += 1
         self.wall_ns += wall_ns
         most = -1
         for rank, counted in self._counted:
@@ -233,8 +312,8 @@ class Record:
         for rank in ranks:
             word, phases = words[rank], self.ranks[rank].phases_ns
             if is_device:
-                self._add_total("to the devices", "h2d", 1, word[Up.H2D_NBYTES])
-                self._add_total("from the devices", "d2h", 1, word[Up.D2H_NBYTES])
+                self._sums.add_total("to the devices", "h2d", 1, word[Up.H2D_NBYTES])
+                self._sums.add_total("from the devices", "d2h", 1, word[Up.D2H_NBYTES])
             if is_step and word[Up.FORWARD_NS]:
                 for name, place in PHASES.items():
                     phases[name] = phases.get(name, 0) + word[place]
@@ -244,62 +323,34 @@ class Record:
         self, rank: int, num_items: int, in_nbytes: int, out_nbytes: int, function_ns: int, wall_ns: int
     ) -> None:
         """Add a chunk of a map that a rank has finished."""
-        self._add_total("items", "items", num_items, in_nbytes)
-        self._add_total("results", "output", num_items, out_nbytes)
-        self._calls += num_items
+        sums = self._sums
+        sums.add_total("items", "items", num_items, in_nbytes)
+        sums.add_total("results", "output", num_items, out_nbytes)
+        sums.calls += num_items
         self.wall_ns += wall_ns
         self.function_ns += function_ns
-        counted = self.ranks.setdefault(rank, _Rank())
-        counted.calls += num_items
-        counted.work_ns += function_ns
-        counted.in_nbytes += in_nbytes
-        counted.out_nbytes += out_nbytes
+        self.ranks.setdefault(rank, _Rank()).work_ns += function_ns
+        sums.add_to_rank(rank, num_items, in_nbytes, out_nbytes)
+
+    def add_objects(self, ranks: Sequence[int], nbytes: Sequence[int]) -> None:
+        """Add the pickled outputs of a call that was just added. Their sizes are in no plan."""
+        sums = self._sums
+        sums.add_total("outputs", "output", 0, sum(nbytes))
+        for rank, written in zip(ranks, nbytes):
+            sums.add_to_rank(rank, 0, 0, written)
 
     def add_captured(self, nbytes: int) -> None:
         """Note that the function, or a change in what it captured, was sent."""
-        self._add_total("code and captured objects", "captured", 1, nbytes)
-
-    def _turn_to(self, ranks: Sequence[int], rows: Sequence[int]) -> None:
-        """Count the calls so far by rank. The calls that come now are on other ranks, or have other rows."""
-        count = self._calls_since
-        for (_, counted), num_rows in zip(self._counted, self._rows):
-            counted.calls_since += count
-            counted.rows_since += count * num_rows
-        self._calls_of_plan += count
-        self._calls_since = 0
-        if ranks != self._ranks:
-            self._counted = [(rank, self.ranks.setdefault(rank, _Rank())) for rank in ranks]
-        self._ranks, self._rows = ranks, rows
-
-    def _add_up(self) -> None:
-        """Add what the calls have transferred since the transfers changed to the totals."""
-        self._turn_to(self._ranks, self._rows)
-        count, self._calls_of_plan = self._calls_of_plan, 0
-        self._calls += count
-        for each in self.transfers if count else ():
-            self._add_total(each.argument, each.kind, count, count * each.nbytes)
-        row_nbytes = sum(each.row_nbytes for each in self.transfers)
-        whole_nbytes = sum(each.nbytes for each in self.transfers if not each.row_nbytes and each.by_rank is None)
-        for rank, counted in self.ranks.items():
-            written = sum(each.by_rank[rank] for each in self.transfers if each.by_rank is not None)
-            counted.calls += counted.calls_since
-            counted.in_nbytes += counted.rows_since * row_nbytes + counted.calls_since * whole_nbytes
-            counted.out_nbytes += counted.calls_since * written
-            counted.calls_since = counted.rows_since = 0
-
-    def _add_total(self, argument: str, kind: str, calls: int, nbytes: int) -> None:
-        total = self._totals.setdefault((argument, kind), [0, 0])
-        total[0] += calls
-        total[1] += nbytes
+        self._sums.add_total("code and captured objects", "captured", 1, nbytes)
 
     # -- reports -------------------------------------------------------------------------------------------------------
 
     def totals(self, title: str) -> list[TransferTotal]:
         """Return what was transferred, by argument."""
-        self._add_up()
-        staged = sum(nbytes for (_, kind), (_, nbytes) in self._totals.items() if kind == "staged")
+        totals = self._sums.added_up().totals
+        staged = sum(nbytes for (_, kind), (_, nbytes) in totals.items() if kind == "staged")
         found = []
-        for (argument, kind), (calls, nbytes) in self._totals.items():
+        for (argument, kind), (calls, nbytes) in totals.items():
             seconds = self.staged_ns * nbytes / max(staged, 1) / 1e9 if kind == "staged" else 0.0
             direction = _DIRECTIONS.get(kind, "to workers")
             unchanged = self.unchanged.get(argument, 0) if kind == "staged" else 0
@@ -308,14 +359,15 @@ class Record:
 
     def rank_totals(self, title: str) -> list[RankTotal]:
         """Return what the ranks have done."""
-        self._add_up()
+        ranks = self.ranks.copy()
         return [
             RankTotal(
-                title, rank, each.calls, (each.work_ns + each.wait_ns) / 1e9, each.wait_ns / 1e9,
-                each.in_nbytes, each.out_nbytes, each.num_slowest,
-                {name: ns / 1e9 for name, ns in each.phases_ns.items()},
+                title, rank, calls, (ranks[rank].work_ns + ranks[rank].wait_ns) / 1e9, ranks[rank].wait_ns / 1e9,
+                in_nbytes, out_nbytes, ranks[rank].num_slowest,
+                {name: ns / 1e9 for name, ns in ranks[rank].phases_ns.copy().items()},
             )
-            for rank, each in sorted(self.ranks.items())
+            for rank, (calls, in_nbytes, out_nbytes) in sorted(self._sums.added_up().by_rank.items())
+            if rank in ranks
         ]  # fmt: skip
 
     def nbytes_of(self, *kinds: str) -> int:
@@ -355,7 +407,7 @@ class Record:
             return (
                 f"{share:.0%} of its time is the copy of {largest.argument}: keep it in synk.data({largest.argument})."
             )
-        work = {rank: each.work_ns for rank, each in self.ranks.items()}
+        work = {rank: each.work_ns for rank, each in self.ranks.copy().items()}
         if len(work) > 1 and self.function_ns > _SHARE * self.wall_ns:
             slowest = max(work, key=work.__getitem__)
             others = _median(ns for rank, ns in work.items() if rank != slowest)
@@ -376,16 +428,16 @@ class Record:
 
     def _slow_phase(self, slowest: int) -> str:
         """Say in which phase of a training step the slowest rank loses most against the others; empty otherwise."""
-        others = [each.phases_ns for rank, each in self.ranks.items() if rank != slowest]
+        others = [each.phases_ns for rank, each in self.ranks.copy().items() if rank != slowest]
         lost = {
             phase: ns - _median(each.get(phase, 0) for each in others)
-            for phase, ns in self.ranks[slowest].phases_ns.items()
+            for phase, ns in self.ranks[slowest].phases_ns.copy().items()
             if phase in _IN_PHASE
         }
         return f", {_IN_PHASE[max(lost, key=lost.__getitem__)]}" if lost else ""
 
     def _other_waits(self, slowest: int) -> str:
-        waited = sum(each.wait_ns for rank, each in self.ranks.items() if rank != slowest)
+        waited = sum(each.wait_ns for rank, each in self.ranks.copy().items() if rank != slowest)
         if waited > self.function_ns // 10:
             return f"they have waited for it in synk.comm for {waited / 1e9:.2f} s."
         return "its rows take longer, or its core is shared."
