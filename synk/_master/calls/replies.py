@@ -13,8 +13,8 @@ from synk._master.calls.op_check import can_check, checking
 from synk._master.calls.plans import CachedPlan
 from synk._master.calls.trials import Tried, tried
 from synk._master.session import Session
-from synk._master.state.ledger import Transfer
 from synk._master.state.results import Lease
+from synk._master.state.sums import Transfer
 from synk._master.workers.failures import raise_failures
 from synk._master.workers.requests import Request
 from synk._pure.interrupts import HandlerRaised, safe_point

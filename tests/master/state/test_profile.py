@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import synk
-from synk._master.state.ledger import Record, Transfer
+from synk._master.state.ledger import Record
+from synk._master.state.sums import Transfer
 from synk._wire.control import Up
 
 
