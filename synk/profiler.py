@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import pickle
 import time
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
+from synk._pure.interrupts import deferred
 from synk._wire.cell import refuse_inside_worker
 from synk._wire.control import Down
 from synk._wire.spans import pickled_spans, take_spans
@@ -178,26 +179,40 @@ class trace:
         session.check_here("trace calls", "synk.profile() shows the times of all ranks.")
         if session.tracer is not None:
             raise RuntimeError("cannot trace calls: this runtime is being traced already. End that trace first.")
-        self._stack.enter_context(session.guard.as_mode("count") if self._compare else nullcontext())
-        session.tracer = self._tracer = Tracer(runtime.world_size, time.monotonic_ns())
-        session.followers.append(self._tracer.follow)
-        return Trace(self._tracer, self._path)
+        self._tracer = Tracer(runtime.world_size, time.monotonic_ns())
+        try:
+            with deferred():
+                if self._compare:
+                    self._stack.enter_context(session.guard.as_mode("count"))
+                session.followers.append(self._tracer.follow)
+                self._stack.callback(session.followers.remove, self._tracer.follow)
+                session.tracer = self._tracer
+            return Trace(self._tracer, self._path)
+        except BaseException:  # a signal handler may raise when the section ends, and ``__exit__`` is not called then
+            self._end()
+            raise
 
     def __exit__(self, *exc: object) -> None:
-        session = self._runtime._session
-        session.tracer = None
-        session.followers.remove(self._tracer.follow)
-        for lane in () if self._runtime.is_closed else session.lanes:
-            lane.down[:, Down.TIMED] = 0
-            lane.written = None  # steps are timed in any case, which the next one says again
-        self._stack.close()
-        self._tracer.spans[0] = take_spans()
         try:
+            self._end()
             if not self._runtime.is_closed:
                 self._take_spans_of_ranks()
         finally:
+            self._end()  # a signal handler may have raised when the first attempt was about to begin
             if self._path is not None:
                 Trace(self._tracer, self._path).save(self._path)
+
+    def _end(self) -> None:
+        """Trace no more calls. A second attempt does nothing."""
+        session = self._runtime._session
+        with deferred(), self._stack:  # the stack takes back the follower and the guard's mode, whatever fails here
+            if session.tracer is not self._tracer:
+                return
+            session.tracer = None
+            self._tracer.spans[0] = take_spans()
+            for lane in () if self._runtime.is_closed else session.lanes:
+                lane.down[:, Down.TIMED] = 0
+                lane.written = None  # steps are timed in any case, which the next one says again
 
     def _take_spans_of_ranks(self) -> None:
         take = self._runtime.function(pickled_spans, outputs=None, per_rank=True, name="synk.profiler.trace")

@@ -426,7 +426,10 @@ class Runtime:
         ------
         ClosedError
             If the runtime is closed.
+        ReentrancyError
+            In a forked copy of the program.
         """
+        self._session.check_process("look at the workers")
         if self.is_closed:
             raise ClosedError("cannot look at the workers: the runtime is closed.") from self._session.cause
         return where(self._session.workers.processes)
@@ -451,6 +454,7 @@ class Runtime:
         ...     sorted(runtime.stacks())
         [0, 1]
         """
+        self._session.check_process("look at the workers")
         if self.is_closed:
             raise ClosedError("cannot look at the workers: the runtime is closed.") from self._session.cause
         nodes, processes = self._session.nodes, self._session.workers.processes

@@ -48,10 +48,10 @@ class Slices:
         self._known[shapes] = 2 * num_slices
         if is_first:
             report(
-                "%r ran out of memory on a rank (%s). Calls with such arguments are run in slices from now on, twice "
+                "%r ran out of memory on a rank%s. Calls with such arguments are run in slices from now on, twice "
                 "as many until they fit.",
                 self._name,
-                str(error).partition("\n")[0],
+                f" ({text})" if (text := str(error).partition("\n")[0]) else "",
             )
         return True
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 import os
 import sys
+import threading
+from importlib.machinery import PathFinder
 from typing import Any
 
 from synk.errors import UnsupportedError
@@ -48,20 +51,37 @@ def spin_s() -> float:
     return max(_number("SYNK_SPIN_US", "500", "microseconds, or 0 to sleep at once"), 0.0) / 1e6
 
 
+class _AbsoluteFinder:
+    """Finds modules for the thread that made it, along the absolute entries of the search path."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if path is not None or threading.get_ident() != self._thread:
+            return None
+        entries = [entry for entry in list(sys.path) if isinstance(entry, str) and os.path.isabs(entry)]
+        return PathFinder.find_spec(name, entries, target)
+
+
 def imported_late(name: str) -> Any:
     """Return a module that is imported when it is first used, because ``import synk`` must be quick.
 
-    Relative entries of the search path are left out: by now the program may be in another folder, where a file of that
-    name would take the module's place. A file of synk needs this only if it imports such modules itself: the path of a
-    package is absolute.
+    The search begins with the absolute entries of the search path: by now the program may be in another folder, where a
+    file of that name would take the module's place. ``sys.path`` itself stays as it is, since other threads may import
+    at the same time. A file of synk needs this only if it imports such modules itself: the path of a package is
+    absolute.
     """
     if name not in sys.modules:
-        path = list(sys.path)
-        sys.path[:] = [entry for entry in path if isinstance(entry, str) and os.path.isabs(entry)]
+        finder: Any = _AbsoluteFinder()
+        with contextlib.suppress(ValueError):  # a program may have replaced the finder of Python
+            # Behind the finders of built-in and frozen modules, which come before any file.
+            sys.meta_path.insert(sys.meta_path.index(PathFinder), finder)
         try:
             importlib.import_module(name)
         finally:
-            sys.path[:] = path
+            with contextlib.suppress(ValueError):
+                sys.meta_path.remove(finder)
     return sys.modules[name]
 
 

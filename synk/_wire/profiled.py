@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import cProfile
 import functools
 import marshal
-import pstats
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from synk._pure.environment import imported_late
+
+if TYPE_CHECKING:
+    import pstats
 
 
 class Profiled:
@@ -21,7 +24,7 @@ class Profiled:
         functools.update_wrapper(self, fn, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> bytes:
-        profile = cProfile.Profile()
+        profile = imported_late("cProfile").Profile()
         profile.runcall(self._fn, *args, **kwargs)
         profile.create_stats()
         return marshal.dumps(profile.stats)
@@ -40,4 +43,5 @@ class _Figures:
 def stats_of(raw: bytes) -> pstats.Stats:
     """Return the statistics that a rank sent."""
     figures: Any = _Figures(marshal.loads(raw))
-    return pstats.Stats(figures)
+    stats: pstats.Stats = imported_late("pstats").Stats(figures)
+    return stats

@@ -66,10 +66,12 @@ def test_a_call_that_does_not_fit_is_run_in_slices(limited: Any, caplog: pytest.
     check(f.submit(X, W).result())
 
 
-def test_the_next_number_of_slices_is_twice_the_one_that_did_not_fit() -> None:
+def test_the_next_number_of_slices_is_twice_the_one_that_did_not_fit(caplog: pytest.LogCaptureFixture) -> None:
     slices, error = Slices("f"), MemoryError()
     error.__cause__ = RemoteError("full")
-    assert slices.help_against(error, (X,), {}, 8)
+    with caplog.at_level(logging.WARNING, "synk"):
+        assert slices.help_against(error, (X,), {}, 8)
+    assert caplog.messages[0].startswith("'f' ran out of memory on a rank. Calls with such")
     assert [slices.of((X,), {}, number) for number in (1, 8, 20)] == [16, 16, 20]
 
 

@@ -296,7 +296,7 @@ def test_D_interrupts_around_assignments_lose_none_and_repeat_none(storm_count: 
     ).check(stderr=None)
 
 
-@pytest.mark.parametrize("question", ["result", "done"])
+@pytest.mark.parametrize("question", ["result", "done", "where", "stacks"])
 def test_E_a_forked_copy_cannot_ask(reused: Fork, question: str) -> None:
     """And what it tries does the original no harm, whose memory it shares."""
     rt = reused(2)
@@ -308,7 +308,7 @@ def test_E_a_forked_copy_cannot_ask(reused: Fork, question: str) -> None:
         status = 1
         with contextlib.suppress(BaseException):
             try:
-                getattr(pending, question)()
+                getattr(rt if question in ("where", "stacks") else pending, question)()
             except ReentrancyError:
                 status = 0
         os._exit(status)

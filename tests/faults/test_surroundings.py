@@ -286,6 +286,7 @@ CHDIR = """
         total.serial(np.arange(4.0))
         import synk._api.plain, synk._api.verify  # not called: on a rank NumPy itself would look for its random numbers
         assert total.plan(np.ones(4)).ranks
+        assert len(total.cprofile(np.ones(4))) == 2
         assert list(total.stream([np.ones(2)])) == list(total.rows(np.ones(2), batch_size=2)) == [2.0]
         assert list(rt.map(abs, [-1])) == [1]
         with synk.Executor(runtime=rt) as executor:

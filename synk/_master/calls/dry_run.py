@@ -10,7 +10,7 @@ from synk._master.calls.binding import bind
 from synk._master.calls.callee import Callee
 from synk._master.calls.plans import CachedPlan, CallOptions
 from synk._master.session import Session
-from synk._master.state.ledger import Transfer
+from synk._master.state.sums import Transfer
 from synk._pure.ops import Reduction
 from synk._pure.show import Text
 from synk._pure.trees import output_names

@@ -13,8 +13,8 @@ from synk._master.calls.op_check import can_check, checking
 from synk._master.calls.plans import CachedPlan
 from synk._master.calls.trials import Tried, tried
 from synk._master.session import Session
-from synk._master.state.ledger import Transfer
 from synk._master.state.results import Lease
+from synk._master.state.sums import Transfer
 from synk._master.workers.failures import raise_failures
 from synk._master.workers.requests import Request
 from synk._pure.interrupts import HandlerRaised, safe_point
@@ -65,6 +65,8 @@ def collecting(session: Session, launched: Launched) -> Steps[Any]:
     if assembly.has_assignments and call.options.is_serial:
         check_serial_assignments(session, assembly.layouts[0], name)
     result = conclude(session, launched, objects, lease)
+    if any(packed):
+        launched.function.record.add_objects(call.ranks, [sum(map(len, parts)) for parts in packed])
     if launched.function.is_unchecked and can_check(launched.function, call):
         launched.result = (result,)
         yield from checking(session, launched, assembly, cached.layouts, cached.lane.up_words)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from synk._master.state.sums import Sums, Transfer
 from synk._wire.control import PHASES, Up
 
 _FUNCTION_NS, _WAIT_NS = int(Up.FUNCTION_NS), int(Up.WAIT_NS)
@@ -46,29 +47,6 @@ _LONG_NS = 50_000_000
 """A function that has taken less time than this gets no verdict."""
 
 
-class Transfer(NamedTuple):
-    """What each call of a plan transfers for one argument, or for the outputs.
-
-    Attributes
-    ----------
-    argument : str
-    kind : str
-        See :class:`TransferTotal`.
-    nbytes : int
-        How much the master copies, or reads, in one call.
-    by_rank : tuple of int, or None
-        How much each rank writes; None for arguments.
-    row_nbytes : int
-        How much a rank reads of one row; 0 if each rank reads the whole.
-    """
-
-    argument: str
-    kind: str
-    nbytes: int
-    row_nbytes: int = 0
-    by_rank: tuple[int, ...] | None = None
-
-
 class TransferTotal(NamedTuple):
     """What all calls of a function have transferred for one argument, or for its outputs.
 
@@ -87,7 +65,7 @@ class TransferTotal(NamedTuple):
     calls : int
         For ``"h2d"`` and ``"d2h"``, how many calls of single ranks.
     nbytes : int
-        In all calls together. For ``"data"`` and ``"shared"``, what was read in place.
+        In all calls together. For ``"data"``, the rows that were read in place; 0 for ``"shared"``.
     seconds : float
         How long the master copied. Measured from 64 KB per call on, and 0 below.
     num_unchanged : int
@@ -136,16 +114,12 @@ class RankTotal(NamedTuple):
 
 
 class _Rank:
-    """The counters of one rank. Names with ``_since`` count since the transfers changed."""
+    """The times of one rank."""
 
-    __slots__ = (
-        "calls", "calls_since", "in_nbytes", "num_slowest", "out_nbytes", "phases_ns", "rows_since", "wait_ns",
-        "work_ns",
-    )  # fmt: skip
+    __slots__ = ("num_slowest", "phases_ns", "wait_ns", "work_ns")
 
     def __init__(self) -> None:
-        self.calls = self.calls_since = self.rows_since = self.work_ns = self.wait_ns = self.num_slowest = 0
-        self.in_nbytes = self.out_nbytes = 0
+        self.work_ns = self.wait_ns = self.num_slowest = 0
         self.phases_ns: dict[str, int] = {}
 
 
@@ -184,22 +158,17 @@ class Record:
         self.why_new = ""
         self.ranks: dict[int, _Rank] = {}
         self.unchanged.clear()
-        self.transfers: tuple[Transfer, ...] = ()
-        self._calls = 0  # before the transfers changed last
-        self._calls_of_plan = 0  # since then, before the ranks or their rows changed last
-        self._calls_since = 0  # since then
-        self._ranks: Sequence[int] = ()
-        self._rows: Sequence[int] = ()
         self._counted: Sequence[tuple[int, _Rank]] = ()
-        self._totals: dict[tuple[str, str], list[int]] = {}  # by argument and kind: calls, bytes
+        self._sums = Sums()
 
     @property
     def num_calls(self) -> int:
-        return self._calls + self._calls_of_plan + self._calls_since
+        return self._sums.num_calls
 
     def known(self, transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
         """Return the transfers of the last call if they are equal, as they are for the plans of several lanes."""
-        return self.transfers if transfers == self.transfers else transfers
+        last = self._sums.transfers
+        return last if transfers == last else transfers
 
     def add(
         self, transfers: tuple[Transfer, ...], ranks: Sequence[int], rows: Sequence[int], words: Any, wall_ns: int
@@ -208,12 +177,16 @@ class Record:
 
         ``words`` are the control words of each rank, with the times that the rank wrote.
         """
-        if transfers is not self.transfers:
-            self._add_up()
-            self.transfers = transfers
-        if rows is not self._rows and (rows != self._rows or ranks != self._ranks):
-            self._turn_to(ranks, rows)
-        self._calls_since += 1
+        sums = self._sums
+        if transfers is not sums.transfers:
+            sums = sums.added_up()
+            sums.transfers = transfers
+            self._sums = sums
+        if rows is not sums.rows and (rows != sums.rows or ranks != sums.ranks):
+            if ranks != sums.ranks:
+                self._counted = [(rank, self.ranks.setdefault(rank, _Rank())) for rank in ranks]
+            sums = self._sums = sums.turned_to(ranks, rows)
+        sums.calls_since += 1
         self.wall_ns += wall_ns
         most = -1
         for rank, counted in self._counted:
@@ -233,8 +206,8 @@ class Record:
         for rank in ranks:
             word, phases = words[rank], self.ranks[rank].phases_ns
             if is_device:
-                self._add_total("to the devices", "h2d", 1, word[Up.H2D_NBYTES])
-                self._add_total("from the devices", "d2h", 1, word[Up.D2H_NBYTES])
+                self._sums.add_total("to the devices", "h2d", 1, word[Up.H2D_NBYTES])
+                self._sums.add_total("from the devices", "d2h", 1, word[Up.D2H_NBYTES])
             if is_step and word[Up.FORWARD_NS]:
                 for name, place in PHASES.items():
                     phases[name] = phases.get(name, 0) + word[place]
@@ -244,62 +217,34 @@ class Record:
         self, rank: int, num_items: int, in_nbytes: int, out_nbytes: int, function_ns: int, wall_ns: int
     ) -> None:
         """Add a chunk of a map that a rank has finished."""
-        self._add_total("items", "items", num_items, in_nbytes)
-        self._add_total("results", "output", num_items, out_nbytes)
-        self._calls += num_items
+        sums = self._sums
+        sums.add_total("items", "items", num_items, in_nbytes)
+        sums.add_total("results", "output", num_items, out_nbytes)
+        sums.calls += num_items
         self.wall_ns += wall_ns
         self.function_ns += function_ns
-        counted = self.ranks.setdefault(rank, _Rank())
-        counted.calls += num_items
-        counted.work_ns += function_ns
-        counted.in_nbytes += in_nbytes
-        counted.out_nbytes += out_nbytes
+        self.ranks.setdefault(rank, _Rank()).work_ns += function_ns
+        sums.add_to_rank(rank, num_items, in_nbytes, out_nbytes)
+
+    def add_objects(self, ranks: Sequence[int], nbytes: Sequence[int]) -> None:
+        """Add the pickled outputs of a call that was just added. Their sizes are in no plan."""
+        sums = self._sums
+        sums.add_total("outputs", "output", 0, sum(nbytes))
+        for rank, written in zip(ranks, nbytes):
+            sums.add_to_rank(rank, 0, 0, written)
 
     def add_captured(self, nbytes: int) -> None:
         """Note that the function, or a change in what it captured, was sent."""
-        self._add_total("code and captured objects", "captured", 1, nbytes)
-
-    def _turn_to(self, ranks: Sequence[int], rows: Sequence[int]) -> None:
-        """Count the calls so far by rank. The calls that come now are on other ranks, or have other rows."""
-        count = self._calls_since
-        for (_, counted), num_rows in zip(self._counted, self._rows):
-            counted.calls_since += count
-            counted.rows_since += count * num_rows
-        self._calls_of_plan += count
-        self._calls_since = 0
-        if ranks != self._ranks:
-            self._counted = [(rank, self.ranks.setdefault(rank, _Rank())) for rank in ranks]
-        self._ranks, self._rows = ranks, rows
-
-    def _add_up(self) -> None:
-        """Add what the calls have transferred since the transfers changed to the totals."""
-        self._turn_to(self._ranks, self._rows)
-        count, self._calls_of_plan = self._calls_of_plan, 0
-        self._calls += count
-        for each in self.transfers if count else ():
-            self._add_total(each.argument, each.kind, count, count * each.nbytes)
-        row_nbytes = sum(each.row_nbytes for each in self.transfers)
-        whole_nbytes = sum(each.nbytes for each in self.transfers if not each.row_nbytes and each.by_rank is None)
-        for rank, counted in self.ranks.items():
-            written = sum(each.by_rank[rank] for each in self.transfers if each.by_rank is not None)
-            counted.calls += counted.calls_since
-            counted.in_nbytes += counted.rows_since * row_nbytes + counted.calls_since * whole_nbytes
-            counted.out_nbytes += counted.calls_since * written
-            counted.calls_since = counted.rows_since = 0
-
-    def _add_total(self, argument: str, kind: str, calls: int, nbytes: int) -> None:
-        total = self._totals.setdefault((argument, kind), [0, 0])
-        total[0] += calls
-        total[1] += nbytes
+        self._sums.add_total("code and captured objects", "captured", 1, nbytes)
 
     # -- reports -------------------------------------------------------------------------------------------------------
 
     def totals(self, title: str) -> list[TransferTotal]:
         """Return what was transferred, by argument."""
-        self._add_up()
-        staged = sum(nbytes for (_, kind), (_, nbytes) in self._totals.items() if kind == "staged")
+        totals = self._sums.added_up().totals
+        staged = sum(nbytes for (_, kind), (_, nbytes) in totals.items() if kind == "staged")
         found = []
-        for (argument, kind), (calls, nbytes) in self._totals.items():
+        for (argument, kind), (calls, nbytes) in totals.items():
             seconds = self.staged_ns * nbytes / max(staged, 1) / 1e9 if kind == "staged" else 0.0
             direction = _DIRECTIONS.get(kind, "to workers")
             unchanged = self.unchanged.get(argument, 0) if kind == "staged" else 0
@@ -308,14 +253,15 @@ class Record:
 
     def rank_totals(self, title: str) -> list[RankTotal]:
         """Return what the ranks have done."""
-        self._add_up()
+        ranks = self.ranks.copy()
         return [
             RankTotal(
-                title, rank, each.calls, (each.work_ns + each.wait_ns) / 1e9, each.wait_ns / 1e9,
-                each.in_nbytes, each.out_nbytes, each.num_slowest,
-                {name: ns / 1e9 for name, ns in each.phases_ns.items()},
+                title, rank, calls, (ranks[rank].work_ns + ranks[rank].wait_ns) / 1e9, ranks[rank].wait_ns / 1e9,
+                in_nbytes, out_nbytes, ranks[rank].num_slowest,
+                {name: ns / 1e9 for name, ns in ranks[rank].phases_ns.copy().items()},
             )
-            for rank, each in sorted(self.ranks.items())
+            for rank, (calls, in_nbytes, out_nbytes) in sorted(self._sums.added_up().by_rank.items())
+            if rank in ranks
         ]  # fmt: skip
 
     def nbytes_of(self, *kinds: str) -> int:
@@ -355,7 +301,7 @@ class Record:
             return (
                 f"{share:.0%} of its time is the copy of {largest.argument}: keep it in synk.data({largest.argument})."
             )
-        work = {rank: each.work_ns for rank, each in self.ranks.items()}
+        work = {rank: each.work_ns for rank, each in self.ranks.copy().items()}
         if len(work) > 1 and self.function_ns > _SHARE * self.wall_ns:
             slowest = max(work, key=work.__getitem__)
             others = _median(ns for rank, ns in work.items() if rank != slowest)
@@ -376,16 +322,16 @@ class Record:
 
     def _slow_phase(self, slowest: int) -> str:
         """Say in which phase of a training step the slowest rank loses most against the others; empty otherwise."""
-        others = [each.phases_ns for rank, each in self.ranks.items() if rank != slowest]
+        others = [each.phases_ns for rank, each in self.ranks.copy().items() if rank != slowest]
         lost = {
             phase: ns - _median(each.get(phase, 0) for each in others)
-            for phase, ns in self.ranks[slowest].phases_ns.items()
+            for phase, ns in self.ranks[slowest].phases_ns.copy().items()
             if phase in _IN_PHASE
         }
         return f", {_IN_PHASE[max(lost, key=lost.__getitem__)]}" if lost else ""
 
     def _other_waits(self, slowest: int) -> str:
-        waited = sum(each.wait_ns for rank, each in self.ranks.items() if rank != slowest)
+        waited = sum(each.wait_ns for rank, each in self.ranks.copy().items() if rank != slowest)
         if waited > self.function_ns // 10:
             return f"they have waited for it in synk.comm for {waited / 1e9:.2f} s."
         return "its rows take longer, or its core is shared."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import sys
 import time
 from typing import Any
 
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 
 import synk
-from synk._master.state.ledger import Record, Transfer
+from synk._master.state.ledger import Record
+from synk._master.state.sums import Transfer
 from synk._wire.control import Up
 
 
@@ -144,6 +146,82 @@ def test_captured_arrays_and_their_changes_are_counted(shared_runtimes: Any) -> 
     table *= 2
     f(np.ones(4))
     assert totals(rt, "with a table")["code and captured objects", "captured"].nbytes > before.nbytes
+
+
+def test_outputs_that_are_no_arrays_are_counted(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    f = rt.function(lambda x: "a" * 100_000, outputs=None, name="texts")
+    for _ in range(3):
+        f(np.ones(4))
+    found = totals(rt, "texts")["outputs", "output"]
+    assert found.calls == 3 and 3 * 2 * 100_000 < found.nbytes < 3 * 2 * 100_100
+    ranks = [each for each in rt.profile.ranks if each.function == "texts"]
+    assert [each.out_nbytes for each in ranks] == [found.nbytes // 2] * 2
+
+
+def test_the_columns_of_a_table_are_one_argument(shared_runtimes: Any) -> None:
+    pandas = pytest.importorskip("pandas")
+    rt = shared_runtimes[2]
+    f = rt.function(lambda table: len(table), outputs="sum", name="of a table")
+    table = pandas.DataFrame({"a": np.arange(9.0), "b": np.arange(9), "c": np.arange(9) % 2 == 0})
+    for _ in range(3):
+        f(table)
+    found = totals(rt, "of a table")["table", "staged"]
+    assert found.calls == 3 and found.nbytes >= 3 * 9 * (8 + 8 + 1)
+
+
+def test_of_data_the_rows_of_the_batch_count(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[3]
+    f = rt.function(lambda x: x, outputs="gather", name="of some rows")
+    x = rt.data(np.ones((9, 100)))
+    for batch in (np.array([0, 4, 8]), slice(0, 6), None):
+        f(x, batch=batch)
+    found = totals(rt, "of some rows")["x", "data"]
+    assert found[4:6] == (3, (3 + 6 + 9) * 800)
+
+
+class Reader:
+    """Reads a record at the n-th step that the interpreter takes in ``Record.add``, as another thread may."""
+
+    def __init__(self, record: Record, nth: int) -> None:
+        self.record, self.nth, self.num_steps = record, nth, 0
+        self.seen: list[tuple[int, int, int]] = []
+
+    def trace(self, frame: Any, event: str, argument: Any) -> Any:
+        if frame.f_code is not Record.add.__code__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            self.num_steps += 1
+            if self.num_steps == self.nth:
+                totals, ranks = self.record.totals("f"), self.record.rank_totals("f")
+                self.seen += [(each.calls, each.nbytes, rank.in_nbytes) for each, rank in zip(totals, ranks)]
+        return self.trace
+
+
+def test_a_profile_that_is_read_at_any_moment_changes_no_number() -> None:
+    words = np.zeros((2, len(Up)), np.int64)
+    nth, num_steps = 1, 1
+    while nth <= num_steps:
+        record = Record("f")
+        counts = [(0, 0, 0)]  # calls, bytes, bytes of a rank
+        for number in range(8):
+            num_rows, row_nbytes = 1 + number // 2 % 2, 40 * (1 + number // 4)
+            transfers = record.known((Transfer("x", "staged", 4 * row_nbytes, row_nbytes),))
+            reader, before = Reader(record, nth), sys.gettrace()
+            sys.settrace(reader.trace)
+            try:
+                record.add(transfers, (0, 1), (num_rows, num_rows), words, 1)
+            finally:
+                sys.settrace(before)
+            num_steps = max(num_steps, reader.num_steps)
+            calls, nbytes, of_rank = counts[-1]
+            counts.append((calls + 1, nbytes + 4 * row_nbytes, of_rank + num_rows * row_nbytes))
+            assert set(reader.seen) <= {*counts[-2:]}  # without the call that is being added, or with it
+        assert record.num_calls == 8
+        assert (*record.totals("f")[0][4:6], record.rank_totals("f")[0].in_nbytes) == counts[-1]
+        nth += 1
+    assert num_steps > 50
 
 
 def test_ranks_are_counted_by_their_rows(shared_runtimes: Any) -> None:

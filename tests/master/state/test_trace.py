@@ -58,6 +58,53 @@ def check_apart(spans: list[tuple[float, float, str]]) -> None:
             assert is_after or is_inside, (name, later)
 
 
+class Struck(Exception):
+    """What the handler of a signal raises."""
+
+
+@pytest.mark.parametrize("compare", [False, True])
+@pytest.mark.parametrize("name", ["__enter__", "__exit__"])
+def test_a_signal_at_any_line_leaves_no_trace_open(rt: Any, name: str, compare: bool) -> None:
+    """All lines but the first: a handler that raises before a context manager can do anything is beyond it."""
+    f = rt.function(lambda x: x.sum(), outputs="sum", name="struck")
+    f(np.ones(2))
+    code, before = getattr(trace, name).__code__, sys.gettrace()
+    followers = [*rt._session.followers]
+    lines = sorted({line for _, _, line in code.co_lines() if line is not None and line > code.co_firstlineno})
+    struck = 0
+
+    def strike(signum: int, frame: Any) -> None:
+        raise Struck
+
+    handler = signal.signal(signal.SIGALRM, strike)
+    try:
+        for line in lines[1:]:
+
+            def at_line(frame: Any, event: str, argument: Any, line: int = line) -> Any:
+                if frame.f_code is not code:
+                    return None
+                if event == "line" and frame.f_lineno == line:
+                    sys.settrace(None)
+                    signal.raise_signal(signal.SIGALRM)
+                return at_line
+
+            sys.settrace(at_line)
+            try:
+                with trace(compare=compare):
+                    f(np.ones(2))
+            except Struck:
+                struck += 1
+            finally:
+                sys.settrace(before)
+            assert rt._session.tracer is None and rt._session.followers == followers
+            with trace() as t:
+                f(np.ones(2))
+            assert {row[2] for row in t.rows()} >= {"struck"}
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+    assert struck > 2
+
+
 def test_the_spans_of_plain_calls(rt: Any) -> None:
     f = rt.function(lambda x: time.sleep(0.002) or x.sum(), outputs="sum", name="summed")
     began = time.monotonic()
