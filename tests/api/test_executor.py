@@ -194,6 +194,7 @@ def test_cancel(executor: synk.Executor) -> None:
     assert waiting.cancel() and waiting.cancelled()
     with pytest.raises(concurrent.futures.CancelledError):
         waiting.result()
+    assert harness.wait_for(busy[0].running)
     assert not busy[0].cancel() and [future.result() for future in busy] == [None] * 4
 
 

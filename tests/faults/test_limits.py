@@ -14,7 +14,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.harness import assert_right, children, failpoint, kill_and_wait, outcomes, pids, same_workers, script
+from support.harness import (
+    EVERY_TIME,
+    assert_right,
+    children,
+    failpoint,
+    kill_and_wait,
+    outcomes,
+    pids,
+    same_workers,
+    script,
+)
 
 from synk.errors import CallTimeout, ClosedError, StartupError
 
@@ -177,12 +187,15 @@ def age(worker: Any) -> None:
 
 def aged(rt: Any, rank: int) -> Callable[..., None]:
     """Return what starts processes that are stuck, and have been for long, in the place of those of ``rank``."""
-    start = rt._session.workers.processes.start_again
+    processes = rt._session.workers.processes
+    start = processes.start_again
 
     def start_stuck(worker: Any, *args: Any) -> None:
-        start(worker, *args)
+        with pytest.MonkeyPatch.context() as context:
+            if worker.rank == rank:
+                context.setattr(processes, "_failpoints", [failpoint("start.ready", rank, EVERY_TIME, "stop")])
+            start(worker, *args)
         if worker.rank == rank:
-            os.kill(worker.process.pid, signal.SIGSTOP)
             age(worker)
 
     return start_stuck
