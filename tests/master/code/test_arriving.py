@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 import synk
@@ -72,6 +73,13 @@ class Key:
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_an_object_in_a_table_arrives_as_it_is(shared_runtimes: Any, name: str) -> None:
+    make, read = OBJECTS[name]
+    f = shared_runtimes[2].function(lambda frame: [read(held[0]) for held in frame["held"]], outputs="gather")
+    assert f(pd.DataFrame({"held": [[make()], [make()], [make()]]})) == 3 * [read(make())]
 
 
 @pytest.mark.parametrize("name", OBJECTS)
