@@ -169,10 +169,11 @@ def check_no_list(value: Any, verb: str, what: str, label: str = "", caller: str
     )
 
 
-def take_apart(value: Any, *, by_rows: bool = False) -> tuple[list[Any], Any]:
+def take_apart(value: Any, *, dumps: Callable[[Any], bytes] | None = None) -> tuple[list[Any], Any]:
     """Return the leaves of a nested value, and its structure.
 
-    With ``by_rows`` a sparse matrix or a table with rows to divide is taken apart as well; otherwise it is a leaf.
+    With ``dumps``, which pickles columns of objects, a sparse matrix or a table with rows to divide is taken apart as
+    well; otherwise it is a leaf.
 
     Raises
     ------
@@ -190,21 +191,21 @@ def take_apart(value: Any, *, by_rows: bool = False) -> tuple[list[Any], Any]:
     {'x': 'a', 'y': ('b', None)}
     """
     leaves: list[Any] = []
-    return leaves, _structure(value, leaves, by_rows)
+    return leaves, _structure(value, leaves, dumps)
 
 
-def _structure(value: Any, leaves: list[Any], by_rows: bool) -> Any:
+def _structure(value: Any, leaves: list[Any], dumps: Callable[[Any], bytes] | None) -> Any:
     if value is None:
         return None
     if not is_nested(value):
-        if by_rows and type(value) is not np.ndarray and has_inner_rows(value):
-            maker, arrays = csr_parts(value) if is_csr(value) else table_parts(value)
+        if dumps is not None and type(value) is not np.ndarray and has_inner_rows(value):
+            maker, arrays = csr_parts(value) if is_csr(value) else table_parts(value, dumps)
             leaves += [array for array, _ in arrays]
             return Container("rows", maker, (), tuple([WHOLE if is_whole else LEAF for _, is_whole in arrays]))
         leaves.append(value)
         return LEAF
     kind, make, keys, parts = _opened(value)
-    return Container(kind, make, keys, tuple([_structure(part, leaves, by_rows) for part in parts]))
+    return Container(kind, make, keys, tuple([_structure(part, leaves, dumps) for part in parts]))
 
 
 def take_apart_whole(value: Any) -> tuple[list[Any], Any]:

@@ -14,14 +14,11 @@ import functools
 import importlib
 import pickle
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import cloudpickle
 import numpy as np
-
-from synk._pure.interrupts import safe_point
 
 _MODULES = {"pandas": "synk._pure.pandas_tables", "polars": "synk._pure.polars_tables"}
 _BLOCK = 1 << 13
@@ -67,8 +64,14 @@ def functions_for(library: str) -> Any:
     return importlib.import_module(_MODULES[library])
 
 
-def table_parts(table: Any) -> tuple[TableRows, list[tuple[np.ndarray, bool]]]:
+def table_parts(table: Any, dumps: Callable[[Any], bytes]) -> tuple[TableRows, list[tuple[np.ndarray, bool]]]:
     """Return an object that builds rows of a table, and the arrays that it needs.
+
+    Parameters
+    ----------
+    table : Series or DataFrame
+    dumps : callable
+        Pickles an object.
 
     Returns
     -------
@@ -91,14 +94,14 @@ def table_parts(table: Any) -> tuple[TableRows, list[tuple[np.ndarray, bool]]]:
     for position, column in enumerate(columns, len(labels) - len(columns)):
         arrays = functions.arrays(column)
         what = f"column {labels[position]!r}" if position >= 0 else "index"
-        whole = _blocks(column, what) if arrays is None else ()
+        whole = _blocks(column, what, dumps) if arrays is None else ()
         parts += [(each, True) for each in whole] + [(each, False) for each in arrays or ()]
         counts.append(0 if arrays is None else len(arrays))
     has_numbers = has_numbers or 0 in counts
     if has_numbers:
         num_rows = len(table)
         parts.insert(0, (np.arange(num_rows, dtype=np.int32 if num_rows < 1 << 31 else np.int64), False))
-    return TableRows(library, kind_of(table), _dumps(template, "labels"), tuple(counts), has_numbers), parts
+    return TableRows(library, kind_of(table), _pickled(template, "labels", dumps), tuple(counts), has_numbers), parts
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ class TableRows:
     --------
     >>> import pandas
     >>> frame = pandas.DataFrame({"price": [1.5, 2.5, 3.5], "name": ["a", "b", "c"]})
-    >>> make, parts = table_parts(frame)
+    >>> make, parts = table_parts(frame, pickle.dumps)
     >>> make(*[array if is_whole else array[1:] for array, is_whole in parts])
        price name
     1    2.5    b
@@ -156,9 +159,9 @@ class TableRows:
 # -- columns that are pickled -----------------------------------------------------------------------------------------
 
 
-def _blocks(column: Any, what: str) -> tuple[np.ndarray, np.ndarray]:
+def _blocks(column: Any, what: str, dumps: Callable[[Any], bytes]) -> tuple[np.ndarray, np.ndarray]:
     """Return the pickled blocks of a column as one array, and where each block ends."""
-    pickles = [_dumps(column[start : start + _BLOCK], what) for start in range(0, len(column), _BLOCK)]
+    pickles = [_pickled(column[start : start + _BLOCK], what, dumps) for start in range(0, len(column), _BLOCK)]
     ends = np.cumsum([len(each) for each in pickles], dtype=np.int64)
     data = b"".join(pickles)
     # Round the size up, so that columns of about the same size fit the same plan.
@@ -178,13 +181,9 @@ def _loaded(column: Any, parts: Iterator[np.ndarray], numbers: np.ndarray | None
     return functions.taken(functions.concatenated([column, *loaded]), np.searchsorted(wanted, blocks) * _BLOCK + places)
 
 
-def _dumps(value: Any, what: str) -> bytes:
+def _pickled(value: Any, what: str, dumps: Callable[[Any], bytes]) -> bytes:
     try:
-        try:  # saves two thirds of the time if the column has no classes of the script
-            data = safe_point(pickle.dumps, value, protocol=5)
-        except Exception:
-            data = None
-        return safe_point(cloudpickle.dumps, value, protocol=5) if data is None or b"__main__" in data else data
+        return dumps(value)
     except Exception as error:
         raise TypeError(f"its {what} cannot be pickled ({type(error).__name__}: {error})") from error
 

@@ -216,10 +216,18 @@ class TravelPickler(Pickler):
         return by_word(cls, recipe, self.has_word)
 
 
-def dumps(obj: Any) -> bytes:
-    """Return ``obj`` pickled for another process. A class that is known there stays as it is."""
+def dumps(
+    obj: Any, *, protocol: int = 5, buffer_callback: Callable[[Any], Any] | None = None, has_word: bool = False
+) -> bytes:
+    """Return ``obj`` pickled for another process, or for a file.
+
+    A class that is known where it is loaded stays as it is there. With ``has_word`` it becomes what it is here, if this
+    process has made it.
+    """
     file = io.BytesIO()
-    safe_point(TravelPickler(file, protocol=5).dump, obj)
+    pickler = TravelPickler(file, protocol=protocol, buffer_callback=buffer_callback)
+    pickler.has_word = has_word
+    safe_point(pickler.dump, obj)
     return file.getvalue()
 
 

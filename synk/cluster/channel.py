@@ -10,7 +10,6 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import cloudpickle
 import numpy as np
 
 from synk._pure.ranges import LINE_NBYTES, round_up
@@ -19,6 +18,7 @@ from synk._wire.control import control_blocks
 from synk._wire.descriptors import Descriptor
 from synk._wire.lifeline import tie_to_master
 from synk._wire.memory import Segment
+from synk._wire.parcels import dumps
 
 _COUNT = struct.Struct("<Q")
 
@@ -79,7 +79,7 @@ def unpacked(data: Any) -> Any:
 
 def with_code(obj: Any) -> Parts:
     """Pack an object that may refer to classes of the user's script."""
-    return Parts.of(obj, cloudpickle.dumps)
+    return Parts.of(obj, dumps)
 
 
 class NodeChannel(Channel):

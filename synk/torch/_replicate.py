@@ -19,7 +19,6 @@ from concurrent.futures import Future
 from dataclasses import asdict, replace
 from typing import Any
 
-import cloudpickle
 import torch
 
 from synk._api.current import current
@@ -32,6 +31,7 @@ from synk._pure.interrupts import as_operation
 from synk._pure.output_ops import DEFAULT_OP
 from synk._pure.tensors import num_torch_threads
 from synk._pure.tracebacks import verb
+from synk._wire.parcels import dumps
 from synk.errors import ReentrancyError
 from synk.torch import _checkpoint, _rank, _state, _state_bytes
 from synk.torch._links import link, refresh_of, unlink
@@ -438,7 +438,7 @@ class Replicated(Handle):
             state = {**self.state_dict(), "objects": []}
         others = [_state.other_attributes(obj) if _state.is_optimizer(obj) else {} for obj in self._objects]
         gradients = [parameter.grad for parameter in _state.parameters_of(self._objects)]
-        made = cloudpickle.dumps((self._objects, others, gradients), protocol=5)
+        made = dumps((self._objects, others, gradients))
         name, options = self._resident.name, asdict(self._options)
         return {"kind": "replicated", "name": name, "object": made, "options": options, "state": state}
 

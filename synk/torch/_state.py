@@ -9,7 +9,6 @@ In one file because what a state holds and what a fingerprint sees must agree, p
 from __future__ import annotations
 
 import copy
-import pickle
 import types
 import zlib
 from collections import deque
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from synk._wire.parcels import dumps
 from synk.torch._take_over import CODE, PLAIN, updated
 
 State = dict[str, Any]
@@ -227,7 +227,7 @@ def fingerprint(obj: Any, before: dict[str, Any] | None = None) -> dict[str, Any
         }
     if _has_state_dict(obj):
         return {"state_dict": _marks(obj.state_dict())}
-    return {"whole": pickle.dumps(obj, protocol=5)}
+    return {"whole": dumps(obj)}
 
 
 class Glance:

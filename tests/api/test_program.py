@@ -239,6 +239,23 @@ def test_a_round_trip_in_a_fresh_process(walk: Walk, tmp_path: Path, way: str) -
     assert eval(second) == [2.0, 2.0]
 
 
+def test_objects_of_the_scripts_classes_in_a_fresh_process(shared_runtimes: Any, tmp_path: Path) -> None:
+    class Price:
+        __slots__ = ("value",)
+
+        def __init__(self, value: float) -> None:
+            self.value = value
+
+    rt, path = shared_runtimes[2], tmp_path / "prices.npz"
+    price = rt.resident(Price(3.5))
+    synk.Program(f=rt.function(lambda: price.value.value, outputs="first")).save(path)
+    ran = subprocess.run(
+        [sys.executable, "-c", "import sys, synk; print(synk.Program.load(sys.argv[1]).on(num_workers=2).f())", path],
+        env={**os.environ, "PYTHONPATH": str(PACKAGE_FOLDER)}, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (ran.stdout, ran.stderr) == ("3.5\n", "")
+
+
 def test_a_pickle_is_little_more_than_its_values(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     w = rt.shared(np.random.default_rng(0).random(50_000))
@@ -393,6 +410,19 @@ def test_an_object_that_cannot_be_pickled_moves_by_its_state(shared_runtimes: An
     g(X)
     with pytest.raises(TypeError, match=r"cannot pickle '_thread\.lock' object"):
         pickle.dumps(synk.Program(g=g))
+
+
+def test_a_class_of_the_program_stays_as_it_is(shared_runtimes: Any) -> None:
+    class Price:
+        scale = 1
+
+    rt = shared_runtimes[2]
+    price = rt.resident(Price())
+    program = synk.Program(f=rt.function(lambda: type(price.value).__name__, outputs="first"))
+    data = pickle.dumps(program)
+    Price.scale = 5
+    assert pickle.loads(data).on(shared_runtimes[1]).f() == "Price"
+    assert Price.scale == 5
 
 
 def test_a_fault_while_an_object_is_copied_is_no_reason_to_take_its_state(

@@ -45,6 +45,18 @@ def test_what_is_packed_comes_out(pack: Any) -> None:
     assert_same(unpacked(joined), want)
 
 
+class Named(np.ndarray):
+    """Has an attribute."""
+
+
+def test_a_reply_keeps_views_and_attributes() -> None:
+    array = np.arange(3.0).view(Named)
+    array.unit = "m"  # type: ignore[attr-defined]
+    view, copy = unpacked(with_code((memoryview(np.arange(4)), array)).joined())
+    assert (type(view), view.format, view.tolist()) == (memoryview, "l", [0, 1, 2, 3])
+    assert (type(copy), copy.unit, copy.tolist()) == (Named, "m", [0.0, 1.0, 2.0])
+
+
 def test_arrays_are_views_of_the_message() -> None:
     data = np.frombuffer(bytearray(Parts.of(parts_of(1 << 12)).joined()), np.uint8)
     assert np.shares_memory(unpacked(data)["large"], data)

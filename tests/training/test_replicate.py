@@ -1189,3 +1189,33 @@ def test_a_replica_that_is_dropped_is_freed_on_the_ranks(shared_runtimes: Any) -
     gc.collect()
     assert num_parameters(rows) == [0, 0]
     assert not rt._session.guests  # what is asked to leave when the runtime is closed
+
+
+class Named(np.ndarray):
+    """Has an attribute."""
+
+
+class Scale:
+    """An object without ``state_dict`` that holds what NumPy's and Python's own pickles lose or refuse."""
+
+    def __init__(self) -> None:
+        self.factors = np.ones(2).view(Named)
+        self.factors.unit = "m"  # type: ignore[attr-defined]
+        self.view = memoryview(np.arange(2.0))
+
+    def read(self) -> str:
+        return f"{self.factors.unit} {self.view.format} {self.view.tolist()}"  # type: ignore[attr-defined]
+
+
+def test_views_and_attributes_of_arrays_are_replicated(shared_runtimes: Any) -> None:
+    model, scale = mlp(1), Scale()
+    rep = synk.torch.replicate(model, scale, runtime=shared_runtimes[2])
+    f = rep.function(lambda model, scale, x: scale.read(), outputs=None)
+    x = torch.zeros(4, 2)
+    assert f(x) == 2 * [scale.read()]
+    scale.factors.unit = "km"  # type: ignore[attr-defined]
+    assert f(x) == 2 * [scale.read()]
+    scale.view[0] = 7.0
+    assert f(x) == 2 * [scale.read()]
+    (copy,) = synk.Program(f=f).on(shared_runtimes[1])._handles
+    assert copy._objects[1].read() == scale.read()

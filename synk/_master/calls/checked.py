@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._master.calls.arguments import Argument, Nest
+from synk._master.calls.arguments import Argument, Nest, dumps_rows
 from synk._master.code.handles import Handle
 from synk._master.objects.data import Contents, Data
 from synk._master.objects.resident import Resident
@@ -138,7 +138,7 @@ class Checks:
         """Classify the leaves of a scattered argument: leaves with rows are divided, single values go to every rank."""
         what, kind = f"{label} of {self._name!r}", type(value).__name__
         try:
-            leaves, structure = take_apart(value, by_rows=True)
+            leaves, structure = take_apart(value, dumps=dumps_rows)
         except TypeError as error:
             raise TypeError(f"cannot scatter {what}: {error}. Pass its arrays in a dict or a tuple.") from None
         except RecursionError:

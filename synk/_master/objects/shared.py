@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-import cloudpickle
 import numpy as np
 
 from synk._master import collectives
@@ -16,6 +15,7 @@ from synk._pure.read_only import read_only
 from synk._pure.show import table
 from synk._pure.tracebacks import verb
 from synk._pure.trees import flatten, paths, skeleton_of, unflatten
+from synk._wire.parcels import dumps
 from synk._wire.variables import flatten_value, resolve_variable, value_as_array
 
 
@@ -112,7 +112,7 @@ class Shared(Handle):
             "name": self.name,
             "sharded": self.is_sharded,
             "arrays": dict(zip(paths(skeleton) if self._referent.is_nested else [""], leaves)),
-            "skeleton": cloudpickle.dumps(skeleton, protocol=5),
+            "skeleton": dumps(skeleton),
         }
 
     def __reduce__(self) -> Any:

@@ -13,11 +13,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import cloudpickle
-
 from synk._pure.interrupts import deferred
 from synk._wire.memory import Segment
 from synk._wire.messages import Body
+from synk._wire.parcels import dumps
 
 _numbers = itertools.count(1)
 
@@ -39,7 +38,7 @@ class PickledSettings:
 
     def __init__(self, names: Sequence[str], values: list[Any]) -> None:
         self.values = values
-        self._data = cloudpickle.dumps(dict(zip(names, values)), protocol=5)
+        self._data = dumps(dict(zip(names, values)))
 
     def __reduce__(self) -> Any:
         return bytes, (self._data,)

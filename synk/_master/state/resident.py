@@ -16,8 +16,6 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import cloudpickle
-
 from synk._master.code.handles import HandlePickler
 from synk._master.processes.log import Dropped
 from synk._master.processes.program import search_path
@@ -25,6 +23,7 @@ from synk._master.workers.failures import raise_failures
 from synk._master.workers.ranks import Ranks
 from synk._pure.interrupts import safe_point
 from synk._wire.messages import Kind, Reply
+from synk._wire.parcels import dumps
 from synk._wire.residents import NEVER, Adopt, Dump, ReportStates, Restore, methods_of
 from synk.errors import ClosedError, SerializationError, WorkerDied, add_note
 
@@ -86,7 +85,7 @@ class ResidentObject:
     def whole(self, deadline: float | None) -> dict[str, Any]:
         """Return rank 0's whole object, with its own ``dump`` and ``load``, as one pickle."""
         value = self.residents.copy_of(self, 0, deadline)
-        return {"object": safe_point(cloudpickle.dumps, (value, self._dump, self._load), protocol=5), "state": None}
+        return {"object": dumps((value, self._dump, self._load)), "state": None}
 
     def replace(self, value: Any, version: int) -> None:
         """Give every rank ``value`` as its object. The ranks learn of it before anything else."""

@@ -20,8 +20,6 @@ from collections.abc import Iterator
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
-
 from synk._pure.generators import generator_states, restore_generators
 from synk._pure.ops import EACH
 from synk._wire.cell import cell
@@ -77,7 +75,7 @@ class Trial:
 
     def renew(self) -> None:
         """Make a new copy of the function, in the state of the first one."""
-        self.function.fn = cloudpickle.loads(self._data)
+        self.function.fn = pickle.loads(self._data)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:

@@ -396,6 +396,21 @@ def test_classes_of_the_script(shared_runtimes: Any) -> None:
     assert f(frame) == ("Labelled", 4)
 
 
+def test_classes_of_the_script_that_change(shared_runtimes: Any) -> None:
+    """No function captures a class that only a column brings."""
+
+    class Price:
+        factor = 1
+
+        def value(self) -> int:
+            return 2 * self.factor
+
+    frame = pd.DataFrame({"a": [Price(), Price(), Price()]})
+    f = shared_runtimes[2].function(lambda d: sum(price.value() for price in d["a"]), outputs="sum")
+    for Price.factor in (1, 2, 2, 3):
+        assert f(frame) == 6 * Price.factor
+
+
 # -- as an output -----------------------------------------------------------------------------------------------------
 
 

@@ -6,10 +6,13 @@ The expected values come from the same reading of the object in this process.
 from __future__ import annotations
 
 import array
+import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 import synk
@@ -63,6 +66,50 @@ def test_an_object_arrives_as_it_is(shared_runtimes: Any, name: str) -> None:
     assert captured.verify(X)
     if not isinstance(obj, np.ndarray):  # an output that is an array comes back as one, without its class
         assert read(rt.function(lambda x: obj, outputs="first")(X)) == want
+
+
+class Key:
+    """A key of a nesting that holds an object."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_an_object_in_a_table_arrives_as_it_is(shared_runtimes: Any, name: str) -> None:
+    make, read = OBJECTS[name]
+    f = shared_runtimes[2].function(lambda frame: [read(held[0]) for held in frame["held"]], outputs="gather")
+    assert f(pd.DataFrame({"held": [[make()], [make()], [make()]]})) == 3 * [read(make())]
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_an_object_moves_as_it_is(shared_runtimes: Any, name: str) -> None:
+    make, read = OBJECTS[name]
+    rt, want = shared_runtimes[2], read(make())
+    held, nested = rt.resident([make()]), rt.shared({Key(make()): X})
+    own = rt.resident({"by": make()}, dump=dict, load=dict.update)
+    program = synk.Program(
+        held=rt.function(lambda x: read(held.value[0]), outputs="first"),
+        own=rt.function(lambda x: read(own.value["by"]), outputs="first"),
+        nested=rt.function(lambda x: [read(key.inner) for key in nested.value], outputs="first"),
+    )
+    q = pickle.loads(pickle.dumps(program)).on(shared_runtimes[1])
+    assert (q.held(X), q.own(X), q.nested(X)) == (want, want, [want])
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_what_a_warning_class_in_a_filter_holds_arrives_as_it_is(shared_runtimes: Any, name: str) -> None:
+    make, read = OBJECTS[name]
+
+    class Own(Warning):
+        held = make()
+
+    def held(x: Any) -> Any:
+        return [read(kind.held) for _, _, kind, *_ in warnings.filters if kind.__name__ == "Own"]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Own)
+        assert shared_runtimes[2].function(held, outputs="first")(X) == [read(make())]
 
 
 def test_the_elements_of_a_memoryview_are_compared(shared_runtimes: Any) -> None:
