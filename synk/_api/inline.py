@@ -61,7 +61,7 @@ class InlineChannel:
             if worker.peers.is_communicating:
                 worker.peers.leave_call(worker.lane)
         self.reply(sequence, status, reply_flags, data)
-        worker.tidy(kind, status)
+        worker.tidy(kind)
         if status == _BYE:
             os.eventfd_write(self.ended_fd, 1)
 

@@ -95,7 +95,7 @@ class Session:
         ``bytes_down`` and ``bytes_up`` count bodies here, without doorbells; see :meth:`counted`.
     numbers : iterator of int
         Numbers for calls, and for collectives on devices.
-    plan_ids, assembly_ids : iterator of int
+    plan_ids : iterator of int
     total_ranks : int
         The ranks of all nodes. This session divides rows among ``world_size`` of them.
     nodes : object or None
@@ -131,7 +131,7 @@ class Session:
         self.tracer: Tracer | None = None
         self.balance: Balance | None = None
         self.numbers: Iterator[int] = itertools.count(1)
-        self.plan_ids, self.assembly_ids = itertools.count(1), itertools.count(1)
+        self.plan_ids = itertools.count(1)
         self.guests: weakref.WeakKeyDictionary[Guest, None] = weakref.WeakKeyDictionary()
         self.workers = Workers(
             placement,

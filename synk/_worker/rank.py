@@ -18,9 +18,10 @@ import numpy as np
 
 from synk._wire.control import NUM_LANES, Down, Phase, Up
 from synk._wire.memory import Segment
-from synk._wire.messages import HAS_BODY, LANE_SHIFT, Kind, Status
+from synk._wire.messages import HAS_BODY, LANE_SHIFT, Kind
 from synk._worker import failpoints as _failpoints
 from synk._worker.call.execute import PlanExecutor, WorkerLane
+from synk._worker.call.outputs import Stage
 from synk._worker.call.peers import Peers
 from synk._worker.comm.collectives import Collectives
 from synk._worker.held.held import Held
@@ -38,9 +39,9 @@ _RSS_INTERVAL_NS = 1_000_000_000
 # Members of an enumeration are slow to look up.
 _PHASE, _FUNCTION = int(Up.PHASE), int(Phase.FUNCTION)
 _ALL_ROWS = int(Down.ALL_ROWS)
-_CALL, _DONE = int(Kind.CALL), int(Status.DONE)
+_CALL = int(Kind.CALL)
 _CALLS = (_CALL, int(Kind.CHECK))
-_WITH_OUTPUTS = (_CALL, int(Kind.PUBLISH), int(Kind.ASSEMBLE))
+_OUTPUTS_DONE = Stage.DONE
 
 
 class Interrupted(KeyboardInterrupt):
@@ -253,7 +254,7 @@ class Worker:
         elif kind in _CALLS:  # the user's code is about to run again, and may change what it has returned
             for index in others:
                 outputs = self.lanes[index].executor.outputs
-                if outputs.held_plan is not None:
+                if outputs.stage:
                     with self.backend.running():
                         outputs.detach()
 
@@ -266,7 +267,7 @@ class Worker:
                 self.only_lane = None
         self.used_lanes -= lanes
 
-    def tidy(self, kind: int, status: int) -> None:
+    def tidy(self, kind: int) -> None:
         """After the reply, wake peers and drop outputs that nobody needs. Finalizers of the user's objects run here."""
         lane = self.lane
         if kind == _CALL:
@@ -279,8 +280,7 @@ class Worker:
             if ended - self.rss_measured > _RSS_INTERVAL_NS:
                 self.rss_measured = ended
                 self.own_up[Up.RSS] = _resident_nbytes()
-        outputs = lane.executor.outputs
-        if outputs.held_plan is not None and not outputs.is_waiting and status == _DONE and kind in _WITH_OUTPUTS:
+        if lane.executor.outputs.stage is _OUTPUTS_DONE:
             lane.executor.forget()
 
     def settle_inputs(self, prepared: PreparedPlan) -> None:

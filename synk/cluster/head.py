@@ -109,7 +109,7 @@ class GatheredOutputs(Assembly):
         world_size: int,
     ) -> None:
         self._arrays = arrays
-        super().__init__(name, outputs, subset, voters, layouts, None, 0, world_size, 0)
+        super().__init__(name, outputs, subset, voters, layouts, None, 0, world_size)
 
     def _own_views(self, voter: int, slots: Segment | None, slot_nbytes: int) -> list[np.ndarray | None]:
         return self._arrays[voter]

@@ -52,12 +52,15 @@ class Assembly:
     slots : Segment
     slot_nbytes : int
     world_size : int
-    number : int
-        The number by which the ranks know it.
     has_group : bool
         Whether the voters reduce large outputs by NCCL.
     is_partial : bool
         Whether large reductions end in partial results, which are merged with those of other nodes.
+
+    Attributes
+    ----------
+    told : set of int
+        The ranks that know their parts of the large outputs.
     """
 
     def __init__(
@@ -70,13 +73,12 @@ class Assembly:
         slots: Segment | None,
         slot_nbytes: int,
         world_size: int,
-        number: int,
         has_group: bool = False,
         is_partial: bool = False,
     ) -> None:
         self._is_partial = is_partial
         self.name = name
-        self.number = number
+        self.told: set[int] = set()
         self.has_group = has_group
         self._slots_id = -1 if slots is None else slots.id
         self.voters = voters

@@ -172,13 +172,15 @@ def _send_new(session: Session, launched: Launched) -> None:
     plan_id = cached.plan.plan_id
     call.has_group = session.group.announce(workers, lane, len(call.ranks))
     contents = {rank: cached.plan for rank in call.ranks if plan_id not in workers.by_rank[rank].known.held["plan"]}
+    if cached.assembly is not None:
+        cached.assembly.told.difference_update(contents)  # a rank keeps its part with the plan
     lease = launched.lease = _lease(session, cached, call)
     segments = cached.segments if lease is None else [*cached.segments, lease.segment]
     cached.is_agreed = False
     # Noted before the plan is sent: if the sending is broken off, each rank counts as having it, and abandon() has all
     # of them drop it.
     for rank in contents:
-        workers.by_rank[rank].known.held["plan"][plan_id] = 0
+        workers.by_rank[rank].known.held["plan"][plan_id] = True
     lane.first_down[_RESULT] = 0 if lease is None else lease.segment.id
     workers.send(
         _CALL, call.ranks, plan_id, contents, segments, launched.deadline, "call", launched.what, lane.index, launched
@@ -249,9 +251,7 @@ def _lease(session: Session, cached: CachedPlan, call: Call) -> Lease | None:
     assembly = cached.assembly
     if assembly is None or not assembly.result_nbytes or call.has_group:
         return None
-    by_rank = session.workers.by_rank
-    plan_id = cached.plan.plan_id
-    if any(by_rank[rank].known.held["plan"].get(plan_id) != assembly.number for rank in call.ranks):
+    if not assembly.told.issuperset(call.ranks):
         return None
     layouts = [cached.layouts[rank] for rank in call.ranks]
     if not assembly.fits(call.ranks, layouts, cached.lane.slots, False):

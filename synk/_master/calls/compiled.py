@@ -156,7 +156,7 @@ def _why_by_options(launched: Launched) -> str:
 def _why_new(session: Session, launched: Launched) -> str:
     """Say why calls like a successful one are new each time; empty if they need not be."""
     call, cached = launched.call, launched.cached
-    assembly, plan_id = cached.assembly, cached.plan.plan_id
+    assembly = cached.assembly
     by_options = _why_by_options(launched)
     if by_options:
         return by_options
@@ -169,8 +169,7 @@ def _why_new(session: Session, launched: Launched) -> str:
     if assembly is None:
         return "its outputs are not put together"
     # Ranks that know their parts of large outputs put them in place without being asked.
-    known = [session.workers.by_rank[rank].known.held["plan"].get(plan_id) for rank in call.ranks]
-    if not cached.is_agreed or (assembly.result_nbytes and any(number != assembly.number for number in known)):
+    if not cached.is_agreed or (assembly.result_nbytes and not assembly.told.issuperset(call.ranks)):
         return "its large outputs are new to the workers"
     staged = iter(cached.staged)
     for argument in call.arguments:

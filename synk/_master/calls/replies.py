@@ -140,8 +140,7 @@ def _agree(session: Session, launched: Launched, layouts: list[Layout]) -> Assem
         ops = EACH if call.options.is_apart else launched.function.ops
         assembly = cached.assembly = Assembly(
             launched.function.name, ops, cached.plan.output_subset, call.ranks, layouts,
-            lane.slots, lane.slot_nbytes, session.world_size, next(session.assembly_ids), call.has_group,
-            launched.function.is_partial,
+            lane.slots, lane.slot_nbytes, session.world_size, call.has_group, launched.function.is_partial,
         )  # fmt: skip
         written = [0] * session.world_size
         for rank, layout in zip(call.ranks, layouts):
@@ -157,12 +156,10 @@ def _large_outputs(
     session: Session, launched: Launched, assembly: Assembly, replies: dict[int, Reply], lease: Lease | None
 ) -> Steps[Lease]:
     """Have the ranks that have not done so put their parts of the large outputs in place. Return the leased buffer."""
-    plan_id = launched.cached.plan.plan_id
-    held = {rank: session.workers.by_rank[rank].known.held["plan"] for rank in launched.call.ranks}
-    waiting = [rank for rank in held if not replies[rank].flags & IS_ASSEMBLED]
+    waiting = [rank for rank in launched.call.ranks if not replies[rank].flags & IS_ASSEMBLED]
     lease = lease or session.memory.lease_result(assembly.result_nbytes)
     if waiting:
-        moves = {rank: assembly.moves[rank] for rank in waiting if held[rank].get(plan_id) != assembly.number}
+        moves = {rank: assembly.moves[rank] for rank in waiting if rank not in assembly.told}
         try:
             assembled = yield _ask(
                 session, launched, Kind.ASSEMBLE, waiting, lease.segment.id, moves, [lease.segment], "reduce"
@@ -172,8 +169,7 @@ def _large_outputs(
             session.memory.results.give_back(lease)  # the exception may be kept, and this frame with it
             raise
         # Only after the replies: a rank that was interrupted may not have kept its part for later calls.
-        for rank in waiting:
-            held[rank][plan_id] = assembly.number
+        assembly.told.update(waiting)
     return lease
 
 

@@ -179,8 +179,7 @@ class Known:
     read : int
         The position in the log up to which the rank has read.
     held : dict of str to dict
-        By kind and number: ``"segment"`` and ``"parcel"`` (True), ``"plan"`` (the number of the assembly that told the
-        rank its part, 0 before there is one).
+        By kind (``"segment"``, ``"plan"`` and ``"parcel"``) and number: True.
     """
 
     def __init__(self, rank: int, log: Log) -> None:

@@ -53,7 +53,7 @@ class PlanExecutor:
 
     def run(self, prepared: PreparedPlan, variables: VariableStore) -> Any:
         """Call the user's function on this rank's rows and return its result, accumulated over the slices."""
-        if self.outputs.held_plan is not None:
+        if self.outputs.stage:
             # The lane's last call is over: the master uses a lane again only when it has collected the call before.
             self.outputs.forget()
         if variables.plan is not prepared:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from synk._pure.output_ops import match_ops, wanted_leaves
 from synk._pure.table_outputs import num_rows
 from synk._pure.trees import flatten, output_names, skeleton_of
 from synk._wire.memory import Segment
-from synk._wire.messages import LARGE_NBYTES, Layout, Leaf, Move, Status
+from synk._wire.messages import LARGE_NBYTES, Layout, Leaf, Status
 from synk._worker.call.large_outputs import LargeOutputs, own
 from synk._worker.call.values import Object, Partial, array_or_object, take_lists
 from synk._worker.held.plans import LoadedFunction, OutputSlots, PreparedPlan, is_plain_output
@@ -21,6 +22,19 @@ from synk._worker.held.slots import NO_VIEW, Slots
 from synk._worker.held.variables import VariableStore
 from synk.backends import Backend
 from synk.errors import SharedMemoryError
+
+
+class Stage(IntEnum):
+    """How far the outputs of a call have got."""
+
+    EMPTY = 0  # none are held
+    UNPUBLISHED = 1  # there is no room for them yet
+    UNASSEMBLED = 2  # some are large, and not yet in the result
+    DONE = 3  # nobody needs them any more
+
+
+# Members of an enumeration are slow to look up.
+_EMPTY, _UNPUBLISHED, _UNASSEMBLED, _DONE = Stage.EMPTY, Stage.UNPUBLISHED, Stage.UNASSEMBLED, Stage.DONE
 
 
 class Outputs:
@@ -39,10 +53,7 @@ class Outputs:
     ----------
     slots : Slots
     large : LargeOutputs
-    held_plan : PreparedPlan or None
-        The plan of the last call, as long as any of its outputs are held.
-    is_waiting : bool
-        Whether outputs are still to be assembled.
+    stage : Stage
     """
 
     def __init__(self, rank: int, backend: Backend, down: np.ndarray, meanwhile: Callable[[], None]) -> None:
@@ -50,10 +61,8 @@ class Outputs:
         self._meanwhile = meanwhile
         self.slots = Slots(rank, down)
         self.large = LargeOutputs(backend, self.slots)
-        self.held_plan: PreparedPlan | None = None
-        self.is_waiting = False
+        self.stage = _EMPTY
         self._values: list[Any] = []
-        self._is_published = False
         self._lost: BaseException | None = None  # why the outputs no longer exist
 
     def repeat(self, prepared: PreparedPlan, result: Any, variables: VariableStore) -> bool:
@@ -110,12 +119,11 @@ class Outputs:
             layout = prepared.layout = Layout(skeleton, tuple(leaves), assigned)
             prepared.slot_key = None
         # From here on the lane holds the outputs: ``forget`` drops them, wherever the call is broken off.
-        self.held_plan, self._values = prepared, outputs
-        self.is_waiting = any(leaf.nbytes >= LARGE_NBYTES for leaf in leaves)
+        self.stage, self._values = _UNPUBLISHED, outputs
         status = self._fill_slot(prepared)
         if assigned and not variables.store():
             status = Status.UNPUBLISHED
-        self._is_published = status == Status.DONE
+        self._note_published(prepared, status)
         self._meanwhile()
         self._backend.synchronize()
         is_complete = status == Status.DONE and not objects and subset is None
@@ -150,37 +158,42 @@ class Outputs:
                 self.large.publish(position, array, view, op)
         return Status.DONE
 
-    def republish(self, variables: VariableStore) -> Status:
+    def _note_published(self, prepared: PreparedPlan, status: Status) -> None:
+        """Move on to the next stage if the outputs were published."""
+        assert prepared.layout is not None
+        if status == Status.DONE:
+            has_large = any(leaf.nbytes >= LARGE_NBYTES for leaf in prepared.layout.leaves)
+            self.stage = _UNASSEMBLED if has_large else _DONE
+
+    def republish(self, prepared: PreparedPlan, variables: VariableStore) -> Status:
         """Publish the outputs of the last call again, into new slots and buffers."""
-        assert self.held_plan is not None
         if self._lost is not None:
             raise self._lost
         if variables.assigned and not variables.store():
             raise SharedMemoryError("cannot store the new value of a shared variable: its buffer has no room for it.")
-        status = self._fill_slot(self.held_plan)
-        self._is_published = status == Status.DONE
+        status = self._fill_slot(prepared)
+        self._note_published(prepared, status)
         self._backend.synchronize()
         return status
 
-    def assemble(self, moves: Sequence[Move], result: Segment) -> None:
+    def assemble(self, prepared: PreparedPlan, result: Segment) -> None:
         """Write this rank's part of the large outputs to the result segment."""
-        if not self.is_waiting:  # only other ranks have large outputs
+        if self.stage is not _UNASSEMBLED:  # only other ranks have large outputs
             return
         if self._lost is not None:
             raise self._lost
-        assert self.held_plan is not None
-        self.large.assemble(self.held_plan, moves, result)
+        self.large.assemble(prepared, prepared.moves, result)
         self._backend.synchronize()
-        self.is_waiting = False
+        self.stage = _DONE
 
     # -- no longer than needed ----------------------------------------------------------------------------------------
 
     def let_go(self) -> None:
         """Drop the outputs of the last call, which may be views of its inputs. Keep copies if they are still needed."""
-        if self.is_waiting or not self._is_published:
-            self.detach()
-        else:
+        if self.stage is _DONE:
             self.forget()
+        else:
+            self.detach()
 
     def detach(self) -> None:
         """Copy outputs of the last call whose memory still belongs to the user's code, which runs next.
@@ -188,12 +201,12 @@ class Outputs:
         A function may return a buffer that it fills again in the next call, or state that it changes in place. A
         repeated call keeps nothing that long: its outputs are published and assembled before it ends.
         """
-        if self.held_plan is None or self._lost is not None:
+        if self.stage is _EMPTY or self._lost is not None:
             return
-        if self._is_published:
-            self._values = [None] * len(self._values)
-        else:
+        if self.stage is _UNPUBLISHED:
             self.large.forget()
+        else:
+            self._values = [None] * len(self._values)
         try:
             self.large.detach()
             for position, array in enumerate(self._values):
@@ -206,8 +219,7 @@ class Outputs:
 
     def forget(self) -> None:
         """Drop the outputs of the last call."""
-        self.is_waiting = False
-        self.held_plan = self._lost = None
+        self.stage, self._lost = _EMPTY, None
         self._values = []
         self.large.forget()
 

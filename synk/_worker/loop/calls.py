@@ -157,7 +157,7 @@ def assemble(worker: Worker, result_id: int, body: Body | None) -> Reply:
     assert prepared is not None
     if body is not None and body.content is not None:
         prepared.moves = body.content
-    lane.executor.outputs.assemble(prepared.moves, worker.held.segments[result_id])
+    lane.executor.outputs.assemble(prepared, worker.held.segments[result_id])
     worker.peers.check_group(lane)
     worker.failpoint("reduce.after")
     return Status.DONE, 0, None
@@ -165,4 +165,6 @@ def assemble(worker: Worker, result_id: int, body: Body | None) -> Reply:
 
 def publish_again(worker: Worker, value: int, body: Body | None) -> Reply:
     """Publish the outputs of the last call into larger slots."""
-    return worker.executor.outputs.republish(worker.variables), 0, None
+    prepared = worker.lane.called
+    assert prepared is not None
+    return worker.executor.outputs.republish(prepared, worker.variables), 0, None

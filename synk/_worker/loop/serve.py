@@ -137,7 +137,7 @@ class WorkerLoop:
                 return
             if worker.is_armed and kind == _CALL:
                 worker.failpoint("call.after_reply")
-            worker.tidy(kind, status)
+            worker.tidy(kind)
 
     def _refuse(self, worker: Worker, kind: int, flags: int, sequence: int, error: SharedMemoryError) -> None:
         """Reply with an error to a message that could not be received."""
@@ -148,7 +148,7 @@ class WorkerLoop:
             worker.peers.leave_call(worker.lane)
         failure = pack_failure(error, worker.number, worker.device)
         self._reply(Status.ERROR, IS_UNRECEIVED, sequence, pickle.dumps(failure, protocol=5))
-        worker.tidy(kind, Status.ERROR)
+        worker.tidy(kind)
 
     def _peek(self) -> Doorbell | None:
         """Return the next doorbell if it has arrived, without consuming it."""

@@ -53,7 +53,7 @@ def combined(
     slot_nbytes = 1 << 21
     slots = Segment.create(num_ranks * slot_nbytes)
     layouts = [layout_of(value) for value in values]
-    made = Assembly("f", op_of(outputs), subset, ranks, layouts, slots, slot_nbytes, num_ranks, 1)
+    made = Assembly("f", op_of(outputs), subset, ranks, layouts, slots, slot_nbytes, num_ranks)
     root = np.full(made.result_nbytes, 0xAA, np.uint8)
     for rank, value, layout, positions in zip(ranks, values, layouts, made._positions):
         leaves = flatten(value)[0]

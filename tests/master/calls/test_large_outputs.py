@@ -17,7 +17,16 @@ from typing import Any
 import numpy as np
 import pytest
 from support import saboteurs
-from support.harness import Child, assert_right, failpoint, mapped_memfds, replaced_workers, same_workers
+from support.harness import (
+    Child,
+    assert_right,
+    failpoint,
+    kill_and_wait,
+    mapped_memfds,
+    pids,
+    replaced_workers,
+    same_workers,
+)
 
 import synk
 from synk._master.calls.plans import PlanCache
@@ -397,6 +406,49 @@ def test_A3_a_death_where_the_ranks_meet(reused: Fork, patience: str, step: str,
     assert died.value.ranks == (rank,)
     for _ in range(3):
         assert (f(x) == 6.0).all()
+
+
+@pytest.mark.parametrize("is_submitted", [False, True], ids=["called", "submitted"])
+@pytest.mark.parametrize("victims", [(0,), (1,), None], ids=["0 dies", "1 dies", "restart"])
+def test_new_workers_are_told_their_parts(
+    reused: Fork,
+    patience: str,
+    monkeypatch: pytest.MonkeyPatch,
+    victims: tuple[int, ...] | None,
+    is_submitted: bool,
+) -> None:
+    """A rank keeps its part of the outputs with the plan, and a new process has neither."""
+    rt = reused(2)
+    memory, leased = rt._session.memory, list[int]()
+    lease = memory.lease_result
+    monkeypatch.setattr(memory, "lease_result", lambda nbytes: leased.append(nbytes) or lease(nbytes))
+    f = rt.function(several, bcast_inputs="k", outputs=OPS)
+    x = np.arange(7.0)
+
+    def messages_of_right_call(k: float) -> int:
+        before = rt.counters["messages_down"]
+        average, double, total, rows, nested, first = f.submit(k, x).result() if is_submitted else f(k, x)
+        np.testing.assert_array_equal(average, np.full(SIZE, np.average([k + 6, k + 15], weights=[4, 3])))
+        np.testing.assert_array_equal(double, np.full((1, SIZE), 2 * (2 * k + 21)))
+        np.testing.assert_array_equal(rows, np.repeat(x, SIZE))
+        assert [value[0] for value in nested["one"]] == [k + 6, k + 15]
+        assert (total, nested["two"], first[-1]) == (21, [4, 3], k + 6)
+        return int(rt.counters["messages_down"] - before)
+
+    for k in range(3):
+        messages_of_right_call(float(k))
+    leased.clear()
+    if victims is None:
+        rt.restart()
+        assert messages_of_right_call(3.0) > 2
+    else:
+        kill_and_wait(*[pids(rt)[rank] for rank in victims])
+        with pytest.warns(RuntimeWarning, match="was started again"):
+            assert messages_of_right_call(3.0) > 2
+    assert len(leased) == 1, "a buffer was leased before all ranks knew their parts"
+    messages_of_right_call(4.0)
+    sent = messages_of_right_call(5.0)
+    assert sent == 2 if patience == FOREVER else sent <= 4
 
 
 def test_D1_ctrl_c_while_a_rank_waits_for_the_others(reused: Fork, patience: str) -> None:
