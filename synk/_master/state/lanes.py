@@ -12,7 +12,7 @@ import numpy as np
 
 from synk._master.processes.processes import Processes
 from synk._pure.ranges import round_up
-from synk._wire.control import NUM_LANES
+from synk._wire.control import NUM_LANES, Down
 from synk._wire.memory import PAGE_NBYTES, Segment
 from synk.communicators._layout import required_nbytes
 from synk.communicators._outbox import tail_nbytes
@@ -48,8 +48,8 @@ class Lane:
         The segment for ``synk.comm``.
     first_down : memoryview
         The numbers for the first rank, with the numbers that are for all ranks.
-    written : ndarray or None
-        The bounds that ``down`` holds; None if that is not known.
+    bounds : ndarray of int64
+        The columns of ``down`` that a call's bounds fill.
 
     Raises
     ------
@@ -65,8 +65,8 @@ class Lane:
         )
         self.staging: Segment | None = None
         self.collective: Segment | None = None
-        self.written: np.ndarray | None = None
         self.down, self.up = processes.blocks(index)
+        self.bounds = self.down[:, Down.PARTICIPATES : Down.TIMED + 1]
         self.first_down = memoryview(self.down[0])
         self.up_words = [memoryview(row) for row in self.up]
 
@@ -122,8 +122,8 @@ class Lane:
         for segment in (self.slots, self.staging, self.collective):
             if segment is not None:
                 segment.close()
-        self.down = self.up = np.empty((0, 0), np.int64)
         # These views would keep the control segment mapped.
+        self.down = self.up = self.bounds = np.empty((0, 0), np.int64)
         self.first_down, self.up_words = memoryview(b""), []
 
 
