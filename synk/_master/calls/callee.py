@@ -207,8 +207,8 @@ class Callee:
         if capture.suspect is not None:
             suspect, capture.suspect = capture.suspect, None
             warnings.warn(
-                f"{self.name!r} captured {place_of(self.fn, suspect)} ({type(suspect).__name__}), which is pickled "
-                "otherwise than when it was sent: calls may have used an old state. It is sent again, unless the rank "
+                f"{self.name!r} captured {place_of(self.fn, suspect)} ({type(suspect).__name__}), whose pickle is "
+                "no longer the one that was sent: calls may have used an old state. It is sent again, unless the rank "
                 "has changed its own. Pass it as an argument, or call f.refresh() after a change.",
                 StaleCaptureWarning,
                 stacklevel=5,
