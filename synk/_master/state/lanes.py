@@ -23,7 +23,9 @@ _COLLECTIVE_RANK_NBYTES = 1 << 22
 
 
 class Lane:
-    """One lane, in the master. It must not hold the runtime: plans refer to it, and the interpreter's exit to plans.
+    """One lane, in the master.
+
+    It must not hold the runtime: plans refer to it, and what runs at interpreter exit refers to plans.
 
     Parameters
     ----------
@@ -118,7 +120,7 @@ class Lane:
             reset(self.collective, processes.placement.total_ranks, processes.eventfds)
 
     def close(self) -> None:
-        """Release the memory. It may be called again."""
+        """Release the memory. Safe to call more than once."""
         for segment in (self.slots, self.staging, self.collective):
             if segment is not None:
                 segment.close()
