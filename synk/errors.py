@@ -159,9 +159,9 @@ class UnsupportedError(SynkError, NotImplementedError):
 class StaleCaptureWarning(UserWarning):
     """A captured object differs from what was sent, and earlier calls may have used its old contents, or may not.
 
-    It is pickled otherwise than before, because the program has changed it or because it keeps a cache: its new state
-    is sent, except to ranks that have changed their own copy. Or it is a large collection that was changed where no
-    call looks, before the last calls or after them.
+    Its pickle is no longer the one that was sent, because the program has changed it or because it keeps a cache: its
+    new state is sent, except to ranks that have changed their own copy. Or it is a large collection that was changed
+    where no call looks, before the last calls or after them.
     """
 
     __module__ = "synk.errors"

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from synk._pure.interrupts import deferred
 from synk._wire.cell import refuse_inside_worker
-from synk._wire.control import Down
 from synk._wire.spans import pickled_spans, take_spans
 from synk._wire.spans import span as span
 
@@ -210,9 +209,6 @@ class trace:
                 return
             session.tracer = None
             self._tracer.spans[0] = take_spans()
-            for lane in () if self._runtime.is_closed else session.lanes:
-                lane.down[:, Down.TIMED] = 0
-                lane.written = None  # steps are timed in any case, which the next one says again
 
     def _take_spans_of_ranks(self) -> None:
         take = self._runtime.function(pickled_spans, outputs=None, per_rank=True, name="synk.profiler.trace")

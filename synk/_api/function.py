@@ -94,8 +94,9 @@ class Function(FunctionHandle, Generic[P, R]):
     Warns
     -----
     StaleCaptureWarning
-        If a captured object that is compared only now and then has another pickle than when it was sent, or a change
-        deep in a large collection comes with another change, so that it is unknown if earlier calls have missed it.
+        If a captured object that is compared only now and then pickles differently from when it was sent; or if a
+        change deep in a large collection is found together with another, so that synk cannot tell whether earlier
+        calls missed it.
 
     Notes
     -----
@@ -635,7 +636,7 @@ class Function(FunctionHandle, Generic[P, R]):
         batch, shard_batch, num_slices, output_subset
             As for a call.
         timeout : float, optional
-            Seconds from now until ``CallTimeout``. Time spent on earlier calls counts.
+            Seconds from now until ``CallTimeout``, including the time spent waiting for earlier calls.
 
         Returns
         -------

@@ -374,7 +374,7 @@ class Session:
         self.functions.prepare_restarted(deadline)
 
     def close(self) -> None:
-        """End the workers and release everything. It may be called again, and ends within a bounded time."""
+        """End the workers and release everything. Safe to call more than once; it ends within a bounded time."""
         workers = self.workers
         if os.getpid() != self.pid:
             return

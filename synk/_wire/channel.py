@@ -115,7 +115,7 @@ class Patience:
     Attributes
     ----------
     waited_ns : int
-        How long waits for conditions in shared memory have taken. Whoever asks may set it to 0.
+        How long waits for conditions in shared memory have taken. The reader may reset it to 0.
     """
 
     def __init__(self, window_s: float) -> None:
@@ -267,7 +267,7 @@ class Channel:
             os.close(fd)
 
     def close(self) -> None:
-        """Close all three descriptors. It may be called again."""
+        """Close all three descriptors. Safe to call more than once."""
         self.sock.close()
         # A thread that is reading or writing holds a reference to the number, so it is closed only when that returns.
         self.read_fd = self.write_fd = NONE

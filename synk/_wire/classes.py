@@ -1,7 +1,7 @@
 """Classes that travel with what they hold, because no module that the receiver can import has them.
 
 cloudpickle gives such a class a number, by which a process that has the class finds it again. It then writes over what
-the class holds there. Here the word of the process that made the class counts: what others send back of it changes
+the class holds there. Here the process that made the class decides: what others send back of it changes
 nothing where it is known already.
 """
 
@@ -31,7 +31,7 @@ _returned: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 def completed(cls: type, reduced: Any) -> Any:
-    """Return cloudpickle's recipe for a class with what it leaves out."""
+    """Return cloudpickle's recipe for a class, completed by what cloudpickle leaves out."""
     _, args, (table, _), *_ = reduced
     if not isinstance(cls, enum.EnumMeta):  # makes its names by itself
         table.update(_same_as_inherited(cls))
@@ -42,14 +42,14 @@ def completed(cls: type, reduced: Any) -> Any:
 
 
 def by_word(cls: type, reduced: Any, has_word: bool) -> Any:
-    """Return how a class travels, made of its completed recipe; ``has_word``: as the process that sends it says."""
+    """Return how a class travels, from its completed recipe. With ``has_word``, the sender decides what it holds."""
     make, args, (table, slots), *_, setter = reduced
     owner = _HERE if has_word and cls not in _came else ""
     return find_or_make, (make, args), (table, slots, owner, setter), None, None, fill_class
 
 
 def _same_as_inherited(cls: type) -> dict[str, Any]:
-    """Return what a class has bound to the very objects that a base holds. cloudpickle leaves it to the base."""
+    """Return the attributes of a class that are the very objects of a base. cloudpickle leaves them to the base."""
     own = {name: value for name, value in vars(cls).items() if not (name.startswith("__") and name.endswith("__"))}
     bases = [vars(base) for base in cls.__bases__]
     return {k: value for k, value in own.items() if any(base.get(k, _MISSING) is value for base in bases)}
@@ -65,9 +65,9 @@ def find_or_make(make: Any, args: tuple[Any, ...]) -> type:
 
 
 def fill_class(cls: type, state: tuple[Any, Any, str, Any]) -> None:
-    """Give a class what the process that made it says, and no more.
+    """Give a class exactly what the process that made it has sent.
 
-    What it has brought before and has removed since is removed here. What this process has added itself stays.
+    What that process sent before and has removed since is removed here. What this process has added itself stays.
     """
     table, slots, owner, setter = state
     before = _came.get(cls, _MISSING)

@@ -1,7 +1,7 @@
 """Two lifelines by which the kernel ends a worker, and the processes that it started, when the master ends.
 
 The first is a pipe whose write end only the master holds. A child that the master makes by ``fork`` inherits that end.
-Python's own hooks close it there, but the fork of a C library runs no hooks. So the second lifeline is the mapping of a
+Python's own hooks close it there, but a fork by a C library runs no hooks. So the second lifeline is the mapping of a
 memory file without a descriptor. No child inherits it: the file ceases to exist with the master's address space.
 
 Both raise SIGKILL in the worker's process group. This takes no thread and not the interpreter's lock, so it works while
@@ -46,7 +46,7 @@ class Pulse:
         return fd
 
     def close(self) -> None:
-        """Release the file, which ends the worker if it still runs. It may be called again."""
+        """Release the file, which ends the worker if it still runs. Safe to call more than once."""
         self._fd = NONE
         # A child of ``fork`` does not have the mapping, and may have something of its own at this address.
         if self._pid == os.getpid():
@@ -55,7 +55,7 @@ class Pulse:
 
 
 def tie_to_master(setup: Mapping[str, Any]) -> tuple[Descriptor, Descriptor | None]:
-    """End this process when the process ends that has started it.
+    """End this process when the process that started it ends.
 
     Parameters
     ----------

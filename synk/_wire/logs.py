@@ -22,7 +22,7 @@ _formatter = logging.Formatter()
 def pack_record(record: logging.LogRecord) -> bytes:
     """Return a record as a line. Its message is formatted here. Extra attributes travel if they are plain values.
 
-    The line also starts with a newline, so that it is not spoiled by a line that an interrupt cut off.
+    The line also starts with a newline, so that a line that an interrupt cut off does not spoil it.
     """
     content = {name: getattr(record, name, None) for name in _SENT}
     content["msg"] = record.getMessage()
@@ -65,7 +65,7 @@ class PipeHandler(logging.Handler):
 
 
 def send_records(fd: Descriptor) -> None:
-    """Have all loggers of this process send their records to the master, where alone the user's handlers exist."""
+    """Have all loggers of this process send their records to the master: only there do the user's handlers exist."""
     logging.root.addHandler(PipeHandler(fd))
 
 

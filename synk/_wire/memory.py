@@ -155,7 +155,7 @@ class Segment:
     is_arena : bool
         Whether it holds other segments.
     is_file : bool
-        Whether it is a file of the user's, which is only read.
+        Whether it is one of the user's files, which are only read.
     generation : int
         ``forks.count`` when it was made.
     mapping : MappedFile or None

@@ -148,9 +148,9 @@ class Plan(NamedTuple):
         A pickle of ``(first, num_leaves, structure)`` for each nested argument: which inputs are its leaves. Empty if
         no argument is nested.
     block_rows : int
-        How many rows each block has for which the function is called once; 0 for no blocks.
+        How many rows a block has. The function is called once for each block; 0 means no blocks.
     num_repeats : int
-        How often the call runs on each rank; what one run changes, the next one finds.
+        How often the call runs on each rank. A run sees what the one before has changed.
     all_ranks : tuple of int
         On one of several nodes: the ranks of all nodes that run the call.
     """

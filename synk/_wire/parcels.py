@@ -121,7 +121,7 @@ def _reduce_cached_property(prop: functools.cached_property[Any]) -> Any:
 
 
 def make_cached_property(func: Callable[[Any], Any], name: str | None) -> functools.cached_property[Any]:
-    """Return the property of a class that exists already, which would not give it its name any more."""
+    """Return the property with its name set: a class that exists already would not do that any more."""
     prop = functools.cached_property(func)
     prop.attrname = name
     return prop
@@ -168,7 +168,8 @@ def fill_array(array: np.ndarray, state: tuple[Any, dict[str, Any]]) -> None:
 class Pickler(cloudpickle.Pickler):
     """Pickles by cloudpickle's rules.
 
-    But functions with a cache go like functions, memoryviews not as bytes, and arrays with their attributes.
+    In addition, functions with a cache travel like functions, memoryviews stay memoryviews, and arrays keep their
+    attributes.
     """
 
     dispatch_table: ClassVar[Any] = ChainMap(
@@ -192,7 +193,7 @@ class TravelPickler(Pickler):
     Attributes
     ----------
     has_word : bool
-        Whether its word about the contents of classes counts: then a class is filled where it is known already, too.
+        Whether this process decides what its own classes hold: they are then filled even where they are known already.
     named : list of type
         The classes it has met.
     """

@@ -40,9 +40,9 @@ def address_of(array: np.ndarray) -> int:
 
 
 def read_memory(pid: int, address: int, target: np.ndarray) -> bool:
-    """Fill a flat array of bytes with the memory of a process. Return whether the kernel could do all of it.
+    """Fill a flat array of bytes with the memory of a process. Return whether the kernel copied all of it.
 
-    It cannot if that is forbidden, if the process has ended, and for some memory of devices.
+    It cannot if that is forbidden or the process has ended, nor for some memory of devices.
     """
     if not target.size:
         return True

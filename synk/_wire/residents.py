@@ -82,7 +82,7 @@ def _load_into_all(values: Any, states: Any) -> None:
 
 
 def resolve_resident(resident_id: int) -> Any:
-    """Return this rank's object. A pickled ``Resident`` is loaded by this."""
+    """Return this rank's object. This loads a pickled ``Resident``."""
     if cell.worker is None:
         raise pickle.UnpicklingError(
             "cannot load a resident object here: it has a meaning only on the workers of its runtime."

@@ -161,7 +161,7 @@ def check_value(
 
 
 def value_as_array(variable: Any, structure: Any, dtype: Any, copy: bool | None) -> np.ndarray:
-    """Return ``variable.value`` in the form that NumPy asks for by ``__array__``."""
+    """Return ``variable.value`` in the form that NumPy requests through ``__array__``."""
     if structure != "leaf":
         raise TypeError(
             f"cannot make an array of variable {variable.name!r}: got {describe(structure)}, expected one array. "
@@ -171,7 +171,7 @@ def value_as_array(variable: Any, structure: Any, dtype: Any, copy: bool | None)
 
 
 def resolve_variable(variable_id: int) -> Any:
-    """Return this worker's replica. A pickled ``Shared`` is loaded by this."""
+    """Return this worker's replica. This loads a pickled ``Shared``."""
     if cell.worker is None:
         raise pickle.UnpicklingError(
             "cannot load a shared variable here: it has a meaning only on the workers of its runtime."

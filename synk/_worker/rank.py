@@ -243,7 +243,10 @@ class Worker:
         self._failpoint, self.is_armed = failpoint, failpoint is not _failpoints.nothing
 
     def enter_lane(self, kind: int, *, is_alone: bool) -> None:
-        """Change to the current lane, after calls in others. ``is_alone``: the calls in the others are over."""
+        """Switch to the lane of this message; other lanes may still hold something of earlier calls.
+
+        With ``is_alone``, the calls in the other lanes are over.
+        """
         others = self.used_lanes - {self.lane.index}
         # Before the call runs: if it is broken off, a later message still finds what it has left in this lane.
         self.used_lanes.add(self.lane.index)

@@ -1,6 +1,7 @@
 """From the arguments of a call to the rows of each rank.
 
-Errors in the arguments are raised here, before the call is sent; but functions may be loaded, and values brought.
+Errors in the arguments are raised here, before the call is sent. By then functions may have been loaded and values
+fetched.
 """
 
 from __future__ import annotations

@@ -73,8 +73,8 @@ class Callee:
         What the workers were told about what it captures.
     is_stale : bool
         Whether it, or something that it captured, must be sent again.
-    is_doubtful : bool
-        Whether everything that it captured must be compared in full before the next call.
+    is_refreshed : bool
+        Whether ``refresh`` was called: everything that it captured is compared in full before the next call.
     classes : list of type
         Of resident objects, arguments and items; they count as captured, because their methods may run in a call.
     variables, residents : set of Variable, set of ResidentObject
@@ -140,7 +140,7 @@ class Callee:
         self.session: Session | None = None
         self.id = -1
         self.plans = PlanCache()
-        self.is_stale = self.is_doubtful = False
+        self.is_stale = self.is_refreshed = False
         self.capture: Capture | None = None
         self._code = getattr(fn, "__code__", None)
         # Where the program itself looks the function up: the namespace of the user's module that defines it, and its
@@ -199,7 +199,7 @@ class Callee:
         capture = self.capture
         if capture is None or capture.is_current():
             return None
-        if self.is_doubtful:  # after f.refresh(): no call is late
+        if self.is_refreshed:  # after f.refresh(): no call is late
             capture.late = capture.suspect = None
         if capture.late is not None:
             (obj, num_calls), capture.late = capture.late, None
@@ -207,8 +207,8 @@ class Callee:
         if capture.suspect is not None:
             suspect, capture.suspect = capture.suspect, None
             warnings.warn(
-                f"{self.name!r} captured {place_of(self.fn, suspect)} ({type(suspect).__name__}), which is pickled "
-                "otherwise than when it was sent: calls may have used an old state. It is sent again, unless the rank "
+                f"{self.name!r} captured {place_of(self.fn, suspect)} ({type(suspect).__name__}), whose pickle is "
+                "no longer the one that was sent: calls may have used an old state. It is sent again, unless the rank "
                 "has changed its own. Pass it as an argument, or call f.refresh() after a change.",
                 StaleCaptureWarning,
                 stacklevel=5,
@@ -292,7 +292,7 @@ class Callee:
 
     def refresh(self) -> None:
         """Have the next call first compare everything that the function captured in full, and use what it finds."""
-        self.is_doubtful = True
+        self.is_refreshed = True
         if self.capture is not None:
             self.capture.is_valid = False
 
@@ -330,8 +330,8 @@ class Callee:
         home = [] if self._home is None else [(self._home[0].get, self._home[1], self._home[0].get(self._home[1]))]
         record = self.record = session.profile.record(self.fn, self.name)
         book, before = session.functions.book, self.capture
-        self.capture = Capture(book, self.id, home, lambda: record.wall_ns, before, is_refreshed=self.is_doubtful)
-        self.is_stale = self.is_doubtful = False
+        self.capture = Capture(book, self.id, home, lambda: record.wall_ns, before, is_refreshed=self.is_refreshed)
+        self.is_stale = self.is_refreshed = False
         self.variables, self.residents = referred
         session.functions.bound.add(self)
         _waiting.pop(self, None)
@@ -373,7 +373,7 @@ def distribute(session: Session, only: Sequence[Callee] | None = None, *, deadli
         for resident in residents:
             check_owner_of_resident(resident, session.residents, repr(name))
 
-    orders = [(f.id, f.fn, f.options, f.is_doubtful, f.capture) for f in functions]
+    orders = [(f.id, f.fn, f.options, f.is_refreshed, f.capture) for f in functions]
     for function in functions:
         if function.session is session and not book.has(function.id, function.fn):
             function.plans.drop_all(session.workers.log)  # workers prepare plans for the function that they have

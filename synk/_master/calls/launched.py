@@ -68,7 +68,7 @@ class Launched(Request):
         doorbells: Doorbells | None = None,
         lease: Lease | None = None,
     ) -> None:
-        # All ranks owe a reply from the beginning: wherever ringing is broken off, none is forgotten.
+        # All ranks owe a reply from the beginning: wherever the ringing is interrupted, none is forgotten.
         self.pending = set(call.ranks)
         self.replies = {}
         self.what = function.title

@@ -72,8 +72,8 @@ def tell_of_end(launched: Launched, error: BaseException) -> None:
     """Warn the user about an error that ended the check. The call itself is over and has its result."""
     if isinstance(error, (WorkerDied, CallTimeout)):
         warn_at_users_line(
-            f"a second run of {launched.function.name!r}, which was to tell whether op 'avg' fits it, ended its "
-            f"worker: {error}",
+            f"a second run of {launched.function.name!r}, made to find out whether op 'avg' fits it, killed "
+            f"its worker: {error}",
             RuntimeWarning,
         )
 

@@ -63,8 +63,8 @@ class CachedPlan:
         What a call transfers: its arguments, and outputs that look like the last ones.
     is_agreed : bool
         Whether the last call has succeeded. If not, a worker may be ahead of what is noted here. A plan belongs to one
-        lane, which takes one call at a time, so a call finds this False only after one that failed. It then makes the
-        plan anew.
+        lane, which takes one call at a time, so a call finds this False only after one that failed, and the plan is
+        then made again.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class PlanCache:
     Attributes
     ----------
     version : int
-        Another one after each change of the function for which the workers need new plans.
+        Changes whenever a change of the function makes the workers need new plans.
     """
 
     def __init__(self) -> None:

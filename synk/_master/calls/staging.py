@@ -213,13 +213,10 @@ def stage(session: Session, launched: Launched) -> None:
 
 
 def write_bounds(lane: Lane, call: Call) -> None:
-    """Write each rank's bounds, and whether the call is timed, into the control segment, unless they are there."""
+    """Write each rank's bounds, and whether the call is timed, into the control segment."""
     if call.block is None:
         call.block = _block(call)
-    if lane.written is not call.block:
-        lane.written = None  # until all of them are written
-        lane.down[:, Down.PARTICIPATES : Down.TIMED + 1] = call.block
-        lane.written = call.block
+    lane.bounds[...] = call.block
 
 
 def _block(call: Call) -> np.ndarray:

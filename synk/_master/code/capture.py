@@ -63,14 +63,14 @@ class Capture:
     is_valid : bool
         False once a comparison has found a difference, or the ranks were told of a change that another capture found.
     is_doubted : bool
-        Whether something other than a parcel has brought the ranks what it compares.
+        Whether a message other than a parcel has already told the ranks what this compares.
     named : set of (Node, str)
         The globals that the function and the functions it captured name.
     late : (object, int) or None
         An object that was found to differ, and how many calls may have used its old contents.
     perhaps_late : (object, int) or None
-        An object that an update has found to differ where no call looks: either it was changed only now, or that many
-        calls may have used its old contents.
+        An object that an update found changed in a place no call compares: either it was changed only now, or that
+        many calls may have used its old contents.
     suspect : object
         A slow object whose occasional comparison found a difference, or None.
     """

@@ -38,8 +38,8 @@ class Chunk:
         The position of the first item.
     num_items : int
     is_done : bool
-        Whether it has an outcome: the ``values`` (pickles) of the items up to the first that failed, and ``error``,
-        which ends the results, or None.
+        Whether the chunk has an outcome: the ``values`` (pickles) of the items up to the first that failed, and
+        ``error``, which ends the results, or None.
     began_ns : int
         When its rank began to work on it, as far as the master knows.
     nbytes : int
@@ -72,7 +72,7 @@ class Chunk:
             self.nbytes += sum(copy.segment.nbytes for copy in copies)
 
     def end(self, error: Exception | None) -> None:
-        """Set its outcome, and release what was sent."""
+        """Set the outcome of the chunk, and release what was sent for it."""
         self.error, self.is_done = error, True
         self.pickles, self.copies, self.classes = [], [], set()
 
@@ -83,7 +83,7 @@ class Chunk:
         Raises
         ------
         SerializationError
-            If it cannot be loaded.
+            If the result cannot be loaded.
         """
         position = self.first + self.num_items - len(self.values)
         data = self.values.popleft()
@@ -315,7 +315,7 @@ class Chunks:
         Raises
         ------
         CallTimeout
-            If they have not ended at ``deadline``. They go on.
+            If they have not ended by ``deadline``. They keep running.
         """
         if self.is_abandoned:
             self.cancel(CallCancelled(f"{self.verb}: its results were dropped."))
@@ -345,7 +345,7 @@ class Chunks:
 
 
 def _described(chunk: Chunk, text: str) -> str:
-    """Return a text that names the item behind the last one that succeeded."""
+    """Return a text that names the item after the last one that succeeded."""
     position = f"item {chunk.first + chunk.num_items}"
     return f"{position} ({text})" if text else position
 

@@ -40,7 +40,7 @@ class ItemMap:
     function : Callee
     items : iterable
     batch_size : int or None
-        Items in a chunk; None chooses it by the time that items take.
+        Items in a chunk; None: as many as suit the time that items take.
     is_ordered : bool
     """
 
@@ -142,7 +142,7 @@ class ItemMap:
         chunk.add(*packed)
 
     def _adapt(self) -> None:
-        """Make chunks larger or smaller, by the time that answered chunks took."""
+        """Make chunks larger or smaller, depending on how long the answered chunks took."""
         if not self._is_adaptive:
             return
         for chunk in [chunk for chunk in self._unseen if chunk.is_done]:

@@ -71,7 +71,7 @@ class PendingCall(Generic[R]):
         Parameters
         ----------
         timeout : float, optional
-            Seconds to wait. The call goes on after that, unlike with the ``timeout`` of ``submit``.
+            Seconds to wait. After that the call keeps running, unlike with the ``timeout`` of ``submit``.
 
         Raises
         ------

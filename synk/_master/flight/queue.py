@@ -145,7 +145,7 @@ class Queue:
         return self._failed_before(function) is None and launched.log_state == self._session.workers.log.state
 
     def _can_join(self, function: Callee) -> bool:
-        """Whether a call can be sent behind the calls in flight, because nothing else must be done before it."""
+        """Whether a call can be sent behind the calls in flight: nothing else must be done before it."""
         session, workers = self._session, self._session.workers
         return (
             bool(self.calls)
@@ -194,7 +194,7 @@ class Queue:
         Raises
         ------
         CallTimeout
-            If they have not ended at ``deadline``. They go on.
+            If they have not ended by ``deadline``. They keep running.
         """
         while self.calls:
             self._collect_oldest(verb, deadline)

@@ -37,7 +37,7 @@ class Task:
 
 
 class Tasks:
-    """The tasks of one user of a runtime, who uses a single thread.
+    """The tasks that one user of a runtime submits, all in the same thread.
 
     Parameters
     ----------

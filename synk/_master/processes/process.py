@@ -107,4 +107,4 @@ class Process(Protocol):
         """In a forked child: forget the process, which belongs to the parent."""
 
     def close(self) -> None:
-        """Release everything. It may be called again."""
+        """Release everything. Safe to call more than once."""

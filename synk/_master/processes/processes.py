@@ -109,7 +109,7 @@ class PollSet:
             os.eventfd_read(self._wake_fd)
 
     def close(self) -> None:
-        """Drop the wake descriptor. It may be called again, and by several threads."""
+        """Drop the wake descriptor. Safe to call more than once, and by several threads."""
         self.unwatch(self._wake_fd)
         self._wake_fd = NONE
 

@@ -319,7 +319,7 @@ class WorkerProcess:
             self._popen.returncode = 0
 
     def close(self) -> None:
-        """Close every descriptor. Closing the lifeline ends the process if it still runs. It may be called again."""
+        """Close every descriptor, which ends the process if it still runs. Safe to call more than once."""
         _running.discard(self)
         self._lifeline = self._worker_down = self.pidfd = self._stacks = NONE
         if self._pulse is not None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from synk._master.processes.processes import Processes
 from synk._pure.ranges import round_up
-from synk._wire.control import NUM_LANES
+from synk._wire.control import NUM_LANES, Down
 from synk._wire.memory import PAGE_NBYTES, Segment
 from synk.communicators._layout import required_nbytes
 from synk.communicators._outbox import tail_nbytes
@@ -23,7 +23,9 @@ _COLLECTIVE_RANK_NBYTES = 1 << 22
 
 
 class Lane:
-    """One lane, in the master. It must not hold the runtime: plans refer to it, and the interpreter's exit to plans.
+    """One lane, in the master.
+
+    It must not hold the runtime: plans refer to it, and what runs at interpreter exit refers to plans.
 
     Parameters
     ----------
@@ -48,8 +50,8 @@ class Lane:
         The segment for ``synk.comm``.
     first_down : memoryview
         The numbers for the first rank, with the numbers that are for all ranks.
-    written : ndarray or None
-        The bounds that ``down`` holds; None if that is not known.
+    bounds : ndarray of int64
+        The columns of ``down`` that a call's bounds fill.
 
     Raises
     ------
@@ -65,8 +67,8 @@ class Lane:
         )
         self.staging: Segment | None = None
         self.collective: Segment | None = None
-        self.written: np.ndarray | None = None
         self.down, self.up = processes.blocks(index)
+        self.bounds = self.down[:, Down.PARTICIPATES : Down.TIMED + 1]
         self.first_down = memoryview(self.down[0])
         self.up_words = [memoryview(row) for row in self.up]
 
@@ -118,12 +120,12 @@ class Lane:
             reset(self.collective, processes.placement.total_ranks, processes.eventfds)
 
     def close(self) -> None:
-        """Release the memory. It may be called again."""
+        """Release the memory. Safe to call more than once."""
         for segment in (self.slots, self.staging, self.collective):
             if segment is not None:
                 segment.close()
-        self.down = self.up = np.empty((0, 0), np.int64)
         # These views would keep the control segment mapped.
+        self.down = self.up = self.bounds = np.empty((0, 0), np.int64)
         self.first_down, self.up_words = memoryview(b""), []
 
 

@@ -120,7 +120,7 @@ class ResultPool:
         (self._retired if is_forked else self._idle).append(record.segment)
 
     def give_back(self, lease: Lease) -> None:
-        """Take back the buffer of a failed call, whose root a traceback may keep alive. It may be called again."""
+        """Take back the buffer of a failed call, whose root a traceback may keep alive. Safe to call more than once."""
         for key, record in list(self._leases.items()):
             if record.reference() is lease.root:
                 del self._leases[key]

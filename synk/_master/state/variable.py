@@ -216,7 +216,7 @@ class Variable:
     def separate(self) -> None:
         """Give ranks new second buffers where theirs is another rank's buffer. Called after each change of the buffers.
 
-        A rank writes into its second buffer, so it must not share it. It may be called again after an interrupt.
+        A rank writes into its second buffer, so it must not share it. Safe to call again after an interrupt.
         """
         if not self._has_common:
             return

@@ -27,7 +27,7 @@ _DONE = int(Status.DONE)
 
 
 class Doorbells:
-    """Rings some ranks and hears their replies, as long as the state of the log is the same.
+    """Rings some ranks and hears their replies, for as long as the state of the log does not change.
 
     It holds no descriptor open: a channel closes its own, whoever refers to it.
 

@@ -81,7 +81,7 @@ class LargeOutputs:
         return flat[own_start:own_stop]
 
     def detach(self) -> None:
-        """Copy the parts whose memory belongs to the user's code, which runs next."""
+        """Copy the parts that the user's code could change; it is about to run again."""
         for position in self._parts:
             self._parts[position] = own(self._backend, self._parts, position)
 

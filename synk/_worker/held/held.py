@@ -40,7 +40,7 @@ class Held:
     def map_segment(
         self, fd: int, number: int, nbytes: int, is_writable: bool, is_staging: bool, is_arena: bool, is_file: bool
     ) -> Segment:
-        """Return a segment that has arrived. If it is only read, its mapping is private: nobody sees what is written.
+        """Map a segment that has arrived. If it is only read, its mapping is private: nobody else sees what is written.
 
         A device reads memory past the page tables of this process, so its worker maps the segment as it is.
         """
@@ -88,7 +88,7 @@ class Held:
                     segment.close()
 
     def _own_memory(self, segment_id: int, offset: int, nbytes: int) -> np.ndarray:
-        """Return bytes of a segment, as they are now, in an array that only this process sees when it writes to it."""
+        """Return bytes of a segment, as they are now, in an array. Only this process sees what it writes there."""
         segment = self.segments[segment_id]
         if not segment.is_private:
             return segment.buffer[offset : offset + nbytes].copy()

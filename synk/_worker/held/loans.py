@@ -117,9 +117,9 @@ class Loans:
         return next(loan.segment for loan in self._loans if loan.segment.is_staging)
 
     def make_own(self, rows: Rows) -> None:
-        """Make the pages of the plain arrays that the function got this process's own.
+        """Turn the pages of the plain arrays that the function got into this process's own.
 
-        The caller then maps the segment anew, for later calls.
+        The caller then maps the segment again, for later calls.
         """
         segment = self.staging
         # The master writes to this segment again only after the reply, so the pages still hold what the function got.

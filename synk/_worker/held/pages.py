@@ -73,7 +73,7 @@ def joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def is_written(address: int, nbytes: int) -> bool:
-    """Whether this process has its own copies of any of the pages. True also if the kernel does not say."""
+    """Whether this process has its own copies of any of the pages. Also True if the kernel does not say."""
     start, length = _whole_pages(address, nbytes)
     first, count = start // _PAGE, length // _PAGE
     try:

@@ -1,6 +1,6 @@
 """Pickles of the user's objects that leave a worker: arrays on a device travel as arrays of the host.
 
-The master must not touch a device: a context there costs memory on every GPU, and ends the use of ``os.fork``.
+The master must not touch a device: a context there costs memory on every GPU, and rules out ``os.fork``.
 """
 
 from __future__ import annotations

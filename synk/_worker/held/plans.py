@@ -155,7 +155,7 @@ class PreparedPlan:
         self.moves: Sequence[Move] = ()  # this rank's part of the large outputs
 
     def map(self, segments: dict[int, Segment]) -> None:
-        """Make the views of shared memory. Also called again after a segment was mapped anew."""
+        """Make the views of shared memory. Called once more after a segment was mapped again."""
         plan = self.plan
         self.loans = Loans(plan, segments, is_writable=self.function.to_framework is not None)
         self.bases: list[Any] = self.loans.arrays
@@ -175,7 +175,7 @@ class PreparedPlan:
         self.spans: Sequence[tuple[int, int]] = ()  # the memory that the function can write into
 
     def choose(self, numbers: bytes, own_down: Sequence[int]) -> None:
-        """Choose this rank's rows by the numbers of a call, which come as bytes and as the rank's control block."""
+        """Choose this rank's rows from the numbers of a call, given as bytes and as the rank's control block."""
         self.numbers = b""  # an interrupt may come between any two lines: no old rows may pass for these
         self.rows = self.cut(own_down, own_down[Down.LOW], own_down[Down.HIGH])
         if self.function.to_framework is not None:

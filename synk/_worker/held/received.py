@@ -1,4 +1,4 @@
-"""Parcels as a worker keeps them: the objects in them, to which later parcels refer. And the user's edited modules.
+"""Parcels as a worker keeps them, with the objects to which later parcels refer; and modules that the user has edited.
 
 This is the counterpart of ``synk._master.code``.
 """
@@ -111,8 +111,9 @@ class Received:
     def _own(self, kind: str, target: Any, key: Any, value: Any) -> Any:
         """Give the object that a module's import made the contents of the program's object, and return it.
 
-        Everything in this process that holds the module's own object goes on to share it. None if that object cannot
-        take the contents, or has taken some before: two names of one object here may name two objects in the program.
+        Everything in this process that holds the module's own object keeps sharing it. Return None if that object
+        cannot take the contents, or has taken some before: two names of one object here may name two objects in the
+        program.
         """
         own = (target if kind == "item" else getattr(target, "__dict__", {})).get(key)
         if id(own) in self._taken or not _take_over(own, value):
@@ -183,7 +184,7 @@ def _bind(kind: str, target: Any, key: Any, value: Any) -> None:
 
 
 def _base_of(table: dict[Any, Any]) -> type[dict[Any, Any]]:
-    """Return the class by whose methods a dict is changed, past the methods of a user's subclass."""
+    """Return the class whose methods change a dict without running those of a user's subclass."""
     return collections.OrderedDict if isinstance(table, collections.OrderedDict) else dict
 
 

@@ -1,4 +1,4 @@
-"""The resident objects of one rank: kept between calls, and brought into the state of another rank when necessary.
+"""The resident objects of one rank: kept between calls, and brought into another rank's state when necessary.
 
 A call that changes a resident object is not a full transaction, because nobody can undo in general what it did to a
 user's object. So the object counts as torn from the first line of such a call to the last, and carries the number of
@@ -40,7 +40,7 @@ class RankResident:
     is_torn : bool
         Whether a call that changes it has begun and not completed.
     mark : bytes
-        Set when the object has undone a call's changes. Ranks whose marks differ are given one state again.
+        Set when the object has undone a call's changes. Ranks whose marks differ are brought into one state again.
     """
 
     def __init__(self, name: str, made: tuple[Any, Any, Any], first: int, version: float) -> None:
@@ -56,7 +56,7 @@ class RankResident:
         return {**self.__dict__, "_put_back": None}  # only copies for calls on trial are pickled; they undo nothing
 
     def begin(self, *, is_repeated: bool) -> None:
-        """Note that a call begins which changes the object.
+        """Note the beginning of a call that changes the object.
 
         ``is_repeated``: if the call runs out of memory on some rank, the master repeats it in slices, so this rank must
         be able to go back.
@@ -73,7 +73,7 @@ class RankResident:
         return b""
 
     def report(self, counted: float) -> tuple[float, bool, bytes]:
-        """Return ``(version, is_torn, mark)``, after undoing what a call that failed has left, if that is possible.
+        """Return ``(version, is_torn, mark)``, after undoing what a failed call has left, if that is possible.
 
         Called only while no call is in flight. ``counted`` is the last call that succeeded on all ranks, as far as the
         master knows.
@@ -86,7 +86,7 @@ class RankResident:
         return self.version, self.is_torn, self.mark
 
     def state(self) -> bytes:
-        """Return a pickle by which another rank can bring its object into this one's state."""
+        """Return a pickle from which another rank can bring its object into this one's state."""
         return dumps(self.value if self._dump is None else self._dump(self.value))
 
     def restore(self, state: bytes, version: float) -> None:
@@ -274,7 +274,7 @@ class Reading:
         self._tensors = [each for each in self._values if each is not None]
 
     def _is_as_before(self) -> bool:
-        """Whether the modules have the tensors that they had. A tensor in a submodule added since is not seen."""
+        """Whether the modules still have the same tensors. A tensor in a submodule added since is not noticed."""
         now = list(itertools.chain.from_iterable(self._tables))
         return len(now) == len(self._values) and all(map(operator.is_, now, self._values)) and not any(self._empty)
 

@@ -1,4 +1,4 @@
-"""The rows of its inputs that a function gets at a time, as places in arrays. They are kept for calls like the last."""
+"""The rows that a function gets at a time, as places in its input arrays. They are kept for calls like the last one."""
 
 from __future__ import annotations
 

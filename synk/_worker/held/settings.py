@@ -61,13 +61,13 @@ class Settings:
         return self._set.get(name, default)
 
     def take_in(self, data: bytes) -> None:
-        """Apply the settings that differ from what the program told before."""
+        """Apply the settings that differ from those that the program told before."""
         self._data = data
         self._apply()
 
     @contextlib.contextmanager
     def importing(self) -> Iterator[None]:
-        """Show no warnings of the body's imports: the program had imported the modules before it set its filters."""
+        """Silence the warnings of imports in the body: the program imported the modules before it set its filters."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self._is_importing = True

@@ -166,7 +166,7 @@ class Replica:
         Raises
         ------
         ValueError
-            If a shard has other rows now: the rows of the call were divided by the rows that it had.
+            If a shard has another number of rows now: the rows of the call were divided by the one it had.
         """
         length = self._shapes[self._front][0][:1]
         if self._known.is_sharded and leaves[0].shape[:1] != length:

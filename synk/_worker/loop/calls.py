@@ -1,7 +1,8 @@
 """The user's code on a rank: what it raises becomes a reply, and a call goes from its plan to its reply.
 
-All calls go one way. What stays the same as in the plan's last call is compiled (``PreparedPlan``), so most steps have
-a short cut. If it does not fit (other rows, another output), the step is done in full and kept for the next call.
+All calls take the same path. What stays the same as in the plan's last call is compiled (``PreparedPlan``), so most
+steps have a short cut. If it does not fit (other rows, another output), the step is done in full and kept for the next
+call.
 """
 
 from __future__ import annotations

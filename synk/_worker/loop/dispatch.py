@@ -1,4 +1,4 @@
-"""A message on its rank: its body is taken in, the part that it is for handles it, and the reply is pickled.
+"""What a rank does with a message: take in its body, have the right part act on it, pickle the reply.
 
 The only exceptions that leave this file end the process.
 """
