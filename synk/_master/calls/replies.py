@@ -143,6 +143,7 @@ def _agree(session: Session, launched: Launched, layouts: list[Layout]) -> Assem
             lane.slots, lane.slot_nbytes, session.world_size, next(session.assembly_ids), call.has_group,
             launched.function.is_partial,
         )  # fmt: skip
+        launched.function.plans.forget_outputs(cached, has_fitted=launched.doorbells is not None)
         written = [0] * session.world_size
         for rank, layout in zip(call.ranks, layouts):
             written[rank] = sum(leaf.nbytes for leaf in layout.leaves)
