@@ -502,8 +502,8 @@ class Function(FunctionHandle, Generic[P, R]):
         -------
         CallPlan
             The rows of each rank and the bytes that it would read, the bytes of each argument that the program would
-            copy, whether a doorbell is enough, and, after a first call, how each output would come back. It prints as
-            tables.
+            copy, whether a doorbell is enough or why not, and, after a first call, how each output would come back. It
+            prints as tables.
 
         Raises
         ------
@@ -521,6 +521,8 @@ class Function(FunctionHandle, Generic[P, R]):
         """
         from synk._master.calls.dry_run import dry_run
 
+        if self._slices is not None:
+            num_slices = self._slices.of(args, kwargs, num_slices)
         options = CallOptions(batch, shard_batch, check_slices(num_slices), None, check_timeout(timeout))
         verb = f"plan {self.name!r}"
         with operation():
@@ -529,7 +531,6 @@ class Function(FunctionHandle, Generic[P, R]):
             deadline = session.deadline(options.timeout)
             with session.entered(verb):
                 session.begin(verb, deadline)
-                function._callee.load(session, deadline)
                 return dry_run(session, function._callee, args, kwargs, options, deadline)
 
     @verb

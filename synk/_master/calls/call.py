@@ -14,7 +14,7 @@ from typing import Any
 from synk._master.calls.arguments import Argument
 from synk._master.calls.binding import bind
 from synk._master.calls.callee import Callee
-from synk._master.calls.compiled import CompiledCall, compile_call
+from synk._master.calls.compiled import IN_FLIGHT, IN_OPERATION, CompiledCall, compile_call
 from synk._master.calls.launched import Launched
 from synk._master.calls.op_check import tell_of_end
 from synk._master.calls.plans import CachedPlan, Call, CallOptions
@@ -58,20 +58,25 @@ def call_again(
     batch: Any,
     shard_batch: Any,
 ) -> Any:
-    """Run a call that fits a compiled one and return its result, else ``UNFIT``. What it captured must be current.
+    """Run a call that fits a compiled one and return its result. What it captured must be current.
+
+    Else return ``UNFIT``, and note why in ``function.plans``.
 
     Signal handlers may run at any line here. Every ``except`` raises their exceptions again, and the next operation
     settles what they broke off.
     """
     # A finalizer or a signal handler may call in the middle of an operation of this thread; the lock would let it in.
     if session._lock._is_owned() or cell.worker is not None:  # type: ignore[attr-defined]
+        function.plans.why_new = IN_OPERATION
         return UNFIT
     started = time.monotonic_ns()
     with session._lock:
         if session.workers.requests or session.queue.calls:
+            function.plans.why_new = IN_FLIGHT
             return UNFIT
         launched = compiled.fits(session, function, args, kwargs, batch, shard_batch, started)
-        if launched is None:
+        if isinstance(launched, str):
+            function.plans.why_new = launched
             return UNFIT
         try:
             stage(session, launched)

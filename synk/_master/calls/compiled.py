@@ -1,18 +1,9 @@
 """A compiled call: what a successful call leaves behind, so that calls like it need only a doorbell.
 
-There is one for each function and lane. A call *fits* if nothing has changed. A call that does not fit is bound again,
-and may compile a new one. All that can make a call new, in the order in which it is asked:
-
-- its options: ``output_subset``, ``timeout``, ``num_slices`` (``Function.__call__``);
-- something that the function captured has changed (``code.capture``);
-- this thread is in an operation, or runs on a worker, or another call is in flight (``call.call_again``);
-- the state of the log: what the runtime itself changed, and what finalizers dropped (``processes.log``); assignments to
-  be committed; settings of libraries (``synk._wire.settings``); a fork; how the last outputs were put together (here);
-- the arguments: their types, dtypes, shapes, identities, structure, the size of their pickle (``calls.pattern``);
-- a batch that other ranks would run or that needs other places, or the first that allows the check of the op (here);
-- a death or a printed line that the workers' descriptors report, or no buffer for large outputs that the ranks know.
-
-Nothing is written before all this. ``_why_new`` lists the calls that are never compiled, for ``synk.profile()``.
+There is one for each function and lane. A call *fits* if nothing has changed. A call that does not fit takes the slow
+path: it is bound again, and may compile a new one. What can make a call new is said where it is asked, in words that
+``synk.profile()`` and ``f.plan`` repeat: :meth:`CompiledCall.fits`, ``Pattern.values``, :func:`_why_by_options` and
+:func:`_why_never`.
 """
 
 from __future__ import annotations
@@ -28,10 +19,16 @@ from synk._master.calls.binding import divider
 from synk._master.calls.callee import Callee
 from synk._master.calls.launched import Launched
 from synk._master.calls.op_check import can_check
-from synk._master.calls.pattern import Pattern
-from synk._master.calls.plans import Call
+from synk._master.calls.pattern import MAY_HOLD_ARRAYS, Pattern
+from synk._master.calls.plans import CAPTURED, FAILED, FIRST, Call, CallOptions
 from synk._master.session import Session
 from synk._pure.nested import is_plain_object
+
+IN_FLIGHT = "other calls were in flight"
+IN_OPERATION = "it was made within another operation of the runtime, or on a worker"
+_NODES = "the workers are on several nodes"
+_CHECK = "the check of its op is still to come"
+_NEWS = "the workers must be told of something, such as a function, a change, a restart, or what was dropped"
 
 _NO_BATCH: Any = object()
 """Takes the place of a batch that must be read again even if it is equal: an array can be changed in place."""
@@ -42,6 +39,11 @@ class CompiledCall:
 
     It holds neither the function nor its arguments, so what the user drops is freed.
 
+    Parameters
+    ----------
+    is_current : bool
+        Whether the ranks know all that the call after it needs. If not, no call fits, but it says what differs.
+
     Attributes
     ----------
     cached : CachedPlan
@@ -49,17 +51,14 @@ class CompiledCall:
         What the arguments must match.
     """
 
-    def __init__(self, session: Session, launched: Launched) -> None:
+    def __init__(self, session: Session, launched: Launched, *, is_current: bool) -> None:
         cached, arguments = launched.cached, launched.call.arguments
         call = replace(launched.call, arguments=[], objects=NO_OBJECTS)
         assert cached.assembly is not None
-        self._log_state = launched.log_state
-        told = session.workers.log.settings
-        self._settings = None if told is None else told.values
+        self._log_state = launched.log_state if is_current else -1
         self._batch, self._call = _remembered(call, call.options.batch)
         self._ranks = frozenset(call.ranks)
         self.cached = cached
-        self._assembly = cached.assembly
         self.pattern = Pattern(launched.function.name, arguments, cached.staged, cached.pickle_place)
         self._doorbells = session.workers.doorbells(call.ranks)
 
@@ -72,46 +71,63 @@ class CompiledCall:
         batch: Any,
         shard_batch: Any,
         started_ns: int,
-    ) -> Launched | None:
-        """Return the call to send if it is like the last one and nothing has changed, else None. Writes nothing.
+    ) -> Launched | str:
+        """Return the call to send if it is like the last one and nothing has changed, else why it is new.
 
-        A batch that does not fit raises, as in a call that is bound again.
+        Writes nothing that a rank can read. A batch that does not fit raises, as in a call that takes the slow path.
         """
         workers = session.workers
-        if (
-            self._log_state != workers.log.state
-            or session.variables.to_flip
-            or function.is_stale
-            or (self._settings is not None and workers.settings.read() != self._settings)
-            or os.getpid() != session.pid  # a copy of the master that was made without at-fork hooks
-            or not self.cached.is_agreed
-            or self.cached.assembly is not self._assembly
-        ):
-            return None
+        log = workers.log
+        if function.is_stale:
+            return CAPTURED
+        if self._log_state != log.state:
+            return self._news(args, kwargs)
+        cached = self.cached
+        if session.variables.to_flip or not cached.is_agreed:
+            return FAILED
+        if log.settings is not None and workers.settings.read() != log.settings.values:
+            return "a setting of a library was changed"
+        if os.getpid() != session.pid:  # a copy of the master that was made without at-fork hooks
+            return "this process is a copy of the program"
         values = self.pattern.values(args, kwargs)
-        if values is None:
-            return None
+        if isinstance(values, str):
+            return values
         call = self._call
         if shard_batch is not None or type(batch) is not type(self._batch) or batch != self._batch:
-            chosen = self.pattern.choose(call, divider(session, function), batch, shard_batch)
-            if chosen is None or can_check(function, chosen):
-                return None
+            chosen = self._chosen(session, function, batch, shard_batch)
+            if isinstance(chosen, str):
+                return chosen
             call = chosen
-            self._batch, self._call = _remembered(call, batch)
         if not self._doorbells.are_silent():
-            return None
-        lease = None
-        if self._assembly.result_nbytes:
-            lease = session.memory.lease_known(self._assembly.result_nbytes, self._ranks)
-            if lease is None or self._log_state != workers.log.state:
-                return None
+            return "a worker has printed something, or has died"
+        lease, assembly = None, cached.assembly
+        assert assembly is not None
+        if assembly.result_nbytes:
+            lease = session.memory.lease_known(assembly.result_nbytes, self._ranks)
+            if lease is None or self._log_state != log.state:
+                return "no buffer that the workers know is free for its large outputs"
         timeout = session.timeout
         deadline = None if timeout is None else started_ns * 1e-9 + timeout
         pickled_nbytes = self.pattern.pickled_nbytes
         return Launched(
-            function, call, self.cached, values, deadline, started_ns, pickled_nbytes,
+            function, call, cached, values, deadline, started_ns, pickled_nbytes,
             self._log_state, self._doorbells, lease,
         )  # fmt: skip
+
+    def _news(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Say why the state of the log is another one: because of other arguments, or of something else."""
+        values = self.pattern.values(args, kwargs)
+        return values if isinstance(values, str) else _NEWS
+
+    def _chosen(self, session: Session, function: Callee, batch: Any, shard_batch: Any) -> Call | str:
+        """Return the call with the rows of another batch, and remember it; else return why it is new."""
+        chosen = self.pattern.choose(self._call, divider(session, function), batch, shard_batch)
+        if isinstance(chosen, str):
+            return chosen
+        if can_check(function, chosen):
+            return _CHECK
+        self._batch, self._call = _remembered(chosen, batch)
+        return chosen
 
 
 def _remembered(call: Call, batch: Any) -> tuple[Any, Call]:
@@ -120,52 +136,79 @@ def _remembered(call: Call, batch: Any) -> tuple[Any, Call]:
     return (batch if is_plain and call.owned is None else _NO_BATCH), call
 
 
-def compile_call(session: Session, launched: Launched) -> None:
-    """After a successful call: if it was new, let calls like it need only a doorbell, if that is possible.
+def why_new(
+    session: Session, function: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
+) -> str:
+    """Say why a call would be new, as :meth:`CompiledCall.fits` says it of a call; "" if it fits. Nothing is sent.
 
-    A call that fitted a compiled one does not know its arguments any more. If it returned something of another layout,
-    the compiled call no longer fits by itself, and the next call is new.
+    What the function captured must have been compared, and no call may be in flight.
     """
+    compiled = function.plans.compiled[session.lanes.first.index]
+    by_options = _why_by_options(function, options)
+    if by_options or session.nodes is not None:
+        return by_options or _NODES
+    if function.session is not session:
+        return FIRST
+    if compiled is None:
+        return CAPTURED if function.is_stale else function.plans.why_new
+    found = compiled.fits(session, function, args, kwargs, options.batch, options.shard_batch, 0)
+    if isinstance(found, str):
+        return found
+    if found.lease is not None:
+        session.memory.results.give_back(found.lease)
+    return ""
+
+
+def compile_call(session: Session, launched: Launched) -> None:
+    """After a successful call: if it was new, let calls like it need only a doorbell, if that is possible."""
     function = launched.function
-    if launched.call.options.is_trial or launched.doorbells is not None or session.nodes is not None:
+    options = launched.call.options
+    if options.is_trial or launched.doorbells is not None or session.nodes is not None:
         return
-    record = function.record
+    plans, record = function.plans, function.record
+    by_options = _why_by_options(function, options)
+    why_never = by_options or _why_never(session, launched)
     record.num_new += 1
-    record.why_new = _why_new(session, launched)
+    record.why_new = why_never or plans.why_new
+    if not by_options:  # the options say nothing of the next call
+        plans.why_new = why_never or FIRST
+    if why_never:
+        return
     # If the state of the log is the same, no rank had to be told anything, and the next call need not tell it either.
     # A function's first call told them of the function and the plan, so the second is the first that is compiled.
     is_same = launched.log_state == session.workers.log.state and not session.has_dropped
-    if not record.why_new and is_same:
+    if is_same:
         function.copies.ignore(each.label for each in launched.call.arguments if each.is_part)
-        function.plans.compiled[launched.cached.lane.index] = CompiledCall(session, launched)
+    plans.compiled[launched.cached.lane.index] = CompiledCall(session, launched, is_current=is_same)
 
 
-def _why_by_options(launched: Launched) -> str:
-    function, options = launched.function, launched.call.options
+def _why_by_options(function: Callee, options: CallOptions) -> str:
+    """Say why calls with these options are new each time; "" if they need not be."""
     if function.block_rows:
         return "reproducible=True"
     if function.retry:
         return "retry="
     if options.timeout is not None:
         return "timeout= in the call"
-    if options.is_serial or options.num_slices > 1 or options.output_subset is not None or options.num_repeats > 1:
-        return "serial calls, num_slices, output_subset and repeat"
-    return ""
+    if options.num_slices > 1:
+        return "num_slices= in the call"
+    if options.output_subset is not None:
+        return "output_subset= in the call"
+    if options.is_serial:
+        return "it is a serial call"
+    return "it is one of repeat" if options.num_repeats > 1 else ""
 
 
-def _why_new(session: Session, launched: Launched) -> str:
-    """Say why calls like a successful one are new each time; empty if they need not be."""
+def _why_never(session: Session, launched: Launched) -> str:
+    """Say why calls like a successful one are new each time, whatever their options; "" if they need not be."""
     call, cached = launched.call, launched.cached
     assembly = cached.assembly
-    by_options = _why_by_options(launched)
-    if by_options:
-        return by_options
     if session.has_devices:
         return "the workers are on devices"
     if call.sources:
         return "its rows are those of a sharded variable that it closes over"
     if can_check(launched.function, call):  # it took too long, as first calls that import something do: check again
-        return "the check of its op is still to come"
+        return _CHECK
     if assembly is None:
         return "its outputs are not put together"
     # Ranks that know their parts of large outputs put them in place without being asked.
@@ -175,7 +218,7 @@ def _why_new(session: Session, launched: Launched) -> str:
     for argument in call.arguments:
         array, target = argument.array, None if argument.array is None else next(staged)
         if argument.kind == "closed over" or (argument.kind == "object" and not is_plain_object(argument.value)):
-            return f"{argument.label} is an object that may hold arrays or run code when it is pickled"
+            return f"{argument.label} {MAY_HOLD_ARRAYS}"
         if argument.contents is not None and argument.data is None:  # a file can become shorter between two calls
             return f"{argument.label} lies in a file"
         if array is not None and target is not None and not _is_plain(array, target):

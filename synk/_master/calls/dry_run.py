@@ -8,6 +8,7 @@ from typing import Any
 from synk._master.calls.arguments import transfers_in
 from synk._master.calls.binding import bind
 from synk._master.calls.callee import Callee
+from synk._master.calls.compiled import why_new
 from synk._master.calls.plans import CachedPlan, CallOptions
 from synk._master.session import Session
 from synk._master.state.sums import Transfer
@@ -62,8 +63,8 @@ class CallPlan:
     Attributes
     ----------
     function : str
-    is_compiled : bool
-        Whether it is like the last call, so that each rank needs only a doorbell of 8 bytes.
+    why_new : str
+        Why it is not like the last call, so that each rank may need more than a doorbell of 8 bytes; else empty.
     transfers : tuple of Transfer
         What its arguments transfer.
     ranks : tuple of RankPlan
@@ -72,10 +73,15 @@ class CallPlan:
     """
 
     function: str
-    is_compiled: bool
+    why_new: str
     transfers: tuple[Transfer, ...]
     ranks: tuple[RankPlan, ...]
     outputs: tuple[OutputPlan, ...]
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it is like the last call, so that each rank needs only a doorbell of 8 bytes."""
+        return not self.why_new
 
     def _repr_html_(self) -> str:
         return Text(self)._repr_html_()
@@ -84,7 +90,7 @@ class CallPlan:
         how = (
             "8 bytes to each rank: it is like the last call"
             if self.is_compiled
-            else "a message with a body may be sent"
+            else f"it takes the slow path: {self.why_new}"
         )
         lines = [f"{self.function!r}: {how}", f"{'argument':<16}{'kind':<10}{'bytes':>14}{'bytes/row':>12}"]
         lines += [f"{t.argument:<16}{t.kind:<10}{t.nbytes:>14}{t.row_nbytes or '':>12}" for t in self.transfers]
@@ -104,7 +110,12 @@ def dry_run(
     options: CallOptions,
     deadline: float | None,
 ) -> CallPlan:
-    """Bind a call as :func:`synk._master.calls.call.launch` does, and say what would be sent."""
+    """Bind a call as :func:`synk._master.calls.call.launch` does, and say what would be sent.
+
+    What the function captured must have been compared, and no call may be in flight.
+    """
+    reason = why_new(session, function, args, kwargs, options)  # asked before the workers are told what they lack
+    function.load(session, deadline)
     call = bind(session, function, args, kwargs, options, deadline)
     transfers = transfers_in(call.arguments, call.objects)
     row_nbytes = sum(each.row_nbytes for each in transfers)
@@ -114,14 +125,8 @@ def dry_run(
         low, high = call.bounds[rank]
         ranks.append(RankPlan(rank, num_rows, low, high, num_rows * row_nbytes + whole_nbytes))
     compiled = next((each for each in function.plans.compiled if each is not None), None)
-    is_compiled = (
-        compiled is not None
-        and not function.retry
-        and options.timeout is None
-        and compiled.pattern.values(args, kwargs) is not None
-    )
     outputs = () if compiled is None else _outputs_of(compiled.cached)
-    return CallPlan(function.name, is_compiled, transfers, tuple(ranks), outputs)
+    return CallPlan(function.name, reason, transfers, tuple(ranks), outputs)
 
 
 def _outputs_of(cached: CachedPlan) -> tuple[OutputPlan, ...]:

@@ -25,6 +25,13 @@ from synk._wire.memory import Segment
 from synk._wire.messages import Layout, Plan
 
 _MAX_PLANS = 64
+
+FIRST = "no call like it has succeeded yet, or what was known of it was dropped"
+FAILED = "the call before has failed, or was interrupted"
+CAPTURED = "something that the function captured was changed"
+OTHER_OUTPUTS = "the outputs of the call before had other dtypes, shapes or structure"
+"""Reasons why calls are new; the others are in ``synk._master.calls.compiled``."""
+
 _versions = itertools.count(1)
 
 IndexArrays = tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]
@@ -103,12 +110,17 @@ class PlanCache:
     ----------
     version : int
         Changes whenever a change of the function makes the workers need new plans.
+    compiled : list of CompiledCall or None
+        By lane, what the next call may fit.
+    why_new : str
+        Why the next call, or the one that is being made, does not fit.
     """
 
     def __init__(self) -> None:
         self.version = next(_versions)
         self._plans: OrderedDict[Any, CachedPlan] = OrderedDict()
-        self.compiled: list[Any] = [None] * NUM_LANES  # by lane, what the next call may fit
+        self.compiled: list[Any] = [None] * NUM_LANES
+        self.why_new = FIRST
 
     def get(self, key: Any) -> CachedPlan | None:
         cached = self._plans.get(key)
@@ -155,10 +167,20 @@ class PlanCache:
         """Forget the compiled calls. The next calls are checked from the beginning."""
         self.compiled = [None] * NUM_LANES
 
+    def forget_outputs(self, cached: CachedPlan, *, has_fitted: bool) -> None:
+        """Forget the compiled call of a plan: its outputs are put together in another way now.
+
+        ``has_fitted``: the call that shows it did fit. Another one replaces the compiled call, and has its own reason.
+        """
+        place = cached.lane.index
+        if self.compiled[place] is not None and self.compiled[place].cached is cached:
+            self.compiled[place] = None
+            self.why_new = OTHER_OUTPUTS if has_fitted else self.why_new
+
     def discard(self, cached: CachedPlan, log: Log) -> None:
         """Forget one plan, here and on the workers."""
         # A signal handler may break this off between two lines. The plan is not agreed, so no call uses it any more.
-        self.compiled[cached.lane.index] = None
+        self.compiled[cached.lane.index], self.why_new = None, FAILED
         self._plans = OrderedDict((key, value) for key, value in self._plans.items() if value is not cached)
         log.drop_held("plan", cached.plan.plan_id)
 

@@ -142,6 +142,7 @@ def _agree(session: Session, launched: Launched, layouts: list[Layout]) -> Assem
             launched.function.name, ops, cached.plan.output_subset, call.ranks, layouts,
             lane.slots, lane.slot_nbytes, session.world_size, call.has_group, launched.function.is_partial,
         )  # fmt: skip
+        launched.function.plans.forget_outputs(cached, has_fitted=launched.doorbells is not None)
         written = [0] * session.world_size
         for rank, layout in zip(call.ranks, layouts):
             written[rank] = sum(leaf.nbytes for leaf in layout.leaves)

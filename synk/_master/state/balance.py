@@ -15,7 +15,7 @@ MOST = 0.1
 """The largest change of a share at once, as a fraction of it."""
 
 _LEAST = 0.02
-"""Smaller changes are not made, because after each change calls are bound again."""
+"""Smaller changes are not made, because after each change calls take the slow path."""
 
 
 class Balance:
@@ -48,7 +48,7 @@ class Balance:
         return list(zip([0, *ends[:-1]], ends))
 
     def follow(self, session: Any, launched: Any, result: Any, heard_ns: int, ended_ns: int) -> None:
-        """Take in a call. If it changes the shares, the next calls are bound again."""
+        """Take in a call. If it changes the shares, the next calls take the slow path."""
         call, words = launched.call, launched.cached.lane.up_words
         if call.options.is_serial or call.owned is not None:
             return

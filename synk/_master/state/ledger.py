@@ -140,9 +140,9 @@ class Record:
     staged_ns : int
         How long the master copied arrays, in calls that copy 64 KB or more.
     num_new : int
-        Calls that did not fit the one before and were bound again, which costs the master ten times as much.
+        Calls that did not fit the one before and took the slow path, which costs the master ten times as much.
     why_new : str
-        Why calls like the last new one can never fit; empty if they can.
+        Why the last of them did; empty before there is one.
     unchanged : dict of str to int
         How often an argument had the bytes of the call before, as far as a guard has compared it.
     """
@@ -285,11 +285,10 @@ class Record:
 
     @property
     def note(self) -> str:
-        """Why most calls were bound again; empty if they were not."""
+        """Why most calls took the slow path; empty if they did not."""
         if self.num_new <= max(_FEW, self.num_calls // 2):
             return ""
-        why = self.why_new or "what was passed, or what the workers had to be told, was different each time"
-        return f"{self.num_new} of {self.num_calls} calls were bound again: {why}"
+        return f"{self.num_new} of {self.num_calls} calls took the slow path. The last one: {self.why_new}"
 
     def verdict(self) -> str:
         """Return what costs most of the time, and what to do about it; empty if nothing stands out."""

@@ -57,7 +57,7 @@ RECORDS = np.array([(1, 2.0)] * 4, dtype=[("a", int), ("b", float)])
 
 WHY = {
     "num_slices": (lambda x: x.sum(), lambda f: f(np.ones(4), num_slices=2), "num_slices"),
-    "serial": (lambda x: x.sum(), lambda f: f.serial(np.ones(4)), "serial calls"),
+    "serial": (lambda x: x.sum(), lambda f: f.serial(np.ones(4)), "it is a serial call"),
     "an object": (
         lambda x, y: x.sum(),
         lambda f: f(np.ones(4), {1: {(2, 3)}}),
@@ -69,7 +69,7 @@ WHY = {
 
 
 @pytest.mark.parametrize("name", WHY)
-def test_it_says_why_calls_are_bound_anew_each_time(shared_runtimes: Any, name: str) -> None:
+def test_it_says_why_calls_take_the_slow_path_each_time(shared_runtimes: Any, name: str) -> None:
     rt = shared_runtimes[2]
     fn, call, why = WHY[name]
     f = rt.function(fn, bcast_inputs="y" if name == "an object" else (), outputs="sum", name=f"why {name}")
@@ -77,7 +77,7 @@ def test_it_says_why_calls_are_bound_anew_each_time(shared_runtimes: Any, name: 
         call(f)
     record = rt.profile.records[f"why {name}"]
     assert (record.num_calls, record.num_new) == (12, 12)
-    assert record.note.startswith("12 of 12 calls were bound again: ") and why in record.note
+    assert record.note.startswith("12 of 12 calls took the slow path. The last one: ") and why in record.note
     assert f"why {name}: {record.note}" in str(rt.profile)
     assert html.escape(record.note) in rt.profile._repr_html_()
 
@@ -91,12 +91,34 @@ def test_calls_like_the_one_before_need_no_word(shared_runtimes: Any) -> None:
     assert "plain total:" not in str(rt.profile)
 
 
-def test_what_looks_different_each_time_is_said_to(shared_runtimes: Any) -> None:
+def test_the_argument_that_differs_each_time_is_named(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     f = rt.function(lambda x: x.sum(), outputs="sum", name="growing total")
     for k in range(20):
-        f(np.ones(4 + k))
-    assert "20 of 20 calls were bound again: what was passed" in rt.profile.records["growing total"].note
+        f(np.ones((4 + k, 3)))
+    note = rt.profile.records["growing total"].note
+    assert note == "20 of 20 calls took the slow path. The last one: x has shape (23, 3), was (22, 3)"
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        (np.ones(6, np.float32), "y has dtype float64, was float32"),
+        (np.ones((6, 2)), "y has shape (6,), was (6, 2)"),
+        ({"a": np.ones(6)}, "nested"),
+    ],
+    ids=["dtype", "shape", "structure"],
+)
+def test_what_alternates_is_named(shared_runtimes: Any, other: Any, why: str) -> None:
+    rt, name = shared_runtimes[2], f"alternating {why}"
+    f = rt.function(lambda x, y: x.sum(), bcast_inputs="y", outputs="sum", name=name)
+    x, y = np.ones(6), np.ones(6)
+    for k in range(30):
+        f(x, {"b": y} if isinstance(other, dict) and k % 2 else y if k % 2 else other)
+    record = rt.profile.records[name]
+    assert (record.num_calls, record.num_new) == (30, 30)
+    assert record.note.startswith("30 of 30 calls took the slow path. The last one: ") and why in record.note
+    assert record.note in str(rt.profile)
 
 
 def totals(rt: Any, name: str) -> dict[tuple[str, str], Any]:
