@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import functools
 import gc
 import operator
 import os
+import pathlib
 import signal
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION
@@ -236,6 +239,30 @@ def test_a_worker_that_dies_takes_its_task_along_and_no_other(own: synk.Executor
     with pytest.raises(synk.errors.WorkerDied):
         dying.result()
     assert list(own.map(operator.neg, range(10))) == [-k for k in range(10)]
+
+
+def test_a_worker_that_dies_while_it_has_no_task_ends_no_other(
+    reused: Callable[..., Any], tmp_path: pathlib.Path
+) -> None:
+    rt, begun, go_on = reused(2), tmp_path / "begun", tmp_path / "go_on"
+
+    def task() -> str:
+        begun.touch()
+        while not go_on.exists():
+            time.sleep(0.005)
+        return "done"
+
+    idle = harness.pids(rt)[1]
+    with synk.Executor(runtime=rt) as executor, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        running = executor.submit(task)
+        assert harness.wait_for(begun.exists)
+        harness.kill_and_wait(idle)
+        with contextlib.suppress(TimeoutError):
+            running.exception(0.3)  # the executor's thread has looked by then
+        go_on.touch()
+        assert running.result() == "done"
+        assert executor.submit(abs, -1).result() == 1
 
 
 def test_a_runtime_that_is_closed_meanwhile(runtime: Callable[..., Any]) -> None:

@@ -263,8 +263,8 @@ class Queue:
 
     def descriptors(self) -> list[int]:
         """Return the descriptors that report answers and deaths of workers."""
-        workers = self._session.workers.by_rank
-        return [int(fd) for worker in workers for fd, kind in worker.process.watched() if kind != "output"]
+        watched = [each for worker in self._session.workers.by_rank for each in worker.process.watched()]
+        return [int(fd) for fd, kind in watched if kind != "output" and fd >= 0]  # a dead worker has none
 
     def release(self, segment: Segment) -> None:
         """Wait for the calls that read ``segment``, because it is about to change."""
