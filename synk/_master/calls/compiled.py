@@ -28,7 +28,7 @@ IN_FLIGHT = "other calls were in flight"
 IN_OPERATION = "it was made within another operation of the runtime, or on a worker"
 _NODES = "the workers are on several nodes"
 _CHECK = "the check of its op is still to come"
-_NEWS = "the workers must be told of something, such as a function, a change, a restart, or what was dropped"
+NEWS = "the workers must be told of something, such as a function, a change, a restart, or what was dropped"
 
 _NO_BATCH: Any = object()
 """Takes the place of a batch that must be read again even if it is equal: an array can be changed in place."""
@@ -81,7 +81,7 @@ class CompiledCall:
         if function.is_stale:
             return CAPTURED
         if self._log_state != log.state:
-            return self._news(args, kwargs)
+            return NEWS
         cached = self.cached
         if session.variables.to_flip or not cached.is_agreed:
             return FAILED
@@ -113,11 +113,6 @@ class CompiledCall:
             function, call, cached, values, deadline, started_ns, pickled_nbytes,
             self._log_state, self._doorbells, lease,
         )  # fmt: skip
-
-    def _news(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Say why the state of the log is another one: because of other arguments, or of something else."""
-        values = self.pattern.values(args, kwargs)
-        return values if isinstance(values, str) else _NEWS
 
     def _chosen(self, session: Session, function: Callee, batch: Any, shard_batch: Any) -> Call | str:
         """Return the call with the rows of another batch, and remember it; else return why it is new."""
@@ -152,6 +147,9 @@ def why_new(
     if compiled is None:
         return CAPTURED if function.is_stale else function.plans.why_new
     found = compiled.fits(session, function, args, kwargs, options.batch, options.shard_batch, 0)
+    if found is NEWS:  # perhaps because of other arguments
+        values = compiled.pattern.values(args, kwargs)
+        return values if isinstance(values, str) else NEWS
     if isinstance(found, str):
         return found
     if found.lease is not None:
@@ -165,9 +163,10 @@ def compile_call(session: Session, launched: Launched) -> None:
     options = launched.call.options
     if options.is_trial or launched.doorbells is not None or session.nodes is not None:
         return
-    plans, record = function.plans, function.record
+    plans, record, place = function.plans, function.record, launched.cached.lane.index
     by_options = _why_by_options(function, options)
     why_never = by_options or _why_never(session, launched)
+    before = plans.compiled[place]
     record.num_new += 1
     record.why_new = why_never or plans.why_new
     if not by_options:  # the options say nothing of the next call
@@ -179,7 +178,9 @@ def compile_call(session: Session, launched: Launched) -> None:
     is_same = launched.log_state == session.workers.log.state and not session.has_dropped
     if is_same:
         function.copies.ignore(each.label for each in launched.call.arguments if each.is_part)
-    plans.compiled[launched.cached.lane.index] = CompiledCall(session, launched, is_current=is_same)
+    new = plans.compiled[place] = CompiledCall(session, launched, is_current=is_same)
+    if record.why_new is NEWS and before is not None:  # perhaps because of other arguments
+        record.why_new = before.pattern.difference(new.pattern) or NEWS
 
 
 def _why_by_options(function: Callee, options: CallOptions) -> str:

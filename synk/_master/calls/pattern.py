@@ -129,6 +129,17 @@ class Pattern:
                 return f"{label} is another object than before, or its contents were replaced"
         return values
 
+    def difference(self, now: Pattern) -> str:
+        """Return which array has another shape or dtype in the pattern of a later call; "" if none has."""
+        for (dtype, shape, target, _, label), (new_dtype, new_shape, new_target, _, _) in zip(self.leaves, now.leaves):
+            if target is None or new_target is None:
+                continue
+            if new_shape != shape:
+                return f"{label} has shape {new_shape}, was {shape}"
+            if new_dtype != dtype:
+                return f"{label} has dtype {new_dtype}, was {dtype}"
+        return ""
+
     def _taken_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | str:
         """Return the leaves of the arguments, tensors as arrays and objects pickled, else how they do not match."""
         values = [*args, *kwargs.values()]

@@ -353,3 +353,30 @@ def test_the_verdict_names_what_stands_out(
 ) -> None:
     found = verdict_of(function_ms, wait_ms, wall_ms, **staged)
     assert found.startswith(verdict) if verdict else found == ""
+
+
+def test_a_new_call_pickles_its_columns_once(shared_runtimes: Any) -> None:
+    """That the workers must be told of something is known before the arguments are looked at."""
+    pandas = pytest.importorskip("pandas")
+    rt = shared_runtimes[2]
+    pickled = []
+
+    class Price:
+        def __reduce__(self) -> Any:
+            pickled.append(1)
+            return float, (1.5,)
+
+    f = rt.function(lambda frame: float(len(frame)), outputs="sum", name="length of a table")
+    frame = pandas.DataFrame({"price": [Price() for _ in range(6)]})
+    for _ in range(3):
+        f(frame)
+    record = rt.profile.records["length of a table"]
+    for _ in range(3):
+        g = rt.function(lambda x: x.sum(), outputs="sum")
+        g(np.ones(4))
+        del g
+        pickled.clear()
+        before = record.num_new
+        assert f(frame) == 6.0
+        assert record.num_new == before + 1 and len(pickled) == 6
+        assert "told of something" in record.why_new
