@@ -290,12 +290,14 @@ class Peer:
             listener.bind(str(directory / "socket"))
             listener.listen()
             listener.settimeout(REQUEST_TIMEOUT_S)
-            for command, env in self._commands(str(directory / "socket")):
-                process = subprocess.Popen(
-                    command, env=env, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-                )
-                self._processes.append(process)
             try:
+                for command, env in self._commands(str(directory / "socket")):
+                    self._processes.append(
+                        subprocess.Popen(
+                            command, env=env, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                            start_new_session=True,
+                        )
+                    )  # fmt: skip
                 hellos = [self._accept(listener) for _ in range(number_of_ranks)]
             except BaseException:
                 self.__exit__(None, None, None)
