@@ -185,7 +185,7 @@ def _send_new(session: Session, launched: Launched) -> None:
     # Noted before the plan is sent: if the sending is broken off, each rank counts as having it, and abandon() has all
     # of them drop it.
     for rank in contents:
-        workers.by_rank[rank].known.held["plan"][plan_id] = True
+        workers.by_rank[rank].known.held["plan"].add(plan_id)
     lane.first_down[_RESULT] = 0 if lease is None else lease.segment.id
     workers.send(
         _CALL, call.ranks, plan_id, contents, segments, launched.deadline, "call", launched.what, lane.index, launched

@@ -124,7 +124,7 @@ class Log:
         if any(number in known.held[kind] for known in self.ranks):
             self.drop(kind, number)
             for known in self.ranks:
-                known.held[kind].pop(number, None)
+                known.held[kind].discard(number)
         self.note()
 
     def set_settings(self, names: Sequence[str], values: list[Any]) -> None:
@@ -178,8 +178,8 @@ class Known:
     ----------
     read : int
         The position in the log up to which the rank has read.
-    held : dict of str to dict
-        By kind (``"segment"``, ``"plan"`` and ``"parcel"``) and number: True.
+    held : dict of str to set of int
+        The numbers of the ``"segment"``, ``"plan"`` and ``"parcel"`` that the rank has got with messages.
     """
 
     def __init__(self, rank: int, log: Log) -> None:
@@ -191,7 +191,7 @@ class Known:
         """Start from nothing: a new process plays the rank, and it knows nothing."""
         self._log.note()
         self.read = 0
-        self.held: dict[str, dict[int, Any]] = {"segment": {}, "plan": {}, "parcel": {}}
+        self.held: dict[str, set[int]] = {"segment": set(), "plan": set(), "parcel": set()}
         # by message: how far the rank had read before it, and what it brought
         self._unanswered: dict[int, tuple[int, Body]] = {}
 
@@ -248,7 +248,7 @@ class Known:
         # A worker handles its messages in order. So the rank counts as having read this far before it answers, and the
         # next message need not repeat the entries.
         self.read = max(self.read, read)
-        self.held["segment"].update(dict.fromkeys(_brought_by(body), True))
+        self.held["segment"].update(_brought_by(body))
 
     def note_answered(self, sequence: int, *, is_received: bool) -> None:
         """Note that a message was answered. If the rank could not take it in, it holds nothing that it brought."""
@@ -257,8 +257,7 @@ class Known:
         if body is not None and not is_received:
             self._log.note()
             self.read = min(self.read, place)
-            for number in _brought_by(body):
-                self.held["segment"].pop(number, None)
+            self.held["segment"].difference_update(_brought_by(body))
 
 
 def _brought_by(body: Body) -> list[int]:

@@ -118,7 +118,7 @@ class Functions:
     def drop_parcel(self, parcel: Parcel, unbound: list[tuple[tuple[int, int], Any]]) -> None:
         """Have the workers forget a parcel, and globals: (address of the namespace, name)."""
         for worker in self._workers.by_rank:
-            worker.known.held["parcel"].pop(parcel.number, None)
+            worker.known.held["parcel"].discard(parcel.number)
         # also on ranks that it reached although the load was broken off
         self._workers.log.drop("parcel", parcel.number, unbound)
         if parcel.segment is not None:
@@ -268,7 +268,7 @@ class Functions:
         for rank, reply in replies.items():
             if reply.status == Status.DONE:
                 parcels = self._workers.by_rank[rank].known.held["parcel"]
-                parcels.update((parcel.number, True) for parcel in orders[rank].parcels)
+                parcels.update(parcel.number for parcel in orders[rank].parcels)
         failures = [pickle.loads(reply.body) for reply in replies.values() if reply.status == Status.ERROR]
         for failure in failures:
             if not isinstance(failure, Failure):  # an agent could not even ask its workers: its error, and the cause

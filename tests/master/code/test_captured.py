@@ -490,8 +490,8 @@ def test_objects_are_let_go_of_with_the_last_function_that_needs_them(runtime: C
     assert alive() is None
     assert (
         set(rt._session.functions.book.parcels)
-        == rt._session.workers.by_rank[0].known.held["parcel"].keys()
-        == rt._session.workers.by_rank[1].known.held["parcel"].keys()
+        == rt._session.workers.by_rank[0].known.held["parcel"]
+        == rt._session.workers.by_rank[1].known.held["parcel"]
     )
 
 

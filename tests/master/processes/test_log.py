@@ -161,7 +161,7 @@ def test_what_only_some_ranks_hold_is_told_of_where_one_holds_it() -> None:
     state = log.state
     log.drop_held("plan", 3)
     assert log.after(0) == ([], 0) and log.state != state
-    known[1].held["plan"][3] = True
+    known[1].held["plan"].add(3)
     log.drop_held("plan", 3)
     body = known[0].pack(None, [], {}).body
     assert body is not None and body.dropped == {"plan": {3: None}}
