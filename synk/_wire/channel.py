@@ -29,6 +29,7 @@ HEADER = struct.Struct(f"<4sHHIQ{TOKEN_NBYTES}s")
 INLINE_NBYTES = 1 << 16
 MAX_BODY_NBYTES = 1 << 40
 MAX_FDS = 250  # SCM_MAX_FD is 253; one is reserved for a large body
+_TORN = (0, 0, 0, 0)
 IS_LARGE = 1
 
 _LATE_NS = 1_000_000
@@ -185,8 +186,10 @@ class Channel:
 
     @staticmethod
     def understood(data: bytes) -> tuple[int, int, int, int] | None:
-        """Decode the bytes of a doorbell; None if they are incomplete, as at the end of the pipe."""
-        return DOORBELL.unpack(data) if len(data) == DOORBELL.size else None
+        """Decode the bytes of a doorbell; None at the end of the pipe. What no process of ours writes has kind 0."""
+        if len(data) == DOORBELL.size:
+            return DOORBELL.unpack(data)
+        return _TORN if data else None
 
     def send_body(self, sequence: int, body: Any, fds: Sequence[int] = ()) -> None:
         """Send one body with descriptors ``fds`` (at most ``MAX_FDS``).
@@ -215,12 +218,13 @@ class Channel:
     def receive_body(self, sequence: int | None) -> tuple[bytes, list[int]]:
         """Receive the body of message ``sequence`` (None: of any message) and its descriptors, which are close-on-exec.
 
-        Bodies of earlier messages, which an interrupted wait left in the socket, are discarded.
+        It never waits, because a body is sent before its doorbell. Bodies of earlier messages, which an interrupted
+        wait left in the socket, are discarded.
 
         Raises
         ------
         ProtocolError
-            If the header is wrong.
+            If the header is wrong, or there is no body.
         SharedMemoryError
             If this process's limits on descriptors or memory are too low.
         EOFError
@@ -281,7 +285,12 @@ def _receive(sock: socket.socket) -> tuple[bytes, list[int], int]:
     """
     fds = array.array("i")
     room = socket.CMSG_LEN((MAX_FDS + 1) * fds.itemsize)
-    packet, ancillary, flags, _ = sock.recvmsg(HEADER.size + INLINE_NBYTES, room, socket.MSG_CMSG_CLOEXEC)
+    try:
+        packet, ancillary, flags, _ = sock.recvmsg(
+            HEADER.size + INLINE_NBYTES, room, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+        )
+    except BlockingIOError:
+        raise ProtocolError("cannot read a message: its body is missing.") from None
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(data[: len(data) - len(data) % fds.itemsize])

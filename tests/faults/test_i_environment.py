@@ -310,10 +310,10 @@ def test_I9_junk_on_the_channel_of_a_worker(runtime: Fork, junk: bytes, to: str)
     rt = runtime(2)
 
     def write_junk(row: np.ndarray) -> None:
-        for fd in range(3, 64):
+        for fd in map(int, os.listdir("/proc/self/fd")):
             try:
                 target = os.readlink(f"/proc/self/fd/{fd}")
-                if row[0] == 1 and target.startswith(to):
+                if fd > 2 and row[0] == 1 and target.startswith(to):
                     os.set_blocking(fd, False)
                     os.write(fd, junk)
                     os.set_blocking(fd, True)
@@ -321,9 +321,9 @@ def test_I9_junk_on_the_channel_of_a_worker(runtime: Fork, junk: bytes, to: str)
                 continue
 
     try:
-        rt.function(write_junk, outputs=None)(np.arange(2), timeout=2.0)
+        rt.function(write_junk, outputs=None)(np.arange(2))  # no time limit: it must not be needed
     except SynkError as error:
-        assert isinstance(error, (WorkerDied, TimeoutError)), error
+        assert isinstance(error, WorkerDied), error
     for _ in range(3):
         try:
             assert_right(rt)

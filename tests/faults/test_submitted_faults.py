@@ -536,10 +536,13 @@ def test_E_other_threads_wait_for_what_concerns_them(reused: Fork, tmp_path: Pat
     assert behind.result() == 4.0
 
 
-def test_E_a_runtime_dropped_with_calls_in_flight_is_collected() -> None:
+@pytest.mark.parametrize("num_earlier", [0, 1, 3])
+def test_E_a_runtime_dropped_with_calls_in_flight_is_collected(num_earlier: int) -> None:
     def drop() -> tuple[Any, list[int]]:
         rt = synk.Runtime(2, backend="numpy")
         nap = sleeper(rt)
+        for _ in range(num_earlier):  # so that a call is compiled
+            nap(0.0).result()
         calls = [nap(30.0) for _ in range(3)]
         assert not calls[0].done()
         return weakref.ref(rt), [worker.process.pid for worker in rt._session.workers.by_rank]

@@ -110,6 +110,9 @@ class PlanCache:
     ----------
     version : int
         Changes whenever a change of the function makes the workers need new plans.
+    by_key : OrderedDict
+        The same object for good, because the finalizer of the function holds it. A finalizer must not hold compiled calls:
+        they refer to the calls in flight and these to their functions, which would then never be freed.
     compiled : list of CompiledCall or None
         By lane, what the next call may fit.
     why_new : str
@@ -118,35 +121,35 @@ class PlanCache:
 
     def __init__(self) -> None:
         self.version = next(_versions)
-        self._plans: OrderedDict[Any, CachedPlan] = OrderedDict()
+        self.by_key: OrderedDict[Any, CachedPlan] = OrderedDict()
         self.compiled: list[Any] = [None] * NUM_LANES
         self.why_new = FIRST
 
     def get(self, key: Any) -> CachedPlan | None:
-        cached = self._plans.get(key)
+        cached = self.by_key.get(key)
         if cached is None or not cached.is_agreed:
             return None
-        self._plans.move_to_end(key)
+        self.by_key.move_to_end(key)
         return cached
 
     def put(self, key: Any, cached: CachedPlan, log: Log) -> None:
-        broken = self._plans.pop(key, None)
+        broken = self.by_key.pop(key, None)
         if broken is not None:
             log.drop_held("plan", broken.plan.plan_id)
-        self._plans[key] = cached
-        while len(self._plans) > _MAX_PLANS:
-            _, old = self._plans.popitem(last=False)
+        self.by_key[key] = cached
+        while len(self.by_key) > _MAX_PLANS:
+            _, old = self.by_key.popitem(last=False)
             log.drop_held("plan", old.plan.plan_id)
 
     def drop_staging(self, segment_id: int, log: Log) -> None:
         """Forget the plans that use a staging segment which was replaced: no call can find them any more."""
-        for key in [key for key in self._plans if key[-1] == segment_id]:
-            log.drop_held("plan", self._plans.pop(key).plan.plan_id)
+        for key in [key for key in self.by_key if key[-1] == segment_id]:
+            log.drop_held("plan", self.by_key.pop(key).plan.plan_id)
         self.forget_compiled()
 
     def drop_assemblies(self, lane: Lane) -> None:
         """Forget views of slots that were replaced."""
-        for cached in self._plans.values():
+        for cached in self.by_key.values():
             if cached.lane is lane:
                 cached.assembly = None
         self.compiled[lane.index] = None
@@ -154,14 +157,14 @@ class PlanCache:
     def drop_all(self, log: Log) -> None:
         """Forget everything, here and on the workers: the function is gone, or another one."""
         self.version = next(_versions)
-        for cached in self._plans.values():
+        for cached in self.by_key.values():
             log.drop_held("plan", cached.plan.plan_id)
         self.forget()
 
     def forget(self) -> None:
         """Drop everything: the runtime is closed."""
         self.forget_compiled()
-        self._plans.clear()
+        self.by_key.clear()
 
     def forget_compiled(self) -> None:
         """Forget the compiled calls. The next calls are checked from the beginning."""
@@ -181,7 +184,8 @@ class PlanCache:
         """Forget one plan, here and on the workers."""
         # A signal handler may break this off between two lines. The plan is not agreed, so no call uses it any more.
         self.compiled[cached.lane.index], self.why_new = None, FAILED
-        self._plans = OrderedDict((key, value) for key, value in self._plans.items() if value is not cached)
+        for key in [key for key, value in self.by_key.items() if value is cached]:
+            del self.by_key[key]
         log.drop_held("plan", cached.plan.plan_id)
 
 

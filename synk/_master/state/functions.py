@@ -75,8 +75,8 @@ class Functions:
     ids : iterator of int
         Numbers for functions that are sent for the first time.
     mapped : MappedFunctions
-    dropped : Dropped, of (int, PlanCache)
-        Functions that no longer exist, by id, with their plans. Filled by finalizers.
+    dropped : Dropped, of (int, OrderedDict)
+        Functions that no longer exist, by id, with their plans by key. Filled by finalizers.
     has_on_restart : bool
         Whether replacement workers run a function before their first call. An agent learns this with the function, of
         which it has the parcels alone.
@@ -131,7 +131,8 @@ class Functions:
         while self.dropped:
             function_id, plans = self.dropped.popleft()
             self.book.forget_function(function_id)
-            plans.drop_all(self._workers.log)
+            for cached in plans.values():
+                self._workers.log.drop_held("plan", cached.plan.plan_id)
             self._workers.log.drop("function", function_id)
         self.book.collect()
 

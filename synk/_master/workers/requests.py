@@ -187,13 +187,14 @@ class Requests(dict[int, Request]):
         if status == Status.DONE and not flags & HAS_BODY:
             return sequence, ASSEMBLED if flags & IS_ASSEMBLED else DONE
         body = b""
-        if flags & HAS_BODY:
-            try:
+        try:
+            status = Status(status)
+            if flags & HAS_BODY:
                 body, fds = process.channel.receive_body(sequence)
                 for fd in fds:
                     os.close(fd)
-            except (ProtocolError, EOFError, ConnectionResetError):
-                process.kill()  # this cannot come from a worker of ours
-                return None  # the rank still owes its reply, and its pidfd reports the death
-            counters["bytes_up"] += len(body)
-        return sequence, Reply(Status(status), flags, body)
+        except (ValueError, ProtocolError, EOFError, ConnectionResetError):
+            process.kill()  # this cannot come from a worker of ours
+            return None  # the rank still owes its reply, and its pidfd reports the death
+        counters["bytes_up"] += len(body)
+        return sequence, Reply(status, flags, body)
