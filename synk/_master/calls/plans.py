@@ -111,8 +111,8 @@ class PlanCache:
     version : int
         Changes whenever a change of the function makes the workers need new plans.
     by_key : OrderedDict
-        The same object for good, because the finalizer of the function holds it. A finalizer must not hold compiled calls:
-        they refer to the calls in flight and these to their functions, which would then never be freed.
+        The same object for good, because the finalizer of the function holds it. A finalizer must not hold compiled
+        calls: they refer to the calls in flight and these to their functions, which would then never be freed.
     compiled : list of CompiledCall or None
         By lane, what the next call may fit.
     why_new : str
