@@ -9,7 +9,7 @@ import contextlib
 import functools
 import os
 import resource
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
 from operator import or_
 from typing import Any, cast
@@ -119,8 +119,7 @@ class Worker:
         self.backend = backend_module(backend_name).open_device(device)
         self.lanes = [WorkerLane(index, rank, world_size, control, self.backend) for index in range(NUM_LANES)]
         self.lane = self.lanes[0]
-        self.used_lanes: set[int] = set()  # lanes that may still hold something of a call
-        self.only_lane: WorkerLane | None = None  # the single used lane, if there is only one
+        self.used_lanes = 0  # the bits of the lanes that may still hold something of a call
         self.down, self.up = self.lane.down, self.lane.up
         self.own_down, self.own_up = memoryview(self.down[rank]), self.lane.own_up
         self.own_up[Up.PHASE] = Phase.IDLE  # a dead worker that this one replaces may have left another phase
@@ -247,28 +246,24 @@ class Worker:
 
         With ``is_alone``, the calls in the other lanes are over.
         """
-        others = self.used_lanes - {self.lane.index}
+        others = [lane for lane in self.lanes if lane.bit & self.used_lanes and lane is not self.lane]
         # Before the call runs: if it is broken off, a later message still finds what it has left in this lane.
-        self.used_lanes.add(self.lane.index)
-        self.only_lane = None if others else self.lane
+        self.used_lanes |= self.lane.bit
         if is_alone:
             self.forget_lanes(others)
-            self.only_lane = self.lane
         elif kind in _CALLS:  # the user's code is about to run again, and may change what it has returned
-            for index in others:
-                outputs = self.lanes[index].executor.outputs
+            for lane in others:
+                outputs = lane.executor.outputs
                 if outputs.stage:
                     with self.backend.running():
                         outputs.detach()
 
-    def forget_lanes(self, lanes: set[int]) -> None:
+    def forget_lanes(self, lanes: Iterable[WorkerLane]) -> None:
         """Drop what lanes hold of calls that are over: views, and outputs of a call in which another rank failed."""
-        for index in lanes:
-            self.lanes[index].executor.forget()
-            self.lanes[index].called = None
-            if self.lanes[index] is self.only_lane:
-                self.only_lane = None
-        self.used_lanes -= lanes
+        for lane in lanes:
+            lane.executor.forget()
+            lane.called = None
+            self.used_lanes &= ~lane.bit
 
     def tidy(self, kind: int) -> None:
         """After the reply, wake peers and drop outputs that nobody needs. Finalizers of the user's objects run here."""
@@ -344,8 +339,7 @@ class Worker:
         if prepared is not None:
             # From here on this lane holds arrays of a call that has not begun. ``enter_lane`` must find them if the
             # call never comes.
-            self.used_lanes.add(lane)
-            self.only_lane = None
+            self.used_lanes |= self.lanes[lane].bit
             self.lanes[lane].executor.inputs.prefetch(prepared, is_hurried=is_hurried)
 
 

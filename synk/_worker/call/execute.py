@@ -216,13 +216,15 @@ class WorkerLane:
 
     Attributes
     ----------
+    bit : int
+        The lane's place in ``Worker.used_lanes``.
     left, sleeps : memoryview of int64
         The words by which a rank goes through a call without communicating; see ``Rendezvous.skip_words``. While there
         is no communicator, nobody reads ``left``, and ``sleeps`` is empty.
     """
 
     def __init__(self, index: int, rank: int, world_size: int, control: Segment, backend: Backend) -> None:
-        self.index = index
+        self.bit = 1 << index
         self.down, self.up = control_blocks(control.buffer, world_size, index)
         self.executor = PlanExecutor(rank, backend, self.down)
         self.first_down = memoryview(self.down[0])

@@ -40,7 +40,7 @@ def handle(
     worker.sequence = sequence
     worker.num_messages += 1
     lane = worker.lane = worker.lanes[flags >> LANE_SHIFT]
-    if lane is not worker.only_lane:
+    if worker.used_lanes != lane.bit:  # others may hold something, or this one has not been used
         worker.enter_lane(kind, is_alone=bool(flags & IS_ALONE))
     outer, cell.worker = cell.worker, worker
     try:
@@ -90,7 +90,7 @@ def _act(worker: Worker, kind: int, value: int, body: Body | None) -> Reply:
     if kind == Kind.SUPPLY:
         return Status.DONE, 0, None
     if kind == Kind.PING:
-        worker.forget_lanes(set(worker.used_lanes))
+        worker.forget_lanes(worker.lanes)
         recover(worker, "")
         return Status.PONG, 0, None
     return Status.BYE, 0, None

@@ -28,7 +28,7 @@ def run_items(worker: Worker, body: Body | None) -> Reply:
     # If this rank dies here, the master counts all items of the message as unanswered and the map raises.
     assert body is not None
     order: Items = body.content
-    worker.forget_lanes(set(worker.used_lanes))  # all earlier calls are over
+    worker.forget_lanes(worker.lanes)  # all earlier calls are over
     function = worker.mapped = worker.held.functions[order.function_id]
     try:
         return guarded(worker, _run, function, order)
