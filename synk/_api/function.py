@@ -460,7 +460,7 @@ class Function(FunctionHandle, Generic[P, R]):
         from synk._api.verify import verify
         from synk._pure.comparison import Tolerance
 
-        stale = self._callee.doubts()  # before ``_renewed``, which would raise them as an error
+        stale = self._callee.unseen_changes()  # before ``_renewed``, which would raise them as an error
         function = self._renewed()
         options = CallOptions(batch, None, check_slices(num_slices), None, check_timeout(timeout), is_trial=True)
         without_draws = self._without_draws()

@@ -200,14 +200,14 @@ class Callee:
         if capture is None or capture.is_current():
             return None
         if self.is_refreshed:  # after f.refresh(): no call is late
-            capture.late = capture.suspect = None
+            capture.late = capture.slow_change = None
         if capture.late is not None:
             (obj, num_calls), capture.late = capture.late, None
             raise self._stale_error(obj, num_calls)
-        if capture.suspect is not None:
-            suspect, capture.suspect = capture.suspect, None
+        if capture.slow_change is not None:
+            obj, capture.slow_change = capture.slow_change, None
             warnings.warn(
-                f"{self.name!r} captured {place_of(self.fn, suspect)} ({type(suspect).__name__}), whose pickle is "
+                f"{self.name!r} captured {place_of(self.fn, obj)} ({type(obj).__name__}), whose pickle is "
                 "no longer the one that was sent: calls may have used an old state. It is sent again, unless the rank "
                 "has changed its own. Pass it as an argument, or call f.refresh() after a change.",
                 StaleCaptureWarning,
@@ -255,12 +255,12 @@ class Callee:
         """Its capture, if the workers that were told of it are still there; else None."""
         return None if self.session is None or self.session.is_closed else self.capture
 
-    def doubts(self) -> list[str]:
+    def unseen_changes(self) -> list[str]:
         """Compare everything it captured in full. Describe changes that no call has seen; the next call sees them."""
         capture = self._living_capture
         if capture is None:
             return []
-        found, capture.suspect = capture.doubtful(), None
+        found, capture.slow_change = capture.unseen_changes(), None
         return [
             f"{place_of(self.fn, obj)} ({type(obj).__name__}) has changed since it was sent, which the calls so far "
             "may not have seen. The next call uses its new contents."
@@ -286,7 +286,7 @@ class Callee:
             If something has changed that earlier calls did not see.
         """
         capture = self._living_capture
-        for obj, num_calls in () if capture is None else capture.doubtful():
+        for obj, num_calls in () if capture is None else capture.unseen_changes():
             if num_calls:
                 raise self._stale_error(obj, num_calls)
 

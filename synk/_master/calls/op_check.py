@@ -54,7 +54,7 @@ def checking(
     is_late = launched.later_deadline is not None and (
         time.monotonic() + 10 * (function_ns * 1e-9 + 0.1) > launched.later_deadline
     )
-    if function_ns > _MAX_NS or is_late or launched.is_cut:
+    if function_ns > _MAX_NS or is_late or launched.is_forgotten:
         return
     function.is_unchecked = False
     if assembly.has_assignments or 4 * sum(leaf.nbytes for leaf in layouts[rank].leaves) > _MAX_NBYTES:

@@ -245,7 +245,7 @@ def _ask(
     phase: str,
 ) -> Request:
     """Send ranks a message about the outputs of a call that they have run."""
-    if launched.is_cut:
+    if launched.is_forgotten:
         raise CallCancelled(
             f"the outputs of {launched.function.name!r} were lost before they were collected: another call in "
             "flight was ended. Submit it again."

@@ -166,7 +166,7 @@ class ArrayContents(Facet):
     def forget(self, change: Change) -> None:
         self.version = UNKNOWN
 
-    def doubt(self) -> None:
+    def note_unseen(self) -> None:
         self.version = UNKNOWN
         self.num_unseen += 1
 

@@ -313,7 +313,7 @@ class Book(Shelf):
             parcel = self._pack_located(inside(module))
             parcel.imports |= imports_inside(module)
             if is_patched:  # workers have functions with other code, which a reload leaves if the source is as before
-                _doubt_code(parcel)
+                _forget_code(parcel)
             self._modules_before.setdefault(name, known)
             self._modules[name] = _Module(module, module.__spec__, source, parcel)
         return reloads
@@ -374,7 +374,7 @@ class Book(Shelf):
         """Forget a function. The next :meth:`collect` discards what no other function needs."""
         self._entries.pop(function_id, None)
 
-    def doubt_classes(self, classes: Iterable[type]) -> None:
+    def note_brought(self, classes: Iterable[type]) -> None:
         """Note that something other than a parcel brings the workers the contents of classes.
 
         It brings copies of the functions and objects that the parcels brought, and perhaps what is old by now. So the
@@ -390,7 +390,7 @@ class Book(Shelf):
                         if not _is_dunder(key, value) and not isinstance(value, types.MemberDescriptorType):
                             facet.told[key] = UNKNOWN  # slots are made with the class, and nothing brings them again
             for capture in node.captures:
-                capture.is_doubted = True
+                capture.is_overtaken = True
 
     def collect(self) -> None:
         """Discard the parcels that no function needs. Imported modules stay, because ranks keep state in them."""
@@ -497,7 +497,7 @@ class Book(Shelf):
         return [(known.module, known.spec) for known in map(self._modules.get, names) if known is not None]
 
 
-def _doubt_code(parcel: Parcel) -> None:
+def _forget_code(parcel: Parcel) -> None:
     """Have the code of a module's functions sent again."""
     for node in parcel.nodes:
         if isinstance(node.obj, types.FunctionType):

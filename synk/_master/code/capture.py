@@ -62,8 +62,9 @@ class Capture:
     ----------
     is_valid : bool
         False once a comparison has found a difference, or the ranks were told of a change that another capture found.
-    is_doubted : bool
-        Whether a message other than a parcel has already told the ranks what this compares.
+    is_overtaken : bool
+        Whether something other than a parcel, such as the items of a map, has brought the ranks some of what this
+        compares. The next call brings that again, as it is then.
     named : set of (Node, str)
         The globals that the function and the functions it captured name.
     late : (object, int) or None
@@ -71,7 +72,7 @@ class Capture:
     perhaps_late : (object, int) or None
         An object that an update found changed in a place no call compares: either it was changed only now, or that
         many calls may have used its old contents.
-    suspect : object
+    slow_change : object
         A slow object whose occasional comparison found a difference, or None.
     """
 
@@ -85,11 +86,11 @@ class Capture:
         *,
         is_refreshed: bool,
     ) -> None:
-        self.is_valid, self.is_doubted = True, False
+        self.is_valid, self.is_overtaken = True, False
         self.named = book.named_of(function_id)
         self.late: tuple[Any, int] | None = None
         self.perhaps_late: tuple[Any, int] | None = None
-        self.suspect: Any = None
+        self.slow_change: Any = None
         self._wall_ns = wall_ns
         self._num_calls: int = (before._num_calls if before is not None else 0) + 1
         self._spent_ns: int = before._spent_ns if before is not None else 0
@@ -257,7 +258,7 @@ class Capture:
         if has_turns and self._has_turns:
             self._num_calls += 1
             self.is_valid = self._look_in_turn()
-        return self.is_valid and not self.is_doubted
+        return self.is_valid and not self.is_overtaken
 
     def has_changed(self) -> bool:
         """Whether a difference is found while the ranks run the function, with what they were brought meanwhile."""
@@ -289,7 +290,7 @@ class Capture:
         num_calls = call - 1 - turn.known_at
         for node, facet in turn.members:
             if isinstance(turn, Windows) or not _is_current(facet):
-                facet.doubt()
+                facet.note_unseen()
                 if num_calls > 0:
                     self.late = node.obj, num_calls
         turn.begin(call)
@@ -305,12 +306,12 @@ class Capture:
         self._spent_ns += time.perf_counter_ns() - began
         if not is_equal:
             facet.is_due = True
-            self.suspect = node.obj
+            self.slow_change = node.obj
         return is_equal
 
     # -- on demand ----------------------------------------------------------------------------------------------------
 
-    def doubtful(self) -> list[tuple[Any, int]]:
+    def unseen_changes(self) -> list[tuple[Any, int]]:
         """Compare everything in full. Return objects that changed unseen, each with the number of calls at risk.
 
         Those calls may have used the old contents. What every call compares anyway is not among the objects.
@@ -320,7 +321,7 @@ class Capture:
             for node, facet in turn.members:
                 is_shown = not facet.glance() if isinstance(facet, ArrayContents) else facet.shows()
                 if not _is_current(facet) and not is_shown:
-                    facet.doubt()
+                    facet.note_unseen()
                     found.append((node.obj, self._num_calls - turn.known_at))
             turn.begin(self._num_calls)
         is_seen = not self.is_current(has_turns=False)  # then the next call updates, and that compares slow objects
@@ -328,7 +329,7 @@ class Capture:
             if not _is_current(facet):
                 facet.is_due = True
                 if not is_seen:
-                    self.suspect = node.obj
+                    self.slow_change = node.obj
                     found.append((node.obj, 0))
         self.is_valid = self.is_valid and not found
         return found

@@ -107,7 +107,7 @@ class Facet:
         """Whether a change is one that each call sees, even of an object that is compared in turns."""
         return True
 
-    def doubt(self) -> None:
+    def note_unseen(self) -> None:
         """Have :meth:`changes` report a change that a full comparison found and a quick one would miss."""
 
 

@@ -193,7 +193,7 @@ class Chunks:
         which = f"item {last}" if chunk.num_items == 1 else f"items {chunk.first} to {last}"
         # otherwise its time begins when the chunk before it is answered
         deadline = None if chunk.rank in ranks else session.deadline(None)
-        session.functions.book.doubt_classes(chunk.classes)
+        session.functions.book.note_brought(chunk.classes)
         session.queue.chunks = self  # before any chunk is in flight: from here on, whatever begins settles it
         try:
             chunk.request = session.ranks.send_items(

@@ -347,7 +347,7 @@ class Queue:
     def _on_error(self, pending: PendingCall[Any], launched: Launched, request: Request, error: BaseException) -> None:
         """After ``error`` in a step of ``pending``: end the call, unless the error is not about it."""
         # all ranks have answered it, so the error is about another call
-        if request.is_cut and not pending._is_stepping:
+        if request.is_forgotten and not pending._is_stepping:
             self._end_lost(error)
             return
         if pending._steps is not None:
@@ -368,6 +368,6 @@ class Queue:
         for pending in list(self.calls):
             if pending._request is not None and pending._request.is_lost:
                 pending._end(None, outcome(pending, error))
-            elif pending._request is not None and pending._request.is_cut:
+            elif pending._request is not None and pending._request.is_forgotten:
                 pending._trouble = pending._trouble or error
         self.calls = deque(pending for pending in self.calls if pending._launched is not None)

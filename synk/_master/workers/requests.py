@@ -33,7 +33,7 @@ class Request:
         For errors.
     is_lost : bool
         Whether it was given up, so that no more replies will come.
-    is_cut : bool
+    is_forgotten : bool
         Whether all ranks answered, but the workers no longer remember the message.
     error : Exception or None
         The error that ended it, if its own time limit did.
@@ -43,7 +43,7 @@ class Request:
         Monotonic time at which its operation began.
     """
 
-    is_lost = is_cut = False
+    is_lost = is_forgotten = False
     began = 0.0
     error: Exception | None = None
     lost_to: BaseException | None = None
@@ -131,7 +131,7 @@ class Requests(dict[int, Request]):
         """Lose every request that some rank did not answer. The others stay, but the workers forget them."""
         # Mark all of them before the first is removed: an interrupt may come between two lines.
         for request in list(self.values()):
-            request.is_lost, request.is_cut = bool(request.pending), not request.pending
+            request.is_lost, request.is_forgotten = bool(request.pending), not request.pending
         for sequence in [sequence for sequence, request in self.items() if request.is_lost]:
             self.pop(sequence, None)
 
