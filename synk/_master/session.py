@@ -324,8 +324,13 @@ class Session:
 
     def reclaim(self) -> None:
         """Free what finalizers dropped if nothing is running."""
-        if self.memory.has_dropped and not self.queue.calls and not self.workers.requests:
-            self.if_free(self.memory.free_dropped)
+        if self.memory.has_dropped:
+            self.if_free(self._free_if_idle)
+
+    def _free_if_idle(self) -> None:
+        # Under the lock: before, another thread could submit a call that reads what was dropped.
+        if not self.queue.calls and not self.workers.requests:
+            self.memory.free_dropped()
 
     def grow_staging(self, lane: Lane, nbytes: int) -> Segment:
         """Return the staging segment of a lane, which holds at least ``nbytes`` bytes after this."""
