@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import threading
 import types
 import warnings
 import weakref
@@ -32,7 +31,6 @@ from synk._pure.output_ops import DefaultOp, ops_of
 from synk.errors import StaleCaptureError, StaleCaptureWarning
 
 _waiting: weakref.WeakKeyDictionary[Callee, None] = weakref.WeakKeyDictionary()  # in the order in which they were made
-_waiting_lock = threading.Lock()
 _NUM_CLASSES = 256
 
 
@@ -347,8 +345,8 @@ class Callee:
 
 def distribute(session: Session, only: Sequence[Callee] | None = None, *, deadline: float | None) -> None:
     """Pickle the functions that the workers lack, together, and load them on all workers."""
-    with _waiting_lock:
-        candidates = list(_waiting if only is None else only)
+    # One step of the interpreter copies the references: another thread may make a function meanwhile.
+    candidates = [made for ref in _waiting.keyrefs() if (made := ref()) is not None] if only is None else only
     functions = [
         f for f in candidates if f.fixed_session in (None, session) and (f.session is not session or f.is_stale)
     ]
