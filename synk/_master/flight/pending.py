@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any, Generic, TypeVar
 
@@ -62,7 +61,7 @@ class PendingCall(Generic[R]):
         self._error: BaseException | None = None
         self._unasked: _Unasked | None = None
         self._changes: frozenset[Any] = frozenset()  # the resident objects it changes
-        self._callbacks: deque[Callable[[PendingCall[R]], Any]] | None = None
+        self._callbacks: list[Callable[[PendingCall[R]], Any]] = []
 
     @verb
     def result(self, timeout: float | None = None) -> R:
@@ -129,8 +128,6 @@ class PendingCall(Generic[R]):
         the next operation of the runtime. That operation is not over, so ``fn`` cannot use the runtime itself: let it
         set an event or fill a queue. What it raises is logged.
         """
-        if self._callbacks is None:
-            self._callbacks = deque()
         self._callbacks.append(fn)  # first, since another thread may end the call now
         if self._launched is None:
             self._call_back()
@@ -139,7 +136,7 @@ class PendingCall(Generic[R]):
     def _call_back(self) -> None:
         while self._callbacks:
             try:
-                fn = self._callbacks.popleft()  # each callback once, whichever thread takes it
+                fn = self._callbacks.pop(0)  # each callback once, whichever thread takes it
             except IndexError:
                 return
             try:
