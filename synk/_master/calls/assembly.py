@@ -135,11 +135,6 @@ class Assembly:
             for offset, leaf in zip(offsets, layout.leaves)
         ]
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether all outputs are arrays or numbers."""
-        return all(leaf.dtype is not None for layout in self.layouts for leaf in layout.leaves)
-
     def fits(self, voters: Sequence[int], layouts: Sequence[Layout], slots: Segment, has_group: bool) -> bool:
         """Whether it can be reused for a call with these ranks, layouts, slots and this use of NCCL."""
         return (
