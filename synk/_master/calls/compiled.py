@@ -56,8 +56,7 @@ class CompiledCall:
         call = replace(launched.call, arguments=[], objects=NO_OBJECTS)
         assert cached.assembly is not None
         self._log_state = launched.log_state if is_current else -1
-        self._batch, self._call = _remembered(call, call.options.batch)
-        self._ranks = frozenset(call.ranks)
+        self._last = _remembered(call, call.options.batch)  # one store: never rows of another batch
         self.cached = cached
         self.pattern = Pattern(launched.function.name, arguments, cached.staged, cached.pickle_place)
         self._doorbells = session.workers.doorbells(call.ranks)
@@ -92,8 +91,8 @@ class CompiledCall:
         values = self.pattern.values(args, kwargs)
         if isinstance(values, str):
             return values
-        call = self._call
-        if shard_batch is not None or type(batch) is not type(self._batch) or batch != self._batch:
+        last_batch, call = self._last
+        if shard_batch is not None or type(batch) is not type(last_batch) or batch != last_batch:
             chosen = self._chosen(session, function, batch, shard_batch)
             if isinstance(chosen, str):
                 return chosen
@@ -103,7 +102,7 @@ class CompiledCall:
         lease, assembly = None, cached.assembly
         assert assembly is not None
         if assembly.result_nbytes:
-            lease = session.memory.lease_known(assembly.result_nbytes, self._ranks)
+            lease = session.memory.lease_known(assembly.result_nbytes, call.ranks)
             if lease is None or self._log_state != log.state:
                 return "no buffer that the workers know is free for its large outputs"
         timeout = session.timeout
@@ -116,12 +115,12 @@ class CompiledCall:
 
     def _chosen(self, session: Session, function: Callee, batch: Any, shard_batch: Any) -> Call | str:
         """Return the call with the rows of another batch, and remember it; else return why it is new."""
-        chosen = self.pattern.choose(self._call, divider(session, function), batch, shard_batch)
+        chosen = self.pattern.choose(self._last[1], divider(session, function), batch, shard_batch)
         if isinstance(chosen, str):
             return chosen
         if can_check(function, chosen):
             return _CHECK
-        self._batch, self._call = _remembered(chosen, batch)
+        self._last = _remembered(chosen, batch)
         return chosen
 
 
