@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from synk._master.calls.arguments import HELD
 from synk._master.calls.call import abandon, load, send
 from synk._master.calls.launched import Launched
 from synk._master.calls.plans import Call
@@ -40,7 +41,7 @@ from synk._wire.messages import Body, Kind, LoadOrder, ParcelOrder, Status, Wire
 from synk._wire.residents import Adopt
 from synk.cluster.channel import Parts, with_code
 from synk.cluster.items import ItemsInFlight, pickled
-from synk.cluster.orders import HELD, CallOrder, FunctionNote, NodeReply, RankOrders, RankReplies
+from synk.cluster.orders import CallOrder, FunctionNote, NodeReply, RankOrders, RankReplies
 from synk.cluster.relayed import NodeFunction, NodeVariables, Numbered, RelayedReader, RelayedSettings
 from synk.cluster.split import merged
 from synk.errors import CallCancelled, CollectiveMismatch, WorkerDied

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._master.calls.arguments import Argument, pickle_nests, transfers_in
+from synk._master.calls.arguments import HELD, Argument, pickle_nests, transfers_in
 from synk._master.calls.assembly import Assembly
 from synk._master.calls.callee import Callee
 from synk._master.calls.launched import Launched, Steps
@@ -36,7 +36,7 @@ from synk._wire.messages import Reply as WorkerReply
 from synk.backends._assignment import DeviceAssignment
 from synk.cluster.agent_process import AgentProcess, NodePlacement
 from synk.cluster.channel import unpacked
-from synk.cluster.orders import HELD, CallOrder, FunctionNote, NodeReply, VariableNote, without_code
+from synk.cluster.orders import CallOrder, FunctionNote, NodeReply, VariableNote, without_code
 from synk.cluster.ranks import NodeRanks, error_of, show_warnings
 from synk.cluster.split import Topology, own_bounds, own_rows, rows_between
 from synk.cluster.wire_group import WireGroup
@@ -294,7 +294,7 @@ def _arguments(call: Call, low: int, high: int) -> list[Argument]:
     found = []
     order = None if call.owned is None else call.owned.order
     for argument in call.arguments:
-        array = argument.array if argument.contents is None else argument.contents.array
+        array = argument.whole_array
         if array is not None and argument.kind == "rows":
             assert call.selection is not None
             if not argument.is_minibatch:

@@ -21,9 +21,6 @@ from synk._wire.messages import Failure, Layout
 
 _LARGE_NBYTES = 1 << 16
 
-HELD = ("resident", "shard", "replica", "closed over")
-"""The kinds of arguments that lie on the ranks."""
-
 
 class FunctionNote(NamedTuple):
     """A function in an order. Only the workers load the function itself.

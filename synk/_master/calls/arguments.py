@@ -93,9 +93,14 @@ class Argument:
         return self.data is not None and self.data.minibatch
 
     @property
+    def whole_array(self) -> np.ndarray | None:
+        """The array, wherever it lies; None if it is not an array."""
+        return self.array if self.contents is None else self.contents.array
+
+    @property
     def shape(self) -> tuple[int, ...] | None:
         """The shape of the array; None if it is not an array."""
-        array = self.array if self.contents is None else self.contents.array
+        array = self.whole_array
         return None if array is None else array.shape
 
 
@@ -192,21 +197,21 @@ def pickle_nests(arguments: Sequence[Argument], function_name: str) -> bytes:
         ) from error
 
 
-_KINDS = {"shard": "shared", "replica": "shared", "resident": "shared", "closed over": "shared"}
-"""The ledger's names for things that the ranks already have, by the kind of an argument."""
+HELD = frozenset({"shard", "replica", "resident", "closed over"})
+"""The kinds of arguments that the ranks already have."""
 
 
 def transfers_in(arguments: Sequence[Argument], objects: Objects) -> tuple[Transfer, ...]:
     """Return what each call with such arguments transfers to the workers."""
     found = []
     for argument in arguments:
-        array = argument.array if argument.contents is None else argument.contents.array
-        kind = _KINDS.get(argument.kind) or ("staged" if argument.contents is None else "data")
-        if array is not None and kind != "shared":
+        array = argument.whole_array
+        if argument.kind in HELD:
+            found.append(Transfer(argument.label, "shared", 0))
+        elif array is not None:
+            kind = "staged" if argument.contents is None else "data"
             num_rows = len(array) if argument.kind == "rows" else 0
             found.append(Transfer(argument.label, kind, array.nbytes, array.nbytes // num_rows if num_rows else 0))
-        elif kind == "shared":
-            found.append(Transfer(argument.label, kind, 0))
     if objects[0]:
         names = ", ".join(argument.label for argument in arguments if argument.kind == "object")
         nbytes = len(objects[0]) + sum(view.nbytes for view in objects[1])
