@@ -102,7 +102,7 @@ class Agent:
 
     def watched(self) -> list[int]:
         """Return the descriptors to watch while ranks run items. When one is readable, call :meth:`answers`."""
-        return self.session.workers.poll_set.fds if self._items else []
+        return self.session.workers.processes.poll_set.fds if self._items else []
 
     def answers(self) -> Iterator[tuple[int, Reply]]:
         """Return the replies to messages whose items have ended, each with the number of its message."""

@@ -116,7 +116,7 @@ def test_D4_ctrl_c_while_the_dead_are_buried(runtime: Fork, monkeypatch: pytest.
     for name, after in (("unwatch_rank", False), ("unwatch_rank", True), ("unwatch", True)):
         victim = pids(rt)[0]
         with monkeypatch.context() as patch:
-            interrupt_in(patch, rt._session.workers.poll_set, name, after=after)
+            interrupt_in(patch, rt._session.workers.processes.poll_set, name, after=after)
             os.kill(victim, signal.SIGKILL)
             time.sleep(0.3)  # the next call finds the death before it sends anything
             with pytest.raises((KeyboardInterrupt, WorkerDied)):

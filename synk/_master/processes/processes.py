@@ -173,12 +173,12 @@ class Processes:
         The seed of all ranks' random numbers.
     token : bytes
         The secret in the headers of this runtime's messages.
-    poll_set : PollSet
-        Watches the descriptors of all workers.
 
     Attributes
     ----------
     by_rank : list of WorkerState
+    poll_set : PollSet
+        Watches the descriptors of all workers.
     down, up : ndarray of int64, shape (world_size, BLOCK_LENGTH)
         The numbers of lane 0 in shared memory; see ``synk._wire.control``.
     eventfds : list of int
@@ -195,12 +195,11 @@ class Processes:
         process_type: Callable[[int], Process],
         seed: int,
         token: bytes,
-        poll_set: PollSet,
     ) -> None:
         self.placement = placement
         self.devices: tuple[str, ...] = placement.devices
         self.world_size = len(self.devices)
-        self.poll_set = poll_set
+        self.poll_set = PollSet()
         self.is_closed = False
         self.log = Log()
         self.by_rank: list[WorkerState] = []

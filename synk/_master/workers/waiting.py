@@ -6,7 +6,7 @@ import math
 import time
 
 from synk._master.processes.output import report
-from synk._master.processes.processes import PollSet, Processes
+from synk._master.processes.processes import Processes
 from synk._master.processes.reports import at_work
 from synk._master.workers.recovery import Recovery
 from synk._master.workers.requests import Request, Requests
@@ -23,7 +23,6 @@ class Waiting:
     processes : Processes
     requests : Requests
     recovery : Recovery
-    poll_set : PollSet
 
     Attributes
     ----------
@@ -35,11 +34,10 @@ class Waiting:
         How many waits were ended by it.
     """
 
-    def __init__(self, processes: Processes, requests: Requests, recovery: Recovery, poll_set: PollSet) -> None:
+    def __init__(self, processes: Processes, requests: Requests, recovery: Recovery) -> None:
         self._processes = processes
         self._requests = requests
         self._recovery = recovery
-        self._poll_set = poll_set
         self._stuck_after_s = stuck_after_s()
         self.is_closing = self.is_exiting = self.is_interrupted = False
         self.num_interrupts = 0
@@ -90,16 +88,16 @@ class Waiting:
         """Make a wait in another thread raise ``ClosedError``: the runtime is closing."""
         self.is_closing = True
         self._processes.log.note()
-        self._poll_set.wake()
+        self._processes.poll_set.wake()
 
     def interrupt(self) -> None:
         """Make a wait in another thread raise ``CallCancelled``, or the next wait of its operation."""
         self.is_interrupted = True  # First, because the woken thread looks at it.
-        self._poll_set.wake()
+        self._processes.poll_set.wake()
 
     def on_wake(self) -> None:
         """End the current operation if another thread asked for that."""
-        self._poll_set.drain_wake()
+        self._processes.poll_set.drain_wake()
         if self.is_exiting:
             raise SystemExit  # ends a daemon thread silently: the program is over
         if self.is_closing:

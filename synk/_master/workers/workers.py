@@ -13,7 +13,7 @@ from typing import Any
 from synk._master.processes.log import Known, Packed, Sources
 from synk._master.processes.placement import Placement
 from synk._master.processes.process import Process
-from synk._master.processes.processes import PollSet, Processes, WorkerState
+from synk._master.processes.processes import Processes, WorkerState
 from synk._master.workers.doorbells import Doorbells
 from synk._master.workers.failures import raise_failures
 from synk._master.workers.recovery import Recovery
@@ -87,8 +87,7 @@ class Workers:
         self.began = 0.0
         self.settings = Reader()
         self.patience = Patience(min(spin_s(), AWAKE_S))
-        self.poll_set = PollSet()
-        self.processes = Processes(placement, process_type=process_type, seed=seed, token=token, poll_set=self.poll_set)
+        self.processes = Processes(placement, process_type=process_type, seed=seed, token=token)
         self.by_rank = self.processes.by_rank
         self.log = self.processes.log
         self.sources: Sources = {"settings": lambda rank, number: (self.log.settings, [])}
@@ -97,7 +96,7 @@ class Workers:
             self.processes, self.requests,
             max_restarts=max_restarts, counters=counters, on_trouble=on_trouble, on_idle=on_idle,
         )  # fmt: skip
-        self.waiting = Waiting(self.processes, self.requests, self.recovery, self.poll_set)
+        self.waiting = Waiting(self.processes, self.requests, self.recovery)
         self.starting = Starting(self.processes, self.requests, self.recovery, self.waiting.until)
 
     # -- between messages ---------------------------------------------------------------------------------------------
@@ -278,7 +277,8 @@ class Workers:
     def doorbells(self, ranks: Sequence[int]) -> Doorbells:
         """Return how to ring and hear some ranks while the state of the log stays the same."""
         channels = {rank: self.by_rank[rank].process.channel for rank in ranks}
-        return Doorbells(self.poll_set.poll, channels, self.requests, self.patience, self.recovery, self.counters)
+        poll = self.processes.poll_set.poll
+        return Doorbells(poll, channels, self.requests, self.patience, self.recovery, self.counters)
 
     def wait(self, request: Request) -> dict[int, Reply]:
         """Wait for the replies of all ranks and return them.
