@@ -79,7 +79,6 @@ class Workers:
         on_idle: Callable[[], None],
     ) -> None:
         self.is_inline = process_type.is_inline
-        self.backend: str = placement.backend
         self.world_size = len(placement.devices)
         self.total_ranks = placement.total_ranks
         self.has_shared_memory = placement.has_shared_memory
