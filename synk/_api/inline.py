@@ -177,7 +177,7 @@ class InlineProcess:
     def stderr_since(self, began: float) -> list[str]:
         return []
 
-    def stacks(self, timeout_s: float) -> str:
+    def stacks(self) -> str:
         """Return a text in place of stacks: the rank's stack is in the thread that called, where a debugger sees it."""
         return "inline: see the master's own stack"
 

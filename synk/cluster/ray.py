@@ -175,7 +175,7 @@ class NodeActor:
                 self._process.interrupt()
 
     def stacks(self) -> str:
-        return self._process.stacks(1.0)
+        return self._process.stacks()
 
 
 # -- the tunnel -------------------------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ class Process(Protocol):
     def stderr_since(self, began: float) -> list[str]:
         """Return the last lines that it wrote to stderr since the monotonic time ``began``."""
 
-    def stacks(self, timeout_s: float) -> str:
+    def stacks(self) -> str:
         """Return the Python stacks of its threads, or the reason why there are none."""
 
     def kill(self) -> None:

@@ -29,7 +29,7 @@ def where(processes: Processes) -> str:
             parts.append(f"{named}: still starting")
         else:
             phase = Phase(int(up[rank, Up.PHASE])).name.lower() if len(up) else "closed"
-            stacks = process.stacks(1.0).strip().replace("\n", "\n    ")
+            stacks = process.stacks().strip().replace("\n", "\n    ")
             parts.append(f"{named}: {phase}\n    {stacks}")
     return "\n".join(parts)
 
@@ -37,7 +37,7 @@ def where(processes: Processes) -> str:
 def stacks(processes: Processes) -> dict[int, str]:
     """Return the Python stacks of all ranks whose workers are running. Any thread may call it at any time."""
     workers = [worker for worker in processes.by_rank if worker.is_ready and not worker.is_dead]
-    return {worker.rank: worker.process.stacks(1.0).strip() for worker in workers}
+    return {worker.rank: worker.process.stacks().strip() for worker in workers}
 
 
 def stacks_in(text: str) -> dict[int, str]:

@@ -25,6 +25,9 @@ from synk._wire.memory import Segment
 from synk._wire.messages import HAS_BODY, Body
 from synk.errors import StartupError
 
+_REAP_S = 5.0
+"""How long to wait for the end of a process that was killed."""
+
 _running: set[WorkerProcess] = set()
 """The processes that were started and not closed.
 
@@ -236,7 +239,7 @@ class WorkerProcess:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, number)
 
-    def stacks(self, timeout_s: float) -> str:
+    def stacks(self) -> str:
         """Return the Python stacks of the worker's threads, innermost frame first, or the reason why there are none."""
         try:
             with open(f"/proc/{self.pid}/stat", encoding="utf-8", errors="replace") as file:
@@ -252,7 +255,7 @@ class WorkerProcess:
         poll = select.poll()
         poll.register(stacks, select.POLLIN)
         text = b""
-        wait_ms = timeout_s * 1000
+        wait_ms = 1000
         while poll.poll(wait_ms):  # the dump has no end mark: it is over when nothing comes for a while
             data = os.read(stacks, 1 << 16)
             if not data:
@@ -277,19 +280,20 @@ class WorkerProcess:
         except (ChildProcessError, ProcessLookupError, PermissionError):
             return
 
-    def reap(self, timeout_s: float = 5.0) -> str:
+    def reap(self) -> str:
         """Wait for the end of the process, release everything, and return how it ended (for instance ``"exit 3"``)."""
         popen = self._popen
         if popen is None:
             return self.exit_text
-        deadline = time.monotonic() + timeout_s
+        began = time.monotonic()
+        deadline = began + _REAP_S
         is_known = self._wait_exited(self.pidfd, deadline)
         # While the worker is a zombie: after it is reaped, the number of its group may belong to a stranger.
         self._kill_group()
         # The pipes still hold what the worker wrote before it died, and the error for its death quotes that.
         for output in self._outputs:
             # The group is dead, so the stream will end soon. Only a child in another session can hold it open.
-            while output.forward() and time.monotonic() < deadline - timeout_s + 0.3:
+            while output.forward() and time.monotonic() < began + 0.3:
                 time.sleep(0.002)
         code: int | None = None
         try:
