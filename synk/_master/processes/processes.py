@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import os
 import select
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -269,10 +269,6 @@ class Processes:
         """Return the control blocks ``(down, up)`` of a lane."""
         assert self._control is not None
         return control_blocks(self._control.buffer, self.world_size, lane)
-
-    def named(self, ranks: Iterable[int]) -> str:
-        """Return which workers are meant, for errors: "rank 1, 2 of 4"."""
-        return self.placement.among_all(ranks)
 
     # -- watching -----------------------------------------------------------------------------------------------------
 

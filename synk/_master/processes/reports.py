@@ -76,7 +76,7 @@ class DeathReports:
         workers = [processes.by_rank[rank] for rank in ranks]
         exits = tuple(worker.process.exit_text for worker in workers)
         ended = "; ".join(
-            f"{processes.named([worker.rank])} (pid {worker.process.pid}, "
+            f"{processes.placement.among_all([worker.rank])} (pid {worker.process.pid}, "
             f"{processes.devices[worker.rank]}) ended with {how}"
             for worker, how in zip(workers, exits)
         )

@@ -221,7 +221,7 @@ class Functions:
             failures, was_interrupted = self._order(orders, "on_restart", deadline)
             if failures or was_interrupted:
                 what = f"{failures[0].type_name}: {failures[0].message}" if failures else "an interrupt"
-                ranks = self._workers.processes.named(worker.rank for worker in waiting)
+                ranks = self._workers.processes.placement.among_all(worker.rank for worker in waiting)
                 raise StartupError(
                     f"cannot use the worker that was started again as {ranks}: on_restart ended with {what}. The next "
                     "call runs it again."

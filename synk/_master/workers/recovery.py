@@ -141,7 +141,7 @@ class Recovery:
         CallTimeout
             Or what else the request says.
         """
-        ranks = self._processes.named(sorted(request.pending))
+        ranks = self._processes.placement.among_all(sorted(request.pending))
         if request.phase == "start":
             raise CallTimeout(
                 f"the workers were not up in time: {ranks} is still starting. Raise timeout=, or call again."

@@ -94,7 +94,8 @@ class Starting:
             raise
 
     def _fail(self, ranks: Iterable[int], what_happened: str, error: BaseException | None) -> NoReturn:
-        failure = StartupError(f"cannot start the workers: {self._processes.named(ranks)} {what_happened}")
+        who = self._processes.placement.among_all(ranks)
+        failure = StartupError(f"cannot start the workers: {who} {what_happened}")
         self._recovery.fail(failure)
         raise failure from error
 
