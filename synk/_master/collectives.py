@@ -26,7 +26,7 @@ from synk._pure.trees import unflatten
 from synk._wire.memory import Segment
 from synk._wire.messages import LARGE_NBYTES, Kind
 from synk._wire.steps import Copy, Reduce, Step, run_steps
-from synk._wire.variables import Shapes, dtype_runs, flatten_value, leaf_offsets, shapes_of
+from synk._wire.variables import Shapes, dtype_runs, flatten_value, leaf_offsets
 
 _MASTER_NBYTES = 8 << 20
 """If a collective reads no more than this, the master is faster than the workers; benchmarks/collectives.py."""
@@ -87,8 +87,7 @@ def broadcast(session: Session, variable: Variable, value: Any = None) -> None:
     """Give every rank ``value``, or without one the value of rank 0."""
     if value is not None:
         arrays = variable.check(value)
-        for target, source in zip(variable.back(0, shapes_of(arrays)), arrays):
-            copy_into(target, source)
+        variable.fill_back(0, arrays)
     else:
         if session.device_values.collective(
             variable, session.deadline(None), "broadcast", variable.shapes[0][variable.front[0]]
@@ -113,8 +112,7 @@ def set_values(
         if rank is None:
             broadcast(session, variable, value)
             continue
-        for target, source in zip(variable.back(rank, shapes_of(arrays)), arrays):
-            copy_into(target, source)
+        variable.fill_back(rank, arrays)
         variable.flip([rank])
 
 
@@ -126,8 +124,7 @@ def assign_all(session: Session, values: Sequence[tuple[Variable, Any]]) -> None
     ]
     for variable, arrays in checked:
         for rank, part in enumerate(variable.split(arrays) if variable.is_sharded else [arrays]):
-            for target, source in zip(variable.back(rank, shapes_of(part)), part):
-                copy_into(target, source)
+            variable.fill_back(rank, part)
     for variable, _ in checked:
         if variable.is_sharded:
             variable.flip(range(session.world_size))

@@ -16,7 +16,6 @@ from synk._master.state.ledger import Record
 from synk._master.state.variable import Variable, Variables
 from synk._pure.output_ops import ops_of
 from synk._wire.messages import Layout
-from synk._wire.variables import shapes_of
 from synk.cluster.orders import FunctionNote, VariableNote
 
 
@@ -100,8 +99,7 @@ class NodeVariables:
             variable = self._known[number] = NodeVariable(self._session.variables, number, note)
         # No call runs on the node meanwhile, so its ranks see the old values or the new ones, and never a part of them.
         for rank, leaves in enumerate(note.values):
-            for target, source in zip(variable.back(rank, shapes_of(leaves)), leaves):
-                np.copyto(target, source)
+            variable.fill_back(rank, leaves)
         if len(note.values) < self._session.world_size:
             variable.unite(is_new=True)
         else:

@@ -99,9 +99,7 @@ class Variable:
         self._has_common = False
         parts = self.split(arrays) if self.is_sharded else [arrays]
         for rank, part in enumerate(parts):
-            targets = self.back(rank, shapes_of(part))
-            for target, source in zip(targets, part):
-                copy_into(target, source)
+            self.fill_back(rank, part)
         if self.is_sharded:
             self.flip(range(world_size))
         else:
@@ -162,6 +160,11 @@ class Variable:
         self.reserve(rank, shapes)
         self.shapes[rank][1 - self.front[rank]] = shapes
         return self._views(rank, 1 - self.front[rank])
+
+    def fill_back(self, rank: int, arrays: Sequence[np.ndarray]) -> None:
+        """Copy a value to the second buffer of ``rank``. ``flip`` makes it the value."""
+        for target, source in zip(self.back(rank, shapes_of(arrays)), arrays):
+            copy_into(target, source)
 
     def assigned_leaves(self, rank: int) -> list[np.ndarray]:
         """Return views of what a call assigned on ``rank`` and has not committed yet."""
