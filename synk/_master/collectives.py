@@ -89,9 +89,7 @@ def broadcast(session: Session, variable: Variable, value: Any = None) -> None:
         arrays = variable.check(value)
         variable.fill_back(0, arrays)
     else:
-        if session.device_values.collective(
-            variable, session.deadline(None), "broadcast", variable.shapes[0][variable.front[0]]
-        ):
+        if session.device_values.collective(variable, session.deadline(None), "broadcast", variable.value_shapes[0]):
             return
         session.device_values.refresh(variable, session.deadline(None), [0])
     variable.unite(is_new=value is not None)
@@ -212,14 +210,14 @@ def gather(session: Session, variable: Variable, nd_up: int) -> Any:
 
 def check_rows(variable: Variable) -> None:
     """Raise ValueError if a variable has no axis 0."""
-    if any(not shape for shape in variable.shapes[0][variable.front[0]]):
+    if any(not shape for shape in variable.value_shapes[0]):
         raise ValueError(f"cannot concatenate variable {variable.name!r}: it has no axis 0.")
 
 
 def all_gather(session: Session, variable: Variable) -> None:
     """Make every rank's value the concatenation of the values of all ranks, along axis 0."""
     world_size = session.world_size
-    fronts = [variable.shapes[rank][variable.front[rank]] for rank in range(world_size)]
+    fronts = variable.value_shapes
     shapes: Shapes = tuple(
         (sum(front[leaf][0] for front in fronts), *fronts[0][leaf][1:]) for leaf in range(len(fronts[0]))
     )
@@ -250,7 +248,7 @@ def check_reduction(session: Session, variable: Variable, op: str) -> Shapes:
         )
     for dtype in variable.dtypes:
         REDUCTIONS[op].check(dtype, f"variable {variable.name!r}")
-    fronts = [variable.shapes[rank][variable.front[rank]] for rank in range(session.world_size)]
+    fronts = variable.value_shapes
     if len(set(fronts)) > 1:
         raise ValueError(
             f"cannot reduce variable {variable.name!r}: got shapes {shapes(variable)}, expected the same on all ranks."
@@ -312,5 +310,4 @@ def reduce(session: Session, variable: Variable, op: str, in_place: bool) -> Any
 
 def shapes(variable: Variable) -> list[Any]:
     """Return the shape on each rank; for a nested variable, a nesting of shapes."""
-    fronts = [pairs[front] for pairs, front in zip(variable.shapes, variable.front)]
-    return [shape[0] if variable.structure == "leaf" else variable.build(shape) for shape in fronts]
+    return [variable.build(each) if variable.is_nested else each[0] for each in variable.value_shapes]

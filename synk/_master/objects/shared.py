@@ -79,7 +79,7 @@ class Shared(Handle):
     def shape(self) -> Any:
         """The shape of rank 0's replica, or of all shards together."""
         variable = self._referent
-        shapes = [pairs[front] for pairs, front in zip(variable.shapes, variable.front)]
+        shapes = variable.value_shapes
         whole = list(shapes[0])
         if variable.is_sharded:
             whole = [(sum(rank[leaf][0] for rank in shapes), *shape[1:]) for leaf, shape in enumerate(whole)]

@@ -296,6 +296,11 @@ class Variable:
         return bool(self.structure != "leaf")
 
     @property
+    def value_shapes(self) -> list[Shapes]:
+        """The shapes of the leaves of each rank's value."""
+        return [pairs[front] for pairs, front in zip(self.shapes, self.front)]
+
+    @property
     def lengths(self) -> list[int]:
         """How many rows each rank has.
 
@@ -304,9 +309,9 @@ class Variable:
         ValueError
             If the variable has no axis 0.
         """
-        if not self.shapes[0][self.front[0]][0]:
+        if not self.value_shapes[0][0]:
             raise ValueError(f"cannot count the rows of variable {self.name!r}: it has no axis 0.")
-        return [pairs[front][0][0] for pairs, front in zip(self.shapes, self.front)]
+        return [shapes[0][0] for shapes in self.value_shapes]
 
     def close(self) -> None:
         """Drop the memory: the runtime is closing."""
