@@ -217,7 +217,6 @@ def own_rows(variables: Sequence[Variable], world_size: int, function_name: str)
     unequal : str
         An error text if the rows cannot weight an average, because the variables are not divided in the same way.
     """
-    variables = sorted(variables, key=lambda variable: variable.id)
     lengths = [variable.lengths for variable in variables]
     unequal = ""
     for variable, own in zip(variables, lengths):
