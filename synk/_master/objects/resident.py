@@ -140,13 +140,15 @@ class Resident(Handle):
         Exception
             Whatever the object's ``load`` raises.
         """
-        session, resident = self._session, self._referent
         verb = f"load resident object {self.name!r}"
-        resident.check_has_dump(verb)
-        state = pickle.dumps(plain_values.read(path), protocol=5)
+        self._referent.check_has_dump(verb)
+        self._restore(verb, pickle.dumps(plain_values.read(path), protocol=5))
+
+    def _restore(self, verb: str, state: bytes) -> None:
+        session = self._session
         with session.entered(verb):
             session.begin(verb)
-            session.residents.restore(resident, state, next(session.numbers), session.deadline(None))
+            session.residents.restore(self._referent, state, next(session.numbers), session.deadline(None))
 
     def _part(self) -> dict[str, Any]:
         """Return what a program keeps of it; see ``synk._api.moves``.
@@ -173,11 +175,7 @@ class Resident(Handle):
         if part["state"] is None:
             self.set(_loaded(part)[0])
             return
-        session = self._session
-        verb = f"set resident object {self.name!r}"
-        with session.entered(verb):
-            session.begin(verb)
-            session.residents.restore(self._referent, part["state"], next(session.numbers), session.deadline(None))
+        self._restore(f"set resident object {self.name!r}", part["state"])
 
     def __reduce__(self) -> Any:
         raise TypeError(
