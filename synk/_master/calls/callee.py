@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import sys
 import types
-import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from synk._master.code.capture import Capture
 from synk._master.code.culprits import place_of
 from synk._master.code.modules import is_of_program, is_users_module
 from synk._master.objects.resident import Resident
+from synk._master.processes.output import warn_at_users_line
 from synk._master.session import Session
 from synk._master.state.captured import Changes, Referred, captured_in, check_captured, check_optimizers, referred_in
 from synk._master.state.guard import Copies
@@ -204,12 +204,11 @@ class Callee:
             raise self._stale_error(obj, num_calls)
         if capture.slow_change is not None:
             obj, capture.slow_change = capture.slow_change, None
-            warnings.warn(
+            warn_at_users_line(
                 f"{self.name!r} captured {place_of(self.fn, obj)} ({type(obj).__name__}), whose pickle is "
                 "no longer the one that was sent: calls may have used an old state. It is sent again, unless the rank "
                 "has changed its own. Pass it as an argument, or call f.refresh() after a change.",
                 StaleCaptureWarning,
-                stacklevel=5,
             )
         successor = self._home[0].get(self._home[1]) if self._home is not None else None
         if isinstance(successor, FunctionHandle) and successor._callee is not self:
@@ -229,12 +228,11 @@ class Callee:
             return
         (obj, num_calls), self.capture.perhaps_late = self.capture.perhaps_late, None
         calls = "1 call" if num_calls == 1 else f"{num_calls} calls"
-        warnings.warn(
+        warn_at_users_line(
             f"{self.name!r} captured {place_of(self.fn, obj)} ({type(obj).__name__}), which was changed in place; it "
             f"has been sent again. Up to {calls} since it was last known to be equal may have used its old contents. "
             "Pass it as an argument, or call f.refresh() after each such change.",
             StaleCaptureWarning,
-            stacklevel=8,
         )
 
     def _stale_error(self, obj: Any, num_calls: int) -> StaleCaptureError:

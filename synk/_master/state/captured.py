@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from synk._master.code.culprits import culprit_in, place_of
 from synk._master.code.handles import HandlePickler
+from synk._master.processes.output import warn_at_users_line
 from synk._master.state.resident import ResidentObject
 from synk._master.state.variable import Variable
 from synk._pure.interrupts import safe_point
@@ -36,12 +36,11 @@ class Changes:
             self._rows[place] = count + 1 if last == call - 1 else 1, call
             if self._rows[place][0] == 3 and not self._has_told:
                 self._has_told = True
-                warnings.warn(
+                warn_at_users_line(
                     f"{self._name!r} uses {place!r} ({nbytes / 1e6:.0f} MB), which has changed in three calls in a row "
                     "and is sent again as a whole each time. Make it a parameter and name it in bcast_inputs: arrays "
                     "among the arguments travel through shared memory.",
                     UserWarning,
-                    stacklevel=9,
                 )
 
 

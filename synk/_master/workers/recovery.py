@@ -14,10 +14,10 @@ from __future__ import annotations
 import copy
 import math
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
+from synk._master.processes.output import warn_at_users_line
 from synk._master.processes.processes import Processes, WorkerState
 from synk._master.processes.reports import DeathReports
 from synk._master.workers.requests import Request, Requests
@@ -295,10 +295,9 @@ class Recovery:
         """Warn the user about workers that died while nothing ran: what functions kept there is gone."""
         if self._news:
             news, self._news = self._news, []
-            warnings.warn(
+            warn_at_users_line(
                 f"{'; '.join(news)} and was started again. What functions kept there, in closures or globals, is gone.",
                 RuntimeWarning,
-                stacklevel=6,
             )
 
     # -- ending -------------------------------------------------------------------------------------------------------
