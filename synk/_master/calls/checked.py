@@ -52,9 +52,7 @@ class Checks:
         Whether the call is submitted: it uses what the arguments hold now, whatever is written into them later.
     """
 
-    def __init__(
-        self, function_name: str, framework: str | None, session: Session, *, is_submitted: bool = False
-    ) -> None:
+    def __init__(self, function_name: str, framework: str | None, session: Session, *, is_submitted: bool) -> None:
         self._name = function_name
         self._framework = framework
         self._session = session

@@ -44,7 +44,7 @@ class Starting:
         self._wait = wait
         self._once_stuck: set[int] = set()  # ranks whose process replaces one that got stuck while it started
 
-    def await_ready(self, deadline: float | None = None) -> None:
+    def await_ready(self, deadline: float | None) -> None:
         """Wait until every started worker has said hello. A worker that gets stuck while it starts is killed and
         replaced.
 

@@ -100,7 +100,7 @@ class Workers:
 
     # -- between messages ---------------------------------------------------------------------------------------------
 
-    def prepare(self, deadline: float | None = None) -> None:
+    def prepare(self, deadline: float | None) -> None:
         """Bring the workers to a known state: settle what an interrupt left, note deaths, replace the dead.
 
         Raises
@@ -294,7 +294,7 @@ class Workers:
         self.requests.pop(request.sequence, None)
         return request.replies
 
-    def wait_any(self, requests: Sequence[Request], until: float | None = None) -> None:
+    def wait_any(self, requests: Sequence[Request], until: float | None) -> None:
         """Wait until one of ``requests`` is answered by all its ranks, at most until the monotonic time ``until``.
 
         Raises
