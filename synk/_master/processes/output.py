@@ -276,11 +276,5 @@ class Records:
         except BaseException as error:
             report("a log record of rank %s is lost: %s: %s", self._rank, type(error).__name__, error)
 
-    def note_backlog(self) -> None:
-        """Do nothing: errors do not quote log records."""
-
-    def since(self, began: float) -> list[str]:
-        return []
-
     def close(self) -> None:
         self.fd = NONE

@@ -65,6 +65,7 @@ class WorkerProcess:
         self.exit_text = ""
         self._popen: subprocess.Popen[bytes] | None = None
         self._outputs: list[Output | Records] = []
+        self._stderr: Output | None = None  # one of them: the only one that errors quote
         self._lifeline: int = NONE
         self._stacks: int = NONE
         self._worker_down: int = NONE
@@ -122,11 +123,9 @@ class WorkerProcess:
         out_read, their_out = pipe()
         err_read, their_err = pipe()
         log_read, their_log = pipe()
-        self._outputs = [
-            Output(out_read, self._shown_rank, "stdout"),
-            Output(err_read, self._shown_rank, "stderr"),
-            Records(log_read, self._shown_rank),
-        ]  # fmt: skip
+        stderr = Output(err_read, self._shown_rank, "stderr")
+        self._outputs = [Output(out_read, self._shown_rank, "stdout"), stderr, Records(log_read, self._shown_rank)]
+        self._stderr = stderr  # after the list, by which ``close`` finds it
         self._stacks, their_stacks = pipe()
         os.set_blocking(self._stacks, False)
         sock, their_sock = packet_pair()
@@ -224,13 +223,13 @@ class WorkerProcess:
         return all(output.forward() for output in self._outputs if output.fd == fd)
 
     def note_backlog(self) -> None:
-        """Note that what the worker printed so far belongs to earlier operations."""
-        for output in self._outputs:
-            output.note_backlog()
+        """Note that what the worker wrote to stderr so far belongs to earlier operations."""
+        if self._stderr is not None:
+            self._stderr.note_backlog()
 
     def stderr_since(self, began: float) -> list[str]:
         """Return the last lines that the worker wrote to stderr since the monotonic time ``began``."""
-        return self._outputs[1].since(began) if self._outputs else []
+        return [] if self._stderr is None else self._stderr.since(began)
 
     def signal(self, number: int) -> None:
         """Send a signal to this very process, never to a stranger that got the same pid."""
