@@ -51,11 +51,15 @@ class PendingCall(Generic[R]):
         self.name = name
         self.ranks: tuple[int, ...] = ()
         self._queue = queue
-        self._launched: Launched | None = None  # None once it has an outcome
-        self._steps: Steps[Any] | None = None  # its steps, once its replies are being taken in
-        self._request: Request | None = None  # the request it waits for
-        self._is_alone = True  # whether it must be the only call in flight
+        # How far it has come. In flight: ``_launched``, which is also the request that it waits for. When its replies
+        # are taken in: also ``_steps``, and ``_request`` is what they wait for next. While a step runs: also
+        # ``_is_stepping``; whoever finds it set knows that the step was broken off, and that its replies are gone.
+        # Over: ``_launched`` is None again, and there is ``_value`` or ``_error``.
+        self._launched: Launched | None = None
+        self._steps: Steps[Any] | None = None
+        self._request: Request | None = None
         self._is_stepping = False
+        self._is_alone = True  # whether it must be the only call in flight
         self._trouble: BaseException | None = None  # an error after which the workers no longer remember the call
         self._value: Any = None
         self._error: BaseException | None = None

@@ -21,6 +21,10 @@ HELLO = 0
 class Request:
     """A message in flight: it was sent to some ranks, and not all of them may have answered.
 
+    It is *answered* once ``pending`` is empty. After an error or an interrupt, one that was not answered is *lost*: it
+    is registered no longer, and what ranks still send is dropped. One that was answered is *forgotten*: its replies
+    are here, but no later message can refer to it.
+
     Attributes
     ----------
     pending : set of int
