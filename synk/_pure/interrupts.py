@@ -223,17 +223,23 @@ def safe_point(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     HandlerRaised
         If a handler raised the exception that leaves ``fn``. The operation then ends with that exception.
     """
-    gate = _gate
-    if gate.state != _CLOSED or threading.get_ident() != gate.main_thread:
-        return fn(*args, **kwargs)
     try:
         return waiting(fn, *args, **kwargs)
     finally:
-        gate.place()  # the function may have installed other handlers
+        look_again()
+
+
+def look_again() -> None:
+    """Hold back the handlers that the user's code has installed in the operation, too."""
+    if _gate.state == _CLOSED and threading.get_ident() == _gate.main_thread:
+        _gate.place()
 
 
 def waiting(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call a function that waits, as :func:`safe_point` does. It runs no user code except handlers."""
+    """Call a function that waits, as :func:`safe_point` does. It runs no user code except handlers.
+
+    A short function of the user's may be called again and again in this way if :func:`look_again` follows at last.
+    """
     gate = _gate
     if gate.state != _CLOSED or threading.get_ident() != gate.main_thread:
         return fn(*args, **kwargs)

@@ -20,7 +20,7 @@ from synk._master.session import Session
 from synk._master.state.item_pickles import ArrayCopy, ItemPickler
 from synk._master.workers.failures import rebuild
 from synk._master.workers.requests import Request
-from synk._pure.interrupts import HandlerRaised, as_operation, safe_point
+from synk._pure.interrupts import HandlerRaised, is_from_handler, safe_point
 from synk._wire.items import Items, ItemsDone
 from synk._wire.messages import Failure, Reply, Status
 from synk.errors import CallCancelled, CallTimeout, SerializationError
@@ -76,9 +76,8 @@ class Chunk:
         self.error, self.is_done = error, True
         self.pickles, self.copies, self.classes = [], [], set()
 
-    @as_operation
     def value(self, name: str) -> Any:
-        """Return the next result.
+        """Return the next result. It begins no operation, which would take longer than loading most results.
 
         Raises
         ------
@@ -92,6 +91,8 @@ class Chunk:
         except HandlerRaised:
             raise
         except BaseException as error:  # the user's classes run code here
+            if is_from_handler(error):
+                raise
             raise SerializationError(
                 f"cannot load what {name!r} returned for item {position}: {type(error).__name__}: {error}. Return "
                 "arrays, numbers or objects whose class can be loaded in the master."

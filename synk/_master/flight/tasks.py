@@ -128,6 +128,7 @@ class Tasks:
         return self.outcome(task)
 
     @staticmethod
+    @as_operation
     def outcome(task: Task) -> Any:
         """Return the result of a task that has ended, or raise its error. Call it once."""
         if task.chunk.error is not None:
