@@ -1033,8 +1033,9 @@ def test_a_worker_that_dies_while_idle(runtime: Fork) -> None:
     os.kill(victim, signal.SIGKILL)
     stat = Path(f"/proc/{victim}/stat")
     assert wait_for(lambda: stat.read_text().rpartition(")")[2].split()[0] == "Z")
-    with pytest.warns(RuntimeWarning, match="was started again"):
+    with pytest.warns(RuntimeWarning, match="was started again") as told:
         check(f(W, X))
+    assert [each.filename for each in told] == [__file__]
     check(warm(f, W, X))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -140,3 +142,66 @@ def test_two_threads_may_replace_the_rows_of_one_object(shared_runtimes: Any) ->
     d.set_value(np.ones(7))
     d.set_length(7)
     assert rt.function(lambda x: x.sum(), outputs="sum")(d) == d.data.sum() == 7
+
+
+def test_memory_is_not_reclaimed_under_a_call_that_another_thread_submits(runtime: Any) -> None:
+    """Whether a call is in flight is asked when no other thread can submit one any more."""
+    rt = runtime(2)
+    session = rt._session
+
+    def slow_sum(x: np.ndarray) -> float:
+        time.sleep(0.1)
+        return float(x.sum())
+
+    f = rt.function(slow_sum, outputs="sum")
+    x = rt.data(np.ones(4))
+    if_free, is_at_gate, go_on = session.if_free, threading.Event(), threading.Event()
+
+    def late(action: Callable[[], Any], timeout: float = 0.0) -> bool:
+        if threading.current_thread() is not threading.main_thread():
+            is_at_gate.set()
+            assert go_on.wait(10)
+        return bool(if_free(action, timeout))
+
+    y = rt.data(np.ones(8))
+    del y  # so that there is something to reclaim
+    session.if_free = late
+    other = threading.Thread(target=lambda: rt.data(np.full(4, 7.0)))
+    other.start()
+    try:
+        assert is_at_gate.wait(10)
+        for _ in range(4):
+            assert f.submit(x).result() == 4.0  # the last fits a compiled call, which holds no view of x
+        assert f.plan(x).is_compiled
+        call = f.submit(x)
+        del x  # the call in flight reads it
+    finally:
+        go_on.set()
+        other.join()
+        del session.if_free
+    assert call.result() == 4.0
+
+
+def test_functions_are_sent_while_other_threads_make_some(shared_runtimes: Any) -> None:
+    rt, other = shared_runtimes[1], shared_runtimes["inline"]
+    is_over = threading.Event()
+
+    def make() -> None:
+        while not is_over.is_set():
+            [other.function(lambda x: x, outputs="gather") for _ in range(500)]
+
+    threads = [threading.Thread(target=make) for _ in range(2)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(100):
+            kept = [rt.function(lambda x: x, outputs="gather")]
+            rt.distribute()
+            assert kept
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(interval)
