@@ -243,14 +243,14 @@ class ShmCollectives(HostCommunicator):
         parts = [mine if rank == self.rank else self.part(rank, half, offset, mine) for rank in self.ranks]
         REDUCTIONS[op].reduce_into(parts, self._weights, target)
 
-    def broadcast_steps(self, buffer: Buffer, root: int, *, stream: int = 0) -> Steps:
+    def broadcast_steps(self, buffer: Buffer, root: int) -> Steps:
         array = as_array(buffer)
         self.check_member("broadcast", "root", root)
         yield from self.start_steps("broadcast", buffer.dtype, buffer.count, peer=root)
         whole, is_root = flat_bytes(array), self.rank == root
         yield from self.copy_steps({0: whole} if is_root else {}, [StreamReading(root, 0, whole)][is_root:], whole.size)
 
-    def all_gather_steps(self, send: Buffer, recv: Buffer, *, stream: int = 0) -> Steps:
+    def all_gather_steps(self, send: Buffer, recv: Buffer) -> Steps:
         self._check_active("all_gather")
         count = send.count
         check_buffers("all_gather", send, recv, send_count=count, recv_count=len(self.ranks) * count)

@@ -230,7 +230,7 @@ class TwoLevel(NodeAgreement):
         readings = [StreamReading(source, 0, whole)] if self.rank in readers and not is_source else []
         yield from self._local.copy_steps({0: whole} if is_source else {}, readings, whole.size)
 
-    def broadcast_steps(self, buffer: Buffer, root: int, *, stream: int = 0) -> Steps:
+    def broadcast_steps(self, buffer: Buffer, root: int) -> Steps:
         whole = flat_bytes(as_array(buffer))
         self.check_member("broadcast", "root", root)
         is_small, is_root = self._is_small(whole.size), self.rank == root
@@ -254,7 +254,7 @@ class TwoLevel(NodeAgreement):
         for message in incoming:
             message.array()
 
-    def all_gather_steps(self, send: Buffer, recv: Buffer, *, stream: int = 0) -> Steps:
+    def all_gather_steps(self, send: Buffer, recv: Buffer) -> Steps:
         self._check_active("all_gather")
         check_buffers("all_gather", send, recv, send_count=send.count, recv_count=len(self._all) * send.count)
         source, whole = flat_bytes(as_array(send)), flat_bytes(as_array(recv))

@@ -239,7 +239,7 @@ class Collectives:
             self._num_launched += 1
             getattr(self._communicator, kind)(*args, stream=self._stream, **options)
         else:
-            yield from steps(*args, stream=self._stream, **options)
+            yield from steps(*args, **options)
 
     # -- several arrays of the backend at once ------------------------------------------------------------------------
 
