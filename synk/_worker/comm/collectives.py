@@ -81,7 +81,7 @@ class Collectives:
         self._rows = None if host is None else RowCollectives(host, self.arrays)
         self._stream = backend.stream_handle
         self._capabilities = communicator.capabilities()
-        self._is_exact = getattr(self._capabilities, "nan_propagates", True)  # all but NCCL
+        self._is_exact = self._capabilities.nan_propagates  # all but NCCL
         self._beside: deque[tuple[Any, Any, Any]] = deque()  # events, and the arrays that a stream uses until then
         self._num_launched = 0  # on the function's own stream
 
@@ -228,7 +228,7 @@ class Collectives:
             or array.dtype.kind == "c"
             or array.dtype.name in WIDENED
             or (op in ("min", "max") and array.dtype.kind == "f")
-            or (weight is not None and not getattr(self._capabilities, "has_weighted_avg", True))
+            or (weight is not None and not self._capabilities.has_weighted_avg)
         )
 
     def _steps(self, kind: str, *args: Any, **options: Any) -> Steps:
