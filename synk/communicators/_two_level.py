@@ -20,7 +20,7 @@ import numpy as np
 
 from synk._pure.dtypes import dtype_name
 from synk._pure.ops import REDUCTIONS, accumulator_dtype
-from synk._pure.ranges import LINE_NBYTES
+from synk._pure.ranges import chunk_bounds
 from synk.communicators import Buffer, Capabilities
 from synk.communicators._agreement import NOTHING, OWN_TAG, NodeAgreement
 from synk.communicators._buffers import as_array
@@ -90,7 +90,7 @@ class TwoLevel(NodeAgreement):
             return
         partial = yield from self._partial(source, target, op, weight)
         if self._is_leader:
-            bounds = _shares(source.size, len(self._groups), source.itemsize)
+            bounds = chunk_bounds(source.size, source.itemsize, len(self._groups))
             yield from self._fold_nodes(partial, bounds, op, target, self._leaders)
         yield from self._from_rank(self._group[0], flat_bytes(target), self._group)
 
@@ -107,7 +107,7 @@ class TwoLevel(NodeAgreement):
         partial = yield from self._partial(source, target if self._is_leader else None, op, weight)
         group = next(group for group in self._groups if root in group)
         if self._is_leader:
-            bounds = _shares(source.size, len(self._groups), source.itemsize)
+            bounds = chunk_bounds(source.size, source.itemsize, len(self._groups))
             yield from self._fold_nodes(partial, bounds, op, target, group[:1])
         if self._group == group:
             yield from self._from_rank(group[0], flat_bytes(target), (root,))
@@ -319,13 +319,6 @@ class TwoLevel(NodeAgreement):
 
 
 _DONE = Incoming()
-
-
-def _shares(count: int, size: int, itemsize: int) -> list[tuple[int, int]]:
-    """Return the bounds of the parts of ``count`` elements for ``size`` nodes: whole cache lines, but for the last."""
-    line = max(LINE_NBYTES // itemsize, 1)
-    length = -(-count // (size * line)) * line
-    return [(min(k * length, count), min((k + 1) * length, count)) for k in range(size)]
 
 
 def _pieces(start: int, stop: int, length: int) -> list[tuple[int, int]]:
