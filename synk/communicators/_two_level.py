@@ -25,7 +25,7 @@ from synk.communicators import Buffer, Capabilities
 from synk.communicators._agreement import NOTHING, OWN_TAG, NodeAgreement
 from synk.communicators._buffers import as_array
 from synk.communicators._checks import check_buffers
-from synk.communicators._exchange import DIVIDED
+from synk.communicators._exchange import DIVIDED, asked_for
 from synk.communicators._far_exchange import FarExchange
 from synk.communicators._mailbox import Mailbox
 from synk.communicators._messages import Incoming, Outgoing
@@ -282,7 +282,7 @@ class TwoLevel(NodeAgreement):
     ) -> Steps:
         """Take the steps of an exchange of rows; see ``Exchange``. Large blocks are messages from rank to rank."""
         exchange = FarExchange(self._all, self.rank, kind, rows, sizes, root)
-        dtype, row_size = exchange.asked_for()
+        dtype, row_size = asked_for(kind, exchange.head)
         head = b"" if exchange.head is None else exchange.head.words().tobytes()
         rest = NOTHING if rows is None else flat_bytes(rows)
         is_small = self._is_small(len(head) + rest.size)
