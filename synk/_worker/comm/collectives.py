@@ -212,9 +212,6 @@ class Collectives:
             self._device.join_communication()
             self._beside.clear()
 
-    def barrier(self) -> Steps:
-        yield from self.host.barrier_steps()
-
     def _check(self, op: str, array: Any, weight: float | None) -> None:
         """Refuse an op that the dtype does not have, before the ranks agree on it."""
         if not self._is_exact:
