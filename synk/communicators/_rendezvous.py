@@ -502,10 +502,7 @@ class Rendezvous:
 
     def _request(self, rank: int) -> CommRequest:
         """Return the request that the sleeping ``rank`` waits for."""
-        return self._request_at(rank, self._places[rank] & _PLACE_MASK)
-
-    def _request_at(self, rank: int, place: int) -> CommRequest:
-        return unpacked(self._requests[place][rank])
+        return unpacked(self._requests[self._places[rank] & _PLACE_MASK][rank])
 
     def _requests_text(self, ranks: Sequence[int]) -> str:
         return "; ".join(f"rank {rank}: {self._request(rank)}" for rank in ranks)
