@@ -10,6 +10,7 @@ place is in use.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import errno
 import functools
 import os
@@ -34,21 +35,11 @@ _CHECKED_NBYTES = 1 << 24  # above this it is worth reading a file to know how m
 def _can_populate() -> bool:
     """Whether the kernel can allocate memory on demand and report that there is none: Linux 5.14."""
     try:
-        with _Probe() as probe:
-            populate(probe.address, PAGE_NBYTES)
+        with contextlib.closing(Segment.create(PAGE_NBYTES)) as segment:
+            populate(segment.buffer.ctypes.data, PAGE_NBYTES)
     except (OSError, SharedMemoryError):
         return False
     return True
-
-
-class _Probe:
-    def __enter__(self) -> _Probe:
-        self._segment = Segment.create(PAGE_NBYTES)
-        self.address = int(self._segment.buffer.__array_interface__["data"][0])
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._segment.close()
 
 
 def tail_nbytes(world_size: int) -> int:
