@@ -18,6 +18,7 @@ import resource
 
 import numpy as np
 
+from synk._pure.arrays import address_of
 from synk._pure.ranges import LINE_NBYTES, round_up
 from synk._wire.mapping import give_back, populate
 from synk._wire.memory import PAGE_NBYTES, Segment, available_nbytes
@@ -36,7 +37,7 @@ def _can_populate() -> bool:
     """Whether the kernel can allocate memory on demand and report that there is none: Linux 5.14."""
     try:
         with contextlib.closing(Segment.create(PAGE_NBYTES)) as segment:
-            populate(segment.buffer.ctypes.data, PAGE_NBYTES)
+            populate(address_of(segment.buffer), PAGE_NBYTES)
     except (OSError, SharedMemoryError):
         return False
     return True
@@ -70,7 +71,7 @@ class Outbox:
         self._filled = self._released = words
         self._nbytes = tail.size // world_size // PAGE_NBYTES * PAGE_NBYTES
         self._begin = rank * self._nbytes
-        self._address = int(tail.__array_interface__["data"][0])
+        self._address = address_of(tail)
         self._taken: list[tuple[int, int]] = []  # places in use, ascending, with their ends
         self._populated = self._begin  # up to here the kernel has given memory
         if self._nbytes:

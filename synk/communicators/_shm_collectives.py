@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from synk._pure.arrays import address_of
 from synk._pure.dtypes import dtype_name
 from synk._pure.ops import REDUCTIONS
 from synk._pure.ranges import LINE_NBYTES, chunk_bounds, round_up
-from synk._wire.process_memory import address_of, read_memory
+from synk._wire.process_memory import read_memory
 from synk.communicators import Buffer
 from synk.communicators._buffers import as_array, named_dtype
 from synk.communicators._checks import check_buffers
