@@ -114,7 +114,6 @@ class Worker:
         self.world_size = world_size
         self.first_rank, self.total_ranks = first_rank, total_ranks or world_size
         self.device = device
-        self.is_inline = False  # whether it lives in the master's process
         self.pid = os.getpid()  # a function may fork: the child is no worker
         self.backend = backend_module(backend_name).open_device(device)
         self.lanes = [WorkerLane(index, rank, world_size, control, self.backend) for index in range(NUM_LANES)]
