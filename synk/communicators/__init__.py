@@ -91,8 +91,5 @@ class Communicator(Protocol):
     def group(self) -> contextlib.AbstractContextManager[None]:
         """Launch the operations of the ``with`` body as one (NCCL). The other communicators run them one by one."""
 
-    def close(self) -> None:
-        """Release everything. Safe to repeat."""
-
     def capabilities(self) -> Capabilities:
         """Return what this communicator can do."""

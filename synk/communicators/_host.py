@@ -108,10 +108,6 @@ class HostCommunicator(abc.ABC):
         self._leave()
 
     @abc.abstractmethod
-    def close(self) -> None:
-        """Leave the call and release what this communicator owns."""
-
-    @abc.abstractmethod
     def _leave(self) -> None:
         """Leave the call. Messages that this rank has sent can still be received."""
 

@@ -81,12 +81,6 @@ class Outbox:
     def is_there(self) -> bool:
         return self._nbytes > 0
 
-    def close(self) -> None:
-        """Release the shared memory."""
-        self._filled = self._released = memoryview(b"").cast("q")
-        self._boxes = np.empty(0, np.uint8)
-        self._nbytes = 0
-
     # -- the sender's side ---------------------------------------------------------------------------------------
 
     def take(self, nbytes: int) -> int:

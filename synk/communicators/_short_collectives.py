@@ -58,10 +58,6 @@ class ShortCollectives:
         self._ranks = ranks
         self._plans.begin(ranks)
 
-    def close(self) -> None:
-        """Release the shared memory."""
-        self._plans.close()
-
     def barrier(self) -> Any:
         if self._schedule.operations or self._rendezvous.is_unfinished:
             return LONGER

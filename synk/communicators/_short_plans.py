@@ -126,10 +126,6 @@ class ShortPlans:
             self._plans.clear()
             self._ranks = ranks
 
-    def close(self) -> None:
-        """Release the shared memory."""
-        self._plans.clear()
-
     def find(self, key: Any, make: Callable[..., ShortPlan | None]) -> ShortPlan | None:
         """Return the plan for ``key`` from the cache, or make it. None if such requests take the longer path."""
         plans = self._plans

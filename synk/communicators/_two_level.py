@@ -57,10 +57,6 @@ class TwoLevel(NodeAgreement):
         super().end()
         self._rendezvous.detach()
 
-    def close(self) -> None:
-        """Leave the call. The parts belong to the caller."""
-        self.end()
-
     def capabilities(self) -> Capabilities:
         return dataclasses.replace(self._local.capabilities(), name="shm and wires")
 

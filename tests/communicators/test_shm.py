@@ -348,8 +348,7 @@ def pair() -> Iterator[tuple[Segment, list[int], list[ShmCommunicator]]]:
     for comm in comms:
         comm.begin((0, 1), 1)
     yield segment, eventfds, comms
-    for comm in comms:
-        comm.close()
+    comms.clear()  # pytest holds this list until the census of the test, which looks for mapped segments
     for eventfd in eventfds:
         os.close(eventfd)
     segment.close()
@@ -438,13 +437,6 @@ class TestOneProcess:
         ):
             with pytest.raises(SynkError, match="no call is running"):
                 run()
-
-    def test_closing_twice(self, pair: Any) -> None:
-        comm = pair[2][0]
-        comm.close()
-        comm.close()
-        with pytest.raises(SynkError, match="no call is running"):
-            comm.barrier()
 
 
 class TestBuffers:
