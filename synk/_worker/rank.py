@@ -215,10 +215,16 @@ class Worker:
                 f"cannot communicate in {self.function_name!r}: the call has num_slices above 1, so each rank runs the "
                 "function several times, and not all of them equally often. Call it with num_slices=1."
             )
-        assert self.lane.called is not None
+        called = self.lane.called
+        if called is None or self.own_up[_PHASE] != _FUNCTION:
+            # To join the lane's last call once more would be worse: no rank would be there, and nobody would leave it.
+            raise ValueError(
+                "cannot communicate outside of a call: got a collective or a message in on_restart, or in code that "
+                "runs while an object is loaded or sent, expected one in a function that all ranks run together."
+            )
         if self.backend.is_device:
             cast(DeviceBackend, self.backend).enter_thread()
-        return self.peers.collectives(self.lane, self.lane.called.function)
+        return self.peers.collectives(self.lane, called.function)
 
     def check_called(self) -> None:
         """Raise in an item of a map, which runs on one rank: what follows is for calls that all ranks run together."""
