@@ -121,7 +121,6 @@ class InlineProcess:
         control.close_fd()
         worker.failpoint = _failpoints.arm(setup["failpoints"], self.rank)
         worker.seed = setup["seed"]
-        worker.is_inline = True
         self._worker = worker
         self.channel = InlineChannel(worker)
         hello = {"versions": own_versions(), "device": worker.backend.describe()}

@@ -32,6 +32,11 @@ def check_shareable(dtype: np.dtype, what: str) -> np.dtype:
     return dtype if dtype.isnative else dtype.newbyteorder("=")
 
 
+def address_of(array: np.ndarray) -> int:
+    """Return the address of the array's first element."""
+    return int(array.__array_interface__["data"][0])
+
+
 def is_masked(value: Any) -> bool:
     """Whether ``value`` is a masked array. Does not import ``numpy.ma``: before it is imported there are none."""
     module = sys.modules.get("numpy.ma")

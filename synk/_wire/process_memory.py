@@ -10,6 +10,7 @@ import os
 
 import numpy as np
 
+from synk._pure.arrays import address_of
 from synk._pure.ranges import LINE_NBYTES
 from synk._wire.mapping import libc
 from synk._wire.memory import PAGE_NBYTES
@@ -33,10 +34,6 @@ def let_siblings_read() -> None:
     Only the security module Yama asks for it. Kernels without Yama do not know the request, and need none.
     """
     libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
-
-
-def address_of(array: np.ndarray) -> int:
-    return int(array.__array_interface__["data"][0])
 
 
 def read_memory(pid: int, address: int, target: np.ndarray) -> bool:

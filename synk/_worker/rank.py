@@ -114,7 +114,6 @@ class Worker:
         self.world_size = world_size
         self.first_rank, self.total_ranks = first_rank, total_ranks or world_size
         self.device = device
-        self.is_inline = False  # whether it lives in the master's process
         self.pid = os.getpid()  # a function may fork: the child is no worker
         self.backend = backend_module(backend_name).open_device(device)
         self.lanes = [WorkerLane(index, rank, world_size, control, self.backend) for index in range(NUM_LANES)]
@@ -216,10 +215,16 @@ class Worker:
                 f"cannot communicate in {self.function_name!r}: the call has num_slices above 1, so each rank runs the "
                 "function several times, and not all of them equally often. Call it with num_slices=1."
             )
-        assert self.lane.called is not None
+        called = self.lane.called
+        if called is None or self.own_up[_PHASE] != _FUNCTION:
+            # To join the lane's last call once more would be worse: no rank would be there, and nobody would leave it.
+            raise ValueError(
+                "cannot communicate outside of a call: got a collective or a message in on_restart, or in code that "
+                "runs while an object is loaded or sent, expected one in a function that all ranks run together."
+            )
         if self.backend.is_device:
             cast(DeviceBackend, self.backend).enter_thread()
-        return self.peers.collectives(self.lane, self.lane.called.function)
+        return self.peers.collectives(self.lane, called.function)
 
     def check_called(self) -> None:
         """Raise in an item of a map, which runs on one rank: what follows is for calls that all ranks run together."""

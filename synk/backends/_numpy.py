@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._pure.arrays import as_plain_array, computes_otherwise
+from synk._pure.arrays import address_of, as_plain_array, computes_otherwise
 from synk._pure.cores import num_cores
 from synk._wire.memory import Segment
 from synk.backends._assignment import DeviceAssignment
@@ -62,7 +62,7 @@ class NumpyBackend:
         return isinstance(value, np.ndarray)
 
     def address(self, array: np.ndarray) -> int:
-        return int(array.__array_interface__["data"][0])
+        return address_of(array)
 
     def from_host(self, host: np.ndarray) -> np.ndarray:
         return host

@@ -32,13 +32,27 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a communicator can do: names of ops and dtypes, the library behind it and its version."""
+    """What a communicator can do: names of ops and dtypes, the library behind it and its version.
+
+    The last two attributes are the differences from NumPy for which its user must make up.
+
+    Attributes
+    ----------
+    nan_propagates : bool
+        Whether ``min`` and ``max`` keep NaN. NCCL's drop it (``fminf`` in ``src/device/reduce_kernel.h``). Reduce a
+        flag for NaN (uint8, ``max``) in the same group, and write NaN where the flag is set.
+    has_weighted_avg : bool
+        Whether ``avg`` takes a weight, as NCCL's does since 2.11. If it does not, multiply the buffer by the weight and
+        reduce by ``sum``.
+    """
 
     name: str
     ops: tuple[str, ...]
     dtypes: tuple[str, ...]
     version: str = ""
     library_path: str = ""
+    nan_propagates: bool = True
+    has_weighted_avg: bool = True
 
 
 class Communicator(Protocol):
@@ -76,9 +90,6 @@ class Communicator(Protocol):
 
     def group(self) -> contextlib.AbstractContextManager[None]:
         """Launch the operations of the ``with`` body as one (NCCL). The other communicators run them one by one."""
-
-    def close(self) -> None:
-        """Release everything. Safe to repeat."""
 
     def capabilities(self) -> Capabilities:
         """Return what this communicator can do."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from synk._pure.arrays import address_of
 from synk._pure.dtypes import BFLOAT16, dtype_name
 from synk.communicators import Buffer
 from synk.errors import UnsupportedError
@@ -90,4 +91,4 @@ def as_buffer(array: np.ndarray) -> Buffer:
             f"cannot describe an array of shape {array.shape} and strides {array.strides} as one buffer: expected "
             "C-contiguous memory. Pass numpy.ascontiguousarray(array)."
         )
-    return Buffer(array.__array_interface__["data"][0], array.size, dtype_name(array.dtype))
+    return Buffer(address_of(array), array.size, dtype_name(array.dtype))

@@ -36,6 +36,11 @@ class Head(NamedTuple):
         number, num_axes, *rest = words
         return cls(named_dtype(DTYPE_NAMES[number]), tuple(rest[:num_axes]), rest[num_axes:])
 
+    @classmethod
+    def of(cls, rows: np.ndarray, sizes: list[int] | None) -> Head:
+        """Return the head of rows. They are one block if there are no sizes."""
+        return cls(rows.dtype, rows.shape[1:], [len(rows)] if sizes is None else sizes)
+
     def words(self) -> np.ndarray:
         """Return the head as it lies in a half: the number of words, then the words."""
         words = [DTYPE_NAMES.index(dtype_name(self.dtype)), len(self.shape), *self.shape, *self.sizes]
@@ -60,6 +65,26 @@ def check_shapes(kind: str, heads: Mapping[int, Head]) -> None:
                 f"cannot {kind.split()[0]}: got rows of shape {other.shape} from rank {rank}, expected {head.shape} as "
                 f"from rank {first}. Bring rows of one shape on all ranks."
             )
+
+
+def asked_for(kind: str, head: Head | None) -> tuple[str, int]:
+    """Return the dtype and the size of a row, as far as all ranks must ask for the same.
+
+    In a scatter only the root knows them, so the requests of the others cannot have them.
+    """
+    return ("", 0) if head is None or kind in FROM_ROOT else (dtype_name(head.dtype), head.row_size)
+
+
+def joined_rows(heads: Mapping[int, Head], index: int, place: Place) -> tuple[np.ndarray, dict[int, np.ndarray]]:
+    """Return the array for the rows of all senders, and where the rows of each go, as bytes.
+
+    ``index``: which of a sender's blocks is for this rank.
+    """
+    counts = [head.sizes[index] for head in heads.values()]
+    first = next(iter(heads.values()))
+    joined = place((sum(counts), *first.shape), first.dtype)
+    bounds = itertools.pairwise(itertools.accumulate(counts, initial=0))
+    return joined, {rank: flat_bytes(joined[start:stop]) for rank, (start, stop) in zip(heads, bounds)}
 
 
 class Exchange:
@@ -91,7 +116,7 @@ class Exchange:
         self._head: Head | None = None
         self._streams: dict[int, np.ndarray] = {}  # one for each rank, or one for all of them
         if rows is not None:
-            self._head = Head(rows.dtype, rows.shape[1:], [len(rows)] if sizes is None else sizes)
+            self._head = Head.of(rows, sizes)
             bounds = itertools.accumulate(self._head.sizes, initial=0)
             blocks = [flat_bytes(rows[start:stop]) for start, stop in itertools.pairwise(bounds)]
             self._streams, self._own = dict(enumerate(blocks)), blocks[self._index]
@@ -107,10 +132,7 @@ class Exchange:
             If the ranks ask for different collectives, or bring rows of different shapes.
         """
         collectives, head = self._collectives, self._head
-        # In a scatter only the root knows dtype and shape, so the request of the others cannot have them.
-        dtype, row_size = (
-            ("", 0) if head is None or self._kind in FROM_ROOT else (dtype_name(head.dtype), head.row_size)
-        )
+        dtype, row_size = asked_for(self._kind, head)
         yield from collectives.start_steps(self._kind, dtype, row_size, peer=self._root)
         half = collectives.show(self._frame, self._streams)
         if head is not None:
@@ -135,12 +157,7 @@ class Exchange:
 
     def _open(self, heads: dict[int, Head], place: Place) -> tuple[np.ndarray, list[StreamReading]]:
         """Return the result, with this rank's own rows in place, and what is to be read from the others."""
-        own, index = self._collectives.rank, self._index
-        first = heads[self._senders[0]]
-        counts = [head.sizes[index] for head in heads.values()]
-        joined = place((sum(counts), *first.shape), first.dtype)
-        bounds = itertools.pairwise(itertools.accumulate(counts, initial=0))
-        targets = {rank: flat_bytes(joined[start:stop]) for rank, (start, stop) in zip(heads, bounds)}
-        if own in targets:
-            targets.pop(own)[:] = self._own
-        return joined, [StreamReading(rank, index, target) for rank, target in targets.items()]
+        joined, targets = joined_rows(heads, self._index, place)
+        if self._collectives.rank in targets:
+            targets.pop(self._collectives.rank)[:] = self._own
+        return joined, [StreamReading(rank, self._index, target) for rank, target in targets.items()]

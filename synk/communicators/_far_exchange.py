@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
 
-from synk._pure.dtypes import dtype_name
-from synk.communicators._exchange import DIVIDED, FROM_ROOT, TO_ROOT, Head, check_shapes
+from synk.communicators._exchange import DIVIDED, FROM_ROOT, TO_ROOT, Head, check_shapes, joined_rows
 from synk.communicators._layout import WORD_NBYTES
 from synk.communicators._results import Place
 from synk.communicators._shm_collectives import flat_bytes
@@ -33,16 +31,8 @@ class FarExchange:
         self.is_sender = rank in self._senders
         self._is_receiver = kind not in TO_ROOT or rank == root
         self._rows = rows
-        self.head = None
-        if rows is not None:
-            self.head = Head(rows.dtype, rows.shape[1:], [len(rows)] if sizes is None else sizes)
+        self.head = None if rows is None else Head.of(rows, sizes)
         self.heads: dict[int, Head] = {}
-
-    def asked_for(self) -> tuple[str, int]:
-        """Return the dtype and the size of a row, as far as all ranks must ask for the same."""
-        if self.head is None or self._kind in FROM_ROOT:
-            return "", 0
-        return dtype_name(self.head.dtype), self.head.row_size
 
     def read(self, carried: Sequence[np.ndarray]) -> dict[int, np.ndarray]:
         """Read the heads of all senders. Return the rows that came with a head, as bytes, by sender."""
@@ -87,12 +77,7 @@ class FarExchange:
         check_shapes(self._kind, self.heads)
         if not self._is_receiver:
             return None, {}
-        first = self.heads[self._senders[0]]
-        index = self._index(self._rank)
-        counts = [head.sizes[index] for head in self.heads.values()]
-        joined = place((sum(counts), *first.shape), first.dtype)
-        bounds = itertools.pairwise(itertools.accumulate(counts, initial=0))
-        targets = {rank: flat_bytes(joined[low:high]) for rank, (low, high) in zip(self.heads, bounds)}
+        joined, targets = joined_rows(self.heads, self._index(self._rank), place)
         if self._rank in targets:
             targets.pop(self._rank)[:] = self.own_block(self._rank)
         return joined, targets

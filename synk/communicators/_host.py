@@ -108,10 +108,6 @@ class HostCommunicator(abc.ABC):
         self._leave()
 
     @abc.abstractmethod
-    def close(self) -> None:
-        """Leave the call and release what this communicator owns."""
-
-    @abc.abstractmethod
     def _leave(self) -> None:
         """Leave the call. Messages that this rank has sent can still be received."""
 
@@ -223,24 +219,18 @@ class HostCommunicator(abc.ABC):
 
     # -- their steps -----------------------------------------------------------------------------------------------
 
-    def all_reduce_steps(
-        self, send: Buffer, recv: Buffer, op: str, *, weight: float | None = None, stream: int = 0
-    ) -> Steps:
+    def all_reduce_steps(self, send: Buffer, recv: Buffer, op: str, *, weight: float | None = None) -> Steps:
         check_reduction(op, send.dtype, weight)
         check_buffers("all_reduce", send, recv, send_count=send.count, recv_count=send.count)
         yield from self.all_reduce_arrays(as_array(send), as_array(recv), op, weight)
 
-    def reduce_steps(
-        self, send: Buffer, recv: Buffer, op: str, root: int, *, weight: float | None = None, stream: int = 0
-    ) -> Steps:
+    def reduce_steps(self, send: Buffer, recv: Buffer, op: str, root: int, *, weight: float | None = None) -> Steps:
         check_reduction(op, send.dtype, weight)
         check_buffers("reduce", send, recv, send_count=send.count, recv_count=send.count)
         self.check_member("reduce", "root", root)
         yield from self.reduce_arrays(as_array(send), as_array(recv), op, root, weight)
 
-    def reduce_scatter_steps(
-        self, send: Buffer, recv: Buffer, op: str, *, weight: float | None = None, stream: int = 0
-    ) -> Steps:
+    def reduce_scatter_steps(self, send: Buffer, recv: Buffer, op: str, *, weight: float | None = None) -> Steps:
         self._check_active("reduce_scatter")
         check_reduction(op, send.dtype, weight)
         send_count = len(self.ranks) * recv.count
@@ -264,10 +254,10 @@ class HostCommunicator(abc.ABC):
         """Take the steps of ``reduce_scatter``, as those of ``all_reduce``."""
 
     @abc.abstractmethod
-    def broadcast_steps(self, buffer: Buffer, root: int, *, stream: int = 0) -> Steps: ...
+    def broadcast_steps(self, buffer: Buffer, root: int) -> Steps: ...
 
     @abc.abstractmethod
-    def all_gather_steps(self, send: Buffer, recv: Buffer, *, stream: int = 0) -> Steps: ...
+    def all_gather_steps(self, send: Buffer, recv: Buffer) -> Steps: ...
 
     @abc.abstractmethod
     def exchange_steps(

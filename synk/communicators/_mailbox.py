@@ -98,11 +98,6 @@ class Mailbox:
         if self.is_used:
             self._outbox.trim()
 
-    def close(self) -> None:
-        """Release the shared memory."""
-        self.to_peers, self.from_peers = [], []
-        self._outbox.close()
-
     def progress(self) -> None:
         """Take in what has arrived, write what finds room, and advance the collectives in flight."""
         for peer in self._rendezvous.ranks:

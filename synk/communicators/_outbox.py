@@ -10,6 +10,7 @@ place is in use.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import errno
 import functools
 import os
@@ -17,6 +18,7 @@ import resource
 
 import numpy as np
 
+from synk._pure.arrays import address_of
 from synk._pure.ranges import LINE_NBYTES, round_up
 from synk._wire.mapping import give_back, populate
 from synk._wire.memory import PAGE_NBYTES, Segment, available_nbytes
@@ -34,21 +36,11 @@ _CHECKED_NBYTES = 1 << 24  # above this it is worth reading a file to know how m
 def _can_populate() -> bool:
     """Whether the kernel can allocate memory on demand and report that there is none: Linux 5.14."""
     try:
-        with _Probe() as probe:
-            populate(probe.address, PAGE_NBYTES)
+        with contextlib.closing(Segment.create(PAGE_NBYTES)) as segment:
+            populate(address_of(segment.buffer), PAGE_NBYTES)
     except (OSError, SharedMemoryError):
         return False
     return True
-
-
-class _Probe:
-    def __enter__(self) -> _Probe:
-        self._segment = Segment.create(PAGE_NBYTES)
-        self.address = int(self._segment.buffer.__array_interface__["data"][0])
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._segment.close()
 
 
 def tail_nbytes(world_size: int) -> int:
@@ -79,7 +71,7 @@ class Outbox:
         self._filled = self._released = words
         self._nbytes = tail.size // world_size // PAGE_NBYTES * PAGE_NBYTES
         self._begin = rank * self._nbytes
-        self._address = int(tail.__array_interface__["data"][0])
+        self._address = address_of(tail)
         self._taken: list[tuple[int, int]] = []  # places in use, ascending, with their ends
         self._populated = self._begin  # up to here the kernel has given memory
         if self._nbytes:
@@ -88,12 +80,6 @@ class Outbox:
     @property
     def is_there(self) -> bool:
         return self._nbytes > 0
-
-    def close(self) -> None:
-        """Release the shared memory."""
-        self._filled = self._released = memoryview(b"").cast("q")
-        self._boxes = np.empty(0, np.uint8)
-        self._nbytes = 0
 
     # -- the sender's side ---------------------------------------------------------------------------------------
 

@@ -197,8 +197,8 @@ class Rendezvous:
         self._poll.register(eventfds[rank], select.POLLIN)
         self.fence = Fence()
 
-        self._bytes = segment.buffer.data[: layout.nbytes]
-        words = self._bytes.cast("q")
+        memory = segment.buffer.data[: layout.nbytes]
+        words = memory.cast("q")
 
         def column(offset: int) -> memoryview[int]:
             start = offset // WORD_NBYTES
@@ -214,20 +214,10 @@ class Rendezvous:
         self.read = [column(layout.read + each * step) for each in range(world_size)]
         self.unsent = [column(layout.unsent + each * step) for each in range(world_size)]
         # Three views of the line at requests[place][rank]: all of it, the words that must be equal, and the weight.
-        lines = [
-            [self._bytes[start : start + LINE_NBYTES] for start in layout.request_offsets(place)] for place in range(3)
-        ]
+        lines = [[memory[start : start + LINE_NBYTES] for start in layout.request_offsets(place)] for place in range(3)]
         self._requests = lines
         self._wanted = [[line.cast("q")[:_NUM_EQUAL_WORDS] for line in each] for each in lines]
         self._weights = [[line.cast("d")[_NUM_EQUAL_WORDS:] for line in each] for each in lines]
-        of_requests = [view for views in (lines, self._wanted, self._weights) for each in views for view in each]
-        self._views = [words, self._abort_word, *columns, *self.written, *self.read, *self.unsent, *of_requests]
-
-    def close(self) -> None:
-        """Release the shared memory. Any later use raises ValueError."""
-        self.ranks = ()
-        for view in (*self._views, self._bytes):
-            view.release()
 
     # -- who takes part ------------------------------------------------------------------------------------------
 
@@ -502,10 +492,7 @@ class Rendezvous:
 
     def _request(self, rank: int) -> CommRequest:
         """Return the request that the sleeping ``rank`` waits for."""
-        return self._request_at(rank, self._places[rank] & _PLACE_MASK)
-
-    def _request_at(self, rank: int, place: int) -> CommRequest:
-        return unpacked(self._requests[place][rank])
+        return unpacked(self._requests[self._places[rank] & _PLACE_MASK][rank])
 
     def _requests_text(self, ranks: Sequence[int]) -> str:
         return "; ".join(f"rank {rank}: {self._request(rank)}" for rank in ranks)

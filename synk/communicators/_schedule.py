@@ -25,32 +25,26 @@ class Operation:
     ----------
     is_ready : callable or None
         Whether what its next step needs has come by wire. None: the step needs no wire.
+    is_done : bool
+    value : object
+        What its steps returned, once it is done.
     """
 
-    __slots__ = ("_returned", "_steps", "is_ready")
+    __slots__ = ("_steps", "is_done", "is_ready", "value")
 
     def __init__(self, steps: Steps) -> None:
-        self._returned: list[Any] = []
-        self._steps = _to_the_end(steps, self._returned)
-        self.is_ready = next(self._steps)
-
-    @property
-    def is_done(self) -> bool:
-        return bool(self._returned)
-
-    @property
-    def value(self) -> Any:
-        """The value that its steps returned, once it is done."""
-        return self._returned[0]
+        self._steps = steps
+        self.is_ready = next(steps)
+        self.value: Any = None
+        self.is_done = False
 
     def advance(self) -> None:
         """Take the next step."""
-        self.is_ready = next(self._steps, None)
-
-
-def _to_the_end(steps: Steps, returned: list[Any]) -> Steps:
-    """Take all steps, and append what they return to ``returned``."""
-    returned.append((yield from steps))
+        try:
+            self.is_ready = next(self._steps)
+        except StopIteration as end:
+            self.value = end.value
+            self.is_done = True
 
 
 class Schedule:

@@ -93,7 +93,6 @@ class ShmCommunicator(ShmCollectives):
         self.results = ResultMemory()
         let_siblings_read()
         self.short_path = ShortPath(rendezvous, self._mailbox, ShortCollectives(self))
-        self._is_closed = False
 
     # -- the call ------------------------------------------------------------------------------------------------
 
@@ -129,16 +128,6 @@ class ShmCommunicator(ShmCollectives):
     def wake_sleepers(self) -> None:
         """Wake peers that may wait for what this rank wrote to ``skip_words``."""
         self._rendezvous.wake_all()
-
-    def close(self) -> None:
-        """Leave the call and release the segment. The eventfds stay open: they belong to the caller."""
-        if not self._is_closed:
-            self._is_closed = True
-            self.end()
-            self._rendezvous.close()
-            self._mailbox.close()
-            self.short_path.close()
-            self._halves = np.empty((0, 2, 0), np.uint8)
 
     def capabilities(self) -> Capabilities:
         return Capabilities(name="shm", ops=REDUCE_OPS, dtypes=DTYPE_NAMES)

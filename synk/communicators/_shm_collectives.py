@@ -8,17 +8,17 @@ over the same steps.
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from synk._pure.arrays import address_of
 from synk._pure.dtypes import dtype_name
 from synk._pure.ops import REDUCTIONS
-from synk._pure.ranges import LINE_NBYTES, round_up
-from synk._wire.process_memory import address_of, read_memory
+from synk._pure.ranges import LINE_NBYTES, chunk_bounds, round_up
+from synk._wire.process_memory import read_memory
 from synk.communicators import Buffer
 from synk.communicators._buffers import as_array, named_dtype
 from synk.communicators._checks import check_buffers
@@ -215,7 +215,8 @@ class ShmCollectives(HostCommunicator):
         previous: list[slice] = []
         for start, stop in (*_pieces(count, results // source.itemsize), (count, count)):
             half = self.next_half()
-            shares = _shares(start, stop, size, source.itemsize)
+            bounds = chunk_bounds(stop - start, source.itemsize, size)
+            shares = [slice(start + low, start + high) for low, high in bounds]
             self._publish_shares(source, shares, half)
             yield from self.meet_steps()
             # The next meeting shows the result in the other half. All ranks have finished reading there: they did so
@@ -243,14 +244,14 @@ class ShmCollectives(HostCommunicator):
         parts = [mine if rank == self.rank else self.part(rank, half, offset, mine) for rank in self.ranks]
         REDUCTIONS[op].reduce_into(parts, self._weights, target)
 
-    def broadcast_steps(self, buffer: Buffer, root: int, *, stream: int = 0) -> Steps:
+    def broadcast_steps(self, buffer: Buffer, root: int) -> Steps:
         array = as_array(buffer)
         self.check_member("broadcast", "root", root)
         yield from self.start_steps("broadcast", buffer.dtype, buffer.count, peer=root)
         whole, is_root = flat_bytes(array), self.rank == root
         yield from self.copy_steps({0: whole} if is_root else {}, [StreamReading(root, 0, whole)][is_root:], whole.size)
 
-    def all_gather_steps(self, send: Buffer, recv: Buffer, *, stream: int = 0) -> Steps:
+    def all_gather_steps(self, send: Buffer, recv: Buffer) -> Steps:
         self._check_active("all_gather")
         count = send.count
         check_buffers("all_gather", send, recv, send_count=count, recv_count=len(self.ranks) * count)
@@ -399,10 +400,3 @@ def flat_bytes(array: np.ndarray) -> np.ndarray:
 def _pieces(count: int, length: int) -> list[tuple[int, int]]:
     """Return the bounds of ``count`` elements in pieces of ``length``. There is at least one piece; it may be empty."""
     return [(start, min(start + length, count)) for start in range(0, max(count, 1), length)]
-
-
-def _shares(start: int, stop: int, size: int, itemsize: int) -> list[slice]:
-    """Return the parts of ``[start, stop)`` for ``size`` ranks. All but the last ones are whole cache lines."""
-    length = round_up(-(-(stop - start) // size) * itemsize, LINE_NBYTES) // itemsize
-    bounds = [min(start + position * length, stop) for position in range(size + 1)]
-    return [slice(low, high) for low, high in itertools.pairwise(bounds)]

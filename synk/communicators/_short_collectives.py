@@ -58,10 +58,6 @@ class ShortCollectives:
         self._ranks = ranks
         self._plans.begin(ranks)
 
-    def close(self) -> None:
-        """Release the shared memory."""
-        self._plans.close()
-
     def barrier(self) -> Any:
         if self._schedule.operations or self._rendezvous.is_unfinished:
             return LONGER
@@ -71,7 +67,9 @@ class ShortCollectives:
 
     def reduce(self, kind: str, array: Any, op: str, root: int, weight: float | None, out: Any) -> Any:
         """Take part in an ``all_reduce``, ``reduce`` or ``reduce_scatter``."""
-        if type(array) is not np.ndarray or self._schedule.operations or self._rendezvous.is_unfinished:
+        if type(array) is not np.ndarray or type(root) is not int:  # to the cache, True and 1.0 are the root 1
+            return LONGER
+        if self._schedule.operations or self._rendezvous.is_unfinished:
             return LONGER
         key = kind, array.shape, array.dtype, root, op, weight is None
         plan = self._plans.find(key, self._plans.reduction)
@@ -103,7 +101,7 @@ class ShortCollectives:
 
     def copy(self, kind: str, array: Any, root: int, out: Any) -> Any:
         """Take part in a ``broadcast``, an ``all_gather`` that stacks, or an exchange of rows in equal blocks."""
-        if self._schedule.operations or self._rendezvous.is_unfinished:
+        if type(root) is not int or self._schedule.operations or self._rendezvous.is_unfinished:
             return LONGER
         if kind == "scatter" and self._ranks[root : root + 1] != (self._collectives.rank,):
             return self._take_block(root, out)

@@ -63,11 +63,6 @@ class ShortPath:
         self._from_peers = [ring.data for ring in mailbox.from_peers]
         self._written, self._read = rendezvous.written[self._rank], rendezvous.read[self._rank]
 
-    def close(self) -> None:
-        """Release the shared memory."""
-        self._to_peers, self._from_peers = [], []
-        self.collectives.close()
-
     def _free_rank(self, peer: object) -> int | None:
         """Return the number of the rank at position ``peer`` of the call, if its messages may take this path."""
         rendezvous = self._rendezvous

@@ -126,16 +126,12 @@ class ShortPlans:
             self._plans.clear()
             self._ranks = ranks
 
-    def close(self) -> None:
-        """Release the shared memory."""
-        self._plans.clear()
-
     def find(self, key: Any, make: Callable[..., ShortPlan | None]) -> ShortPlan | None:
         """Return the plan for ``key`` from the cache, or make it. None if such requests take the longer path."""
         plans = self._plans
         try:
             return plans[key]
-        except TypeError:  # part of the key is not hashable, for instance an array as root
+        except TypeError:  # part of the key is not hashable, for instance a list as op
             return None
         except KeyError:
             if len(plans) >= MAX_PLANS:
@@ -144,7 +140,7 @@ class ShortPlans:
         return plan
 
     def reduction(
-        self, kind: str, shape: tuple[int, ...], dtype: np.dtype, root: Any, op: Any, is_unweighted: bool
+        self, kind: str, shape: tuple[int, ...], dtype: np.dtype, root: int, op: Any, is_unweighted: bool
     ) -> ShortPlan | None:
         collectives, ranks, size = self._collectives, self._ranks, len(self._ranks)
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
@@ -175,7 +171,7 @@ class ShortPlans:
             plan.divisor = dtype.type(size) if op == "avg" else None
         return plan
 
-    def copying(self, kind: str, shape: Any, dtype: Any, root: Any) -> ShortPlan | None:
+    def copying(self, kind: str, shape: Any, dtype: Any, root: int) -> ShortPlan | None:
         collectives, ranks, size = self._collectives, self._ranks, len(self._ranks)
         own = collectives.rank
         if not self._is_root(kind, root):
@@ -250,8 +246,8 @@ class ShortPlans:
         plan.parts = [[self._view(self._ranks[root], half, offset, plan.shape, head.dtype)] for half in range(2)]
         return plan
 
-    def _is_root(self, kind: str, root: Any) -> bool:
-        return kind not in ROOTED or (type(root) is int and 0 <= root < len(self._ranks))
+    def _is_root(self, kind: str, root: int) -> bool:
+        return kind not in ROOTED or 0 <= root < len(self._ranks)
 
     def _view(self, rank: int, half: int, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         return np.ndarray(shape, dtype, self._collectives.half(rank, half), offset)

@@ -20,12 +20,12 @@ import numpy as np
 
 from synk._pure.dtypes import dtype_name
 from synk._pure.ops import REDUCTIONS, accumulator_dtype
-from synk._pure.ranges import LINE_NBYTES
+from synk._pure.ranges import chunk_bounds
 from synk.communicators import Buffer, Capabilities
 from synk.communicators._agreement import NOTHING, OWN_TAG, NodeAgreement
 from synk.communicators._buffers import as_array
 from synk.communicators._checks import check_buffers
-from synk.communicators._exchange import DIVIDED
+from synk.communicators._exchange import DIVIDED, asked_for
 from synk.communicators._far_exchange import FarExchange
 from synk.communicators._mailbox import Mailbox
 from synk.communicators._messages import Incoming, Outgoing
@@ -57,10 +57,6 @@ class TwoLevel(NodeAgreement):
         super().end()
         self._rendezvous.detach()
 
-    def close(self) -> None:
-        """Leave the call. The parts belong to the caller."""
-        self.end()
-
     def capabilities(self) -> Capabilities:
         return dataclasses.replace(self._local.capabilities(), name="shm and wires")
 
@@ -90,7 +86,7 @@ class TwoLevel(NodeAgreement):
             return
         partial = yield from self._partial(source, target, op, weight)
         if self._is_leader:
-            bounds = _shares(source.size, len(self._groups), source.itemsize)
+            bounds = chunk_bounds(source.size, source.itemsize, len(self._groups))
             yield from self._fold_nodes(partial, bounds, op, target, self._leaders)
         yield from self._from_rank(self._group[0], flat_bytes(target), self._group)
 
@@ -107,7 +103,7 @@ class TwoLevel(NodeAgreement):
         partial = yield from self._partial(source, target if self._is_leader else None, op, weight)
         group = next(group for group in self._groups if root in group)
         if self._is_leader:
-            bounds = _shares(source.size, len(self._groups), source.itemsize)
+            bounds = chunk_bounds(source.size, source.itemsize, len(self._groups))
             yield from self._fold_nodes(partial, bounds, op, target, group[:1])
         if self._group == group:
             yield from self._from_rank(group[0], flat_bytes(target), (root,))
@@ -230,7 +226,7 @@ class TwoLevel(NodeAgreement):
         readings = [StreamReading(source, 0, whole)] if self.rank in readers and not is_source else []
         yield from self._local.copy_steps({0: whole} if is_source else {}, readings, whole.size)
 
-    def broadcast_steps(self, buffer: Buffer, root: int, *, stream: int = 0) -> Steps:
+    def broadcast_steps(self, buffer: Buffer, root: int) -> Steps:
         whole = flat_bytes(as_array(buffer))
         self.check_member("broadcast", "root", root)
         is_small, is_root = self._is_small(whole.size), self.rank == root
@@ -254,7 +250,7 @@ class TwoLevel(NodeAgreement):
         for message in incoming:
             message.array()
 
-    def all_gather_steps(self, send: Buffer, recv: Buffer, *, stream: int = 0) -> Steps:
+    def all_gather_steps(self, send: Buffer, recv: Buffer) -> Steps:
         self._check_active("all_gather")
         check_buffers("all_gather", send, recv, send_count=send.count, recv_count=len(self._all) * send.count)
         source, whole = flat_bytes(as_array(send)), flat_bytes(as_array(recv))
@@ -282,7 +278,7 @@ class TwoLevel(NodeAgreement):
     ) -> Steps:
         """Take the steps of an exchange of rows; see ``Exchange``. Large blocks are messages from rank to rank."""
         exchange = FarExchange(self._all, self.rank, kind, rows, sizes, root)
-        dtype, row_size = exchange.asked_for()
+        dtype, row_size = asked_for(kind, exchange.head)
         head = b"" if exchange.head is None else exchange.head.words().tobytes()
         rest = NOTHING if rows is None else flat_bytes(rows)
         is_small = self._is_small(len(head) + rest.size)
@@ -319,13 +315,6 @@ class TwoLevel(NodeAgreement):
 
 
 _DONE = Incoming()
-
-
-def _shares(count: int, size: int, itemsize: int) -> list[tuple[int, int]]:
-    """Return the bounds of the parts of ``count`` elements for ``size`` nodes: whole cache lines, but for the last."""
-    line = max(LINE_NBYTES // itemsize, 1)
-    length = -(-count // (size * line)) * line
-    return [(min(k * length, count), min((k + 1) * length, count)) for k in range(size)]
 
 
 def _pieces(start: int, stop: int, length: int) -> list[tuple[int, int]]:

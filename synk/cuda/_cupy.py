@@ -19,11 +19,12 @@ from typing import Any
 
 import numpy as np
 
+from synk._pure.arrays import address_of
 from synk._wire.memory import Segment
 from synk._wire.messages import DEVICE_DTYPES
 from synk.backends._device_arrays import DeviceArrays
 from synk.backends._frameworks import Converter, device_converters
-from synk.cuda._pinned import PinnedRing, PinnedSegments, address
+from synk.cuda._pinned import PinnedRing, PinnedSegments
 
 
 class _Borrowed:
@@ -120,7 +121,7 @@ class CupyBackend(DeviceArrays):
         if host.flags.c_contiguous:
             self._sources.append(host)
             kind = self._runtime.memcpyHostToDevice
-            start, target = address(host), array.data.ptr
+            start, target = address_of(host), array.data.ptr
             for offset, nbytes in self._segments.pieces(start, host.nbytes):
                 self._runtime.memcpyAsync(target + offset, start + offset, nbytes, kind, self._input_stream.ptr)
         else:
@@ -196,7 +197,7 @@ class CupyBackend(DeviceArrays):
             self._communicated = None
 
     def is_pinned(self, host: np.ndarray) -> bool:
-        return bool(host.flags.c_contiguous) and self._segments.is_pinned(address(host), host.nbytes)
+        return bool(host.flags.c_contiguous) and self._segments.is_pinned(address_of(host), host.nbytes)
 
     # -- from the device ----------------------------------------------------------------------------------------------
 
@@ -221,7 +222,7 @@ class CupyBackend(DeviceArrays):
         self._num_copied[1] += out.nbytes
         # The pool reuses a block in the order of the stream, behind this copy, so the array need not be kept alive.
         kind = self._runtime.memcpyDeviceToHost
-        source, target = array.data.ptr, address(out)
+        source, target = array.data.ptr, address_of(out)
         for offset, nbytes in self._segments.pieces(target, out.nbytes):
             self._runtime.memcpyAsync(target + offset, source + offset, nbytes, kind, self.stream.ptr)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import struct
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from synk._pure.ops import REDUCE_OPS
@@ -44,24 +43,6 @@ _BFLOAT16_VERSION = 21000
 _SCALAR_FORMATS = {"float16": "=e", "float32": "=f", "float64": "=d"}
 
 _Call = Callable[[Any], int]
-
-
-@dataclass(frozen=True)
-class NcclCapabilities(Capabilities):
-    """The capabilities of NCCL, with its differences from NumPy, for which the backend must make up.
-
-    Attributes
-    ----------
-    nan_propagates : bool
-        False, because ``min`` and ``max`` drop NaN (``fminf`` in ``src/device/reduce_kernel.h``). Reduce a flag for NaN
-        (uint8, ``max``) in the same group, and write NaN where the flag is set.
-    has_weighted_avg : bool
-        Whether ``avg`` takes a weight (NCCL 2.11). If it does not, multiply the buffer by the weight and reduce by
-        ``sum``.
-    """
-
-    nan_propagates: bool = False
-    has_weighted_avg: bool = True
 
 
 def pack_scalar(value: float, dtype: str) -> bytes:
@@ -175,12 +156,13 @@ class NcclCommunicator(NcclHandle):
         self.rank = rank
         self.world_size = world_size
         has_bfloat16 = binding.version >= _BFLOAT16_VERSION
-        self._capabilities = NcclCapabilities(
+        self._capabilities = Capabilities(
             name=f"nccl by {binding.name}",
             ops=tuple(op for op in REDUCE_OPS if op in _OPS),
             dtypes=tuple(name for name in (*_DTYPES, *_STORED_AS) if name != "bfloat16" or has_bfloat16),
             version=version_text(binding.version),
             library_path=binding.library_path,
+            nan_propagates=False,
             has_weighted_avg=binding.has_weighted_sum,
         )
         self._join(unique_id, rank, world_size)
@@ -285,6 +267,5 @@ class NcclCommunicator(NcclHandle):
                 calls += self._pieces(self._binding.broadcast, source, block, nbytes, 1, _BYTE, root, stream)
         self._launch(calls, action)
 
-    def capabilities(self) -> NcclCapabilities:
-        """Return the ops and dtypes that NCCL has here, and the differences for which the backend must make up."""
+    def capabilities(self) -> Capabilities:
         return self._capabilities

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from synk._pure.arrays import address_of
 from synk._wire.memory import PAGE_NBYTES, Segment
 
 logger = logging.getLogger("synk")
@@ -32,11 +33,6 @@ _NUM_BUFFERS = 2
 
 # The states of a chunk. The worker's thread makes it queued; the other thread makes it pinned or refused.
 _NEW, _QUEUED, _PINNED, _REFUSED = range(4)
-
-
-def address(array: np.ndarray) -> int:
-    """Return the address of the array's first element."""
-    return int(array.__array_interface__["data"][0])
 
 
 class _Region:
@@ -91,7 +87,7 @@ class PinnedSegments:
 
         A segment that is not made of whole pages is left out.
         """
-        start = address(segment.buffer)
+        start = address_of(segment.buffer)
         if segment.nbytes % PAGE_NBYTES:
             return
         self.forget(segment)  # another segment, with other pages, may have been mapped at this address before
@@ -105,7 +101,7 @@ class PinnedSegments:
 
     def forget(self, segment: Segment) -> None:
         """Unregister a segment that is about to be unmapped. No copy from or to it may be running."""
-        start = address(segment.buffer) if segment.buffer.size else -1
+        start = address_of(segment.buffer) if segment.buffer.size else -1
         region = self._regions.pop(start, None)
         if region is None:
             return
@@ -250,6 +246,6 @@ class PinnedRing:
             write(start, stop, buffer[:nbytes].view(dtype).reshape(stop - start, *shape[1:]))
             runtime = self._cuda.runtime
             runtime.memcpyAsync(
-                target + start * row_nbytes, address(buffer), nbytes, runtime.memcpyHostToDevice, stream.ptr
+                target + start * row_nbytes, address_of(buffer), nbytes, runtime.memcpyHostToDevice, stream.ptr
             )
             event.record(stream)

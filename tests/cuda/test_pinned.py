@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from support import fake_gpus
 
+from synk._pure.arrays import address_of
 from synk._wire.memory import PAGE_NBYTES, Segment
 from synk.cuda import _pinned
-from synk.cuda._pinned import PinnedRing, PinnedSegments, address
+from synk.cuda._pinned import PinnedRing, PinnedSegments
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def pinned(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[PinnedSegment
 
 def test_only_the_chunks_that_are_used_are_registered(pinned: PinnedSegments, segment: Segment) -> None:
     pinned.add(segment)
-    start = address(segment.buffer)
+    start = address_of(segment.buffer)
     assert pinned.registered_nbytes == 0
     assert pinned.pieces(start + 100, 50) == [(0, 50)]
     settle(pinned, 2 * PAGE_NBYTES)
@@ -65,19 +66,19 @@ def test_only_the_chunks_that_are_used_are_registered(pinned: PinnedSegments, se
 
 def test_memory_that_is_no_segment_is_one_piece(pinned: PinnedSegments, segment: Segment) -> None:
     array = np.zeros(10 * PAGE_NBYTES, np.uint8)
-    assert pinned.pieces(address(array), array.nbytes) == [(0, array.nbytes)]
+    assert pinned.pieces(address_of(array), array.nbytes) == [(0, array.nbytes)]
     pinned.add(segment)
-    assert pinned.pieces(address(array), array.nbytes) == [(0, array.nbytes)]
+    assert pinned.pieces(address_of(array), array.nbytes) == [(0, array.nbytes)]
 
 
 def test_a_segment_that_goes_is_unregistered(pinned: PinnedSegments, segment: Segment, cuda: Any) -> None:
     pinned.add(segment)
-    pinned.pieces(address(segment.buffer), segment.nbytes)
+    pinned.pieces(address_of(segment.buffer), segment.nbytes)
     settle(pinned, segment.nbytes)
     pinned.forget(segment)
     assert cuda.runtime.registered() == {}
     pinned.forget(segment)
-    assert pinned.pieces(address(segment.buffer), 100) == [(0, 100)]
+    assert pinned.pieces(address_of(segment.buffer), 100) == [(0, 100)]
 
 
 def test_a_segment_that_lies_where_another_lay_is_registered_anew(pinned: PinnedSegments, cuda: Any) -> None:
@@ -87,7 +88,7 @@ def test_a_segment_that_lies_where_another_lay_is_registered_anew(pinned: Pinned
         part = arena.create_part(1 + nbytes, 0, nbytes)
         pinned.add(part)
         assert cuda.runtime.registered() == {}
-        pinned.pieces(address(part.buffer), nbytes)
+        pinned.pieces(address_of(part.buffer), nbytes)
         settle(pinned, nbytes)
     pinned.forget(part)
     arena.close()
@@ -98,7 +99,7 @@ def test_a_refusal_is_said_once_and_copies_go_on(
 ) -> None:
     monkeypatch.setenv("SYNK_FAKE_REFUSE", "1")
     pinned.add(segment)
-    whole = (address(segment.buffer), segment.nbytes)
+    whole = (address_of(segment.buffer), segment.nbytes)
     chunk = 2 * PAGE_NBYTES
     assert pinned.pieces(*whole) == [(k * chunk, chunk) for k in range(4)]
     for _ in range(5000):
@@ -116,7 +117,7 @@ def test_a_read_only_mapping_needs_the_devices_support(cuda: Any, segment: Segme
     assert not twin.buffer.flags.writeable
     without = PinnedSegments(cuda.runtime, 0, False)
     without.add(twin)
-    without.pieces(address(twin.buffer), 100)
+    without.pieces(address_of(twin.buffer), 100)
     without.close()
     assert without.registered_nbytes == 0
 
@@ -130,5 +131,5 @@ def test_rows_through_the_ring(cuda: Any, monkeypatch: pytest.MonkeyPatch, num_r
     def write(start: int, stop: int, piece: np.ndarray) -> None:
         piece[...] = rows[start:stop]
 
-    PinnedRing(cuda).copy_rows(rows.shape, rows.dtype, address(out), cuda.Stream(non_blocking=True), write)
+    PinnedRing(cuda).copy_rows(rows.shape, rows.dtype, address_of(out), cuda.Stream(non_blocking=True), write)
     np.testing.assert_array_equal(out, rows)

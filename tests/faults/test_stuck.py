@@ -70,6 +70,12 @@ def test_where_shows_phase_and_stack_of_each_rank(reused: Fork, tmp_path: Path) 
     assert rt.where().count("): idle\n") == 2
 
 
+def test_a_rank_that_has_loaded_a_function_and_gets_no_rows_is_idle(reused: Fork) -> None:
+    rt = reused(2)
+    assert rt.function(lambda x: x.sum(), outputs="sum")(np.ones(1)) == 1
+    assert rt.where().count("): idle\n") == 2
+
+
 def test_where_answers_while_c_code_holds_the_interpreter(reused: Fork, tmp_path: Path) -> None:
     rt = reused(1)
 

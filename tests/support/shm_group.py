@@ -96,8 +96,6 @@ def main(rank: int, is_blind: int, nbytes: int, socket_fd: int, segment_fd: int,
             endpoint.comm.end()
 
     serve(Connection(socket_fd), act)
-    endpoint.comm.close()
-    endpoint.comm.close()
 
 
 if __name__ == "__main__":

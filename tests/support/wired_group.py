@@ -92,7 +92,6 @@ def main(rank: int, nbytes: int, socket_fd: int, segment_fd: int, *eventfds: int
     serve(Connection(socket_fd), act)
     if wires is not None:
         wires.close()
-    local.close()
 
 
 if __name__ == "__main__":

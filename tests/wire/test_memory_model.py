@@ -267,8 +267,7 @@ def test_the_source_takes_the_steps_of_the_model(name: str) -> None:
 OTHERS = {
     _rendezvous: {
         # What is said in a verdict: all sleep, and nobody will do anything any more.
-        "Rendezvous._request": ("load places",),
-        "Rendezvous._request_at": ("load requests",),
+        "Rendezvous._request": ("load places", "load requests"),
         "Rendezvous.check_abort": ("load abort",),
         "Rendezvous.is_aborted": ("load abort",),
         "reset": ("poll", "read eventfds"),  # while all ranks are idle: pipes come before and after

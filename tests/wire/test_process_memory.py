@@ -10,11 +10,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from synk._wire.process_memory import address_of, let_siblings_read, read_memory
+from synk._pure.arrays import address_of
+from synk._wire.process_memory import let_siblings_read, read_memory
 
 CHILD = """
 import sys, numpy as np
-from synk._wire.process_memory import address_of
+from synk._pure.arrays import address_of
 array = np.arange(3_000_000)
 print(address_of(array), flush=True)
 sys.stdin.read()

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synk._master.state.item_pickles import Ended
+from synk._pure.arrays import address_of
 from synk._wire.descriptors import above_streams
 from synk._wire.memory import Segment
 from synk.errors import SharedMemoryError
@@ -72,7 +73,7 @@ class FileMaps:
             return None
         # Anybody may shorten the file at any time. Before this call, that is noticed here; during the call, the worker
         # ends by SIGBUS, and the error says so.
-        offset = _address(array) - file.base
+        offset = address_of(array) - file.base
         size = os.fstat(file.segment.fd).st_size
         if offset + array.nbytes > size:
             raise ValueError(
@@ -127,8 +128,8 @@ def _open(owner: np.memmap, new_ids: Iterator[int]) -> FileMap | None:
         os.close(fd)
         return None
     segment.is_file = True
-    start = _address(owner)
-    theirs, ours = _mappings_at([start, _address(segment.buffer)])
+    start = address_of(owner)
+    theirs, ours = _mappings_at([start, address_of(segment.buffer)])
     # The kernel's own names of the files are compared: on some file systems fstat reports others.
     if theirs is None or ours is None or theirs.file != ours.file or not theirs.is_shared:
         segment.close()
@@ -157,7 +158,3 @@ def _mappings_at(addresses: list[int]) -> list[_Mapping | None]:
     except OSError:  # /proc is hidden: every array is copied
         pass
     return found
-
-
-def _address(array: np.ndarray) -> int:
-    return int(array.__array_interface__["data"][0])

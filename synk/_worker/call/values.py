@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from typing import Any
 
@@ -57,7 +58,9 @@ def take_lists(result: Any, outputs: Any) -> Any:
         parts = [outputs] * len(result)
     elif isinstance(result, dict):
         ops = outputs if isinstance(outputs, dict) else dict.fromkeys(result, outputs)
-        return type(result)({key: take_lists(part, ops.get(key)) for key, part in result.items()})
+        taken = copy.copy(result)  # a defaultdict cannot be made from its items alone
+        taken.update({key: take_lists(part, ops.get(key)) for key, part in result.items()})
+        return taken
     else:
         return result
     made = [take_lists(part, op) for part, op in zip(result, parts)]

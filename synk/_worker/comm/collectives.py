@@ -81,7 +81,7 @@ class Collectives:
         self._rows = None if host is None else RowCollectives(host, self.arrays)
         self._stream = backend.stream_handle
         self._capabilities = communicator.capabilities()
-        self._is_exact = getattr(self._capabilities, "nan_propagates", True)  # all but NCCL
+        self._is_exact = self._capabilities.nan_propagates  # all but NCCL
         self._beside: deque[tuple[Any, Any, Any]] = deque()  # events, and the arrays that a stream uses until then
         self._num_launched = 0  # on the function's own stream
 
@@ -212,9 +212,6 @@ class Collectives:
             self._device.join_communication()
             self._beside.clear()
 
-    def barrier(self) -> Steps:
-        yield from self.host.barrier_steps()
-
     def _check(self, op: str, array: Any, weight: float | None) -> None:
         """Refuse an op that the dtype does not have, before the ranks agree on it."""
         if not self._is_exact:
@@ -228,7 +225,7 @@ class Collectives:
             or array.dtype.kind == "c"
             or array.dtype.name in WIDENED
             or (op in ("min", "max") and array.dtype.kind == "f")
-            or (weight is not None and not getattr(self._capabilities, "has_weighted_avg", True))
+            or (weight is not None and not self._capabilities.has_weighted_avg)
         )
 
     def _steps(self, kind: str, *args: Any, **options: Any) -> Steps:
@@ -239,7 +236,7 @@ class Collectives:
             self._num_launched += 1
             getattr(self._communicator, kind)(*args, stream=self._stream, **options)
         else:
-            yield from steps(*args, stream=self._stream, **options)
+            yield from steps(*args, **options)
 
     # -- several arrays of the backend at once ------------------------------------------------------------------------
 
@@ -272,46 +269,43 @@ class Collectives:
         ``root``: the only rank that gets results; what the others get is meaningless. ``place``: where the result of a
         single item goes, if the communicator can write it there.
         """
-        comm, xp = self._communicator, self._xp
         folded = yield from self._fold_complex(items)
-        reductions = [
-            None if k in folded else SplitReduction(xp, array, op, weight, self._capabilities)
-            for k, (array, op, weight) in enumerate(items)
-        ]
-        outs = [self._outs(r, 1, place) for r in reductions]
-        with comm.group():
-            for reduction, out in zip(reductions, outs):
-                for part, target in zip(reduction.parts if reduction is not None else (), out):
-                    send, recv = self._buffer(part.array), self._buffer(target)
-                    if root is None:
-                        yield from self._steps("all_reduce", send, recv, part.op, weight=part.weight)
-                    else:
-                        yield from self._steps("reduce", send, recv, part.op, root, weight=part.weight)
-        return [folded[k] if r is None else r.result(out) for k, (r, out) in enumerate(zip(reductions, outs))]
+        if root is None:
+            return (yield from self._split_steps("all_reduce", items, folded, 1, place))
+        return (yield from self._split_steps("reduce", items, folded, 1, place, root))
 
     def block_steps(self, items: Sequence[tuple[Any, str, float | None]], place: Any = None) -> Steps:
-        comm, xp, size = self._communicator, self._xp, self._size
+        size = self._size
         padded = [(self._pad(array), op, weight) for array, op, weight in items]
         folded = yield from self._fold_complex(padded)
+        for k, product in folded.items():
+            length = product.size // size
+            start = self._communicator.rank * length
+            folded[k] = product[start : start + length]
+        place = None if place is None else place.reshape(-1)
+        return (yield from self._split_steps("reduce_scatter", padded, folded, size, place))
+
+    def _split_steps(
+        self,
+        kind: str,
+        items: Sequence[tuple[Any, str, float | None]],
+        folded: dict[int, Any],
+        num_blocks: int,
+        place: Any,
+        *roots: int,
+    ) -> Steps:
+        """Reduce all items that are not in ``folded``, by the communicator's ``kind``. Return the results of all."""
         reductions = [
-            None if k in folded else SplitReduction(xp, array, op, weight, self._capabilities)
-            for k, (array, op, weight) in enumerate(padded)
+            None if k in folded else SplitReduction(self._xp, array, op, weight, self._capabilities)
+            for k, (array, op, weight) in enumerate(items)
         ]
-        outs = [self._outs(r, size, None if place is None else place.reshape(-1)) for r in reductions]
-        with comm.group():
+        outs = [self._outs(r, num_blocks, place) for r in reductions]
+        with self._communicator.group():
             for reduction, out in zip(reductions, outs):
                 for part, target in zip(reduction.parts if reduction is not None else (), out):
                     send, recv = self._buffer(part.array), self._buffer(target)
-                    yield from self._steps("reduce_scatter", send, recv, part.op, weight=part.weight)
-        results = []
-        for k, (reduction, out) in enumerate(zip(reductions, outs)):
-            if reduction is None:
-                length = folded[k].size // size
-                start = self._communicator.rank * length
-                results.append(folded[k][start : start + length])
-            else:
-                results.append(reduction.result(out))
-        return results
+                    yield from self._steps(kind, send, recv, part.op, *roots, weight=part.weight)
+        return [folded[k] if r is None else r.result(out) for k, (r, out) in enumerate(zip(reductions, outs))]
 
     def _outs(self, reduction: SplitReduction | None, num_blocks: int, place: Any) -> list[Any]:
         """Return arrays for the reduced parts: whole ones, or one of ``num_blocks`` blocks of each."""

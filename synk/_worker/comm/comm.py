@@ -191,12 +191,9 @@ class Comm:
         -------
         Request
         """
-        return _start(self._all_reduce(array, op, weight, out, is_started=True))
-
-    def _all_reduce(self, array: Any, op: str, weight: float | None, out: Any, is_started: bool = False) -> Steps:
         self._check_op(op)
         _check_constant(array, "all_reduce")
-        return _collectives().all_reduce(array, op, self._weight(op, weight), out, is_started)
+        return _start(_collectives().all_reduce(array, op, self._weight(op, weight), out, is_started=True))
 
     def reduce(
         self, array: Any, op: str = "avg", root: int = 0, *, weight: float | None = None, out: Any = None
@@ -275,12 +272,9 @@ class Comm:
 
     def ireduce_scatter(self, array: Any, op: str = "sum", *, weight: float | None = None, out: Any = None) -> Request:
         """Start a ``reduce_scatter`` and return at once; see :meth:`iall_reduce`."""
-        return _start(self._reduce_scatter(array, op, weight, out))
-
-    def _reduce_scatter(self, array: Any, op: str, weight: float | None, out: Any) -> Steps:
         self._check_op(op)
         _check_constant(array, "reduce_scatter")
-        return _collectives().reduce_scatter(array, op, self._weight(op, weight), out)
+        return _start(_collectives().reduce_scatter(array, op, self._weight(op, weight), out))
 
     def send(self, array: Any, peer: int, tag: int = 0) -> None:
         """Send ``array`` to rank ``peer``, which may be this one. The array may be changed once this returns.
@@ -420,11 +414,11 @@ class Comm:
         """Return when all ranks of the call have called it."""
         short = _short()
         if short is None or short.barrier() is LONGER:
-            _run(_collectives().barrier())
+            _run(_collectives().host.barrier_steps())
 
     def ibarrier(self) -> Request:
         """Start a ``barrier``. The request is done once all ranks have started it."""
-        return _start(_collectives().barrier())
+        return _start(_collectives().host.barrier_steps())
 
     def wait_all(self, requests: Iterable[Request]) -> list[Any]:
         """Wait for all requests, and return their results in the same order."""

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from synk.communicators import Capabilities
+
 # The dtypes that NCCL lacks, or in which it would round too much, and the dtypes in which they are reduced instead.
 WIDENED = {"float16": "float32", "bfloat16": "float32", "int16": "int32", "uint16": "uint32"}
 
@@ -24,13 +26,13 @@ class _Part:
 class SplitReduction:
     """One reduction, split into parts that the communicator can do. The reduced parts make the result."""
 
-    def __init__(self, xp: Any, array: Any, op: str, weight: float | None, capabilities: Any) -> None:
+    def __init__(self, xp: Any, array: Any, op: str, weight: float | None, capabilities: Capabilities) -> None:
         self._xp = xp
         self._dtype = array.dtype
-        is_exact = getattr(capabilities, "nan_propagates", True)
+        is_exact = capabilities.nan_propagates
         if not is_exact and array.dtype.name in WIDENED:
             array = array.astype(WIDENED[array.dtype.name])
-        if op == "avg" and weight is not None and not getattr(capabilities, "has_weighted_avg", True):
+        if op == "avg" and weight is not None and not capabilities.has_weighted_avg:
             array, op, weight = array * array.dtype.type(weight), "sum", None
         self.parts = [_Part(array, op, weight)]
         if not is_exact and op in ("min", "max") and array.dtype.kind == "f":

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from synk._pure.arrays import address_of
 from synk._wire.memory import Segment
 from synk._wire.messages import IN_SEGMENTS, Plan
 from synk._worker.held import pages as _pages
@@ -89,7 +90,7 @@ class Loans:
         root = np.frombuffer(segment.buffer.data, dtype, count, offset)
         array = root.reshape(shape)
         if count:
-            self._loans.append(Loan(array, root, segment, int(root.__array_interface__["data"][0]), position))
+            self._loans.append(Loan(array, root, segment, address_of(root), position))
         return array
 
     @staticmethod
@@ -159,5 +160,5 @@ def _span(loan: Loan, rows: Rows) -> tuple[int, int]:
     if not len(view):
         return loan.address, 0
     length = (len(view) - 1) * view.strides[0]
-    start = int(view.__array_interface__["data"][0]) + min(length, 0)
+    start = address_of(view) + min(length, 0)
     return start, abs(length) + loan.array.nbytes // len(loan.array)

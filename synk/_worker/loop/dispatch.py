@@ -134,11 +134,14 @@ def _load(worker: Worker, value: int, body: Body | None) -> Reply:
     order: LoadOrder = body.content
     worker.failpoint("distribute.loading")
     worker.own_up[Up.PHASE] = Phase.LOADING
-    set_levels(order.levels)
-    with worker.settings.importing():
-        worker.held.load(order)
-    if order.prepare is not None:
-        _prepare(worker, worker.held.functions[order.prepare])
+    try:
+        set_levels(order.levels)
+        with worker.settings.importing():
+            worker.held.load(order)
+        if order.prepare is not None:
+            _prepare(worker, worker.held.functions[order.prepare])
+    finally:  # not the next call, which may have no rows for this rank
+        worker.own_up[Up.PHASE] = Phase.IDLE
     return Status.DONE, 0, None
 
 

@@ -593,6 +593,18 @@ def test_on_restart_cannot_assign_variables(runtime: Callable[..., Any]) -> None
     assert w.value == 1.0
 
 
+def test_on_restart_cannot_communicate(runtime: Callable[..., Any]) -> None:
+    rt = runtime(2, on_restart=lambda: synk.comm.all_reduce(np.ones(2), "sum"))
+    f = rt.function(lambda x: x.sum(), outputs="sum")
+    assert f(X) == 15
+    kill(rt, 1)
+    with (
+        pytest.warns(RuntimeWarning),
+        pytest.raises(synk.errors.StartupError, match="cannot communicate outside of a call"),
+    ):
+        f(X)
+
+
 @pytest.mark.parametrize(
     ("fn", "match"),
     [
