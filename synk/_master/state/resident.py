@@ -63,7 +63,6 @@ class ResidentObject:
         self.first_version = 0
         self.lost = ""
         self.backup: bytes | None = None  # its state, while all workers are replaced
-        self.has_dump = False
         self.pickle = self._pickled(value)
         residents.add(self)
 
