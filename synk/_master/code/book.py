@@ -510,8 +510,7 @@ class _Imported(Table):
     Functions and classes count as told, because the import brings them. Data count as unknown at first.
     """
 
-    def changes(self) -> list[Change]:
-        return [change for change in super().changes() if change.kind != "order"]
+    is_ordered = False
 
 
 def _imported_facet(located: Located) -> Facet:

@@ -123,6 +123,9 @@ class Table(Facet):
         What the ranks were told.
     """
 
+    is_ordered = True
+    """Whether ranks are told of another order of the items."""
+
     def __init__(self, obj: Any, kind: str, read: Callable[[], Mapping[Any, Any]], told: dict[Any, Any]) -> None:
         self.obj, self.kind, self._read, self.told = obj, kind, read, told
 
@@ -152,7 +155,8 @@ class Table(Facet):
                 found += [Change("item", key, MISSING), Change("item", own[key], now[key])]
             order = [key for key in told if key in now]
             order += [key for key in now if key not in told]
-            if order != list(now) or UNKNOWN in told:  # as a key: the ranks may have either order
+            # UNKNOWN as a key: the ranks may have either order.
+            if self.is_ordered and (order != list(now) or UNKNOWN in told):
                 found.append(Change("order", None, tuple(now)))
         return found
 
@@ -190,6 +194,8 @@ class Table(Facet):
 class Names(Table):
     """The globals that functions name, whether they exist or not. On a rank they lie in a dict of their own."""
 
+    is_ordered = False
+
     def __init__(self, namespace: dict[str, Any]) -> None:
         self.names: set[str] = set()
         self.is_whole = False  # whether a function captured the dict itself, besides naming what is in it
@@ -199,9 +205,6 @@ class Names(Table):
         if self.is_whole:
             self.names.update(self.obj)
         return {name: self.obj[name] for name in self.names if name in self.obj}
-
-    def changes(self) -> list[Change]:
-        return [change for change in super().changes() if change.kind != "order"]
 
 
 class Elements(Facet):
