@@ -25,7 +25,7 @@ import operator
 import time
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -119,17 +119,20 @@ class Table(Facet):
     kind : {"item", "attribute", "cell"}
     read : callable
         Returns what the object holds now.
-    told : dict
-        What the ranks were told.
+    told : dict or None
+        What the ranks were told; None: what ``read`` returns now, a dict of its own each time.
     """
 
     is_ordered = True
     """Whether ranks are told of another order of the items."""
 
-    def __init__(self, obj: Any, kind: str, read: Callable[[], Mapping[Any, Any]], told: dict[Any, Any]) -> None:
-        self.obj, self.kind, self._read, self.told = obj, kind, read, told
+    def __init__(
+        self, obj: Any, kind: str, read: Callable[[], dict[Any, Any]], told: dict[Any, Any] | None = None
+    ) -> None:
+        self.obj, self.kind, self._read = obj, kind, read
+        self.told = read() if told is None else told
 
-    def read(self) -> Mapping[Any, Any]:
+    def read(self) -> dict[Any, Any]:
         """Return what the object holds now."""
         return self._read()
 
@@ -404,7 +407,7 @@ def _copy_of(obj: Any) -> Any:
 def items(obj: dict[Any, Any]) -> Table:
     """Return the facet of a dict. Items are read past the methods of a subclass."""
     base = base_of(obj)
-    return Table(obj, "item", lambda: dict(base.items(obj)), dict(base.items(obj)))
+    return Table(obj, "item", lambda: dict(base.items(obj)))
 
 
 def base_of(table: dict[Any, Any]) -> type[dict[Any, Any]]:
@@ -414,15 +417,12 @@ def base_of(table: dict[Any, Any]) -> type[dict[Any, Any]]:
 
 def attributes(obj: Any) -> Table:
     """Return the facet of an instance, a module or a function: its attributes, and its class."""
-    read = _reader_of(obj)
-    return Table(obj, "attribute", read, dict(read()))
+    return Table(obj, "attribute", _reader_of(obj))
 
 
 def factory(obj: Any) -> Table:
     """Return the facet of a defaultdict's ``default_factory``."""
-    return Table(
-        obj, "attribute", lambda: {"default_factory": obj.default_factory}, {"default_factory": obj.default_factory}
-    )
+    return Table(obj, "attribute", lambda: {"default_factory": obj.default_factory})
 
 
 def contents(cell: types.CellType) -> Table:
@@ -434,7 +434,7 @@ def contents(cell: types.CellType) -> Table:
         except ValueError:  # empty
             return {}
 
-    return Table(cell, "cell", read, read())
+    return Table(cell, "cell", read)
 
 
 def _reader_of(obj: Any) -> Callable[[], dict[str, Any]]:
