@@ -236,7 +236,7 @@ class Book(Shelf):
             pickler.dump(actions)
             pickler.dump(tuple(obj for obj, _ in pickler.met))
             if pickler.arrays:
-                parcel.segment = self.host.new_segment(pickler.arrays_nbytes, pickler.segment_id)
+                parcel.segment = Segment.create(pickler.arrays_nbytes, segment_id=pickler.segment_id)
                 self._fill(parcel.segment, pickler.arrays)
         except BaseException:
             self.unsettled.remove(parcel)
