@@ -128,5 +128,8 @@ def save(
         else:
             saved.set_result(None)
 
-    threading.Thread(target=run, name="synk-save").start()
+    try:
+        threading.Thread(target=run, name="synk-save").start()
+    except RuntimeError:  # the system refuses another thread, or the interpreter is ending
+        run()
     return saved
