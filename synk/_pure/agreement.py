@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -75,7 +76,8 @@ def agreed(skeletons: Sequence[Any], outputs: Any, ranks: Sequence[int], world_s
         below = merge if outputs is EACH else merge_or_list
         parts = [below([None if node is None else node[key] for node in nodes], _op_of(outputs, key)) for key in keys]
         if isinstance(first, dict):
-            return type(first)(zip(keys, parts))
+            made = dict(zip(keys, parts))
+            return defaultdict(first.default_factory, made) if type(first) is defaultdict else type(first)(made)
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
 
     def merge_or_list(nodes: Sequence[Any], outputs: Any) -> Any:

@@ -8,13 +8,12 @@ it.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import BinaryIO, TypeVar
 
@@ -53,27 +52,23 @@ class _Part:
 
     def complete(self, write: Callable[[BinaryIO], None]) -> None:
         """Write the part and give it the file's name, or remove it if that fails."""
-        with self._removed_on_error(), os.fdopen(self._descriptor, "wb", closefd=False) as file:
-            file.truncate()
-            write(file)
-            file.flush()
-            # In this order: after a crash of the machine, the name must not belong to contents that never got there.
-            os.fsync(self._descriptor)
-            os.rename(self._path, self._target)
+        try:
+            with os.fdopen(self._descriptor, "wb", closefd=False) as file:
+                file.truncate()
+                write(file)
+                file.flush()
+                # In this order: after a crash of the machine, the name must not belong to contents that never came.
+                os.fsync(self._descriptor)
+                os.rename(self._path, self._target)
+        except BaseException:
+            self.remove()
+            raise
         os.close(self._descriptor)
         folder = os.open(os.path.dirname(self._target), os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(folder)  # for the name
         finally:
             os.close(folder)
-
-    @contextlib.contextmanager
-    def _removed_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.remove()
-            raise
 
     def remove(self) -> None:
         if self._is_at_its_name(self._descriptor):  # otherwise it has just got the file's name
@@ -133,5 +128,8 @@ def save(
         else:
             saved.set_result(None)
 
-    threading.Thread(target=run, name="synk-save").start()
+    try:
+        threading.Thread(target=run, name="synk-save").start()
+    except RuntimeError:  # the system refuses another thread, or the interpreter is ending
+        run()
     return saved

@@ -153,7 +153,8 @@ def in_blocks(outputs: Any) -> Any:
     if isinstance(outputs, dict):
         return {key: in_blocks(child) for key, child in outputs.items()}
     if isinstance(outputs, (tuple, list)):
-        return type(outputs)([in_blocks(child) for child in outputs])
+        children = [in_blocks(child) for child in outputs]
+        return children if isinstance(outputs, list) else tuple(children)
     op = OPS.get(outputs) if isinstance(outputs, str) else None
     return InBlocks(op) if isinstance(op, Reduction) else outputs
 

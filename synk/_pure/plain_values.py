@@ -18,6 +18,8 @@ from synk._pure.tensors import array_of, is_ordinary, is_tensor, tensor_of
 FORMAT = 1
 _NATIVE = (int, float, str, bool, type(None))
 _COLLECTIONS = {"list": list, "tuple": tuple, "set": set}
+_NOT_OF_NUMPY = 2
+"""What ``isbuiltin`` is for dtypes that another library has registered, such as ml_dtypes."""
 
 
 def write(value: Any, file: BinaryIO) -> None:
@@ -70,7 +72,7 @@ def _taken_apart(value: Any, where: str, arrays: dict[str, np.ndarray]) -> Any:
     if isinstance(value, np.generic) or kind is np.ndarray:
         array = np.asarray(value)
         if not array.dtype.hasobject:
-            own = array.dtype.name if array.dtype.kind == "V" and array.dtype.names is None else None
+            own = array.dtype.name if array.dtype.isbuiltin == _NOT_OF_NUMPY else None
             plain = array if own is None else array.view(f"u{array.dtype.itemsize}")
             return {"scalar" if isinstance(value, np.generic) else "array": _put(plain, arrays), "dtype": own}
     raise _NotPlain(f"{kind.__name__}{where and ' at ' + where}")

@@ -22,13 +22,7 @@ def shard_bounds(num_rows: int, world_size: int) -> list[tuple[int, int]]:
     [(0, 3), (3, 5), (5, 7)]
     """
     quotient, remainder = divmod(num_rows, world_size)
-    bounds = []
-    start = 0
-    for rank in range(world_size):
-        stop = start + quotient + (rank < remainder)
-        bounds.append((start, stop))
-        start = stop
-    return bounds
+    return bounds_of([quotient + (rank < remainder) for rank in range(world_size)])
 
 
 def block_bounds(num_rows: int, num_parts: int, block_rows: int) -> list[tuple[int, int]]:
@@ -262,10 +256,7 @@ class Assignment:
 
 def bounds_of(counts: Sequence[int]) -> list[tuple[int, int]]:
     """Return ``(low, high)`` for each of ``counts``, as consecutive ranges."""
-    edges = [0]
-    for count in counts:
-        edges.append(edges[-1] + count)
-    return list(itertools.pairwise(edges))
+    return list(itertools.pairwise(itertools.accumulate(counts, initial=0)))
 
 
 def assign_owned(batch: Any, lengths: Sequence[int], what: str) -> Assignment:

@@ -7,8 +7,8 @@ from typing import Any
 
 from synk._pure.environment import imported_late
 
-_FLAT = (tuple, list)
 _NODES = (tuple, list, dict, type(None))
+"""What is structure. Everything else is a leaf."""
 
 
 class DictStructure:
@@ -47,13 +47,9 @@ class DictStructure:
         return f"{{{', '.join(f'{key!r}: *' for key in self.keys)}}}"
 
 
-def _is_node(value: Any) -> bool:
-    return value is None or isinstance(value, (tuple, list, dict))
-
-
 def _is_leaf(value: Any) -> bool:
     # optree also opens containers that the documentation does not promise (deque, ...). They are plain objects here.
-    return not _is_node(value)
+    return not isinstance(value, _NODES)
 
 
 def _has_nodes(parts: Iterable[Any]) -> bool:
@@ -74,10 +70,10 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
     >>> unflatten(structure, [20, 10])
     {'b': 10, 'a': (20, None)}
     """
-    if not _is_node(tree):
+    if not isinstance(tree, _NODES):
         return [tree], "leaf"
     kind = type(tree)
-    if kind in _FLAT and not _has_nodes(tree):
+    if kind in (tuple, list) and not _has_nodes(tree):
         return list(tree), (kind, len(tree))
     if kind is dict and not _has_nodes(tree.values()) and set(map(type, tree)) == {str}:
         keys = tuple(sorted(tree))

@@ -18,7 +18,7 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 from synk._pure.ops import Op, Reduction
-from synk._pure.ranges import LINE_NBYTES
+from synk._pure.ranges import LINE_NBYTES, round_up
 from synk._wire.logs import Levels
 
 VERSION = 1
@@ -362,7 +362,7 @@ def slot_offsets(leaves: Sequence[Leaf], ops: Sequence[Op], num_voters: int, has
         leaf = leaves[position]
         offsets[position] = offset
         if is_in_slot(leaf, ops[position], num_voters, has_group):
-            offset += -(-leaf.nbytes // LINE_NBYTES) * LINE_NBYTES
+            offset += round_up(leaf.nbytes, LINE_NBYTES)
     return offsets, offset
 
 

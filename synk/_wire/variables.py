@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synk._pure.arrays import as_plain_array
-from synk._pure.ranges import LINE_NBYTES
+from synk._pure.ranges import LINE_NBYTES, round_up
 from synk._pure.trees import describe, flatten
 from synk._wire.cell import cell
 
@@ -79,7 +79,7 @@ def leaf_offsets(dtypes: Sequence[np.dtype], shapes: Shapes) -> tuple[list[int],
     offset = 0
     for position in leaf_order(dtypes):
         offsets[position] = offset
-        offset += -(-math.prod(shapes[position]) * dtypes[position].itemsize // LINE_NBYTES) * LINE_NBYTES
+        offset += round_up(math.prod(shapes[position]) * dtypes[position].itemsize, LINE_NBYTES)
     return offsets, offset
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from typing import Any
 
 import pytest
@@ -71,3 +72,12 @@ def test_under_an_op_that_combines_structures_must_be_equal(one: Any, other: Any
 def test_some_ranks(skeletons: list[Any], outputs: Any, expected: Any) -> None:
     found = agreed(skeletons, outputs, range(len(skeletons)), len(skeletons))
     assert (None if found is None else tuple(found)) == expected
+
+
+@pytest.mark.parametrize("make", [dict, OrderedDict, lambda items: defaultdict(list, items)])
+def test_a_dict_that_ranks_fill_differently_keeps_its_kind(make: Any) -> None:
+    found = agreed([(make({"b": 0, "a": 1}), None), (make({"b": 0, "a": None}), 1)], EACH, (0, 1), 2)
+    assert found is not None
+    merged = found.skeleton[0]
+    assert type(merged) is type(make({}))
+    assert getattr(merged, "default_factory", list) is list

@@ -141,6 +141,22 @@ def test_an_error_in_the_background_is_told_at_once(tmp_path: Path, caplog: pyte
     assert os.listdir(tmp_path) == []
 
 
+def test_where_no_thread_can_be_started_it_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the part would stay locked, and the next save of this file would wait for it without an end."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    saved = files.save(tmp_path / "file", lambda: NEW, write, wait=False)
+    assert saved is not None
+    assert saved.done()
+    assert (tmp_path / "file").read_bytes() == NEW
+    assert os.listdir(tmp_path) == ["file"]
+    files.save(tmp_path / "file", lambda: OLD, write, wait=True)
+    assert (tmp_path / "file").read_bytes() == OLD
+
+
 def test_a_part_that_a_killed_program_has_left_is_taken(tmp_path: Path) -> None:
     (tmp_path / "file.part").write_bytes(b"longer than what is written now" * 10_000)
     files.save(tmp_path / "file", lambda: OLD, write, wait=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
+from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from support.rank_arrays import DEFINED_FOR, UFUNCS
 
 from synk._pure.ops import EACH, OPS, REDUCE_OPS
-from synk._pure.output_ops import each_op, match_ops, ops_of, wanted_leaves
+from synk._pure.output_ops import each_op, in_blocks, match_ops, ops_of, wanted_leaves
 from synk._pure.trees import flatten, skeleton_of
 
 NAMES = sorted(OPS)
@@ -119,6 +120,12 @@ def test_the_leaves_of_a_subset(result: Any, subset: Any, expected: Any) -> None
             wanted_leaves(skeleton(result), subset, "f")
     else:
         assert wanted_leaves(skeleton(result), subset, "f") == expected
+
+
+def test_ops_in_blocks_may_be_a_named_tuple() -> None:
+    found = in_blocks(namedtuple("Sums", "a b")("sum", [None, "gather"]))
+    assert repr(found) == "('sum' in blocks, [None, 'gather'])"
+    assert ops_of(found, "f")[1] == [EACH, OPS["gather"]]
 
 
 def test_each_op_is_told_wherever_ops_are_listed() -> None:

@@ -77,6 +77,11 @@ def test_tensors_come_back() -> None:
         assert torch.equal(found.to(torch.complex128), tensor.to(torch.complex128))
 
 
+def test_bytes_without_meaning() -> None:
+    for value in (np.void(b"12345678"), np.array([b"123", b"456"], "V3")):
+        assert is_same(back(value), value)
+
+
 def test_bfloat16_of_ml_dtypes() -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     assert is_same(back(np.arange(4).astype(ml_dtypes.bfloat16)), np.arange(4).astype(ml_dtypes.bfloat16))

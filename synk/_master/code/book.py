@@ -236,7 +236,7 @@ class Book(Shelf):
             pickler.dump(actions)
             pickler.dump(tuple(obj for obj, _ in pickler.met))
             if pickler.arrays:
-                parcel.segment = self.host.new_segment(pickler.arrays_nbytes, pickler.segment_id)
+                parcel.segment = Segment.create(pickler.arrays_nbytes, segment_id=pickler.segment_id)
                 self._fill(parcel.segment, pickler.arrays)
         except BaseException:
             self.unsettled.remove(parcel)
@@ -309,7 +309,7 @@ class Book(Shelf):
             if known is not None:
                 if known.module is module and source is not None and source != known.source:
                     reloads.append(Reload(name, getattr(module, "__file__", None) or name, known.source, source))
-                self._forget_module(known)
+                self._forget_nodes(known.parcel)
             parcel = self._pack_located(inside(module))
             parcel.imports |= imports_inside(module)
             if is_patched:  # workers have functions with other code, which a reload leaves if the source is as before
@@ -339,11 +339,6 @@ class Book(Shelf):
         for each in located:
             self.know(each.obj, parcel, [_imported_facet(each)])
         return parcel
-
-    def _forget_module(self, known: _Module) -> None:
-        for node in known.parcel.nodes:
-            if self.known.get(id(node.obj)) is node:
-                del self.known[id(node.obj)]
 
     def _is_of_module(self, node: Node) -> bool:
         """Whether workers make the object themselves, by importing a module."""
@@ -418,13 +413,17 @@ class Book(Shelf):
                 if isinstance(facet, Names):
                     facet.told.pop(change.key, None)
                     unbound.append((node.address, change.key))
+        self._forget_nodes(parcel)
+        self.parcels.pop(parcel.number, None)
+        self.host.drop_parcel(parcel, [] if has_failed else unbound)
+        parcel.release()
+
+    def _forget_nodes(self, parcel: Parcel) -> None:
+        """Forget that the workers hold the objects of a parcel, except those that a later one brought again."""
         for node in parcel.nodes:
             for known in (self.known, self.namespaces):
                 if known.get(id(node.obj)) is node:
                     del known[id(node.obj)]
-        self.parcels.pop(parcel.number, None)
-        self.host.drop_parcel(parcel, [] if has_failed else unbound)
-        parcel.release()
 
     def clear(self) -> None:
         """Release everything that functions capture."""
@@ -510,8 +509,7 @@ class _Imported(Table):
     Functions and classes count as told, because the import brings them. Data count as unknown at first.
     """
 
-    def changes(self) -> list[Change]:
-        return [change for change in super().changes() if change.kind != "order"]
+    is_ordered = False
 
 
 def _imported_facet(located: Located) -> Facet:

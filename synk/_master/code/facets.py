@@ -25,7 +25,7 @@ import operator
 import time
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -119,14 +119,20 @@ class Table(Facet):
     kind : {"item", "attribute", "cell"}
     read : callable
         Returns what the object holds now.
-    told : dict
-        What the ranks were told.
+    told : dict or None
+        What the ranks were told; None: what ``read`` returns now, a dict of its own each time.
     """
 
-    def __init__(self, obj: Any, kind: str, read: Callable[[], Mapping[Any, Any]], told: dict[Any, Any]) -> None:
-        self.obj, self.kind, self._read, self.told = obj, kind, read, told
+    is_ordered = True
+    """Whether ranks are told of another order of the items."""
 
-    def read(self) -> Mapping[Any, Any]:
+    def __init__(
+        self, obj: Any, kind: str, read: Callable[[], dict[Any, Any]], told: dict[Any, Any] | None = None
+    ) -> None:
+        self.obj, self.kind, self._read = obj, kind, read
+        self.told = read() if told is None else told
+
+    def read(self) -> dict[Any, Any]:
         """Return what the object holds now."""
         return self._read()
 
@@ -152,7 +158,8 @@ class Table(Facet):
                 found += [Change("item", key, MISSING), Change("item", own[key], now[key])]
             order = [key for key in told if key in now]
             order += [key for key in now if key not in told]
-            if order != list(now) or UNKNOWN in told:  # as a key: the ranks may have either order
+            # UNKNOWN as a key: the ranks may have either order.
+            if self.is_ordered and (order != list(now) or UNKNOWN in told):
                 found.append(Change("order", None, tuple(now)))
         return found
 
@@ -190,6 +197,8 @@ class Table(Facet):
 class Names(Table):
     """The globals that functions name, whether they exist or not. On a rank they lie in a dict of their own."""
 
+    is_ordered = False
+
     def __init__(self, namespace: dict[str, Any]) -> None:
         self.names: set[str] = set()
         self.is_whole = False  # whether a function captured the dict itself, besides naming what is in it
@@ -199,9 +208,6 @@ class Names(Table):
         if self.is_whole:
             self.names.update(self.obj)
         return {name: self.obj[name] for name in self.names if name in self.obj}
-
-    def changes(self) -> list[Change]:
-        return [change for change in super().changes() if change.kind != "order"]
 
 
 class Elements(Facet):
@@ -401,7 +407,7 @@ def _copy_of(obj: Any) -> Any:
 def items(obj: dict[Any, Any]) -> Table:
     """Return the facet of a dict. Items are read past the methods of a subclass."""
     base = base_of(obj)
-    return Table(obj, "item", lambda: dict(base.items(obj)), dict(base.items(obj)))
+    return Table(obj, "item", lambda: dict(base.items(obj)))
 
 
 def base_of(table: dict[Any, Any]) -> type[dict[Any, Any]]:
@@ -411,15 +417,12 @@ def base_of(table: dict[Any, Any]) -> type[dict[Any, Any]]:
 
 def attributes(obj: Any) -> Table:
     """Return the facet of an instance, a module or a function: its attributes, and its class."""
-    read = _reader_of(obj)
-    return Table(obj, "attribute", read, dict(read()))
+    return Table(obj, "attribute", _reader_of(obj))
 
 
 def factory(obj: Any) -> Table:
     """Return the facet of a defaultdict's ``default_factory``."""
-    return Table(
-        obj, "attribute", lambda: {"default_factory": obj.default_factory}, {"default_factory": obj.default_factory}
-    )
+    return Table(obj, "attribute", lambda: {"default_factory": obj.default_factory})
 
 
 def contents(cell: types.CellType) -> Table:
@@ -431,7 +434,7 @@ def contents(cell: types.CellType) -> Table:
         except ValueError:  # empty
             return {}
 
-    return Table(cell, "cell", read, read())
+    return Table(cell, "cell", read)
 
 
 def _reader_of(obj: Any) -> Callable[[], dict[str, Any]]:

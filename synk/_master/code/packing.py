@@ -351,7 +351,7 @@ def _holds_only(args: Any, ids: set[int]) -> bool:
 
 
 def _class_of(obj: Any) -> Facet:
-    return Table(obj, "attribute", lambda: {"__class__": type(obj)}, {"__class__": type(obj)})
+    return Table(obj, "attribute", lambda: {"__class__": type(obj)})
 
 
 _CONTAINERS = (list, deque, set)

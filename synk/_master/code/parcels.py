@@ -104,7 +104,7 @@ class Parcel:
 
 
 class Host(Protocol):
-    """The part of a runtime that its book uses: numbers and memory for segments, and how parcels are dropped."""
+    """The part of a runtime that its book uses: numbers for segments, and how parcels are dropped."""
 
     @property
     def is_inline(self) -> bool: ...
@@ -113,8 +113,6 @@ class Host(Protocol):
     def has_shared_memory(self) -> bool: ...
 
     def new_id(self) -> int: ...
-
-    def new_segment(self, nbytes: int, segment_id: int) -> Segment: ...
 
     def drop_parcel(self, parcel: Parcel, unbound: list[tuple[tuple[int, int], Any]]) -> None: ...
 

@@ -48,9 +48,6 @@ class FileMaps:
         self._new_ids = new_ids
         self._by_mapping: dict[int, Ended] = {}  # by ``id()`` of the mapping
 
-    def __len__(self) -> int:
-        return len(self._by_mapping)
-
     def place_of(self, array: np.ndarray, what: str) -> tuple[Segment, int] | None:
         """Return the file in which workers find an array, and the byte where it starts; None if it must be copied.
 

@@ -111,10 +111,6 @@ class Functions:
         """Return the number of the next segment."""
         return next(self._memory.ids)
 
-    def new_segment(self, nbytes: int, segment_id: int) -> Segment:
-        """Return shared memory for the large arrays of a parcel."""
-        return Segment.create(nbytes, segment_id=segment_id)
-
     def drop_parcel(self, parcel: Parcel, unbound: list[tuple[tuple[int, int], Any]]) -> None:
         """Have the workers forget a parcel, and globals: (address of the namespace, name)."""
         for worker in self._workers.by_rank:

@@ -150,16 +150,16 @@ class Record:
     def __init__(self, name: str, place: str = "") -> None:
         self.name, self.place = name, place
         self.unchanged: dict[str, int] = {}
+        self._counted: Sequence[tuple[int, _Rank]] = ()  # of the ranks of the last call
         self.reset()
 
     def reset(self) -> None:
-        """Start over."""
+        """Start over, in any thread or signal handler. A call that is being added at that moment may be left out."""
         self.wall_ns = self.function_ns = self.wait_ns = self.staged_ns = self.num_new = 0
         self.why_new = ""
         self.ranks: dict[int, _Rank] = {}
         self.unchanged.clear()
-        self._counted: Sequence[tuple[int, _Rank]] = ()
-        self._sums = Sums()
+        self._sums = Sums()  # of no ranks, so the next call counts anew for each of its own
 
     @property
     def num_calls(self) -> int:
@@ -204,7 +204,7 @@ class Record:
     def add_timed(self, ranks: Sequence[int], words: Any, is_step: bool, is_device: bool) -> None:
         """Add the phases of a call that was just added, if it was a training step, and copies to and from devices."""
         for rank in ranks:
-            word, phases = words[rank], self.ranks[rank].phases_ns
+            word, phases = words[rank], self.ranks.setdefault(rank, _Rank()).phases_ns
             if is_device:
                 self._sums.add_total("to the devices", "h2d", 1, word[Up.H2D_NBYTES])
                 self._sums.add_total("from the devices", "d2h", 1, word[Up.D2H_NBYTES])

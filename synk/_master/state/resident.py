@@ -62,8 +62,7 @@ class ResidentObject:
         self.version: float = 0
         self.first_version = 0
         self.lost = ""
-        self.backup: bytes | None = None  # its state, while all workers are replaced
-        self.has_dump = False
+        self.backup: tuple[float, bytes] | None = None  # its version and state, before all workers are replaced
         self.pickle = self._pickled(value)
         residents.add(self)
 
@@ -243,8 +242,10 @@ class Residents:
             # No rank came through the last call that changed it. A living rank that was in the call has the only state
             # there is.
             torn = [k for k, (version, is_torn, _) in enumerate(states) if is_torn and version >= resident.version]
-            if not torn and resident.backup is not None:
-                restore = Restore(resident.id, resident.backup, resident.version)
+            backup = resident.backup
+            # If a restart was broken off, the backup is still there, and calls may have changed the object since then.
+            if not torn and backup is not None and backup[0] == resident.version:
+                restore = Restore(resident.id, backup[1], resident.version)
                 what = f"bring resident object {resident.name!r} back"
                 self._order(dict.fromkeys(range(len(states)), restore), what, deadline)
                 resident.backup = None
@@ -273,7 +274,7 @@ class Residents:
         """Keep the state of all objects in the master: all workers are about to be replaced."""
         for resident in self._all():
             if not resident.lost and resident.version != resident.first_version:
-                resident.backup = self.fetch(resident, 0, deadline)
+                resident.backup = resident.version, self.fetch(resident, 0, deadline)
 
     def fetch(self, resident: ResidentObject, rank: int, deadline: float | None, *, is_whole: bool = False) -> bytes:
         """Return the pickled state of a rank's object, or the whole object."""

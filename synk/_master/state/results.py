@@ -121,10 +121,9 @@ class ResultPool:
 
     def give_back(self, lease: Lease) -> None:
         """Take back the buffer of a failed call, whose root a traceback may keep alive. Safe to call more than once."""
-        for key, record in list(self._leases.items()):
-            if record.reference() is lease.root:
-                del self._leases[key]
-                self._take_back(record)
+        record = self._leases.pop(id(lease._record.reference), None)
+        if record is not None:
+            self._take_back(record)
 
     def prepare_fork(self) -> list[MappedFile]:
         """Return the memory of the results that the child will hold. ``forks.count`` must already include the fork."""

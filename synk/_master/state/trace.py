@@ -84,12 +84,8 @@ class Tracer:
     def note_restarts(self, num_restarts: int, now_ns: int) -> None:
         """Note how many workers have been replaced so far."""
         if self._num_restarts >= 0 and num_restarts > self._num_restarts:
-            self.note_instant(f"{num_restarts - self._num_restarts} workers were started again", now_ns)
+            self._instants.append((f"{num_restarts - self._num_restarts} workers were started again", now_ns))
         self._num_restarts = num_restarts
-
-    def note_instant(self, name: str, now_ns: int) -> None:
-        """Note something that has happened at one moment."""
-        self._instants.append((name, now_ns))
 
     def note_chunk(self, name: str, rank: int, num_items: int, began_ns: int, duration_ns: int) -> None:
         """Add a chunk of a map."""

@@ -66,7 +66,7 @@ class Variable:
 
     __slots__ = (
         "__weakref__", "_has_common", "_spares", "buffers", "content", "dtypes", "front", "id", "is_sharded",
-        "is_stale", "lost", "name", "shapes", "structure", "variables", "version",
+        "is_stale", "lost", "name", "shapes", "structure", "variables",
     )  # fmt: skip
 
     def __init__(

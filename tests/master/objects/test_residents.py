@@ -639,6 +639,25 @@ def test_restart_keeps_the_state(reused: Reused, kind: Any) -> None:
     assert logs(rt, log) == [[4.0, 6.0]] * 2
 
 
+@pytest.mark.filterwarnings("ignore:rank . .pid:RuntimeWarning")
+def test_what_a_broken_restart_has_kept_does_not_undo_later_calls(reused: Reused) -> None:
+    """The states are fetched one by one. The second cannot be, so the restart ends with the first one kept."""
+    rt = reused(2)
+    log, other = rt.resident(Log(), name="log"), rt.resident(Log(), name="other")
+    step = make_step(rt, log)
+    spoil = rt.function(lambda x: setattr(other.value, "lock", threading.Lock()), outputs=None, changes=[other])
+    step(np.ones(4))
+    spoil(np.ones(4))
+    with pytest.raises(Exception, match="cannot pickle"):
+        rt.restart()
+    step(np.ones(6))
+    kill_and_wait(*pids(rt))
+    with pytest.raises(synk.errors.WorkerDied, match="the state of resident object 'log' is lost"):
+        step(np.ones(4))
+    log.set(Log())
+    other.set(Log())
+
+
 # ----- wrong uses
 
 

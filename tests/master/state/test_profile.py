@@ -216,9 +216,19 @@ class Reader:
         if event == "opcode":
             self.num_steps += 1
             if self.num_steps == self.nth:
-                totals, ranks = self.record.totals("f"), self.record.rank_totals("f")
-                self.seen += [(each.calls, each.nbytes, rank.in_nbytes) for each, rank in zip(totals, ranks)]
+                self.act()
         return self.trace
+
+    def act(self) -> None:
+        totals, ranks = self.record.totals("f"), self.record.rank_totals("f")
+        self.seen += [(each.calls, each.nbytes, rank.in_nbytes) for each, rank in zip(totals, ranks)]
+
+
+class Resetter(Reader):
+    """Resets the record instead, as a signal handler may."""
+
+    def act(self) -> None:
+        self.record.reset()
 
 
 def test_a_profile_that_is_read_at_any_moment_changes_no_number() -> None:
@@ -244,6 +254,29 @@ def test_a_profile_that_is_read_at_any_moment_changes_no_number() -> None:
         assert (*record.totals("f")[0][4:6], record.rank_totals("f")[0].in_nbytes) == counts[-1]
         nth += 1
     assert num_steps > 50
+
+
+def test_a_profile_that_is_reset_at_any_moment_fails_no_call() -> None:
+    words, rows = np.zeros((2, len(Up)), np.int64), (3, 3)
+    transfers = (Transfer("x", "staged", 40, 10),)
+    nth, num_steps = 1, 1
+    while nth <= num_steps:
+        record = Record("f")
+        record.add(transfers, (0, 1), rows, words, 1)
+        resetter, before = Resetter(record, nth), sys.gettrace()
+        sys.settrace(resetter.trace)
+        try:
+            record.add(transfers, (0, 1), rows, words, 1)
+        finally:
+            sys.settrace(before)
+        record.add(transfers, (0, 1), rows, words, 1)
+        record.reset()
+        record.add_timed((0, 1), words, is_step=True, is_device=True)
+        record.add(transfers, (0, 1), rows, words, 1)
+        assert record.num_calls == 1
+        num_steps = max(num_steps, resetter.num_steps)
+        nth += 1
+    assert num_steps > 20
 
 
 def test_ranks_are_counted_by_their_rows(shared_runtimes: Any) -> None:
