@@ -7,7 +7,7 @@ from typing import Any
 
 from synk._pure.environment import imported_late
 
-_NODES = (tuple, list, dict, type(None))
+_NODES: tuple[type[Any], ...] = (tuple, list, dict, type(None))
 """What is structure. Everything else is a leaf."""
 
 
