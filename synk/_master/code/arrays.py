@@ -199,7 +199,7 @@ class RawContents(ArrayContents):
         return Change("elements", None, bytes(self.obj))
 
     def tell(self, change: Change) -> None:
-        self.note_sent(bytes(self.obj))
+        self.note_sent(change.value)  # what was sent, as in Elements.tell
 
 
 class TensorContents(ArrayContents):

@@ -251,7 +251,8 @@ class Elements(Facet):
 
     def tell(self, change: Change) -> None:
         if change.kind == "elements":
-            self.told = tuple(self.iterable)
+            # Not what is there by now: while the change was pickled, another thread may have added more.
+            self.told = tuple(self.iterable) if isinstance(self.obj, np.ndarray) else change.value
         else:
             self.told = (*self.told[: change.key], change.value, *self.told[change.key + 1 :])
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from synk._master.code import facets
-from synk._master.code.arrays import ArrayContents
+from synk._master.code.arrays import ArrayContents, RawContents
 from synk._master.code.comparisons import Comparisons
 from synk._master.code.facets import Elements, Facet, State, attributes, contents, items
 
@@ -95,6 +95,21 @@ def test_forgotten_contents_are_reported_again() -> None:
     facet.forget(change)
     (again,) = facet.changes()
     assert np.array_equal(again.value, [0, 1, 7, 3])
+
+
+@pytest.mark.parametrize("obj", [[1], deque([1]), {1}, bytearray(b"1")], ids=lambda obj: type(obj).__name__)
+def test_what_comes_while_a_change_is_pickled_is_a_change_of_its_own(obj: Any) -> None:
+    """Another thread may add it, or the pickling rule of an element."""
+    facet: Facet = RawContents(obj) if isinstance(obj, bytearray) else Elements(obj)
+    add = obj.add if isinstance(obj, set) else obj.append
+    add(2)
+    (change,) = facet.changes()
+    add(3)
+    facet.tell(change)
+    (change,) = facet.changes()
+    assert set(change.value) == set(obj)
+    facet.tell(change)
+    assert facet.is_current() and not facet.changes()
 
 
 def test_the_shape_of_an_array_of_objects_is_compared() -> None:
