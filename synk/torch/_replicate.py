@@ -414,7 +414,8 @@ class Replicated(Handle):
         """
         _checkpoint.check_format(state)
         with self._lock, self._busy():
-            if any(_state.fingerprint(*pair)["shape"] != pair[1]["shape"] for pair in self._seen_shapes()):
+            seen = [pair for pair in zip(self._objects, self._fingerprints) if "shape" in pair[1]]
+            if any(_state.fingerprint(obj, before)["shape"] != before["shape"] for obj, before in seen):
                 self.push()  # a state can be taken over only by objects with the same tensors as the program's
             _checkpoint.load_plain(self._objects, state["objects"])
             ranks = state["ranks"]
@@ -453,9 +454,6 @@ class Replicated(Handle):
         """Bring the objects here and on the ranks into the state of a part. The program's own generators stay."""
         states, _ = _checkpoint.plain_states(_objects_of(part))
         self.load_state_dict({**part["state"], "objects": states, "generators": _checkpoint.plain_generators()})
-
-    def _seen_shapes(self) -> list[tuple[Any, dict[str, Any]]]:
-        return [pair for pair in zip(self._objects, self._fingerprints) if "shape" in pair[1]]
 
     def _own_of_ranks(self) -> list[dict[str, Any]]:
         """Return each rank's own state. Rank 0's is that of the objects."""
