@@ -295,11 +295,10 @@ class Replicated(Handle):
                 self._note_equal()
                 if left_out:
                     self._left_out |= left_out
-                    warnings.warn(
+                    warn_at_users_line(
                         f"{', '.join(sorted(left_out))} stays each worker's own, because it cannot be pickled: it does "
                         "not come back, and a worker that takes the place of another one begins without it.",
                         RuntimeWarning,
-                        stacklevel=2,
                     )
             self._is_touched = True  # the reader may write into a tensor, which may leave no trace except its values
 
@@ -390,10 +389,10 @@ class Replicated(Handle):
             ranks = self._own_of_ranks()
             states, left_out = _checkpoint.plain_states(self._objects)
         if left_out:
-            warnings.warn(
+            warn_at_users_line(
                 f"{', '.join(sorted(set(left_out)))}: neither data nor code, so it is not in the checkpoint. What the "
                 "program has there when it loads the checkpoint stays.",
-                stacklevel=2,
+                UserWarning,
             )
         return {
             "format": _checkpoint.FORMAT,
