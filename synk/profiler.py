@@ -269,10 +269,12 @@ class live:
     def __exit__(self, *exc: object) -> None:
         self._session.followers.remove(self._follow)
         self._session.watchers.remove(self._watch)
-        if self._error is not None:
-            raise self._error
-        self._screen.show()
-        self._screen.close()
+        try:
+            if self._error is not None:
+                raise self._error
+            self._screen.show()
+        finally:
+            self._screen.close()
 
     def _follow(self, session: Any, launched: Any, result: Any, heard_ns: int, ended_ns: int) -> None:
         self._watch()
