@@ -43,7 +43,6 @@ class SynkError(RuntimeError):
         this attribute too. None: unknown, or the call changes no objects.
     """
 
-    __module__ = "synk.errors"
     step_counted: bool | None = None
 
 
@@ -164,8 +163,6 @@ class StaleCaptureWarning(UserWarning):
     where no call looks, before the last calls or after them.
     """
 
-    __module__ = "synk.errors"
-
 
 class TransferRefused(SynkError):
     """A guard in the mode ``"raise"`` has found a wasteful transfer; see :func:`synk.profiler.transfer_guard`.
@@ -173,13 +170,9 @@ class TransferRefused(SynkError):
     Nothing was sent. The message names the function, the argument, its size, and what to do instead.
     """
 
-    __module__ = "synk.errors"
-
 
 class WastefulTransfer(UserWarning):
     """A guard in the mode ``"warn"`` has found a wasteful transfer. Reported once per function and argument."""
-
-    __module__ = "synk.errors"
 
 
 class OpMismatch(UserWarning):
@@ -189,13 +182,9 @@ class OpMismatch(UserWarning):
     it, and so does ``warnings.simplefilter("ignore", synk.errors.OpMismatch)``.
     """
 
-    __module__ = "synk.errors"
-
 
 class RowShapedOutput(OpMismatch):
     """An output has one row for each row of its rank: it needs ``outputs="gather"``."""
-
-    __module__ = "synk.errors"
 
 
 def add_note(error: BaseException, note: str) -> None:

@@ -19,6 +19,7 @@ from synk._wire.spans import span as span
 
 if TYPE_CHECKING:
     from synk._master.state.profile import Profile
+    from synk._master.state.trace import Tracer
 
 __all__ = ["Trace", "live", "span", "trace", "transfer_guard"]
 
@@ -71,8 +72,8 @@ def transfer_guard(mode: str) -> AbstractContextManager[None]:
 class Trace:
     """A recording. Made by :func:`trace`. Times are in seconds from its beginning."""
 
-    def __init__(self, tracer: Any, path: str | os.PathLike[str] | None) -> None:
-        self._tracer, self._path = tracer, path
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a file that https://ui.perfetto.dev and ``chrome://tracing`` open."""
@@ -82,13 +83,11 @@ class Trace:
 
     def skew(self) -> dict[str, float]:
         """Return, by function, how many times longer the slowest rank took than the average rank; 1 is even."""
-        found: dict[str, float] = self._tracer.skew()
-        return found
+        return self._tracer.skew()
 
     def rows(self) -> list[tuple[int, str, str, float, float]]:
         """Return ``(process, lane, name, start, duration)`` of everything that took time. Process 0 is the program."""
-        found: list[tuple[int, str, str, float, float]] = self._tracer.rows()
-        return found
+        return self._tracer.rows()
 
     def plot(self, *, first: int = 200) -> Any:
         """Draw the first spans as bars over time, and return the matplotlib figure.
@@ -186,7 +185,7 @@ class trace:
                 session.followers.append(self._tracer.follow)
                 self._stack.callback(session.followers.remove, self._tracer.follow)
                 session.tracer = self._tracer
-            return Trace(self._tracer, self._path)
+            return Trace(self._tracer)
         except BaseException:  # a signal handler may raise when the section ends, and ``__exit__`` is not called then
             self._end()
             raise
@@ -199,7 +198,7 @@ class trace:
         finally:
             self._end()  # a signal handler may have raised when the first attempt was about to begin
             if self._path is not None:
-                Trace(self._tracer, self._path).save(self._path)
+                Trace(self._tracer).save(self._path)
 
     def _end(self) -> None:
         """Trace no more calls. A second attempt does nothing."""
@@ -269,10 +268,12 @@ class live:
     def __exit__(self, *exc: object) -> None:
         self._session.followers.remove(self._follow)
         self._session.watchers.remove(self._watch)
-        if self._error is not None:
-            raise self._error
-        self._screen.show()
-        self._screen.close()
+        try:
+            if self._error is not None:
+                raise self._error
+            self._screen.show()
+        finally:
+            self._screen.close()
 
     def _follow(self, session: Any, launched: Any, result: Any, heard_ns: int, ended_ns: int) -> None:
         self._watch()

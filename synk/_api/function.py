@@ -22,8 +22,8 @@ from synk._api.options import (
     check_slices,
     check_subset,
     check_updates,
+    name_of,
     one_per_input,
-    partial_name,
 )
 from synk._master.calls.call import UNFIT, CallOptions, call_again, run_call
 from synk._master.calls.callee import Callee, FunctionHandle
@@ -126,7 +126,7 @@ class Function(FunctionHandle, Generic[P, R]):
         session: Session | None = None,
     ) -> None:
         check_function(fn)
-        name = name or getattr(fn, "__name__", None) or partial_name(fn) or type(fn).__name__
+        name = name or name_of(fn)
         check_updates(updates, name)
         if framework not in FRAMEWORKS:
             raise ValueError(f"cannot build {name!r}: got framework={framework!r}, expected one of {FRAMEWORKS}.")

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from synk._api.options import is_integer, partial_name
+from synk._api.options import is_integer, name_of
 from synk._api.stream import with_progress
 from synk._master.calls.callee import Callee, FunctionHandle
 from synk._master.flight.chunks import check_mapped
@@ -77,4 +77,4 @@ def _check_function(fn: Any) -> str:
         )
     if not callable(fn):
         raise TypeError(f"cannot map over items: got {type(fn).__name__}, expected a function of one item.")
-    return str(getattr(fn, "__name__", None) or partial_name(fn) or type(fn).__name__)
+    return name_of(fn)

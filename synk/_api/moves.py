@@ -181,13 +181,12 @@ def names_of_captured(functions: Iterable[tuple[str, Any]]) -> list[str]:
     """Return the captured objects that workers may have changed by themselves, as ``'cache' of 'step'``."""
     found = []
     for name, function in functions:
-        callee = getattr(getattr(function, "function", function), "_callee", None)
-        fn = getattr(callee, "fn", None)
+        fn = getattr(function, "function", function)._callee.fn
         code = getattr(fn, "__code__", None)
-        if code is None or fn is None:
+        if code is None:
             continue
-        cells = dict(zip(code.co_freevars, (cell for cell in fn.__closure__ or ())))
-        values = {key: cell.cell_contents for key, cell in cells.items() if _is_filled(cell)}
+        cells = zip(code.co_freevars, fn.__closure__ or ())
+        values = {key: cell.cell_contents for key, cell in cells if _is_filled(cell)}
         table = fn.__globals__
         values.update({key: table[key] for key in code.co_names if key in table})
         found += [f"{key!r} of {name!r}" for key, value in values.items() if _may_change(value)]

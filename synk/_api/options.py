@@ -164,8 +164,10 @@ def check_updates(updates: Any, name: str) -> None:
             raise ValueError(f"cannot build {name!r}: got op {op!r} in updates, expected one of {REDUCE_OPS}.")
 
 
-def partial_name(fn: Any) -> str | None:
-    return getattr(getattr(fn, "func", None), "__name__", None)
+def name_of(fn: Any) -> str:
+    """Return the name of a function, of the function that a partial calls, or of the class of a callable object."""
+    name = getattr(fn, "__name__", None) or getattr(getattr(fn, "func", None), "__name__", None)
+    return str(name or type(fn).__name__)
 
 
 def check_slices(num_slices: Any) -> int:

@@ -207,26 +207,16 @@ class Program:
                     f"cannot put a program on {runtime!r}: got {', '.join(options)} as well, expected either a runtime "
                     "or the options of a new one."
                 )
-            return RunningProgram(self, runtime, *self._built_on(runtime), is_owner=False)
+            return RunningProgram(self, runtime, *_built_on(runtime, self._state()), is_owner=False)
         state = self._state()
         if state["seed"] is not None:
             options.setdefault("seed", state["seed"])
         own = Runtime(**options)
         try:
-            return RunningProgram(self, own, *self._built_on(own, state), is_owner=True)
+            return RunningProgram(self, own, *_built_on(own, state), is_owner=True)
         except BaseException:
             own.close()
             raise
-
-    def _built_on(self, runtime: Runtime, state: dict[str, Any] | None = None) -> tuple[dict[str, Any], list[Any]]:
-        """Return the program's functions on a runtime, and the handles there."""
-        state = state or self._state()
-        handles = [moves.make_handle(runtime, part) for part in state["parts"]]
-        found: dict[str, Any] = {}
-        for _, code in state["codes"]:
-            found |= moves.loads(code, runtime, handles)
-        _set_streams(runtime._session, state["streams"])
-        return found, handles
 
     # -- its state ----------------------------------------------------------------------------------------------------
 
@@ -470,6 +460,16 @@ def _program_of(state: dict[str, Any]) -> Program:
     program._seed, program._streams = state["seed"], state["streams"]
     program._captured = state["captured"]
     return program
+
+
+def _built_on(runtime: Runtime, state: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+    """Return the functions of a state on a runtime, and the handles there."""
+    handles = [moves.make_handle(runtime, part) for part in state["parts"]]
+    found: dict[str, Any] = {}
+    for _, code in state["codes"]:
+        found |= moves.loads(code, runtime, handles)
+    _set_streams(runtime._session, state["streams"])
+    return found, handles
 
 
 def _name_of(handle: Any) -> str:

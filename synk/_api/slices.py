@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from synk._master.objects.shared import Shared
 from synk._master.processes.output import report
+from synk._pure.nested import take_apart
 from synk.errors import RemoteError, add_note
 
 
@@ -57,5 +59,20 @@ class Slices:
 
 
 def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, Any], ...]:
-    """Return the shapes of the arguments that have one, by position and name."""
-    return tuple((key, getattr(value, "shape", None)) for key, value in (*enumerate(args), *kwargs.items()))
+    """Return the shapes of the arguments, and of the leaves of nested ones, by position and name."""
+    given = (*enumerate(args), *kwargs.items())
+    return tuple((key, _shape_of(leaf)) for key, value in given for leaf in _leaves(value))
+
+
+def _leaves(value: Any) -> list[Any]:
+    try:
+        return take_apart(value)[0]
+    except (TypeError, RecursionError):  # an object that goes whole to every rank may have any structure
+        return [None]
+
+
+def _shape_of(leaf: Any) -> Any:
+    """Return the shape of an argument, of which only the first length counts; None if it has no rows."""
+    if isinstance(leaf, Shared):
+        return (sum(leaf.lengths),) if leaf.is_sharded else None
+    return (len(leaf),) if isinstance(leaf, (list, tuple)) else getattr(leaf, "shape", None)

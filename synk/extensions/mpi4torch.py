@@ -35,7 +35,7 @@ from synk.torch import (
     send,
     wait,
 )
-from synk.torch._adjoints import as_tensor, check_has_gradient
+from synk.torch._adjoints import check_has_gradient
 
 MPI_MAX, MPI_MIN, MPI_SUM, MPI_PROD, MPI_LAND, MPI_BAND, MPI_LOR, MPI_BOR, MPI_LXOR, MPI_BXOR = range(1, 11)
 MPI_MINLOC, MPI_MAXLOC = 11, 12
@@ -75,7 +75,7 @@ class _Fold(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, op: int) -> torch.Tensor:
-        values = as_tensor(comm.all_gather(tensor.detach()))
+        values = torch.as_tensor(comm.all_gather(tensor.detach()))
         return functools.reduce(_FOLDS[op], values[1:], values[0]).to(tensor.dtype)
 
     @staticmethod

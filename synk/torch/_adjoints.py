@@ -1,6 +1,7 @@
 """The collectives of ``synk.comm`` as torch Functions: the backward pass of each is another collective.
 
-The gradient is that of the sum of all ranks' losses.
+The gradient is that of the sum of all ranks' losses. Results of ``synk.comm`` become tensors by ``torch.as_tensor``:
+in a function that is built without a framework they are arrays.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, op: str) -> torch.Tensor:
         ctx.op, ctx.share = op, _share(op)
-        return as_tensor(comm.all_reduce(x.detach(), op, weight=ctx.share))
+        return torch.as_tensor(comm.all_reduce(x.detach(), op, weight=ctx.share))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -75,7 +76,7 @@ class Reduce(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, op: str, root: int) -> torch.Tensor:
         ctx.op, ctx.share, ctx.root = op, _share(op), root
         reduced = comm.reduce(x.detach(), op, root, weight=ctx.share)
-        return torch.zeros_like(x) if reduced is None else as_tensor(reduced)
+        return torch.zeros_like(x) if reduced is None else torch.as_tensor(reduced)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -87,7 +88,7 @@ class Broadcast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, root: int) -> torch.Tensor:
         ctx.root = root
-        return as_tensor(comm.broadcast(x.detach(), root))
+        return torch.as_tensor(comm.broadcast(x.detach(), root))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -101,7 +102,7 @@ class Gather(torch.autograd.Function):
     def forward(ctx: Any, rows: torch.Tensor, root: int) -> torch.Tensor:
         ctx.root, ctx.length = root, len(rows)
         joined = comm.gather(rows.detach(), root)
-        return rows.new_empty(0, *rows.shape[1:]) if joined is None else as_tensor(joined)
+        return rows.new_empty(0, *rows.shape[1:]) if joined is None else torch.as_tensor(joined)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -115,7 +116,7 @@ class Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor | None, root: int, sizes: Sequence[int] | None) -> torch.Tensor:
         ctx.root, ctx.shape = root, None if rows is None else rows.shape
-        return as_tensor(comm.scatter(None if rows is None else rows.detach(), root, sizes=sizes))
+        return torch.as_tensor(comm.scatter(None if rows is None else rows.detach(), root, sizes=sizes))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -127,7 +128,7 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, block: torch.Tensor) -> torch.Tensor:
-        return as_tensor(comm.all_gather(block.detach()))
+        return torch.as_tensor(comm.all_gather(block.detach()))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -140,7 +141,7 @@ class ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, stack: torch.Tensor, op: str) -> torch.Tensor:
         ctx.op, ctx.share = op, _share(op)
-        return as_tensor(comm.reduce_scatter(stack.detach(), op, weight=ctx.share))[0]
+        return torch.as_tensor(comm.reduce_scatter(stack.detach(), op, weight=ctx.share))[0]
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -154,7 +155,7 @@ class AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, numbers: torch.Tensor, outgoing: list[int], incoming: list[int]) -> torch.Tensor:
         ctx.outgoing, ctx.incoming = outgoing, incoming
-        return as_tensor(comm.all_to_all(numbers.detach(), sizes=outgoing))
+        return torch.as_tensor(comm.all_to_all(numbers.detach(), sizes=outgoing))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -180,11 +181,6 @@ def check_has_gradient(verb: str, op: str) -> None:
             f"cannot differentiate {verb}: got op {op!r}, expected 'sum' or 'avg'. Pass it tensor.detach(), and no "
             "gradient comes back."
         )
-
-
-def as_tensor(result: Any) -> torch.Tensor:
-    """Return a result of ``synk.comm`` as a tensor. In a function that is built without a framework it is an array."""
-    return torch.as_tensor(result)
 
 
 def _share(op: str) -> float | None:

@@ -14,7 +14,7 @@ import torch
 
 from synk._api.current import current
 from synk._api.runtime import Runtime
-from synk._pure.nested import LEAF, check_no_list, is_nested, paths, take_apart
+from synk._pure.nested import check_no_list, paths, take_apart
 from synk.torch._nesting import take
 from synk.torch._placed import Placed
 
@@ -187,7 +187,7 @@ class _Passes:
                 return placed.forward(nesting, rows, whole, next(self._numbers))
 
     def _check_lists(self, label: str, value: Any) -> None:
-        leaves, structure = take_apart(value) if is_nested(value) else ([value], LEAF)
+        leaves, structure = take_apart(value)
         for leaf, path in zip(leaves, paths(structure)):
             where = f"{label}{path}"
             check_no_list(leaf, "scatter", f"{where} of {self._name!r}", where, "" if path else "model")
@@ -207,8 +207,5 @@ class _Passes:
         for label, value in (*zip(labels, args), *kwargs.items()):
             if label not in own:
                 self._check_lists(label, value)
-        positional = [
-            take(value, rows, whole, position < len(names) and names[position] in own)
-            for position, value in enumerate(args)
-        ]
+        positional = [take(value, rows, whole, label in own) for label, value in zip(labels, args)]
         return positional, {name: take(value, rows, whole, name in own) for name, value in kwargs.items()}

@@ -368,8 +368,11 @@ class RankModule:
         graph = self._graphs.get(number) if order.is_kept else self._graphs.pop(number, None)
         if graph is None:
             raise GraphLost(comm.ranks[comm.rank])
-        for leaf in graph.summed:
-            leaf.requires_grad_()  # it may have been frozen since, and the graph still reaches it
+        frozen = [leaf for leaf in graph.summed if not leaf.requires_grad]  # since then; the graph still reaches them
+        if frozen:
+            self._flags = b"", b""  # before they change: the next forward pass sets all flags anew
+            for leaf in frozen:
+                leaf.requires_grad_()
         leaves = [*graph.summed, *graph.rows]
         pairs = [(graph.outputs[k], row) for k, row in zip(order.outputs, rows) if graph.outputs[k].requires_grad]
         found: Sequence[torch.Tensor | None] = [None] * len(leaves)

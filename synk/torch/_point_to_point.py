@@ -19,7 +19,7 @@ from synk._wire.cell import cell
 from synk._worker.comm.comm import comm
 from synk._worker.comm.messages import Messages
 from synk._worker.comm.requests import Request
-from synk.torch._adjoints import apply, as_tensor, check_tensor, losses
+from synk.torch._adjoints import apply, check_tensor, losses
 
 GRADIENT_TAGS = 1 << 20
 """All tags of messages are smaller. The gradient of message k with a tag has ``tag + k * GRADIENT_TAGS``, k from 1."""
@@ -249,7 +249,7 @@ class _Sent(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> Any:
-        gradient = as_tensor(comm.recv(ctx.peer, ctx.back)).reshape(ctx.shape)
+        gradient = torch.as_tensor(comm.recv(ctx.peer, ctx.back)).reshape(ctx.shape)
         return _Last.apply(gradient, *ctx.saved_tensors), None, None, None
 
 
@@ -261,7 +261,7 @@ class _Received(torch.autograd.Function):
         ctx: Any, out: torch.Tensor | None, dummy: torch.Tensor, request: Request, peer: int, back: int
     ) -> torch.Tensor:
         ctx.peer, ctx.back, ctx.zero, ctx.weight = peer, back, dummy.new_zeros(()), losses.weight
-        received = as_tensor(request.wait()).detach()  # a new tensor each time
+        received = torch.as_tensor(request.wait()).detach()  # a new tensor each time
         if out is None:
             return received
         ctx.mark_dirty(out)

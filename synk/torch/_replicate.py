@@ -295,11 +295,10 @@ class Replicated(Handle):
                 self._note_equal()
                 if left_out:
                     self._left_out |= left_out
-                    warnings.warn(
+                    warn_at_users_line(
                         f"{', '.join(sorted(left_out))} stays each worker's own, because it cannot be pickled: it does "
                         "not come back, and a worker that takes the place of another one begins without it.",
                         RuntimeWarning,
-                        stacklevel=2,
                     )
             self._is_touched = True  # the reader may write into a tensor, which may leave no trace except its values
 
@@ -390,10 +389,10 @@ class Replicated(Handle):
             ranks = self._own_of_ranks()
             states, left_out = _checkpoint.plain_states(self._objects)
         if left_out:
-            warnings.warn(
+            warn_at_users_line(
                 f"{', '.join(sorted(set(left_out)))}: neither data nor code, so it is not in the checkpoint. What the "
                 "program has there when it loads the checkpoint stays.",
-                stacklevel=2,
+                UserWarning,
             )
         return {
             "format": _checkpoint.FORMAT,
@@ -414,7 +413,8 @@ class Replicated(Handle):
         """
         _checkpoint.check_format(state)
         with self._lock, self._busy():
-            if any(_state.fingerprint(*pair)["shape"] != pair[1]["shape"] for pair in self._seen_shapes()):
+            seen = [pair for pair in zip(self._objects, self._fingerprints) if "shape" in pair[1]]
+            if any(_state.fingerprint(obj, before)["shape"] != before["shape"] for obj, before in seen):
                 self.push()  # a state can be taken over only by objects with the same tensors as the program's
             _checkpoint.load_plain(self._objects, state["objects"])
             ranks = state["ranks"]
@@ -453,9 +453,6 @@ class Replicated(Handle):
         """Bring the objects here and on the ranks into the state of a part. The program's own generators stay."""
         states, _ = _checkpoint.plain_states(_objects_of(part))
         self.load_state_dict({**part["state"], "objects": states, "generators": _checkpoint.plain_generators()})
-
-    def _seen_shapes(self) -> list[tuple[Any, dict[str, Any]]]:
-        return [pair for pair in zip(self._objects, self._fingerprints) if "shape" in pair[1]]
 
     def _own_of_ranks(self) -> list[dict[str, Any]]:
         """Return each rank's own state. Rank 0's is that of the objects."""

@@ -64,5 +64,5 @@ class BusyThreads:
                 f"{self._waited:.2g} s for steps on CPU workers, which need the same cores. torch computes with "
                 f"{self._num_threads} threads here: call torch.set_num_threads(1) at the beginning of the program.",
                 UserWarning,
-                stacklevel=3,
+                stacklevel=4,  # past the step and the decorator of verbs, to the line of the call
             )

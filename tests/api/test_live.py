@@ -139,3 +139,18 @@ def test_what_it_cannot_do_is_refused(rt: Any, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(cell, "session", None)  # if there was one before, it was closed
     with pytest.raises((synk.errors.NotForkedError, synk.errors.ClosedError)), live():
         pass
+
+
+def test_the_screen_is_closed_after_an_error(rt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise rich would go on taking over the standard output."""
+    closed: list[bool] = []
+
+    def show() -> None:
+        raise OSError("the terminal is gone")
+
+    screen = types.SimpleNamespace(show=show, close=lambda: closed.append(True))
+    monkeypatch.setattr("synk._api.screen.screen_for", lambda value: screen)
+    for every in (0, 1000):  # in a call, and at the end
+        with pytest.raises(OSError, match="the terminal is gone"), live(every=every):
+            run(rt, 1)
+    assert closed == [True, True] and not rt._session.followers

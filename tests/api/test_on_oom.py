@@ -75,6 +75,15 @@ def test_the_next_number_of_slices_is_twice_the_one_that_did_not_fit(caplog: pyt
     assert [slices.of((X,), {}, number) for number in (1, 8, 20)] == [16, 16, 20]
 
 
+@pytest.mark.parametrize("arg", [{"x": X, "scale": 3}, (X, [X[0]] * 5), X.tolist()], ids=["dict", "tuple", "list"])
+def test_rows_of_nested_arguments_and_of_lists_count(arg: Any) -> None:
+    slices, error = Slices("f"), MemoryError()
+    error.__cause__ = RemoteError("full")
+    assert slices.help_against(error, (arg,), {}, 1)
+    assert slices.of((arg,), {}, 1) == 2
+    assert slices.of(({"x": X[:2], "scale": 3},), {}, 1) == 1
+
+
 def test_small_calls_are_not_cut(limited: Any) -> None:
     f = limited.function(outer_sums, bcast_inputs="w", outputs=("avg", "sum", "gather"), on_oom="slices")
     check(f(X, W))

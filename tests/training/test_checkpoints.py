@@ -364,8 +364,9 @@ def test_attributes_of_many_kinds_and_what_is_no_data(shared_runtimes: Any, reus
     rep = synk.torch.replicate(*objects, runtime=shared_runtimes[2])
     run = rep.function(body)
     run(*DATA[0])
-    with pytest.warns(UserWarning, match=r"Odd\['attributes'\]\[0\]\['range'\]: neither data nor code"):
+    with pytest.warns(UserWarning, match=r"Odd\['attributes'\]\[0\]\['range'\]: neither data nor code") as caught:
         rep.save(tmp_path / "run.pt")
+    assert [each.filename for each in caught if "neither data" in str(each.message)] == [__file__]
     expected = [float(run(*rows)) for rows in DATA[1:5]]
     model, optimizer, counts = make()
     config, first = model.config, model.config.names

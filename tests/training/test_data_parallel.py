@@ -440,6 +440,25 @@ def test_modes_and_flags_hold_from_the_next_call_on(shared_runtimes: Any) -> Non
     assert model._synk_passes._placed is placed
 
 
+@pytest.mark.parametrize("workers", WORKERS)
+def test_what_was_frozen_since_an_earlier_pass_stays_frozen_after_its_backward_pass(
+    shared_runtimes: Any, workers: int
+) -> None:
+    def train(model: Any) -> list[float]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x, y = batches(1)[0]
+        early = F.mse_loss(model(x), y)
+        model[0].weight.requires_grad_(False)
+        late = F.mse_loss(model(x), y)
+        early.backward()
+        late.backward()
+        assert model[0].weight.grad is None
+        optimizer.step()
+        return [float(early.detach()), float(late.detach()), *(descend(model, optimizer, x, y) for _ in range(2))]
+
+    compare(shared_runtimes[workers], mlp, train)
+
+
 def test_generators_of_the_program_are_left_alone_and_runs_repeat(shared_runtimes: Any) -> None:
     drawn = []
     for _ in range(2):
