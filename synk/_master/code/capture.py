@@ -141,6 +141,10 @@ class Capture:
                     states.append((node, facet))
                 elif isinstance(facet, Names):
                     continue
+                # Below, what it holds now is what later calls expect. But another thread, or a hook of a pickle, may
+                # have changed it since it was packed.
+                elif not _is_current(facet):
+                    self.is_valid = False
                 elif size_of(facet) <= left:
                     left -= size_of(facet)
                     each.add(facet)
@@ -158,13 +162,15 @@ class Capture:
         for node, names in named.items():
             node.captures.add(self)
             table = node.obj
+            facet = node.facets[0]
+            told = facet.told if isinstance(facet, Names) else {}
             for name in names:
                 if name in table:
-                    each.expect(table.get, name, table[name])
+                    each.expect(table.get, name, told.get(name, table[name]))
             absent = frozenset(name for name in names if name not in table)
             if absent:
                 each.forbid(table.keys(), absent)
-            if isinstance(node.facets[0], Names) and node.facets[0].is_whole:
+            if isinstance(facet, Names) and facet.is_whole:
                 each.count(table)
         imports = frozenset(book.imports_of(function_id))
         if imports:

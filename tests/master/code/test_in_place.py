@@ -543,3 +543,49 @@ def test_a_change_that_another_function_has_brought_is_told(shared_runtimes: Any
     with pytest.raises(StaleCaptureError, match="captured and which") if is_stale else contextlib.nullcontext():
         f(X)
     assert f(X)[0] == 1
+
+
+class Late:
+    """Acts once while it is pickled, if ``act`` was set: what the function captured besides was packed before."""
+
+    act: Callable[[], Any] | None = None
+
+    def __reduce__(self) -> Any:
+        act, self.act = self.act, None
+        if act is not None:
+            act()
+        return int, ()
+
+
+threshold = 1
+
+
+@pytest.mark.parametrize("where", WORKERS)
+def test_what_changes_while_the_function_is_being_sent_is_sent_with_the_next_call(
+    shared_runtimes: Any, where: Any
+) -> None:
+    a_dict, a_list, a_space, a_big = {"rate": 1}, [1, 2, 3], types.SimpleNamespace(rate=1), list(range(2000))
+
+    def act() -> None:
+        global threshold
+        a_dict["rate"] = a_space.rate = threshold = a_big[1500] = 7
+        a_list.append(7)
+
+    z_late = Late()
+
+    def f(x: np.ndarray) -> Any:
+        return (a_dict["rate"], sum(a_list), a_space.rate, a_big[1500], threshold, z_late is None)[:5]
+
+    def check(x: np.ndarray) -> None:
+        found = [np.unique(each).tolist() for each in sent(x)]
+        assert found == [[each] for each in f(x)]
+
+    sent = shared_runtimes[where].function(f, outputs=None)
+    globals()["threshold"] = 1
+    z_late.act = act  # now, since a function is also pickled when it is made
+    sent(X)
+    assert z_late.act is None
+    check(X)
+    check(X)
+    a_dict["rate"] = 9
+    check(X)
