@@ -126,8 +126,10 @@ class Inputs:
         try:
             with backend.beside() as event:
                 arrays = self._bring(prepared, prepared.cut(own_down, own_down[Down.LOW], own_down[Down.HIGH]))
-        except MemoryError:  # no room for the inputs of two calls: the next one brings its own when it runs
-            return
+        except Exception as error:
+            if not isinstance(backend.explain(error, "the next call"), MemoryError):
+                raise
+            return  # no room for the inputs of two calls: the next one brings its own when it runs
         # The master has written the numbers and inputs of that call before it sent the message. The call's number tells
         # whether they are still those of the call that then begins.
         self._ahead = Ahead(prepared, int(self._down[0, Down.CALL]), arrays, event)
