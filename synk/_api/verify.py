@@ -232,19 +232,11 @@ def _notes(is_random: bool, traits: Traits, is_per_rank: bool) -> list[str]:
     return notes
 
 
-def _compare(
-    path: str,
-    op: Any,
-    value: Any,
-    serial: Any,
-    tolerance: Tolerance,
-    reason: str,
-) -> VerifiedOutput:
+def _compare(path: str, op: Any, value: Any, serial: Any, tolerance: Tolerance, reason: str) -> VerifiedOutput:
     if op is None:
         return VerifiedOutput(path, op, "one per rank")
-    if value is not MISSING and is_same(value, serial, tolerance):
-        return VerifiedOutput(path, op, "equal", difference(value, serial))
-    return VerifiedOutput(path, op, reason, difference(value, serial))
+    verdict = "equal" if is_same(value, serial, tolerance) else reason
+    return VerifiedOutput(path, op, verdict, difference(value, serial))
 
 
 def _beside_plain(output: VerifiedOutput, serial: Any, plain: Any, tolerance: Tolerance) -> VerifiedOutput:
