@@ -465,8 +465,6 @@ class Function(FunctionHandle, Generic[P, R]):
         options = CallOptions(batch, None, check_slices(num_slices), None, check_timeout(timeout), is_trial=True)
         without_draws = self._without_draws()
         return verify(
-            self.name,
-            self.outputs,
             lambda changed: function._run(args, kwargs, changed),
             options,
             Tolerance(rtol, atol),

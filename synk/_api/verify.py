@@ -110,8 +110,6 @@ class Report:
 
 
 def verify(
-    name: str,
-    outputs: Any,
     run: Try,
     options: CallOptions,
     tolerance: Tolerance,
@@ -125,16 +123,12 @@ def verify(
 
     Parameters
     ----------
-    name : str
-        The name of the function.
-    outputs
-        The function's ops.
     run : callable
         Runs the call with other options.
     options : CallOptions
         The options of the parallel call.
     plain : PlainCall
-        The same call of the plain function.
+        The same call of the plain function, and the function itself.
     stale : sequence of str
         A sentence for each captured object that is out of date on the workers.
     known : Traits
@@ -142,7 +136,7 @@ def verify(
     without_draws : callable or None
         Runs the call of another function, in place of one that draws random numbers.
     """
-    is_per_rank = plain.callee.per_rank
+    name, outputs, is_per_rank = plain.callee.name, plain.callee.outputs, plain.callee.per_rank
     serial_options = replace(options, num_slices=1, is_serial=True, is_apart=True)
     serial, started = run(serial_options), time.monotonic()
     again = run(serial_options)
