@@ -30,6 +30,7 @@ from synk._pure.interrupts import holding
 from synk._pure.tracebacks import outline, told, verb
 from synk._wire.cell import cell, refuse_inside_worker
 from synk._wire.descriptors import Descriptor
+from synk.errors import ClosedError
 
 _LOOK_MS = 50
 """How often the thread checks while tasks are in flight. Another operation may have taken in their replies, so that no
@@ -305,4 +306,5 @@ class _Driver:
         while (waiting := self._next_waiting()) is not None:
             if waiting[0].set_running_or_notify_cancel():
                 waiting[0].set_exception(error)
-        self._tasks.cancel()  # last: it fails if the runtime was closed meanwhile
+        with contextlib.suppress(ClosedError):  # then they end with the runtime
+            self._tasks.cancel()
