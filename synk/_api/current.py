@@ -125,21 +125,12 @@ def fork(
     refuse_inside_worker("fork")
     if cell.runtime is not None and cell.runtime.is_closed:  # a fault closed it, and its memory is not released yet
         cell.runtime.close()
-    wanted = (
-        num_workers,
-        backend,
-        str(devices),
-        inline,
-        timeout,
-        max_restarts,
-        on_restart,
-        seed,
-        transfer_guard,
-        balance,
-        cluster,
-        nodes,
-        insecure,
-    )
+    options: dict[str, Any] = {
+        "backend": backend, "devices": devices, "inline": inline, "timeout": timeout, "max_restarts": max_restarts,
+        "on_restart": on_restart, "seed": seed, "transfer_guard": transfer_guard, "balance": balance,
+        "cluster": cluster, "nodes": nodes, "insecure": insecure,
+    }  # fmt: skip
+    wanted = num_workers, {**options, "devices": str(devices)}
     place = notebook_cell(sys._getframe(2))
     if cell.runtime is not None and cell.session.is_own_process:
         if place is None or not place.is_run_again(cell.forked_at) or wanted != cell.forked_with:
@@ -151,21 +142,7 @@ def fork(
     try:
         # Handlers wait until the cell holds the runtime: if one raised before, nobody could close it.
         with deferred():
-            runtime = Runtime(
-                num_workers,
-                backend=backend,
-                devices=devices,
-                inline=inline,
-                timeout=timeout,
-                max_restarts=max_restarts,
-                on_restart=on_restart,
-                seed=seed,
-                transfer_guard=transfer_guard,
-                balance=balance,
-                cluster=cluster,
-                nodes=nodes,
-                insecure=insecure,
-            )
+            runtime = Runtime(num_workers, **options)
             cell.runtime, cell.session, cell.last_session = runtime, runtime._session, runtime._session
             cell.forked_at, cell.forked_with = place, wanted
     except BaseException:  # also a Ctrl-C that waited in ``deferred``: the runtime exists by then, and is closed again

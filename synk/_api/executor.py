@@ -21,8 +21,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import numpy as np
-
 from synk._api.current import current, fork
 from synk._api.options import is_integer
 from synk._api.runtime import Runtime
@@ -32,6 +30,7 @@ from synk._pure.interrupts import holding
 from synk._pure.tracebacks import outline, told, verb
 from synk._wire.cell import cell, refuse_inside_worker
 from synk._wire.descriptors import Descriptor
+from synk.errors import ClosedError
 
 _LOOK_MS = 50
 """How often the thread checks while tasks are in flight. Another operation may have taken in their replies, so that no
@@ -88,8 +87,8 @@ class Executor(concurrent.futures.Executor):
         num_workers = min(max_workers or runtime.world_size, runtime.world_size)
         runtime._session.check_open("make an executor")
         self._driver = _Driver(runtime, num_workers)
-        self._finalizer = weakref.finalize(self, _Driver.stop, self._driver)
-        self._finalizer.atexit = False
+        dropped = weakref.finalize(self, _Driver.stop, self._driver)
+        dropped.atexit = False
         _open.add(self)
 
     @verb
@@ -126,7 +125,7 @@ class Executor(concurrent.futures.Executor):
         ValueError
             If ``chunksize`` is not an integer of at least 1.
         """
-        if not isinstance(chunksize, (int, np.integer)) or chunksize < 1:
+        if not is_integer(chunksize, 1):
             raise ValueError(f"cannot map: got chunksize={chunksize!r}, expected 1 or more.")
         chunks = super().map(functools.partial(_run_chunk, fn), _chunks(zip(*iterables), chunksize), timeout=timeout)
         return told(_each(chunks))
@@ -307,4 +306,5 @@ class _Driver:
         while (waiting := self._next_waiting()) is not None:
             if waiting[0].set_running_or_notify_cancel():
                 waiting[0].set_exception(error)
-        self._tasks.cancel()  # last: it fails if the runtime was closed meanwhile
+        with contextlib.suppress(ClosedError):  # then they end with the runtime
+            self._tasks.cancel()

@@ -465,8 +465,6 @@ class Function(FunctionHandle, Generic[P, R]):
         options = CallOptions(batch, None, check_slices(num_slices), None, check_timeout(timeout), is_trial=True)
         without_draws = self._without_draws()
         return verify(
-            self.name,
-            self.outputs,
             lambda changed: function._run(args, kwargs, changed),
             options,
             Tolerance(rtol, atol),
@@ -710,6 +708,11 @@ class Function(FunctionHandle, Generic[P, R]):
         ...     [int(value) for value in total.stream(np.full(4, k) for k in range(3))]
         [0, 4, 8]
         """
+        return self._streamed(self.submit, batches, progress)
+
+    @verb
+    def _streamed(self, submit: Callable[..., Any], batches: Iterable[Any], progress: bool) -> Iterator[Any]:
+        """Do what :meth:`stream` does, by the ``submit`` of this function or of an object that wraps it."""
         from synk._api.stream import arguments, stream, with_progress
 
         refuse_inside_worker(f"stream {self.name!r}")
@@ -719,11 +722,10 @@ class Function(FunctionHandle, Generic[P, R]):
             )
         if self._retry:
             raise self._retry_error("stream")
-        results = stream(lambda batch: self.submit(*arguments(batch)), self.name, iter(batches))
+        results = stream(lambda batch: submit(*arguments(batch)), self.name, iter(batches))
         return told(with_progress(results, self.name, operator.length_hint(batches)) if progress else results)
 
     @verb
-    @as_operation
     def rows(self, /, *args: Any, batch_size: int, progress: bool = False, **kwargs: Any) -> Iterator[R]:
         """Call the function for consecutive blocks of rows, and return an iterator over the results, in order.
 
@@ -759,6 +761,14 @@ class Function(FunctionHandle, Generic[P, R]):
         ...     [float(value) for value in total.rows(np.arange(10.0), batch_size=4)]
         [6.0, 22.0, 17.0]
         """
+        return self._in_blocks(self.submit, args, kwargs, batch_size, progress)
+
+    @verb
+    @as_operation
+    def _in_blocks(
+        self, submit: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int, progress: bool
+    ) -> Iterator[Any]:
+        """Do what :meth:`rows` does, by the ``submit`` of this function or of an object that wraps it."""
         from synk._api.stream import blocks, check_batch_size, stream, with_progress
 
         refuse_inside_worker(f"stream {self.name!r}")
@@ -766,7 +776,7 @@ class Function(FunctionHandle, Generic[P, R]):
             raise self._retry_error("stream")
         size = check_batch_size(batch_size, self.name)
         num_blocks, calls = blocks(self._callee.signature.bind(args, kwargs), size, self.name)
-        results = stream(lambda call: self.submit(*call[0], batch=call[2], **call[1]), self.name, calls)
+        results = stream(lambda call: submit(*call[0], batch=call[2], **call[1]), self.name, calls)
         return told(with_progress(results, self.name, num_blocks) if progress else results)
 
     def _retry_error(self, verb: str) -> ValueError:

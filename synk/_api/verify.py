@@ -110,8 +110,6 @@ class Report:
 
 
 def verify(
-    name: str,
-    outputs: Any,
     run: Try,
     options: CallOptions,
     tolerance: Tolerance,
@@ -125,16 +123,12 @@ def verify(
 
     Parameters
     ----------
-    name : str
-        The name of the function.
-    outputs
-        The function's ops.
     run : callable
         Runs the call with other options.
     options : CallOptions
         The options of the parallel call.
     plain : PlainCall
-        The same call of the plain function.
+        The same call of the plain function, and the function itself.
     stale : sequence of str
         A sentence for each captured object that is out of date on the workers.
     known : Traits
@@ -142,7 +136,7 @@ def verify(
     without_draws : callable or None
         Runs the call of another function, in place of one that draws random numbers.
     """
-    is_per_rank = plain.callee.per_rank
+    name, outputs, is_per_rank = plain.callee.name, plain.callee.outputs, plain.callee.per_rank
     serial_options = replace(options, num_slices=1, is_serial=True, is_apart=True)
     serial, started = run(serial_options), time.monotonic()
     again = run(serial_options)
@@ -232,19 +226,11 @@ def _notes(is_random: bool, traits: Traits, is_per_rank: bool) -> list[str]:
     return notes
 
 
-def _compare(
-    path: str,
-    op: Any,
-    value: Any,
-    serial: Any,
-    tolerance: Tolerance,
-    reason: str,
-) -> VerifiedOutput:
+def _compare(path: str, op: Any, value: Any, serial: Any, tolerance: Tolerance, reason: str) -> VerifiedOutput:
     if op is None:
         return VerifiedOutput(path, op, "one per rank")
-    if value is not MISSING and is_same(value, serial, tolerance):
-        return VerifiedOutput(path, op, "equal", difference(value, serial))
-    return VerifiedOutput(path, op, reason, difference(value, serial))
+    verdict = "equal" if is_same(value, serial, tolerance) else reason
+    return VerifiedOutput(path, op, verdict, difference(value, serial))
 
 
 def _beside_plain(output: VerifiedOutput, serial: Any, plain: Any, tolerance: Tolerance) -> VerifiedOutput:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from synk._api.function import Function
 from synk._master.flight.pending import PendingCall
 from synk._master.objects.data import Data
+from synk._pure.interrupts import safe_point
 
 if TYPE_CHECKING:
     from synk._api.verify import Report
@@ -35,7 +36,7 @@ class WrappedCall:
         The result is finished once, by the first call of this method that succeeds.
         """
         if self._finish is not None:
-            self._value = self._finish(self._call.result(timeout))
+            self._value = safe_point(self._finish, self._call.result(timeout))
             self._finish = None
         return self._value
 
@@ -118,15 +119,13 @@ class FunctionWrapper:
         """Compare the results of the wrapped function, not finished; see :meth:`synk.Function.verify`."""
         return self.function.verify(*args, **options)
 
-    def stream(self, batches: Iterable[Any], **options: Any) -> Iterator[Any]:
+    def stream(self, batches: Iterable[Any], *, progress: bool = False) -> Iterator[Any]:
         """Call the function for each batch; see :meth:`synk.Function.stream`. Results are finished one by one."""
-        results = self.function.stream(batches, **options)
-        return (self.finish(result) for result in results)
+        return self.function._streamed(self.submit, batches, progress)
 
-    def rows(self, /, *args: Any, **options: Any) -> Iterator[Any]:
+    def rows(self, /, *args: Any, batch_size: int, progress: bool = False, **inputs: Any) -> Iterator[Any]:
         """Call the function for blocks of rows; see :meth:`synk.Function.rows`. Results are finished one by one."""
-        results = self.function.rows(*args, **options)
-        return (self.finish(result) for result in results)
+        return self.function._in_blocks(self.submit, args, inputs, batch_size, progress)
 
     def build_inputs(self, *arrays: Any, **options: Any) -> tuple[Data, ...]:
         """Make the inputs of the function; see :meth:`synk.Function.build_inputs`."""

@@ -124,17 +124,18 @@ class Agent:
             warnings.simplefilter("ignore")
             warnings.simplefilter("always", RuntimeWarning)  # of workers that ended while nothing ran
             try:
+                content: Any = None if body is None else body.content
                 if body is not None:
                     self._take_in(body)
-                if kind == Kind.LOAD and body is not None:
-                    return self._load(body.content)
-                if kind == Kind.CALL and body is not None:
-                    reply = self._call(body.content)
-                elif kind == Kind.ITEMS and body is not None:
-                    self._send_items(sequence, body.content)
+                if kind == Kind.LOAD:
+                    return self._load(content)
+                if kind == Kind.CALL:
+                    reply = self._call(content)
+                elif kind == Kind.ITEMS:
+                    self._send_items(sequence, content)
                     return None
-                elif body is not None and isinstance(body.content, RankOrders):
-                    reply = self._relay(Kind(kind), body.content)
+                elif isinstance(content, RankOrders):
+                    reply = self._relay(Kind(kind), content)
                 else:
                     return Status.DONE, None
             except CallCancelled:  # the head has asked for the interrupt, and does not read the answer

@@ -136,7 +136,7 @@ class NodeActor:
         """Pass on the agent's output from one stream. Return whether there was any."""
         try:
             data = os.read(fd, 1 << 16)
-        except (BlockingIOError, OSError):
+        except OSError:  # often because there is none now
             return False
         if data:
             self._up_link.send(name.encode(), data)

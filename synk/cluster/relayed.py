@@ -26,7 +26,6 @@ class NodeFunction:
     """
 
     is_partial = True
-    is_stale = is_unchecked = per_rank = False
     changes = residents = variables = ()
 
     def __init__(self, note: FunctionNote) -> None:

@@ -46,8 +46,8 @@ class WireGroup(Group):
         """The number of the group that calls may use; 0 if there is none."""
         return self._number if self._is_joined else 0
 
-    def prepare(self, workers: Workers, deadline: float | None) -> bool:
-        """Join the ranks unless they are joined. Return whether they are joined now.
+    def prepare(self, workers: Workers, deadline: float | None) -> None:
+        """Join the ranks unless they are joined.
 
         Joining takes two messages to each rank: the first returns the place where it listens, the second has it connect
         to the places of all others. ``_is_joined`` is set only after both, so a join that is broken off is done again.
@@ -56,10 +56,8 @@ class WireGroup(Group):
         ------
         WorkerDied, CallTimeout, CallCancelled, KeyboardInterrupt
         """
-        if self._is_joined and self._num_restarts == workers.counters["restarts"]:
-            return True
-        if not self._is_wanted:
-            return False
+        if not self._is_wanted or (self._is_joined and self._num_restarts == workers.counters["restarts"]):
+            return
         # Ranks that an earlier attempt has joined keep their wires until this one replaces them. Their number is an
         # older one, so no call uses them.
         self._is_joined = False
@@ -73,11 +71,10 @@ class WireGroup(Group):
         self.problem = next((answer["problem"] for answer in answers.values() if "problem" in answer), "")
         if self.problem:
             self._is_wanted = False
-            return False
+            return
         self.library = answers[0]["library"]
         self._ask({rank: answer["place"] for rank, answer in answers.items()}, deadline)
         self._is_joined = True
-        return True
 
     def break_up(self, workers: Workers) -> None:
         """Have the ranks join again, as another group, before the next call."""

@@ -6,6 +6,7 @@ averages are those of synk. On the workers a shared variable of PyTensor is a :c
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import pickle
@@ -94,9 +95,18 @@ class PyTensorFunction(synk.FunctionWrapper):
         return super().__call__(*args, **options, **self._rows)
 
     def submit(self, /, *args: Any, **options: Any) -> Any:
-        return super().submit(*args, **options, **self._rows)
+        call = super().submit(*args, **options, **self._rows)
+        if self._reduced:  # the next operation must find the averages, which ``finish`` makes in ``result()``
+            with contextlib.suppress(Exception):  # result() raises it again
+                call.result()
+        return call
 
     def repeat(self, num_repeats: int, /, *args: Any, **options: Any) -> Any:
+        if self._reduced and num_repeats != 1:
+            raise ValueError(
+                f"cannot repeat {self.name!r}: got an update with 'all', which is averaged over the ranks when a call "
+                "has ended, expected updates of each rank's own rows. Call it in a loop."
+            )
         return super().repeat(num_repeats, *args, **options, **self._rows)
 
     def verify(self, /, *args: Any, **options: Any) -> Any:

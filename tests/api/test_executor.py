@@ -278,6 +278,17 @@ def test_a_runtime_that_is_closed_meanwhile(runtime: Callable[..., Any]) -> None
     executor.shutdown()
 
 
+def test_a_runtime_that_another_thread_is_about_to_close(runtime: Callable[..., Any]) -> None:
+    """The thread finds it closing, and not closed: it cannot end the tasks, and must not end with an error itself."""
+    rt = runtime(1)
+    executor = synk.Executor(runtime=rt)
+    future = executor.submit(time.sleep, 30)
+    time.sleep(0.2)
+    rt._session.workers.waiting.is_closing = True
+    assert isinstance(future.exception(60), synk.errors.ClosedError)
+    executor.shutdown()
+
+
 def test_calls_of_functions_in_between(executor: synk.Executor) -> None:
     total = executor._runtime.function(lambda x: x.sum(), outputs="sum")
     futures = [executor.submit(lambda k=k: (time.sleep(0.01), k)[1]) for k in range(20)]

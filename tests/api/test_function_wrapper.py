@@ -59,3 +59,14 @@ def test_errors_come_through(shared_runtimes: Any) -> None:
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             pending.result()
+
+
+def test_streams_and_blocks_are_submitted_by_the_wrapper(shared_runtimes: Any) -> None:
+    class Shifted(Mean):
+        def submit(self, /, *args: Any, **options: Any) -> Any:
+            return super().submit(*(arg + 1 for arg in args), **options)
+
+    mean = Shifted(mean_of(shared_runtimes[2]).function)
+    assert list(mean.stream([np.full(4, float(k)) for k in range(5)])) == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert list(mean.rows(np.arange(8.0), batch_size=4)) == [2.5, 6.5]
+    assert mean.num_finished == 7

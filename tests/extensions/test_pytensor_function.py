@@ -62,9 +62,12 @@ def test_updates_over_all_rows_are_those_of_one_process(runtimes: Any, number: i
         for param in params:
             values = [runtimes[number].get_value(remote(param), rank) for rank in range(number)]
             np.testing.assert_allclose(values, [param.get_value()] * number, rtol=1e-7)
-    f.submit(X, Y).result()
-    f.serial(X, Y)
+    calls = [f.submit(X, Y) for _ in range(2)]  # the second goes on from the averages of the first
+    losses = [f.serial(X, Y) for _ in range(2)]
+    np.testing.assert_allclose([call.result() for call in calls], losses, rtol=1e-7)
     np.testing.assert_allclose(remote(params[0]).value, params[0].get_value(), rtol=1e-7)
+    with pytest.raises(ValueError, match="cannot repeat 'graph': got an update with 'all'"):
+        f.repeat(2, X, Y)
 
 
 def test_outputs_givens_and_names(runtimes: Any) -> None:

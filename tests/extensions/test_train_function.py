@@ -410,6 +410,18 @@ def test_three_submitted_steps_and_what_reads_the_parameters_next(
     np.testing.assert_allclose([call.result() for call in calls], expected_losses, rtol=1e-10)
 
 
+def test_a_stream_of_steps_goes_on_from_each_step(workers: Callable[[int | str], synk.Runtime]) -> None:
+    """Also after a step in which some ranks have no rows: they get its result before the next step is sent."""
+    runtime = workers(3)
+    train = make_train_function(loss_and_grad, start(), sgd(0.05))
+    sizes = [6, 1, 8, 2, 5]
+    losses = list(train.stream(batch(num_rows) for num_rows in sizes))
+    expected_losses, expected = trained_by_torch(lambda leaves: torch.optim.SGD(leaves, lr=0.05), sizes)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-10)
+    for rank in range(3):
+        assert_same(runtime.get_value(train.params, rank=rank), expected)
+
+
 def test_a_submitted_step_that_fails_says_so_in_its_result(workers: Callable[[int | str], synk.Runtime]) -> None:
     runtime = workers(2)
 

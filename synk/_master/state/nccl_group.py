@@ -51,24 +51,21 @@ class Group:
         """Whether calls can be sent as things are; otherwise :meth:`prepare` must come first."""
         return True
 
-    def prepare(self, workers: Workers, deadline: float | None) -> bool:
-        """Join the group if it is wanted and not joined. Return whether it is joined now.
+    def prepare(self, workers: Workers, deadline: float | None) -> None:
+        """Join the group if it is wanted and not joined.
 
         Raises
         ------
         WorkerDied, KeyboardInterrupt
         """
-        if not self._is_wanted:
-            return False
-        if self.is_usable(workers):
-            return True
+        if not self._is_wanted or self.is_usable(workers):
+            return
         self._is_joined = False
         # A join may have been broken off, and no rank may go on waiting in it.
         self.break_up(workers)
         self._number += 1
         self._num_restarts = workers.counters["restarts"]
         self._join(workers)
-        return self._is_joined
 
     def break_up(self, workers: Workers) -> None:
         """Make all ranks leave the group, because one of them cannot go on with it."""
