@@ -20,10 +20,12 @@ from synk._master.session import Session
 from synk._master.state.item_pickles import ArrayCopy, ItemPickler
 from synk._master.workers.failures import rebuild
 from synk._master.workers.requests import Request
-from synk._pure.interrupts import HandlerRaised, is_from_handler, safe_point
+from synk._pure.interrupts import HandlerRaised, as_operation, look_again, waiting
 from synk._wire.items import Items, ItemsDone
 from synk._wire.messages import Failure, Reply, Status
 from synk.errors import CallCancelled, CallTimeout, SerializationError
+
+_SMALL_NBYTES = 1 << 14
 
 LONG_NS = 200_000_000
 """No chunk waits behind one that takes longer: it would be late, and an idle rank costs little next to a long chunk."""
@@ -76,23 +78,36 @@ class Chunk:
         self.error, self.is_done = error, True
         self.pickles, self.copies, self.classes = [], [], set()
 
-    def value(self, name: str) -> Any:
-        """Return the next result. It begins no operation, which would take longer than loading most results.
+    @as_operation
+    def take(self, name: str) -> list[Any]:
+        """Return the next results: small ones together, because to begin an operation takes longer than to load one.
 
         Raises
         ------
         SerializationError
-            If the result cannot be loaded.
+            If the next result cannot be loaded.
         """
-        position = self.first + self.num_items - len(self.values)
-        data = self.values.popleft()
+        found: list[Any] = []
+        nbytes = 0
         try:
-            return safe_point(pickle.loads, data)
+            while self.values and nbytes < _SMALL_NBYTES:
+                nbytes += len(self.values[0])
+                found.append(self._load(name))
+                self.values.popleft()
+        except SerializationError:
+            if not found:  # else the next call raises it, after the results before it
+                raise
+        finally:
+            look_again()
+        return found
+
+    def _load(self, name: str) -> Any:
+        position = self.first + self.num_items - len(self.values)
+        try:
+            return waiting(pickle.loads, self.values[0])
         except HandlerRaised:
             raise
         except BaseException as error:  # the user's classes run code here
-            if is_from_handler(error):
-                raise
             raise SerializationError(
                 f"cannot load what {name!r} returned for item {position}: {type(error).__name__}: {error}. Return "
                 "arrays, numbers or objects whose class can be loaded in the master."

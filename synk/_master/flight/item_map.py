@@ -66,7 +66,7 @@ class ItemMap:
             chunk: Chunk | None
             while (chunk := self._next_chunk()) is not None:
                 while chunk.values:
-                    yield chunk.value(self._name)
+                    yield from chunk.take(self._name)
                 if chunk.error is not None:
                     self._error = chunk.error
                     break

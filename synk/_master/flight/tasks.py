@@ -128,12 +128,11 @@ class Tasks:
         return self.outcome(task)
 
     @staticmethod
-    @as_operation
     def outcome(task: Task) -> Any:
         """Return the result of a task that has ended, or raise its error. Call it once."""
         if task.chunk.error is not None:
             raise task.chunk.error
-        return task.chunk.value(_NAME)
+        return task.chunk.take(_NAME)[0]
 
     def _call_back(self) -> None:
         for task in [task for task in self._sent if task.chunk.is_done]:
