@@ -223,10 +223,13 @@ def safe_point(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     HandlerRaised
         If a handler raised the exception that leaves ``fn``. The operation then ends with that exception.
     """
+    gate = _gate
+    if gate.state != _CLOSED or threading.get_ident() != gate.main_thread:
+        return fn(*args, **kwargs)
     try:
         return waiting(fn, *args, **kwargs)
     finally:
-        look_again()
+        gate.place()  # the function may have installed other handlers
 
 
 def look_again() -> None:

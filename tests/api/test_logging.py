@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -156,3 +158,36 @@ def test_an_inline_rank_logs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     with synk.Runtime(inline=True, backend="numpy") as rt:
         rt.function(logs, outputs="sum")(ROWS)
     assert [each.getMessage() for each in caplog.records if each.name == "inline"] == ["here"]
+
+
+class _RepliesFirst:
+    """A poll object that lets a moment pass, and then names replies before all else."""
+
+    def __init__(self, poll: Any, replies: Any) -> None:
+        self._poll, self._replies = poll, replies
+
+    def poll(self, timeout: Any = None) -> Any:
+        if self._poll.poll(timeout):
+            time.sleep(0.01)  # by then the worker has answered
+        return sorted(self._poll.poll(0), key=lambda event: event[0] not in self._replies)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_rank_logged_before_it_answered_is_logged_before_the_call_returns(
+    reused: Fork, caplog: pytest.LogCaptureFixture, fails: bool
+) -> None:
+    def logs(x: Any, k: Any) -> float:
+        if k[0]:
+            logging.getLogger("before").warning("here")
+        if k[0] == 2:
+            raise ValueError("two")
+        return float(x.sum())
+
+    f = reused(1).function(logs, bcast_inputs="k", outputs="sum")
+    for _ in range(4):
+        f(ROWS, np.array([0]))
+    doorbells = f._callee.plans.compiled[0]._doorbells
+    doorbells._poll = _RepliesFirst(doorbells._poll, doorbells._by_fd)
+    with pytest.raises(ValueError, match="two") if fails else contextlib.nullcontext():
+        f(ROWS, np.array([1 + fails]))
+    assert [text for _, _, text in of(caplog, "before")] == ["[rank 0] here"]

@@ -6,6 +6,7 @@ of the plan when the plan changes, or when the totals are read.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -157,7 +158,7 @@ class Record:
         """Start over, in any thread or signal handler. A call that is being added at that moment may be left out."""
         self.wall_ns = self.function_ns = self.wait_ns = self.staged_ns = self.num_new = 0
         self.why_new = ""
-        self.ranks: dict[int, _Rank] = {}
+        self.ranks: defaultdict[int, _Rank] = defaultdict(_Rank)
         self.unchanged.clear()
         self._sums = Sums()  # of no ranks, so the next call counts anew for each of its own
 
@@ -184,7 +185,7 @@ class Record:
             self._sums = sums
         if rows is not sums.rows and (rows != sums.rows or ranks != sums.ranks):
             if ranks != sums.ranks:
-                self._counted = [(rank, self.ranks.setdefault(rank, _Rank())) for rank in ranks]
+                self._counted = [(rank, self.ranks[rank]) for rank in ranks]
             sums = self._sums = sums.turned_to(ranks, rows)
         sums.calls_since += 1
         self.wall_ns += wall_ns
@@ -204,7 +205,7 @@ class Record:
     def add_timed(self, ranks: Sequence[int], words: Any, is_step: bool, is_device: bool) -> None:
         """Add the phases of a call that was just added, if it was a training step, and copies to and from devices."""
         for rank in ranks:
-            word, phases = words[rank], self.ranks.setdefault(rank, _Rank()).phases_ns
+            word, phases = words[rank], self.ranks[rank].phases_ns
             if is_device:
                 self._sums.add_total("to the devices", "h2d", 1, word[Up.H2D_NBYTES])
                 self._sums.add_total("from the devices", "d2h", 1, word[Up.D2H_NBYTES])
@@ -223,7 +224,7 @@ class Record:
         sums.calls += num_items
         self.wall_ns += wall_ns
         self.function_ns += function_ns
-        self.ranks.setdefault(rank, _Rank()).work_ns += function_ns
+        self.ranks[rank].work_ns += function_ns
         sums.add_to_rank(rank, num_items, in_nbytes, out_nbytes)
 
     def add_objects(self, ranks: Sequence[int], nbytes: Sequence[int]) -> None:

@@ -101,8 +101,11 @@ class Doorbells:
                 if not events:
                     return False
                 for fd, _ in events:
-                    if fd not in by_fd:  # printed text, a death, the end of the runtime
+                    # Printed text, a log record, a death, the end of the runtime. Before any answer is taken: what a
+                    # rank has printed before it answered must be shown before the call returns.
+                    if fd not in by_fd:
                         return False
+                for fd, _ in events:
                     rank, channel = by_fd[fd]
                     # A signal handler may raise between this read and the lines below, and the answer is lost. The rank
                     # then still counts as owing one, so ``settle_after`` makes it idle.
