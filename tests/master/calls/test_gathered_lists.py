@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
+from collections import defaultdict, namedtuple
 from typing import Any
 
 import numpy as np
@@ -86,3 +86,16 @@ def test_what_cannot_be_gathered_names_the_array(shared_runtimes: Any) -> None:
         rt.function(lambda x: [float(v) for v in x], outputs="sum")(X)
     with pytest.raises(CollectiveMismatch, match="cannot gather the output"):
         rt.function(lambda x: [1] if x[0] == 0 else x, outputs="gather")(X)
+
+
+@pytest.mark.parametrize("num_workers", [2, 3, "inline"])
+def test_a_defaultdict_is_joined_as_a_dict_is(shared_runtimes: Any, num_workers: Any) -> None:
+    def fn(x: np.ndarray) -> Any:
+        found: Any = defaultdict(list)
+        for value in x:
+            found["names"].append(f"row {value}")
+        found["twice"] = 2 * x
+        return found
+
+    value = shared_runtimes[num_workers].function(fn, outputs="gather")(X)
+    same(dict(value), dict(fn(X)))
