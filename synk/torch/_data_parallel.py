@@ -196,16 +196,26 @@ class _Passes:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: list[torch.Tensor], whole: list[torch.Tensor]
     ) -> Any:
         """Return the nesting of the arguments without their tensors."""
-        names: Sequence[str] = ()
-        if self._bcast_inputs:
-            try:
-                names = list(inspect.signature(self.module.forward).bind(*args, **kwargs).arguments)
-            except TypeError as error:
-                raise TypeError(f"cannot call {self._name!r}: {error}.") from None
         own = self._bcast_inputs
-        labels = [names[position] if position < len(names) else f"args[{position}]" for position in range(len(args))]
-        for label, value in (*zip(labels, args), *kwargs.items()):
-            if label not in own:
+        positional, by_name = self._names(args, kwargs) if own else ([f"args[{k}]" for k in range(len(args))], kwargs)
+        for label, name, value in (*zip(positional, positional, args), *zip(kwargs, by_name, kwargs.values())):
+            if name not in own:
                 self._check_lists(label, value)
-        positional = [take(value, rows, whole, label in own) for label, value in zip(labels, args)]
-        return positional, {name: take(value, rows, whole, name in own) for name, value in kwargs.items()}
+        taken = [take(value, rows, whole, name in own) for name, value in zip(positional, args)]
+        named = zip(kwargs.items(), by_name)
+        return taken, {key: take(value, rows, whole, name in own) for (key, value), name in named}
+
+    def _names(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[str], list[str]]:
+        """Return the names of the parameters of ``forward`` to which the arguments go."""
+        signature = inspect.signature(self.module.forward)
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"cannot call {self._name!r}: {error}.") from None
+        parameters = signature.parameters.values()
+        rest = {each.kind: each.name for each in parameters}  # of ``*args`` and of ``**kwargs`` there is one
+        ordered = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+        ordered += [rest.get(inspect.Parameter.VAR_POSITIONAL, "")] * (len(args) - len(ordered))
+        return ordered[: len(args)], [
+            key if key in signature.parameters else rest[inspect.Parameter.VAR_KEYWORD] for key in kwargs
+        ]

@@ -792,3 +792,16 @@ def test_repeated_passes_are_quiet_calls(shared_runtimes: Any, monkeypatch: pyte
             for own, parameter in zip(plain.parameters(), model.parameters()):
                 own.add_(1.0)
                 parameter.add_(1.0)
+
+
+def test_bcast_inputs_names_variadic_parameters(shared_runtimes: Any) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, x: torch.Tensor, *tables: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
+            return x + sum(table.sum() for table in (*tables, *more.values()))
+
+    model, x, table = Model(), torch.arange(4.0), torch.ones(4)
+    for names in (("tables", "more"), ("tables",), ("more",)):
+        parallel = synk.torch.DataParallel(model, bcast_inputs=names, runtime=shared_runtimes[2])
+        tables = (table, table + 1) if "tables" in names else ()
+        more = {"a": table, "b": table + 2} if "more" in names else {}
+        assert torch.equal(parallel(x, *tables, **more), model(x, *tables, **more))
