@@ -23,6 +23,7 @@ from pytensor.graph.traversal import graph_inputs
 from pytensor.tensor.random.type import RandomGeneratorType
 
 import synk
+from synk._api.options import check_subset
 
 _remotes: weakref.WeakKeyDictionary[SharedVariable, synk.Shared] = weakref.WeakKeyDictionary()
 
@@ -90,8 +91,10 @@ class PyTensorFunction(synk.FunctionWrapper):
         return outputs[0] if self._num_outputs is None else outputs
 
     def __call__(self, /, *args: Any, output_subset: Any = None, **options: Any) -> Any:
-        if output_subset is not None:
-            options["output_subset"] = [*output_subset, self._num_outputs] if self._has_extra else output_subset
+        subset = check_subset(output_subset)
+        if subset is not None:
+            extra = 1 if self._num_outputs is None else self._num_outputs  # its position, behind the outputs
+            options["output_subset"] = [*subset, extra] if self._has_extra else subset
         return super().__call__(*args, **options, **self._rows)
 
     def submit(self, /, *args: Any, **options: Any) -> Any:

@@ -143,3 +143,12 @@ def test_what_is_refused(runtimes: Any) -> None:
         function([], updates=[(w, w + 1, "all")], runtime=runtimes[2])
     with pytest.raises(ValueError, match="op"):
         function([x], (x.sum(), "average"), runtime=runtimes[2])
+
+
+@pytest.mark.parametrize("subset", [1, [1], np.int64(1)])
+def test_one_output_is_selected_beside_an_update_over_all_ranks(runtimes: Any, subset: Any) -> None:
+    x, w = pt.vector("x", dtype="float64"), pytensor.shared(np.array(0.0), name="w")
+    f = function([x], [pt.mean(x), (pt.max(x), "max")], updates=[(w, pt.mean(x), "all")], runtime=runtimes[2])
+    assert f(np.arange(4.0), output_subset=subset) == [3.0]
+    f.sync_to_parent()
+    assert w.get_value() == 1.5
