@@ -11,7 +11,7 @@ import functools
 import inspect
 import pickle
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,6 @@ from pytensor.graph.traversal import graph_inputs
 from pytensor.tensor.random.type import RandomGeneratorType
 
 import synk
-from synk._api.options import check_subset
 
 _remotes: weakref.WeakKeyDictionary[SharedVariable, synk.Shared] = weakref.WeakKeyDictionary()
 
@@ -91,11 +90,10 @@ class PyTensorFunction(synk.FunctionWrapper):
         return outputs[0] if self._num_outputs is None else outputs
 
     def __call__(self, /, *args: Any, output_subset: Any = None, **options: Any) -> Any:
-        subset = check_subset(output_subset)
-        if subset is not None:
+        if output_subset is not None and self._has_extra:
             extra = 1 if self._num_outputs is None else self._num_outputs  # its position, behind the outputs
-            options["output_subset"] = [*subset, extra] if self._has_extra else subset
-        return super().__call__(*args, **options, **self._rows)
+            output_subset = [*(output_subset if isinstance(output_subset, Iterable) else [output_subset]), extra]
+        return super().__call__(*args, output_subset=output_subset, **options, **self._rows)
 
     def submit(self, /, *args: Any, **options: Any) -> Any:
         call = super().submit(*args, **options, **self._rows)
