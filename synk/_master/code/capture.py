@@ -163,11 +163,12 @@ class Capture:
             node.captures.add(self)
             table = node.obj
             facet = node.facets[0]
-            told = facet.told if isinstance(facet, Names) else {}
+            # What was told, for the same reason as in ``_compile``; workers make a module's names themselves.
+            known = facet.told if isinstance(facet, Names) else table
             for name in names:
-                if name in table:
-                    each.expect(table.get, name, told.get(name, table[name]))
-            absent = frozenset(name for name in names if name not in table)
+                if name in known:
+                    each.expect(table.get, name, known[name])
+            absent = frozenset(name for name in names if name not in known)
             if absent:
                 each.forbid(table.keys(), absent)
             if isinstance(facet, Names) and facet.is_whole:

@@ -557,34 +557,56 @@ class Late:
         return int, ()
 
 
-threshold = 1
+threshold = gone = made = 1
 
 
+@pytest.mark.parametrize("what", ["item", "element", "attribute", "a long list", "global", "new global", "lost global"])
+@pytest.mark.parametrize("when", ["pickled", "loaded"])
 @pytest.mark.parametrize("where", WORKERS)
 def test_what_changes_while_the_function_is_being_sent_is_sent_with_the_next_call(
-    shared_runtimes: Any, where: Any
+    shared_runtimes: Any, monkeypatch: pytest.MonkeyPatch, where: Any, when: str, what: str
 ) -> None:
-    a_dict, a_list, a_space, a_big = {"rate": 1}, [1, 2, 3], types.SimpleNamespace(rate=1), list(range(2000))
-
-    def act() -> None:
-        global threshold
-        a_dict["rate"] = a_space.rate = threshold = a_big[1500] = 7
-        a_list.append(7)
-
+    a_dict, a_list, a_space, a_long = {"rate": 1}, [1, 2, 3], types.SimpleNamespace(rate=1), list(range(2000))
+    changes: dict[str, Callable[[], Any]] = {
+        "item": lambda: a_dict.update(rate=7),
+        "element": lambda: a_list.append(7),
+        "attribute": lambda: vars(a_space).update(rate=7),
+        "a long list": lambda: a_long.append(7),
+        "global": lambda: globals().update(threshold=7),
+        "new global": lambda: globals().update(made=7),
+        "lost global": lambda: globals().pop("gone"),
+    }
     z_late = Late()
 
     def f(x: np.ndarray) -> Any:
-        return (a_dict["rate"], sum(a_list), a_space.rate, a_big[1500], threshold, z_late is None)[:5]
+        try:
+            of_made = made
+        except NameError:
+            of_made = 0
+        try:
+            of_gone = gone
+        except NameError:
+            of_gone = 0
+        known = a_dict["rate"], sum(a_list), a_space.rate, sum(a_long), threshold, of_made, of_gone
+        return known if z_late is not None else ()
 
     def check(x: np.ndarray) -> None:
         found = [np.unique(each).tolist() for each in sent(x)]
         assert found == [[each] for each in f(x)]
 
     sent = shared_runtimes[where].function(f, outputs=None)
-    globals()["threshold"] = 1
-    z_late.act = act  # now, since a function is also pickled when it is made
-    sent(X)
-    assert z_late.act is None
+    globals().update(threshold=1, gone=1)
+    globals().pop("made", None)
+    if when == "pickled":
+        z_late.act = changes[what]  # now, since a function is also pickled when it is made
+        sent(X)
+        assert z_late.act is None
+    else:  # as another thread may do it while the workers load
+        functions = shared_runtimes[where]._session.functions
+        load = functions.load_missing
+        with monkeypatch.context() as patch:
+            patch.setattr(functions, "load_missing", lambda *args: (changes[what](), load(*args)))
+            sent(X)
     check(X)
     check(X)
     a_dict["rate"] = 9
