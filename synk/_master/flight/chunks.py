@@ -26,6 +26,7 @@ from synk._wire.messages import Failure, Reply, Status
 from synk.errors import CallCancelled, CallTimeout, SerializationError
 
 _SMALL_NBYTES = 1 << 14
+"""Results are loaded together up to this size of their pickles. What they load into is held until it is consumed."""
 
 LONG_NS = 200_000_000
 """No chunk waits behind one that takes longer: it would be late, and an idle rank costs little next to a long chunk."""
