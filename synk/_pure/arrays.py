@@ -104,6 +104,11 @@ def as_plain_array(value: Any, what: str) -> np.ndarray:
 def _why_not(value: Any, array: np.ndarray) -> str:
     """Return why a value that became an array of objects cannot be shared, and what to do."""
     kind = "" if isinstance(value, np.ndarray) else f" (from {type(value).__name__})"
+    if isinstance(value, dict):
+        return (
+            "got a dict, expected an array. Pass the dict itself to calls, or keep it on the workers by "
+            "synk.shared(...): that is passed in its place, and not copied again."
+        )
     if hasattr(value, "tocsr"):
         return (
             f"got a sparse matrix{kind}, expected an array, or the CSR format as a scattered argument of a call. Pass "

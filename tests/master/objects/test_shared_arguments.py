@@ -200,6 +200,28 @@ def test_a_call_on_resident_data_moves_nothing(shared_runtimes: Any, where: Any)
         assert (sent["bytes_staged"], sent["bytes_pickled"]) == (0, 0)
 
 
+@pytest.mark.parametrize("where", [1, 3, "inline"])
+def test_a_shared_tree_of_parameters_is_not_copied_again(shared_runtimes: Any, where: Any) -> None:
+    """The same call with the plain tree copies its leaves each time. ``Data`` of a tree names this way."""
+    rt = shared_runtimes[where]
+    tree = {"w": np.arange(1000.0), "b": [np.ones(3), np.full(2, 2.0)]}
+    f = rt.function(
+        lambda p, x: p["w"].sum() + p["b"][0].sum() * p["b"][1].sum() + x.sum(), bcast_inputs="p", outputs="sum"
+    )
+    x = rt.data(np.zeros(4 * rt.world_size))
+    for passed, nbytes in ((tree, 8 * 1005), (rt.shared(tree), 0)):
+        for _ in range(3):
+            f(passed, x)
+        before = dict(rt.counters)
+        assert f(passed, x) == rt.world_size * (499500 + 3 * 4)
+        assert f.plan(passed, x).is_compiled
+        assert rt.counters["bytes_pickled"] == before["bytes_pickled"]
+        sent = rt.counters["bytes_staged"] - before["bytes_staged"]
+        assert sent >= nbytes if nbytes else sent == 0
+    with pytest.raises(TypeError, match=r"got a dict.*synk\.shared"):
+        rt.data(tree)
+
+
 @pytest.mark.parametrize("where", EVERYWHERE)
 def test_shards_arrive_read_only_and_as_views_where_they_are_a_range(shared_runtimes: Any, where: Any) -> None:
     rt = shared_runtimes[where]
