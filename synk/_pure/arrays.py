@@ -104,11 +104,6 @@ def as_plain_array(value: Any, what: str) -> np.ndarray:
 def _why_not(value: Any, array: np.ndarray) -> str:
     """Return why a value that became an array of objects cannot be shared, and what to do."""
     kind = "" if isinstance(value, np.ndarray) else f" (from {type(value).__name__})"
-    if isinstance(value, dict):
-        return (
-            "got a dict, expected an array. Pass the dict itself to calls, or keep it on the workers by "
-            "synk.shared(...): that is passed in its place, and not copied again."
-        )
     if hasattr(value, "tocsr"):
         return (
             f"got a sparse matrix{kind}, expected an array, or the CSR format as a scattered argument of a call. Pass "
@@ -120,6 +115,11 @@ def _why_not(value: Any, array: np.ndarray) -> str:
         return (
             f"got a table with columns of several kinds{kind}, expected numbers, text or records. Pass its columns, as "
             "in dict(frame.items()), or those of numbers as one array."
+        )
+    if isinstance(value, dict):
+        return (
+            "got a dict, expected an array. Pass the dict itself to calls, or keep it on the workers by "
+            "synk.shared(...): that is passed in its place, and not copied again."
         )
     if array.size and all(isinstance(each, str) for each in array.flat):
         return f"got text as Python objects{kind}, expected an array of text. Pass np.asarray(value, dtype=str)."
