@@ -89,6 +89,7 @@ class HostCommunicator(abc.ABC):
         """
         if self._rendezvous.is_unfinished:  # an operation failed, and the function caught its error
             self.end()
+            self._mailbox.check_offers()
             return
         while self._schedule:
             self.finish(self._schedule.last)

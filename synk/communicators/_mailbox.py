@@ -7,7 +7,9 @@ keeps in private memory what it has not asked for yet. So messages may be receiv
 may send to each other first and receive afterwards.
 
 A message for which the ring has no room waits in a queue of its sender. The sender goes on writing whenever it waits
-for anything.
+for anything. A long message, whose sender waits until all is written, is *offered*: the ring has only its first line,
+which says where the array lies, and the receiver reads it there. If it cannot, it says so (``refused``), and the array
+follows its line through the ring.
 
 In one file because a rank that waits to send receives in the meantime, and the other way round.
 """
@@ -21,8 +23,17 @@ from collections import deque
 import numpy as np
 
 from synk._pure.ranges import LINE_NBYTES, round_up
+from synk._wire.process_memory import read_memory
 from synk.communicators._buffers import DTYPE_NAMES, named_dtype
-from synk.communicators._messages import HEADER, Inbox, Incoming, Outgoing, unreceived_text, unsent_text
+from synk.communicators._messages import (
+    HEADER,
+    IN_RING,
+    Inbox,
+    Incoming,
+    Outgoing,
+    unreceived_text,
+    unsent_text,
+)
 from synk.communicators._outbox import CHUNK_NBYTES, Outbox
 from synk.communicators._rendezvous import SPIN_YIELDS, CommRequest, Rendezvous
 from synk.communicators._schedule import Schedule
@@ -31,6 +42,8 @@ from synk.communicators._schedule import Schedule
 SMALL_NBYTES = 1 << 12
 # The largest piece that is written at once. The receiver finds it in the cache and copies it during the next one.
 GRAIN_NBYTES = 1 << 18
+# From this size on a message is offered. Two copies of a shorter one are made in the caches, and take no longer.
+OFFERED_NBYTES = 1 << 25
 
 
 class Mailbox:
@@ -91,6 +104,7 @@ class Mailbox:
                 rendezvous.written[rank][peer] = 0
                 rendezvous.read[rank][peer] = 0
                 rendezvous.unsent[rank][peer] = 0
+                rendezvous.refused[rank][peer] = 0
             self.is_used = False  # last, so that the next clear does the rest if this one is interrupted
 
     def trim(self) -> None:
@@ -115,6 +129,19 @@ class Mailbox:
             self.finish(message)
         for outgoing in [message for queue in self._unsent.values() for message in queue]:
             self._finish_sending(outgoing)
+
+    def check_offers(self) -> None:
+        """Check that no offer was broken off. Its receiver may have read an array that the function changed again.
+
+        Raises
+        ------
+        CollectiveMismatch
+        """
+        for message in [each for queue in self._unsent.values() for each in queue if each.is_offered]:
+            self._rendezvous.fail(
+                f"cannot finish {message.request} on rank {self._rank}: an exception broke it off while rank "
+                f"{message.request.peer} was to read the array. Let the exception leave the function."
+            )
 
     def check_received(self) -> None:
         """Wait until the peers have taken in this rank's messages, and check that none is left over.
@@ -157,14 +184,17 @@ class Mailbox:
     # -- sending -------------------------------------------------------------------------------------------------
 
     def send(self, array: np.ndarray, peer: int, tag: int) -> None:
-        """Write a message. Return as soon as its last byte is in the ring.
+        """Write a message. Return as soon as its last byte is in the ring, or was read where it lies.
 
         Raises
         ------
         CollectiveMismatch
             If the ring is full and the receiver has left the call, or no rank can go on.
         """
-        self._finish_sending(self._put(Outgoing(array, peer, tag)))
+        message = Outgoing(array, peer, tag)
+        if array.nbytes >= max(OFFERED_NBYTES, self.capacity) and peer != self._rank:
+            message.offer()
+        self._finish_sending(self._put(message))
 
     def isend(self, array: np.ndarray, peer: int, tag: int) -> None:
         """Leave a message for a peer without waiting: in the ring, in the outbox, or in a private copy.
@@ -197,14 +227,12 @@ class Mailbox:
             rendezvous.wake(peer)
 
     def _finish_sending(self, message: Outgoing) -> None:
-        """Wait until all of a message is in the ring."""
+        """Wait until all of a message is in the ring, or was read where it lies."""
         peer, num_looks = message.request.peer, 0
         while not message.is_done and num_looks < SPIN_YIELDS:  # a receiver that is awake makes room all the time
-            num_looks = 0 if self._room(peer) else num_looks + 1
+            num_looks = 0 if self._write(peer) else num_looks + 1
             if num_looks:
                 os.sched_yield()
-            else:
-                self._write(peer)
         if not message.is_done:
             self._rendezvous.post(message.request)
             self._rendezvous.wait(lambda: self._is_written(message), is_message=True)
@@ -233,28 +261,33 @@ class Mailbox:
             for peer in list(self._unsent):
                 self._write(peer)
 
-    def _write(self, peer: int) -> None:
-        """Write as much of the queue for ``peer`` as the ring has room for."""
+    def _write(self, peer: int) -> bool:
+        """Write as much of the queue for ``peer`` as the ring has room for. Return whether anything could be done."""
         rank, rendezvous, queue = self._rank, self._rendezvous, self._unsent[peer]
-        ring, written = self.to_peers[peer], rendezvous.written[rank]
+        ring, written, has_written = self.to_peers[peer], rendezvous.written[rank], False
         while queue:
-            room = self._room(peer)
-            if not room:
+            message, room = queue[0], self._room(peer)
+            is_unanswered = message.is_offered and message.num_written > 0
+            if not room or (is_unanswered and room < self.capacity):  # it is answered when its line is read
                 rendezvous.unsent[rank][peer] = 1
-                return
+                return has_written
+            has_written = True
             rendezvous.rouse()
+            if is_unanswered:
+                message.answer(was_read=rendezvous.refused[peer][rank] != written[peer])
             start = written[peer] % self.capacity
-            if not queue[0].num_written:
-                queue[0].begin = written[peer]
+            if not message.num_written:
+                message.begin = written[peer]
             # Both counts stay multiples of a line, so a first line never wraps around.
-            nbytes = queue[0].write(ring[start : start + min(room, self._grain)])
+            nbytes = message.write(ring[start : start + min(room, self._grain)])
             rendezvous.fence()  # the bytes must be visible before the count that announces them
             written[peer] += nbytes
             rendezvous.wake(peer)
-            if queue[0].is_done:
+            if message.is_done:
                 self._note_written(queue.popleft(), written[peer])
         del self._unsent[peer]
         rendezvous.unsent[rank][peer] = 0
+        return has_written
 
     def _note_written(self, message: Outgoing, end: int) -> None:
         """Remember where a message lies in the stream, for the text of an error, until the peer has read it."""
@@ -337,6 +370,8 @@ class Mailbox:
             if message is None:
                 message = self._open(sender, ring[start : start + LINE_NBYTES].tobytes())
                 num_read = LINE_NBYTES
+                if message.place < IN_RING and not self._read_offered(sender, message):
+                    rendezvous.refused[rank][sender] = read[sender] + num_read
             else:
                 assert message.body is not None
                 num_left = message.body.size - message.num_filled
@@ -359,6 +394,17 @@ class Mailbox:
         elif message.request is not None:
             self._begin_to_fetch(message)
         return message
+
+    def _read_offered(self, sender: int, message: Incoming) -> bool:
+        """Read a message where it lies in the memory of its sender. Return whether the kernel allowed it.
+
+        The memory of a sender that dies now may be read in part or not at all. The master's abort ends the call.
+        """
+        assert message.body is not None
+        if not read_memory(self._rendezvous.pids[sender], -message.place, message.body):
+            return False
+        message.num_filled = message.body.size
+        return True
 
     # -- from outboxes -------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import NoReturn
 
 import numpy as np
 
+from synk._pure.arrays import address_of
 from synk._pure.dtypes import dtype_name
 from synk._pure.ranges import LINE_NBYTES, round_up
 from synk.communicators._buffers import DTYPE_NAMES, named_dtype
@@ -18,8 +19,10 @@ from synk.errors import CollectiveMismatch
 # The first line of a message: tag, size of the array in bytes, number of the dtype, number of axes, place. The last 32
 # bytes begin the contents: the shape, if there are two axes or more, then the array. The lines that follow have the
 # rest. A place of 0 or more is an offset in the outboxes: the array lies there, and the line has only the shape, if
-# there is room for it. A negative place means that the array is in the ring.
+# there is room for it. The place ``IN_RING`` means that the array is in the ring. Any other one is the negative of an
+# address in the sender's own memory, in which the array is offered.
 LINE = struct.Struct("=qqHB5xq32s")
+IN_RING = -1
 HEADER = struct.Struct("=qqHB5xq")
 INLINE_NBYTES = LINE_NBYTES - HEADER.size
 MAX_INLINE_AXES = INLINE_NBYTES // 8
@@ -47,9 +50,11 @@ class Outgoing:
         How many bytes of both are in the ring.
     begin : int
         Where the message begins in the stream. Valid once its first line is in the ring.
+    is_offered : bool
+        Whether the receiver is to read it where it lies, and has not answered whether it could.
     """
 
-    __slots__ = ("_body", "_header", "_prefix", "begin", "line", "num_written", "request", "rest")
+    __slots__ = ("_body", "_header", "_prefix", "begin", "is_offered", "line", "num_written", "request", "rest")
 
     def __init__(self, array: np.ndarray, peer: int, tag: int) -> None:
         name = dtype_name(array.dtype)
@@ -62,9 +67,10 @@ class Outgoing:
         num_inline = INLINE_NBYTES - len(prefix)
         inline = prefix + body[:num_inline].tobytes()
         self._header = tag, array.nbytes, DTYPE_NAMES.index(name), array.ndim
-        self.line = LINE.pack(*self._header, -1, inline)
+        self.line = LINE.pack(*self._header, IN_RING, inline)
         self.rest = body[num_inline:]
         self.num_written = self.begin = 0
+        self.is_offered = False
         self._prefix, self._body = prefix, body
 
     def lay_out(self, place: int) -> np.ndarray:
@@ -73,9 +79,20 @@ class Outgoing:
         self.rest = self.rest[:0]
         return self._body
 
+    def offer(self) -> None:
+        """Let the ring say only where in this process's memory the message lies."""
+        self.lay_out(-address_of(self._body))
+        self.is_offered = True
+
+    def answer(self, was_read: bool) -> None:
+        """Note whether the receiver could read what was offered. If not, all of it is to follow its line."""
+        self.is_offered = False
+        if not was_read:
+            self.rest = self._body
+
     @property
     def is_done(self) -> bool:
-        return self.num_written >= LINE_NBYTES + self.rest.size
+        return self.num_written >= LINE_NBYTES + self.rest.size and not self.is_offered
 
     def make_own(self) -> None:
         """Copy what is not written yet, so that the array may be changed."""
@@ -107,7 +124,7 @@ class Incoming:
     target : ndarray or None
         The array that the recv gave for it.
     place : int
-        Its offset in the outboxes; negative if it comes through the ring.
+        Its offset in the outboxes. ``IN_RING`` if it comes through the ring, below that if it is offered.
     body : ndarray of uint8 or None
         Memory for the array, preceded by the shape if the first line had no room for that.
     num_filled : int
@@ -122,14 +139,14 @@ class Incoming:
         self.request, self.target = request, target
         self.body: np.ndarray | None = None
         self.num_filled = 0
-        self.place = -1
+        self.place = IN_RING
 
     @property
     def is_done(self) -> bool:
         return self.body is not None and self.num_filled == self.body.size
 
     def open(self, line: bytes) -> None:
-        """Read the first line. A message in the ring gets its body; one in an outbox stays there until asked for."""
+        """Read the first line. A message gets its body; one in an outbox stays there until asked for."""
         _, self.nbytes, number, self._num_axes, self.place, inline = LINE.unpack(line)
         self.dtype = DTYPE_NAMES[number]
         prefix = prefix_nbytes(self._num_axes)
@@ -144,6 +161,8 @@ class Incoming:
             return
         self.make_body()
         assert self.body is not None
+        if self.place != IN_RING:
+            return
         first = np.frombuffer(inline, np.uint8)[: self.body.size]
         self.body[: first.size] = first
         self.num_filled = first.size

@@ -169,6 +169,8 @@ class Rendezvous:
         Whether an operation is running, or one was broken off.
     begun : set of int
         The ranks that are known to have joined the current call.
+    pids : memoryview of int
+        The process of each rank, once it has joined.
     """
 
     def __init__(
@@ -187,6 +189,7 @@ class Rendezvous:
         self.is_meeting = False
         self.sequence = 0
         self._place = 0  # of the last request for a collective
+        self._pid = os.getpid()
         self.is_unfinished = False
         self.is_fetching = False
         self.begun: set[int] = set()
@@ -205,14 +208,15 @@ class Rendezvous:
             return words[start : start + world_size]
 
         self._abort_word = words[:1]
-        columns = [column(layout.column(index)) for index in range(6)]
-        self._sequences, self._ticks, self._left, self._sleeps, self._places, self._verdicts = columns
+        columns = [column(layout.column(index)) for index in range(7)]
+        self._sequences, self._ticks, self._left, self._sleeps, self._places, self._verdicts, self.pids = columns
         step = layout.column_nbytes
         # The sender alone writes written[sender][receiver] and unsent[sender][receiver], the receiver alone
-        # read[receiver][sender].
+        # read[receiver][sender] and refused[receiver][sender].
         self.written = [column(layout.written + each * step) for each in range(world_size)]
         self.read = [column(layout.read + each * step) for each in range(world_size)]
         self.unsent = [column(layout.unsent + each * step) for each in range(world_size)]
+        self.refused = [column(layout.refused + each * step) for each in range(world_size)]
         # Three views of the line at requests[place][rank]: all of it, the words that must be equal, and the weight.
         lines = [[memory[start : start + LINE_NBYTES] for start in layout.request_offsets(place)] for place in range(3)]
         self._requests = lines
@@ -227,6 +231,7 @@ class Rendezvous:
         self.is_fetching = False
         self.begun = set()
         self._ticks[self.rank] = 0
+        self.pids[self.rank] = self._pid
         self.fence()  # nobody may mistake an old tick or an old count of bytes for one of this call
         self._sequences[self.rank] = sequence
 

@@ -42,8 +42,8 @@ PIECE_NBYTES = 1 << 20
 Streams = Mapping[int, np.ndarray]
 """The memory that a rank shows: flat arrays of bytes, by the index of their place in a frame."""
 
-_PLACE = np.empty(2, np.int64)
-"""The form of what says where a stream lies: the process and the address."""
+_PLACE = np.empty(1, np.int64)
+"""The form of what says where a stream lies: the address in the memory of its rank."""
 
 
 class Frame(NamedTuple):
@@ -83,7 +83,6 @@ class ShmCollectives(HostCommunicator):
         self.has_agreed = False
         self._is_weighted = False
         self._weights: list[Any] | None = None
-        self._pid = os.getpid()
         self._reads_memory = True  # until a rank of the call could not read another one's
 
     @property
@@ -283,7 +282,7 @@ class ShmCollectives(HostCommunicator):
         half = self.next_half()
         for index, stream in streams.items():
             if self._reads_memory and stream.size > frame.length:
-                piece = np.array([self._pid, address_of(stream)], np.int64)
+                piece = np.array([address_of(stream)], np.int64)
             else:
                 piece = stream[start : start + frame.length]
             self.part(self.rank, half, frame.offset(index), piece)[:] = piece
@@ -327,8 +326,8 @@ class ShmCollectives(HostCommunicator):
         """Read a whole stream, from the half or from the memory of its rank. Return whether that was possible."""
         rank, target, offset = reading.rank, reading.target, frame.offset(reading.place)
         if target.size > frame.length:
-            pid, address = self.part(rank, half, offset, _PLACE).tolist()
-            return read_memory(pid, address, target)
+            address = int(self.part(rank, half, offset, _PLACE)[0])
+            return read_memory(self._rendezvous.pids[rank], address, target)
         target[:] = self.part(rank, half, offset, target)
         return True
 

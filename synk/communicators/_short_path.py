@@ -15,7 +15,16 @@ from synk._pure.ranges import LINE_NBYTES
 from synk._wire.channel import Looked
 from synk.communicators._buffers import DTYPE_NAMES, named_dtype
 from synk.communicators._mailbox import Mailbox
-from synk.communicators._messages import HEADER, INLINE_NBYTES, LINE, MAX_INLINE_AXES, NUMBERS, SHAPES, prefix_nbytes
+from synk.communicators._messages import (
+    HEADER,
+    IN_RING,
+    INLINE_NBYTES,
+    LINE,
+    MAX_INLINE_AXES,
+    NUMBERS,
+    SHAPES,
+    prefix_nbytes,
+)
 from synk.communicators._rendezvous import SPIN_YIELDS, Rendezvous
 from synk.communicators._short_collectives import ShortCollectives
 
@@ -93,10 +102,10 @@ class ShortPath:
             return False
         self._mailbox.is_used = True
         if nbytes <= INLINE_NBYTES and num_axes <= 1:
-            LINE.pack_into(ring, start, tag, nbytes, number, num_axes, -1, array.tobytes())
+            LINE.pack_into(ring, start, tag, nbytes, number, num_axes, IN_RING, array.tobytes())
         else:
             place = start + HEADER.size
-            HEADER.pack_into(ring, start, tag, nbytes, number, num_axes, -1)
+            HEADER.pack_into(ring, start, tag, nbytes, number, num_axes, IN_RING)
             if num_axes > 1:
                 SHAPES[num_axes].pack_into(ring, place, *array.shape)
                 place += 8 * num_axes
@@ -132,7 +141,7 @@ class ShortPath:
         ring, start = self._from_peers[sender], begin % self._capacity
         # Nothing is taken out before all is known to fit. Until then the mailbox can still read the whole message.
         found, nbytes, found_number, num_axes, place = HEADER.unpack_from(ring, start)
-        if found != tag or place >= 0 or num_axes > MAX_INLINE_AXES:
+        if found != tag or place != IN_RING or num_axes > MAX_INLINE_AXES:
             return None
         total = nbytes + _OVERHEAD_NBYTES[num_axes] & -LINE_NBYTES
         if start + total > self._capacity or total > written[rank] - begin:

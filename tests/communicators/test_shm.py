@@ -40,7 +40,7 @@ from support.worker_group import Died
 
 from synk._pure.tensors import array_of
 from synk._wire.memory import Segment
-from synk.communicators import Buffer, _layout, _rendezvous, _shm_collectives
+from synk.communicators import Buffer, _layout, _mailbox, _rendezvous, _shm_collectives
 from synk.communicators._buffers import as_array, as_buffer, named_dtype
 from synk.communicators._layout import ControlLayout, SegmentLayout, required_nbytes
 from synk.communicators._rendezvous import CommRequest, reset, set_abort
@@ -188,6 +188,81 @@ class TestDisagreement(Disagreement):
 
 class TestMessages(Messages):
     pass
+
+
+def exchange_offers(endpoint: ShmEndpoint, seed: int) -> None:
+    """Send long messages around a ring of ranks before any of them is asked for, and receive them in another order."""
+    comm = endpoint.comm
+    position, size = comm.ranks.index(comm.rank), len(comm.ranks)
+    after, before = comm.ranks[(position + 1) % size], comm.ranks[position - 1]
+    rng = np.random.default_rng(seed)  # the same on all ranks
+    shapes = [(int(count),) for count in rng.choice([0, 1, 3, 700, MANY, MANY + 1, 5 * MANY], 9)]
+    shapes += [(2, 3, 700), (1, 2, 1, 3, 700)]  # the second has more axes than a line has room for
+    order = rng.permutation(len(shapes))
+    usual, _mailbox.OFFERED_NBYTES = _mailbox.OFFERED_NBYTES, 1
+    try:
+        for tag, shape in enumerate(shapes):
+            array = np.full(shape, tag + 10.0 * comm.rank)
+            (comm.isend_array if rng.random() < 0.3 else comm.send_array)(array, after, tag)
+            array[...] = -1
+        for index, tag in enumerate(order.tolist()):
+            like = np.zeros(shapes[tag]) if index % 2 else None
+            got = comm.recv_array(like, before, tag)
+            assert like is None or got is like
+            assert got.shape == shapes[tag]
+            assert set(got.ravel().tolist()) <= {tag + 10.0 * before}
+    finally:
+        _mailbox.OFFERED_NBYTES = usual
+
+
+def test_long_messages_are_read_where_they_lie_unless_a_rank_may_not(group: ShmGroup) -> None:
+    for seed in range(5):
+        group.run(exchange_offers, seed)
+        if group.world_size > 2:
+            group.run(exchange_offers, seed, ranks=(0, 2))
+
+
+def test_an_offer_is_read_once_and_by_the_kernel(trio: ShmGroup) -> None:
+    """It takes a line of the ring; so nothing waits behind it, and the receiver has asked the kernel."""
+
+    def run(endpoint: ShmEndpoint) -> int:
+        comm, num_read = endpoint.comm, 0
+        usual = _mailbox.OFFERED_NBYTES, _mailbox.read_memory
+
+        def read_memory(*args: Any) -> bool:
+            nonlocal num_read
+            num_read += 1
+            return usual[1](*args)
+
+        _mailbox.OFFERED_NBYTES, _mailbox.read_memory = 1, read_memory
+        try:
+            if comm.rank == 0:
+                comm.send_array(np.arange(MANY), 2, 0)
+                comm.send_array(np.arange(3), 2, 0)
+                return int(comm.parts()[2]._rendezvous.written[0][2])
+            if comm.rank == 2:
+                np.testing.assert_array_equal(comm.recv_array(None, 0, 0), np.arange(MANY))
+                comm.recv_array(None, 0, 0)
+            return num_read
+        finally:
+            _mailbox.OFFERED_NBYTES, _mailbox.read_memory = usual
+
+    assert trio.run(run) == [2 * 64, 0, 1]
+
+
+def test_an_offer_that_nobody_takes_is_an_error(trio: ShmGroup) -> None:
+    def run(endpoint: ShmEndpoint) -> None:
+        usual, _mailbox.OFFERED_NBYTES = _mailbox.OFFERED_NBYTES, 1
+        try:
+            if endpoint.comm.rank == 0:
+                endpoint.comm.send_array(np.arange(MANY), 1, 5)
+        finally:
+            _mailbox.OFFERED_NBYTES = usual
+
+    outcomes = trio.outcomes(run)
+    assert_mismatch(outcomes[:1], f"cannot finish send(int64, {MANY} elements, to rank 1, tag 5) of rank 0")
+    trio.recover()
+    assert_works(trio)
 
 
 def hasty(function: Callable[[ShmEndpoint], Any], recheck_ms: int | None) -> Callable[[ShmEndpoint], Any]:

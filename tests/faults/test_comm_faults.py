@@ -1,4 +1,6 @@
-"""Faults at each step of a message that is left in shared memory for its receiver, and the limits on that memory."""
+"""Faults at each step of a large message: one that is left in shared memory for its receiver, and one that it reads
+where it lies. The limits on that memory.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +22,8 @@ COUNT = 600_000
 """More than a ring takes, in several chunks."""
 
 STEPS = ("the place is taken", "the receiver is told", "half is copied", "the receiver has all")
+OFFERED_STEPS = ("it is offered", "the receiver has read it")
+BY_RECEIVER = (STEPS[-1], OFFERED_STEPS[-1])
 
 
 @contextlib.contextmanager
@@ -33,6 +37,8 @@ def acting(step: str, act: Callable[[], None]) -> Iterator[None]:
         "the receiver is told": (Mailbox, "_put"),
         "half is copied": (Outbox, "show"),
         "the receiver has all": (Outbox, "release"),
+        "it is offered": (Mailbox, "_put"),
+        "the receiver has read it": (Mailbox, "_read_offered"),
     }[step]
     usual = getattr(owner, name)
 
@@ -52,13 +58,19 @@ def acting(step: str, act: Callable[[], None]) -> Iterator[None]:
 
 def exchange(step: str, act: Callable[[], None]) -> float:
     """Send a large message from rank 0 to rank 1; either acts at a step of it."""
-    comm = synk.comm
-    place = acting(step, act) if comm.rank == int(step == STEPS[-1]) else contextlib.nullcontext()
+    from synk.communicators import _mailbox
+
+    comm, usual = synk.comm, _mailbox.OFFERED_NBYTES
+    place = acting(step, act) if comm.rank == int(step in BY_RECEIVER) else contextlib.nullcontext()
     with place:
-        if comm.rank == 0:
-            comm.isend(np.arange(float(COUNT)), 1)
-            return 0.0
-        return float(comm.recv(0).sum())
+        if comm.rank == 1:
+            return float(comm.recv(0).sum())
+        _mailbox.OFFERED_NBYTES = 1
+        try:
+            (comm.send if step in OFFERED_STEPS else comm.isend)(np.arange(float(COUNT)), 1)
+        finally:
+            _mailbox.OFFERED_NBYTES = usual
+        return 0.0
 
 
 def nothing() -> None:
@@ -70,7 +82,7 @@ def works(rt: synk.Runtime) -> bool:
     return bool(total(np.zeros(2)) == COUNT * (COUNT - 1) / 2)
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", STEPS + OFFERED_STEPS)
 @pytest.mark.sampled(3)
 def test_a_rank_is_killed_at_a_step_of_a_message(reused: Any, step: str) -> None:
     rt = reused(2)
@@ -81,7 +93,7 @@ def test_a_rank_is_killed_at_a_step_of_a_message(reused: Any, step: str) -> None
         assert works(rt)
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", STEPS + OFFERED_STEPS)
 def test_ctrl_c_at_a_step_of_a_message(shared_runtimes: Any, step: str) -> None:
     rt, master = shared_runtimes[2], os.getpid()
 
@@ -103,10 +115,39 @@ def test_an_exception_at_a_step_leaves_nothing(shared_runtimes: Any) -> None:
     def act() -> None:
         raise LookupError("not today")
 
-    for step in STEPS:
+    for step in STEPS + OFFERED_STEPS:
         with pytest.raises(LookupError, match="not today"):
             rt.function(lambda x, step=step: exchange(step, act), outputs="sum")(np.zeros(2))
         assert works(rt)
+
+
+def test_an_offer_that_was_broken_off_is_no_result(shared_runtimes: Any) -> None:
+    """The receiver may read what the sender has changed since."""
+
+    def f(x: np.ndarray) -> float:
+        comm = synk.comm
+        if comm.rank == 1:
+            time.sleep(0.5)
+            return float(comm.recv(0).sum())
+        array = np.ones(10 * COUNT)
+
+        def ring(*_: Any) -> None:
+            raise LookupError("no time")
+
+        usual = signal.signal(signal.SIGALRM, ring)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        try:
+            comm.send(array, 1)
+        except LookupError:
+            array[:] = 7
+        finally:
+            signal.signal(signal.SIGALRM, usual)
+        return 0.0
+
+    rt = shared_runtimes[2]
+    with pytest.raises(CollectiveMismatch, match=r"cannot finish send\(.*Let the exception leave the function"):
+        rt.function(f, outputs="sum")(np.zeros(2))
+    assert works(rt)
 
 
 def outbox_nbytes() -> int:

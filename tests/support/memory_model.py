@@ -28,6 +28,7 @@ from support.weak_memory import (
 # -- Rendezvous -------------------------------------------------------------------------------------------------------
 
 CALL, EARLIER_CALL = 7, 6
+PID = 70
 
 
 def odd(number: int) -> int:
@@ -39,7 +40,8 @@ def even(number: int) -> int:
 
 
 def begin(rank: int) -> Block:
-    return block("Rendezvous.begin", store(f"ticks[{rank}]", 0), FENCE, store(f"sequences[{rank}]", CALL))
+    words = store(f"ticks[{rank}]", 0), store(f"pids[{rank}]", PID)
+    return block("Rendezvous.begin", *words, FENCE, store(f"sequences[{rank}]", CALL))
 
 
 def end(rank: int, peer: int) -> Block:
@@ -173,6 +175,7 @@ def copy_from_memory(rank: int, peer: int, tick: int, is_dozing: bool) -> tuple[
     reading = block(
         "ShmCollectives._read",
         expect(f"halves[{peer}][{place}]", tick),
+        expect(f"pids[{peer}]", PID),
         expect(f"arrays[{peer}]", tick),
         note("load halves"),  # of what is short
     )
@@ -243,7 +246,7 @@ def copies_from_memory(*is_dozing: bool) -> Protocol:
         rounds = [part for tick in (1, 3) for part in copy_from_memory(rank, 1 - rank, tick, is_dozing[rank])]
         return _program(begin(rank), *rounds)
 
-    return Protocol((program(0), program(1)), _left_over(ticks=5))
+    return Protocol((program(0), program(1)), _left_over(ticks=5, pids=PID - 1))
 
 
 def leaving() -> Protocol:
@@ -278,12 +281,14 @@ def set_abort(rank: int) -> Block:
 # -- Mailbox ----------------------------------------------------------------------------------------------------------
 
 SENDER, RECEIVER = 0, 1
-_WRITTEN, _READ, _RING = "written[0][1]", "read[1][0]", "rings[0][1]"
+_WRITTEN, _READ, _RING, _REFUSED = "written[0][1]", "read[1][0]", "rings[0][1]", "refused[1][0]"
 
 
 def clear(rank: int) -> Block:
-    own = (store(_WRITTEN, 0), note("store read")) if rank == SENDER else (note("store written"), store(_READ, 0))
-    return block("Mailbox.clear", note("call clear"), *own, note("store unsent"))  # first of dictionaries
+    own: tuple[Step, ...] = store(_WRITTEN, 0), note("store read"), note("store unsent"), note("store refused")
+    if rank == RECEIVER:
+        own = note("store written"), store(_READ, 0), note("store unsent"), store(_REFUSED, 0)
+    return block("Mailbox.clear", note("call clear"), *own)  # first of dictionaries
 
 
 def begin_with_messages(rank: int) -> Block:
@@ -298,8 +303,8 @@ def room(count: int) -> Block:
     return block("Mailbox._room", has_begun(RECEIVER), note("load written"), peer)
 
 
-def write_message(count: int, is_dozing: bool) -> Block:
-    """A message for which the ring has room, or will have."""
+def write_message(count: int, is_dozing: bool, answer: Step | None = None) -> Block:
+    """A message for which the ring has room, or will have. ``answer``: what is read of that to an offer before it."""
 
     def write(look: Step | Block) -> Block:
         return block(
@@ -307,6 +312,7 @@ def write_message(count: int, is_dozing: bool) -> Block:
             look,
             note("store unsent"),
             rouse(SENDER),
+            answer or note("load refused"),
             note("load written"),
             store(_RING, count),
             FENCE,
@@ -319,6 +325,21 @@ def write_message(count: int, is_dozing: bool) -> Block:
     if not is_dozing:
         return write(room(count))
     return wait(SENDER, [room(count)], True, [write(note("call _room"))])
+
+
+def take_answer(count: int, refused: int, is_dozing: bool) -> Block:
+    """The line of an offer was read. Nothing follows it: the array belongs to the function again."""
+    rest = (
+        *(note("load written"), note("store rings"), FENCE, note("store written")),
+        *(wake(SENDER, RECEIVER, f"answer {count}"), note("load written"), note("store unsent")),
+    )
+
+    def write(look: Step | Block) -> Block:
+        return block("Mailbox._write", look, note("store unsent"), rouse(SENDER), expect(_REFUSED, refused), *rest)
+
+    if not is_dozing:
+        return write(room(count + 1))
+    return wait(SENDER, [room(count + 1)], True, [write(note("call _room"))])
 
 
 def send_now(count: int) -> Block:
@@ -334,14 +355,24 @@ def send_now(count: int) -> Block:
     )
 
 
-def take_in(count: int, is_dozing: bool) -> tuple[Block, list[Step | Block]]:
-    """Return what a receiver of message ``count`` waits for, and what it does then."""
+def take_in(count: int, is_dozing: bool, offered: int = 0) -> tuple[Block, list[Step | Block]]:
+    """Return what a receiver of message ``count`` waits for, and what it does then.
+
+    ``offered``: what lies in the array that it offers, or -1 if the receiver cannot read it; 0 if it offers none.
+    """
     look = await_(_WRITTEN, lambda number: number >= count)
+    read_offered: Step | Block = note("call _read_offered")
+    if offered > 0:
+        read_offered = block("Mailbox._read_offered", expect("pids[0]", PID), expect("arrays[0]", offered))
     acts: list[Step | Block] = [
         note("load read"),
         rouse(RECEIVER),
         note("load read"),
         expect(_RING, count),
+        read_offered,
+        note("load read"),
+        store(_REFUSED, count) if offered < 0 else note("store refused"),
+        note("load rings"),
         FENCE,
         store(_READ, count),
         wake(RECEIVER, SENDER, str(count)),
@@ -353,8 +384,8 @@ def take_in(count: int, is_dozing: bool) -> tuple[Block, list[Step | Block]]:
     return block("", progress, look), [block("Mailbox._take_in", note("load written"), *acts)]
 
 
-def recv_message(count: int, is_dozing: bool) -> Block:
-    looks, acts = take_in(count, is_dozing)
+def recv_message(count: int, is_dozing: bool, offered: int = 0) -> Block:
+    looks, acts = take_in(count, is_dozing, offered)
     is_there = block("Mailbox.is_there", note("call has_left"), _as_call(looks), note("call fail"))
     return block(
         "Mailbox.finish",
@@ -396,6 +427,26 @@ def messages(*is_dozing: bool) -> Protocol:
     sender = _program(begin_with_messages(SENDER), *(write_message(count, is_dozing[SENDER]) for count in counts))
     receiver = _program(begin_with_messages(RECEIVER), *(recv_message(count, is_dozing[RECEIVER]) for count in counts))
     return Protocol((sender, receiver), {**_left_over(ticks=0), _WRITTEN: 3, _READ: 3})
+
+
+def offered_messages(*is_dozing: bool) -> Protocol:
+    """An array that the receiver cannot read where it lies, and one that it can; each is changed after its send."""
+
+    def fill(contents: int) -> Block:
+        return block("function", store("arrays[0]", contents))
+
+    asleep, receives_asleep = is_dozing
+    sender = _program(
+        begin_with_messages(SENDER),
+        *(fill(1), write_message(1, asleep), write_message(2, asleep, expect(_REFUSED, 1))),
+        *(fill(2), write_message(3, asleep), take_answer(3, 1, asleep), fill(3)),
+    )
+    receiver = _program(
+        begin_with_messages(RECEIVER),
+        *(recv_message(count, receives_asleep, offered) for count, offered in ((1, -1), (2, 0), (3, 2))),
+    )
+    left_over = {**_left_over(ticks=0, pids=PID - 1), _WRITTEN: 3, _READ: 3, _REFUSED: 3}
+    return Protocol((sender, receiver), left_over)
 
 
 def leaving_after_a_message() -> Protocol:
@@ -662,6 +713,7 @@ def protocols() -> dict[str, Protocol]:
         how = " and ".join("asleep" if each else "awake" for each in is_dozing)
         found[f"a collective, {how}"] = collectives(1, *is_dozing)
         found[f"messages, {how}"] = messages(*is_dozing)
+        found[f"offered messages, {how}"] = offered_messages(*is_dozing)
         found[f"copies from memory, {how}"] = copies_from_memory(*is_dozing)
     for is_short in ((True, True), (True, False)):
         how = "short" if all(is_short) else "short and by steps"

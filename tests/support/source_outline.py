@@ -22,6 +22,7 @@ _WORDS = {
     "sleeps": "sleeps",
     "_places": "places",
     "_verdicts": "verdicts",
+    "pids": "pids",
     "_filled": "filled",
     "_released": "released",
     "released": "released",
@@ -39,7 +40,7 @@ _WORDS = {
     "published": "published",
 }
 # rendezvous.written[a][b] is a word and rendezvous.written[a] a row of them; a local variable holds such a row.
-_ROWS = ("written", "read", "unsent")
+_ROWS = ("written", "read", "unsent", "refused")
 # Calls that return a view of data.
 _VIEWS = {"part": "halves", "view": "abort", "ndarray": "rings"}
 _SYSTEM_CALLS = {

@@ -174,6 +174,9 @@ UNORDERED = {
     ("Rendezvous.arrive store ticks", "Rendezvous.rouse store sleeps"),
     # Who wakes up must say so before it changes what others would judge it by, and they judge by ``written``.
     ("Rendezvous.rouse store sleeps", "Mailbox._write store rings"),
+    # The answer to an offer is told of by ``read``, and the array of an offer by ``written``.
+    ("Rendezvous.rouse store sleeps", "Mailbox._take_in store refused"),
+    ("function store arrays", "Rendezvous.rouse store sleeps"),
     # The fence is for the loads between the two.
     ("Peers.meet store published", "assemble store results"),
 }
@@ -350,5 +353,5 @@ def test_the_design_names_every_shared_word() -> None:
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     named = {word.strip(" `") for row in rows for word in row.split(",")}
     columns = {"abort", "sequences", "ticks", "left", "sleeps", "places", "verdicts", "requests"}
-    columns |= {"written", "read", "unsent", "filled", "released"}
+    columns |= {"pids", "written", "read", "unsent", "refused", "filled", "released"}
     assert named >= columns | {word.name for word in Down} | {word.name for word in Up}
