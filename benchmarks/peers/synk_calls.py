@@ -87,12 +87,14 @@ def message(name: str, nbytes: int, repetitions: int) -> Call:
     if name.startswith("kalman"):
         return _kalman(nbytes, is_ordered=name == "kalman")
     num_messages = repetitions * (2 if name == "round_trip" else 1)
-    array, other = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)  # each rank's own, and kept between calls
-    ack = np.ones(1, np.uint8)
+    own: list[np.ndarray] = []  # each rank's, and kept between calls
 
     def body(x: Any) -> float:
         comm = synk.comm
         rank, peer = comm.rank, 1 - comm.rank
+        if not own:
+            own.extend(np.ones(count, np.uint8) for count in (nbytes, nbytes, 1))
+        array, other, ack = own
         comm.barrier()
         start = time.perf_counter()
         for _ in range(repetitions if rank < 2 else 0):
