@@ -27,6 +27,34 @@ if TYPE_CHECKING:
     from synk.communicators._wire_mail import WireMailbox
 
 
+class RunningOperation:
+    """For a ``with`` block around all that an operation does. If it is broken off, the call has no later operation.
+
+    Parameters
+    ----------
+    rendezvous : Rendezvous
+        Its ``is_unfinished`` is true in the block, and from an error in the block until the next call begins.
+    """
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._rendezvous = rendezvous
+
+    def __enter__(self) -> None:
+        """Raise CollectiveMismatch if an earlier operation was broken off: a later one would meet others half-way."""
+        rendezvous = self._rendezvous
+        rendezvous.check_abort()
+        if rendezvous.is_unfinished:
+            raise CollectiveMismatch(
+                f"cannot communicate on rank {rendezvous.rank}: an earlier collective of this call failed, and the "
+                "ranks may no longer agree. Let its exception leave the function."
+            )
+        rendezvous.is_unfinished = True
+
+    def __exit__(self, error_type: type[BaseException] | None, error: object, traceback: object) -> None:
+        if error_type is None:
+            self._rendezvous.is_unfinished = False
+
+
 class HostCommunicator(abc.ABC):
     """The base class of communicators of host memory.
 
@@ -39,11 +67,13 @@ class HostCommunicator(abc.ABC):
     rank, world_size : int
     results : ResultMemory
         Memory for this rank's large results.
+    operation : RunningOperation
     """
 
     rank: int
     world_size: int
     results: ResultMemory
+    operation: RunningOperation
     _rendezvous: Rendezvous
     _schedule: Schedule
     _mailbox: Mailbox
@@ -112,15 +142,6 @@ class HostCommunicator(abc.ABC):
     def _leave(self) -> None:
         """Leave the call. Messages that this rank has sent can still be received."""
 
-    def check_whole(self) -> None:
-        """Raise if an earlier operation of this call was broken off: a later one would meet the others half-way."""
-        self._rendezvous.check_abort()
-        if self._rendezvous.is_unfinished:
-            raise CollectiveMismatch(
-                f"cannot communicate on rank {self.rank}: an earlier collective of this call failed, and the ranks "
-                "may no longer agree. Let its exception leave the function."
-            )
-
     def _check_active(self, kind: str) -> None:
         if not self.ranks:
             raise SynkError(
@@ -150,28 +171,22 @@ class HostCommunicator(abc.ABC):
             If an earlier operation of this call has failed.
         """
         operation = Operation(steps)  # takes the first step, which checks the arguments
-        self.check_whole()
-        self._rendezvous.is_unfinished = True
-        self._schedule.append(operation)
-        self._rendezvous.is_unfinished = False
+        with self.operation:
+            self._schedule.append(operation)
         return operation
 
     def finish(self, operation: Operation) -> Any:
         """Wait until a collective is done. Return what its steps returned."""
         if not operation.is_done:
-            self.check_whole()
-            self._rendezvous.is_unfinished = True
-            self._rendezvous.wait(lambda: self._advance(operation))
-            self._rendezvous.is_unfinished = False
+            with self.operation:
+                self._rendezvous.wait(lambda: self._advance(operation))
         return operation.value
 
     def test(self, operation: Operation) -> bool:
         """Take the steps for which the other ranks are ready. Return whether a collective is done."""
         if not operation.is_done:
-            self.check_whole()
-            self._rendezvous.is_unfinished = True
-            self._advance(operation)
-            self._rendezvous.is_unfinished = False
+            with self.operation:
+                self._advance(operation)
         return operation.is_done
 
     def run(self, steps: Steps) -> Any:
@@ -276,26 +291,23 @@ class HostCommunicator(abc.ABC):
         self.check_member(kind, "peer", peer)
         if array is not None:
             named_dtype(dtype_name(array.dtype))  # raises if the other side could not read it
-        self.check_whole()
         return self._box(peer)
 
     def send_array(self, array: np.ndarray, peer: int, tag: int) -> None:
         """Send a C-contiguous array to rank ``peer``, which may be this one. It may be changed once this returns."""
         box = self._checked_box("send", peer, array)
-        self._rendezvous.is_unfinished = True
-        box.send(array, peer, tag)
-        self._rendezvous.is_unfinished = False
+        with self.operation:
+            box.send(array, peer, tag)
 
     def isend_array(self, array: np.ndarray, peer: int, tag: int) -> None:
         """Send a C-contiguous array without waiting for the receiver. The array may be changed once this returns."""
         box = self._checked_box("send", peer, array)
-        self._rendezvous.is_unfinished = True
-        try:
-            box.isend(array, peer, tag)
-        except SharedMemoryError:  # nothing was sent, so later operations still meet the others
-            self._rendezvous.is_unfinished = False
-            raise
-        self._rendezvous.is_unfinished = False
+        with self.operation:
+            try:
+                box.isend(array, peer, tag)
+            except SharedMemoryError:  # nothing was sent, so later operations still meet the others
+                self._rendezvous.is_unfinished = False
+                raise
 
     def recv_array(self, like: np.ndarray | None, peer: int, tag: int) -> np.ndarray:
         """Receive into a C-contiguous array. Without one, return whatever comes as a new array."""
@@ -303,16 +315,16 @@ class HostCommunicator(abc.ABC):
 
     def irecv_array(self, like: np.ndarray | None, peer: int, tag: int) -> Incoming:
         """Ask for the next message that no earlier receive asked for. ``finish_message`` waits for it."""
-        return self._checked_box("recv", peer, like).irecv(like, peer, tag)
+        box = self._checked_box("recv", peer, like)
+        with self.operation:
+            return box.irecv(like, peer, tag)
 
     def finish_message(self, message: Incoming) -> np.ndarray:
         """Wait for a message that ``irecv_array`` asked for, and return its array."""
         if not message.is_done:
             assert message.request is not None
-            self.check_whole()
-            self._rendezvous.is_unfinished = True
-            self._box(message.request.peer).finish(message)
-            self._rendezvous.is_unfinished = False
+            with self.operation:
+                self._box(message.request.peer).finish(message)
         return message.array()
 
     def test_message(self, message: Incoming) -> bool:
@@ -325,8 +337,6 @@ class HostCommunicator(abc.ABC):
         """
         if not message.is_done:
             assert message.request is not None
-            self.check_whole()
-            self._rendezvous.is_unfinished = True
-            self._box(message.request.peer).is_there(message)
-            self._rendezvous.is_unfinished = False
+            with self.operation:
+                self._box(message.request.peer).is_there(message)
         return message.is_done

@@ -96,8 +96,8 @@ class Schedule:
         """Take steps until one must wait for the other ranks, or no collective is left."""
         operations = self.operations
         while operations:
-            # If its steps raise, a broken collective stays the oldest. Nobody comes here with it again: while
-            # ``is_unfinished`` is set, ``check_whole`` refuses all operations, and the next call clears the schedule.
+            # If its steps raise, a broken collective stays the oldest. Nobody comes here with it again:
+            # ``RunningOperation`` refuses all later operations of the call, and the next call clears the schedule.
             operations[0].advance()
             if operations[0].is_done:
                 operations.popleft()

@@ -22,7 +22,7 @@ from synk._wire.process_memory import read_memory
 from synk.communicators import Buffer
 from synk.communicators._buffers import as_array, named_dtype
 from synk.communicators._checks import check_buffers
-from synk.communicators._host import HostCommunicator
+from synk.communicators._host import HostCommunicator, RunningOperation
 from synk.communicators._layout import MAX_HEAD_WORDS, WORD_NBYTES
 from synk.communicators._mailbox import Mailbox
 from synk.communicators._rendezvous import SPIN_YIELDS, CommRequest, Rendezvous
@@ -77,6 +77,7 @@ class ShmCollectives(HostCommunicator):
     def __init__(self, rendezvous: Rendezvous, halves: np.ndarray) -> None:
         self.rank = rendezvous.rank
         self._rendezvous = rendezvous
+        self.operation = RunningOperation(rendezvous)
         self._halves = halves
         self.half_nbytes = halves.shape[2]
         # State of the collective that takes steps: whether the ranks have agreed on it, and the weights of all ranks.
@@ -98,16 +99,12 @@ class ShmCollectives(HostCommunicator):
     def run(self, steps: Steps) -> Any:
         if self._schedule:  # behind the collectives in flight
             return super().run(steps)
-        rendezvous = self._rendezvous
         try:
             next(steps)  # all checks of the arguments come before the first yield
-            self.check_whole()
-            rendezvous.is_unfinished = True
         except StopIteration as end:
             return end.value
-        value = self.go_on(steps)
-        rendezvous.is_unfinished = False
-        return value
+        with self.operation:
+            return self.go_on(steps)
 
     def go_on(self, steps: Steps) -> Any:
         """Take the remaining steps of a collective. Return what they return."""
