@@ -17,9 +17,12 @@ from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from synk._pure.ops import Op, Reduction
 from synk._pure.ranges import LINE_NBYTES, round_up
 from synk._wire.logs import Levels
+from synk._wire.memory import Segment
 
 VERSION = 1
 
@@ -54,6 +57,9 @@ DEVICE_DTYPES = frozenset(
 
 LARGE_NBYTES = 1 << 18
 """Outputs of at least this size are reduced by the workers, each its own chunk. The master reduces smaller ones."""
+
+MAX_ROOM_NBYTES = LARGE_NBYTES // 2
+"""The largest pickle of an output for which there is a place in the rank's slot."""
 
 MIN_CHECKED_ROWS = 4
 """How many rows a rank needs for the check whether the default op fits a function."""
@@ -175,27 +181,46 @@ class Plan(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """Shape and dtype of one output of one rank. ``dtype`` is None for an object, which travels in the body.
+    """Shape and dtype of one output of one rank. ``dtype`` is None for an object, which is pickled.
 
     ``is_tensor``: whether the function returned a tensor, so that the master returns one too. ``partial_of``: the dtype
-    of the final value, if this is a partial result (see ``synk._pure.partials``).
+    of the final value, if this is a partial result (see ``synk._pure.partials``). ``room``: the size of the place for
+    the pickle of an object in the rank's slot; 0 if it travels in the body of the reply.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     is_tensor: bool = False
     partial_of: Any = None
+    room: int = 0
 
     @property
     def nbytes(self) -> int:
         if self.dtype is None:
-            return 0
+            return self.room
         return math.prod(self.shape) * int(self.dtype.itemsize)
+
+    def view(self, segment: Segment, offset: int) -> np.ndarray | None:
+        """Return what lies of it in shared memory at ``offset``: an array, or the place for a pickle."""
+        if self.dtype is not None:
+            return segment.view(offset, self.shape, self.dtype)
+        return segment.view(offset, (self.room,), np.dtype(np.uint8)) if self.room else None
 
     @property
     def value_dtype(self) -> Any:
         """The dtype of the final value."""
         return self.dtype if self.partial_of is None else self.partial_of
+
+
+class Pickled(NamedTuple):
+    """An object that is pickled already."""
+
+    pickle: bytes
+
+
+def room_for(nbytes: int) -> int:
+    """Return the size of the place for an object whose pickle takes ``nbytes`` now: the next ones may be longer."""
+    return round_up(nbytes + nbytes // 8, LINE_NBYTES)
 
 
 class Layout(NamedTuple):

@@ -327,7 +327,7 @@ class Agent:
         layouts, arrays = assembly.outputs(None if lease is None else lease.deliver())
         cached.is_agreed = True
         assigned = self._variables.assigned(launched, layouts)
-        return NodeReply(layouts, arrays, packed, up, num_restarts, assigned)
+        return NodeReply(layouts, arrays, assembly.pickles(packed), up, num_restarts, assigned)
 
 
 def _parcel(order: ParcelOrder) -> Parcel:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextvars
 import math
+import pickle
 from collections.abc import Sequence
 from functools import reduce as fold
 from typing import Any
@@ -107,6 +108,13 @@ class Assembly:
         for voter, own in enumerate(self._positions):
             views = self._own_views(voter, slots, slot_nbytes)
             self._views.append([views[position] if position != MISSING else None for position in own])
+        # Outputs that are not arrays, each with the place of its pickle, or None if that comes in the reply.
+        self._objects = [
+            (voter, leaf, self._views[voter][leaf])
+            for voter, layout in enumerate(self.layouts)
+            for leaf in self._wanted
+            if layout.leaves[leaf].dtype is None and layout.leaves[leaf] is not _ABSENT
+        ]
         self._small_parts = [[view for view in column if view is not None] for column in zip(*self._views)]  # by leaf
         self.result_nbytes = 0
         self._places: dict[tuple[int, int], int] = {}  # (leaf, voter or -1 for all) -> offset in the result
@@ -129,9 +137,7 @@ class Assembly:
         offsets, _ = slot_offsets(layout.leaves, ops, len(self.voters), self.has_group)
         start = self.voters[voter] * slot_nbytes
         return [
-            slots.view(start + offset, leaf.shape, leaf.dtype)
-            if leaf.dtype is not None and leaf.nbytes < LARGE_NBYTES
-            else None
+            leaf.view(slots, start + offset) if leaf.nbytes < LARGE_NBYTES else None
             for offset, leaf in zip(offsets, layout.leaves)
         ]
 
@@ -259,6 +265,7 @@ class Assembly:
             for leaf in self._wanted:
                 position, item = self._positions[voter][leaf], self.layouts[voter].leaves[leaf]
                 if item.dtype is None:
+                    leaves[position] = item._replace(room=0)  # see ``pickles``
                     continue
                 if leaf in starts and isinstance(self.ops[leaf], Reduction):
                     wide = accumulator_dtype(item.dtype)
@@ -293,7 +300,7 @@ class Assembly:
         rows : sequence of int
             The rows of each voter: the weights of averages.
         objects : sequence of lists
-            Each voter's outputs that are not arrays, in leaf order; empty if there are none.
+            Each voter's outputs that came in its reply, in leaf order; empty if there are none.
         root : ndarray of uint8 or None
             The leased buffer with the large outputs.
         order : ndarray of int64 or None
@@ -343,12 +350,19 @@ class Assembly:
     def _parts(self, objects: Sequence[list[Any]]) -> dict[int, list[Any]]:
         """Return, for each leaf, the voters' outputs that are not arrays; None stands for an array."""
         parts: dict[int, list[Any]] = {}
-        for voter, (own, layout) in enumerate(zip(objects, self.layouts)):
-            values = iter(own)
-            for leaf in self._wanted:
-                if layout.leaves[leaf].dtype is None and layout.leaves[leaf] is not _ABSENT:
-                    parts.setdefault(leaf, [None] * len(self.layouts))[voter] = next(values)
+        sent = [iter(own) for own in objects]
+        for voter, leaf, view in self._objects:
+            value = next(sent[voter]) if view is None else pickle.loads(view.data)
+            parts.setdefault(leaf, [None] * len(self.layouts))[voter] = value
         return parts
+
+    def pickles(self, sent: Sequence[Sequence[bytes]]) -> list[list[bytes]]:
+        """Return each voter's outputs that are not arrays, pickled: those in its slot, and those that it ``sent``."""
+        found: list[list[bytes]] = [[] for _ in sent]
+        others = [iter(own) for own in sent]
+        for voter, _, view in self._objects:
+            found[voter].append(next(others[voter]) if view is None else view.tobytes())
+        return found
 
     def _select(self, values: list[Any]) -> Any:
         if self._subset is None:

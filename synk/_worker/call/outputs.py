@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 import numpy as np
 
 from synk._pure.dtypes import foreign_name
+from synk._pure.nested import is_plain_object
 from synk._pure.ops import Reduction
 from synk._pure.output_ops import match_ops, wanted_leaves
 from synk._pure.table_outputs import num_rows
 from synk._pure.trees import flatten, output_names, skeleton_of
 from synk._wire.memory import Segment
-from synk._wire.messages import LARGE_NBYTES, Layout, Leaf, Status
+from synk._wire.messages import LARGE_NBYTES, MAX_ROOM_NBYTES, Layout, Leaf, Pickled, Status, room_for
 from synk._worker.call.large_outputs import LargeOutputs, own
 from synk._worker.call.values import Object, Partial, array_or_object, take_lists
 from synk._worker.held.plans import LoadedFunction, OutputSlots, PreparedPlan, is_plain_output
@@ -77,7 +79,7 @@ class Outputs:
 
         Return the status and the body of the reply. The body is None if there is nothing new, else
         ``(layout or None, objects)``: the layout if it differs from that of the plan's last call, and the outputs that
-        are not arrays.
+        lie in no slot: no arrays, nor what is simple and short.
         """
         function, layout = prepared.function, prepared.layout
         subset = prepared.plan.output_subset
@@ -108,11 +110,18 @@ class Outputs:
             if self._backend.is_array(array):
                 outputs.append(array)
                 leaves.append(Leaf(tuple(array.shape), array.dtype, function.is_tensor(value), partial_of))
+                continue
+            item = array.value if isinstance(array, Object) else array
+            pickled = pickle.dumps(item, protocol=5) if is_plain_object(item) else None
+            room = 0 if pickled is None else _room(len(pickled), None if layout is None else layout.leaves[position])
+            if room:
+                leaves.append(Leaf((), None, room=room))
+                outputs.append(pickled)
             else:
-                outputs.append(None)
                 # Tables are the only objects that can be reduced, and they have rows.
-                leaves.append(Leaf((num_rows(array.value),) if isinstance(op, Reduction) else (), None))
-                objects.append(array.value if isinstance(array, Object) else array)
+                leaves.append(Leaf((num_rows(item),) if isinstance(op, Reduction) else (), None))
+                outputs.append(None)
+                objects.append(item if pickled is None else Pickled(pickled))
         assigned = variables.assignments() if variables.assigned else ()
         is_new = layout is None or layout.leaves != tuple(leaves) or layout.assigned != assigned
         if is_new:
@@ -132,15 +141,19 @@ class Outputs:
 
     def _slots_of(self, prepared: PreparedPlan, result: Any, values: Sequence[Any]) -> OutputSlots | None:
         """Return where the next call's outputs go if they look like these. None unless a quick check can tell."""
-        function = prepared.function
-        is_plain = all(is_plain_output(value) or _is_converted(value, function) for value in values)
+        function, layout = prepared.function, prepared.layout
+        assert layout is not None
+        is_plain = all(
+            leaf.dtype is None or is_plain_output(value) or _is_converted(value, function)
+            for value, leaf in zip(values, layout.leaves)
+        )
         is_small = all(
             view is not NO_VIEW and view.nbytes < LARGE_NBYTES and (view.dtype.kind != "V" or foreign_name(view.dtype))
             for view in prepared.slot_views
         )
         if not (is_plain and is_small) or self._backend.is_device:
             return None
-        return OutputSlots(result, values, prepared.slot_views, prepared.structure, function)
+        return OutputSlots(result, values, layout.leaves, prepared.slot_views, prepared.structure, function)
 
     def _fill_slot(self, prepared: PreparedPlan) -> Status:
         if not self.slots.lay_out(prepared):
@@ -150,6 +163,9 @@ class Outputs:
         self.large.forget()
         is_first = self.slots.is_first
         for position, (array, view, op) in enumerate(zip(self._values, prepared.slot_views, prepared.ops)):
+            if type(array) is bytes:
+                view.data[: len(array)] = array
+                continue
             if array is None or (op.is_of_rank_0 and not is_first):
                 continue
             if array.nbytes < LARGE_NBYTES:
@@ -210,7 +226,7 @@ class Outputs:
         try:
             self.large.detach()
             for position, array in enumerate(self._values):
-                if array is not None:
+                if array is not None and type(array) is not bytes:
                     self._values[position] = own(self._backend, self._values, position)
         except Exception as error:  # no memory: the message that asks for the outputs raises this
             self._lost = error
@@ -222,6 +238,17 @@ class Outputs:
         self.stage, self._lost = _EMPTY, None
         self._values = []
         self.large.forget()
+
+
+def _room(nbytes: int, known: Leaf | None) -> int:
+    """Return the size of the place for a pickle of ``nbytes`` in the slot, or 0 if it goes into the reply.
+
+    ``known``: the same output of the last call. What went into the reply then does so again, or a layout would be sent
+    at each call of a function whose results are sometimes long.
+    """
+    if known is not None and known.dtype is None and (not known.room or nbytes <= known.room):
+        return known.room
+    return room_for(nbytes) if nbytes <= MAX_ROOM_NBYTES else 0
 
 
 def _is_converted(value: Any, function: LoadedFunction) -> bool:

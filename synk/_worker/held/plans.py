@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
 
+from synk._pure.nested import is_plain_object
 from synk._pure.ops import Op
 from synk._pure.output_ops import each_op, ops_of
 from synk._pure.tensors import is_tensor
 from synk._pure.trees import DictStructure, flatten
 from synk._wire.control import Down
 from synk._wire.memory import Segment
-from synk._wire.messages import IN_SEGMENTS, Input, Layout, Move, Plan
+from synk._wire.messages import IN_SEGMENTS, Input, Layout, Leaf, Move, Plan
 from synk._wire.spans import as_nvtx_range
 from synk._worker.held.loans import Loans
 from synk._worker.held.residents import Changing, Reading
@@ -62,11 +64,18 @@ class LoadedFunction:
 class OutputSlots:
     """Where the outputs go as long as they have the form of the last call's.
 
-    It exists only if all outputs are small arrays, tensors or numbers, which is what most functions return.
+    It exists only if all outputs are small arrays, tensors, numbers or texts, or tuples, lists and dicts of such. That
+    is what most functions return.
     """
 
     def __init__(
-        self, result: Any, values: Sequence[Any], views: Sequence[np.ndarray], structure: Any, function: LoadedFunction
+        self,
+        result: Any,
+        values: Sequence[Any],
+        leaves: Sequence[Leaf],
+        views: Sequence[np.ndarray],
+        structure: Any,
+        function: LoadedFunction,
     ) -> None:
         self._kind = type(result)
         # None for a single value, a tuple of values, or a dict of values: then the slots are in the order of the dict.
@@ -75,10 +84,11 @@ class OutputSlots:
         self._keys: tuple[str, ...] = ()
         if type(structure) is DictStructure:
             self._keys = structure.order
-            values, views = [[each[k] for k in structure.places] for each in (values, views)]
+            values = [values[k] for k in structure.places]
+            leaves, views = [leaves[k] for k in structure.places], [views[k] for k in structure.places]
         self._slots = [
-            (type(value), None if is_plain_output(value) else function.from_framework, view.dtype, view.shape, view)
-            for value, view in zip(values, views)
+            (type(value), _conversion(value, leaf, function), view.dtype, view.shape, view)
+            for value, leaf, view in zip(values, leaves, views)
         ]
 
     def fill(self, result: Any) -> bool:
@@ -108,6 +118,23 @@ class OutputSlots:
                 return False
             view[...] = value
         return True
+
+
+def _conversion(value: Any, leaf: Leaf, function: LoadedFunction) -> Callable[[Any], Any] | None:
+    """Return what makes the array that lies in the slot of an output like ``value``; None if it is that already."""
+    if leaf.dtype is None:
+        return functools.partial(_as_pickle, room=leaf.room)
+    return None if is_plain_output(value) else function.from_framework
+
+
+def _as_pickle(value: Any, room: int) -> np.ndarray:
+    """Return the pickle of an object in an array of ``room`` bytes; in one of another size if it needs a closer look.
+
+    That is an object that is not simple or too long, and an int that has another dtype than most.
+    """
+    if not is_plain_object(value) or (type(value) is int and value.bit_length() > 63):
+        return np.empty(0, np.uint8)
+    return np.frombuffer(pickle.dumps(value, protocol=5).ljust(room), np.uint8)  # nothing reads behind its end
 
 
 def is_plain_output(value: Any) -> bool:

@@ -61,11 +61,10 @@ class Slots:
         key = (self.segment.id, num_ranks, has_group)
         if prepared.slot_key != key:
             base = self.rank * self.nbytes
-            prepared.slot_views = [
-                self.segment.view(base + offset, leaf.shape, leaf.dtype)
-                if leaf.dtype is not None and is_in_slot(leaf, op, num_ranks, has_group)
-                else NO_VIEW
+            views = [
+                leaf.view(self.segment, base + offset) if is_in_slot(leaf, op, num_ranks, has_group) else None
                 for offset, leaf, op in zip(offsets, layout.leaves, prepared.ops)
             ]
+            prepared.slot_views = [NO_VIEW if view is None else view for view in views]
             prepared.slot_key = key
         return True

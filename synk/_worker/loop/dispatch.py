@@ -9,12 +9,11 @@ import pickle
 import time
 from typing import Any
 
-from synk._pure.nested import is_plain_object
 from synk._wire.cell import cell
 from synk._wire.control import Down, Phase, Up
 from synk._wire.items import ItemsDone
 from synk._wire.logs import set_levels
-from synk._wire.messages import IS_ALONE, LANE_SHIFT, Body, Failure, JoinOrder, Kind, LoadOrder, Status
+from synk._wire.messages import IS_ALONE, LANE_SHIFT, Body, Failure, JoinOrder, Kind, LoadOrder, Pickled, Status
 from synk._wire.steps import run_steps
 from synk._wire.variables import DeviceCollective, Fetch
 from synk._worker.failures import pack_failure
@@ -208,7 +207,7 @@ def _pickle_reply(worker: Worker, status: Status, flags: int, content: Any) -> t
             packed = []
             for position, item in enumerate(objects):
                 what = f"object {position} of its result"
-                packed.append(pickle.dumps(item, protocol=5) if is_plain_object(item) else dumps(item))
+                packed.append(item.pickle if type(item) is Pickled else dumps(item))
             data = pickle.dumps((None, packed), protocol=5) if layout is None else dumps((layout, packed))
         finally:
             worker.is_interruptible = False

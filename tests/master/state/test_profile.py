@@ -176,7 +176,7 @@ def test_outputs_that_are_no_arrays_are_counted(shared_runtimes: Any) -> None:
     for _ in range(3):
         f(np.ones(4))
     found = totals(rt, "texts")["outputs", "output"]
-    assert found.calls == 3 and 3 * 2 * 100_000 < found.nbytes < 3 * 2 * 100_100
+    assert found.calls == 3 and 3 * 2 * 100_000 < found.nbytes < 3 * 2 * 112_700  # with room for longer ones
     ranks = [each for each in rt.profile.ranks if each.function == "texts"]
     assert [each.out_nbytes for each in ranks] == [found.nbytes // 2] * 2
 
