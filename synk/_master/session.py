@@ -49,7 +49,7 @@ _COUNTERS = (
     "messages_down", "messages_up", "bytes_down", "bytes_up", "bytes_pickled", "bytes_staged", "calls", "restarts",
 )  # fmt: skip
 
-_open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+_open_sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
 
 
 class Guest(Protocol):
@@ -153,7 +153,7 @@ class Session:
         self.workers.sources |= {"variable": self.variables.told, "lane": self.lanes.told}
         self.device_values = DeviceValues(self.workers, self.lanes, self.group, self.variables, self.numbers)
         self.queue = make_queue(self)
-        _open_sessions.add(self)
+        _open_sessions[id(self)] = self
         try:
             with deferred():  # everything that is opened in between has an owner that closes it
                 self.workers.processes.start()
@@ -411,7 +411,7 @@ class Session:
         self.functions.close()
         self.variables.close()
         self.memory.close()
-        _open_sessions.discard(self)
+        _open_sessions.pop(id(self), None)
         if cell.session is self:
             cell.session = cell.runtime = None
 
@@ -459,8 +459,13 @@ def watch_over() -> None:
     os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_forked_child)
 
 
+def _all_open() -> list[Session]:
+    """Return the open sessions, by a step that no other thread can break: it may open one at this moment."""
+    return [session for each in _open_sessions.valuerefs() if (session := each()) is not None]
+
+
 def _close_all() -> None:
-    for session in list(_open_sessions):
+    for session in _all_open():
         session.workers.waiting.is_exiting = True
         with contextlib.suppress(SynkError):
             session.close()
@@ -469,7 +474,7 @@ def _close_all() -> None:
 def _before_fork() -> None:
     with deferred():
         _fork_lock.acquire()
-        for session in list(_open_sessions):  # the child must not use what the parent remembers
+        for session in _all_open():  # the child must not use what the parent remembers
             session.workers.log.note()
         before_fork()
 
@@ -482,7 +487,7 @@ def _after_fork() -> None:
 def _in_forked_child() -> None:
     """Close the descriptors that tell workers whether the master lives, and memory that the child cannot use."""
     _after_fork()
-    for session in list(_open_sessions):
+    for session in _all_open():
         session.workers.processes.abandon()
         session.abandon_memory()
     _open_sessions.clear()

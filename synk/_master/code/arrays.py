@@ -92,6 +92,10 @@ class ArrayContents(Facet):
         """Return a copy to send."""
         return self.obj.copy(self.order)
 
+    def raw_of(self, copy: Any) -> bytes:
+        """Return what ``raw`` was when ``value`` made a copy. Another thread may have written since."""
+        return bytes(copy.tobytes(self.order))
+
     # -- comparing ------------------------------------------------------------------------------------------------
 
     def note_sent(self, told: Any) -> None:
@@ -161,7 +165,7 @@ class ArrayContents(Facet):
         if change.kind == "reload":  # the book has copied the bytes into the shared memory already
             self.note_sent(self.told)
         elif change.kind == "contents":
-            self.note_sent(self.raw())
+            self.note_sent(self.raw_of(change.value))
 
     def forget(self, change: Change) -> None:
         self.version = UNKNOWN
@@ -259,6 +263,9 @@ class TensorContents(ArrayContents):
 
     def value(self) -> Any:
         return self.obj.detach().clone().requires_grad_(self.obj.requires_grad)
+
+    def raw_of(self, copy: Any) -> bytes:
+        return TensorContents(copy).raw() if self.is_in_order else self.raw()  # the copy has no gaps in its memory
 
     def change(self) -> Change:
         if self.form != self._form() or not self.is_in_order:  # a worker gives the same tensor other memory

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from synk._master.code import facets
-from synk._master.code.arrays import ArrayContents, RawContents
+from synk._master.code.arrays import ArrayContents, RawContents, contents_of
 from synk._master.code.comparisons import Comparisons
 from synk._master.code.facets import Elements, Facet, State, attributes, contents, items
 
@@ -181,3 +181,27 @@ def test_the_cost_of_a_first_comparison_that_imports_does_not_count(monkeypatch:
     monkeypatch.setattr(facets.time, "thread_time_ns", thread_time_ns)
     assert state.measure()
     assert state.cost_ns == 6_000 and not state.is_slow
+
+
+def of_torch(array: np.ndarray) -> Any:
+    return pytest.importorskip("torch").from_numpy(array)
+
+
+@pytest.mark.parametrize("make", [np.asarray, of_torch], ids=["numpy", "torch"])
+@pytest.mark.parametrize("form", ["C", "F", "with gaps"])
+@pytest.mark.parametrize("count", [12, 60_000])
+def test_what_is_written_while_a_copy_is_sent_is_reported(make: Callable[[Any], Any], form: str, count: int) -> None:
+    """The ranks were told of the copy, not of what the array holds when that is noted."""
+    whole = np.zeros((count, 4))
+    memory = whole[:, ::2] if form == "with gaps" else np.asarray(whole, order=form)  # type: ignore[call-overload]
+    facet = contents_of(make(memory))
+    assert facet is not None
+    facet.note_sent(facet.raw())
+    memory[1, 1] = 1
+    (change,) = facet.changes() or [facet.change()]  # of a large one, samples need not show it
+    memory[1, 1] = 2  # by another thread
+    facet.tell(change)
+    if not (make is of_torch and form != "C"):  # what lies between the elements of a tensor is not in its copy
+        assert not facet.is_current()
+    facet.tell(facet.change())
+    assert facet.is_current()
