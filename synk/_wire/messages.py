@@ -61,6 +61,9 @@ LARGE_NBYTES = 1 << 18
 MAX_ROOM_NBYTES = LARGE_NBYTES // 2
 """The largest pickle of an output for which there is a place in the rank's slot."""
 
+MAX_ROOMS_NBYTES = 1 << 20
+"""How much of a slot a call's pickles may take together: slots are kept."""
+
 MIN_CHECKED_ROWS = 4
 """How many rows a rank needs for the check whether the default op fits a function."""
 
@@ -212,8 +215,12 @@ class Leaf(NamedTuple):
         return self.dtype if self.partial_of is None else self.partial_of
 
 
+PickledOutput = tuple[str, bytes]
+"""The name of an output, and its pickle."""
+
+
 class Pickled(NamedTuple):
-    """An object that is pickled already."""
+    """An object that has been pickled already."""
 
     pickle: bytes
 

@@ -60,7 +60,8 @@ def _read_straight(pid: int, address: int, target: np.ndarray) -> bool:
     """Fill a flat array by the kernel's copies alone."""
     start, num_left = address_of(target), target.size
     # The other process may die at any moment. The kernel then copies less, or nothing, and the caller learns of it. The
-    # bytes that were copied before are never used: the ranks meet once more before a collective returns them.
+    # bytes that were copied before are never used: the ranks meet once more before a collective returns them, and a
+    # message that was read in part comes again through its ring.
     while num_left:  # a call reads 2 GiB at most
         ranges = _Ranges(start, num_left, address, num_left)
         here = ctypes.addressof(ranges)

@@ -17,7 +17,7 @@ from synk._master.calls.arguments import Argument
 from synk._master.calls.plans import CallOptions
 from synk._pure.ops import OPS
 from synk._pure.shards import Assignment
-from synk._wire.messages import Failure, Layout
+from synk._wire.messages import Failure, Layout, PickledOutput
 
 _LARGE_NBYTES = 1 << 16
 
@@ -165,7 +165,7 @@ class NodeReply(NamedTuple):
     layouts, arrays
         See ``Assembly.outputs``: one of each for each rank that ran. There are no arrays if the node's own ranks do not
         agree. Then the head, which sees all ranks, raises the error.
-    packed : list of lists of bytes
+    packed : list of lists of PickledOutput
         The outputs of each rank that are not arrays, pickled by the rank.
     up : list of lists of int
         The numbers in the control block of each rank; see ``synk._wire.control.Up``.
@@ -185,7 +185,7 @@ class NodeReply(NamedTuple):
 
     layouts: Sequence[Layout] = ()
     arrays: Sequence[list[np.ndarray | None]] = ()
-    packed: Sequence[list[bytes]] = ()
+    packed: Sequence[list[PickledOutput]] = ()
     up: Sequence[list[int]] = ()
     num_restarts: int = 0
     assigned: Sequence[list[list[np.ndarray]]] = ()

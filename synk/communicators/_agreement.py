@@ -54,7 +54,6 @@ class NodeAgreement(HostCommunicator):
         self._boxes = self._mailbox, mail
         assert isinstance(rendezvous, WiredRendezvous)
         self._rendezvous = rendezvous
-        self.operation = local.operation
         self.rank, self.world_size = local.rank, local.world_size
         self.patience, self.results = local.patience, local.results
         self._groups = tuple(groups)

@@ -21,38 +21,10 @@ from synk.communicators._messages import Incoming
 from synk.communicators._rendezvous import Rendezvous
 from synk.communicators._results import Place, ResultMemory
 from synk.communicators._schedule import Operation, Schedule, Steps
-from synk.errors import CollectiveMismatch, SharedMemoryError, SynkError
+from synk.errors import SharedMemoryError, SynkError
 
 if TYPE_CHECKING:
     from synk.communicators._wire_mail import WireMailbox
-
-
-class RunningOperation:
-    """For a ``with`` block around all that an operation does. If it is broken off, the call has no later operation.
-
-    Parameters
-    ----------
-    rendezvous : Rendezvous
-        Its ``is_unfinished`` is true in the block, and from an error in the block until the next call begins.
-    """
-
-    def __init__(self, rendezvous: Rendezvous) -> None:
-        self._rendezvous = rendezvous
-
-    def __enter__(self) -> None:
-        """Raise CollectiveMismatch if an earlier operation was broken off: a later one would meet others half-way."""
-        rendezvous = self._rendezvous
-        rendezvous.check_abort()
-        if rendezvous.is_unfinished:
-            raise CollectiveMismatch(
-                f"cannot communicate on rank {rendezvous.rank}: an earlier collective of this call failed, and the "
-                "ranks may no longer agree. Let its exception leave the function."
-            )
-        rendezvous.is_unfinished = True
-
-    def __exit__(self, error_type: type[BaseException] | None, error: object, traceback: object) -> None:
-        if error_type is None:
-            self._rendezvous.is_unfinished = False
 
 
 class HostCommunicator(abc.ABC):
@@ -67,13 +39,11 @@ class HostCommunicator(abc.ABC):
     rank, world_size : int
     results : ResultMemory
         Memory for this rank's large results.
-    operation : RunningOperation
     """
 
     rank: int
     world_size: int
     results: ResultMemory
-    operation: RunningOperation
     _rendezvous: Rendezvous
     _schedule: Schedule
     _mailbox: Mailbox
@@ -115,7 +85,7 @@ class HostCommunicator(abc.ABC):
         Raises
         ------
         CollectiveMismatch
-            If something cannot be finished, or a message is left that nobody has received.
+            If something cannot be finished, a message is left that nobody has received, or an offer was broken off.
         """
         if self._rendezvous.is_unfinished:  # an operation failed, and the function caught its error
             self.end()
@@ -171,21 +141,21 @@ class HostCommunicator(abc.ABC):
             If an earlier operation of this call has failed.
         """
         operation = Operation(steps)  # takes the first step, which checks the arguments
-        with self.operation:
+        with self._rendezvous.operation:
             self._schedule.append(operation)
         return operation
 
     def finish(self, operation: Operation) -> Any:
         """Wait until a collective is done. Return what its steps returned."""
         if not operation.is_done:
-            with self.operation:
+            with self._rendezvous.operation:
                 self._rendezvous.wait(lambda: self._advance(operation))
         return operation.value
 
     def test(self, operation: Operation) -> bool:
         """Take the steps for which the other ranks are ready. Return whether a collective is done."""
         if not operation.is_done:
-            with self.operation:
+            with self._rendezvous.operation:
                 self._advance(operation)
         return operation.is_done
 
@@ -296,13 +266,13 @@ class HostCommunicator(abc.ABC):
     def send_array(self, array: np.ndarray, peer: int, tag: int) -> None:
         """Send a C-contiguous array to rank ``peer``, which may be this one. It may be changed once this returns."""
         box = self._checked_box("send", peer, array)
-        with self.operation:
+        with self._rendezvous.operation:
             box.send(array, peer, tag)
 
     def isend_array(self, array: np.ndarray, peer: int, tag: int) -> None:
         """Send a C-contiguous array without waiting for the receiver. The array may be changed once this returns."""
         box = self._checked_box("send", peer, array)
-        with self.operation:
+        with self._rendezvous.operation:
             try:
                 box.isend(array, peer, tag)
             except SharedMemoryError:  # nothing was sent, so later operations still meet the others
@@ -316,14 +286,14 @@ class HostCommunicator(abc.ABC):
     def irecv_array(self, like: np.ndarray | None, peer: int, tag: int) -> Incoming:
         """Ask for the next message that no earlier receive asked for. ``finish_message`` waits for it."""
         box = self._checked_box("recv", peer, like)
-        with self.operation:
+        with self._rendezvous.operation:
             return box.irecv(like, peer, tag)
 
     def finish_message(self, message: Incoming) -> np.ndarray:
         """Wait for a message that ``irecv_array`` asked for, and return its array."""
         if not message.is_done:
             assert message.request is not None
-            with self.operation:
+            with self._rendezvous.operation:
                 self._box(message.request.peer).finish(message)
         return message.array()
 
@@ -337,6 +307,6 @@ class HostCommunicator(abc.ABC):
         """
         if not message.is_done:
             assert message.request is not None
-            with self.operation:
+            with self._rendezvous.operation:
                 self._box(message.request.peer).is_there(message)
         return message.is_done

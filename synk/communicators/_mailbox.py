@@ -7,7 +7,7 @@ keeps in private memory what it has not asked for yet. So messages may be receiv
 may send to each other first and receive afterwards.
 
 A message for which the ring has no room waits in a queue of its sender. The sender goes on writing whenever it waits
-for anything. A long message, whose sender waits until all is written, is *offered*: the ring has only its first line,
+for anything. A long message whose sender waits anyway is *offered*: the ring has only its first line,
 which says where the array lies, and the receiver reads it there. If it cannot, it says so (``refused``), and the array
 follows its line through the ring.
 
@@ -37,6 +37,7 @@ from synk.communicators._messages import (
 from synk.communicators._outbox import CHUNK_NBYTES, Outbox
 from synk.communicators._rendezvous import SPIN_YIELDS, CommRequest, Rendezvous
 from synk.communicators._schedule import Schedule
+from synk.errors import CollectiveMismatch
 
 # An isend below this size never uses the outbox: if the ring has no room, the sender keeps a private copy.
 SMALL_NBYTES = 1 << 12
@@ -131,17 +132,19 @@ class Mailbox:
             self._finish_sending(outgoing)
 
     def check_offers(self) -> None:
-        """Check that no offer was broken off. Its receiver may have read an array that the function changed again.
+        """Check that no offer was broken off. Its receiver may have read the array after the function had changed it.
 
         Raises
         ------
         CollectiveMismatch
         """
-        for message in [each for queue in self._unsent.values() for each in queue if each.is_offered]:
-            self._rendezvous.fail(
-                f"cannot finish {message.request} on rank {self._rank}: an exception broke it off while rank "
-                f"{message.request.peer} was to read the array. Let the exception leave the function."
-            )
+        for queue in self._unsent.values():
+            message = queue[-1]  # whoever sends after an offer was broken off has an error
+            if message.is_offered:
+                raise CollectiveMismatch(
+                    f"cannot finish {message.request} on rank {self._rank}: an exception broke it off before rank "
+                    f"{message.request.peer} said that it had read the array. Let the exception leave the function."
+                )
 
     def check_received(self) -> None:
         """Wait until the peers have taken in this rank's messages, and check that none is left over.
@@ -184,7 +187,7 @@ class Mailbox:
     # -- sending -------------------------------------------------------------------------------------------------
 
     def send(self, array: np.ndarray, peer: int, tag: int) -> None:
-        """Write a message. Return as soon as its last byte is in the ring, or was read where it lies.
+        """Write a message. Return as soon as its last byte is in the ring, or the array has been read where it lies.
 
         Raises
         ------
@@ -252,6 +255,7 @@ class Mailbox:
         if message.is_done:
             return True
         if has_left:
+            message.is_offered = False  # nobody will read it
             rendezvous.fail(unreceived_text(message.request, self._rank), [peer])
         return False
 

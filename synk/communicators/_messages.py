@@ -37,7 +37,7 @@ def prefix_nbytes(num_axes: int) -> int:
 
 
 class Outgoing:
-    """A message on the sender's side, until all of it is in the ring.
+    """A message on the sender's side, until all of it is in the ring or was read where it lies.
 
     Attributes
     ----------
@@ -146,7 +146,7 @@ class Incoming:
         return self.body is not None and self.num_filled == self.body.size
 
     def open(self, line: bytes) -> None:
-        """Read the first line. A message gets its body; one in an outbox stays there until asked for."""
+        """Read the first line. A message gets memory for its body; one in an outbox stays there until asked for."""
         _, self.nbytes, number, self._num_axes, self.place, inline = LINE.unpack(line)
         self.dtype = DTYPE_NAMES[number]
         prefix = prefix_nbytes(self._num_axes)
@@ -161,11 +161,10 @@ class Incoming:
             return
         self.make_body()
         assert self.body is not None
-        if self.place != IN_RING:
-            return
-        first = np.frombuffer(inline, np.uint8)[: self.body.size]
-        self.body[: first.size] = first
-        self.num_filled = first.size
+        if self.place == IN_RING:
+            first = np.frombuffer(inline, np.uint8)[: self.body.size]
+            self.body[: first.size] = first
+            self.num_filled = first.size
 
     def make_body(self) -> None:
         """Make memory for the bytes, or use the recv's own array if it is like the message."""

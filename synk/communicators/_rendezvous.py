@@ -137,6 +137,34 @@ def mismatch(lines: Mapping[int, Any]) -> CollectiveMismatch:
     return CollectiveMismatch(f"cannot run a collective: the ranks asked for different ones: {texts}. {RULE}")
 
 
+class RunningOperation:
+    """For a ``with`` block around all that an operation does. After an error in it the call can have no further one.
+
+    Parameters
+    ----------
+    rendezvous : Rendezvous
+        Its ``is_unfinished`` is true in the block, and from an error in the block until the next call begins.
+    """
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._rendezvous = rendezvous
+
+    def __enter__(self) -> None:
+        """Raise CollectiveMismatch if an earlier operation was broken off: a later one would meet others half-way."""
+        rendezvous = self._rendezvous
+        rendezvous.check_abort()
+        if rendezvous.is_unfinished:
+            raise CollectiveMismatch(
+                f"cannot communicate on rank {rendezvous.rank}: an earlier operation of this call failed, and the "
+                "ranks may no longer agree. Let its exception leave the function."
+            )
+        rendezvous.is_unfinished = True
+
+    def __exit__(self, error_type: type[BaseException] | None, error: object, traceback: object) -> None:
+        if error_type is None:
+            self._rendezvous.is_unfinished = False
+
+
 class Rendezvous:
     """One rank's view of the control words.
 
@@ -167,6 +195,7 @@ class Rendezvous:
         Whether this rank waits for a message that its sender is copying.
     is_unfinished : bool
         Whether an operation is running, or one was broken off.
+    operation : RunningOperation
     begun : set of int
         The ranks that are known to have joined the current call.
     pids : memoryview of int
@@ -189,8 +218,8 @@ class Rendezvous:
         self.is_meeting = False
         self.sequence = 0
         self._place = 0  # of the last request for a collective
-        self._pid = os.getpid()
         self.is_unfinished = False
+        self.operation = RunningOperation(self)
         self.is_fetching = False
         self.begun: set[int] = set()
         self.patience = patience
@@ -231,7 +260,7 @@ class Rendezvous:
         self.is_fetching = False
         self.begun = set()
         self._ticks[self.rank] = 0
-        self.pids[self.rank] = self._pid
+        self.pids[self.rank] = os.getpid()
         self.fence()  # nobody may mistake an old tick or an old count of bytes for one of this call
         self._sequences[self.rank] = sequence
 
@@ -478,7 +507,8 @@ class Rendezvous:
             return False
         if place & _IS_MEETING and all(each in peers and self._ticks[each] >= self._ticks[rank] for each in self.ranks):
             return False
-        # A rank that waits also writes on where a receiver has made room, and takes in whatever has arrived for it.
+        # A rank that waits also writes on where a receiver has made room, and takes in whatever has arrived for it. An
+        # offer leaves room in the ring; until it is answered, its receiver has something to read and is not stuck.
         if any(self.unsent[rank][each] and self.room(rank, each) > 0 for each in peers):
             return False
         return not any(self.written[each][rank] != self.read[rank][each] for each in peers)

@@ -22,7 +22,7 @@ from synk._wire.process_memory import read_memory
 from synk.communicators import Buffer
 from synk.communicators._buffers import as_array, named_dtype
 from synk.communicators._checks import check_buffers
-from synk.communicators._host import HostCommunicator, RunningOperation
+from synk.communicators._host import HostCommunicator
 from synk.communicators._layout import MAX_HEAD_WORDS, WORD_NBYTES
 from synk.communicators._mailbox import Mailbox
 from synk.communicators._rendezvous import SPIN_YIELDS, CommRequest, Rendezvous
@@ -77,7 +77,6 @@ class ShmCollectives(HostCommunicator):
     def __init__(self, rendezvous: Rendezvous, halves: np.ndarray) -> None:
         self.rank = rendezvous.rank
         self._rendezvous = rendezvous
-        self.operation = RunningOperation(rendezvous)
         self._halves = halves
         self.half_nbytes = halves.shape[2]
         # State of the collective that takes steps: whether the ranks have agreed on it, and the weights of all ranks.
@@ -103,7 +102,7 @@ class ShmCollectives(HostCommunicator):
             next(steps)  # all checks of the arguments come before the first yield
         except StopIteration as end:
             return end.value
-        with self.operation:
+        with self._rendezvous.operation:
             return self.go_on(steps)
 
     def go_on(self, steps: Steps) -> Any:

@@ -66,12 +66,16 @@ class TwoLevel(NodeAgreement):
     # What waits takes in what comes by wire; see WiredRendezvous. These two do not wait.
 
     def test(self, operation: Operation) -> bool:
-        self._mail.progress()
+        if not operation.is_done:
+            with self._rendezvous.operation:
+                self._mail.progress()
         return super().test(operation)
 
     def test_message(self, message: Incoming) -> bool:
-        self._mail.progress()
-        self._mailbox.progress()
+        if not message.is_done:
+            with self._rendezvous.operation:
+                self._mail.progress()
+                self._mailbox.progress()
         return super().test_message(message)
 
     # -- reductions ----------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import signal
 import sys
@@ -12,7 +14,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 import pytest
-from support import conformance, disagreement
+from support import conformance, disagreement, offers
 from support.conformance import (
     KINDS,
     REDUCTIONS,
@@ -35,21 +37,23 @@ from support.disagreement import (
     receive,
     send,
 )
+from support.offers import offering
 from support.shm_group import ShmEndpoint, ShmGroup, shm_group
 from support.worker_group import Died
 
 from synk._pure.tensors import array_of
 from synk._wire.memory import Segment
-from synk.communicators import Buffer, _layout, _mailbox, _rendezvous, _shm_collectives
+from synk.communicators import Buffer, _layout, _rendezvous, _shm_collectives
 from synk.communicators._buffers import as_array, as_buffer, named_dtype
 from synk.communicators._layout import ControlLayout, SegmentLayout, required_nbytes
 from synk.communicators._rendezvous import CommRequest, reset, set_abort
 from synk.communicators._shm import Aborted, ShmCommunicator
-from synk.errors import SynkError, UnsupportedError
+from synk.errors import CollectiveMismatch, SynkError, UnsupportedError
 
 # The workers take the functions themselves, so that they need neither pytest nor this file.
 cloudpickle.register_pickle_by_value(conformance)
 cloudpickle.register_pickle_by_value(disagreement)
+cloudpickle.register_pickle_by_value(offers)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 RANK_NBYTES = 1 << 14
@@ -199,8 +203,8 @@ def exchange_offers(endpoint: ShmEndpoint, seed: int) -> None:
     shapes = [(int(count),) for count in rng.choice([0, 1, 3, 700, MANY, MANY + 1, 5 * MANY], 9)]
     shapes += [(2, 3, 700), (1, 2, 1, 3, 700)]  # the second has more axes than a line has room for
     order = rng.permutation(len(shapes))
-    usual, _mailbox.OFFERED_NBYTES = _mailbox.OFFERED_NBYTES, 1
-    try:
+    own = np.random.default_rng([seed, comm.rank])
+    with offering(lambda: bool(own.random() < 0.3)):
         for tag, shape in enumerate(shapes):
             array = np.full(shape, tag + 10.0 * comm.rank)
             (comm.isend_array if rng.random() < 0.3 else comm.send_array)(array, after, tag)
@@ -211,55 +215,65 @@ def exchange_offers(endpoint: ShmEndpoint, seed: int) -> None:
             assert like is None or got is like
             assert got.shape == shapes[tag]
             assert set(got.ravel().tolist()) <= {tag + 10.0 * before}
-    finally:
-        _mailbox.OFFERED_NBYTES = usual
 
 
-def test_long_messages_are_read_where_they_lie_unless_a_rank_may_not(group: ShmGroup) -> None:
+@pytest.mark.parametrize("is_hasty", [False, True])
+def test_long_messages_are_read_where_they_lie_unless_a_rank_may_not(group: ShmGroup, is_hasty: bool) -> None:
     for seed in range(5):
-        group.run(exchange_offers, seed)
+        each: Callable[[ShmEndpoint], None] = functools.partial(exchange_offers, seed=seed)
+        each = hasty(each, recheck_ms=5) if is_hasty else each
+        group.run(each)
         if group.world_size > 2:
-            group.run(exchange_offers, seed, ranks=(0, 2))
+            group.run(each, ranks=(0, 2))
 
 
-def test_an_offer_is_read_once_and_by_the_kernel(trio: ShmGroup) -> None:
-    """It takes a line of the ring; so nothing waits behind it, and the receiver has asked the kernel."""
+def num_written(endpoint: ShmEndpoint, receiver: int) -> int:
+    """How many bytes this rank has written to a ring."""
+    return int(endpoint.comm.parts()[2]._rendezvous.written[endpoint.comm.rank][receiver])
 
+
+def offer(endpoint: ShmEndpoint) -> Any:
+    """Send a long message from rank 0 to rank 2. Return the bytes in the ring, or what was read by the kernel."""
+    comm = endpoint.comm
+    with offering() as sizes:
+        if comm.rank == 0:
+            comm.send_array(np.arange(MANY), 2, 0)
+            comm.send_array(np.arange(3), 2, 0)
+            return num_written(endpoint, 2)
+        if comm.rank == 2:
+            np.testing.assert_array_equal(comm.recv_array(None, 0, 0), np.arange(MANY))
+            comm.recv_array(None, 0, 0)
+    return sizes
+
+
+def test_an_offer_takes_one_line_of_the_ring_and_the_kernel_is_asked_once() -> None:
+    with shm_group(3, RANK_NBYTES) as group:
+        assert group.run(offer) == [2 * 64, [], [8 * MANY]]
+        for victim in (0, 2):  # the process that takes the place of a dead one has other memory
+            outcomes = group.outcomes(
+                lambda endpoint, k: os.kill(os.getpid(), 9) if endpoint.comm.rank == k else 0, victim
+            )
+            assert isinstance(outcomes[victim], Died)
+            group.recover()
+            assert group.run(offer) == [2 * 64, [], [8 * MANY]]
+
+
+@pytest.mark.parametrize("is_caught", [False, True])
+def test_an_offer_that_nobody_takes_is_an_error(trio: ShmGroup, is_caught: bool) -> None:
     def run(endpoint: ShmEndpoint) -> int:
-        comm, num_read = endpoint.comm, 0
-        usual = _mailbox.OFFERED_NBYTES, _mailbox.read_memory
-
-        def read_memory(*args: Any) -> bool:
-            nonlocal num_read
-            num_read += 1
-            return usual[1](*args)
-
-        _mailbox.OFFERED_NBYTES, _mailbox.read_memory = 1, read_memory
-        try:
-            if comm.rank == 0:
-                comm.send_array(np.arange(MANY), 2, 0)
-                comm.send_array(np.arange(3), 2, 0)
-                return int(comm.parts()[2]._rendezvous.written[0][2])
-            if comm.rank == 2:
-                np.testing.assert_array_equal(comm.recv_array(None, 0, 0), np.arange(MANY))
-                comm.recv_array(None, 0, 0)
-            return num_read
-        finally:
-            _mailbox.OFFERED_NBYTES, _mailbox.read_memory = usual
-
-    assert trio.run(run) == [2 * 64, 0, 1]
-
-
-def test_an_offer_that_nobody_takes_is_an_error(trio: ShmGroup) -> None:
-    def run(endpoint: ShmEndpoint) -> None:
-        usual, _mailbox.OFFERED_NBYTES = _mailbox.OFFERED_NBYTES, 1
-        try:
-            if endpoint.comm.rank == 0:
-                endpoint.comm.send_array(np.arange(MANY), 1, 5)
-        finally:
-            _mailbox.OFFERED_NBYTES = usual
+        if endpoint.comm.rank == 0:
+            with offering(), contextlib.suppress(*[CollectiveMismatch] * is_caught):
+                try:
+                    endpoint.comm.send_array(np.arange(MANY), 1, 5)
+                finally:
+                    assert num_written(endpoint, 1) == 64
+            endpoint.comm.complete()
+        return 1
 
     outcomes = trio.outcomes(run)
+    if is_caught:  # nobody can have read it
+        assert outcomes == [1, 1, 1]
+        return
     assert_mismatch(outcomes[:1], f"cannot finish send(int64, {MANY} elements, to rank 1, tag 5) of rank 0")
     trio.recover()
     assert_works(trio)

@@ -12,9 +12,10 @@ import cloudpickle
 import numpy as np
 import pytest
 import zmq
-from support import conformance, disagreement
+from support import conformance, disagreement, offers
 from support.conformance import DTYPES, CommunicatorConformance, assert_all_raise, itemsize, reduce_array
 from support.disagreement import Disagreement, Messages, assert_mismatch
+from support.offers import offering
 from support.shm_group import ShmEndpoint
 from support.wired_group import WiredGroup, wired_group
 from support.worker_group import Died
@@ -24,10 +25,12 @@ from synk.communicators._buffers import as_buffer
 from synk.communicators._shm import Aborted
 from synk.communicators._wire_mail import PIECE_NBYTES, WINDOW_NBYTES
 from synk.communicators._wires import Wires
+from synk.errors import CollectiveMismatch
 
 # The workers take the functions themselves, so that they need neither pytest nor this file.
 cloudpickle.register_pickle_by_value(conformance)
 cloudpickle.register_pickle_by_value(disagreement)
+cloudpickle.register_pickle_by_value(offers)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 pytestmark = pytest.mark.sampled(90, together=0)  # each test over one division of the ranks among nodes
@@ -174,3 +177,41 @@ def test_survivors_leave_and_the_rank_comes_back(victim: int) -> None:
         assert_all_raise(outcomes, Aborted)
         group.recover()
         assert_works(group)
+
+
+def test_what_follows_a_message_that_was_broken_off_cannot_bring_it_to_an_end() -> None:
+    """The array has been changed meanwhile, and its receiver may have read that."""
+
+    def run(endpoint: ShmEndpoint) -> list[float]:
+        comm = endpoint.comm
+        if comm.rank == 1:
+            return [float(comm.recv_array(None, 0, 1).sum())]
+        if comm.rank == 2:
+            comm.send_array(np.ones(1), 0, 0)
+            return []
+        message, array = comm.irecv_array(None, 2, 0), np.ones(5000)
+        mailbox = comm.parts()[2] if hasattr(comm, "parts") else comm._mailbox
+        put = mailbox._put
+
+        def interrupted(each: object) -> object:
+            put(each)
+            raise LookupError("at a bad moment")
+
+        with offering(), contextlib.suppress(LookupError):
+            mailbox._put = interrupted
+            try:
+                comm.send_array(array, 1, 1)
+            finally:
+                del mailbox._put
+        array[:] = 7
+        while not message.is_done:
+            with contextlib.suppress(CollectiveMismatch):
+                comm.test_message(message)
+            if comm._rendezvous.is_unfinished:
+                break
+        comm.complete()
+        return []
+
+    with wired_group((2, 1), RANK_NBYTES) as group:
+        outcomes = group.outcomes(run)
+        assert_mismatch(outcomes[:1], "cannot finish send(float64, 5000 elements, to rank 1, tag 1) on rank 0")

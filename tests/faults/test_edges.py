@@ -341,6 +341,32 @@ def test_E1_a_child_that_a_function_has_forked_does_not_answer(reused: Fork) -> 
             assert_right(rt)
 
 
+@pytest.mark.parametrize("is_text", [False, True])
+def test_E1_a_child_that_returns_late_writes_nothing(reused: Fork, is_text: bool) -> None:
+    """Its outputs would lie where those of the next call do."""
+    rt = reused(2)
+
+    def value(number: int) -> Any:
+        return str(number) if is_text else np.full(3, number)
+
+    def fork(x: np.ndarray) -> Any:
+        if not os.fork():
+            time.sleep(0.3)
+            return value(7)
+        return value(1)
+
+    def follow(x: np.ndarray) -> Any:
+        time.sleep(0.8 * x[0])  # rank 0 has published long before
+        return value(2)
+
+    first, then = rt.function(fork, outputs=None), rt.function(follow, outputs=None)
+    for _ in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert [str(each) for each in first(np.ones(2))] == [str(value(1))] * 2
+        assert [str(each) for each in then(np.arange(2.0))] == [str(value(2))] * 2
+
+
 # ----- memory
 
 

@@ -133,7 +133,7 @@ class Disagreement:
 
         for first, second in trio.run(carry_on):
             assert "asked for different ones" in first
-            assert "an earlier collective of this call failed" in second
+            assert "an earlier operation of this call failed" in second
         assert_works(trio)
 
 

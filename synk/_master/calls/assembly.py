@@ -26,7 +26,7 @@ from synk._pure.tables import is_table
 from synk._pure.tensors import is_tensor, tensor_of
 from synk._pure.trees import flatten, output_names, unflatten
 from synk._wire.memory import Segment
-from synk._wire.messages import LARGE_NBYTES, Layout, Leaf, Move, is_reduced_on_devices, slot_offsets
+from synk._wire.messages import LARGE_NBYTES, Layout, Leaf, Move, PickledOutput, is_reduced_on_devices, slot_offsets
 from synk.errors import CollectiveMismatch, add_note
 
 _ABSENT = Leaf((), None)
@@ -108,9 +108,10 @@ class Assembly:
         for voter, own in enumerate(self._positions):
             views = self._own_views(voter, slots, slot_nbytes)
             self._views.append([views[position] if position != MISSING else None for position in own])
-        # Outputs that are not arrays, each with the place of its pickle, or None if that comes in the reply.
+        # Outputs that are not arrays, each with the place of its pickle, or None if that comes in the reply. Never an
+        # array in place of a pickle: loading it could run any code.
         self._objects = [
-            (voter, leaf, self._views[voter][leaf])
+            (voter, leaf, self._views[voter][leaf] if layout.leaves[leaf].room else None)
             for voter, layout in enumerate(self.layouts)
             for leaf in self._wanted
             if layout.leaves[leaf].dtype is None and layout.leaves[leaf] is not _ABSENT
@@ -261,11 +262,11 @@ class Assembly:
         layouts, arrays = [], []
         starts = {leaf: offset for (leaf, voter), offset in self._places.items() if voter < 0}
         for voter, layout in enumerate(self._sent):
-            leaves, own = list(layout.leaves), [None] * len(layout.leaves)  # type: list[Leaf], list[np.ndarray | None]
+            leaves = [leaf._replace(room=0) for leaf in layout.leaves]  # the rooms are in these slots; see ``pickles``
+            own: list[np.ndarray | None] = [None] * len(leaves)
             for leaf in self._wanted:
                 position, item = self._positions[voter][leaf], self.layouts[voter].leaves[leaf]
                 if item.dtype is None:
-                    leaves[position] = item._replace(room=0)  # see ``pickles``
                     continue
                 if leaf in starts and isinstance(self.ops[leaf], Reduction):
                     wide = accumulator_dtype(item.dtype)
@@ -356,12 +357,12 @@ class Assembly:
             parts.setdefault(leaf, [None] * len(self.layouts))[voter] = value
         return parts
 
-    def pickles(self, sent: Sequence[Sequence[bytes]]) -> list[list[bytes]]:
+    def pickles(self, sent: Sequence[Sequence[PickledOutput]]) -> list[list[PickledOutput]]:
         """Return each voter's outputs that are not arrays, pickled: those in its slot, and those that it ``sent``."""
-        found: list[list[bytes]] = [[] for _ in sent]
-        others = [iter(own) for own in sent]
-        for voter, _, view in self._objects:
-            found[voter].append(next(others[voter]) if view is None else view.tobytes())
+        found: list[list[PickledOutput]] = [[] for _ in sent]
+        others, names = [iter(own) for own in sent], output_names(self.skeleton)
+        for voter, leaf, view in self._objects:
+            found[voter].append(next(others[voter]) if view is None else (names[leaf], view.tobytes()))
         return found
 
     def _select(self, values: list[Any]) -> Any:

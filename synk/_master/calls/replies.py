@@ -22,7 +22,7 @@ from synk._pure.ops import EACH
 from synk._pure.output_ops import match_ops
 from synk._pure.trees import flatten
 from synk._wire.memory import Segment
-from synk._wire.messages import ASSEMBLED, DONE, IS_ASSEMBLED, Kind, Layout, Reply, Status, slot_offsets
+from synk._wire.messages import ASSEMBLED, DONE, IS_ASSEMBLED, Kind, Layout, PickledOutput, Reply, Status, slot_offsets
 from synk.errors import CallCancelled, SerializationError
 
 R = TypeVar("R")
@@ -66,7 +66,7 @@ def collecting(session: Session, launched: Launched) -> Steps[Any]:
         check_serial_assignments(session, assembly.layouts[0], name)
     result = conclude(session, launched, objects, lease)
     if any(packed):
-        launched.function.record.add_objects(call.ranks, [sum(map(len, parts)) for parts in packed])
+        launched.function.record.add_objects(call.ranks, [sum(len(each) for _, each in parts) for parts in packed])
     if launched.function.is_unchecked and can_check(launched.function, call):
         launched.result = (result,)
         yield from checking(session, launched, assembly, cached.layouts, cached.lane.up_words)
@@ -203,12 +203,14 @@ def check_serial_assignments(session: Session, layout: Layout, name: str) -> Non
             )
 
 
-def take_layouts(name: str, cached: CachedPlan, ranks: Sequence[int], replies: dict[int, Reply]) -> list[list[bytes]]:
-    """Note new layouts, and return each rank's outputs that are not arrays, pickled."""
-    found: list[list[bytes]] = []
+def take_layouts(
+    name: str, cached: CachedPlan, ranks: Sequence[int], replies: dict[int, Reply]
+) -> list[list[PickledOutput]]:
+    """Note new layouts, and return the outputs that each rank has pickled into its reply."""
+    found: list[list[PickledOutput]] = []
     for rank in ranks:
         body = replies[rank].body
-        packed: list[bytes] = []
+        packed: list[PickledOutput] = []
         if body:
             layout, packed = _unpickle(body, name, rank, "its structure")
             if layout is not None:
@@ -217,9 +219,9 @@ def take_layouts(name: str, cached: CachedPlan, ranks: Sequence[int], replies: d
     return found
 
 
-def unpickled(packed: Sequence[bytes], name: str, rank: int) -> list[Any]:
-    """Return the outputs of a rank that are not arrays."""
-    return [_unpickle(item, name, rank, f"object {k}") for k, item in enumerate(packed)]
+def unpickled(packed: Sequence[PickledOutput], name: str, rank: int) -> list[Any]:
+    """Return the outputs that a rank has pickled into its reply."""
+    return [_unpickle(item, name, rank, output) for output, item in packed]
 
 
 def _unpickle(data: bytes, name: str, rank: int, what: str) -> Any:

@@ -16,10 +16,10 @@ from synk._pure.output_ops import match_ops, wanted_leaves
 from synk._pure.table_outputs import num_rows
 from synk._pure.trees import flatten, output_names, skeleton_of
 from synk._wire.memory import Segment
-from synk._wire.messages import LARGE_NBYTES, MAX_ROOM_NBYTES, Layout, Leaf, Pickled, Status, room_for
+from synk._wire.messages import LARGE_NBYTES, MAX_ROOM_NBYTES, MAX_ROOMS_NBYTES, Layout, Leaf, Pickled, Status, room_for
 from synk._worker.call.large_outputs import LargeOutputs, own
 from synk._worker.call.values import Object, Partial, array_or_object, take_lists
-from synk._worker.held.plans import LoadedFunction, OutputSlots, PreparedPlan, is_plain_output
+from synk._worker.held.plans import LoadedFunction, OutputSlots, PreparedPlan, is_plain_output, quick_pickle
 from synk._worker.held.slots import NO_VIEW, Slots
 from synk._worker.held.variables import VariableStore
 from synk.backends import Backend
@@ -79,7 +79,7 @@ class Outputs:
 
         Return the status and the body of the reply. The body is None if there is nothing new, else
         ``(layout or None, objects)``: the layout if it differs from that of the plan's last call, and the outputs that
-        lie in no slot: no arrays, nor what is simple and short.
+        have no place in the slot, each with its name: neither arrays nor plain and short.
         """
         function, layout = prepared.function, prepared.layout
         subset = prepared.plan.output_subset
@@ -95,7 +95,8 @@ class Outputs:
             skeleton = layout.skeleton
         outputs: list[Any] = []
         leaves: list[Leaf] = []
-        objects: list[Any] = []
+        objects: list[tuple[str, Any]] = []
+        rooms_nbytes = 0
         wanted = wanted_leaves(skeleton, subset, function.name)
         for position, (value, op, name) in enumerate(zip(values, prepared.ops, output_names(skeleton))):
             if wanted is not None and position not in wanted:
@@ -114,14 +115,15 @@ class Outputs:
             item = array.value if isinstance(array, Object) else array
             pickled = pickle.dumps(item, protocol=5) if is_plain_object(item) else None
             room = 0 if pickled is None else _room(len(pickled), None if layout is None else layout.leaves[position])
-            if room:
+            if room and rooms_nbytes + room <= MAX_ROOMS_NBYTES:
+                rooms_nbytes += room
                 leaves.append(Leaf((), None, room=room))
                 outputs.append(pickled)
             else:
                 # Tables are the only objects that can be reduced, and they have rows.
                 leaves.append(Leaf((num_rows(item),) if isinstance(op, Reduction) else (), None))
                 outputs.append(None)
-                objects.append(item if pickled is None else Pickled(pickled))
+                objects.append((name, item if pickled is None else Pickled(pickled)))
         assigned = variables.assignments() if variables.assigned else ()
         is_new = layout is None or layout.leaves != tuple(leaves) or layout.assigned != assigned
         if is_new:
@@ -144,7 +146,7 @@ class Outputs:
         function, layout = prepared.function, prepared.layout
         assert layout is not None
         is_plain = all(
-            leaf.dtype is None or is_plain_output(value) or _is_converted(value, function)
+            quick_pickle(value) if leaf.dtype is None else is_plain_output(value) or _is_converted(value, function)
             for value, leaf in zip(values, layout.leaves)
         )
         is_small = all(

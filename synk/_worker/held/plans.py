@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import pickle
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
 
-from synk._pure.nested import is_plain_object
+from synk._pure.nested import PLAIN_TYPES
 from synk._pure.ops import Op
 from synk._pure.output_ops import each_op, ops_of
 from synk._pure.tensors import is_tensor
@@ -64,7 +63,7 @@ class LoadedFunction:
 class OutputSlots:
     """Where the outputs go as long as they have the form of the last call's.
 
-    It exists only if all outputs are small arrays, tensors, numbers or texts, or tuples, lists and dicts of such. That
+    It exists only if all outputs are small arrays, tensors, numbers or texts, or tuples, lists and dicts of these. That
     is what most functions return.
     """
 
@@ -110,8 +109,10 @@ class OutputSlots:
         if len(values) != len(self._slots):
             return False
         for value, (kind, as_array, dtype, shape, view) in zip(values, self._slots):
-            if type(value) is not kind:
+            if type(value) is not kind or (as_array is _is_pickled and not _is_pickled(value, view)):
                 return False
+            if as_array is _is_pickled:
+                continue
             if as_array is not None:
                 value = as_array(value)
             if kind not in FIXED_TYPES and (value.dtype != dtype or value.shape != shape):
@@ -120,21 +121,27 @@ class OutputSlots:
         return True
 
 
-def _conversion(value: Any, leaf: Leaf, function: LoadedFunction) -> Callable[[Any], Any] | None:
+def _conversion(value: Any, leaf: Leaf, function: LoadedFunction) -> Callable[..., Any] | None:
     """Return what makes the array that lies in the slot of an output like ``value``; None if it is that already."""
     if leaf.dtype is None:
-        return functools.partial(_as_pickle, room=leaf.room)
+        return _is_pickled
     return None if is_plain_output(value) else function.from_framework
 
 
-def _as_pickle(value: Any, room: int) -> np.ndarray:
-    """Return the pickle of an object in an array of ``room`` bytes; in one of another size if it needs a closer look.
+def quick_pickle(value: Any) -> bytes | None:
+    """Return the pickle of a text or a number. None for other outputs, and for ints whose dtype is not that of most."""
+    if type(value) not in PLAIN_TYPES or (type(value) is int and value.bit_length() > 63):
+        return None
+    return pickle.dumps(value, protocol=5)
 
-    That is an object that is not simple or too long, and an int that has another dtype than most.
-    """
-    if not is_plain_object(value) or (type(value) is int and value.bit_length() > 63):
-        return np.empty(0, np.uint8)
-    return np.frombuffer(pickle.dumps(value, protocol=5).ljust(room), np.uint8)  # nothing reads behind its end
+
+def _is_pickled(value: Any, view: np.ndarray) -> bool:
+    """Write the pickle of an output to its place in the slot. Return False if it does not fit there."""
+    pickled = quick_pickle(value)
+    if pickled is None or len(pickled) > view.size:
+        return False
+    view.data[: len(pickled)] = pickled
+    return True
 
 
 def is_plain_output(value: Any) -> bool:

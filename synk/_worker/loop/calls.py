@@ -71,6 +71,7 @@ def failed(worker: Worker, error: BaseException) -> Reply:
 
 def recover(worker: Worker, text: str) -> None:
     """Clean up after a call that failed or was interrupted, so that nothing of it is left on the device."""
+    worker.end_copy()
     worker.peers.give_up_started(worker.lane)
     if worker.process_group is not None:
         worker.process_group.abandon()
@@ -109,6 +110,7 @@ def run_call(worker: Worker, plan_id: int, body: Body | None) -> Reply:
         held.renew_data(prepared)
     worker.own_up[_PHASE] = _FUNCTION
     result = _try(worker, prepared) if prepared.plan.is_trial else executor.run(prepared, worker.variables)
+    worker.end_copy()
     # Before anything is published: a message that no rank has received must fail the call, and nothing of a call that
     # fails may be committed.
     if peers.is_communicating:

@@ -203,11 +203,10 @@ def _pickle_reply(worker: Worker, status: Status, flags: int, content: Any) -> t
         try:
             worker.is_interruptible = True
             layout, objects = content
-            # Each object on its own, so that the one that cannot be pickled or loaded can be named.
+            # Each on its own, so that the one that cannot be pickled or loaded can be named.
             packed = []
-            for position, item in enumerate(objects):
-                what = f"object {position} of its result"
-                packed.append(item.pickle if type(item) is Pickled else dumps(item))
+            for what, item in objects:
+                packed.append((what, item.pickle if type(item) is Pickled else dumps(item)))
             data = pickle.dumps((None, packed), protocol=5) if layout is None else dumps((layout, packed))
         finally:
             worker.is_interruptible = False

@@ -234,12 +234,8 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 
 def _flush_output(worker: Worker) -> None:
-    """Flush what was printed, so that it reaches the master.
-
-    If the function has forked this process, the copy ends here: it must neither print the text again nor reply.
-    """
-    if os.getpid() != worker.pid:
-        os._exit(0)
+    """Flush what was printed, so that it reaches the master."""
+    worker.end_copy()
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
