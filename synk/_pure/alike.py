@@ -16,7 +16,7 @@ import numpy as np
 from synk._pure.tensors import array_of, is_plain, is_tensor, is_torch_device
 
 NUMBERS = (bool, int, float, complex, str, bytes, type(None))
-"""Types that are compared by value, because equal values cannot be told apart."""
+"""Types that are compared by value."""
 
 _SMALL_NBYTES = 1 << 16
 _MAX_DEPTH = 12
@@ -74,6 +74,11 @@ def _bytes_of(value: Any) -> _Bytes | None:
     return _Bytes(value.dtype, value.shape, value.tobytes())
 
 
+def is_same_value(told: Any, now: Any) -> bool:
+    """Whether two values of one of ``NUMBERS`` cannot be told apart. 0.0 equals -0.0, and can; NaN differs from NaN."""
+    return repr(told) == repr(now) if type(now) in (float, complex) else bool(told == now)
+
+
 def keep(recipe: Any) -> Any:
     """Return a recipe in the form in which it can be kept and compared later."""
     return kept(recipe, recipe, lambda part: None)
@@ -96,7 +101,9 @@ def alike(told: Any, now: Any, depth: int = _MAX_DEPTH) -> bool:
         return {*map(id, told)} == {*map(id, now)}  # a copy may have another order
     if isinstance(now, np.generic):
         return bool(told.dtype == now.dtype and told.tobytes() == now.tobytes())
-    is_by_value = kind in (*NUMBERS, slice, bytearray) or isinstance(now, np.dtype) or is_torch_device(now)
+    if kind in NUMBERS:
+        return is_same_value(told, now)
+    is_by_value = kind in (slice, bytearray) or isinstance(now, np.dtype) or is_torch_device(now)
     return bool(told == now) if is_by_value else False
 
 

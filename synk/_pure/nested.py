@@ -55,12 +55,15 @@ class Container(NamedTuple):
         The keys of a mapping in its order, or the names of the fields, or nothing.
     parts : tuple of Container, ``LEAF``, ``WHOLE`` or None
         None stands for a value that is None.
+    key_types : tuple of type
+        The types of the keys; nothing if all are str. The key 1 equals True, which a function can tell apart.
     """
 
     kind: str
     make: Callable[..., Any]
     keys: tuple[Any, ...]
     parts: tuple[Any, ...]
+    key_types: tuple[type, ...] = ()
 
 
 class LeafInfo(NamedTuple):
@@ -205,7 +208,13 @@ def _structure(value: Any, leaves: list[Any], dumps: Callable[[Any], bytes] | No
         leaves.append(value)
         return LEAF
     kind, make, keys, parts = _opened(value)
-    return Container(kind, make, keys, tuple([_structure(part, leaves, dumps) for part in parts]))
+    return Container(kind, make, keys, tuple([_structure(part, leaves, dumps) for part in parts]), _types_of(keys))
+
+
+def _types_of(keys: tuple[Any, ...]) -> tuple[type, ...]:
+    """Return the types of keys, or nothing if all are str."""
+    types = tuple(map(type, keys))
+    return types if types.count(str) < len(types) else ()
 
 
 def take_apart_whole(value: Any) -> tuple[list[Any], Any]:
@@ -262,7 +271,7 @@ def _whole_structure(value: Any, leaves: list[Any], arrays: list[int], depth: in
     if len(arrays) == num_arrays:  # it holds no array
         leaves[first_leaf:] = [value]
         return LEAF
-    return Container(kind, make, keys, tuple(structures))
+    return Container(kind, make, keys, tuple(structures), _types_of(keys))
 
 
 def _is_plain_dataclass(value: Any) -> bool:
@@ -344,7 +353,9 @@ def _maker(cls: type, parts: Any, plain: type) -> Callable[..., Any]:
     is_built_so = _is_built_so.get(cls)
     if is_built_so is None:
         try:
-            is_built_so = len(safe_point(cls, parts)) == len(parts)
+            made = safe_point(cls, parts)
+            # The elements of a tuple, or the keys of a mapping: ``Point(*xs)`` would make a tuple with one element.
+            is_built_so = len(made) == len(parts) and all(map(operator.is_, made, parts))
         except Exception:  # the user's constructor may raise anything
             is_built_so = False
         _is_built_so[cls] = is_built_so
@@ -367,7 +378,7 @@ def build(structure: Any, leaves: Iterator[Any]) -> Any:
         return next(leaves)
     if structure is None:
         return None
-    kind, make, keys, parts = structure
+    kind, make, keys, parts, _ = structure
     built = [build(part, leaves) for part in parts]
     if kind == "mapping":
         items = dict(zip(keys, built))
@@ -388,7 +399,7 @@ def leaf_infos(structure: Any, path: str = "") -> list[LeafInfo]:
         return []
     if structure in (LEAF, WHOLE):
         return [LeafInfo(path, False, None)]
-    kind, make, keys, parts = structure
+    kind, make, keys, parts, _ = structure
     if kind == "rows":
         return [LeafInfo(path, part == WHOLE, make) for part in parts]
     if kind == "tuple":

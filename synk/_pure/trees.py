@@ -91,6 +91,15 @@ def describe(structure: Any) -> str:
     return str(structure).removeprefix("PyTreeSpec(").removesuffix(")")
 
 
+def has_same_order(one: Any, other: Any) -> bool:
+    """Whether dicts in two equal structures have their keys in one order, and of the same types."""
+    if type(one) is DictStructure:
+        return bool(one.order == other.order)
+    if isinstance(one, (str, tuple)):
+        return True
+    return repr(skeleton_of(one, one.num_leaves)) == repr(skeleton_of(other, other.num_leaves))
+
+
 def skeleton_of(structure: Any, num_leaves: int) -> Any:
     """Return the nesting of ``structure``, with the position of each leaf in its place."""
     return unflatten(structure, list(range(num_leaves)))

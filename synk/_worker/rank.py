@@ -270,11 +270,6 @@ class Worker:
             lane.called = None
             self.used_lanes &= ~lane.bit
 
-    def end_copy(self) -> None:
-        """End this process if the function has forked it: it may neither publish, nor print again, nor reply."""
-        if os.getpid() != self.pid:
-            os._exit(0)
-
     def tidy(self, kind: int) -> None:
         """After the reply, wake peers and drop outputs that nobody needs. Finalizers of the user's objects run here."""
         lane = self.lane

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synk._pure.alike import NUMBERS, alike, keep
+from synk._pure.alike import NUMBERS, alike, is_same_value, keep
 from synk._pure.interrupts import is_from_handler
 from synk._pure.tensors import is_torch_generator
 
@@ -386,8 +386,8 @@ def recipe_of(reduced: Any) -> tuple[Any, Any, Any]:
 
 
 def is_same(told: Any, now: Any) -> bool:
-    """Whether a unit has not changed: it is the same object, or an equal number or text of the same type."""
-    return told is now or (type(told) is type(now) and type(told) in NUMBERS and told == now)
+    """Whether a unit has not changed: it is the same object, or a number or text that cannot be told from it."""
+    return told is now or (type(told) is type(now) and type(told) in NUMBERS and is_same_value(told, now))
 
 
 def _num_equal(now: Sequence[Any], told: Sequence[Any]) -> int:

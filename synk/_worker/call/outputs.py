@@ -14,7 +14,7 @@ from synk._pure.nested import is_plain_object
 from synk._pure.ops import Reduction
 from synk._pure.output_ops import match_ops, wanted_leaves
 from synk._pure.table_outputs import num_rows
-from synk._pure.trees import flatten, output_names, skeleton_of
+from synk._pure.trees import flatten, has_same_order, output_names, skeleton_of
 from synk._wire.memory import Segment
 from synk._wire.messages import LARGE_NBYTES, MAX_ROOM_NBYTES, MAX_ROOMS_NBYTES, Layout, Leaf, Pickled, Status, room_for
 from synk._worker.call.large_outputs import LargeOutputs, own
@@ -86,7 +86,7 @@ class Outputs:
         if function.lists is not None:
             result = take_lists(result, function.lists)
         values, structure = flatten(result)
-        if layout is None or structure != prepared.structure:
+        if layout is None or structure != prepared.structure or not has_same_order(structure, prepared.structure):
             skeleton = skeleton_of(structure, len(values))
             prepared.ops = match_ops(function.ops, skeleton, len(values), repr(function.name))
             prepared.structure = structure

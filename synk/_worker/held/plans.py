@@ -12,7 +12,7 @@ from synk._pure.nested import PLAIN_TYPES
 from synk._pure.ops import Op
 from synk._pure.output_ops import each_op, ops_of
 from synk._pure.tensors import is_tensor
-from synk._pure.trees import DictStructure, flatten
+from synk._pure.trees import DictStructure, flatten, has_same_order
 from synk._wire.control import Down
 from synk._wire.memory import Segment
 from synk._wire.messages import IN_SEGMENTS, Input, Layout, Leaf, Move, Plan
@@ -104,7 +104,7 @@ class OutputSlots:
             values = result.values()
         elif self._structure is not None:
             values, structure = flatten(result)
-            if structure != self._structure:
+            if structure != self._structure or not has_same_order(structure, self._structure):
                 return False
         if len(values) != len(self._slots):
             return False

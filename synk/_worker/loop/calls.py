@@ -7,6 +7,7 @@ call.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -69,9 +70,15 @@ def failed(worker: Worker, error: BaseException) -> Reply:
     return Status.ERROR, IS_COLLATERAL if is_collateral else 0, failure
 
 
+def end_copy(worker: Worker) -> None:
+    """End this process if the function has forked it: it may neither publish, nor print again, nor reply."""
+    if os.getpid() != worker.pid:
+        os._exit(0)
+
+
 def recover(worker: Worker, text: str) -> None:
     """Clean up after a call that failed or was interrupted, so that nothing of it is left on the device."""
-    worker.end_copy()
+    end_copy(worker)
     worker.peers.give_up_started(worker.lane)
     if worker.process_group is not None:
         worker.process_group.abandon()
@@ -110,10 +117,10 @@ def run_call(worker: Worker, plan_id: int, body: Body | None) -> Reply:
         held.renew_data(prepared)
     worker.own_up[_PHASE] = _FUNCTION
     result = _try(worker, prepared) if prepared.plan.is_trial else executor.run(prepared, worker.variables)
-    worker.end_copy()
     # Before anything is published: a message that no rank has received must fail the call, and nothing of a call that
     # fails may be committed.
-    if peers.is_communicating:
+    if peers.is_communicating or os.getpid() != worker.pid:
+        end_copy(worker)
         peers.complete(lane)
     if reach:
         reach("call.after_function")

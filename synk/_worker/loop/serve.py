@@ -235,7 +235,8 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 def _flush_output(worker: Worker) -> None:
     """Flush what was printed, so that it reaches the master."""
-    worker.end_copy()
+    if os.getpid() != worker.pid:  # as in ``end_copy``
+        os._exit(0)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
