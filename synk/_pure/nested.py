@@ -6,6 +6,8 @@ around arrays.
 This file decides what is structure and what is rows. A list is rows, as for ``numpy.asarray``, and so is a tuple of
 numbers or texts. Every other tuple is structure, so arrays of equal length are never stacked. A list of arrays could be
 either, and is refused where rows are divided.
+
+In one file because whatever one half takes apart the other half must build again.
 """
 
 from __future__ import annotations

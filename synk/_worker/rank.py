@@ -30,6 +30,7 @@ from synk._worker.held.residents import RankResidents
 from synk._worker.held.settings import Settings
 from synk._worker.held.variables import Replica, VariableStore
 from synk.backends import Backend, DeviceBackend, backend_module
+from synk.errors import ReentrancyError
 
 Doorbell = tuple[int, int, int, int]
 """kind, flags, sequence, value"""
@@ -115,6 +116,7 @@ class Worker:
         self.first_rank, self.total_ranks = first_rank, total_ranks or world_size
         self.device = device
         self.pid = os.getpid()  # a function may fork: the child is no worker
+        self.is_copy = False
         self.backend = backend_module(backend_name).open_device(device)
         self.lanes = [WorkerLane(index, rank, world_size, control, self.backend) for index in range(NUM_LANES)]
         self.lane = self.lanes[0]
@@ -204,8 +206,21 @@ class Worker:
         called = self.lane.called
         return called.function.name if called is not None else ""
 
+    def disown(self) -> None:
+        """In a child that the function has forked: it is no rank, and ``synk.comm`` refuses it."""
+        self.is_copy = True
+        self.peers.short_path = None
+        for lane in self.lanes:
+            if lane.communicator is not None:
+                lane.communicator.disown()
+
     def collectives(self) -> Collectives:
         """Return the collectives of the current call, for ``synk.comm``."""
+        if self.is_copy:
+            raise ReentrancyError(
+                f"cannot communicate in a process that {self.function_name!r} has forked: its parent is the rank. Send "
+                "what it has found to the parent, which communicates."
+            )
         self.num_collectives += 1
         self.check_called()
         if self.check is not None:

@@ -108,6 +108,10 @@ class HostCommunicator(abc.ABC):
         """Leave the call, after the function returned or raised. Peers that wait for this rank are woken and told."""
         self._leave()
 
+    def disown(self) -> None:
+        """In a forked child, which is no rank: refuse all operations, also those that were started before."""
+        self._rendezvous.is_unfinished = True
+
     @abc.abstractmethod
     def _leave(self) -> None:
         """Leave the call. Messages that this rank has sent can still be received."""

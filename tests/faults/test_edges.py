@@ -12,12 +12,14 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support.harness import assert_right, mapped_memfds, pids, same_workers, script
 
+import synk
 from synk._pure import arrays as _arrays
 from synk.errors import CallTimeout, ClosedError, RemoteError, SharedMemoryError, WorkerDied
 
@@ -365,6 +367,61 @@ def test_E1_a_child_that_returns_late_writes_nothing(reused: Fork, is_text: bool
             warnings.simplefilter("ignore")
             assert [str(each) for each in first(np.ones(2))] == [str(value(1))] * 2
         assert [str(each) for each in then(np.arange(2.0))] == [str(value(2))] * 2
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_E1_a_child_that_a_function_has_forked_is_no_rank(reused: Fork, tmp_path: Path, started: bool) -> None:
+    """Its part in a collective, or in a message that its parent has asked for, would be taken for the parent's."""
+    rt = reused(2)
+
+    def f(x: np.ndarray) -> Any:
+        comm = synk.comm
+        peer = 1 - comm.rank
+        comm.barrier()
+        request = comm.irecv(peer) if started else None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            pid = os.fork()
+        if not pid:
+            for act in (
+                lambda: comm.all_reduce(np.full(4, 100.0), "sum"),
+                lambda: comm.send(np.full(4, 100.0), peer),
+                lambda: comm.recv(peer),
+                *([request.wait, request.test] if request else []),
+            ):
+                try:
+                    act()
+                except Exception as error:
+                    with open(tmp_path / str(comm.rank), "a", encoding="utf-8") as file:
+                        file.write(f"{type(error).__name__}\n")
+            os._exit(0)
+        os.waitpid(pid, 0)
+        total = comm.all_reduce(np.ones(4), "sum")
+        comm.send(np.full(4, 5.0 + comm.rank), peer)
+        return total, request.wait() if request else comm.recv(peer)
+
+    totals, received = rt.function(f, outputs=None)(np.ones(2))
+    np.testing.assert_array_equal(totals, np.full((2, 4), 2.0))
+    np.testing.assert_array_equal(received, [[6.0] * 4, [5.0] * 4])
+    refused = ["ReentrancyError"] * 3 + ["CollectiveMismatch"] * 2 * started
+    assert [(tmp_path / str(rank)).read_text().split() for rank in range(2)] == [refused] * 2
+    assert_right(rt)
+
+
+def test_E1_a_child_that_an_item_has_forked_runs_no_other(reused: Fork, tmp_path: Path) -> None:
+    rt = reused(2)
+
+    def f(item: int) -> int:
+        with open(tmp_path / "log", "a", encoding="utf-8") as file:
+            file.write(f"{item}\n")
+        if item == 1:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                os.fork()
+        return item
+
+    assert list(rt.map(f, range(6), batch_size=6)) == [*range(6)]
+    assert sorted((tmp_path / "log").read_text().split()) == [str(item) for item in range(6)]
 
 
 # ----- memory

@@ -16,7 +16,7 @@ from synk._wire.items import Items, ItemsDone
 from synk._wire.messages import Body, Failure, Status
 from synk._worker.held.pickling import dumps
 from synk._worker.held.plans import LoadedFunction
-from synk._worker.loop.calls import Reply, failed, guarded
+from synk._worker.loop.calls import Reply, end_copy, failed, guarded
 from synk._worker.rank import Interrupted, Worker
 from synk.errors import SerializationError
 
@@ -73,6 +73,7 @@ def _loaded(data: bytes, function: LoadedFunction) -> Any:
 
 def _result(worker: Worker, function: LoadedFunction, item: Any) -> Any:
     result = function.fn(item)
+    end_copy(worker)
     variables = worker.variables
     if variables.given:
         variables.check_given()

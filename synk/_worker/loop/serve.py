@@ -83,6 +83,7 @@ class WorkerLoop:
         worker.device = setup["node"] + setup["device"]
         worker.failpoint, worker.seed, worker.peek = failpoint, setup["seed"], self._peek
         worker.peers.patience_s = setup["spin_s"]
+        os.register_at_fork(after_in_child=worker.disown)
         control.close_fd()
         failpoint("start.ready")
         import platform

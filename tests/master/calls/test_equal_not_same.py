@@ -62,9 +62,7 @@ def test_keys_of_arguments_keep_their_types(shared_runtimes: Any, where: Any, is
 
 
 @pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize(
-    "wrap", [lambda d: d, lambda d: [d], lambda d: (d, {"z": d})], ids=["flat", "list", "deep"]
-)
+@pytest.mark.parametrize("wrap", [lambda d: d, lambda d: [d], lambda d: (d, {"z": d})], ids=["flat", "list", "deep"])
 def test_dicts_that_are_returned_keep_their_order(shared_runtimes: Any, where: Any, wrap: Callable[[Any], Any]) -> None:
     rt = shared_runtimes[where]
 
