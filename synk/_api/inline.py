@@ -189,9 +189,7 @@ class InlineProcess:
         return ""
 
     def disown(self) -> None:
-        """In a forked child, make the rank a part of the child, where the function that forked may go on."""
-        if self._worker is not None:
-            self._worker.pid = os.getpid()
+        """Do nothing: the rank is a part of the forked child, where the function that forked may go on."""
 
     def close(self) -> None:
         """Drop the rank, and unmap its memory even if closures still refer to it. A second call does nothing."""

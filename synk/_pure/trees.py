@@ -91,13 +91,23 @@ def describe(structure: Any) -> str:
     return str(structure).removeprefix("PyTreeSpec(").removesuffix(")")
 
 
-def has_same_order(one: Any, other: Any) -> bool:
-    """Whether dicts in two equal structures have their keys in one order, and of the same types."""
-    if type(one) is DictStructure:
-        return bool(one.order == other.order)
-    if isinstance(one, (str, tuple)):
-        return True
-    return repr(skeleton_of(one, one.num_leaves)) == repr(skeleton_of(other, other.num_leaves))
+def key_orders(tree: Any) -> list[Any]:
+    """Return the keys of all dicts in a nesting, in their order, and the types of keys. A structure tells neither.
+
+    Examples
+    --------
+    >>> key_orders({"b": 1, "a": 2}) == key_orders({"a": 2, "b": 1}), key_orders({1: 2}) == key_orders({True: 2})
+    (False, False)
+    """
+    orders: list[Any] = []
+    pending: list[Any] = [(tree,)]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, dict):
+            orders += [*node, *map(type, node)]
+            node = node.values()
+        pending += [part for part in node if isinstance(part, (tuple, list, dict))]
+    return orders
 
 
 def skeleton_of(structure: Any, num_leaves: int) -> Any:

@@ -219,12 +219,6 @@ PickledOutput = tuple[str, bytes]
 """The name of an output, and its pickle."""
 
 
-class Pickled(NamedTuple):
-    """An object that has been pickled already."""
-
-    pickle: bytes
-
-
 def room_for(nbytes: int) -> int:
     """Return the size of the place for an object whose pickle takes ``nbytes`` now: the next ones may be longer."""
     return round_up(nbytes + nbytes // 8, LINE_NBYTES)

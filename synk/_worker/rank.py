@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import resource
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
@@ -115,8 +114,7 @@ class Worker:
         self.world_size = world_size
         self.first_rank, self.total_ranks = first_rank, total_ranks or world_size
         self.device = device
-        self.pid = os.getpid()  # a function may fork: the child is no worker
-        self.is_copy = False
+        self.is_copy = False  # a function may fork: the child is no worker
         self.backend = backend_module(backend_name).open_device(device)
         self.lanes = [WorkerLane(index, rank, world_size, control, self.backend) for index in range(NUM_LANES)]
         self.lane = self.lanes[0]

@@ -7,9 +7,9 @@ keeps in private memory what it has not asked for yet. So messages may be receiv
 may send to each other first and receive afterwards.
 
 A message for which the ring has no room waits in a queue of its sender. The sender goes on writing whenever it waits
-for anything. A long message whose sender waits anyway is *offered*: the ring has only its first line,
-which says where the array lies, and the receiver reads it there. If it cannot, it says so (``refused``), and the array
-follows its line through the ring.
+for anything. A long message whose sender waits anyway is *offered*: the ring has only its first line, which says where
+the array lies, and the receiver reads it there. If it cannot, it says so (``refused``), and the array follows its line
+through the ring.
 
 In one file because a rank that waits to send receives in the meantime, and the other way round.
 """

@@ -262,7 +262,8 @@ class Assembly:
         layouts, arrays = [], []
         starts = {leaf: offset for (leaf, voter), offset in self._places.items() if voter < 0}
         for voter, layout in enumerate(self._sent):
-            leaves = [leaf._replace(room=0) for leaf in layout.leaves]  # the rooms are in these slots; see ``pickles``
+            # The rooms are in these slots; see ``pickles``.
+            leaves = [leaf._replace(room=0) if leaf.room else leaf for leaf in layout.leaves]
             own: list[np.ndarray | None] = [None] * len(leaves)
             for leaf in self._wanted:
                 position, item = self._positions[voter][leaf], self.layouts[voter].leaves[leaf]

@@ -14,12 +14,12 @@ from synk._pure.nested import is_plain_object
 from synk._pure.ops import Reduction
 from synk._pure.output_ops import match_ops, wanted_leaves
 from synk._pure.table_outputs import num_rows
-from synk._pure.trees import flatten, has_same_order, output_names, skeleton_of
+from synk._pure.trees import flatten, key_orders, output_names, skeleton_of
 from synk._wire.memory import Segment
-from synk._wire.messages import LARGE_NBYTES, MAX_ROOM_NBYTES, MAX_ROOMS_NBYTES, Layout, Leaf, Pickled, Status, room_for
+from synk._wire.messages import LARGE_NBYTES, MAX_ROOM_NBYTES, MAX_ROOMS_NBYTES, Layout, Leaf, Status, room_for
 from synk._worker.call.large_outputs import LargeOutputs, own
 from synk._worker.call.values import Object, Partial, array_or_object, take_lists
-from synk._worker.held.plans import LoadedFunction, OutputSlots, PreparedPlan, is_plain_output, quick_pickle
+from synk._worker.held.plans import LoadedFunction, OutputSlots, PreparedPlan, is_plain_output, is_single_value
 from synk._worker.held.slots import NO_VIEW, Slots
 from synk._worker.held.variables import VariableStore
 from synk.backends import Backend
@@ -79,17 +79,18 @@ class Outputs:
 
         Return the status and the body of the reply. The body is None if there is nothing new, else
         ``(layout or None, objects)``: the layout if it differs from that of the plan's last call, and the outputs that
-        have no place in the slot, each with its name: neither arrays nor plain and short.
+        have no place in the slot, each with its name: neither arrays nor plain and short. What is plain is pickled.
         """
         function, layout = prepared.function, prepared.layout
         subset = prepared.plan.output_subset
         if function.lists is not None:
             result = take_lists(result, function.lists)
         values, structure = flatten(result)
-        if layout is None or structure != prepared.structure or not has_same_order(structure, prepared.structure):
+        orders = key_orders(result)
+        if layout is None or structure != prepared.structure or orders != prepared.orders:
             skeleton = skeleton_of(structure, len(values))
             prepared.ops = match_ops(function.ops, skeleton, len(values), repr(function.name))
-            prepared.structure = structure
+            prepared.structure, prepared.orders = structure, orders
             layout = prepared.layout = None
         else:
             skeleton = layout.skeleton
@@ -123,7 +124,7 @@ class Outputs:
                 # Tables are the only objects that can be reduced, and they have rows.
                 leaves.append(Leaf((num_rows(item),) if isinstance(op, Reduction) else (), None))
                 outputs.append(None)
-                objects.append((name, item if pickled is None else Pickled(pickled)))
+                objects.append((name, item if pickled is None else pickled))
         assigned = variables.assignments() if variables.assigned else ()
         is_new = layout is None or layout.leaves != tuple(leaves) or layout.assigned != assigned
         if is_new:
@@ -146,7 +147,7 @@ class Outputs:
         function, layout = prepared.function, prepared.layout
         assert layout is not None
         is_plain = all(
-            quick_pickle(value) if leaf.dtype is None else is_plain_output(value) or _is_converted(value, function)
+            is_single_value(value) if leaf.dtype is None else is_plain_output(value) or _is_converted(value, function)
             for value, leaf in zip(values, layout.leaves)
         )
         is_small = all(

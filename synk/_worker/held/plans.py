@@ -12,7 +12,7 @@ from synk._pure.nested import PLAIN_TYPES
 from synk._pure.ops import Op
 from synk._pure.output_ops import each_op, ops_of
 from synk._pure.tensors import is_tensor
-from synk._pure.trees import DictStructure, flatten, has_same_order
+from synk._pure.trees import DictStructure, flatten, key_orders
 from synk._wire.control import Down
 from synk._wire.memory import Segment
 from synk._wire.messages import IN_SEGMENTS, Input, Layout, Leaf, Move, Plan
@@ -80,6 +80,7 @@ class OutputSlots:
         # None for a single value, a tuple of values, or a dict of values: then the slots are in the order of the dict.
         is_flat = structure == "leaf" or structure == (tuple, len(values)) or type(structure) is DictStructure
         self._structure = None if is_flat else structure
+        self._orders = None if is_flat else key_orders(result)
         self._keys: tuple[str, ...] = ()
         if type(structure) is DictStructure:
             self._keys = structure.order
@@ -104,14 +105,14 @@ class OutputSlots:
             values = result.values()
         elif self._structure is not None:
             values, structure = flatten(result)
-            if structure != self._structure or not has_same_order(structure, self._structure):
+            if structure != self._structure or key_orders(result) != self._orders:
                 return False
         if len(values) != len(self._slots):
             return False
         for value, (kind, as_array, dtype, shape, view) in zip(values, self._slots):
-            if type(value) is not kind or (as_array is _is_pickled and not _is_pickled(value, view)):
+            if type(value) is not kind or (as_array is put_pickle and not put_pickle(value, view)):
                 return False
-            if as_array is _is_pickled:
+            if as_array is put_pickle:
                 continue
             if as_array is not None:
                 value = as_array(value)
@@ -124,21 +125,21 @@ class OutputSlots:
 def _conversion(value: Any, leaf: Leaf, function: LoadedFunction) -> Callable[..., Any] | None:
     """Return what makes the array that lies in the slot of an output like ``value``; None if it is that already."""
     if leaf.dtype is None:
-        return _is_pickled
+        return put_pickle
     return None if is_plain_output(value) else function.from_framework
 
 
-def quick_pickle(value: Any) -> bytes | None:
-    """Return the pickle of a text or a number. None for other outputs, and for ints whose dtype is not that of most."""
-    if type(value) not in PLAIN_TYPES or (type(value) is int and value.bit_length() > 63):
-        return None
-    return pickle.dumps(value, protocol=5)
+def is_single_value(value: Any) -> bool:
+    """Whether an output is a text or a number, and no int whose dtype is another than that of most."""
+    return type(value) in PLAIN_TYPES and not (type(value) is int and value.bit_length() > 63)
 
 
-def _is_pickled(value: Any, view: np.ndarray) -> bool:
-    """Write the pickle of an output to its place in the slot. Return False if it does not fit there."""
-    pickled = quick_pickle(value)
-    if pickled is None or len(pickled) > view.size:
+def put_pickle(value: Any, view: np.ndarray) -> bool:
+    """Write the pickle of a single value to its place in the slot. Return False if that cannot be."""
+    if not is_single_value(value):
+        return False
+    pickled = pickle.dumps(value, protocol=5)
+    if len(pickled) > view.size:
         return False
     view.data[: len(pickled)] = pickled
     return True
@@ -183,6 +184,7 @@ class PreparedPlan:
         self.layout: Layout | None = None
         self.ops: list[Op] = []
         self.structure: Any = None
+        self.orders: Sequence[Any] = ()
         self.slot_views: list[np.ndarray] = []
         self.slot_key: Any = None
         self.slots: OutputSlots | None = None

@@ -72,7 +72,7 @@ def failed(worker: Worker, error: BaseException) -> Reply:
 
 def end_copy(worker: Worker) -> None:
     """End this process if the function has forked it: it may neither publish, nor print again, nor reply."""
-    if os.getpid() != worker.pid:
+    if worker.is_copy:
         os._exit(0)
 
 
@@ -119,7 +119,7 @@ def run_call(worker: Worker, plan_id: int, body: Body | None) -> Reply:
     result = _try(worker, prepared) if prepared.plan.is_trial else executor.run(prepared, worker.variables)
     # Before anything is published: a message that no rank has received must fail the call, and nothing of a call that
     # fails may be committed.
-    if peers.is_communicating or os.getpid() != worker.pid:
+    if peers.is_communicating or worker.is_copy:
         end_copy(worker)
         peers.complete(lane)
     if reach:

@@ -13,7 +13,7 @@ from synk._wire.cell import cell
 from synk._wire.control import Down, Phase, Up
 from synk._wire.items import ItemsDone
 from synk._wire.logs import set_levels
-from synk._wire.messages import IS_ALONE, LANE_SHIFT, Body, Failure, JoinOrder, Kind, LoadOrder, Pickled, Status
+from synk._wire.messages import IS_ALONE, LANE_SHIFT, Body, Failure, JoinOrder, Kind, LoadOrder, Status
 from synk._wire.steps import run_steps
 from synk._wire.variables import DeviceCollective, Fetch
 from synk._worker.failures import pack_failure
@@ -206,7 +206,7 @@ def _pickle_reply(worker: Worker, status: Status, flags: int, content: Any) -> t
             # Each on its own, so that the one that cannot be pickled or loaded can be named.
             packed = []
             for what, item in objects:
-                packed.append((what, item.pickle if type(item) is Pickled else dumps(item)))
+                packed.append((what, item if type(item) is bytes else dumps(item)))
             data = pickle.dumps((None, packed), protocol=5) if layout is None else dumps((layout, packed))
         finally:
             worker.is_interruptible = False

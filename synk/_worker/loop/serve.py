@@ -28,7 +28,7 @@ from synk._wire.memory import Segment
 from synk._wire.messages import HAS_BODY, IS_UNRECEIVED, LANE_SHIFT, Body, Kind, Status
 from synk._worker import failpoints as _failpoints
 from synk._worker.failures import pack_failure
-from synk._worker.loop.calls import DeviceLost, guarded
+from synk._worker.loop.calls import DeviceLost, end_copy, guarded
 from synk._worker.loop.dispatch import handle
 from synk._worker.rank import Doorbell, Worker
 from synk.errors import SharedMemoryError
@@ -236,8 +236,8 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 def _flush_output(worker: Worker) -> None:
     """Flush what was printed, so that it reaches the master."""
-    if os.getpid() != worker.pid:  # as in ``end_copy``
-        os._exit(0)
+    if worker.is_copy:
+        end_copy(worker)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

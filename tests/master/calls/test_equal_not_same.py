@@ -77,6 +77,15 @@ def test_dicts_that_are_returned_keep_their_order(shared_runtimes: Any, where: A
 
 
 @pytest.mark.parametrize("where", WHERE)
+def test_what_has_no_keys_is_returned_as_ever(shared_runtimes: Any, where: Any) -> None:
+    results = [None, [None], ((), []), {}, [{}], ({}, None), None, [(1.0, [2.0])], "text", [("text", {"a": None})]]
+    call = shared_runtimes[where].function(lambda x: results[int(x[0])], outputs="first")
+    for number, result in enumerate(results):
+        for _ in range(2):
+            assert call(np.full(2, number)) == result
+
+
+@pytest.mark.parametrize("where", WHERE)
 def test_keys_that_are_returned_keep_their_types(shared_runtimes: Any, where: Any) -> None:
     keys = KEYS
     call = shared_runtimes[where].function(lambda x: {keys[int(x[0])]: "a text"}, outputs="first")
