@@ -18,7 +18,6 @@ __all__ = [
     "OpMismatch",
     "ReentrancyError",
     "RemoteError",
-    "RowShapedOutput",
     "SerializationError",
     "SharedMemoryError",
     "StaleCaptureError",
@@ -175,16 +174,12 @@ class WastefulTransfer(UserWarning):
     """A guard in the mode ``"warn"`` has found a wasteful transfer. Reported once per function and argument."""
 
 
-class OpMismatch(UserWarning):
-    """A function without ``outputs=`` does not compute an average over rows, which is the default op.
+class OpMismatch(SynkError):
+    """The default op, the average, does not fit what a function returns, and the function names no op.
 
-    This is reported once per function, at the first call in which a rank has four rows. Giving ``outputs=`` silences
-    it, and so does ``warnings.simplefilter("ignore", synk.errors.OpMismatch)``.
+    The message shows the value of the call and that of one worker, and names the op that fits. Naming any op with
+    ``outputs=``, also ``"avg"``, ends the check.
     """
-
-
-class RowShapedOutput(OpMismatch):
-    """An output has one row for each row of its rank: it needs ``outputs="gather"``."""
 
 
 def add_note(error: BaseException, note: str) -> None:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
+from synk._api.op_check import OpCheck, few_rows, hold_back
 from synk._api.options import (
     FRAMEWORKS,
     check_blocks,
@@ -32,11 +33,10 @@ from synk._master.objects.data import Data, make_data
 from synk._master.session import Session, current_session
 from synk._pure.interrupts import as_operation, operation
 from synk._pure.limits import check_timeout
-from synk._pure.output_ops import DEFAULT_OP, in_blocks
+from synk._pure.output_ops import DEFAULT_OP, DefaultOp, in_blocks
 from synk._pure.show import table
 from synk._pure.tracebacks import outline, told, verb
 from synk._wire.cell import refuse_inside_worker
-from synk._wire.control import Traits
 from synk.errors import UnsupportedError, WorkerDied
 
 if TYPE_CHECKING:
@@ -104,8 +104,6 @@ class Function(FunctionHandle, Generic[P, R]):
     even if they were changed in place. Changes that only a rank has made to its copies stay on that rank.
     """
 
-    _known = Traits(0)  # traits that mean the same in a serial call
-
     @verb
     @as_operation
     def __init__(
@@ -156,6 +154,8 @@ class Function(FunctionHandle, Generic[P, R]):
             is_repeated=self._slices is not None,
             session=session,
         )
+        is_default = isinstance(outputs, DefaultOp) and not (per_rank or any(updates) or changes)
+        self._op_check: OpCheck | None = OpCheck() if is_default else None
         self._verb = f"call {name!r}"
         self._built_with = {
             "bcast_inputs": bcast_inputs, "outputs": outputs, "framework": framework, "name": name, "retry": retry,
@@ -221,7 +221,8 @@ class Function(FunctionHandle, Generic[P, R]):
         if self._slices is not None:
             num_slices = self._slices.of(args, kwargs, num_slices)
         try:
-            if output_subset is None and timeout is None and type(num_slices) is int and num_slices == 1:
+            is_checked = self._op_check is None or not self._op_check.may_be_due(args)
+            if is_checked and output_subset is None and timeout is None and type(num_slices) is int and num_slices == 1:
                 callee = self._callee
                 compiled, capture, session = callee.plans.compiled[0], callee.capture, callee.session
                 # No operation is begun for a call that fits: if a handler breaks it off, the next operation settles it.
@@ -234,7 +235,9 @@ class Function(FunctionHandle, Generic[P, R]):
                 options = CallOptions(
                     batch, shard_batch, check_slices(num_slices), check_subset(output_subset), check_timeout(timeout)
                 )
-                return self._run(args, kwargs, options, was_compared)
+                if is_checked:
+                    return self._run(args, kwargs, options, was_compared)
+                return self._run_checked(args, kwargs, options)
         except BaseException as error:  # like a verb, but written out: this is the path of every call
             __tracebackhide__ = True
             if self._slices is not None and self._slices.help_against(error, args, kwargs, num_slices):
@@ -363,7 +366,7 @@ class Function(FunctionHandle, Generic[P, R]):
         num_repeats = check_repeats(num_repeats, self.name)
         options = CallOptions(batch, shard_batch, check_slices(num_slices), subset, limit, num_repeats=num_repeats)
         with operation():
-            return self._run(args, kwargs, options)
+            return self._run_checked(args, kwargs, options)
 
     @verb
     def refresh(self) -> None:
@@ -462,20 +465,16 @@ class Function(FunctionHandle, Generic[P, R]):
 
         stale = self._callee.unseen_changes()  # before ``_renewed``, which would raise them as an error
         function = self._renewed()
-        options = CallOptions(batch, None, check_slices(num_slices), None, check_timeout(timeout), is_trial=True)
-        without_draws = self._without_draws()
-        return verify(
-            lambda changed: function._run(args, kwargs, changed),
-            options,
-            Tolerance(rtol, atol),
-            PlainCall(function._callee, args, kwargs, batch),
-            stale=stale,
-            known=self._known,
-            without_draws=None if without_draws is None else lambda changed: without_draws._run(args, kwargs, changed),
-        )
+        options = CallOptions(batch, None, check_slices(num_slices), None, check_timeout(timeout))
+        plain = PlainCall(function._callee, args, kwargs, batch)
+        return verify(function, options, Tolerance(rtol, atol), plain, stale)
+
+    def _compared(self) -> Function[..., Any]:
+        """Return the function that ``verify`` calls."""
+        return self
 
     def _without_draws(self) -> Function[..., Any] | None:
-        """Return a function to compare in place of one that draws random numbers, or None."""
+        """Return the function that it calls in place of one that draws random numbers, or None."""
         return None
 
     @verb
@@ -655,7 +654,8 @@ class Function(FunctionHandle, Generic[P, R]):
             num_slices = self._slices.of(args, kwargs, num_slices)
         with operation():
             was_compared = False
-            if output_subset is None and timeout is None and type(num_slices) is int and num_slices == 1:
+            is_checked = self._op_check is None or not self._op_check.may_be_due(args)
+            if is_checked and output_subset is None and timeout is None and type(num_slices) is int and num_slices == 1:
                 callee = self._callee
                 session, capture = callee.session, callee.capture
                 if session is not None and capture is not None and capture.is_current():
@@ -667,8 +667,11 @@ class Function(FunctionHandle, Generic[P, R]):
             session = function._bound_session()
             subset, limit = check_subset(output_subset), check_timeout(timeout)
             options = CallOptions(batch, shard_batch, check_slices(num_slices), subset, limit, is_submitted=True)
+            release = None if is_checked else self._hold_back(args, kwargs, options)
             with session.entered(f"submit {self.name!r}"):
-                return session.queue.submit(function._callee, args, kwargs, options, session.deadline(options.timeout))
+                pending = session.queue.submit(function._callee, args, kwargs, options, session.deadline(timeout))
+            pending._release = release
+            return pending
 
     @verb
     def stream(self, batches: Iterable[Any], *, progress: bool = False) -> Iterator[R]:
@@ -784,6 +787,22 @@ class Function(FunctionHandle, Generic[P, R]):
             f"cannot {verb} {self.name!r}: it was built with retry={self._retry}, and a call that is submitted ahead "
             "is never run again. Call it, or build it without retry."
         )
+
+    def _run_checked(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
+        """Run a call, and hold its result back until the default op is known to fit."""
+        release = self._hold_back(args, kwargs, options)
+        result = self._run(args, kwargs, options)
+        if release is not None:
+            release(result)
+        return result
+
+    def _hold_back(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
+    ) -> Callable[[Any], None] | None:
+        """Return what a call that begins now must do with its result before it is given out; None for nothing."""
+        if self._op_check is None or options.output_subset is not None:
+            return None
+        return hold_back(self, few_rows(self, self._callee.fn, args, kwargs, options), options.timeout)
 
     def _run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions, was_compared: bool = False

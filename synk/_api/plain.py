@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import operator
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from synk._master.objects.data import Data
 from synk._pure.generators import generator_states, restore_generators
 from synk._pure.interrupts import safe_point
 from synk._pure.nested import SINGLE_VALUES, build, take_apart
+from synk._pure.shards import Selection
 from synk._pure.sparse import is_csr
 from synk._pure.tables import is_table, taken_rows
 from synk._pure.tensors import array_of, is_plain, is_tensor
@@ -185,7 +187,7 @@ def _unchanged(value: Any) -> Any:
 def plain_arguments(
     callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments, by position and by name. They share memory with the user's.
+    """Return the arguments, by position and by name, as the plain function gets them. They share the user's memory.
 
     Raises
     ------
@@ -195,63 +197,92 @@ def plain_arguments(
         If the program does not have the framework.
     """
     to_framework = host_converters(callee.framework)[0] if callee.framework is not None else None
-    bound = callee.signature.bind(args, kwargs)
-    apart = [take_apart(value) for _, _, is_broadcast, value in bound if not is_broadcast]
-    picked = _PickedRows([leaf for leaves, _ in apart for leaf in leaves], batch, callee.name)
-    scattered = iter(apart)
-    positional, by_name = [], {}
-    for _, keyword, is_broadcast, value in bound:
-        if is_broadcast:
-            plain = _in_framework(_as_plain(value), to_framework)
-        else:
-            leaves, structure = next(scattered)
-            own = [_in_framework(picked.of(leaf), to_framework, is_column=True) for leaf in leaves]
-            is_same = all(new is old for new, old in zip(own, leaves))
-            plain = value if is_same else build(structure, iter(own))
-        if keyword:
-            by_name[keyword] = plain
-        else:
-            positional.append(plain)
-    return positional, by_name
+    scattered = ScatteredArguments(callee, args, kwargs)
+    picked = None if batch is None else scattered.select(batch)
 
-
-class _PickedRows:
-    """The rows that ``batch`` selects from the scattered leaves of a call."""
-
-    def __init__(self, leaves: Sequence[Any], batch: Any, name: str) -> None:
-        self._selection = None
-        if batch is not None:
-            values = [(leaf, _as_plain(leaf)) for leaf in leaves]
-            rows = [RowCount("", _num_rows(value), _is_minibatch(leaf)) for leaf, value in values if _has_rows(value)]
-            self._selection = select(rows, batch, name)
-
-    def of(self, leaf: Any) -> Any:
-        """Return a leaf with only these rows."""
-        value = _as_plain(leaf)
+    def plain(leaf: Any) -> Any:
+        value = as_plain(leaf)
         if isinstance(value, (list, tuple)) and _holds_single_values(value):
             value = np.asarray(value)
-        if self._selection is None or not _has_rows(value):
-            return value
-        if _is_minibatch(leaf):
-            return value[: self._selection.count]
-        if isinstance(value, np.ndarray) or is_tensor(value) or is_csr(value):
-            return value[self._selection.positions()]
-        if is_table(value):
-            return taken_rows(value, self._selection.positions())
-        raise NotComparable(f"batch= picks rows of a {type(value).__name__} on the workers only")
+        if picked is not None and has_rows(value):
+            value = rows_at(value, picked.positions()) if not is_minibatch(leaf) else value[: picked.count]
+        return _in_framework(value, to_framework, is_column=True)
+
+    return scattered.replaced(plain, lambda value: _in_framework(as_plain(value), to_framework))
 
 
-def _as_plain(value: Any) -> Any:
+class ScatteredArguments:
+    """The arguments of a call, with those that are scattered taken apart.
+
+    Attributes
+    ----------
+    leaves : list
+        The scattered leaves of all arguments.
+    """
+
+    def __init__(self, callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._name = callee.name
+        self._bound = list(callee.signature.bind(args, kwargs))
+        self._apart = [([], None) if is_broadcast else take_apart(value) for _, _, is_broadcast, value in self._bound]
+        self.leaves = [leaf for leaves, _ in self._apart for leaf in leaves]
+
+    def select(self, batch: Any) -> Selection | None:
+        """Return the rows that ``batch`` selects, or all rows for None; None if no leaf has rows.
+
+        Raises
+        ------
+        NotComparable
+            If a leaf lives on the workers.
+        """
+        values = [(leaf, as_plain(leaf)) for leaf in self.leaves]
+        rows = [RowCount("", _num_rows(value), is_minibatch(leaf)) for leaf, value in values if has_rows(value)]
+        return select(rows, batch, self._name)
+
+    def replaced(
+        self, scattered: Callable[[Any], Any], broadcast: Callable[[Any], Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments, by position and by name, with other leaves, and other broadcast arguments."""
+        positional, by_name = [], {}
+        for (_, keyword, is_broadcast, value), (leaves, structure) in zip(self._bound, self._apart):
+            if is_broadcast:
+                new = broadcast(value)
+            else:
+                own = [scattered(leaf) for leaf in leaves]
+                is_same = all(map(operator.is_, own, leaves))
+                new = value if is_same else build(structure, iter(own))
+            if keyword:
+                by_name[keyword] = new
+            else:
+                positional.append(new)
+        return positional, by_name
+
+
+def rows_at(value: Any, positions: np.ndarray) -> Any:
+    """Return some rows of an array, a tensor or a table.
+
+    Raises
+    ------
+    NotComparable
+        If rows of such an object can be picked on the workers only.
+    """
+    if isinstance(value, np.ndarray) or is_tensor(value) or is_csr(value):
+        return value[positions]
+    if is_table(value):
+        return taken_rows(value, positions)
+    raise NotComparable(f"batch= picks rows of a {type(value).__name__} on the workers only")
+
+
+def as_plain(value: Any) -> Any:
     if isinstance(value, Handle):
         raise NotComparable(why_no_handle(value))
     return value._contents.array if isinstance(value, Data) else value
 
 
-def _is_minibatch(leaf: Any) -> bool:
+def is_minibatch(leaf: Any) -> bool:
     return isinstance(leaf, Data) and leaf.minibatch
 
 
-def _has_rows(value: Any) -> bool:
+def has_rows(value: Any) -> bool:
     return bool(value.shape) if hasattr(value, "shape") else isinstance(value, (list, tuple))
 
 

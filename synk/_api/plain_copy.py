@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from synk._master.calls.arguments import ObjectPickler
 from synk._master.code.handles import Handle, HandlePickler
 from synk._master.code.modules import is_users_module
+from synk._master.objects.data import Data
 from synk._master.objects.shared import Shared
 from synk._pure.interrupts import safe_point
 from synk._wire.memory import available_nbytes
@@ -56,13 +58,27 @@ class PlainCopy:
         try:
             safe_point(_ClassesOut(file, self.copies).dump, result)
             file.seek(0)
-            return safe_point(_ClassesIn(file, self.classes).load)
+            return safe_point(_ByNumber(file, self.classes).load)
         except Exception:  # a result that cannot be pickled is compared as it is
             return result
 
 
-def copied(fn: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> PlainCopy:
+def copied(
+    fn: Callable[..., Any],
+    args: list[Any],
+    kwargs: dict[str, Any],
+    *,
+    for_workers: bool = False,
+    max_nbytes: float = math.inf,
+) -> PlainCopy:
     """Return a copy, made by a single pickle.
+
+    Parameters
+    ----------
+    for_workers : bool
+        Whether the copy is called on the workers. It may refer to what lives there, and share objects with modules.
+    max_nbytes : float
+        How much memory the copy may take, at most half of what is free.
 
     Raises
     ------
@@ -71,7 +87,7 @@ def copied(fn: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> P
     Exception
         The exception of pickling.
     """
-    room = _Room()
+    room = _Room(max_nbytes)
     file = _File(room)
     buffers: list[pickle.PickleBuffer] = []
 
@@ -80,15 +96,17 @@ def copied(fn: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> P
         buffers.append(buffer)
 
     copier = _Copier(file, buffer_callback=keep)
+    copier.kept = (Handle, Data) if for_workers else (Handle,)
     # The list of classes is pickled last, when it is complete.
     safe_point(copier.dump, (fn, args, kwargs, copier.copied))
-    if copier.handles:
+    if copier.handles and not for_workers:
         raise NotComparable(why_no_handle(copier.handles[0]))
-    objects = _objects_in(copier.modules)
+    objects = {} if for_workers else _objects_in(copier.modules)
     if objects.keys() & copier.memo.copy().keys() or any(type(each) in copier.copied for each in objects.values()):
         raise NotComparable("it shares an object with a module, which would not be copied with it")
-    parts = safe_point(pickle.loads, file.getbuffer(), buffers=[bytearray(buffer.raw()) for buffer in buffers])
-    fn, args, kwargs, copies = parts
+    file.seek(0)
+    loader = _ByNumber(file, copier.handles, buffers=[bytearray(buffer.raw()) for buffer in buffers])
+    fn, args, kwargs, copies = safe_point(loader.load)
     return PlainCopy(fn, args, kwargs, copier.copied, copies)
 
 
@@ -102,8 +120,8 @@ def _objects_in(modules: Sequence[types.ModuleType]) -> dict[int, Any]:
 class _Room:
     """The memory that a pickle may take: half of the free memory, because loading takes as much again."""
 
-    def __init__(self) -> None:
-        self._left = available_nbytes() // 2
+    def __init__(self, max_nbytes: float) -> None:
+        self._left = min(available_nbytes() // 2, max_nbytes)
 
     def take(self, nbytes: int) -> None:
         self._left -= nbytes
@@ -131,12 +149,22 @@ class _Copier(ObjectPickler, HandlePickler):
         loading would find the originals in this process and write into them.
     modules : list of module
         The user's modules, which the copy shares with the program.
+    kept : tuple of type
+        Of objects that the copy shares with the program; they are listed in ``handles``.
     """
+
+    kept: tuple[type, ...] = (Handle,)
 
     def __init__(self, file: Any, **options: Any) -> None:
         super().__init__(file, **options)
         self.copied: list[type] = []
         self.modules: list[types.ModuleType] = []
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if not isinstance(obj, self.kept):
+            return None
+        self.handles.append(cast(Handle, obj))
+        return len(self.handles) - 1
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, types.ModuleType) and is_users_module(obj.__name__):
@@ -162,10 +190,12 @@ class _ClassesOut(Pickler):
         return self._numbers.get(id(obj))
 
 
-class _ClassesIn(pickle.Unpickler):
-    def __init__(self, file: Any, classes: Sequence[type]) -> None:
-        super().__init__(file)
-        self._classes = classes
+class _ByNumber(pickle.Unpickler):
+    """Loads a pickle in which some objects were replaced by numbers."""
 
-    def persistent_load(self, number: int) -> type:
-        return self._classes[number]
+    def __init__(self, file: Any, objects: Sequence[Any], **options: Any) -> None:
+        super().__init__(file, **options)
+        self._objects = objects
+
+    def persistent_load(self, number: int) -> Any:
+        return self._objects[number]

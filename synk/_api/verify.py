@@ -1,6 +1,7 @@
-"""``Function.verify``: one call in parallel and serially, on trial, and the plain function in the program.
+"""``Function.verify``: one call in parallel and serially, and the plain function in the program.
 
-This file compares them and reports on each output. ``synk._api.plain`` calls the plain function.
+This file makes the calls, of a copy of the function, compares them, and reports on each output. ``synk._api.plain``
+calls the plain function.
 """
 
 from __future__ import annotations
@@ -8,26 +9,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from synk._api.op_check import are_same, comparable
 from synk._api.plain import PlainCall, PlainOutputs
+from synk._api.plain_copy import NotComparable, PlainCopy, copied
 from synk._master.calls.call import CallOptions
-from synk._master.calls.trials import Tried
-from synk._pure.comparison import MISSING, Tolerance, difference, fitting_ops, is_same
-from synk._pure.ops import Op
-from synk._pure.output_ops import each_op, match_ops
+from synk._pure.comparison import MISSING, Tolerance, combine, difference, fitting_ops, is_same
+from synk._pure.ops import OPS, Op
+from synk._pure.output_ops import each_op, ops_of
 from synk._pure.partials import concatenate
 from synk._pure.show import Text
 from synk._pure.trees import paths
-from synk._wire.control import Traits
+from synk._wire.apart import Apart, Part, Quiet
+from synk.errors import SerializationError
 
 if TYPE_CHECKING:
-    from synk._master.state.variable import Variable
-
-
-Try = Callable[[CallOptions], Tried]
+    from synk._api.function import Function
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,7 @@ class VerifiedOutput:
         The op in ``outputs``; for a variable ``"shard"`` or ``"replica"``.
     verdict : str
         ``"equal"`` or ``"different"``. ``"one per rank"`` (op None) is not compared. If values differ for a legitimate
-        reason, the verdict is the reason: ``"random"``, ``"communicates"``, or ``"per rank"`` (built with
-        ``per_rank=True``).
+        reason, the verdict is the reason: ``"random"``, or ``"per rank"`` (built with ``per_rank=True``).
     difference : float
         The largest absolute difference between the value and the serial value, or between the serial value and the
         plain one. NaN if there is no difference to compute (other shapes, text, objects).
@@ -110,120 +109,208 @@ class Report:
 
 
 def verify(
-    run: Try,
+    function: Function[..., Any],
     options: CallOptions,
     tolerance: Tolerance,
     plain: PlainCall,
-    *,
     stale: Sequence[str],
-    known: Traits,
-    without_draws: Try | None,
 ) -> Report:
-    """Run a call on trial, in parallel and serially, and the plain function in the program, and compare them.
+    """Run a call in parallel and serially, and the plain function in the program, and compare them.
 
     Parameters
     ----------
-    run : callable
-        Runs the call with other options.
     options : CallOptions
         The options of the parallel call.
     plain : PlainCall
         The same call of the plain function, and the function itself.
     stale : sequence of str
         A sentence for each captured object that is out of date on the workers.
-    known : Traits
-        The function's traits that mean the same in parallel and serially.
-    without_draws : callable or None
-        Runs the call of another function, in place of one that draws random numbers.
+
+    Raises
+    ------
+    SerializationError
+        If the function cannot be copied.
     """
-    name, outputs, is_per_rank = plain.callee.name, plain.callee.outputs, plain.callee.per_rank
-    serial_options = replace(options, num_slices=1, is_serial=True, is_apart=True)
-    serial, started = run(serial_options), time.monotonic()
-    again = run(serial_options)
+    name, is_per_rank = plain.callee.name, plain.callee.per_rank
+    runs, started = _Runs(function._compared(), plain, options), time.monotonic()
+    serial, again = runs.serial()
     switched = ""
-    if without_draws is not None and (serial.traits & Traits.DRAWS or _are_different(serial, again)):
+    if not are_same(serial.value, again.value) and (other := function._without_draws()) is not None:
         switched = "Compared with all modules but batch norms in eval(): it draws random numbers (as dropout does)."
-        run = without_draws
-        serial, again = run(serial_options), run(serial_options)
+        runs = _Runs(other, plain, options)
+        serial, again = runs.serial()
     serial_s = time.monotonic() - started
-    apart = run(replace(options, num_slices=1, is_apart=True))  # an exception of the function itself is raised here
-    problem: Exception | None = None
-    whole: Tried | None = None
-    try:
-        combined: Tried | None = run(options)
-        if any(isinstance(op, Op) for op in each_op(outputs)):  # such an op may change even the value for all rows
-            whole = run(replace(serial_options, is_apart=False))
-    except (TypeError, ValueError) as error:  # its outputs cannot be combined
-        combined, problem = None, error
-    expected = [parts[0] for parts in serial.leaves]
-    is_random = _are_different(serial, again)
-    traits = (serial.traits | apart.traits | (combined.traits if combined is not None else Traits(0))) & ~known
-    reason = _reason(is_random, traits, is_per_rank)
-    ops = match_ops(outputs, serial.skeleton, len(expected), repr(name))
-    called = _call_plain(plain, serial.skeleton, ops, reason, serial_s)
-    plain_values = called.leaves if called.leaves is not None else [MISSING] * len(expected)
-    results = []
-    parts_at = dict(zip(paths(apart.skeleton), apart.leaves))
-    values_at = dict(zip(paths(combined.skeleton), combined.leaves)) if combined is not None else {}
-    results_at = dict(zip(paths(whole.skeleton), whole.leaves)) if whole is not None else {}
-    for path, op, serial_value, plain_value in zip(paths(serial.skeleton), ops, expected, plain_values):
-        parts = [parts_at[path][rank] for rank in apart.ranks] if path in parts_at else []
-        value = values_at.get(path, MISSING)
-        output = _compare(path, op, value, results_at.get(path, serial_value), tolerance, reason)
+    is_random = not are_same(serial.value, again.value)
+    reason = "random" if is_random else "per rank" if is_per_rank else "different"
+    parts, ops = runs.parts(), plain.callee.outputs
+    results, problem = runs.results(serial, parts)
+    expected = opened(serial.value, ops)
+    rows = [part.num_rows for part in parts]
+    by_path = [opened(part.value, ops).by_path() for part in parts]
+    outputs = []
+    for path, op, value in zip(paths(expected.skeleton), expected.ops, expected.leaves):
+        own = [each.get(path, MISSING) for each in by_path]
+        result, oracle = results.at(path, own, rows, op), results.serial.get(path, value)
+        output = _compare(path, op, result, oracle, tolerance, reason)
         if output.verdict not in ("equal", "one per rank"):
-            fitting = fitting_ops(parts, apart.rows, serial_value, tolerance)
-            output = replace(output, matching=tuple(word for word in fitting if word != op))
-        results.append(_beside_plain(output, serial_value, plain_value, tolerance) if called.is_run else output)
-    if combined is not None:
-        results += _compare_variables(combined.assigned, serial.assigned, tolerance, reason)
-    notes = [*_notes(is_random, traits, is_per_rank), switched, called.note, *stale, *plain.callee.uncompared()]
-    if problem is not None:
-        notes.append(f"The call raised {type(problem).__name__}: {problem}")
-    return Report(name, tuple(results), tuple(filter(None, notes)), tuple(stale))
+            fitting = () if any(each is MISSING for each in own) else fitting_ops(own, rows, value, tolerance)
+            output = replace(output, matching=tuple(word for word in fitting if word != output.op))
+        outputs.append(output)
+    verdicts = {output.verdict for output in outputs} | ({"per rank"} if is_per_rank else set())
+    called = _call_plain(plain, expected, verdicts, serial_s)
+    if called.is_run:
+        plain_values = called.leaves if called.leaves is not None else [MISSING] * len(outputs)
+        outputs = [
+            _beside_plain(output, value, plain_value, tolerance)
+            for output, value, plain_value in zip(outputs, expected.leaves, plain_values)
+        ]
+    outputs += _compare_variables(function, parts, serial, tolerance, reason)
+    notes = [
+        "It draws random numbers, or changes what it captured: each run returns something else." * is_random,
+        "It is built with per_rank=True: its result depends on the number of workers." * is_per_rank,
+        switched,
+        called.note,
+        *stale,
+        *plain.callee.uncompared(),
+        "" if problem is None else f"The call raised {type(problem).__name__}: {problem}",
+    ]
+    return Report(name, tuple(outputs), tuple(filter(None, notes)), tuple(stale))
 
 
-def _are_different(serial: Tried, again: Tried) -> bool:
-    exactly = Tolerance(0, 0)
-    return not all(is_same(parts[0], other[0], exactly) for parts, other in zip(serial.leaves, again.leaves))
+class _Runs:
+    """The calls that are compared: ordinary ones, of a copy of the function."""
+
+    def __init__(self, function: Function[..., Any], plain: PlainCall, options: CallOptions) -> None:
+        callee = self._callee = function._callee
+        self._session, self._options = function._bound_session(), options
+        args = list(plain.args)
+        try:
+            copy = copied(callee.fn, args, plain.kwargs, for_workers=True)
+        except NotComparable:  # there is not enough memory
+            copy = PlainCopy(callee.fn, args, plain.kwargs, [], [])
+        except Exception as error:
+            raise SerializationError(
+                f"cannot verify {callee.name!r}: it cannot be copied with its arguments ({type(error).__name__}: "
+                f"{error}), expected objects that can be pickled. Compare a call with f.serial(...) yourself."
+            ) from error
+        self._fn, self._args, self._kwargs, self._copy = copy.fn, copy.args, copy.kwargs, copy
+
+    def serial(self) -> tuple[Part, Part]:
+        """Return what one worker does for all rows, and what it does the next time, with other random numbers."""
+        function = self._apart()
+        ((first,), (second,)) = self._boxes(function.serial), self._boxes(function.serial)
+        return first, second
+
+    def parts(self) -> list[Part]:
+        """Return what each rank that has rows does. What the function raises is raised here."""
+        return self._boxes(self._apart())
+
+    def results(self, serial: Part, parts: Sequence[Part]) -> tuple[_Results, Exception | None]:
+        """Return the outputs of the call itself, or why the ranks' outputs cannot be combined.
+
+        A call that assigns variables or changes resident objects is not made: the outputs of the ranks are combined.
+        """
+        callee, found = self._callee, _Results()
+        if any(part.assigned for part in parts) or callee.changes or callee.options["updates"]:
+            return found, None
+        function = self._built(Quiet(self._fn), outputs=callee.outputs, per_rank=callee.per_rank)
+        options = {"batch": self._options.batch, "timeout": self._options.timeout}
+        try:
+            result = function(*self._args, num_slices=self._options.num_slices, **options, **self._kwargs)
+            found.combined = opened(self._copy.with_own_classes(result), callee.outputs).by_path()
+            if any(isinstance(op, Op) for op in each_op(callee.outputs)):  # it may change even the value for all rows
+                found.serial = opened(function.serial(*self._args, **options, **self._kwargs), callee.outputs).by_path()
+        except (TypeError, ValueError) as error:  # the outputs cannot be combined
+            found.combined = {}
+            return found, error
+        return found, None
+
+    def _apart(self) -> Function[..., Any]:
+        """Return a function in the state of the program, whatever runs of others have made of theirs."""
+        changes, per_rank = self._callee.options["changes"], self._callee.per_rank
+        return self._built(Apart(self._fn, changes), outputs=None, changes=changes, per_rank=per_rank)
+
+    def _built(self, fn: Callable[..., Any], **options: Any) -> Function[..., Any]:
+        from synk._api.function import Function
+
+        callee = self._callee
+        return Function(
+            fn,
+            bcast_inputs=callee.bcast_inputs,
+            framework=callee.framework,
+            name=callee.name,
+            session=self._session,
+            **options,
+        )
+
+    def _boxes(self, call: Callable[..., Any]) -> list[Part]:
+        boxes = call(*self._args, batch=self._options.batch, timeout=self._options.timeout, **self._kwargs)
+        parts = [box.part for box in boxes if box is not None]
+        return [part._replace(value=self._copy.with_own_classes(part.value)) for part in parts]
 
 
-def _reason(is_random: bool, traits: Traits, is_per_rank: bool) -> str:
-    """Return the reason why values may rightly differ from the serial ones; "different" if there is none."""
-    if is_random or traits & Traits.DRAWS:
-        return "random"
-    if traits & Traits.COMMUNICATES:
-        return "communicates"
-    return "per rank" if is_per_rank else "different"
+class _Results:
+    """The outputs of the call itself, by path, and of its serial call. ``combined`` is None if it was not made."""
+
+    combined: dict[str, Any] | None = None
+
+    def __init__(self) -> None:
+        self.serial: dict[str, Any] = {}
+
+    def at(self, path: str, parts: Sequence[Any], rows: Sequence[int], op: Any) -> Any:
+        if self.combined is not None:
+            return self.combined.get(path, MISSING)
+        return MISSING if any(part is MISSING for part in parts) else combine(ops_of(op, ""), parts, rows)
 
 
-_NOT_JUDGED = {
-    "random": "it draws random numbers",
-    "communicates": "it uses synk.comm, which has no meaning outside of a worker",
-    "per rank": "its result depends on the number of workers",
-}
+class Opened(NamedTuple):
+    """A result, taken apart: its nesting with the position of each leaf in its place, its leaves, and their ops."""
+
+    skeleton: Any
+    leaves: list[Any]
+    ops: list[Any]
+
+    def by_path(self) -> dict[str, Any]:
+        return dict(zip(paths(self.skeleton), self.leaves))
 
 
-def _call_plain(plain: PlainCall, skeleton: Any, ops: Sequence[Any], reason: str, serial_s: float) -> PlainOutputs:
+def opened(value: Any, outputs: Any) -> Opened:
+    """Take a result apart by its ops. Under op None it is one leaf, and so is a list under an op that concatenates."""
+    leaves: list[Any] = []
+    ops: list[Any] = []
+
+    def walk(value: Any, outputs: Any) -> Any:
+        is_op = not isinstance(outputs, (dict, tuple, list))
+        if outputs is not None:
+            if value is None:
+                return None
+            if isinstance(value, dict):
+                return {key: walk(part, outputs if is_op else outputs.get(key)) for key, part in value.items()}
+            if isinstance(value, (tuple, list)) and not (type(value) is list and is_op and _concatenates(outputs)):
+                each = [outputs] * len(value) if is_op else [*outputs, *[None] * (len(value) - len(outputs))]
+                return [walk(part, op) for part, op in zip(value, each)]
+        leaves.append(comparable(value))
+        ops.append(outputs if is_op else None)
+        return len(leaves) - 1
+
+    return Opened(walk(value, outputs), leaves, ops)
+
+
+def _concatenates(op: Any) -> bool:
+    return OPS[op].concatenates if isinstance(op, str) else isinstance(op, Op) and op.concatenates
+
+
+_NOT_JUDGED = {"random": "it draws random numbers", "per rank": "its result depends on the number of workers"}
+
+
+def _call_plain(plain: PlainCall, expected: Opened, verdicts: set[str], serial_s: float) -> PlainOutputs:
     """Call the plain function, if its outputs mean the same as the serial ones."""
-    why_not = plain.why_not() or _NOT_JUDGED.get(reason, "")
+    why_not = plain.why_not() or next((why for verdict, why in _NOT_JUDGED.items() if verdict in verdicts), "")
     if why_not:
         return PlainOutputs.not_run(why_not)
-    if all(op is None for op in ops):
+    if all(op is None for op in expected.ops):
         return PlainOutputs(False, None, "")  # there is nothing to compare
-    return plain.run(skeleton, serial_s)
-
-
-def _notes(is_random: bool, traits: Traits, is_per_rank: bool) -> list[str]:
-    notes = []
-    if is_random or traits & Traits.DRAWS:
-        notes.append("It draws random numbers: other ones on each rank, and at each call.")
-    if traits & Traits.CHANGES:
-        notes.append("It changes objects that it captured: their state is each rank's own.")
-    if traits & Traits.COMMUNICATES:
-        notes.append("It uses synk.comm, which means something else in a serial call.")
-    if is_per_rank:
-        notes.append("It is built with per_rank=True: its result depends on the number of workers.")
-    return notes
+    return plain.run(expected.skeleton, serial_s)
 
 
 def _compare(path: str, op: Any, value: Any, serial: Any, tolerance: Tolerance, reason: str) -> VerifiedOutput:
@@ -243,18 +330,16 @@ def _beside_plain(output: VerifiedOutput, serial: Any, plain: Any, tolerance: To
 
 
 def _compare_variables(
-    assigned: dict[Variable, list[list[np.ndarray]]],
-    serial: dict[Variable, list[list[np.ndarray]]],
-    tolerance: Tolerance,
-    reason: str,
+    function: Function[..., Any], parts: Sequence[Part], serial: Part, tolerance: Tolerance, reason: str
 ) -> list[VerifiedOutput]:
     """Compare the values that the two calls assigned: all shards together, or the replica of each rank."""
+    variables = {variable.id: variable for variable in function._callee.variables}
     results = []
-    for variable, (expected,) in serial.items():
-        values = assigned.get(variable, [])
+    for number, expected in serial.assigned.items():
+        variable, values = variables[number], [part.assigned.get(number, []) for part in parts]
         if variable.is_sharded:
             values = [[concatenate(shards) for shards in zip(*values)]]
-        is_equal = bool(values) and all(
+        is_equal = all(
             len(leaves) == len(expected) and all(map(lambda a, b: is_same(a, b, tolerance), leaves, expected))
             for leaves in values
         )

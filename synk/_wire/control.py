@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import IntEnum, IntFlag
+from enum import IntEnum
 
 import numpy as np
 
@@ -50,21 +50,20 @@ class Up(IntEnum):
     BROKEN = 3  # number of the last NCCL group that this rank gave up
     # number of the last call whose outputs lie in the slot and fit the known layout; its negative: they do not
     PUBLISHED = 4
-    TRAITS = 5  # in a call on trial: what the function did, as Traits
-    WAIT_NS = 6  # time in the function that was spent waiting for other ranks in synk.comm; written once ranks talk
+    WAIT_NS = 5  # time in the function that was spent waiting for other ranks in synk.comm; written once ranks talk
     # when the rank received the call, when its function began and ended, and when its outputs were in place
-    RECEIVED_NS = 7
-    BEGAN_NS = 8
-    ENDED_NS = 9
-    PUBLISHED_NS = 10
+    RECEIVED_NS = 6
+    BEGAN_NS = 7
+    ENDED_NS = 8
+    PUBLISHED_NS = 9
     # the phases of a training step, without what was spent waiting in them; written in calls that change residents
-    FORWARD_NS = 11
-    BACKWARD_NS = 12
-    REDUCE_NS = 13
-    OPTIMIZER_NS = 14
+    FORWARD_NS = 10
+    BACKWARD_NS = 11
+    REDUCE_NS = 12
+    OPTIMIZER_NS = 13
     # bytes that the backend has copied to and from the device since the last timed call; written on devices
-    H2D_NBYTES = 15
-    D2H_NBYTES = 16
+    H2D_NBYTES = 14
+    D2H_NBYTES = 15
 
 
 PHASES = {name: int(Up[f"{name.upper()}_NS"]) for name in ("forward", "backward", "reduce", "optimizer")}
@@ -73,14 +72,6 @@ PHASES = {name: int(Up[f"{name.upper()}_NS"]) for name in ("forward", "backward"
 
 TRACED = 2
 """The value of ``Down.TIMED`` in a trace."""
-
-
-class Traits(IntFlag):
-    """What a function did in a call on trial."""
-
-    DRAWS = 1  # drew random numbers from a process-wide generator or one that it captured
-    CHANGES = 2  # changed another captured object
-    COMMUNICATES = 4  # used ``synk.comm``
 
 
 class Phase(IntEnum):

@@ -64,9 +64,6 @@ MAX_ROOM_NBYTES = LARGE_NBYTES // 2
 MAX_ROOMS_NBYTES = 1 << 20
 """How much of a slot a call's pickles may take together: slots are kept."""
 
-MIN_CHECKED_ROWS = 4
-"""How many rows a rank needs for the check whether the default op fits a function."""
-
 
 class Kind(IntEnum):
     """Messages from the master to a worker."""
@@ -83,7 +80,6 @@ class Kind(IntEnum):
     RESIDENT = 11  # an operation on resident objects, see synk._wire.residents
     PREFETCH = 10  # value = plan: bring the inputs of this lane's next call; the rank does not answer
     ITEMS = 12  # run a function on items, see synk._wire.items
-    CHECK = 13  # check on trial whether the default op fits the function of the last call
 
 
 class Status(IntEnum):
@@ -148,11 +144,6 @@ class Plan(NamedTuple):
         Where the rows of sharded variables lie, as positions in each rank's own shard, if they are not ranges.
     order_place : tuple (segment_id, offset, count) or None
         Where the rows of minibatch inputs lie, if the ranks' rows are not in the order of the batch.
-    is_trial : bool
-        Whether the call must leave nothing behind but its outputs.
-    is_apart : bool
-        Set in calls on trial whose outputs are compared rank by rank. The ranks' values are not combined by the
-        function's ops: the result has one value for each rank, as with op None.
     nests : bytes
         A pickle of ``(first, num_leaves, structure)`` for each nested argument: which inputs are its leaves. Empty if
         no argument is nested.
@@ -175,8 +166,6 @@ class Plan(NamedTuple):
     is_rowless: bool = False
     local_indices_place: tuple[int, int, int] | None = None
     order_place: tuple[int, int, int] | None = None
-    is_trial: bool = False
-    is_apart: bool = False
     nests: bytes = b""
     block_rows: int = 0
     num_repeats: int = 1

@@ -40,7 +40,6 @@ _RSS_INTERVAL_NS = 1_000_000_000
 _PHASE, _FUNCTION = int(Up.PHASE), int(Phase.FUNCTION)
 _ALL_ROWS = int(Down.ALL_ROWS)
 _CALL = int(Kind.CALL)
-_CALLS = (_CALL, int(Kind.CHECK))
 _OUTPUTS_DONE = Stage.DONE
 
 
@@ -89,8 +88,6 @@ class Worker:
         The function of a map, while this rank runs some of its items.
     process_group : object or None
         The ``torch.distributed`` group that functions have asked for; see ``synk.torch._process_group``.
-    check : Halves or None
-        Set while the function of a call is checked on trial; see ``synk._worker.loop.halves``.
     sequence : int
         The number of the current message. Numbers wrap.
     num_messages : int
@@ -140,7 +137,6 @@ class Worker:
                 lane.executor.inputs.look_ahead = self._look_ahead
         self.mapped: LoadedFunction | None = None
         self.process_group: Any = None
-        self.check: Any = None
         self.seed: Sequence[int] = (0,)  # the runtime's seed, then the key of this rank's own stream
         self.sequence = -1
         self.num_messages = 0
@@ -221,8 +217,6 @@ class Worker:
             )
         self.num_collectives += 1
         self.check_called()
-        if self.check is not None:
-            raise self.check.refused()
         if self.variables.is_sliced:
             raise ValueError(
                 f"cannot communicate in {self.function_name!r}: the call has num_slices above 1, so each rank runs the "
@@ -269,7 +263,7 @@ class Worker:
         self.used_lanes |= self.lane.bit
         if is_alone:
             self.forget_lanes(others)
-        elif kind in _CALLS:  # the user's code is about to run again, and may change what it has returned
+        elif kind == _CALL:  # the user's code is about to run again, and may change what it has returned
             for lane in others:
                 outputs = lane.executor.outputs
                 if outputs.stage:

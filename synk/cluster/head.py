@@ -18,10 +18,8 @@ from synk._master.calls.arguments import HELD, Argument, pickle_nests, transfers
 from synk._master.calls.assembly import Assembly
 from synk._master.calls.callee import Callee
 from synk._master.calls.launched import Launched, Steps
-from synk._master.calls.op_check import can_check, checking
 from synk._master.calls.plans import CachedPlan, Call
 from synk._master.calls.replies import check_serial_assignments, conclude, unpickled
-from synk._master.calls.trials import tried
 from synk._master.processes.processes import Processes
 from synk._master.processes.reports import stacks, stacks_in
 from synk._master.session import Session
@@ -29,7 +27,6 @@ from synk._master.state.in_flight import SubmittedCalls
 from synk._master.state.lanes import Lane
 from synk._master.workers.failures import rebuild
 from synk._master.workers.recovery import GRACE_S
-from synk._pure.ops import EACH
 from synk._wire.memory import Segment
 from synk._wire.messages import Kind, Layout, Plan, Status
 from synk._wire.messages import Reply as WorkerReply
@@ -162,7 +159,7 @@ class Nodes:
         log_state: int,
     ) -> NodesCall:
         """Return the request for a bound call. It is not sent yet."""
-        plan = Plan(next(self._session.plan_ids), function.id, (), is_trial=call.options.is_trial)
+        plan = Plan(next(self._session.plan_ids), function.id, ())
         cached = CachedPlan(plan, lane, [], [], [], None, [], (), transfers_in(call.arguments, call.objects))
         nodes = sorted({self.topology.node_of(rank) for rank in call.ranks})
         return NodesCall(
@@ -239,11 +236,6 @@ class Nodes:
         objects = [unpickled(parts, function.name, rank) for rank, parts in zip(call.ranks, packed)]
         words = dict(zip(call.ranks, (words for answer in answers for words in answer.up)))
         assigned = [values for answer in answers for values in answer.assigned]
-        if call.options.is_trial:
-            result = outputs.build(call.rows, objects, None, None if call.owned is None else call.owned.order)
-            session.workers.requests.pop(launched.sequence, None)
-            of_variables = zip(layouts[0].assigned, zip(*assigned))
-            return tried(call, outputs, result, words, {session.variables[k]: list(v) for (k, _), v in of_variables})
         if outputs.has_assignments:
             self._take_in(launched, layouts, assigned)
         result = conclude(session, launched, objects, None, words)
@@ -251,9 +243,6 @@ class Nodes:
         # a node that dies before gets the committed values when it is started again.
         if outputs.has_assignments:
             session.workers.log.tell("commit")
-        if function.is_unchecked and can_check(function, call):
-            launched.result = (result,)
-            yield from checking(session, launched, outputs, dict(zip(call.ranks, layouts)), words)
         return result
 
     def _outputs(self, launched: NodesCall, layouts: list[Layout], answers: Sequence[NodeReply]) -> GatheredOutputs:
@@ -267,7 +256,7 @@ class Nodes:
         function, call = launched.function, launched.call
         outputs = GatheredOutputs(
             function.name,
-            EACH if call.options.is_apart else function.ops,
+            function.ops,
             call.options.output_subset,
             call.ranks,
             layouts,

@@ -116,28 +116,10 @@ class NodeRanks(Ranks):
         has_residents: bool,
     ) -> Request:
         items = items._replace(pickles=[*map(beside, items.pickles)])
-        return self._send_one(Kind.ITEMS, rank, items, deadline, "map", what, has_residents=has_residents)
-
-    def send_check(self, rank: int, deadline: float | None, what: str, lane: int) -> Request:
-        return self._send_one(Kind.CHECK, rank, None, deadline, "check", what, is_for_living=True)
-
-    def _send_one(
-        self,
-        kind: Kind,
-        rank: int,
-        content: Any,
-        deadline: float | None,
-        phase: str,
-        what: str,
-        *,
-        has_residents: bool = False,
-        is_for_living: bool = False,
-    ) -> Request:
-        ((node, contents),) = self._by_node({rank: content}).items()
-        num_restarts = self.num_restarts.get(node) if has_residents else None
-        order = RankOrders(contents, num_restarts, phase, what, is_for_living)
-        request = RankRequest(f"rank {rank} of {self.num_ranks}", node, self._workers.recovery, deadline, phase, what)
-        return self._workers.send(kind, [node], 0, {node: order}, [], deadline, phase, what, request=request)
+        ((node, contents),) = self._by_node({rank: items}).items()
+        order = RankOrders(contents, self.num_restarts.get(node) if has_residents else None, "map", what, False)
+        request = RankRequest(f"rank {rank} of {self.num_ranks}", node, self._workers.recovery, deadline, "map", what)
+        return self._workers.send(Kind.ITEMS, [node], 0, {node: order}, [], deadline, "map", what, request=request)
 
     def reply(self, request: Request, rank: int) -> Reply:
         ((_, reply),) = request.replies.items()

@@ -114,8 +114,7 @@ class NodeVariables:
 
         They are not committed yet: the head decides, and its next message tells.
         """
-        if not launched.call.options.is_trial:
-            self._undecided = launched, layouts
+        self._undecided = launched, layouts
         return [
             [self[number].assigned_leaves(rank) for number, _ in layout.assigned]
             for rank, layout in zip(launched.call.ranks, layouts)

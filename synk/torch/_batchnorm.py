@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from synk._wire.cell import cell
 from synk._worker.comm.comm import comm
 
 
@@ -26,9 +25,9 @@ def synchronize(module: torch.nn.Module) -> None:
 
 def _forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     is_batch = self.training or self.running_mean is None
-    # On trial (``check``) no other rank takes part. Otherwise this condition must be the same on all ranks, which run
-    # the module in the same mode: a rank that skipped the sums would make the collectives of the others mismatch.
-    if not is_batch or cell.worker.check is not None or comm.world_size == 1:
+    # This condition must be the same on all ranks, which run the module in the same mode: a rank that skipped the sums
+    # would make the collectives of the others mismatch.
+    if not is_batch or comm.world_size == 1:
         return type(self).forward(self, x)
     self._check_input_dim(x)
     out, mean, var, count = _SyncBatchNorm.apply(x, self.weight, self.bias, self.eps)

@@ -57,7 +57,7 @@ class DataParallel(torch.nn.Module):
 
     Warns
     -----
-    OpMismatch
+    UserWarning
         At the first call in which the first worker has four rows, if a single number is not a mean over rows
         (``reduction="sum"``, labels of -100). To find out, this worker runs the forward pass on parts of its rows, in
         ``eval()``.

@@ -30,7 +30,7 @@ from synk._worker.comm.comm import comm
 from synk._worker.held.pickling import dumps
 from synk.torch._nesting import is_one_slot, put, take
 from synk.torch._rank import seed_generators
-from synk.torch._trials import misfit_of
+from synk.torch._without_draws import misfit_of
 
 MIN_ROWS = 4
 """With at least this many rows the first rank checks whether single numbers are means over rows."""

@@ -27,7 +27,7 @@ from synk._api.function import Function
 from synk._api.runtime import Runtime
 from synk._pure.interrupts import as_operation
 from synk._wire.parcels import dumps
-from synk.errors import ClosedError, OpMismatch, SerializationError, WorkerDied
+from synk.errors import ClosedError, SerializationError, WorkerDied
 from synk.torch import _kept_graphs as ranks
 from synk.torch import _module_parts as parts
 from synk.torch._nesting import is_one_slot, put
@@ -146,7 +146,7 @@ class Placed:
                 f"forward of {self._name!r} returns a single number that is no mean over rows, expected one: "
                 f"DataParallel averages it over rows. On parts of a worker's rows {notes[0].misfit} fits. Compute it "
                 "after the call from outputs with rows, or use synk.torch.replicate.",
-                OpMismatch,
+                UserWarning,
                 stacklevel=5,
             )
         flags = [any(each) for each in zip(*(note.requires_grad for note in notes))]

@@ -18,13 +18,14 @@ from synk._worker.comm.comm import comm
 from synk.torch import _checkpoint as checkpoints
 from synk.torch import _state as states
 from synk.torch import _state_bytes
-from synk.torch import _trials as trials
 from synk.torch._adjoints import losses
 from synk.torch._batchnorm import synchronize
+from synk.torch._moves import moves_of, tensors_of
 from synk.torch._phases import Phases
 from synk.torch._reduction import LOST, GradientSum, Options
 from synk.torch._slices import sliced, step_in_slices
 from synk.torch._undo import Undo
+from synk.torch._without_draws import in_eval, refuse, stay_off
 
 _MASK = (1 << 64) - 1
 
@@ -78,22 +79,31 @@ class RankReplica:
     def run(self, fn: Callable[..., Any], trains: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the user's function on the objects and this rank's rows."""
         worker = cell.worker
-        if worker.check is not None:
-            with trials.checked(worker.check, self.objects):
-                return self._run(fn, trains, args, kwargs)
         if trains and self.num_steps and not self.num_steps & (self.num_steps - 1) and sliced.sums is None:
             self._check_alike()
-        if not worker.lane.called.plan.is_trial:  # on trial, seeding would look like a draw by the function itself
-            stream = worker.number + (sliced.part << 32)
-            seed_generators(self.options.seed, self.num_steps if trains else -1 - self.num_steps, stream)
+        stream = worker.number + (sliced.part << 32)
+        seed_generators(self.options.seed, self.num_steps if trains else -1 - self.num_steps, stream)
         return self._run(fn, trains, args, kwargs)
 
     def run_without_draws(
         self, fn: Callable[..., Any], trains: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run on trial with all modules except batch norms in ``eval()``, whatever the function does."""
-        trials.switch_off(self.objects, trials.stay_off, has_norms=False)
-        return self.run(fn, trains, args, kwargs)
+        """Run with all modules except batch norms in ``eval()``, whatever the function does."""
+        with in_eval(self.objects, stay_off, has_norms=False):
+            return self.run(fn, trains, args, kwargs)
+
+    def run_shown(self, fn: Callable[..., Any], trains: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run with the process's random numbers as they are. Return the result, and what the step did to tensors."""
+        before = [tensor.detach().clone() for tensor in tensors_of(self.objects)]
+        result = self._run(fn, trains, args, kwargs)
+        return result, moves_of(self.objects, before)
+
+    def run_shown_in_eval(
+        self, fn: Callable[..., Any], trains: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Do the same with all modules in ``eval()``. A function that calls ``train()`` is refused."""
+        with in_eval(self.objects, refuse, has_norms=True):
+            return self.run_shown(fn, trains, args, kwargs)
 
     def _run(self, fn: Callable[..., Any], trains: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -340,9 +350,6 @@ def _over_all_rows(closure: Callable[[], Any]) -> Callable[[], Any]:
 
 def all_rows_mean(value: torch.Tensor) -> torch.Tensor:
     """Return the mean of the ranks' means, weighted by their rows."""
-    if cell.worker.check is not None:
-        own = value.to("cpu", torch.float64).reshape(-1).numpy()
-        return torch.from_numpy(cell.worker.check.exchange(own)).to(value).reshape(value.shape)
     if sliced.sums is not None:
         return sliced.sums.mean(value).to(value)
     if comm.world_size == 1:

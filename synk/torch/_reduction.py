@@ -138,9 +138,9 @@ class GradientSum:
         kept_back = [] if self.share is None else self._parameters
         self._fired = {index for index, each in enumerate(kept_back) if each.grad is not None}
         worker = cell.worker
-        rows = worker.lane.rows() if worker.check is None else {worker.rank: 1}
+        rows = worker.lane.rows()
         total, self._num_ranks = sum(rows.values()), len(rows)
-        if worker.has_other_nodes and worker.check is None:  # the lane knows only the ranks of this node
+        if worker.has_other_nodes:  # the lane knows only the ranks of this node
             total, self._num_ranks = worker.total_rows, len(worker.ranks)
         self._call_share = rows[worker.rank] / total if total else 1.0 / self._num_ranks
         self._is_overlapping = self._num_ranks > 1 and sliced.sums is None and self._options.is_overlapping()
@@ -235,16 +235,6 @@ class GradientSum:
             )
         return share
 
-    def _exchange(self, check: Any) -> None:
-        """On trial no other rank takes part: report this rank's gradients and use those that the check returns."""
-        used, _, parts = self._gradients()
-        flat = torch.cat([each.reshape(-1).to("cpu", torch.float64) for each in parts])
-        sums = torch.from_numpy(check.exchange(flat.numpy())).split([each.numel() for each in parts])
-        for parameter, part, summed in zip(used, parts, sums):
-            if parameter.grad is not None:
-                part.copy_(summed.view(part.shape))
-        self._fired.clear()
-
     def _exchange_parts(self, sums: Sums) -> None:
         """In a slice, bring this part's gradients and use the sums, also for parameters that only other parts used.
 
@@ -278,9 +268,6 @@ class GradientSum:
             self.share = share
             return
         self.share = None
-        if cell.worker.check is not None:
-            self._exchange(cell.worker.check)
-            return
         if sliced.sums is not None:
             self._exchange_parts(sliced.sums)
             return

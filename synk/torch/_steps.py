@@ -7,27 +7,26 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from synk._api.function import Function
+from synk._api.op_check import OpCheck
+from synk._master.calls.plans import CallOptions
 from synk._pure.output_ops import DefaultOp
 from synk._pure.tracebacks import verb
-from synk._wire.control import Traits
+from synk.torch._step_check import check_step
 
 
 class StepFunction(Function[..., Any]):
     """A :class:`synk.Function` over replicated objects. Made by :meth:`Replicated.function`."""
 
-    _known = Traits.COMMUNICATES | Traits.CHANGES  # a step reduces gradients and changes the rank's objects
-
     def __init__(self, replicated: Any, fn: Callable[..., Any], *, trains: bool, **options: Any) -> None:
         resident, objects = replicated._resident, replicated._objects
         body = body_of(fn, resident, objects, trains)
-        self._body_without_draws = body_of(fn, resident, objects, trains, draws=False)
         self._replicated = replicated
         self._trains = trains
         changes = [resident] if trains else []
         self._options = {"framework": "torch", "changes": changes, "session": replicated._runtime._session, **options}
         self._fn = fn
         super().__init__(body, **self._options)
-        self._callee.is_unchecked = isinstance(options["outputs"], DefaultOp)
+        self._op_check = OpCheck() if isinstance(options["outputs"], DefaultOp) else None
 
     @verb
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -70,16 +69,31 @@ class StepFunction(Function[..., Any]):
         options = {name: self._built_with[name] for name in names}
         return "step", self._replicated, self._fn, {**options, "trains": self._trains}
 
+    def _compared(self) -> Function[..., Any]:
+        return self._by("_run")  # without a seed of its own, so that draws can be seen
+
     def _without_draws(self) -> Function[..., Any]:
-        return Function(self._body_without_draws, **self._options)
+        return self._by("run_without_draws")
+
+    def _by(self, method: str) -> Function[..., Any]:
+        """Return an ordinary function that calls another method of the replica."""
+        replicated = self._replicated
+        body = body_of(self._fn, replicated._resident, replicated._objects, self._trains, method=method)
+        return Function(body, **self._options)
+
+    def _hold_back(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
+    ) -> Callable[[Any], None] | None:
+        if not self._trains:
+            return super()._hold_back(args, kwargs, options)
+        check_step(self, args, kwargs, options)  # before the step, which cannot be taken back
+        return None
 
 
 def body_of(
-    fn: Callable[..., Any], resident: Any, objects: Sequence[Any], trains: bool, *, draws: bool = True
+    fn: Callable[..., Any], resident: Any, objects: Sequence[Any], trains: bool, *, method: str = "run"
 ) -> Callable[..., Any]:
-    """Return the function that the workers run: ``fn`` on their own objects.
-
-    Without ``draws`` it runs on trial only, with dropout switched off.
+    """Return the function that the workers run: a method of the replica, which calls ``fn`` on their own objects.
 
     Raises
     ------
@@ -88,8 +102,7 @@ def body_of(
     """
 
     def body(*args: Any, **kwargs: Any) -> Any:
-        replica = resident.value
-        return (replica.run if draws else replica.run_without_draws)(fn, trains, args, kwargs)
+        return getattr(resident.value, method)(fn, trains, args, kwargs)
 
     body.__name__ = getattr(fn, "__name__", type(fn).__name__)
     try:

@@ -232,15 +232,16 @@ def test_the_program_is_as_it_was(reused: Callable[..., Any], capfd: pytest.Capt
         seen.append(1)
         array[:] += 1
         if os.getpid() == here:  # on the workers arguments are read-only
-            x[0] += 1
+            x[0] += 0.5
+            x[0] -= 0.5
             w[0][0] += 1
         counter.count()
         print("said")
         warnings.warn("told", stacklevel=1)
-        return x[1:].sum() + array.sum()
+        return x.sum()
 
     w = np.ones(2)
-    report = reused(2).function(total, bcast_inputs="w", outputs="first").verify(given, [w])
+    report = reused(2).function(total, bcast_inputs="w", outputs="sum").verify(given, [w])
     assert report.outputs[0].plain_verdict == "equal"
     assert seen == counter.all == []
     assert Counter.calls == 0

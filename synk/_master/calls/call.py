@@ -16,7 +16,6 @@ from synk._master.calls.binding import bind
 from synk._master.calls.callee import Callee
 from synk._master.calls.compiled import IN_FLIGHT, IN_OPERATION, CompiledCall, compile_call
 from synk._master.calls.launched import Launched
-from synk._master.calls.op_check import tell_of_end
 from synk._master.calls.plans import CachedPlan, Call, CallOptions
 from synk._master.calls.replies import carry_out, collecting, conclude
 from synk._master.calls.staging import plan_call, stage, values_of
@@ -29,7 +28,7 @@ from synk._pure.interrupts import operation, raised_by_handler
 from synk._wire.cell import cell
 from synk._wire.control import TRACED, Down
 from synk._wire.messages import Kind
-from synk.errors import CallTimeout, ClosedError, SharedMemoryError, SynkError, WorkerDied
+from synk.errors import ClosedError, SharedMemoryError, SynkError
 
 UNFIT: Any = object()
 """Returned instead of a result when a call does not fit the compiled one. Nothing has been done then."""
@@ -203,9 +202,6 @@ def complete(session: Session, launched: Launched) -> Any:
             compile_call(session, launched)
             return result
     except BaseException as error:
-        if launched.result is not None and isinstance(error, (WorkerDied, CallTimeout)):
-            tell_of_end(launched, error)
-            return launched.result[0]
         abandon(session, launched, error)
         raise
 
@@ -224,7 +220,7 @@ def abandon(session: Session, launched: Launched, error: BaseException) -> None:
     is_known = not isinstance(error, Exception) or isinstance(error, SynkError)
     if session.is_closed and not is_known:
         raise ClosedError("the call was ended: the runtime was closed by another thread.") from error
-    if launched.sequence and function.changes and not cached.plan.is_trial:
+    if launched.sequence and function.changes:
         session.residents.note_failed(function.changes, raised_by_handler(error))
 
 

@@ -79,8 +79,6 @@ class Callee:
         What it refers to on the workers.
     ops : Op or nesting of them
         What ``outputs`` means.
-    is_unchecked : bool
-        Whether it is still unknown if the default op, the average, fits its outputs.
     block_rows : int
         How many rows each block has for which it is called; 0 for no blocks.
     retry : int
@@ -125,9 +123,7 @@ class Callee:
         self.title = repr(name)
         self.bcast_inputs = bcast_inputs
         self.signature = Signature(fn, bcast_inputs, name)
-        is_default = isinstance(outputs, DefaultOp)
-        self.outputs = str(outputs) if is_default else outputs
-        self.is_unchecked = is_default and not (per_rank or updates or changes or framework == "jax")
+        self.outputs = str(outputs) if isinstance(outputs, DefaultOp) else outputs
         self._updates = updates
         self._changed = tuple(changes)
         self.changes = tuple(handle._referent for handle in changes)

@@ -18,7 +18,6 @@ from synk._master.calls.arguments import NO_OBJECTS
 from synk._master.calls.binding import divider
 from synk._master.calls.callee import Callee
 from synk._master.calls.launched import Launched
-from synk._master.calls.op_check import can_check
 from synk._master.calls.pattern import MAY_HOLD_ARRAYS, Pattern
 from synk._master.calls.plans import CAPTURED, FAILED, FIRST, Call, CallOptions
 from synk._master.session import Session
@@ -27,7 +26,6 @@ from synk._pure.nested import is_plain_object
 IN_FLIGHT = "other calls were in flight"
 IN_OPERATION = "it was made within another operation of the runtime, or on a worker"
 _NODES = "the workers are on several nodes"
-_CHECK = "the check of its op is still to come"
 NEWS = "the workers must be told of something, such as a function, a change, a restart, or what was dropped"
 
 _NO_BATCH: Any = object()
@@ -118,8 +116,6 @@ class CompiledCall:
         chosen = self.pattern.choose(self._last[1], divider(session, function), batch, shard_batch)
         if isinstance(chosen, str):
             return chosen
-        if can_check(function, chosen):
-            return _CHECK
         self._last = _remembered(chosen, batch)
         return chosen
 
@@ -160,7 +156,7 @@ def compile_call(session: Session, launched: Launched) -> None:
     """After a successful call: if it was new, let calls like it need only a doorbell, if that is possible."""
     function = launched.function
     options = launched.call.options
-    if options.is_trial or launched.doorbells is not None or session.nodes is not None:
+    if launched.doorbells is not None or session.nodes is not None:
         return
     plans, record, place = function.plans, function.record, launched.cached.lane.index
     by_options = _why_by_options(function, options)
@@ -207,8 +203,6 @@ def _why_never(session: Session, launched: Launched) -> str:
         return "the workers are on devices"
     if call.sources:
         return "its rows are those of a sharded variable that it closes over"
-    if can_check(launched.function, call):  # it took too long, as first calls that import something do: check again
-        return _CHECK
     if assembly is None:
         return "its outputs are not put together"
     # Ranks that know their parts of large outputs put them in place without being asked.

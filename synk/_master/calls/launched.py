@@ -46,14 +46,11 @@ class Launched(Request):
     sent_ns : int
         When the ranks were told; only in a trace.
     is_submitted : bool
-    result : tuple or None
-        The result, while the function is checked after the call; see ``synk._master.calls.op_check``.
     """
 
     phase = "call"
     sequence = number = sent_ns = 0
     is_submitted = False
-    result: tuple[Any] | None = None
 
     def __init__(
         self,

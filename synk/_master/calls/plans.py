@@ -191,7 +191,7 @@ class PlanCache:
 
 @dataclass
 class CallOptions:
-    """The options of one call; see :class:`synk.Function` and, for trials, :class:`synk._wire.messages.Plan`."""
+    """The options of one call; see :class:`synk.Function`."""
 
     batch: Any = None
     shard_batch: Any = None
@@ -199,8 +199,6 @@ class CallOptions:
     output_subset: tuple[Any, ...] | None = None
     timeout: float | None = None
     is_serial: bool = False
-    is_trial: bool = False
-    is_apart: bool = False
     is_submitted: bool = False
     num_repeats: int = 1
 

@@ -9,16 +9,13 @@ from typing import Any, TypeVar
 
 from synk._master.calls.assembly import Assembly
 from synk._master.calls.launched import Launched, Steps
-from synk._master.calls.op_check import can_check, checking
 from synk._master.calls.plans import CachedPlan
-from synk._master.calls.trials import Tried, tried
 from synk._master.session import Session
 from synk._master.state.results import Lease
 from synk._master.state.sums import Transfer
 from synk._master.workers.failures import raise_failures
 from synk._master.workers.requests import Request
 from synk._pure.interrupts import HandlerRaised, safe_point
-from synk._pure.ops import EACH
 from synk._pure.output_ops import match_ops
 from synk._pure.trees import flatten
 from synk._wire.memory import Segment
@@ -59,17 +56,11 @@ def collecting(session: Session, launched: Launched) -> Steps[Any]:
     packed = take_layouts(name, cached, call.ranks, replies)
     objects = [] if is_repeated else [unpickled(parts, name, rank) for rank, parts in zip(call.ranks, packed)]
     assembly, lease = yield from publishing(session, launched, replies)
-    if call.options.is_trial:
-        cached.is_agreed = True
-        return _tried(session, launched, assembly, objects, lease)
     if assembly.has_assignments and call.options.is_serial:
         check_serial_assignments(session, assembly.layouts[0], name)
     result = conclude(session, launched, objects, lease)
     if any(packed):
         launched.function.record.add_objects(call.ranks, [sum(len(each) for _, each in parts) for parts in packed])
-    if launched.function.is_unchecked and can_check(launched.function, call):
-        launched.result = (result,)
-        yield from checking(session, launched, assembly, cached.layouts, cached.lane.up_words)
     return result
 
 
@@ -137,9 +128,8 @@ def _agree(session: Session, launched: Launched, layouts: list[Layout]) -> Assem
     call, cached, lane = launched.call, launched.cached, launched.cached.lane
     assembly = cached.assembly
     if assembly is None or not assembly.fits(call.ranks, layouts, lane.slots, call.has_group):
-        ops = EACH if call.options.is_apart else launched.function.ops
         assembly = cached.assembly = Assembly(
-            launched.function.name, ops, cached.plan.output_subset, call.ranks, layouts,
+            launched.function.name, launched.function.ops, cached.plan.output_subset, call.ranks, layouts,
             lane.slots, lane.slot_nbytes, session.world_size, call.has_group, launched.function.is_partial,
         )  # fmt: skip
         launched.function.plans.forget_outputs(cached, has_fitted=launched.doorbells is not None)
@@ -172,24 +162,6 @@ def _large_outputs(
         # Only after the replies: a rank that was interrupted may not have kept its part for later calls.
         assembly.told.update(waiting)
     return lease
-
-
-def _tried(
-    session: Session,
-    launched: Launched,
-    assembly: Assembly,
-    objects: Sequence[list[Any]],
-    lease: Lease | None,
-) -> Tried:
-    """Return what a call on trial has shown. Its assignments are not committed, so they never happened."""
-    call, up_words = launched.call, launched.cached.lane.up_words
-    assigned = {}
-    for variable_id, _ in () if session.has_devices else assembly.layouts[0].assigned:
-        variable = session.variables[variable_id]
-        assigned[variable] = [[leaf.copy() for leaf in variable.assigned_leaves(rank)] for rank in call.ranks]
-    root = None if lease is None else lease.deliver()
-    result = assembly.build(call.rows, objects, root, None if call.owned is None else call.owned.order)
-    return tried(call, assembly, result, up_words, assigned)
 
 
 def check_serial_assignments(session: Session, layout: Layout, name: str) -> None:
@@ -268,8 +240,7 @@ def _republish(session: Session, launched: Launched, layouts: list[Layout], wait
     needed = 0
     for layout in layouts:
         leaves, _ = flatten(layout.skeleton)
-        own = EACH if call.options.is_apart else function.ops
-        ops = match_ops(own, layout.skeleton, len(leaves), repr(function.name))
+        ops = match_ops(function.ops, layout.skeleton, len(leaves), repr(function.name))
         needed = max(needed, slot_offsets(layout.leaves, ops, len(ranks), call.has_group)[1])
     if needed > lane.slot_nbytes:
         session.grow_slots(lane, needed, [rank for rank in ranks if rank not in waiting])

@@ -60,8 +60,6 @@ def _key(function: Callee, call: Call, options: CallOptions, lane: Lane) -> tupl
         options.num_slices,
         options.num_repeats,
         options.output_subset,
-        options.is_trial,
-        options.is_apart,
         tuple([-1 if indices is None else len(indices) for indices in call.index_arrays]),
         _capacity_of(call),
         tuple([view.nbytes for view in call.objects[1]]),
@@ -128,10 +126,8 @@ def _plan(plan_id: int, function: Callee, call: Call, options: CallOptions, stag
         indices_place=rows_place,
         local_indices_place=local_place,
         order_place=order_place,
-        is_trial=options.is_trial,
-        is_apart=options.is_apart,
         nests=pickle_nests(call.arguments, function.name) if call.nests is None else call.nests,
-        block_rows=0 if options.is_trial else function.block_rows,
+        block_rows=function.block_rows,
         num_repeats=options.num_repeats,
         all_ranks=call.all_ranks,
     )
@@ -197,8 +193,7 @@ def stage(session: Session, launched: Launched) -> None:
             target[...] = value
             continue
         record = launched.function.record
-        if not call.options.is_trial:
-            launched.function.copies.compare(session.guard, record.unchanged, label, value)
+        launched.function.copies.compare(session.guard, record.unchanged, label, value)
         began = time.monotonic_ns()
         copy_into(target, value)
         record.staged_ns += time.monotonic_ns() - began

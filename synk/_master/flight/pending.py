@@ -8,7 +8,6 @@ from collections.abc import Callable, Generator
 from typing import Any, Generic, TypeVar
 
 from synk._master.calls.launched import Launched, Steps
-from synk._master.calls.op_check import tell_of_end
 from synk._master.state.in_flight import SubmittedCalls
 from synk._master.workers.requests import Request
 from synk._pure.arrivals import wait_readable
@@ -66,6 +65,7 @@ class PendingCall(Generic[R]):
         self._unasked: _Unasked | None = None
         self._changes: frozenset[Any] = frozenset()  # the resident objects it changes
         self._callbacks: list[Callable[[PendingCall[R]], Any]] = []
+        self._release: Callable[[Any], None] | None = None  # what is to be done with the result first
 
     @verb
     def result(self, timeout: float | None = None) -> R:
@@ -87,6 +87,8 @@ class PendingCall(Generic[R]):
         """
         if self._launched is not None:
             self._queue.wait(self, timeout)
+        if self._release is not None:
+            self._give_out()
         error = self._error
         if error is None:
             return self._value
@@ -108,9 +110,20 @@ class PendingCall(Generic[R]):
         """
         if self._launched is not None:
             self._queue.wait(self, timeout)
+        if self._release is not None:
+            self._give_out()
         if self._unasked is not None:
             self._unasked.error = None
         return self._error
+
+    def _give_out(self) -> None:
+        """Do what is to be done with the result. If that raises, the call has failed."""
+        release, self._release = self._release, None
+        if release is not None and self._error is None:
+            try:
+                release(self._value)
+            except Exception as error:
+                self._value, self._error = None, error
 
     def __await__(self) -> Generator[Any, None, R]:
         return self._arrive().__await__()
@@ -161,9 +174,6 @@ class PendingCall(Generic[R]):
         self._changes = frozenset(launched.function.changes)
 
     def _end(self, value: Any, error: BaseException | None) -> None:
-        launched, late = self._launched, None
-        if error is not None and launched is not None and launched.result is not None:
-            (value,), late, error = launched.result, error, None
         if error is not None:  # its frames hold this object, and arrays
             BaseException.with_traceback(error, None)
             if not isinstance(error, (CallCancelled, ClosedError)):
@@ -174,8 +184,6 @@ class PendingCall(Generic[R]):
         self._launched = self._steps = self._request = None
         if self._callbacks:
             self._call_back()
-        if launched is not None and late is not None:
-            tell_of_end(launched, late)  # last: a program may turn warnings into errors
 
     @property
     def _state(self) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from synk._master.state.ledger import RankTotal, Record, TransferTotal
 from synk._pure.show import escaped, table
+from synk._wire.apart import Quiet
 
 _SHOWN_NBYTES = 1 << 16
 """A transfer of at least this size, in all calls together, is shown in the table."""
@@ -53,6 +54,8 @@ class Profile:
 
         A function that is defined again and again, for instance in a loop, counts as one.
         """
+        if isinstance(fn, Quiet):
+            return Record(name, "")  # a run of synk's own
         code = getattr(getattr(fn, "__func__", fn), "__code__", None)
         key = name, type(fn) if code is None else code
         place = type(fn).__qualname__ if code is None else f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"

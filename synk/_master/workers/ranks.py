@@ -60,10 +60,6 @@ class Ranks:
         """
         return self._workers.send(Kind.ITEMS, [rank], 0, {rank: items}, segments, deadline, "map", what)
 
-    def send_check(self, rank: int, deadline: float | None, what: str, lane: int) -> Request:
-        """Have one rank check whether the default op fits the function of its last call in a lane."""
-        return self._workers.send(Kind.CHECK, [rank], 0, {}, [], deadline, "check", what, lane)
-
     def reply(self, request: Request, rank: int) -> Reply:
         """Return the reply to what one rank was sent, once it has answered."""
         return request.replies[rank]

@@ -143,21 +143,6 @@ class PlanExecutor:
         self.function_ns += self.ended - began
         return variables.take_updates(function, result, rows.high - rows.low) if function.updates else result
 
-    def run_part(
-        self, prepared: PreparedPlan, variables: VariableStore, low: int, high: int, take: Callable[[Any], Any]
-    ) -> Any:
-        """Call the function on some of this rank's rows, on trial after its call. Return what ``take`` makes of it."""
-        rows = prepared.cut(self._own_down, low, high)
-        variables.begin(prepared.function, False, self._down)
-        shards = [item.segment_id for item in prepared.plan.inputs if item.kind == "shard"]
-        num_rows = self._own_down[Down.HIGH] - rows.first
-        variables.show_rows(num_rows, low - rows.first, high - rows.first, shards)
-        objects = self.inputs.load_objects(prepared, variables)
-        try:
-            return take(self._call(prepared, rows, objects, variables))
-        finally:
-            self._take_back(prepared.loans.spans(rows))
-
     def note_times(self, own_up: memoryview, received: int) -> None:
         """Write when this rank received the call, began and ended its function, and had its outputs in place."""
         own_up[Up.RECEIVED_NS] = received

@@ -11,9 +11,9 @@ import numpy as np
 from synk._pure.nested import build
 from synk._pure.tensors import as_dtype
 from synk._pure.trees import flatten, unflatten
+from synk._wire.cell import cell
 from synk._wire.control import Down
 from synk._worker.held.plans import PreparedPlan
-from synk._worker.held.residents import resident_argument
 from synk._worker.held.rows import Rows
 from synk._worker.held.variables import VariableStore
 from synk.backends import Backend, DeviceBackend
@@ -88,7 +88,7 @@ class Inputs:
             if item.kind == "object":
                 values[position] = objects[item.offset]
             elif item.kind == "resident":
-                values[position] = resident_argument(item.segment_id, is_trial=prepared.plan.is_trial)
+                values[position] = cell.worker.residents.get(item.segment_id).value
             else:
                 values[position] = variables.argument(item, prepared.local_indices, rows)
         arguments = list(map(values.__getitem__, range(len(values))))

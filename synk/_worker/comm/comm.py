@@ -30,8 +30,6 @@ def _worker() -> Any:
             "Shared "
             "variables, as synk.all_reduce."
         )
-    if cell.worker.check is not None:
-        raise cell.worker.check.refused()
     return cell.worker
 
 

@@ -49,7 +49,7 @@ class LoadedFunction:
         self.fn = Reading(fn, modules, name) if modules and not changes else fn
         self.name = name
         self.ops = ops_of(outputs, repr(name))
-        # By these ops a list counts as rows. They matter also in a call on trial, where no op combines anything.
+        # By these ops a list counts as rows.
         self.lists = self.ops if any(op.concatenates for op in each_op(self.ops)) else None
         self.updates = [update if isinstance(update, tuple) else (update, "avg") for update in updates]
         self.to_framework: Callable[[Any], Any] | None = None

@@ -21,7 +21,6 @@ from synk._wire.cell import cell
 from synk._wire.control import PHASES, Down
 from synk._wire.residents import Adopt, Dump, ReportStates, Restore
 from synk._worker.held.pickling import dumps
-from synk.errors import SerializationError
 
 
 class RankResident:
@@ -51,9 +50,6 @@ class RankResident:
         self.mark = b""
         self._put_back: Callable[[], bytes | None] | None = None
         self._is_kept = False  # whether a copy of its state goes back
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_put_back": None}  # only copies for calls on trial are pickled; they undo nothing
 
     def begin(self, *, is_repeated: bool) -> None:
         """Note the beginning of a call that changes the object.
@@ -138,26 +134,6 @@ class RankResidents:
     def _state(self, resident_id: int, first: int, counted: float) -> tuple[float, bool, bytes] | None:
         resident = self._objects.get(resident_id)
         return None if resident is None or resident.first != first else resident.report(counted)
-
-
-def resident_argument(resident_id: int, *, is_trial: bool) -> Any:
-    """Return this rank's object as the argument of a function: the object itself, or a copy in a call on trial.
-
-    Raises
-    ------
-    SerializationError
-        If it cannot be copied.
-    """
-    resident = cell.worker.residents.get(resident_id)
-    if not is_trial:
-        return resident.value
-    try:
-        return pickle.loads(dumps(resident.value))
-    except Exception as error:
-        raise SerializationError(
-            f"cannot try a function: its argument, resident object {resident.name!r}, cannot be copied on its rank "
-            f"({type(error).__name__}: {error}), expected one that can be pickled."
-        ) from error
 
 
 class Changing:
@@ -246,9 +222,6 @@ class Reading:
         self._values: list[Any] = []  # what the tables held, in order; None for a parameter or buffer without tensor
         self._tensors: list[Any] = []
         self._before: tuple[list[int], list[int]] = [], []
-
-    def __reduce__(self) -> Any:
-        return Reading, (self._fn, self._modules, self._name)  # copies for calls on trial have tensors of their own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._check()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Rows:
-    """The rows that a function gets at a time: its rank's rows, the rows of one slice, or of a run on trial.
+    """The rows that a function gets at a time: its rank's rows, or the rows of one slice.
 
     It holds places, not arrays, because a reference to an array would look like one that the function kept (``Loans``).
 

@@ -267,7 +267,7 @@ class VariableStore:
         self.call_down = down  # the control block of the current call's lane
         self._replicas: dict[int, Replica] = {}
         self.assigned: dict[Replica, list[Any]] = {}
-        self.whole: dict[Replica, list[Any]] = {}  # what a serial call, or one on trial, sees of sharded variables
+        self.whole: dict[Replica, list[Any]] = {}  # what a serial call sees of sharded variables
         self.stored: tuple[int, list[Replica]] = (-1, [])  # a call, and what it wrote: valid if the master commits it
         # The containers that the function got last, with what was in them, and the variables of changed containers.
         self.given: dict[Replica, tuple[Any, list[Any]]] = {}
@@ -348,23 +348,6 @@ class VariableStore:
         """Let the current call, which is serial, see all rows of sharded variables instead of this rank's."""
         self.plan = None
         self.whole = {self.get(key): [self.backend.from_host(leaf) for leaf in leaves] for key, leaves in whole.items()}
-
-    def show_rows(self, num_rows: int, start: int, stop: int, besides: Sequence[int]) -> None:
-        """Let the current call, which is on trial, see only some rows of sharded variables.
-
-        This concerns variables with ``num_rows`` rows here, except ``besides``, which are arguments of the call.
-        """
-        sharded = [
-            replica
-            for key, replica in self._replicas.items()
-            if key not in besides and replica._declaration is not None and replica._declaration.is_sharded
-        ]
-        leaves = {replica: replica.leaves() for replica in sharded}
-        self.whole = {
-            replica: [leaf[start:stop] for leaf in each]
-            for replica, each in leaves.items()
-            if all(len(leaf) == num_rows for leaf in each)
-        }
 
     def abandon(self) -> None:
         """Drop what the current call has assigned, and what was prepared for it alone."""

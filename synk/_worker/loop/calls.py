@@ -11,10 +11,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from synk._wire.control import Down, Phase, Traits, Up, is_interrupted
+from synk._wire.control import Down, Phase, Up, is_interrupted
 from synk._wire.messages import IS_ASSEMBLED, IS_COLLATERAL, Body, Plan, Status
 from synk._worker.failures import pack_failure
-from synk._worker.held.plans import PreparedPlan
 from synk._worker.rank import Interrupted, Worker
 from synk.errors import SynkError
 
@@ -116,7 +115,7 @@ def run_call(worker: Worker, plan_id: int, body: Body | None) -> Reply:
     if held.kept_data:
         held.renew_data(prepared)
     worker.own_up[_PHASE] = _FUNCTION
-    result = _try(worker, prepared) if prepared.plan.is_trial else executor.run(prepared, worker.variables)
+    result = executor.run(prepared, worker.variables)
     # Before anything is published: a message that no rank has received must fail the call, and nothing of a call that
     # fails may be committed.
     if peers.is_communicating or worker.is_copy:
@@ -143,20 +142,6 @@ def run_call(worker: Worker, plan_id: int, body: Body | None) -> Reply:
     worker.own_up[_PHASE] = _REDUCING
     assemble(worker, result_id, None)
     return status, IS_ASSEMBLED, content
-
-
-def _try(worker: Worker, prepared: PreparedPlan) -> Any:
-    """Call a copy of the function on trial, and undo what it does to this process."""
-    from synk._worker.call.trial import Trial
-
-    plan = prepared.plan
-    trial = Trial(worker.held.functions[plan.function_id], is_apart=plan.is_apart)
-    prepared.function = trial.function
-    worker.lane.own_up[Up.TRAITS] = 0
-    with trial.running():
-        result = worker.executor.run(prepared, worker.variables)
-    worker.lane.own_up[Up.TRAITS] = trial.traits | (Traits.COMMUNICATES if worker.peers.is_communicating else 0)
-    return result
 
 
 def assemble(worker: Worker, result_id: int, body: Body | None) -> Reply:

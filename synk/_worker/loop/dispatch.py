@@ -28,8 +28,7 @@ from synk.errors import SerializationError
 _FUNCTION_NS, _PHASE, _IDLE = int(Up.FUNCTION_NS), int(Up.PHASE), int(Phase.IDLE)
 _TIMED = int(Down.TIMED)
 _CALL = int(Kind.CALL)
-_CALLS = (_CALL, int(Kind.CHECK))
-_OF_THE_CALL_BEFORE = tuple(map(int, (Kind.PUBLISH, Kind.ASSEMBLE, Kind.CHECK, Kind.SUPPLY)))
+_OF_THE_CALL_BEFORE = tuple(map(int, (Kind.PUBLISH, Kind.ASSEMBLE, Kind.SUPPLY)))
 
 
 def handle(
@@ -71,7 +70,7 @@ def handle(
         del content  # it may hold the function's inputs
     called = lane.called
     # This must come before the reply: once the master has that, it may write the inputs of the next call.
-    if kind in _CALLS and called is not None and called.loans.are_touched(called.spans, worker.held.kept_data):
+    if kind == _CALL and called is not None and called.loans.are_touched(called.spans, worker.held.kept_data):
         try:
             worker.settle_inputs(called)
         except Exception as error:
@@ -175,13 +174,6 @@ def _move(worker: Worker, value: int, body: Body | None) -> Reply:
     return Status.DONE, 0, None
 
 
-def _check(worker: Worker, value: int, body: Body | None) -> Reply:
-    """Check on trial whether an average is right for the outputs of the last call's function."""
-    from synk._worker.loop.halves import find_misfits
-
-    return Status.DONE, 0, {"misfits": find_misfits(worker)}
-
-
 def _act_on_resident(worker: Worker, value: int, body: Body | None) -> Reply:
     assert body is not None
     return Status.DONE, 0, worker.residents.act(body.content)
@@ -229,7 +221,6 @@ _ACTIONS = {
     int(Kind.LOAD): _load,
     int(Kind.PUBLISH): publish_again,
     int(Kind.ASSEMBLE): assemble,
-    int(Kind.CHECK): _check,
     int(Kind.VARIABLE): _move,
     int(Kind.RESIDENT): _act_on_resident,
     int(Kind.GROUP): _join,

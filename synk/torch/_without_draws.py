@@ -1,4 +1,4 @@
-"""Training steps on trial, on a rank's copy of the replica, to see whether a model depends on draws or other rows."""
+"""Modules that are kept in ``eval()``, so that neither draws nor a batch's statistics decide what they return."""
 
 from __future__ import annotations
 
@@ -20,32 +20,20 @@ def _parts_of(objects: Sequence[Any]) -> list[torch.nn.Module]:
     return [part for obj in objects if states.is_module(obj) for part in torch.nn.Module.modules(obj)]
 
 
-def _draws() -> list[Any]:
-    """Return the states of torch's generators, which determine the next draws."""
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    return [torch.get_rng_state().numpy().tobytes(), *(torch.cuda.get_rng_state(k).numpy().tobytes() for k in devices)]
-
-
 @contextlib.contextmanager
-def checked(check: Any, objects: Sequence[Any]) -> Iterator[None]:
-    """Tell the check of the halves whether a run depends on more than each single row."""
-    if check.is_quiet:
-        switch_off(objects, refuse, has_norms=True)
-    norms = [part for part in _parts_of(objects) if isinstance(part, _BatchNorm)]
-    before = _draws()
+def in_eval(objects: Sequence[Any], train: Callable[[Any], Any], *, has_norms: bool) -> Iterator[None]:
+    """Keep modules, batch norms only with ``has_norms``, in ``eval()``. Meanwhile ``train()`` calls ``train``."""
+    parts = [part for part in _parts_of(objects) if has_norms or not isinstance(part, _BatchNorm)]
+    flags = [part.training for part in parts]
+    for part in parts:
+        part.training = False
+        part.__dict__["train"] = functools.partial(_train, part, train)
     try:
         yield
     finally:
-        if not check.is_quiet:
-            check.is_unsure |= before != _draws() or any(norm.training for norm in norms)
-
-
-def switch_off(objects: Sequence[Any], train: Callable[[Any], Any], *, has_norms: bool) -> None:
-    """Put modules into ``eval()``, batch norms only with ``has_norms``. From then on ``train()`` calls ``train``."""
-    for part in _parts_of(objects):
-        if has_norms or not isinstance(part, _BatchNorm):
-            part.training = False
-            part.__dict__["train"] = functools.partial(_train, part, train)
+        for part, flag in zip(parts, flags):
+            part.training = flag
+            del part.__dict__["train"]
 
 
 def _train(module: torch.nn.Module, act: Callable[[Any], Any], mode: bool = True) -> torch.nn.Module:
@@ -61,7 +49,7 @@ def stay_off(module: Any) -> None:
 
 def refuse(module: Any) -> None:
     """Raise ValueError because the function calls ``train()``."""
-    raise ValueError("cannot train on trial: the function decides itself in which mode its modules are.")
+    raise ValueError("cannot compare in eval(): the function decides itself in which mode its modules are.")
 
 
 def misfit_of(

@@ -1,0 +1,523 @@
+"""Whether the default op fits a function: found out at its first calls, by ordinary calls of a copy on a few rows.
+
+A function that returns a sum gets the average of the ranks' sums unless the user names another op. No error would tell
+the user. So the result of its first call is held back. A copy of the function runs on a few rows, on all ranks and on
+one worker alone. If the average of what the ranks return is not what the one worker returns, and this is so again with
+other random numbers, the call raises ``OpMismatch``.
+
+Nothing in a message or on a worker knows of this: the copy is a function like any other.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from synk._api.plain import NotComparable, ScatteredArguments, as_plain, has_rows, is_minibatch, rows_at
+from synk._api.plain_copy import copied
+from synk._master.calls.plans import CallOptions
+from synk._master.objects.shared import Shared
+from synk._master.processes.output import warn_at_users_line
+from synk._pure.comparison import MISSING, Tolerance, combine, fitting_ops, is_same
+from synk._pure.dtypes import as_numbers, is_bfloat16
+from synk._pure.ops import OPS
+from synk._pure.output_ops import DEFAULT_OP
+from synk._pure.tensors import array_of, is_plain, is_tensor
+from synk._pure.trees import flatten
+from synk._wire.apart import Apart, Part
+from synk.errors import CallTimeout, OpMismatch, WorkerDied
+
+if TYPE_CHECKING:
+    from synk._api.function import Function
+
+FEW = 61
+"""The most rows that are tried: a prime, since equal shares would hide a sum over a power of two."""
+
+_MAX_TRIES = 8
+MAX_S, _MAX_NBYTES = 1.0, 1 << 26
+"""The longest time that a run on one worker may take, and the most bytes of outputs, captures and arguments."""
+
+_LIMIT_S = 10.0
+"""The time limit of each run, beside ten times what it is expected to take."""
+
+_MAX_SAID = 3
+_EXACTLY = Tolerance(0, 0)
+_RTOL = {8: 1.5e-8, 4: 1.2e-5, 2: 3e-2}
+_EPS = {8: 2.0**-52, 4: 2.0**-23, 2: 2.0**-7}
+"""What rounding may amount to, and what it is for one number, by the bytes of a float."""
+
+
+class Unknown(Exception):
+    """Raised if nothing can be said about the op at this call."""
+
+
+@dataclass
+class OpCheck:
+    """How far it is known that the default op fits a function.
+
+    Attributes
+    ----------
+    num_tries : int
+        How many calls were compared.
+    num_rows : int
+        It fits calls with up to so many rows. Few rows tell little: the average of two is also their median.
+    """
+
+    num_tries: int = 0
+    num_rows: int = 1
+
+    @property
+    def is_over(self) -> bool:
+        return self.num_rows >= FEW or self.num_tries >= _MAX_TRIES
+
+    def may_be_due(self, args: tuple[Any, ...]) -> bool:
+        """Whether a call may have more rows than are known. Never False if it has."""
+        first = args[0] if args else None
+        return type(first) is not np.ndarray or not first.ndim or len(first) > self.num_rows
+
+
+def hold_back(
+    function: Function[..., Any], few: Few | None, timeout: float | None = None
+) -> Callable[[Any], None] | None:
+    """Return what a call that begins now must do with its result before it is given out; None for nothing.
+
+    It raises ``OpMismatch`` if the default op does not fit.
+
+    Parameters
+    ----------
+    few : Few or None
+        The call with a few of its rows.
+    timeout : float, optional
+        The call's own. The check takes no longer than what is left of it.
+    """
+    check, before = function._op_check, _assignments(function)
+    end = None if timeout is None else time.monotonic() + timeout
+    return None if few is None or check is None else functools.partial(_release, function, few, check, before, end)
+
+
+def _release(
+    function: Function[..., Any], few: Few, check: OpCheck, before: list[Any], end: float | None, result: Any
+) -> None:
+    if function._op_check is None or few.num_rows <= check.num_rows:
+        return  # another call has shown it meanwhile
+    try:
+        if before != _assignments(function):
+            raise Unknown
+        misfit = _compare(function, few, result, end)
+    except Unknown:
+        misfit = ""
+        check.num_tries += 1
+    except (CallTimeout, WorkerDied) as error:
+        function._op_check, misfit = None, ""
+        warn_at_users_line(
+            f"a second run of {function.name!r}, made to find out whether its default op fits, has ended: {error} Name "
+            f"its op, as by outputs={_quoted(DEFAULT_OP)}; then there is no second run.",
+            RuntimeWarning,
+        )
+    if misfit:
+        raise OpMismatch(misfit)
+    if check.is_over:
+        function._op_check = None
+
+
+def _assignments(function: Function[..., Any]) -> list[Any]:
+    """Return what changes when a call assigns variables that the function refers to."""
+    return [list(variable.front) for variable in function._callee.variables]
+
+
+# -- a few rows -------------------------------------------------------------------------------------------------------
+
+
+class Few(NamedTuple):
+    """A call with a few of its rows, and a copy of its function.
+
+    Attributes
+    ----------
+    total, num_rows : int
+        How many rows the call has, and how many of them are taken.
+    fn, args, kwargs
+        Share no memory with the program.
+    batch : ndarray of int, or None
+        Where the rows lie in the arguments; None if these hold no others.
+    scale : float
+        The largest number among the arguments.
+    itemsize : int
+        The bytes of the least precise float among them.
+    """
+
+    total: int
+    num_rows: int
+    fn: Callable[..., Any]
+    args: list[Any]
+    kwargs: dict[str, Any]
+    batch: Any
+    scale: float
+    itemsize: int
+
+    def described(self) -> str:
+        return f"{self.num_rows} rows" if self.num_rows == self.total else f"{self.num_rows} of the {self.total} rows"
+
+
+def few_rows(
+    function: Function[..., Any],
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: CallOptions,
+) -> Few | None:
+    """Return a call with a few rows of another one, or None if it has not more rows than are known.
+
+    If nothing can be picked, the call is not checked either, and counts as one that tells nothing.
+    """
+    check, session = function._op_check, function._bound_session()
+    is_divided = session.total_ranks > 1 or options.num_slices > 1 or function._callee.block_rows
+    if check is None or not is_divided:
+        return None
+    try:
+        return _few_rows(function, fn, args, kwargs, options)
+    except Exception:  # wrong input, which the call will refuse, or what cannot be copied
+        check.num_tries += 1
+        return None
+
+
+def _few_rows(
+    function: Function[..., Any],
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: CallOptions,
+) -> Few | None:
+    callee, check = function._callee, function._op_check
+    assert check is not None
+    scattered = ScatteredArguments(callee, args, kwargs)
+    shards = [leaf for leaf in scattered.leaves if isinstance(leaf, Shared) and leaf.is_sharded]
+    closed_over = [variable for variable in callee.variables if variable.is_sharded]
+    if options.shard_batch is not None or (closed_over and options.batch is not None):
+        raise NotComparable("each rank has rows of its own")
+    if closed_over:
+        total = count = max(sum(variable.lengths) for variable in closed_over)
+        picked, batch = (list(args), kwargs), None
+    else:
+        positions = _positions(scattered, shards, options.batch)
+        total = len(positions)
+        count = min(total, FEW)
+        some = positions[np.arange(count) * (total - 1) // max(count - 1, 1)]
+        try:
+            if shards:
+                raise NotComparable("shards are picked on the workers")
+            picked = scattered.replaced(lambda leaf: _rows(leaf, some, total), lambda value: value)
+            batch = None
+        except NotComparable:
+            picked, batch = (list(args), kwargs), some
+    if count <= check.num_rows:
+        return None
+    copy = copied(fn, *picked, for_workers=True, max_nbytes=_MAX_NBYTES)
+    return Few(total, count, copy.fn, copy.args, copy.kwargs, batch, *_measured((copy.args, copy.kwargs)))
+
+
+def _positions(scattered: ScatteredArguments, shards: Sequence[Shared], batch: Any) -> np.ndarray:
+    if shards:
+        total = sum(shards[0]._referent.lengths)
+        return np.arange(total) if batch is None else np.arange(total)[_index_of(batch)]
+    selection = scattered.select(batch)
+    if selection is None:
+        raise NotComparable("no rows are divided")
+    return selection.positions()
+
+
+def _index_of(batch: Any) -> Any:
+    if isinstance(batch, (int, np.integer)):
+        return slice(int(batch))
+    return batch if isinstance(batch, slice) else np.asarray(batch)
+
+
+def _rows(leaf: Any, positions: np.ndarray, total: int) -> Any:
+    value = as_plain(leaf)
+    if is_minibatch(leaf):
+        raise NotComparable("its rows are counted from the first")
+    if isinstance(value, list):
+        return [value[position] for position in positions]
+    return rows_at(value, positions) if has_rows(value) else leaf
+
+
+def _measured(arguments: Any) -> tuple[float, int]:
+    """Return the largest number among the arguments, and the bytes of the least precise float."""
+    scale, itemsize = 0.0, 8
+    for leaf in map(comparable, flatten(arguments)[0]):
+        if isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in "iufc":
+            scale = max(scale, _largest(np.asarray(leaf)))
+            itemsize = min(itemsize, _float_nbytes(leaf.dtype))
+    return scale, itemsize
+
+
+def _float_nbytes(dtype: np.dtype) -> int:
+    """Return the bytes of a float, or of each half of a complex number; 8 for other numbers."""
+    if is_bfloat16(dtype):
+        return 2
+    return {"f": min(dtype.itemsize, 8), "c": min(dtype.itemsize // 2, 8)}.get(dtype.kind, 8)
+
+
+def _largest(array: np.ndarray) -> float:
+    with np.errstate(all="ignore"):
+        sizes = np.abs(as_numbers(array)).astype(np.float64, copy=False)
+    return float(sizes[np.isfinite(sizes)].max(initial=0.0))
+
+
+# -- the comparison ---------------------------------------------------------------------------------------------------
+
+
+def _compare(function: Function[..., Any], few: Few, result: Any, end: float | None) -> str:
+    """Return what to tell the user, or an empty text if the op fits the rows of this call.
+
+    Raises
+    ------
+    Unknown
+    """
+    check, record = function._op_check, function._callee.record
+    assert check is not None
+    seconds = record.function_ns * 1e-9 / max(record.num_calls, 1)
+    expected = seconds * function._bound_session().total_ranks * few.num_rows / max(few.total, 1)
+    if expected > MAX_S or sum(getattr(leaf, "nbytes", 0) for leaf in flatten(result)[0]) > _MAX_NBYTES:
+        raise Unknown
+    runs = Runs(function, few, _LIMIT_S if end is None else max(min(_LIMIT_S, end - time.monotonic()), 0.05))
+    parts = runs.apart()
+    (whole,) = runs.alone()
+    misfits, is_unsure = misfits_of(few, whole.value, parts)
+    if not misfits:
+        if is_unsure:
+            raise Unknown
+        check.num_tries += 1
+        check.num_rows = few.num_rows
+        return ""
+    if not runs.are_repeatable(whole):
+        function._op_check = None  # it draws random numbers, counts, or depends on the rank
+        return ""
+    if any(misfit.ops for misfit in misfits) and (other := runs.backwards()) is not None:
+        misfits = _also_fitting(few, misfits, *other)
+    return (
+        f"cannot average the outputs of {function.name!r}, which names no op: on {few.described()} "
+        f"{said_of(misfits, [part.num_rows for part in parts])}Naming an op in synk.function(..., outputs=...), also "
+        f"{_quoted(DEFAULT_OP)}, ends this check."
+    )
+
+
+class Misfit(NamedTuple):
+    """An output that is no average.
+
+    Attributes
+    ----------
+    path : str
+    whole : object
+        Its value for all rows.
+    parts : list
+        Its values for the rows of the ranks.
+    ops : tuple of str
+        The ops that fit.
+    """
+
+    path: str
+    whole: Any
+    parts: list[Any]
+    ops: tuple[str, ...]
+
+
+def misfits_of(few: Few, whole: Any, parts: Sequence[Part]) -> tuple[list[Misfit], bool]:
+    """Return the outputs that are no average, and whether another op gives the same for any output, as for zeros."""
+    rows, is_unsure = [part.num_rows for part in parts], False
+    found = []
+    for path, value, own in _outputs(whole, [part.value for part in parts]):
+        ops = _fitting(few, value, own, rows)
+        if DEFAULT_OP not in ops:
+            found.append(Misfit(path, value, own, ops))
+        is_unsure |= len(ops) > 1
+    return found, is_unsure
+
+
+def _also_fitting(few: Few, misfits: Sequence[Misfit], whole: Part, parts: Sequence[Part]) -> list[Misfit]:
+    """Return the misfits with only those ops that fit other rows, too."""
+    rows = [part.num_rows for part in parts]
+    outputs = {path: (value, own) for path, value, own in _outputs(whole.value, [part.value for part in parts])}
+    found = []
+    for misfit in misfits:
+        ops = _fitting(few, *outputs[misfit.path], rows) if misfit.path in outputs else ()
+        found.append(misfit._replace(ops=tuple(op for op in misfit.ops if op in ops)))
+    return found
+
+
+class Runs:
+    """The runs of a copy of a function, each an ordinary call.
+
+    Parameters
+    ----------
+    function : Function
+    few : Few
+        The copy, and its arguments.
+    limit_s : float
+        The time limit of each run.
+    changes : sequence of Resident
+        What the copy changes. It is put back after each run.
+
+    Attributes
+    ----------
+    seconds : float
+        How long the function took in a run, on the rank that took longest.
+    """
+
+    def __init__(
+        self, function: Function[..., Any], few: Few, limit_s: float = _LIMIT_S, changes: Sequence[Any] = ()
+    ) -> None:
+        self._function, self._few, self._timeout, self._changes = function, few, limit_s, changes
+        # One function for all runs: a generator that it captured goes on drawing on its rank.
+        self._copy = self._built()
+        self.seconds = 0.0
+
+    def apart(self, order: np.ndarray | None = None) -> list[Part]:
+        """Return what the ranks return, each for its rows; of a single rank, what it returns for two parts of them."""
+        if self._function._bound_session().total_ranks > 1:
+            return self._run(self._copy, order)
+        count = self._few.num_rows
+        order, middle = np.arange(count) if order is None else order, (count + 1) // 2
+        return [part for rows in (order[:middle], order[middle:]) for part in self._run(self._copy, rows, True)]
+
+    def alone(self, order: np.ndarray | None = None) -> list[Part]:
+        """Return what one worker returns for all rows."""
+        return self._run(self._copy, order, True)
+
+    def are_repeatable(self, whole: Part) -> bool:
+        """Whether a run with other random numbers returns the same, and all ranks do so for the same rows."""
+        (again,) = self.alone()
+        if not are_same(again.value, whole.value):
+            return False
+        if self._few.batch is not None or not (names := self._function._callee.signature.names):
+            return True
+        try:
+            first, *others = self._run(self._built(bcast_inputs=names, per_rank=True))
+        except Unknown:
+            return True
+        return all(are_same(part.value, first.value) for part in others)
+
+    def backwards(self) -> tuple[Part, list[Part]] | None:
+        """Return the same with the rows in the opposite order, or None if it raises."""
+        order = np.arange(self._few.num_rows)[::-1]
+        try:
+            (whole,) = self.alone(order)
+            return whole, self.apart(order)
+        except Unknown:
+            return None
+
+    def _built(self, **options: Any) -> Function[..., Any]:
+        from synk._api.function import Function
+
+        callee = self._function._callee
+        fn = Apart(self._few.fn, self._changes)
+        options = {"bcast_inputs": callee.bcast_inputs, "changes": self._changes, **options}
+        session = self._function._bound_session()
+        return Function(fn, outputs=None, framework=callee.framework, name=callee.name, session=session, **options)
+
+    def _run(self, function: Function[..., Any], order: Any = None, is_alone: bool = False) -> list[Part]:
+        few = self._few
+        batch = few.batch if order is None else order if few.batch is None else few.batch[order]
+        call = function.serial if is_alone else function
+        try:
+            boxes = call(*few.args, batch=batch, timeout=self._timeout, **few.kwargs)
+        except (CallTimeout, WorkerDied):
+            raise
+        except Exception as error:
+            raise Unknown from error
+        record = function._callee.record
+        self.seconds = record.function_ns * 1e-9 / max(record.num_calls, 1)
+        return [box.part for box in boxes if box is not None]
+
+
+def _outputs(whole: Any, parts: Sequence[Any], path: str = "") -> Iterator[tuple[str, Any, list[Any]]]:
+    """Yield for each output its path, its value for all rows, and those for the parts.
+
+    What is nested in the same way everywhere is taken apart. A list whose length depends on the rows is one output.
+    """
+    if isinstance(whole, dict) and all(isinstance(part, dict) and part.keys() == whole.keys() for part in parts):
+        for key in whole:
+            yield from _outputs(whole[key], [part[key] for part in parts], f"{path}[{key!r}]")
+    elif isinstance(whole, (tuple, list)) and all(
+        isinstance(part, (tuple, list)) and len(part) == len(whole) for part in parts
+    ):
+        for position in range(len(whole)):
+            yield from _outputs(whole[position], [part[position] for part in parts], f"{path}[{position}]")
+    elif whole is not None or any(part is not None for part in parts):
+        yield path, comparable(whole), [comparable(part) for part in parts]
+
+
+def comparable(leaf: Any) -> Any:
+    """Return an output, with a tensor as an array that can be compared."""
+    return array_of(leaf.detach().cpu()) if is_tensor(leaf) and is_plain(leaf) else leaf
+
+
+def are_same(one: Any, other: Any) -> bool:
+    pairs = list(_outputs(one, [other]))
+    return all(is_same(a, b, _EXACTLY) for _, a, (b,) in pairs)
+
+
+def _fitting(few: Few, whole: Any, parts: Sequence[Any], rows: Sequence[int]) -> tuple[str, ...]:
+    """Return the ops that make the values of the parts the value for all rows, except for rounding."""
+    return fitting_ops(parts, rows, whole, _tolerance(few, [whole, *parts]))
+
+
+def _tolerance(few: Few, values: Sequence[Any]) -> Tolerance:
+    """Return what rounding allows, by the largest value, since parts may cancel out, and by the rows' own size.
+
+    A number that single precision holds exactly was computed in it, even if it comes as a double: ``loss.item()``.
+    """
+    arrays = [np.asarray(each) for each in values if isinstance(each, (np.ndarray, np.generic, float, complex))]
+    arrays = [each for each in arrays if each.dtype.kind in "fc" or is_bfloat16(each.dtype)]
+    itemsize, largest = few.itemsize, 0.0
+    for array in arrays:
+        numbers = as_numbers(array)
+        itemsize = min(itemsize, _float_nbytes(array.dtype))
+        with np.errstate(all="ignore"):
+            is_single = array.dtype.kind == "f" and np.array_equal(numbers.astype(np.float32), numbers, equal_nan=True)
+        itemsize = min(itemsize, 4) if is_single else itemsize
+        largest = max(largest, _largest(array))
+    rtol = _RTOL[itemsize]
+    eps = _EPS[itemsize]
+    return Tolerance(rtol, eps + rtol * largest + eps * few.num_rows * few.scale)
+
+
+# -- what the user is told --------------------------------------------------------------------------------------------
+
+
+def said_of(misfits: Sequence[Misfit], rows: Sequence[int], *, has_advice: bool = True) -> str:
+    """Return sentences about outputs: the value by the default op, that of one worker, and the op that fits."""
+    is_single = [misfit.path for misfit in misfits] == [""]
+    said = []
+    for path, whole, parts, ops in misfits[:_MAX_SAID]:
+        value = combine(OPS[DEFAULT_OP], parts, rows)
+        got = "cannot combine what the workers return" if value is MISSING else f"gives {_shown(value)}"
+        where = "" if is_single else f" for output{path}"
+        said.append(f"outputs={_quoted(DEFAULT_OP)}, the default, {got}{where}, and one worker alone {_shown(whole)}.")
+        if has_advice and ops:
+            use = f"outputs={_quoted(ops[0])}" if is_single else f"op {_quoted(ops[0])} for output{path}"
+            said.append(f"Use {use}.")
+        elif has_advice:
+            said.append(
+                "No op fits: return what can be combined, as a sum and a count, or one value for each rank by op None, "
+                "or call f.serial(...)."
+            )
+    if len(misfits) > _MAX_SAID:
+        said.append(f"{len(misfits) - _MAX_SAID} more outputs differ.")
+    return " ".join([*said, ""])
+
+
+def _quoted(op: str) -> str:
+    return f'"{op}"'
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (np.ndarray, np.generic)) and value.ndim:
+        text = np.array2string(np.asarray(value), threshold=6, edgeitems=2, separator=", ").replace("\n", "")
+        return f"{text} of shape {value.shape}"
+    text = repr(value.item() if isinstance(value, (np.ndarray, np.generic)) else value)
+    return text if len(text) <= 80 else f"{text[:76]} ..."

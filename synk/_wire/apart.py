@@ -1,0 +1,142 @@
+"""A function in a wrapper that looks at it from outside: its outputs come apart by rank, and its run leaves no trace.
+
+``synk._api.op_check`` and ``synk._api.verify`` build ordinary functions of these wrappers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from synk._pure.generators import generator_states, restore_generators
+from synk._pure.nested import SINGLE_VALUES
+from synk._pure.tables import is_table
+from synk._pure.trees import flatten, unflatten
+from synk._wire.cell import cell
+from synk._wire.settings import kept
+
+
+class Part(NamedTuple):
+    """What one run of a function did on one rank.
+
+    Attributes
+    ----------
+    value : object
+        What it returned, with arrays of NumPy.
+    num_rows : int
+        For how many rows.
+    assigned : dict of int to list of ndarray
+        What it assigned to shared variables, by their numbers.
+    """
+
+    value: Any
+    num_rows: int
+    assigned: dict[int, list[np.ndarray]]
+
+
+class Box:
+    """A part as one output, whatever it holds."""
+
+    def __init__(self, part: Part) -> None:
+        self.part = part
+
+
+class Quiet:
+    """Calls a function without its prints, logs and warnings, and puts back settings and random generators.
+
+    It has the parameters of the function, for :func:`inspect.signature`.
+
+    Parameters
+    ----------
+    fn : callable
+
+    Notes
+    -----
+    Each run finds the generators moved on by one more draw, so that a function which draws from them returns something
+    else in each run.
+    """
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self._fn = fn
+        self._num_runs = 0
+        functools.update_wrapper(self, fn, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._num_runs += 1
+        with _unseen(self._num_runs):
+            return self._fn(*args, **kwargs)
+
+
+class Apart(Quiet):
+    """Calls a function in the same way, and returns a :class:`Part` of it in a :class:`Box`.
+
+    Nothing that it assigns to shared variables takes effect, and the resident objects that it changes are put back.
+
+    Parameters
+    ----------
+    residents : sequence of Resident
+        What the function changes.
+    """
+
+    def __init__(self, fn: Callable[..., Any], residents: Sequence[Any] = ()) -> None:
+        super().__init__(fn)
+        self._residents = residents
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Box:
+        states = [resident.state() for resident in self._residents]
+        variables = cell.worker.variables
+        try:
+            value = super().__call__(*args, **kwargs)
+            assigned = {
+                replica.variable_id: [np.array(cell.worker.backend.host_copy(leaf)) for leaf in leaves]
+                for replica, leaves in variables.assigned.items()
+            }
+            leaves, structure = flatten(value)
+            return Box(Part(unflatten(structure, list(map(_on_host, leaves))), cell.worker.num_rows, assigned))
+        finally:
+            variables.assigned = {}
+            for resident, state in zip(self._residents, states):
+                resident.restore(state, resident.version)
+
+
+def _on_host(leaf: Any) -> Any:
+    """Return a tensor, or an array of another library, as an array of NumPy; any other object as it is."""
+    if isinstance(leaf, (np.ndarray, *SINGLE_VALUES)) or is_table(leaf):
+        return leaf
+    backend, from_framework = cell.worker.backend, cell.worker.lane.called.function.from_framework
+    array = backend.as_output(leaf if from_framework is None else from_framework(leaf))
+    return leaf if array is None else np.array(backend.host_copy(array))
+
+
+@contextlib.contextmanager
+def _unseen(num_draws: int) -> Iterator[None]:
+    rng, sink, level = cell.worker.rng, io.StringIO(), logging.root.manager.disable
+    states, own = generator_states(), rng.bit_generator.state
+    logging.disable()
+    try:
+        with contextlib.redirect_stdout(sink), contextlib.redirect_stderr(sink), kept():
+            warnings.simplefilter("ignore")
+            _draw(num_draws)
+            yield
+    finally:
+        logging.disable(level)
+        restore_generators(states)
+        rng.bit_generator.state = own
+
+
+def _draw(count: int) -> None:
+    for _ in range(count):
+        cell.worker.rng.random()
+        for name, draw in (("random", "random"), ("numpy.random", "random_sample")):
+            if name in sys.modules:
+                getattr(sys.modules[name], draw)()
+        if "torch" in sys.modules:
+            sys.modules["torch"].rand(1)

@@ -1,0 +1,112 @@
+"""Whether the loss of a training step is a mean over rows: found out before the first step, on a copy of the objects.
+
+``backward()`` averages gradients over rows, so a loss that is a sum, or a mean over something else, trains another
+model than on one worker. The copy takes a step on a few rows, on all ranks and on one worker alone. Outputs, gradients
+and what the step changed must be the same, at least with all modules in ``eval()``. These are ordinary calls, after
+each of which the copy is put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from synk._api.op_check import MAX_S, Few, Runs, Unknown, are_same, few_rows, misfits_of, said_of
+from synk._master.calls.plans import CallOptions
+from synk._wire.apart import Part
+from synk.errors import CallTimeout, OpMismatch, WorkerDied
+from synk.torch import _rank
+from synk.torch._moves import tensors_of
+
+if TYPE_CHECKING:
+    from synk.torch._steps import StepFunction
+
+_RTOL = 0.02
+"""Relative to the norm. Gradients are sums of rounded numbers, perhaps of 16 bits; a wrong loss is further off."""
+
+_MAX_NBYTES = 1 << 26
+
+
+def check_step(function: StepFunction, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> None:
+    """Compare a step on a few rows with the same step on one worker, unless that is known or costs too much.
+
+    Raises
+    ------
+    OpMismatch
+        If they differ.
+    """
+    check = function._op_check
+    few = (
+        None
+        if check is None or options.output_subset is not None
+        else few_rows(function, function._fn, args, kwargs, options)
+    )
+    if check is None or few is None:
+        return
+    replicated = function._replicated
+    try:
+        with replicated._busy():  # reading the objects must not bring them up to date
+            if sum(tensor.nbytes for tensor in tensors_of(replicated._objects)) > _MAX_NBYTES:
+                raise Unknown
+            copy = replicated._runtime.resident(
+                _rank.RankReplica(replicated._objects, replicated._options), dump=_rank.dump, load=_rank.load
+            )
+        misfit = _misfit(function, few, copy, "run_shown")
+        if misfit != "":  # draws and batch norms may be the reason: they are each rank's own
+            misfit = _misfit(function, few, copy, "run_shown_in_eval")
+    except Unknown:
+        misfit = None
+    except (CallTimeout, WorkerDied):
+        function._op_check = misfit = None
+    if misfit:
+        raise OpMismatch(misfit)
+    if misfit is not None:
+        check.num_rows = few.num_rows
+    check.num_tries += 1
+    if check.is_over:
+        function._op_check = None
+
+
+def _misfit(function: StepFunction, few: Few, copy: Any, method: str) -> str | None:
+    """Return what to tell the user about a step of the copy; an empty text if all is well, None if it is random."""
+    from synk.torch._steps import body_of
+
+    body = body_of(few.fn, copy, function._replicated._objects, True, method=method)
+    runs = Runs(function, few._replace(fn=body), changes=[copy])
+    apart = runs.apart()
+    if runs.seconds * len(apart) > MAX_S:
+        raise Unknown
+    parts, moves = zip(*map(_told_apart, apart))
+    whole, move = _told_apart(*runs.alone())
+    (misfits, _), of_gradients = misfits_of(few, whole.value, parts), _is_off(moves[0], move)
+    if not misfits and not of_gradients:
+        return ""
+    again, other_move = _told_apart(*runs.alone())
+    if _is_off(other_move, move) or not are_same(again.value, whole.value):
+        return None
+    said = said_of(misfits, [part.num_rows for part in parts], has_advice=False)
+    return (
+        f"cannot take the step {function.name!r} on several workers: on {few.described()} it differs from that on one "
+        f"worker, in {'its gradients' if of_gradients else 'its outputs'}, so its loss is no mean over rows. {said}"
+        "backward() averages gradients over rows: pass a loss that is a sum over rows through synk.torch.total(loss), "
+        "and one that is a mean over other things (class weights, labels of -100, tokens) through "
+        'synk.torch.mean(sum, count). outputs="avg" ends this check.'
+    )
+
+
+def _told_apart(part: Part) -> tuple[Part, list[np.ndarray]]:
+    value, moves = part.value
+    return part._replace(value=value), moves
+
+
+def _is_off(moves: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> bool:
+    """Whether what two steps did to tensors differs by far more than rounding."""
+    for one, other in zip(moves, others):
+        if one.shape != other.shape:
+            return True
+        size = max(np.linalg.norm(one), np.linalg.norm(other))
+        if np.isfinite(other).all() and not np.linalg.norm(one - other) <= _RTOL * size:
+            return True
+    return False
