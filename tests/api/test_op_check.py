@@ -1,0 +1,516 @@
+"""The default op: what a function without ``outputs`` returns is that of the plain function, or an error says so.
+
+The oracle is the plain function on all rows, and NumPy for what parts of the rows combine to.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import synk
+from synk.errors import CollectiveMismatch, OpMismatch
+
+Fn = Callable[[Any], Any]
+
+REFUSALS = (OpMismatch, CollectiveMismatch, TypeError, ValueError)
+"""How a call says that its op does not fit."""
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether a result equals that of the plain function, structure included."""
+    if isinstance(other, dict):
+        return isinstance(one, dict) and one.keys() == other.keys() and all(same(one[k], other[k]) for k in other)
+    if isinstance(other, (list, tuple)):
+        return isinstance(one, (list, tuple)) and len(one) == len(other) and all(map(same, one, other))
+    return np.shape(one) == np.shape(other) and np.allclose(one, other, rtol=1e-6, atol=1e-12, equal_nan=True)
+
+
+# ----- first toys
+
+TOYS: dict[str, Fn] = {
+    "sum": lambda x: x.sum(),
+    "max": lambda x: x.max(),
+    "mean": lambda x: x.mean(),
+    "norm": lambda x: np.linalg.norm(x),
+    "std": lambda x: x.std(),
+    "cumsum": lambda x: np.cumsum(x),
+    "median": lambda x: np.median(x),
+    "list": lambda x: [float(v) for v in x],
+    "dict": lambda x: {i: float(v) for i, v in enumerate(x)},
+    "two": lambda x: (x.mean(), x.sum()),
+    "twice": lambda x: x * 2,
+    "len": lambda x: len(x),
+}
+
+ROWS: dict[str, Callable[[int], np.ndarray]] = {
+    "any": lambda n: np.random.default_rng(n).normal(size=n),
+    "sorted": lambda n: np.arange(float(n)),
+    "grouped": lambda n: np.where(np.arange(n) < n // 2, 2.0, 9.0),
+}
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(468, marks=pytest.mark.storm)])
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_first_toys_are_right_or_told(shared_runtimes: Any, num_workers: int, count: int) -> None:
+    rt = shared_runtimes[num_workers]
+    combinations = [(toy, kind, n) for toy in TOYS for kind in ROWS for n in range(1, 14)]
+    for toy, kind, n in random.Random(7).sample(combinations, count):
+        x, fn = ROWS[kind](n), TOYS[toy]
+        try:
+            value = rt.function(fn)(x)
+        except REFUSALS:
+            assert toy != "mean", (toy, kind, n)
+            assert num_workers > 1 or toy in ("len",), (toy, kind, n)
+        else:
+            assert same(value, fn(x)), (toy, kind, n)
+
+
+def test_each_later_call_is_right_or_told(shared_runtimes: Any) -> None:
+    """What few rows cannot show, more rows do: calls of one function, with growing numbers of rows."""
+    rt = shared_runtimes[2]
+    for toy, fn in TOYS.items():
+        f, is_told = rt.function(fn), False
+        for n in (1, 2, 2, 3, 5, 8, 80):
+            x = ROWS["any"](n)
+            try:
+                value = f(x)
+            except REFUSALS:
+                is_told = True
+            else:
+                assert same(value, fn(x)), (toy, n)
+        assert is_told == (toy != "mean"), toy
+
+
+# ----- what is right
+
+
+def losses(kind: str) -> Fn:
+    def loss(x: Any) -> Any:
+        t, y = x[:, 0], x[:, 1]
+        return {
+            "square": lambda: ((t - y) ** 2).mean(),
+            "absolute": lambda: np.abs(t - y).mean(),
+            "huber": lambda: np.where(np.abs(t - y) < 1, (t - y) ** 2 / 2, np.abs(t - y) - 0.5).mean(),
+            "logistic": lambda: np.log1p(np.exp(-t * y)).mean(),
+            "hinge": lambda: np.maximum(0, 1 - t * y).mean(),
+            "zero-one": lambda: ((t > 0) != (y > 0)).mean(),
+            "poisson": lambda: (np.exp(t) - y * t).mean(),
+            "float": lambda: float(((t - y) ** 2).mean()),
+            "single": lambda: float(((t - y).astype("f4") ** 2).mean()),
+            "penalty": lambda: ((t - y) ** 2).mean() + 0.1 * 3.0,
+        }[kind]()
+
+    return loss
+
+
+W = np.array([0.5, -1.0, 2.0])
+MEAN = np.array([0.1, -0.2, 0.3])
+
+
+def gradient(x: Any) -> Any:
+    return x.T @ (x @ W - 1) / len(x)
+
+
+def pair(x: Any) -> Any:
+    return ((x @ W) ** 2).mean(), gradient(x)
+
+
+def counting() -> Fn:
+    calls: list[int] = []
+    return lambda x: calls.append(1) or x.mean()  # type: ignore[func-returns-value]
+
+
+def caching() -> Fn:
+    cache: dict[int, Any] = {}
+    return lambda x: cache.setdefault(len(x), 1.0) * x.mean()
+
+
+def learning() -> Fn:
+    class Model:
+        def __init__(self) -> None:
+            self.mean, self.rows = 0.0, 0
+
+        def partial_fit(self, x: Any) -> None:
+            self.mean = (self.rows * self.mean + x.sum()) / (self.rows + x.size)
+            self.rows += x.size
+
+    model = Model()
+    return lambda x: (model.partial_fit(x), ((x - model.mean) ** 2).mean())[1]  # type: ignore[func-returns-value]
+
+
+def captured_generator() -> Fn:
+    rng = np.random.default_rng(3)
+    return lambda x: (x + rng.normal(size=x.shape)).mean()
+
+
+RIGHT: dict[str, Callable[[], Fn]] = {
+    **{
+        f"loss, {kind}": lambda kind=kind: losses(kind)  # type: ignore[misc]
+        for kind in (
+            "square",
+            "absolute",
+            "huber",
+            "logistic",
+            "hinge",
+            "zero-one",
+            "poisson",
+            "float",
+            "single",
+            "penalty",
+        )
+    },
+    "mean": lambda: lambda x: x.mean(),
+    "mean of columns": lambda: lambda x: x.mean(axis=0),
+    "mean in a dict": lambda: lambda x: {"a": x.mean(), "b": [x.mean(axis=0), None]},
+    "gradient": lambda: gradient,
+    "gradient, float32": lambda: lambda x: gradient(x.astype("f4")),
+    "loss and gradient": lambda: pair,
+    "second moment": lambda: lambda x: x.T @ x / len(x),
+    "covariance, fixed n": lambda: lambda x: (x - MEAN).T @ (x - MEAN) / len(x),
+    "histogram, share": lambda: lambda x: np.histogram(x, 4, (-3, 3))[0] / x.size,
+    "share above": lambda: lambda x: (x > 0).mean(axis=0),
+    "complex": lambda: lambda x: np.exp(1j * x).mean(),
+    "float32 mean": lambda: lambda x: x.astype("f4").mean(),
+    "float32 sum by rows": lambda: lambda x: x.astype("f4").sum() / len(x),
+    "float16": lambda: lambda x: x.astype("f2").mean(axis=0),
+    "mean that cancels": lambda: lambda x: (x - x.mean(axis=0)).mean(),
+    "mean of large numbers": lambda: lambda x: (x * 1e9 + 1e12).mean(),
+    "mean around zero": lambda: lambda x: (np.sign(x) * 1e8 + x * 1e-3).mean(),
+    "comm.rng": lambda: lambda x: (x + synk.comm.rng.normal(size=x.shape)).mean(),
+    "np.random": lambda: lambda x: np.random.normal(size=1000).mean(),
+    "random": lambda: lambda x: sum(random.random() for _ in x) / len(x),
+    "default_rng()": lambda: lambda x: np.random.default_rng().normal(size=x.shape).mean(),
+    "captured generator": captured_generator,
+    "clock": lambda: lambda x: x.mean() + time.perf_counter_ns() % 997,
+    "process": lambda: lambda x: x.mean() + os.getpid() % 1001,
+    "comm.rank": lambda: lambda x: x.mean() * (1 + synk.comm.rank),
+    "all_reduce": lambda: lambda x: synk.comm.all_reduce(x.mean(axis=0)),
+    "counting": counting,
+    "caching": caching,
+    "learning": learning,
+    "refuses few rows": lambda: lambda x: x.mean() if len(x) > 5 else 1 / 0,
+    "NaN": lambda: lambda x: (x * np.nan).mean(),
+}
+
+
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_what_is_right_is_never_told(shared_runtimes: Any, num_workers: int) -> None:
+    rt, x = shared_runtimes[num_workers], np.random.default_rng(1).normal(size=(40, 3))
+    for name, make in RIGHT.items():
+        f = rt.function(make())
+        try:
+            for rows in (x, x[:37], x[:12] if name != "refuses few rows" else x):
+                f(rows)
+        except REFUSALS as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+def test_many_rows_and_slow_functions(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    x = np.random.default_rng(1).normal(size=(100_000, 3))
+    with pytest.raises(OpMismatch, match="on 61 of the 100000 rows"):
+        rt.function(lambda x: x.sum())(x)
+    assert rt.function(lambda x: x.mean())(x) == pytest.approx(x.mean())
+
+    def slow(x: Any) -> Any:
+        time.sleep(2)  # on each rank, and so twice for all rows
+        return x.sum()
+
+    assert np.isfinite(rt.function(slow)(x[:10]))
+
+
+@pytest.mark.parametrize("first", ["zeros", "one row", "constants"])
+def test_a_check_that_cannot_tell_is_put_off(shared_runtimes: Any, first: str) -> None:
+    rt, rows = shared_runtimes[2], {"zeros": np.zeros(8), "one row": np.ones(1), "constants": np.full(8, 1.0)}[first]
+    functions: dict[str, Fn] = {"sum": np.sum, "max": np.max, "norm": np.linalg.norm}
+    for name, fn in functions.items():
+        f = rt.function(lambda x, fn=fn: fn(x))
+        if first == "constants" and name != "max":
+            continue  # it is told at once
+        for _ in range(3):
+            assert f(rows) == fn(rows), name
+        with pytest.raises(OpMismatch):
+            f(np.arange(8.0))
+
+
+# ----- what is told
+
+COMBINED: dict[str, Callable[[Any, Any], Any]] = {
+    "sum": np.add,
+    "prod": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+    "gather": lambda a, b: np.concatenate([a, b]),
+    "first": lambda a, b: a,
+}
+
+WRONG: dict[str, Fn] = {
+    "sum": lambda x: x.sum(),
+    "sum of columns": lambda x: x.sum(axis=0),
+    "sum, float32": lambda x: x.astype("f4").sum(),
+    "product of matrices": lambda x: x.T @ x,
+    "number of rows": lambda x: float(len(x)),
+    "histogram": lambda x: np.histogram(x, 4, (0, 6))[0] / 1.0,
+    "prod": lambda x: x.prod(axis=0),
+    "max": lambda x: x.max(),
+    "min of columns": lambda x: x.min(axis=0),
+    "first row": lambda x: x[0],
+    "each row": lambda x: x * 2,
+    "a number for each row": lambda x: x.sum(axis=1),
+    "sorted": lambda x: np.sort(x[:, 0]),
+    "cumulative": lambda x: np.cumsum(x[:, 0]),
+    "median": lambda x: np.median(x),
+    "percentile": lambda x: np.percentile(x, 90),
+    "norm": lambda x: np.linalg.norm(x),
+    "root of the mean": lambda x: np.sqrt((x**2).mean()),
+    "std": lambda x: x.std(),
+    "var of columns": lambda x: x.var(axis=0),
+    "logsumexp": lambda x: np.log(np.exp(x).sum()),
+    "geometric mean": lambda x: np.exp(np.log(x).mean()),
+    "weighted mean": lambda x: (x[:, 0] * x[:, 1]).sum() / x[:, 1].sum(),
+    "last row": lambda x: x[-1],
+    "by comm.total_rows": lambda x: x.sum() / synk.comm.total_rows,
+    "a fixed seed": lambda x: np.random.default_rng(0).choice(x[:, 0], 4).mean(),
+    "hidden from equal parts": lambda x: x.sum() / 2 ** np.ceil(np.log2(len(x))),
+}
+
+
+def fitting(fn: Fn, x: np.ndarray) -> set[str]:
+    """Return the ops that combine the values of two parts to that of all rows, in both orders of the rows."""
+    found = set()
+    for op, combined in COMBINED.items():
+        try:
+            if all(same(combined(fn(y[:4]), fn(y[4:])), fn(y)) for y in (x, x[::-1])):
+                found.add(op)
+        except ValueError:  # shapes that this op cannot combine
+            continue
+    return found
+
+
+@pytest.mark.parametrize("kind", [2, 3, "1+1"])
+def test_the_text_shows_both_values_and_names_the_op_that_fits(shared_runtimes: Any, kind: Any) -> None:
+    rt, x = shared_runtimes[kind], 1 + np.random.default_rng(5).random((13, 3))
+    for name, fn in WRONG.items():
+        with pytest.raises(REFUSALS) as caught:
+            rt.function(fn, name="f")(x)
+        text = str(caught.value)
+        if name == "by comm.total_rows":
+            continue
+        if not isinstance(caught.value, OpMismatch):  # ranks have different numbers of rows
+            assert 'outputs="gather"' in text, name
+            continue
+        ops = fitting(fn, x)
+        named = re.findall(r'Use outputs="(\w+)"', text)
+        assert set(named) <= ops, name
+        assert bool(named) == bool(ops), name
+        assert ("No op fits" in text) == (not ops), name
+        assert "cannot average the outputs of 'f', which names no op: on 13 rows" in text
+        assert 'also "avg", ends this check' in text
+        if np.ndim(fn(x)) == 0:
+            assert f"one worker alone {float(fn(x))!r}"[:30] in text, name
+
+
+def test_values_in_the_text(shared_runtimes: Any) -> None:
+    with pytest.raises(OpMismatch) as caught:
+        shared_runtimes[2].function(lambda x: x.sum(), name="total")(np.arange(6.0))
+    assert str(caught.value) == (
+        "cannot average the outputs of 'total', which names no op: on 6 rows outputs=\"avg\", the default, gives 7.5, "
+        'and one worker alone 15.0. Use outputs="sum". Naming an op in synk.function(..., outputs=...), also "avg", '
+        "ends this check."
+    )
+
+
+def test_each_output_by_its_place(shared_runtimes: Any) -> None:
+    x = 1 + np.random.default_rng(5).random((13, 3))
+    f = shared_runtimes[2].function(lambda x: {"mean": x.mean(), "parts": (x.sum(), x.max()), "std": x.std()})
+    with pytest.raises(OpMismatch) as caught:
+        f(x)
+    text = str(caught.value)
+    assert """Use op "sum" for output['parts'][0].""" in text
+    assert """Use op "max" for output['parts'][1].""" in text
+    assert "for output['std'], and one worker alone" in text
+    assert "output['mean']" not in text
+
+
+@pytest.mark.parametrize("op", ["avg", "sum", "max", "gather", "first", None, np.add])
+def test_an_op_that_was_named_is_the_users_word(shared_runtimes: Any, op: Any) -> None:
+    rt = shared_runtimes[2]
+    f = rt.function(lambda x: x + x.sum(), outputs=op)
+    f.serial(np.arange(4.0))  # brings it to the workers
+    before = rt.counters["messages_down"]
+    f(np.arange(4.0))
+    assert rt.counters["messages_down"] - before == 2
+
+
+# ----- however the call comes
+
+WAYS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "array": lambda rt, f, x: f(x),
+    "keyword": lambda rt, f, x: f(x=x),
+    "Data": lambda rt, f, x: f(rt.data(x)),
+    "sharded": lambda rt, f, x: f(rt.shared(x, sharded=True)),
+    "list": lambda rt, f, x: f(x.tolist()),
+    "list of rows": lambda rt, f, x: f(x, batch=[11, 3, 1, 4, 0, 5, 2, 6, 7, 8, 9, 10]),
+    "rows of shards": lambda rt, f, x: f(rt.shared(x, sharded=True), batch=np.arange(24) % 2 == 0),
+    "slices": lambda rt, f, x: f(x, num_slices=2),
+    "slices of one row": lambda rt, f, x: f(x, num_slices=100),
+    "time limit": lambda rt, f, x: f(x, timeout=60.0),
+    "submitted": lambda rt, f, x: f.submit(x).result(),
+    "exception of a submitted one": lambda rt, f, x: _raise(f.submit(x).exception()),
+    "stream": lambda rt, f, x: list(f.stream([x, x, x, x])),
+    "repeated": lambda rt, f, x: f.repeat(2, x),
+}
+
+
+def _raise(error: BaseException | None) -> None:
+    if error is not None:
+        raise error
+
+
+def test_however_the_rows_come(shared_runtimes: Any) -> None:
+    rt, x = shared_runtimes[2], 1 + np.random.default_rng(5).random((24, 2))
+    for way, call in WAYS.items():
+        with pytest.raises(OpMismatch, match="Use op \"sum\" for output\\[1\\]\\['sum'\\]"):
+            call(rt, rt.function(lambda x: (x.mean(axis=0), {"sum": x.sum()})), x)
+        call(rt, rt.function(lambda x: (x.mean(axis=0), {"mean": x.mean()})), x), way
+
+
+def test_one_worker_and_slices(shared_runtimes: Any) -> None:
+    """One worker needs no op, but slices do."""
+    f = shared_runtimes[1].function(lambda x: x.sum())
+    assert f(np.arange(6.0)) == 15.0
+    with pytest.raises(OpMismatch, match='Use outputs="sum"'):
+        f(np.arange(6.0), num_slices=2)
+
+
+def test_rows_of_a_variable_that_the_function_closes_over(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    s = rt.shared(np.arange(7.0), sharded=True)
+    with pytest.raises(OpMismatch, match="sum"):
+        rt.function(lambda: s.value.sum())()
+    assert rt.function(lambda: s.value.mean())() == 3.0
+
+
+def test_what_assigns_or_changes_is_not_held_back(shared_runtimes: Any) -> None:
+    """What such a call did could not be taken back."""
+    rt, x = shared_runtimes[2], np.arange(8.0)
+    w, box = rt.shared(np.zeros(()), name="w"), rt.resident([0.0])
+
+    def assign(x: Any) -> Any:
+        w.value = np.asarray(synk.comm.all_reduce(x.sum(), "sum"))
+        return x.sum()
+
+    def change(box: Any, x: Any) -> Any:
+        box[0] += 1
+        return x.sum()
+
+    assert rt.function(assign)(x) == 14.0
+    assert float(w.value) == 28.0
+    assert rt.function(change, bcast_inputs="box", changes=box)(box, x) == 14.0
+    assert box.get() == [1.0]
+    assert rt.function(lambda x: x.sum(), per_rank=True)(x) == 14.0
+
+
+def test_what_few_rows_assign_takes_no_effect(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    w = rt.shared(np.zeros(()), name="w")
+
+    def assign_on_few(x: Any) -> Any:
+        if synk.comm.total_rows < 100:
+            w.value = np.ones(())
+        return x.mean()
+
+    rt.function(assign_on_few)(np.arange(200.0))
+    assert float(w.value) == 0.0
+
+
+# ----- what it leaves
+
+
+def test_the_ranks_state_and_streams_are_those_without_the_check(
+    reused: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rt = reused(2)
+
+    def step(x: np.ndarray) -> Any:
+        state["calls"] += 1
+        print("here", flush=True)
+        return np.array([state["calls"], rng.random(), np.random.random(), synk.comm.rng.random(), random.random()])
+
+    def seed(rank: Any) -> None:
+        np.random.seed(1)
+        random.seed(1)
+        synk.comm.rng.bit_generator.state = np.random.PCG64(5).state
+
+    state: dict[str, int] = {}
+    results = []
+    for options in ({}, {"outputs": "avg"}):
+        state, rng = {"calls": 0}, np.random.default_rng(3)
+        rt.function(seed, outputs=None)(np.zeros(2))
+        f = rt.function(step, **options)
+        results.append([f(np.arange(13.0)) for _ in range(3)])
+    np.testing.assert_array_equal(results[0], results[1])
+    assert [row[0] for row in results[0]] == [1, 2, 3]
+    assert state == {"calls": 0}
+    assert capfd.readouterr().out.count("here") == 12
+    assert [record.num_calls for name, record in rt.profile.records.items() if name.startswith("step")] == [6]
+
+
+def test_classes_of_the_program_are_not_touched(shared_runtimes: Any) -> None:
+    class Scale:
+        factor = 2.0
+
+        def of(self, x: Any) -> Any:
+            return self.factor * x.mean()
+
+    method, scale = Scale.of, Scale()
+    f = shared_runtimes[2].function(lambda x: scale.of(x))
+    assert f(np.arange(5.0)) == 4.0
+    assert Scale.of is method
+    Scale.factor = 3.0
+    assert f(np.arange(5.0)) == 6.0
+
+
+# ----- when it goes wrong
+
+
+@pytest.mark.parametrize("kind", [2, "1+1"])
+def test_a_worker_that_ends_in_the_check_is_told_of(reused: Any, kind: Any) -> None:
+    """The call before is over, and has its result."""
+    rt, x = reused(kind), np.arange(1.0, 201.0)
+
+    def fragile(x: np.ndarray) -> Any:
+        if len(x) < 90:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x.mean()
+
+    for verb in (lambda f: f(x), lambda f: f.submit(x).result()):
+        f = rt.function(fragile)
+        with pytest.warns(RuntimeWarning, match=r"second run of 'fragile'.*SIGKILL.*Name its op"):
+            result = verb(f)
+        assert result == pytest.approx(x.mean())
+        assert f(x) == result
+
+
+def test_a_run_that_never_ends_costs_its_limit(reused: Any) -> None:
+    """As of functions whose ranks wait for each other by other means than ``synk.comm``."""
+    rt, x = reused(2), np.arange(1.0, 201.0)
+
+    def waits(x: np.ndarray) -> Any:
+        if len(x) < 90:
+            time.sleep(3600)
+        return x.mean()
+
+    f = rt.function(waits)
+    with pytest.warns(RuntimeWarning, match="second run of 'waits'"):
+        assert f(x, timeout=2.0) == pytest.approx(x.mean())
+    assert f(x) == pytest.approx(x.mean())
