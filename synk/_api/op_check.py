@@ -21,7 +21,6 @@ import numpy as np
 from synk._api.plain import NotComparable, ScatteredArguments, as_plain, has_rows, is_minibatch, rows_at
 from synk._api.plain_copy import copied
 from synk._master.calls.plans import CallOptions
-from synk._master.objects.shared import Shared
 from synk._master.processes.output import warn_at_users_line
 from synk._pure.comparison import MISSING, Tolerance, combine, fitting_ops, is_same
 from synk._pure.dtypes import as_numbers, is_bfloat16
@@ -47,8 +46,7 @@ _LIMIT_S = 10.0
 
 _MAX_SAID = 3
 _EXACTLY = Tolerance(0, 0)
-_RTOL = {8: 1.5e-8, 4: 1.2e-5, 2: 3e-2}
-_EPS = {8: 2.0**-52, 4: 2.0**-23, 2: 2.0**-7}
+_ROUNDING = {8: (1.5e-8, 2.0**-52), 4: (1.2e-5, 2.0**-23), 2: (3e-2, 2.0**-7)}
 """What rounding may amount to, and what it is for one number, by the bytes of a float."""
 
 
@@ -146,7 +144,7 @@ class Few(NamedTuple):
         Where the rows lie in the arguments; None if these hold no others.
     scale : float
         The largest number among the arguments.
-    itemsize : int
+    float_nbytes : int
         The bytes of the least precise float among them.
     """
 
@@ -157,7 +155,7 @@ class Few(NamedTuple):
     kwargs: dict[str, Any]
     batch: Any
     scale: float
-    itemsize: int
+    float_nbytes: int
 
     def described(self) -> str:
         return f"{self.num_rows} rows" if self.num_rows == self.total else f"{self.num_rows} of the {self.total} rows"
@@ -174,69 +172,42 @@ def few_rows(
 
     If nothing can be picked, the call is not checked either, and counts as one that tells nothing.
     """
-    check, session = function._op_check, function._bound_session()
-    is_divided = session.total_ranks > 1 or options.num_slices > 1 or function._callee.block_rows
+    check, callee, session = function._op_check, function._callee, function._bound_session()
+    is_divided = session.total_ranks > 1 or options.num_slices > 1 or callee.block_rows
     if check is None or not is_divided:
         return None
     try:
-        return _few_rows(function, fn, args, kwargs, options)
+        scattered = ScatteredArguments(callee, args, kwargs)
+        closed_over = [variable for variable in callee.variables if variable.is_sharded]
+        if options.shard_batch is not None or (closed_over and options.batch is not None):
+            raise NotComparable("each rank has rows of its own")
+        if closed_over:  # its rows cannot be picked
+            total = count = max(sum(variable.lengths) for variable in closed_over)
+            picked, batch = (list(args), kwargs), None
+        else:
+            selection = scattered.select(options.batch)
+            total = 0 if selection is None else selection.count
+            count = min(total, FEW)
+            picked, batch = _picked(scattered, selection, count) if count else ((list(args), kwargs), None)
+        if count <= check.num_rows:
+            return None
+        copy = copied(fn, *picked, for_workers=True, max_nbytes=_MAX_NBYTES)
+        return Few(total, count, copy.fn, copy.args, copy.kwargs, batch, *_measured((copy.args, copy.kwargs)))
     except Exception:  # wrong input, which the call will refuse, or what cannot be copied
         check.num_tries += 1
         return None
 
 
-def _few_rows(
-    function: Function[..., Any],
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: CallOptions,
-) -> Few | None:
-    callee, check = function._callee, function._op_check
-    assert check is not None
-    scattered = ScatteredArguments(callee, args, kwargs)
-    shards = [leaf for leaf in scattered.leaves if isinstance(leaf, Shared) and leaf.is_sharded]
-    closed_over = [variable for variable in callee.variables if variable.is_sharded]
-    if options.shard_batch is not None or (closed_over and options.batch is not None):
-        raise NotComparable("each rank has rows of its own")
-    if closed_over:
-        total = count = max(sum(variable.lengths) for variable in closed_over)
-        picked, batch = (list(args), kwargs), None
-    else:
-        positions = _positions(scattered, shards, options.batch)
-        total = len(positions)
-        count = min(total, FEW)
-        some = positions[np.arange(count) * (total - 1) // max(count - 1, 1)]
-        try:
-            if shards:
-                raise NotComparable("shards are picked on the workers")
-            picked = scattered.replaced(lambda leaf: _rows(leaf, some, total), lambda value: value)
-            batch = None
-        except NotComparable:
-            picked, batch = (list(args), kwargs), some
-    if count <= check.num_rows:
-        return None
-    copy = copied(fn, *picked, for_workers=True, max_nbytes=_MAX_NBYTES)
-    return Few(total, count, copy.fn, copy.args, copy.kwargs, batch, *_measured((copy.args, copy.kwargs)))
+def _picked(scattered: ScatteredArguments, selection: Any, count: int) -> tuple[Any, np.ndarray | None]:
+    """Return the arguments with so many of the selected rows, or all of them and the ``batch`` that picks these."""
+    some = selection.positions()[np.arange(count) * (selection.count - 1) // max(count - 1, 1)]
+    try:
+        return scattered.replaced(lambda leaf: _rows(leaf, some), lambda value: value), None
+    except NotComparable:  # they lie on the workers
+        return scattered.replaced(lambda leaf: leaf, lambda value: value), some
 
 
-def _positions(scattered: ScatteredArguments, shards: Sequence[Shared], batch: Any) -> np.ndarray:
-    if shards:
-        total = sum(shards[0]._referent.lengths)
-        return np.arange(total) if batch is None else np.arange(total)[_index_of(batch)]
-    selection = scattered.select(batch)
-    if selection is None:
-        raise NotComparable("no rows are divided")
-    return selection.positions()
-
-
-def _index_of(batch: Any) -> Any:
-    if isinstance(batch, (int, np.integer)):
-        return slice(int(batch))
-    return batch if isinstance(batch, slice) else np.asarray(batch)
-
-
-def _rows(leaf: Any, positions: np.ndarray, total: int) -> Any:
+def _rows(leaf: Any, positions: np.ndarray) -> Any:
     value = as_plain(leaf)
     if is_minibatch(leaf):
         raise NotComparable("its rows are counted from the first")
@@ -247,19 +218,16 @@ def _rows(leaf: Any, positions: np.ndarray, total: int) -> Any:
 
 def _measured(arguments: Any) -> tuple[float, int]:
     """Return the largest number among the arguments, and the bytes of the least precise float."""
-    scale, itemsize = 0.0, 8
-    for leaf in map(comparable, flatten(arguments)[0]):
-        if isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in "iufc":
-            scale = max(scale, _largest(np.asarray(leaf)))
-            itemsize = min(itemsize, _float_nbytes(leaf.dtype))
-    return scale, itemsize
+    leaves = map(comparable, flatten(arguments)[0])
+    arrays = [np.asarray(leaf) for leaf in leaves if isinstance(leaf, (np.ndarray, np.generic, int, float, complex))]
+    arrays = [array for array in arrays if array.dtype.kind in "iufc" or is_bfloat16(array.dtype)]
+    return max(map(_largest, arrays), default=0.0), min(map(_float_nbytes, arrays), default=8)
 
 
-def _float_nbytes(dtype: np.dtype) -> int:
-    """Return the bytes of a float, or of each half of a complex number; 8 for other numbers."""
-    if is_bfloat16(dtype):
-        return 2
-    return {"f": min(dtype.itemsize, 8), "c": min(dtype.itemsize // 2, 8)}.get(dtype.kind, 8)
+def _float_nbytes(array: np.ndarray) -> int:
+    """Return the bytes of a float, or of each half of a complex number, at most 8, which other numbers count as."""
+    nbytes = {"f": array.dtype.itemsize, "c": array.dtype.itemsize // 2}.get(array.dtype.kind, 8)
+    return 2 if is_bfloat16(array.dtype) else min(nbytes, 8)
 
 
 def _largest(array: np.ndarray) -> float:
@@ -285,7 +253,7 @@ def _compare(function: Function[..., Any], few: Few, result: Any, end: float | N
     if expected > MAX_S or sum(getattr(leaf, "nbytes", 0) for leaf in flatten(result)[0]) > _MAX_NBYTES:
         raise Unknown
     runs = Runs(function, few, _LIMIT_S if end is None else max(min(_LIMIT_S, end - time.monotonic()), 0.05))
-    parts = runs.apart()
+    parts = runs.in_parts()
     (whole,) = runs.alone()
     misfits, is_unsure = misfits_of(few, whole.value, parts)
     if not misfits:
@@ -357,7 +325,7 @@ class Runs:
     function : Function
     few : Few
         The copy, and its arguments.
-    limit_s : float
+    limit_s : float or None
         The time limit of each run.
     changes : sequence of Resident
         What the copy changes. It is put back after each run.
@@ -369,7 +337,7 @@ class Runs:
     """
 
     def __init__(
-        self, function: Function[..., Any], few: Few, limit_s: float = _LIMIT_S, changes: Sequence[Any] = ()
+        self, function: Function[..., Any], few: Few, limit_s: float | None = _LIMIT_S, changes: Sequence[Any] = ()
     ) -> None:
         self._function, self._few, self._timeout, self._changes = function, few, limit_s, changes
         # One function for all runs: a generator that it captured goes on drawing on its rank.
@@ -377,12 +345,16 @@ class Runs:
         self.seconds = 0.0
 
     def apart(self, order: np.ndarray | None = None) -> list[Part]:
-        """Return what the ranks return, each for its rows; of a single rank, what it returns for two parts of them."""
+        """Return what the ranks return, each for its rows."""
+        return self._run(self._copy, order)
+
+    def in_parts(self, order: np.ndarray | None = None) -> list[Part]:
+        """Return the same; of a single rank, what it returns for two parts of the rows."""
         if self._function._bound_session().total_ranks > 1:
-            return self._run(self._copy, order)
+            return self.apart(order)
         count = self._few.num_rows
         order, middle = np.arange(count) if order is None else order, (count + 1) // 2
-        return [part for rows in (order[:middle], order[middle:]) for part in self._run(self._copy, rows, True)]
+        return [part for rows in (order[:middle], order[middle:]) for part in self.alone(rows)]
 
     def alone(self, order: np.ndarray | None = None) -> list[Part]:
         """Return what one worker returns for all rows."""
@@ -406,18 +378,17 @@ class Runs:
         order = np.arange(self._few.num_rows)[::-1]
         try:
             (whole,) = self.alone(order)
-            return whole, self.apart(order)
+            return whole, self.in_parts(order)
         except Unknown:
             return None
 
     def _built(self, **options: Any) -> Function[..., Any]:
         from synk._api.function import Function
 
-        callee = self._function._callee
+        callee, session = self._function._callee, self._function._bound_session()
         fn = Apart(self._few.fn, self._changes)
-        options = {"bcast_inputs": callee.bcast_inputs, "changes": self._changes, **options}
-        session = self._function._bound_session()
-        return Function(fn, outputs=None, framework=callee.framework, name=callee.name, session=session, **options)
+        own = {"bcast_inputs": callee.bcast_inputs, "per_rank": callee.per_rank, "changes": self._changes, **options}
+        return Function(fn, outputs=None, framework=callee.framework, name=callee.name, session=session, **own)
 
     def _run(self, function: Function[..., Any], order: Any = None, is_alone: bool = False) -> list[Part]:
         few = self._few
@@ -467,23 +438,20 @@ def _fitting(few: Few, whole: Any, parts: Sequence[Any], rows: Sequence[int]) ->
 
 
 def _tolerance(few: Few, values: Sequence[Any]) -> Tolerance:
-    """Return what rounding allows, by the largest value, since parts may cancel out, and by the rows' own size.
-
-    A number that single precision holds exactly was computed in it, even if it comes as a double: ``loss.item()``.
-    """
+    """Return what rounding allows, by the largest value, since parts may cancel out, and by the rows' own size."""
     arrays = [np.asarray(each) for each in values if isinstance(each, (np.ndarray, np.generic, float, complex))]
-    arrays = [each for each in arrays if each.dtype.kind in "fc" or is_bfloat16(each.dtype)]
-    itemsize, largest = few.itemsize, 0.0
-    for array in arrays:
-        numbers = as_numbers(array)
-        itemsize = min(itemsize, _float_nbytes(array.dtype))
-        with np.errstate(all="ignore"):
-            is_single = array.dtype.kind == "f" and np.array_equal(numbers.astype(np.float32), numbers, equal_nan=True)
-        itemsize = min(itemsize, 4) if is_single else itemsize
-        largest = max(largest, _largest(array))
-    rtol = _RTOL[itemsize]
-    eps = _EPS[itemsize]
-    return Tolerance(rtol, eps + rtol * largest + eps * few.num_rows * few.scale)
+    arrays = [array for array in arrays if array.dtype.kind in "fc" or is_bfloat16(array.dtype)]
+    nbytes = min([few.float_nbytes, *map(_float_nbytes, arrays)])
+    if nbytes == 8 and arrays and all(map(_is_single, arrays)):
+        nbytes = 4
+    rtol, eps = _ROUNDING[nbytes]
+    return Tolerance(rtol, eps + rtol * max(map(_largest, arrays), default=0.0) + eps * few.num_rows * few.scale)
+
+
+def _is_single(array: np.ndarray) -> bool:
+    """Whether single precision holds the numbers exactly. Then they were computed in it, as by ``loss.item()``."""
+    with np.errstate(all="ignore"):
+        return array.dtype.kind == "f" and np.array_equal(array.astype(np.float32), array, equal_nan=True)
 
 
 # -- what the user is told --------------------------------------------------------------------------------------------

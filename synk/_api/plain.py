@@ -25,6 +25,7 @@ from synk._master.calls.binding import RowCount, select
 from synk._master.calls.callee import Callee
 from synk._master.code.handles import Handle
 from synk._master.objects.data import Data
+from synk._master.objects.shared import Shared
 from synk._pure.generators import generator_states, restore_generators
 from synk._pure.interrupts import safe_point
 from synk._pure.nested import SINGLE_VALUES, build, take_apart
@@ -227,15 +228,11 @@ class ScatteredArguments:
         self.leaves = [leaf for leaves, _ in self._apart for leaf in leaves]
 
     def select(self, batch: Any) -> Selection | None:
-        """Return the rows that ``batch`` selects, or all rows for None; None if no leaf has rows.
-
-        Raises
-        ------
-        NotComparable
-            If a leaf lives on the workers.
-        """
-        values = [(leaf, as_plain(leaf)) for leaf in self.leaves]
-        rows = [RowCount("", _num_rows(value), is_minibatch(leaf)) for leaf, value in values if has_rows(value)]
+        """Return the rows that ``batch`` selects, or all rows for None; None if no leaf has rows."""
+        shards = [leaf for leaf in self.leaves if isinstance(leaf, Shared) and leaf.is_sharded]
+        rows = [RowCount("", sum(shard._referent.lengths), False) for shard in shards]
+        values = [(leaf, as_plain(leaf)) for leaf in self.leaves if not isinstance(leaf, Handle)]
+        rows += [RowCount("", _num_rows(value), is_minibatch(leaf)) for leaf, value in values if has_rows(value)]
         return select(rows, batch, self._name)
 
     def replaced(

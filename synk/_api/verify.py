@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from synk._api.op_check import are_same, comparable
+from synk._api.op_check import Few, Runs, Unknown, are_same, comparable
 from synk._api.plain import PlainCall, PlainOutputs
 from synk._api.plain_copy import NotComparable, PlainCopy, copied
 from synk._master.calls.call import CallOptions
@@ -23,7 +23,7 @@ from synk._pure.output_ops import each_op, ops_of
 from synk._pure.partials import concatenate
 from synk._pure.show import Text
 from synk._pure.trees import paths
-from synk._wire.apart import Apart, Part, Quiet
+from synk._wire.apart import Part, Quiet
 from synk.errors import SerializationError
 
 if TYPE_CHECKING:
@@ -132,18 +132,18 @@ def verify(
         If the function cannot be copied.
     """
     name, is_per_rank = plain.callee.name, plain.callee.per_rank
-    runs, started = _Runs(function._compared(), plain, options), time.monotonic()
-    serial, again = runs.serial()
+    calls, started = _Calls(function._compared(), plain, options), time.monotonic()
+    serial, again = calls.serial()
     switched = ""
     if not are_same(serial.value, again.value) and (other := function._without_draws()) is not None:
         switched = "Compared with all modules but batch norms in eval(): it draws random numbers (as dropout does)."
-        runs = _Runs(other, plain, options)
-        serial, again = runs.serial()
+        calls = _Calls(other, plain, options)
+        serial, again = calls.serial()
     serial_s = time.monotonic() - started
     is_random = not are_same(serial.value, again.value)
     reason = "random" if is_random else "per rank" if is_per_rank else "different"
-    parts, ops = runs.parts(), plain.callee.outputs
-    results, problem = runs.results(serial, parts)
+    parts, ops = calls.parts(), plain.callee.outputs
+    results, problem = calls.results(parts)
     expected = opened(serial.value, ops)
     rows = [part.num_rows for part in parts]
     by_path = [opened(part.value, ops).by_path() for part in parts]
@@ -177,76 +177,69 @@ def verify(
     return Report(name, tuple(outputs), tuple(filter(None, notes)), tuple(stale))
 
 
-class _Runs:
-    """The calls that are compared: ordinary ones, of a copy of the function."""
+class _Calls:
+    """The calls that are compared: ordinary ones, of copies of the function."""
 
     def __init__(self, function: Function[..., Any], plain: PlainCall, options: CallOptions) -> None:
-        callee = self._callee = function._callee
-        self._session, self._options = function._bound_session(), options
-        args = list(plain.args)
+        self._function, self._callee, self._options = function, function._callee, options
         try:
-            copy = copied(callee.fn, args, plain.kwargs, for_workers=True)
+            copy = copied(self._callee.fn, list(plain.args), plain.kwargs, for_workers=True)
         except NotComparable:  # there is not enough memory
-            copy = PlainCopy(callee.fn, args, plain.kwargs, [], [])
+            copy = PlainCopy(self._callee.fn, list(plain.args), plain.kwargs, [], [])
         except Exception as error:
             raise SerializationError(
-                f"cannot verify {callee.name!r}: it cannot be copied with its arguments ({type(error).__name__}: "
+                f"cannot verify {self._callee.name!r}: it cannot be copied with its arguments ({type(error).__name__}: "
                 f"{error}), expected objects that can be pickled. Compare a call with f.serial(...) yourself."
             ) from error
-        self._fn, self._args, self._kwargs, self._copy = copy.fn, copy.args, copy.kwargs, copy
+        self._copy, self._few = copy, Few(0, 0, copy.fn, copy.args, copy.kwargs, options.batch, 0.0, 8)
 
-    def serial(self) -> tuple[Part, Part]:
+    def serial(self) -> list[Part]:
         """Return what one worker does for all rows, and what it does the next time, with other random numbers."""
-        function = self._apart()
-        ((first,), (second,)) = self._boxes(function.serial), self._boxes(function.serial)
-        return first, second
+        runs = self._runs()
+        return [self._own(part) for _ in range(2) for part in _raised(runs.alone)]
 
     def parts(self) -> list[Part]:
         """Return what each rank that has rows does. What the function raises is raised here."""
-        return self._boxes(self._apart())
+        return list(map(self._own, _raised(self._runs().apart)))
 
-    def results(self, serial: Part, parts: Sequence[Part]) -> tuple[_Results, Exception | None]:
+    def results(self, parts: Sequence[Part]) -> tuple[_Results, Exception | None]:
         """Return the outputs of the call itself, or why the ranks' outputs cannot be combined.
 
         A call that assigns variables or changes resident objects is not made: the outputs of the ranks are combined.
         """
-        callee, found = self._callee, _Results()
+        from synk._api.function import Function
+
+        callee, found, copy = self._callee, _Results(), self._copy
         if any(part.assigned for part in parts) or callee.changes or callee.options["updates"]:
             return found, None
-        function = self._built(Quiet(self._fn), outputs=callee.outputs, per_rank=callee.per_rank)
+        function = Function(
+            Quiet(copy.fn), bcast_inputs=callee.bcast_inputs, outputs=callee.outputs, framework=callee.framework,
+            name=callee.name, per_rank=callee.per_rank, session=self._function._bound_session(),
+        )  # fmt: skip
         options = {"batch": self._options.batch, "timeout": self._options.timeout}
         try:
-            result = function(*self._args, num_slices=self._options.num_slices, **options, **self._kwargs)
-            found.combined = opened(self._copy.with_own_classes(result), callee.outputs).by_path()
+            result = function(*copy.args, num_slices=self._options.num_slices, **options, **copy.kwargs)
+            found.combined = opened(copy.with_own_classes(result), callee.outputs).by_path()
             if any(isinstance(op, Op) for op in each_op(callee.outputs)):  # it may change even the value for all rows
-                found.serial = opened(function.serial(*self._args, **options, **self._kwargs), callee.outputs).by_path()
+                found.serial = opened(function.serial(*copy.args, **options, **copy.kwargs), callee.outputs).by_path()
         except (TypeError, ValueError) as error:  # the outputs cannot be combined
             found.combined = {}
             return found, error
         return found, None
 
-    def _apart(self) -> Function[..., Any]:
-        """Return a function in the state of the program, whatever runs of others have made of theirs."""
-        changes, per_rank = self._callee.options["changes"], self._callee.per_rank
-        return self._built(Apart(self._fn, changes), outputs=None, changes=changes, per_rank=per_rank)
+    def _runs(self) -> Runs:
+        """Return runs that begin with the state of the program, whatever others have made of theirs."""
+        return Runs(self._function, self._few, self._options.timeout, self._callee.options["changes"])
 
-    def _built(self, fn: Callable[..., Any], **options: Any) -> Function[..., Any]:
-        from synk._api.function import Function
+    def _own(self, part: Part) -> Part:
+        return part._replace(value=self._copy.with_own_classes(part.value))
 
-        callee = self._callee
-        return Function(
-            fn,
-            bcast_inputs=callee.bcast_inputs,
-            framework=callee.framework,
-            name=callee.name,
-            session=self._session,
-            **options,
-        )
 
-    def _boxes(self, call: Callable[..., Any]) -> list[Part]:
-        boxes = call(*self._args, batch=self._options.batch, timeout=self._options.timeout, **self._kwargs)
-        parts = [box.part for box in boxes if box is not None]
-        return [part._replace(value=self._copy.with_own_classes(part.value)) for part in parts]
+def _raised(run: Callable[[], list[Part]]) -> list[Part]:
+    try:
+        return run()
+    except Unknown as error:
+        raise error.__cause__ or error from None
 
 
 class _Results:

@@ -20,7 +20,6 @@ from synk.torch import _state as states
 from synk.torch import _state_bytes
 from synk.torch._adjoints import losses
 from synk.torch._batchnorm import synchronize
-from synk.torch._moves import moves_of, tensors_of
 from synk.torch._phases import Phases
 from synk.torch._reduction import LOST, GradientSum, Options
 from synk.torch._slices import sliced, step_in_slices
@@ -93,10 +92,17 @@ class RankReplica:
             return self.run(fn, trains, args, kwargs)
 
     def run_shown(self, fn: Callable[..., Any], trains: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run with the process's random numbers as they are. Return the result, and what the step did to tensors."""
-        before = [tensor.detach().clone() for tensor in tensors_of(self.objects)]
+        """Run with the process's random numbers as they are. Return the result and the gradients.
+
+        If the step leaves none: how far it has moved the parameters.
+        """
+        parameters = states.parameters_of(self.objects)
+        before = [each.detach().clone() for each in parameters]
         result = self._run(fn, trains, args, kwargs)
-        return result, moves_of(self.objects, before)
+        moves = [each.grad for each in parameters if each.grad is not None]
+        moves = moves or [now.detach() - old for now, old in zip(parameters, before)]
+        flat = [each.to("cpu", torch.float64).reshape(-1) for each in moves]
+        return result, torch.cat([*flat, torch.zeros(0, dtype=torch.float64)]).numpy()
 
     def run_shown_in_eval(
         self, fn: Callable[..., Any], trains: bool, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -8,7 +8,6 @@ each of which the copy is put back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from synk._master.calls.plans import CallOptions
 from synk._wire.apart import Part
 from synk.errors import CallTimeout, OpMismatch, WorkerDied
 from synk.torch import _rank
-from synk.torch._moves import tensors_of
+from synk.torch import _state as states
 
 if TYPE_CHECKING:
     from synk.torch._steps import StepFunction
@@ -48,7 +47,7 @@ def check_step(function: StepFunction, args: tuple[Any, ...], kwargs: dict[str, 
     replicated = function._replicated
     try:
         with replicated._busy():  # reading the objects must not bring them up to date
-            if sum(tensor.nbytes for tensor in tensors_of(replicated._objects)) > _MAX_NBYTES:
+            if sum(each.nbytes for each in states.parameters_of(replicated._objects)) > _MAX_NBYTES:
                 raise Unknown
             copy = replicated._runtime.resident(
                 _rank.RankReplica(replicated._objects, replicated._options), dump=_rank.dump, load=_rank.load
@@ -78,13 +77,13 @@ def _misfit(function: StepFunction, few: Few, copy: Any, method: str) -> str | N
     apart = runs.apart()
     if runs.seconds * len(apart) > MAX_S:
         raise Unknown
-    parts, moves = zip(*map(_told_apart, apart))
-    whole, move = _told_apart(*runs.alone())
-    (misfits, _), of_gradients = misfits_of(few, whole.value, parts), _is_off(moves[0], move)
+    parts, gradients = zip(*map(_told_apart, apart))
+    whole, of_whole = _told_apart(*runs.alone())
+    (misfits, _), of_gradients = misfits_of(few, whole.value, parts), _is_off(gradients[0], of_whole)
     if not misfits and not of_gradients:
         return ""
-    again, other_move = _told_apart(*runs.alone())
-    if _is_off(other_move, move) or not are_same(again.value, whole.value):
+    again, of_again = _told_apart(*runs.alone())
+    if _is_off(of_again, of_whole) or not are_same(again.value, whole.value):
         return None
     said = said_of(misfits, [part.num_rows for part in parts], has_advice=False)
     return (
@@ -96,17 +95,14 @@ def _misfit(function: StepFunction, few: Few, copy: Any, method: str) -> str | N
     )
 
 
-def _told_apart(part: Part) -> tuple[Part, list[np.ndarray]]:
-    value, moves = part.value
-    return part._replace(value=value), moves
+def _told_apart(part: Part) -> tuple[Part, np.ndarray]:
+    value, gradients = part.value
+    return part._replace(value=value), gradients
 
 
-def _is_off(moves: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> bool:
-    """Whether what two steps did to tensors differs by far more than rounding."""
-    for one, other in zip(moves, others):
-        if one.shape != other.shape:
-            return True
-        size = max(np.linalg.norm(one), np.linalg.norm(other))
-        if np.isfinite(other).all() and not np.linalg.norm(one - other) <= _RTOL * size:
-            return True
-    return False
+def _is_off(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether gradients differ by far more than rounding."""
+    if one.shape != other.shape:
+        return True
+    size = max(np.linalg.norm(one), np.linalg.norm(other))
+    return bool(np.isfinite(other).all() and not np.linalg.norm(one - other) <= _RTOL * size)
