@@ -155,7 +155,7 @@ class Function(FunctionHandle, Generic[P, R]):
             session=session,
         )
         is_default = isinstance(outputs, DefaultOp) and not (per_rank or any(updates) or changes)
-        self._op_check: OpCheck | None = OpCheck() if is_default else None
+        self._op_check: OpCheck | None = OpCheck(self._callee.signature.first_scattered) if is_default else None
         self._verb = f"call {name!r}"
         self._built_with = {
             "bcast_inputs": bcast_inputs, "outputs": outputs, "framework": framework, "name": name, "retry": retry,

@@ -60,12 +60,15 @@ class OpCheck:
 
     Attributes
     ----------
+    position : int
+        Which argument is the first that is scattered.
     num_tries : int
         How many calls were compared.
     num_rows : int
         It fits calls with up to so many rows. Few rows tell little: the average of two is also their median.
     """
 
+    position: int
     num_tries: int = 0
     num_rows: int = 1
 
@@ -75,8 +78,9 @@ class OpCheck:
 
     def may_be_due(self, args: tuple[Any, ...]) -> bool:
         """Whether a call may have more rows than are known. Never False if it has."""
-        first = args[0] if args else None
-        return type(first) is not np.ndarray or not first.ndim or len(first) > self.num_rows
+        first = args[self.position] if self.position < len(args) else None
+        shape = (len(first),) if type(first) is list else getattr(first, "shape", None)
+        return type(shape) is not tuple or not shape or shape[0] > self.num_rows
 
 
 def hold_back(

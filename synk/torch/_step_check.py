@@ -47,7 +47,10 @@ def check_step(function: StepFunction, args: tuple[Any, ...], kwargs: dict[str, 
     replicated = function._replicated
     try:
         with replicated._busy():  # reading the objects must not bring them up to date
-            if sum(each.nbytes for each in states.parameters_of(replicated._objects)) > _MAX_NBYTES:
+            if (
+                sum(each.numel() * each.element_size() for each in states.parameters_of(replicated._objects))
+                > _MAX_NBYTES
+            ):
                 raise Unknown
             copy = replicated._runtime.resident(
                 _rank.RankReplica(replicated._objects, replicated._options), dump=_rank.dump, load=_rank.load

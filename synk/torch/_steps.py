@@ -26,7 +26,8 @@ class StepFunction(Function[..., Any]):
         self._options = {"framework": "torch", "changes": changes, "session": replicated._runtime._session, **options}
         self._fn = fn
         super().__init__(body, **self._options)
-        self._op_check = OpCheck() if isinstance(options["outputs"], DefaultOp) else None
+        is_default, first = isinstance(options["outputs"], DefaultOp), self._callee.signature.first_scattered
+        self._op_check = OpCheck(first) if is_default else None
 
     @verb
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:

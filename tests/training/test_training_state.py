@@ -394,7 +394,7 @@ def test_attributes_of_many_kinds(reused: Callable[..., Any], action: str) -> No
         model.advance()
         if fault and synk.comm.rank == 1:
             act(fault)
-        loss = model.linear(x).sum()
+        loss = model.linear(x).mean()
         loss.backward()
         return loss
 
@@ -471,7 +471,7 @@ def test_what_cannot_be_pickled_is_told(shared_runtimes: Any) -> None:
     @rep.function
     def step(model: Any, x: Any) -> Any:
         model.lock, model.number = threading.Lock(), 3
-        return model(x).sum()
+        return model(x).mean()
 
     step(torch.ones(4, 5, dtype=torch.float64))
     with pytest.warns(RuntimeWarning, match=r"Linear.lock stays .* own"):

@@ -18,6 +18,8 @@ class Signature:
     names : tuple of str
         The names of all parameters in order; empty if Python does not know them.
     broadcast : frozenset of str
+    first_scattered : int
+        The position of the first argument that is not broadcast.
 
     Raises
     ------
@@ -45,6 +47,8 @@ class Signature:
         self._var_positional = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "argument")
         self._var_keyword = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), "")
         self.names = tuple(p.name for p in parameters)
+        scattered = [k for k, each in enumerate(self._positional) if each not in self.broadcast]
+        self.first_scattered = scattered[0] if scattered else len(self._positional)
         names = set(self.names)
         unknown = sorted(self.broadcast - names)
         if unknown and self._signature is not None and not self._var_keyword:

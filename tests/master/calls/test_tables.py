@@ -20,7 +20,7 @@ from support.harness import start_polars
 from support.seeds import seeds
 
 import synk
-from synk.errors import CollectiveMismatch, RowShapedOutput
+from synk.errors import CollectiveMismatch, OpMismatch
 
 start_polars()
 
@@ -610,7 +610,7 @@ def test_slices_that_differ_are_refused(shared_runtimes: Any) -> None:
 
 
 def test_rows_without_labels_under_the_default_op_are_told(shared_runtimes: Any) -> None:
-    with pytest.warns(RowShapedOutput, match="gather"):
+    with pytest.raises(OpMismatch, match="gather"):
         shared_runtimes[2].function(lambda x: x * 2)(pl.Series("a", np.arange(8.0)))
 
 
