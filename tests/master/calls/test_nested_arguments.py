@@ -345,6 +345,8 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     ({"x": X, "y": [X, X[:2]]}, TypeError, r"cannot scatter x\['y'\] of 'f': got a list of arrays.*tuple\(x\['y'\]\)"),
     ([np.ones((6, 2)), X], TypeError, r"cannot scatter x of 'f': got a list of arrays"),
     ({"x": X, "y": object()}, TypeError, r"x\['y'\]"),
+    (np.random.SeedSequence(1).spawn(6), TypeError, r"got seeds as Python objects \(from list\).*generate_state"),
+    ({"x": X, "y": np.array(np.random.SeedSequence(1).spawn(6))}, TypeError, r"x\['y'\].*got seeds.*generate_state"),
     ({"x": X, "y": (k for k in range(6))}, TypeError, r"x\['y'\].*generator"),
     ({"x": X, "y": np.array([1, None])}, TypeError, r"x\['y'\]"),
     ({}, TypeError, r"cannot scatter x of 'f': got a dict in which nothing has rows.*bcast_inputs='x'"),
