@@ -26,7 +26,7 @@ OTHERS = {
     "module 'synk.torch' has no attribute {}": "Python's own words for it",
     "len() of {} with no axes": "NumPy's own words for it",
     "{}() got an unexpected keyword argument {}, expected one of {}": "as Python says it of a call that does not fit",
-    "{}() {}{}": "as Python says it of a call that does not fit",
+    "{}() {}": "as Python says it of a call that does not fit",
     "the other side closed its end": "inside: a death is told by the process's own descriptor",
     "more than {} bytes": "inside: an exception that is too large to travel",
     "failpoint {}": "what tests have a worker raise",

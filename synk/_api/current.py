@@ -77,7 +77,8 @@ def fork(
         Each replacement worker runs ``on_restart()`` before its first call, to load objects that functions keep on a
         worker. It captures the same objects as the functions do.
     seed : int, optional
-        Seed of ``synk.comm.rng``, each rank's random number generator. By default a new seed each time.
+        Seed of ``synk.comm.rng``, each rank's random number generator, and of the workers' hashes unless
+        ``PYTHONHASHSEED`` is set. By default a new seed each time.
     transfer_guard : {"allow", "log", "warn", "raise"}
         How to react to arrays that are copied again and again; see :func:`synk.profiler.transfer_guard`.
     balance : {"even", "measured"}

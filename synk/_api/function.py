@@ -28,6 +28,7 @@ from synk._api.options import (
 )
 from synk._master.calls.call import UNFIT, CallOptions, call_again, run_call
 from synk._master.calls.callee import Callee, FunctionHandle
+from synk._master.calls.signature import OPTION_NAMES
 from synk._master.flight.pending import PendingCall
 from synk._master.objects.data import Data, make_data
 from synk._master.session import Session, current_session
@@ -62,7 +63,7 @@ class Function(FunctionHandle, Generic[P, R]):
     Call it like the function it was made from. Each argument is scattered along axis 0 unless it is named in
     ``bcast_inputs``. A scattered argument is an array, or a dict, tuple, named tuple or dataclass of arrays with the
     same number of rows; the function gets the same nesting with the rows of its rank. The outputs are combined by their
-    ops. The keyword arguments below are synk's own; a parameter with the same name can be passed by position.
+    ops. The keyword arguments below are synk's own: a function with a parameter of one of these names is refused.
 
     Parameters
     ----------
@@ -152,6 +153,7 @@ class Function(FunctionHandle, Generic[P, R]):
             block_rows=block_rows,
             retry=self._retry,
             is_repeated=self._slices is not None,
+            reserved=OPTION_NAMES,
             session=session,
         )
         is_default = isinstance(outputs, DefaultOp) and not (per_rank or any(updates) or changes)
@@ -206,7 +208,7 @@ class Function(FunctionHandle, Generic[P, R]):
         **kwargs: Any,
     ) -> Any: ...
 
-    def __call__(  # type: ignore[misc]  # a keyword-only parameter of one of these names is refused by Signature
+    def __call__(  # type: ignore[misc]  # a parameter of one of these names is refused by Signature
         self,
         /,
         *args: Any,

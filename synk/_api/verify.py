@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from synk._api.op_check import Few, Runs, Unknown, are_same, comparable
 from synk._api.plain import PlainCall, PlainOutputs
 from synk._api.plain_copy import NotComparable, PlainCopy, copied
 from synk._master.calls.call import CallOptions
-from synk._pure.comparison import MISSING, Tolerance, combine, difference, fitting_ops, is_same
+from synk._pure.comparison import MISSING, Tolerance, combine, difference, fitting_ops, is_same, shape_of
 from synk._pure.ops import OPS, Op
 from synk._pure.output_ops import each_op, ops_of
 from synk._pure.partials import concatenate
@@ -45,12 +45,15 @@ class VerifiedOutput:
         reason, the verdict is the reason: ``"random"``, or ``"per rank"`` (built with ``per_rank=True``).
     difference : float
         The largest absolute difference between the value and the serial value, or between the serial value and the
-        plain one. NaN if there is no difference to compute (other shapes, text, objects).
+        plain one; of those that count as different, if there are any. Infinite where one of two numbers is NaN; NaN if
+        there is no difference to compute (other shapes, text, objects).
     matching : tuple of str
         The ops that give the serial value, if the chosen op does not.
     plain_verdict : str
         ``"equal"`` or ``"different"``: whether the serial value equals that of the plain function, called in the
         program. Empty if these were not compared.
+    shapes : dict of str to tuple of int
+        If they differ, the shapes of the value (``"parallel"``), the serial value and the plain one. Else empty.
     """
 
     name: str
@@ -59,6 +62,7 @@ class VerifiedOutput:
     difference: float = float("nan")
     matching: tuple[str, ...] = ()
     plain_verdict: str = ""
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, repr=False)
@@ -100,6 +104,7 @@ class Report:
             serial, plain = (words.get(verdict, verdict) for verdict in (output.verdict, output.plain_verdict))
             op = getattr(output.op, "__name__", None) or str(output.op)
             difference = "" if np.isnan(output.difference) else f"{output.difference:.1e}"
+            difference = ", ".join(f"{which} {shape}" for which, shape in output.shapes.items()) or difference
             rows.append((output.name or "result", op, serial, plain, difference, ", ".join(output.matching)))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
@@ -309,8 +314,25 @@ def _call_plain(plain: PlainCall, expected: Opened, verdicts: set[str], serial_s
 def _compare(path: str, op: Any, value: Any, serial: Any, tolerance: Tolerance, reason: str) -> VerifiedOutput:
     if op is None:
         return VerifiedOutput(path, op, "one per rank")
-    verdict = "equal" if is_same(value, serial, tolerance) else reason
-    return VerifiedOutput(path, op, verdict, difference(value, serial))
+    is_equal = is_same(value, serial, tolerance)
+    largest, shapes = _largest([(is_equal, difference(value, serial))]), _shapes(parallel=value, serial=serial)
+    return VerifiedOutput(path, op, "equal" if is_equal else reason, largest, shapes=shapes)
+
+
+def _shapes(**values: Any) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of those values that have one, if they differ."""
+    shapes = {which: shape for which, value in values.items() if (shape := shape_of(value)) is not None}
+    return shapes if len(set(shapes.values())) > 1 else {}
+
+
+def _largest(compared: Sequence[tuple[bool, float]]) -> float:
+    """Return the largest difference of the comparisons that are not equal, or of all if all are.
+
+    Each is given by whether it is equal and by its difference. Where that is 0 and they are not equal, the difference
+    is none of numbers: NaN.
+    """
+    differing = [distance or float("nan") for is_equal, distance in compared if not is_equal]
+    return float(np.fmax.reduce(differing or [distance for _, distance in compared] or [float("nan")]))
 
 
 def _beside_plain(output: VerifiedOutput, serial: Any, plain: Any, tolerance: Tolerance) -> VerifiedOutput:
@@ -318,8 +340,11 @@ def _beside_plain(output: VerifiedOutput, serial: Any, plain: Any, tolerance: To
     if output.op is None:
         return output
     verdict = "equal" if is_same(plain, serial, tolerance) else "different"
-    largest = float(np.fmax(output.difference, difference(plain, serial)))  # NaN only if both are
-    return replace(output, plain_verdict=verdict, difference=largest)
+    largest = _largest(
+        [(output.verdict == "equal", output.difference), (verdict == "equal", difference(plain, serial))]
+    )
+    shapes = {**output.shapes, **_shapes(serial=serial, plain=plain)}
+    return replace(output, plain_verdict=verdict, difference=largest, shapes=shapes)
 
 
 def _compare_variables(
@@ -332,12 +357,11 @@ def _compare_variables(
         variable, values = variables[number], [part.assigned.get(number, []) for part in parts]
         if variable.is_sharded:
             values = [[concatenate(shards) for shards in zip(*values)]]
-        is_equal = all(
-            len(leaves) == len(expected) and all(map(lambda a, b: is_same(a, b, tolerance), leaves, expected))
-            for leaves in values
-        )
-        differences = [difference(a, b) for leaves in values for a, b in zip(leaves, expected)]
-        largest = max(differences, default=float("nan"))
-        kind = "shard" if variable.is_sharded else "replica"
-        results.append(VerifiedOutput(f"variable {variable.name!r}", kind, "equal" if is_equal else reason, largest))
+        pairs = [(a, b) for leaves in values for a, b in zip(leaves, expected)]
+        compared = [(is_same(a, b, tolerance), difference(a, b)) for a, b in pairs]
+        is_equal = bool(values) and all(len(leaves) == len(expected) for leaves in values)
+        is_equal = is_equal and all(each for each, _ in compared)
+        shapes = next(filter(None, (_shapes(parallel=a, serial=b) for a, b in pairs)), {})
+        kind, verdict = "shard" if variable.is_sharded else "replica", "equal" if is_equal else reason
+        results.append(VerifiedOutput(f"variable {variable.name!r}", kind, verdict, _largest(compared), shapes=shapes))
     return results

@@ -123,6 +123,11 @@ def _why_not(value: Any, array: np.ndarray) -> str:
         )
     if array.size and all(isinstance(each, str) for each in array.flat):
         return f"got text as Python objects{kind}, expected an array of text. Pass np.asarray(value, dtype=str)."
+    if array.size and all(hasattr(each, "generate_state") for each in array.flat):
+        return (
+            f"got seeds as Python objects{kind}, expected numbers. Pass SeedSequence(...).generate_state(n) in place "
+            "of its spawn(n), or go over the children by synk.map."
+        )
     return (
         f"got dtype object{kind}, expected numbers, text or records of equal shape. Ragged lists and generators have "
         "no rows: make it an array to divide it, or pass it whole to every rank, as a broadcast input (bcast_inputs)."

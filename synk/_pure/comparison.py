@@ -72,16 +72,30 @@ def is_same(value: Any, serial: Any, tolerance: Tolerance) -> bool:
 
 
 def difference(value: Any, serial: Any) -> float:
-    """Return the largest absolute difference of two outputs; NaN where there is none to measure."""
+    """Return the largest absolute difference of two outputs; NaN where there is none to measure.
+
+    It is infinite where one of two numbers is NaN.
+    """
     if is_table(value):
         return compared(value, serial, lambda a, b: True, difference)[1]
     if value is MISSING or not (_is_number(value) and _is_number(serial)) or np.shape(value) != np.shape(serial):
         return float("nan")
     a, b = as_numbers(np.asarray(value)), as_numbers(np.asarray(serial))
+    if np.any(np.isnan(a) != np.isnan(b)):
+        return float("inf")
     wide = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64
     with np.errstate(all="ignore"):
         distance = np.abs(a.astype(wide) - b.astype(wide))
     return float(distance[~np.isnan(distance)].max(initial=0.0))
+
+
+def shape_of(value: Any) -> tuple[int, ...] | None:
+    """Return the shape of an array, a number or a table, and the length of a list; None for anything else."""
+    if type(value) is list:
+        return (len(value),)
+    if isinstance(value, np.ndarray) or _is_number(value):
+        return np.shape(value)
+    return tuple(value.shape) if is_table(value) else None
 
 
 def combine(op: Op, parts: Sequence[Any], rows: Sequence[int]) -> Any:

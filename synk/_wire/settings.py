@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,6 +86,15 @@ def _set_matmul_precision(torch: Any, value: str | None) -> None:
         torch.set_float32_matmul_precision(value)
 
 
+def _differing(options: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those options that are not so at present: libraries warn of some that are set, even to what they are."""
+    return {name: value for name, value in options.items() if name not in present or present[name] != value}
+
+
+def _set_precisions(mpmath: Any, bits: tuple[int, int]) -> None:
+    mpmath.mp.prec, mpmath.iv.prec = bits
+
+
 # The cuDNN flags are read by torch's C functions: the properties of its module take three times as long.
 SETTINGS: dict[str, Setting] = {
     "recursion limit": Setting(
@@ -119,6 +128,20 @@ SETTINGS: dict[str, Setting] = {
         lambda jax: lambda: jax.config.jax_enable_x64,
         lambda jax, value: jax.config.update("jax_enable_x64", value),
     ),
+    "configuration of scikit-learn": Setting(
+        "sklearn",
+        lambda sklearn: sklearn.get_config,
+        lambda sklearn, config: sklearn.set_config(**_differing(config, sklearn.get_config())),
+    ),
+    "options of xarray": Setting(
+        "xarray",
+        lambda xarray: lambda: dict(xarray.get_options()),
+        lambda xarray, options: xarray.set_options(**_differing(options, xarray.get_options())),
+    ),
+    "errors of scipy.special": Setting(
+        "scipy.special", lambda special: special.geterr, lambda special, kinds: special.seterr(**kinds)
+    ),
+    "precision of mpmath": Setting("mpmath", lambda mpmath: lambda: (mpmath.mp.prec, mpmath.iv.prec), _set_precisions),
 }
 
 

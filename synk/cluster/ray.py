@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 import ray
 
-from synk._master.processes.placement import num_threads_set
+from synk._master.processes.placement import HASH_SEED, num_threads_set
 from synk._master.processes.worker_process import WorkerProcess
 from synk._pure.cores import num_cores
 from synk._wire.control import Down, Phase, Up, control_blocks
@@ -86,6 +86,7 @@ class NodeActor:
         own = {"master_pid": os.getpid(), "import_path": here, "sys_path": merged(setup["sys_path"], here)}
         environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}  # Ray has set it
         environment |= num_threads_set(environment, max(num_cores() // setup["num_workers"], 1))
+        environment[HASH_SEED] = setup["hash_seed"]
         self._process.start(
             {**setup, **own, "own_path": here, "host": host}, environment, self._control.fd, os.urandom(32), {}
         )

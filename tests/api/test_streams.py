@@ -153,11 +153,13 @@ def test_rows_that_do_not_fit(shared_runtimes: Any) -> None:
 
 def test_blocks_of_the_rows_of_nested_arguments(shared_runtimes: Any) -> None:
     """All parts have equally many rows; single values among them are the same for all blocks."""
-    f = shared_runtimes[2].function(lambda batch: (batch["x"] * batch["rate"]).sum() + batch["y"].sum(), outputs="sum")
+    f = shared_runtimes[2].function(
+        lambda fields: (fields["x"] * fields["rate"]).sum() + fields["y"].sum(), outputs="sum"
+    )
     whole = {"x": np.arange(10.0), "y": np.ones(10), "rate": 0.5, "name": "text"}
     assert sum(f.rows(whole, batch_size=3)) == 22.5 + 10.0
     with pytest.raises(
-        ValueError, match=r"got batch\['x'\] with 10 rows, batch\['y'\] with 5 rows, expected one number"
+        ValueError, match=r"got fields\['x'\] with 10 rows, fields\['y'\] with 5 rows, expected one number"
     ):
         f.rows({"x": np.arange(10.0), "y": np.arange(5.0), "rate": 1.0}, batch_size=2)
     with pytest.raises(ValueError, match="got no scattered argument, expected one number of rows"):

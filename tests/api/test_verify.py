@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from support.harness import script
 
@@ -50,6 +52,65 @@ def test_the_right_op_is_confirmed_and_a_wrong_one_corrected(shared_runtimes: An
             assert wrong in ("min", "max")
         else:
             assert op in report.outputs[0].matching, report
+
+
+# ----- what it shows where they differ
+
+UNFIT: dict[str, tuple[Any, Callable[[np.ndarray], Any]]] = {
+    "first rows": ("gather", lambda x: x[:2]),
+    "rows that are new": ("gather", lambda x: np.unique(x[:, 0] > 0)),
+    "cumulated": ("gather", lambda x: np.cumsum(x, axis=0)),
+    "one row": ("gather", lambda x: x.sum(axis=0)[None]),
+    "texts": ("gather", lambda x: [str(len(x))]),
+    "a table": ("gather", lambda x: pd.DataFrame({"a": x[:2, 0], "b": ["text"] * len(x[:2])})),
+    "labels": ("gather", lambda x: pd.DataFrame({"a": np.zeros(len(x)), "b": [f"{len(x)}"] * len(x)})),
+    "a sum": ("avg", lambda x: x.sum(axis=0)),
+    "NaN in a part": ("max", lambda x: np.where(x[:1].sum() > x.sum(), np.nan, x.sum())),
+    "a number": ("gather", lambda x: float(x.sum())),
+}
+
+
+@pytest.mark.parametrize("kind", UNFIT)
+def test_no_difference_of_zero_beside_a_no(shared_runtimes: Any, kind: str) -> None:
+    """Where shapes differ it shows them: NumPy knows those of the plain function and of the joined parts."""
+    op, body = UNFIT[kind]
+    for num_rows in range(3, 8):
+        x = np.random.default_rng(num_rows).normal(size=(num_rows, 3))
+        function = shared_runtimes[2].function(body, outputs=op)
+        report = function.verify(x)
+        (output,) = report.outputs
+        if output.verdict == "equal":
+            continue
+        assert output.difference != 0, report
+        assert "0.0e+00" not in repr(report)
+        if op == "gather" and kind != "a number":
+            parts, whole = [body(part) for part in np.array_split(x, 2)], body(x)
+            shapes = (sum(map(len, parts)), *np.shape(whole)[1:]), np.shape(whole)
+            shown = f"parallel {shapes[0]}, serial {shapes[1]}"
+            assert (shown in repr(report)) == (shapes[0] != shapes[1]), report
+            assert output.shapes == ({} if shapes[0] == shapes[1] else dict(zip(("parallel", "serial"), shapes)))
+
+
+def test_the_shapes_of_a_plain_function_that_differs(shared_runtimes: Any) -> None:
+    program = os.getpid()
+
+    def first(x: np.ndarray) -> np.ndarray:
+        return x[: 3 if os.getpid() == program else None]
+
+    report = shared_runtimes[2].function(first, outputs="gather").verify(np.arange(7.0))
+    assert report.outputs[0].shapes == {"serial": (7,), "plain": (3,)}
+    assert "serial (7,), plain (3,)" in repr(report)
+
+
+def test_the_shapes_of_a_variable(shared_runtimes: Any) -> None:
+    w = shared_runtimes[2].shared(np.zeros((4, 3)), sharded=True)
+
+    def keep(x: np.ndarray) -> float:
+        w.value = x[:2]
+        return 0.0
+
+    report = shared_runtimes[2].function(keep, outputs="first").verify(X)
+    assert report.outputs[1].shapes == {"parallel": (4, 3), "serial": (2, 3)}
 
 
 @on_nodes_too

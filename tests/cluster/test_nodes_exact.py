@@ -153,7 +153,7 @@ class Batch:
 
 def test_nested_arguments(nodes: synk.Runtime) -> None:
     f = nodes.function(
-        lambda batch, weights: (batch.x @ weights["w"] + weights["list"][1], batch.label),
+        lambda fields, weights: (fields.x @ weights["w"] + weights["list"][1], fields.label),
         bcast_inputs="weights",
         outputs=("gather", "first"),
     )

@@ -450,9 +450,9 @@ def test_batches_may_be_nested(workers: Callable[[int | str], synk.Runtime], num
         y: Any
         nothing: Any = None
 
-    def nested(params: Any, batch: Any) -> Any:
-        assert (batch["name"], batch["pair"].nothing, batch["scale"]) == ("text", None, 1.0)
-        return loss_and_grad(params, batch["x"] * batch["scale"], batch["pair"].y)
+    def nested(params: Any, fields: Any) -> Any:
+        assert (fields["name"], fields["pair"].nothing, fields["scale"]) == ("text", None, 1.0)
+        return loss_and_grad(params, fields["x"] * fields["scale"], fields["pair"].y)
 
     train = make_train_function(nested, start(), sgd(0.05), num_slices=num_slices)
     plain = make_train_function(loss_and_grad, start(), sgd(0.05))

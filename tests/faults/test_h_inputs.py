@@ -453,16 +453,6 @@ def test_H30_arguments_like_a_python_call(shared_runtimes: Any, kind: str) -> No
         assert f(y=PLAIN, x=PLAIN, z=2.0) == 2 * (PLAIN * PLAIN).sum()
 
 
-def test_H_parameters_with_the_name_of_an_option(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    step = rt.function(lambda x, batch: (x * batch).sum(), outputs="sum", bcast_inputs="batch", name="step")
-    assert step(PLAIN[:, 0].copy(), 2) == 2 * PLAIN[:, 0].sum()
-    with pytest.raises(TypeError, match=r"'batch' is an option of the call: give it by position"):
-        step(PLAIN[:, 0].copy(), batch=[0])
-    with pytest.raises(ValueError, match=r"keyword-only parameter 'timeout' can never be given.*Rename it"):
-        rt.function(lambda x, *, timeout=3: x, name="step")
-
-
 def test_H30_names_and_ops_that_do_not_exist(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     with pytest.raises((ValueError, TypeError), match="'v'"):

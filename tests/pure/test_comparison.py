@@ -84,6 +84,12 @@ def test_the_largest_difference(dtype: str) -> None:
         assert np.isnan(difference(value, serial))
 
 
+def test_nan_on_one_side_alone_is_no_difference_of_zero() -> None:
+    nan = np.array([1.0, np.nan])
+    assert difference(nan, nan.copy()) == 0
+    assert difference(nan, np.array([1.0, 2.0])) == difference(np.array([1.0, 2.0]), nan) == np.inf
+
+
 @pytest.mark.sampled(60)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "uint8", "complex128", "bool"])
 @pytest.mark.parametrize("op", OPS)

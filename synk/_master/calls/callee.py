@@ -55,6 +55,8 @@ class Callee:
     fn, bcast_inputs, outputs, updates, framework, name, per_rank
         As for :func:`synk.function`; all but ``outputs`` are checked already.
     changes : sequence of Resident
+    reserved : frozenset of str
+        Names that its parameters may not have.
     session : Session or None
         The only session that may call it; None for any. Kept as ``fixed_session``.
 
@@ -115,6 +117,7 @@ class Callee:
         block_rows: int = 0,
         retry: int = 0,
         is_repeated: bool = False,
+        reserved: frozenset[str] = frozenset(),
         session: Session | None = None,
     ) -> None:
         self.ops = ops_of(outputs, repr(name))
@@ -122,7 +125,8 @@ class Callee:
         self.name = name
         self.title = repr(name)
         self.bcast_inputs = bcast_inputs
-        self.signature = Signature(fn, bcast_inputs, name)
+        self._reserved = reserved
+        self.signature = Signature(fn, bcast_inputs, name, reserved)
         self.outputs = str(outputs) if isinstance(outputs, DefaultOp) else outputs
         self._updates = updates
         self._changed = tuple(changes)
@@ -212,7 +216,7 @@ class Callee:
         fn = successor if isinstance(successor, types.FunctionType) else self.fn
         code = getattr(fn, "__code__", None)
         if fn is not self.fn or code is not self._code:
-            self.signature = Signature(fn, self.bcast_inputs, self.name)
+            self.signature = Signature(fn, self.bcast_inputs, self.name, self._reserved)
             self.plans.forget_compiled()
             self.fn, self._code = fn, code
         self.is_stale, self.plans.why_new = True, CAPTURED

@@ -7,11 +7,18 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 OPTION_NAMES = frozenset({"batch", "shard_batch", "num_slices", "output_subset", "timeout"})
-"""Keywords that belong to the call and not to the function."""
+"""Keywords that belong to a call. They never reach the function, so no parameter of it may have such a name."""
 
 
 class Signature:
     """The parameters of a user's function, and which of them are broadcast.
+
+    Parameters
+    ----------
+    fn, bcast_inputs, name
+        As for :func:`synk.function`.
+    reserved : frozenset of str
+        Names that no argument by keyword can have.
 
     Attributes
     ----------
@@ -24,10 +31,16 @@ class Signature:
     Raises
     ------
     ValueError
-        If ``bcast_inputs`` names a parameter that does not exist, or a keyword-only one has the name of an option.
+        If ``bcast_inputs`` names a parameter that does not exist, or a parameter has a reserved name.
     """
 
-    def __init__(self, fn: Callable[..., Any], bcast_inputs: str | Sequence[str], name: str) -> None:
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        bcast_inputs: str | Sequence[str],
+        name: str,
+        reserved: frozenset[str] = frozenset(),
+    ) -> None:
         self.name = name
         if not isinstance(bcast_inputs, Iterable):
             raise TypeError(
@@ -56,11 +69,13 @@ class Signature:
                 f"cannot build function {name!r}: got bcast_inputs {unknown}, expected names of its parameters "
                 f"{[p.name for p in parameters]}."
             )
-        hidden = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name in OPTION_NAMES]
-        if hidden:
+        # One by position only cannot be given by keyword, in Python either.
+        named = (each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY))
+        for taken in reserved.intersection(named):
             raise ValueError(
-                f"cannot build function {name!r}: its keyword-only parameter {hidden[0]!r} can never be given, because "
-                "that is an option of every call. Rename it."
+                f"cannot build function {name!r}: got a parameter {taken!r}, expected another name: {taken}= is an "
+                f"option of every call and would not reach the function. Rename it, or fix its value: lambda x: "
+                f"{name}(x, {taken}=...)."
             )
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, str, bool, Any]]:
@@ -87,9 +102,7 @@ class Signature:
                 raise TypeError(
                     f"{self.name}() got an unexpected keyword argument {unknown[0]!r}, expected one of {list(names)}"
                 ) from None
-            options = sorted(OPTION_NAMES.intersection(self._positional[len(args) :]))
-            hint = f". By keyword {options[0]!r} is an option of the call: give it by position" if options else ""
-            raise TypeError(f"{self.name}() {error}{hint}") from None
+            raise TypeError(f"{self.name}() {error}") from None
         bound = []
         for position, value in enumerate(args):
             is_named = position < len(self._positional)

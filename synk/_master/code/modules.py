@@ -6,16 +6,19 @@ program has bound or changed since. So functions, classes and modules count as e
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import logging
 import os
+import re
 import site
 import sys
 import sysconfig
 import tokenize
 import types
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from synk._pure.alike import NUMBERS
@@ -41,21 +44,44 @@ class Located(NamedTuple):
 
 
 def is_users_module(name: Any) -> bool:
-    """Whether a module is part of the user's program: a file outside the interpreter's and the packages' folders."""
+    """Whether a module is part of the user's program: a file that belongs neither to the interpreter nor to a package
+    that was installed, in whatever folder.
+    """
     module = sys.modules.get(name) if isinstance(name, str) else None
     file = getattr(module, "__file__", None)
     if module is None or not isinstance(file, str) or name == "__main__" or name.partition(".")[0] == "synk":
         return False
-    return _is_users_file(file)
+    return _is_users_file(file, name, hasattr(module, "__path__"))
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_users_file(file: str) -> bool:
+def _is_users_file(file: str, name: str, is_package: bool) -> bool:
     path = os.path.realpath(file)
     parts = path.split(os.sep)
     if "site-packages" in parts or "dist-packages" in parts:
         return False
-    return not any(path.startswith(folder + os.sep) for folder in _library_folders())
+    if any(path.startswith(folder + os.sep) for folder in _library_folders()):
+        return False
+    folder = Path(os.path.abspath(file)).parents[
+        name.count(".") + is_package :
+    ]  # the entry of the search path is first
+    return not folder or name.partition(".")[0] not in _installed_in(folder[0])
+
+
+@functools.lru_cache(maxsize=256)
+def _installed_in(folder: Path) -> frozenset[str]:
+    """Return the top names of what an installer has put into a folder, as pip does with ``--target``.
+
+    It leaves metadata with the version in their name. Those of a source folder, which setuptools makes, have none.
+    """
+    found: set[str] = set()
+    for metadata in (*folder.glob("*-*.dist-info"), *folder.glob("*-*.egg-info")):
+        found.add(metadata.name.partition("-")[0])
+        for listed in ("RECORD", "top_level.txt"):  # paths of files, and names
+            with contextlib.suppress(OSError):
+                lines = (metadata / listed).read_text(encoding="utf-8", errors="replace").splitlines()
+                found.update(re.split("[/.,]", line, maxsplit=1)[0] for line in lines)
+    return frozenset(found)
 
 
 @functools.lru_cache(maxsize=1)

@@ -20,6 +20,8 @@ _THREAD_VARIABLES = (
     "NUMEXPR_NUM_THREADS",
 )
 
+HASH_SEED = "PYTHONHASHSEED"
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -88,6 +90,16 @@ def num_threads_set(environment: Mapping[str, str], num_threads: int) -> dict[st
     if any(name in environment for name in _THREAD_VARIABLES):
         return {}
     return dict.fromkeys(_THREAD_VARIABLES, str(num_threads))
+
+
+def hash_seed_of(environment: Mapping[str, str], seed: int) -> str:
+    """Return the seed of hashes of all processes of a runtime: the user's, else one that follows from its ``seed``.
+
+    Python gives each process a seed of its own. Then the hash of a text, and with it the order of a set, would differ
+    between ranks.
+    """
+    own = environment.get(HASH_SEED, "")
+    return own if own not in ("", "random") else str(seed % 2**32)
 
 
 def place(num_workers: Any, backend: str, devices: Sequence[Any] | None, inline: bool) -> Placement:

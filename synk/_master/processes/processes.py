@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synk._master.processes.log import Known, Log
-from synk._master.processes.placement import Placement
+from synk._master.processes.placement import HASH_SEED, Placement, hash_seed_of
 from synk._master.processes.process import Process
 from synk._master.processes.program import setup_message, startup_text
 from synk._pure.environment import spin_s
@@ -207,6 +207,7 @@ class Processes:
         self.down = self.up = np.empty((0, 0), np.int64)
         self._process_type = process_type
         self.seed = seed
+        self._hash_seed = hash_seed_of(os.environ, seed)  # now: a replacement has the same, whatever was set meanwhile
         self._token = token
         self._failpoints = ARMED.get()
         self._control: Segment | None = None
@@ -258,9 +259,10 @@ class Processes:
         if placement.generation > 1:
             spawn_key = [number, worker.num_starts, placement.generation]
         setup["seed"] = [self.seed, *spawn_key]
-        setup |= {"control_nbytes": self._control.nbytes, "spin_s": self._spin_s}
+        setup |= {"control_nbytes": self._control.nbytes, "spin_s": self._spin_s, "hash_seed": self._hash_seed}
+        environment = {**placement.environment(rank), HASH_SEED: self._hash_seed}
         events: dict[str, int] = {f"event{peer}": fd for peer, fd in enumerate(self.eventfds)}
-        process.start(setup, placement.environment(rank), self._control.fd, self._token, events)
+        process.start(setup, environment, self._control.fd, self._token, events)
         worker.begin(process)  # after the start: if that fails, the rank stays as it was
         for fd, kind in process.watched():
             self.poll_set.watch(fd, kind, rank)

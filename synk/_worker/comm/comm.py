@@ -119,8 +119,10 @@ class Comm:
         """This rank's own generator of random numbers, which goes on from call to call.
 
         Rank k of the runtime has a generator seeded by ``numpy.random.SeedSequence(seed).spawn(n)[k]``, with the
-        ``seed`` of :func:`synk.fork` and its n workers. So ranks draw independently of one another, and a program draws
-        the same numbers again if it has as many workers. The replacement of a worker that died draws other numbers.
+        ``seed`` of :func:`synk.fork` and its n workers. So ranks draw independently of one another, and calls draw the
+        same numbers again in a program that has as many workers. The replacement of a worker that died draws other
+        numbers. An item of a map, or a task, draws from the generator of the worker that was free, so its numbers, and
+        those of later calls, differ from run to run: pass each item a seed of its own.
 
         Examples
         --------

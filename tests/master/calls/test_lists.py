@@ -135,10 +135,10 @@ def test_steps_of_training(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     model = torch.nn.Linear(2, 1)
     rep = synk.torch.replicate(model, runtime=rt)
-    step = rep.function(lambda model, batch: model(batch[0]).mean(), name="step")
+    step = rep.function(lambda model, pair: model(pair[0]).mean(), name="step")
     pairs = rep.function(lambda model, x, y: ((model(x) - y) ** 2).mean(), name="pairs")
     for call in (step, step.submit, step.serial):
-        with pytest.raises(TypeError, match=r"cannot scatter batch of 'step': got a list of tensors.*step\(\*batch\)"):
+        with pytest.raises(TypeError, match=r"cannot scatter pair of 'step': got a list of tensors.*step\(\*pair\)"):
             call([T, T])
     batch = [T, T[:, :1]]
     assert float(pairs(*batch)) == pytest.approx(((model(batch[0]) - batch[1]) ** 2).mean().item())

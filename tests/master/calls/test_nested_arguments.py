@@ -95,7 +95,7 @@ def test_every_container_comes_as_itself(shared_runtimes: Any, where: Any, num_r
 
 def test_attributes_and_methods_are_those_of_the_class(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
-    total = rt.function(lambda batch: batch.x.sum() + batch["y"].sum(), outputs="sum")
+    total = rt.function(lambda fields: fields.x.sum() + fields["y"].sum(), outputs="sum")
     for cls in (Records, Encoding):
         assert total(cls({"x": np.arange(5.0), "y": np.ones(5)})) == 15.0
 
@@ -117,7 +117,7 @@ def test_what_is_rows_and_what_is_structure(shared_runtimes: Any) -> None:
 
 def test_single_values_go_whole_to_every_rank(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
-    f = rt.function(lambda batch: {key: repr(value) for key, value in batch.items()}, outputs=None)
+    f = rt.function(lambda fields: {key: repr(value) for key, value in fields.items()}, outputs=None)
     values = {
         "none": None, "text": "abc", "bytes": b"abc", "int": 3, "flag": True, "number": 0.5, "numpy": np.float32(0.5),
         "zero-dim": np.array(4), "data": rt.data(np.array(2.5)), "empty": {}, "nothing": (None, {"a": None}),
@@ -129,7 +129,7 @@ def test_single_values_go_whole_to_every_rank(shared_runtimes: Any) -> None:
 
 def test_texts_are_rows(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
-    f = rt.function(lambda batch: (batch["text"], len(batch["text"])), outputs=("gather", None))
+    f = rt.function(lambda fields: (fields["text"], len(fields["text"])), outputs=("gather", None))
     for texts in (["a", "bcd", "e"], ["longer than before"] * 3):
         result, lengths = f({"text": texts, "label": [0, 1, 2]})
         assert (result.tolist(), lengths) == (texts, [2, 1])
@@ -148,8 +148,8 @@ def test_leaves_of_every_kind_with_every_option(shared_runtimes: Any, where: Any
     rows = y if batch is None else y[:batch] if isinstance(batch, int) else y[batch]
     mini = rt.data(picked.copy(), minibatch=True)
 
-    def compute(scale: Any, batch: Any, *, extra: Any) -> Any:
-        return {"rows": batch["x"] * scale + extra[1], "sum": (batch["pair"].x * extra[0][:, None]).sum(axis=0)}
+    def compute(scale: Any, fields: Any, *, extra: Any) -> Any:
+        return {"rows": fields["x"] * scale + extra[1], "sum": (fields["pair"].x * extra[0][:, None]).sum(axis=0)}
 
     f = rt.function(compute, bcast_inputs="scale", outputs={"rows": "gather", "sum": "sum"})
     arguments = (2.0, {"x": rt.data(x), "pair": Pair(x.tolist(), None)})
@@ -167,7 +167,7 @@ def test_sharded_variables_among_the_leaves(shared_runtimes: Any, where: Any) ->
     rt = shared_runtimes[where]
     x, y = np.random.default_rng(0).normal(size=(9, 2)), np.arange(9.0)
     shared = rt.shared(x, sharded=True)
-    f = rt.function(lambda batch: batch["x"] * batch["y"][:, None], outputs="gather")
+    f = rt.function(lambda fields: fields["x"] * fields["y"][:, None], outputs="gather")
     for batch in (None, [8, 0, 3], slice(2, 7)):
         rows = slice(None) if batch is None else batch
         expected = x[rows] * y[rows][:, None]
@@ -179,29 +179,29 @@ def test_a_submitted_call_sees_what_the_one_before_assigned_to_a_leaf(shared_run
     rt = shared_runtimes[2]
     state = rt.shared(np.arange(6.0), sharded=True)
 
-    def double(batch: Any) -> Any:
-        state.value = batch["x"] * 2
-        return batch["x"].sum()
+    def double(fields: Any) -> Any:
+        state.value = fields["x"] * 2
+        return fields["x"].sum()
 
     f = rt.function(double, outputs="sum")
-    read = rt.function(lambda batch: batch["x"].sum(), outputs="sum")
+    read = rt.function(lambda fields: fields["x"].sum(), outputs="sum")
     calls = [f.submit({"x": state}), read.submit({"x": state}), f.submit({"x": state}), read.submit({"x": state})]
     assert [call.result() for call in calls] == [15.0, 30.0, 30.0, 60.0]
 
 
 def test_no_rows_at_all(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
-    f = rt.function(lambda batch: (batch["x"], batch["x"].sum()), outputs=("gather", "sum"))
+    f = rt.function(lambda fields: (fields["x"], fields["x"].sum()), outputs=("gather", "sum"))
     rows, total = f({"x": np.zeros((0, 3)), "name": "none"})
     assert (rows.shape, total) == ((0, 3), 0.0)
     with pytest.raises(ValueError, match="with no rows"):
-        rt.function(lambda batch: batch["x"].mean())({"x": np.zeros(0)})
+        rt.function(lambda fields: fields["x"].mean())({"x": np.zeros(0)})
 
 
 def test_the_structure_may_change_from_call_to_call(shared_runtimes: Any) -> None:
     """Also the order of the keys, what is None, and the class: the function sees what was passed this time."""
     rt = shared_runtimes[2]
-    f = rt.function(lambda batch: repr(batch), outputs=None)
+    f = rt.function(lambda fields: repr(fields), outputs=None)
     x = np.arange(4.0)
     kinds: list[Callable[[Any], Any]] = [
         lambda a: {"x": a, "y": a},
@@ -244,7 +244,7 @@ def _as_arrays(value: Any) -> Any:
 
 def test_one_array_in_two_places_and_buffers_used_again(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
-    f = rt.function(lambda batch: (batch["x"] + batch["same"], batch["n"]), outputs=("gather", None))
+    f = rt.function(lambda fields: (fields["x"] + fields["same"], fields["n"]), outputs=("gather", None))
     buffer = np.zeros(100)
     results, calls = [], []
     for number in range(9):
@@ -263,8 +263,8 @@ def test_inputs_that_are_kept_stay_as_they_were(shared_runtimes: Any, where: Any
     rt = shared_runtimes[where]
     kept: list[Any] = []
 
-    def keep(batch: Any) -> Any:
-        kept.append(batch)
+    def keep(fields: Any) -> Any:
+        kept.append(fields)
         return [float(each["x"][0]) for each in kept]
 
     f = rt.function(keep, outputs="first")
@@ -273,8 +273,8 @@ def test_inputs_that_are_kept_stay_as_they_were(shared_runtimes: Any, where: Any
 
 
 def test_a_leaf_is_read_only(shared_runtimes: Any) -> None:
-    def write(batch: Any) -> None:
-        batch["x"] += 1
+    def write(fields: Any) -> None:
+        fields["x"] += 1
 
     with pytest.raises(ValueError, match="read-only"):
         shared_runtimes[2].function(write, outputs=None)({"x": np.ones(4)})
@@ -283,7 +283,7 @@ def test_a_leaf_is_read_only(shared_runtimes: Any) -> None:
 def test_row_shaped_outputs_are_told(shared_runtimes: Any) -> None:
     from synk.errors import RowShapedOutput
 
-    f = shared_runtimes[2].function(lambda batch: batch["x"] * 2)
+    f = shared_runtimes[2].function(lambda fields: fields["x"] * 2)
     with pytest.warns(RowShapedOutput):
         f({"x": np.arange(8.0), "name": "n"})
 
@@ -295,7 +295,7 @@ def test_a_class_of_the_script_is_the_same_class_on_the_workers(shared_runtimes:
     code = "import dataclasses\n@dataclasses.dataclass\nclass Local:\n    x: object\n    y: object = None\n"
     exec(code, vars(module))
     local: Any = vars(module)["Local"]
-    f = rt.function(lambda batch: (type(batch) is local, batch.x.sum()), outputs=(None, "sum"))
+    f = rt.function(lambda fields: (type(fields) is local, fields.x.sum()), outputs=(None, "sum"))
     for number in range(3):
         assert f(local(np.arange(5.0) + number)) == ([True] * 2, 10.0 + 5 * number)
 
@@ -303,7 +303,7 @@ def test_a_class_of_the_script_is_the_same_class_on_the_workers(shared_runtimes:
 def test_mappings_that_cannot_be_built_come_as_dicts(shared_runtimes: Any, tmp_path: Any) -> None:
     rt = shared_runtimes[2]
     np.savez(tmp_path / "arrays.npz", x=np.arange(4), y=np.ones((4, 2)))
-    f = rt.function(lambda batch: (type(batch), {key: batch[key] for key in batch}), outputs=("first", "gather"))
+    f = rt.function(lambda fields: (type(fields), {key: fields[key] for key in fields}), outputs=("first", "gather"))
     with np.load(tmp_path / "arrays.npz") as arrays:
         kind, rows = f(arrays)
     assert kind is dict
@@ -345,6 +345,8 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     ({"x": X, "y": [X, X[:2]]}, TypeError, r"cannot scatter x\['y'\] of 'f': got a list of arrays.*tuple\(x\['y'\]\)"),
     ([np.ones((6, 2)), X], TypeError, r"cannot scatter x of 'f': got a list of arrays"),
     ({"x": X, "y": object()}, TypeError, r"x\['y'\]"),
+    (np.random.SeedSequence(1).spawn(6), TypeError, r"got seeds as Python objects \(from list\).*generate_state"),
+    ({"x": X, "y": np.array(np.random.SeedSequence(1).spawn(6))}, TypeError, r"x\['y'\].*got seeds.*generate_state"),
     ({"x": X, "y": (k for k in range(6))}, TypeError, r"x\['y'\].*generator"),
     ({"x": X, "y": np.array([1, None])}, TypeError, r"x\['y'\]"),
     ({}, TypeError, r"cannot scatter x of 'f': got a dict in which nothing has rows.*bcast_inputs='x'"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from synk._master.calls.signature import OPTION_NAMES, Signature
+from synk._master.calls.signature import Signature
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "two": lambda w, x: 0,
@@ -75,16 +75,6 @@ def test_a_builtin_without_a_signature_takes_all_by_position() -> None:
         inspect.signature(max)
     found = Signature(max, (), "max").bind((1, 2), {"key": 3})
     assert found == [("argument 0", "", False, 1), ("argument 1", "", False, 2), ("key", "key", False, 3)]
-
-
-@pytest.mark.parametrize("name", sorted(OPTION_NAMES))
-def test_a_parameter_with_the_name_of_an_option(name: str) -> None:
-    with pytest.raises(ValueError, match=f"keyword-only parameter '{name}' can never be given"):
-        Signature(eval(f"lambda x, *, {name}: 0"), (), "f")
-    signature = Signature(eval(f"lambda x, {name}: 0"), (), "f")
-    assert [value for *_, value in signature.bind((1, 2), {})] == [1, 2]
-    with pytest.raises(TypeError, match=f"By keyword '{name}' is an option of the call: give it by position"):
-        signature.bind((1,), {})
 
 
 @pytest.mark.parametrize("bcast", ["y", ["w", "y"], ("y",)])

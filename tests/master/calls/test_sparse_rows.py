@@ -50,7 +50,7 @@ def test_in_a_nesting_and_beside_other_inputs(shared_runtimes: Any, kind: Any) -
     other = kind(scipy.sparse.vstack([x, x])[5:18])
     minibatch = rt.data(np.arange(9.0), minibatch=True)
     f = rt.function(
-        lambda batch, w, other, m: batch["x"] @ w * batch["y"] + other.toarray().sum(axis=1) * m,
+        lambda fields, w, other, m: fields["x"] @ w * fields["y"] + other.toarray().sum(axis=1) * m,
         bcast_inputs="w",
         outputs="gather",
     )

@@ -242,7 +242,7 @@ def test_buffers_used_again_and_results_kept(shared_runtimes: Any) -> None:
 
 def test_three_calls_in_flight_with_tensors_changed_afterwards(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
-    f = rt.function(lambda w, batch: batch["x"] @ w["a"], bcast_inputs="w", outputs="gather", framework="torch")
+    f = rt.function(lambda w, fields: fields["x"] @ w["a"], bcast_inputs="w", outputs="gather", framework="torch")
     x, w = torch.ones(64, 8), {"a": torch.ones(8, 2)}
     calls = []
     for number in range(9):
@@ -274,9 +274,9 @@ def test_nested_batches_of_tensors(shared_runtimes: Any) -> None:
         input_ids=torch.arange(10).reshape(5, 2), mask=torch.ones(5, 2).bool(), texts=list("abcde"), name="n"
     )
 
-    def f(batch: Any) -> Any:
-        assert batch["name"] == "n" and isinstance(batch["texts"], np.ndarray)
-        return {"ids": batch["input_ids"] * batch["mask"], "texts": batch["texts"]}
+    def f(fields: Any) -> Any:
+        assert fields["name"] == "n" and isinstance(fields["texts"], np.ndarray)
+        return {"ids": fields["input_ids"] * fields["mask"], "texts": fields["texts"]}
 
     result = rt.function(f, outputs="gather", framework="torch")(batch)
     assert_same(result["ids"], batch["input_ids"])
