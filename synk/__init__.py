@@ -39,6 +39,7 @@ if _sys.platform == "win32":
     )
 
 from synk import errors
+from synk._pure.environment import at_import as _at_import
 from synk._pure.environment import imported_late as _imported_late
 from synk._pure.ops import Op
 from synk._version import __version__
@@ -63,6 +64,16 @@ _OWN_FILES = {
     "Program": "synk._api.program",
     "comm": "synk._worker.comm.comm",
 }
+
+
+def _register(joblib: _Any) -> None:
+    """Have joblib know the backend ``"synk"``, of which nothing is imported before it is used."""
+    if hasattr(joblib, "register_parallel_backend"):
+        backend = "synk.extensions.joblib"
+        joblib.register_parallel_backend("synk", lambda **options: _import_module(backend).SynkBackend(**options))
+
+
+_at_import("joblib.parallel", _register)
 
 
 def __getattr__(name: str) -> _Any:
