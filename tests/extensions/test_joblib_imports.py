@@ -17,9 +17,7 @@ ORDERS = {
     "its module first": "import joblib.parallel; import synk",
     "its module last": "import synk; from joblib.parallel import Parallel",
     "only its backends first": "import joblib._parallel_backends; import synk",
-    "by scikit-learn, before": "import sklearn; import synk",
-    "by scikit-learn, after": "import synk; import sklearn",
-    "by name": "import synk, importlib; importlib.import_module('joblib.parallel')",
+    "by scikit-learn": "import synk; import sklearn",
     "reloaded": "import synk, joblib, importlib; importlib.reload(joblib.parallel); importlib.reload(joblib)",
     "reloaded, joblib first": "import joblib, synk, importlib; importlib.reload(joblib.parallel)",
     "synk reloaded": "import synk, importlib; importlib.reload(synk); import joblib",
@@ -27,10 +25,8 @@ ORDERS = {
     "synk imported a second time": "import synk; forget('synk'); import synk, joblib",
     "both a second time": "import synk, joblib; forget('synk'); forget('joblib'); import joblib, synk",
     "in a thread": "import synk; in_threads('joblib')",
-    "synk in a thread": "import joblib; in_threads('synk')",
     "both in threads": "in_threads('joblib', 'synk', 'joblib', 'synk')",
     "the module of the backend": "import synk.extensions.joblib",
-    "the module of the backend first": "import synk.extensions.joblib as ours, joblib; assert ours.SynkBackend",
 }
 
 PROGRAM = f"""
@@ -68,7 +64,7 @@ def nothing_else():
     import synk
     assert "joblib" not in sys.modules and "synk.extensions" not in sys.modules
 
-import numpy
+import asyncio, multiprocessing.pool, cloudpickle, numpy, optree, scipy.sparse, scipy.stats  # for all forks
 assert "synk" not in sys.modules and "joblib" not in sys.modules
 cases = {{name: lambda order=order: check(order) for name, order in {ORDERS!r}.items()}}
 for name, case in {{**cases, "without joblib": without, "synk alone": nothing_else}}.items():
