@@ -35,6 +35,7 @@ from synk._pure.limits import check_timeout
 from synk._pure.output_ops import DEFAULT_OP, in_blocks
 from synk._pure.show import table
 from synk._pure.tracebacks import Results, outline, verb
+from synk._pure.words import Hinting
 from synk._wire.cell import refuse_inside_worker
 from synk._wire.control import Traits
 from synk.errors import UnsupportedError, WorkerDied
@@ -56,7 +57,7 @@ updates.
 """
 
 
-class Function(FunctionHandle, Generic[P, R]):
+class Function(FunctionHandle, Hinting, Generic[P, R]):
     """A function that runs on all workers as one call. Made by :func:`synk.function`.
 
     Call it like the function it was made from. Each argument is scattered along axis 0 unless it is named in

@@ -13,6 +13,7 @@ from typing import ParamSpec, TypeVar
 
 from synk import errors
 from synk._pure.interrupts import is_from_handler
+from synk._pure.words import explain
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -34,6 +35,8 @@ def verb(fn: Callable[P, R]) -> Callable[P, R]:
             return fn(*args, **kwargs)
         except BaseException as error:
             __tracebackhide__ = True
+            if kwargs and isinstance(error, TypeError):
+                explain(error, fn, kwargs)
             outline(error)
             if sys.version_info < (3, 11):  # there a bare raise brings all frames back
                 raise error
