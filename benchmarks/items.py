@@ -31,7 +31,6 @@ def measure(world_size: int, rounds: int) -> dict[str, list[dict[str, float]]]:
     import joblib
 
     import synk  # here, so that the harness that imports this module needs no synk
-    import synk.extensions.joblib
 
     x = np.random.default_rng(0).random((400, 400))
 

@@ -39,8 +39,10 @@ if _sys.platform == "win32":
     )
 
 from synk import errors
+from synk._pure.environment import at_import as _at_import
 from synk._pure.environment import imported_late as _imported_late
 from synk._pure.ops import Op
+from synk._pure.words import no_attribute as _no_attribute
 from synk._version import __version__
 from synk._wire.cell import cell as _cell
 from synk._wire.cell import is_worker as _is_worker
@@ -65,11 +67,21 @@ _OWN_FILES = {
 }
 
 
+def _register(joblib: _Any) -> None:
+    """Have joblib know the backend ``"synk"``, of which nothing is imported before it is used."""
+    if hasattr(joblib, "register_parallel_backend"):
+        backend = "synk.extensions.joblib"
+        joblib.register_parallel_backend("synk", lambda **options: _import_module(backend).SynkBackend(**options))
+
+
+_at_import("joblib.parallel", _register)
+
+
 def __getattr__(name: str) -> _Any:
     if name in ("torch", "profiler"):
         return _import_module(f"synk.{name}")
     if name not in __all__ and name != "map":
-        raise AttributeError(f"module 'synk' has no attribute {name!r}")
+        raise _no_attribute("synk", _sys.modules[__name__], name)
     with _cell.uninterrupted():  # an import that is broken off leaves files open
         return getattr(_imported_late(_OWN_FILES.get(name, "synk._api.names")), name)
 

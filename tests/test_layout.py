@@ -55,6 +55,8 @@ SEES_ALSO = {
     "synk.torch._batchnorm": "_worker",
     "synk.torch._collectives": "_worker",
     "synk.torch._point_to_point": "_worker",
+    "synk": "extensions",  # by name, when joblib makes its backend
+    "synk.extensions.joblib": "_api",
     "synk.extensions.train_function": "_pure",  # how files are written
 }
 """Of a package with a half in each process, which half a file belongs to."""

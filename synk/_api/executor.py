@@ -22,12 +22,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from synk._api.current import current, fork
-from synk._api.options import is_integer
+from synk._api.options import is_integer, name_of
 from synk._api.runtime import Runtime
 from synk._master.flight.tasks import Task, Tasks
 from synk._master.processes.processes import eventfd
 from synk._pure.interrupts import holding
-from synk._pure.tracebacks import outline, told, verb
+from synk._pure.tracebacks import Results, outline, verb
 from synk._wire.cell import cell, refuse_inside_worker
 from synk._wire.descriptors import Descriptor
 from synk.errors import ClosedError
@@ -128,7 +128,7 @@ class Executor(concurrent.futures.Executor):
         if not is_integer(chunksize, 1):
             raise ValueError(f"cannot map: got chunksize={chunksize!r}, expected 1 or more.")
         chunks = super().map(functools.partial(_run_chunk, fn), _chunks(zip(*iterables), chunksize), timeout=timeout)
-        return told(_each(chunks))
+        return Results(_each(chunks), "synk.Executor.map", name_of(fn))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Accept no more tasks. A second call does nothing new.

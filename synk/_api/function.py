@@ -36,7 +36,8 @@ from synk._pure.interrupts import as_operation, operation
 from synk._pure.limits import check_timeout
 from synk._pure.output_ops import DEFAULT_OP, DefaultOp, in_blocks
 from synk._pure.show import table
-from synk._pure.tracebacks import outline, told, verb
+from synk._pure.tracebacks import Results, outline, verb
+from synk._pure.words import Hinting
 from synk._wire.cell import refuse_inside_worker
 from synk.errors import UnsupportedError, WorkerDied
 
@@ -57,7 +58,7 @@ updates.
 """
 
 
-class Function(FunctionHandle, Generic[P, R]):
+class Function(FunctionHandle, Hinting, Generic[P, R]):
     """A function that runs on all workers as one call. Made by :func:`synk.function`.
 
     Call it like the function it was made from. Each argument is scattered along axis 0 unless it is named in
@@ -728,7 +729,9 @@ class Function(FunctionHandle, Generic[P, R]):
         if self._retry:
             raise self._retry_error("stream")
         results = stream(lambda batch: submit(*arguments(batch)), self.name, iter(batches))
-        return told(with_progress(results, self.name, operator.length_hint(batches)) if progress else results)
+        if progress:
+            results = with_progress(results, self.name, operator.length_hint(batches))
+        return Results(results, "synk.Function.stream", self.name)
 
     @verb
     def rows(self, /, *args: Any, batch_size: int, progress: bool = False, **kwargs: Any) -> Iterator[R]:
@@ -782,7 +785,9 @@ class Function(FunctionHandle, Generic[P, R]):
         size = check_batch_size(batch_size, self.name)
         num_blocks, calls = blocks(self._callee.signature.bind(args, kwargs), size, self.name)
         results = stream(lambda call: submit(*call[0], batch=call[2], **call[1]), self.name, calls)
-        return told(with_progress(results, self.name, num_blocks) if progress else results)
+        if progress:
+            results = with_progress(results, self.name, num_blocks)
+        return Results(results, "synk.Function.rows", self.name)
 
     def _retry_error(self, verb: str) -> ValueError:
         return ValueError(

@@ -14,7 +14,7 @@ from synk._master.flight.chunks import check_mapped
 from synk._master.flight.item_map import ItemMap
 from synk._master.session import Session
 from synk._pure.interrupts import as_operation, safe_point
-from synk._pure.tracebacks import told
+from synk._pure.tracebacks import Results
 from synk._wire.cell import refuse_inside_worker
 from synk._wire.items import call_with
 
@@ -53,7 +53,7 @@ def map_items(
     if has_progress:
         length = min(filter(None, map(operator.length_hint, iterables)), default=0)
         results = with_progress(results, name, length)
-    return told(results)
+    return Results(results, "synk.map", name)
 
 
 def _iterator(name: str, items: Any) -> Iterator[Any]:

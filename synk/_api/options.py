@@ -12,6 +12,7 @@ import numpy as np
 from synk._master.objects.resident import Resident
 from synk._master.objects.shared import Shared
 from synk._pure.ops import REDUCE_OPS
+from synk._pure.words import argument_hint
 
 FRAMEWORKS = (None, "torch", "jax")
 
@@ -53,10 +54,7 @@ def check_names(options: dict[str, Any]) -> None:
     """Raise TypeError for an option that functions do not have."""
     names = FunctionOptions.__annotations__
     for option in options.keys() - names.keys():
-        from difflib import get_close_matches
-
-        close = get_close_matches(option, names, 1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        hint = argument_hint("function", option, names)
         raise TypeError(f"cannot build a function: got option {option!r}, expected {', '.join(names)}.{hint}")
 
 

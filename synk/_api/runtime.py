@@ -32,6 +32,7 @@ from synk._pure.limits import check_timeout
 from synk._pure.show import Text, table
 from synk._pure.tensors import num_torch_threads
 from synk._pure.tracebacks import verb
+from synk._pure.words import Hinting
 from synk._wire.cell import refuse_inside_worker
 from synk._wire.spans import nvtx
 from synk.errors import ClosedError
@@ -47,7 +48,7 @@ T = TypeVar("T")
 watch_over()
 
 
-class Runtime:
+class Runtime(Hinting):
     """A group of workers, one for each device, and the verbs to use them.
 
     It is made by :func:`synk.fork`, or directly if a program needs several side by side. It is a context manager that

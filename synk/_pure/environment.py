@@ -1,4 +1,6 @@
-"""The surroundings: settings of the environment, modules that are imported late, and whether workers can run."""
+"""The surroundings: settings of the environment, modules that are imported late or by others, and whether workers can
+run.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ import math
 import os
 import sys
 import threading
-from importlib.machinery import PathFinder
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import Any
 
 from synk.errors import UnsupportedError
@@ -83,6 +87,39 @@ def imported_late(name: str) -> Any:
             with contextlib.suppress(ValueError):
                 sys.meta_path.remove(finder)
     return sys.modules[name]
+
+
+class _Follower:
+    """A finder that finds nothing itself: at the end of each import of one module it calls ``act``."""
+
+    def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
+        self.name = name
+        self._act = act
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != self.name:
+            return None
+        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        found = (finder.find_spec(name, path, target) for finder in others if hasattr(finder, "find_spec"))
+        spec = next(filter(None, found), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_act(module: ModuleType) -> None:
+                execute(module)
+                if module.__name__ == name:  # a loader may serve several modules
+                    self._act(module)
+
+            spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]
+        return spec
+
+
+def at_import(name: str, act: Callable[[ModuleType], None]) -> None:
+    """Call ``act`` with a module: now if it is imported, and after each import to come. Imports nothing itself."""
+    if not any(isinstance(finder, _Follower) and finder.name == name for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Follower(name, act))
+    if sys.modules.get(name) is not None:
+        act(importlib.import_module(name))  # waits for another thread that is importing it
 
 
 def check_platform() -> None:

@@ -13,6 +13,7 @@ from typing import ParamSpec, TypeVar
 
 from synk import errors
 from synk._pure.interrupts import is_from_handler
+from synk._pure.words import explain
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -34,6 +35,8 @@ def verb(fn: Callable[P, R]) -> Callable[P, R]:
             return fn(*args, **kwargs)
         except BaseException as error:
             __tracebackhide__ = True
+            if kwargs and isinstance(error, TypeError):
+                explain(error, fn, kwargs)
             outline(error)
             if sys.version_info < (3, 11):  # there a bare raise brings all frames back
                 raise error
@@ -42,16 +45,38 @@ def verb(fn: Callable[P, R]) -> Callable[P, R]:
     return told
 
 
-def told(results: Iterator[R]) -> Iterator[R]:
-    """Yield ``results``. An exception that ends them shows only the program's lines, like one of a :func:`verb`."""
-    try:
-        yield from results
-    except BaseException as error:
-        __tracebackhide__ = True
-        outline(error)
-        if sys.version_info < (3, 11):
-            raise error
-        raise
+class Results(Iterator[R]):
+    """The results of a verb, one by one. An exception that ends them shows only the program's lines, as one of a
+    :func:`verb` does.
+    """
+
+    def __init__(self, results: Iterator[R], verb: str, name: str) -> None:
+        self._results = results
+        self._verb = verb
+        self._name = name
+        self._count = 0
+
+    def __next__(self) -> R:
+        try:
+            result = next(self._results)
+            self._count += 1
+        except StopIteration:
+            raise
+        except BaseException as error:
+            __tracebackhide__ = True
+            self.close()
+            outline(error)
+            if sys.version_info < (3, 11):
+                raise error
+            raise
+        return result
+
+    def close(self) -> None:
+        """End it: no more results are computed."""
+        self._results = iter(())
+
+    def __repr__(self) -> str:
+        return f"<{self._verb} of {self._name!r}, {self._count} result{'s' * (self._count != 1)} so far>"
 
 
 def outline(error: BaseException) -> None:

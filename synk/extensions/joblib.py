@@ -1,11 +1,11 @@
 """A joblib backend: code with ``n_jobs`` (scikit-learn's searches and validations) runs on the current runtime.
 
-Importing this module registers the backend. Arrays of 1 MB and more are sent to the workers once, as long as their
-contents stay the same; they are recognised by identity. They arrive read-only, as with loky.
+joblib knows the backend as soon as both are imported, in any order. Arrays of 1 MB and more are sent to the workers
+once, as long as their contents stay the same; they are recognised by identity. They arrive read-only, as with loky.
 
 Examples
 --------
->>> import joblib, synk, synk.extensions.joblib
+>>> import joblib, synk
 >>> with synk.fork(2), joblib.parallel_config(backend="synk"):
 ...     joblib.Parallel()(joblib.delayed(pow)(n, 2) for n in range(5))
 [0, 1, 4, 9, 16]
@@ -20,7 +20,7 @@ from typing import Any
 from joblib import register_parallel_backend
 from joblib._parallel_backends import AutoBatchingMixin, FallbackToBackend, ParallelBackendBase, SequentialBackend
 
-import synk
+from synk._api.current import current
 from synk.errors import ReentrancyError
 
 
@@ -48,7 +48,7 @@ class SynkBackend(AutoBatchingMixin, ParallelBackendBase):
         if n_jobs == 0:
             raise ValueError("cannot run jobs: got n_jobs=0, expected a number above 0, -1 for all workers, or None.")
         try:
-            world_size = synk.current().world_size
+            world_size = current().world_size
         except ReentrancyError:  # on a worker, for a task that has tasks of its own
             return 1
         if n_jobs is None:
@@ -63,7 +63,7 @@ class SynkBackend(AutoBatchingMixin, ParallelBackendBase):
         if n_jobs == 1:
             raise FallbackToBackend(SequentialBackend(nesting_level=self.nesting_level))
         self.parallel = parallel
-        self._tasks = synk.current()._tasks(n_jobs)
+        self._tasks = current()._tasks(n_jobs)
         return n_jobs
 
     def submit(self, func: Callable[[], Any], callback: Any = None) -> Any:

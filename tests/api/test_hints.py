@@ -1,16 +1,20 @@
-"""What a likely mistake is told in a function on a worker."""
+"""What a likely mistake is told: in a function on a worker, and with a word of another library."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
 
 import synk
 from synk._api.current import NotebookCell
+from synk._pure.words import KEYWORDS, NAMES, squashed
+from synk._worker.comm.comm import Comm
 
 Fork = Callable[..., Any]
 
@@ -71,3 +75,90 @@ def test_a_large_array_that_is_copied_again_and_again_is_told_once(
         x[0, 0] += 1
         assert fresh(x) == x[0, 0]
     assert len(caplog.records) == 1
+
+
+# ----- words of other libraries
+
+WORDS = {
+    "synk.init()": r"'init'. Write synk.fork\(num_workers\)",
+    "synk.Pool(4)": r"'Pool'. Write synk.fork\(\) once, then synk.map\(f, items\).",
+    "synk.ProcessPoolExecutor()": r"Write synk.Executor\(\).",
+    "synk.Parallel(n_jobs=2)": r"Write synk.map\(f, items\)",
+    "synk.imap_unordered(len, items)": r"ordered=False",
+    "synk.get_world_size()": r"Write synk.current\(\).world_size.",
+    "synk.Get_rank": r"Write synk.comm.rank inside a function",
+    "synk.allreduce(w)": r"Write synk.all_reduce.",
+    "synk.shutdown()": r"Write synk.close\(\).",
+    "synk.fork(n_jobs=4)": r"cannot call 'fork': got the argument 'n_jobs', expected num_workers, .*Write num_workers=",
+    "synk.fork(workers=4)": r"got the argument 'workers', .*Write num_workers=",
+    "synk.fork(2, max_workers=4)": r"got the argument 'max_workers', .*Write num_workers=",
+    "synk.fork(device_ids=[0])": r"Write devices=",
+    "synk.fork(2, NumWorkers=4)": r"Write num_workers=.$",
+    "synk.fork(2, backed='numpy')": r"Did you mean 'backend'\?",
+    "synk.Runtime(processes=4)": r"cannot call 'Runtime': .*Write num_workers=",
+    "synk.map(len, items, chunksize=3)": r"cannot call 'map': got the argument 'chunksize', .*Write batch_size=",
+    "rt.map(len, items, chunk_size=3)": r"cannot call 'Runtime.map': .*Write batch_size=",
+    "synk.map(len, items, n_jobs=2)": r"Write synk.fork\(num_workers\)",
+    "synk.function(len, in_axes=0)": r"got option 'in_axes', .*Write bcast_inputs=",
+    "synk.function(len, reduction='sum')": r"Write outputs=",
+    "synk.function(len, output='sum')": r"Write outputs=",
+    "synk.Executor(n_workers=2)": r"cannot call 'Executor': .*Write max_workers=",
+    "pending.get()": r"'PendingCall' object has no attribute 'get'. Write call.result\(\).",
+    "pending.wait()": r"Write call.result\(\).",
+    "pending.ready()": r"Write call.done\(\).",
+    "pending.cancel()": r"timeout=seconds",
+    "pending.Result()": r"Write call.result.$",
+    "f.remote(x)": r"Write f.submit\(...\).",
+    "f.map(items)": r"Write f.stream\(batches\)",
+    "rt.size": r"Write runtime.world_size.",
+    "rt.submit(f, x)": r"Write f.submit\(...\)",
+    "on_a_worker('size')": r"'Comm' object has no attribute 'size'. Write synk.comm.world_size.",
+    "on_a_worker('allreduce')": r"Write synk.comm.all_reduce.",
+    "on_a_worker('Allgather')": r"Write synk.comm.all_gather.",
+    "on_a_worker('Get_size')": r"Write synk.comm.world_size.",
+    "on_a_worker('bcast')": r"Write synk.comm.broadcast\(array, root\).",
+    "on_a_worker('reducescatter')": r"Write synk.comm.reduce_scatter.",
+}
+
+
+def test_words_of_other_libraries_are_told_what_to_write(reused: Fork) -> None:
+    rt = reused(2)
+    f = rt.function(lambda x: x.sum(), outputs="sum")
+    names = {"synk": synk, "rt": rt, "f": f, "x": np.ones(4), "items": ["a"], "pending": f.submit(np.ones(4))}
+    names["on_a_worker"] = lambda name: rt.function(lambda x: getattr(synk.comm, name), outputs=None)(np.ones(4))
+    told = {}
+    for code in WORDS:
+        with pytest.raises((AttributeError, TypeError)) as caught:
+            eval(code, names)
+        told[code] = str(caught.value)
+    wrong = {code: text for code, text in told.items() if not re.search(WORDS[code], text)}
+    assert not wrong
+    assert names["pending"].result() == 4
+
+
+def test_other_names_are_missing_as_usual(reused: Fork) -> None:
+    rt = reused(2)
+    f = rt.function(lambda x: x.sum(), outputs="sum")
+    pending = f.submit(np.ones(4))
+    for thing in (synk, rt, f, pending, synk.comm):
+        for name in ("nothing_of_this_name", "_nothing", "__nothing__"):
+            assert not hasattr(thing, name)
+            with pytest.raises(AttributeError, match=f"has no attribute '{name}'$"):
+                getattr(thing, name)
+    assert pending.result() == 4
+    assert cloudpickle.dumps(synk.comm)
+
+
+def test_what_is_told_exists() -> None:
+    """Each name that a hint tells, and no word that is a name."""
+    things = {
+        "synk": synk, "Comm": Comm, "PendingCall": synk.PendingCall, "Function": synk.Function, "Runtime": synk.Runtime,
+    }  # fmt: skip
+    written = {"synk.comm": Comm, "synk": synk, "call": synk.PendingCall, "f": synk.Function, "runtime": synk.Runtime}
+    for owner, words in NAMES.items():
+        assert not words.keys() & {squashed(name) for name in dir(things[owner]) if name[0] != "_"}, owner
+    for text in [text for words in (*NAMES.values(), *KEYWORDS.values()) for text in words.values()]:
+        for prefix, name in re.findall(r"\b(synk\.comm|synk|call|f|runtime)\.(\w+)", text):
+            assert name in ("comm", "__wrapped__") or hasattr(written[prefix], name), text
+    for verb, words in KEYWORDS.items():
+        assert all(word == squashed(word) for word in words), verb

@@ -111,3 +111,29 @@ def test_tables_of_text_show_as_they_are(reused: Fork, capsys: pytest.CaptureFix
     assert repr(info) == info and info.startswith("synk ") and "\n" in info
     assert info._repr_html_().startswith("<pre>synk ")
     assert repr(rt.info()) == rt.info()
+
+
+def test_results_say_what_they_are(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+
+    def square(n: Any) -> Any:
+        return n**2
+
+    mapped = rt.map(square, range(3))
+    assert repr(mapped) == "<synk.map of 'square', 0 results so far>"
+    assert next(mapped) == 0 and repr(mapped) == "<synk.map of 'square', 1 result so far>"
+    assert list(mapped) == [1, 4] and repr(mapped) == "<synk.map of 'square', 3 results so far>"
+    assert next(mapped, "no more") == "no more"
+    failing = rt.map(lambda n: 1 // n, [1, 0, 1])
+    with pytest.raises(ZeroDivisionError):
+        list(failing)
+    assert repr(failing) == "<synk.map of '<lambda>', 1 result so far>" and not list(failing)
+    f = rt.function(square, outputs="gather")
+    streamed = f.stream([np.arange(2)] * 2)
+    assert iter(streamed) is streamed
+    next(streamed)
+    assert repr(streamed) == "<synk.Function.stream of 'square', 1 result so far>"
+    streamed.close()
+    assert not list(streamed)
+    with synk.Executor(runtime=rt) as executor:
+        assert repr(executor.map(square, range(3))) == "<synk.Executor.map of 'square', 0 results so far>"

@@ -6,18 +6,19 @@ import contextlib
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import cloudpickle
 import numpy as np
 import pytest
 import zmq
-from support import conformance, disagreement, offers
+from support import conformance, disagreement, offers, signs
 from support.conformance import DTYPES, CommunicatorConformance, assert_all_raise, itemsize, reduce_array
 from support.disagreement import Disagreement, Messages, assert_mismatch
 from support.offers import offering
 from support.shm_group import ShmEndpoint
+from support.signs import hear, say, sign
 from support.wired_group import WiredGroup, wired_group
 from support.worker_group import Died
 
@@ -32,6 +33,7 @@ from synk.errors import CollectiveMismatch
 cloudpickle.register_pickle_by_value(conformance)
 cloudpickle.register_pickle_by_value(disagreement)
 cloudpickle.register_pickle_by_value(offers)
+cloudpickle.register_pickle_by_value(signs)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 pytestmark = pytest.mark.sampled(90, together=0)  # each test over one division of the ranks among nodes
@@ -180,13 +182,17 @@ def test_survivors_leave_and_the_rank_comes_back(victim: int) -> None:
         assert_works(group)
 
 
-def test_what_follows_a_message_that_was_broken_off_cannot_bring_it_to_an_end() -> None:
+def test_what_follows_a_message_that_was_broken_off_cannot_bring_it_to_an_end(tmp_path: Path) -> None:
     """The array has been changed meanwhile, and its receiver may have read that."""
+    is_changed, was_read = sign(tmp_path / "changed"), sign(tmp_path / "read")
 
     def run(endpoint: ShmEndpoint) -> list[float]:
         comm = endpoint.comm
         if comm.rank == 1:
-            return [float(comm.recv_array(None, 0, 1).sum())]
+            hear(is_changed)  # before it looks at anything
+            received = float(comm.recv_array(None, 0, 1).sum())
+            say(was_read)
+            return [received]
         if comm.rank == 2:
             comm.send_array(np.ones(1), 0, 0)
             return []
@@ -205,9 +211,8 @@ def test_what_follows_a_message_that_was_broken_off_cannot_bring_it_to_an_end() 
             finally:
                 del mailbox._put
         array[:] = 7
-        rendezvous = comm._rendezvous
-        while not rendezvous.has_begun(1) or rendezvous.room(0, 1) < mailbox.capacity:
-            time.sleep(0.001)  # until it was read
+        say(is_changed)
+        hear(was_read)
         with contextlib.suppress(CollectiveMismatch):
             comm.test_message(message)
         comm.complete()

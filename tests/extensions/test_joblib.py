@@ -16,7 +16,6 @@ import pytest
 from support.harness import assert_right, ctrl_c_when, same_workers
 
 import synk
-import synk.extensions.joblib
 from synk._wire.cell import cell
 from synk.errors import RemoteError, SerializationError, WorkerDied
 

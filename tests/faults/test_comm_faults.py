@@ -10,10 +10,12 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.signs import hear, say, sign
 
 import synk
 from synk.errors import CollectiveMismatch, WorkerDied
@@ -121,9 +123,10 @@ def test_an_exception_at_a_step_leaves_nothing(shared_runtimes: Any) -> None:
         assert works(rt)
 
 
-def test_an_offer_that_was_broken_off_is_no_result(shared_runtimes: Any) -> None:
+def test_an_offer_that_was_broken_off_is_no_result(shared_runtimes: Any, tmp_path: Path) -> None:
     """The receiver may read what the sender has changed since."""
     rt = shared_runtimes[2]
+    is_changed = sign(tmp_path / "changed")
 
     def act() -> None:
         raise LookupError("no time")
@@ -132,6 +135,7 @@ def test_an_offer_that_was_broken_off_is_no_result(shared_runtimes: Any) -> None
         from synk.communicators import _mailbox
 
         if synk.comm.rank == 1:
+            hear(is_changed)
             return float(synk.comm.recv(0).sum())
         array, usual = np.ones(COUNT), _mailbox.OFFERED_NBYTES
         _mailbox.OFFERED_NBYTES = 1
@@ -142,6 +146,7 @@ def test_an_offer_that_was_broken_off_is_no_result(shared_runtimes: Any) -> None
             array[:] = 7
         finally:
             _mailbox.OFFERED_NBYTES = usual
+            say(is_changed)
         return 0.0
 
     with pytest.raises(CollectiveMismatch, match=r"cannot finish send\(.*Let the exception leave the function"):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
-import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from support.harness import ctrl_c_when, failpoint, process_stat, wait_for
 
 import synk
 
@@ -67,43 +69,42 @@ def test_ranks_that_return_different_structures_are_told_what_to_do(shared_runti
 # ----- Ctrl-C and limits while the workers come up
 
 
-def slow_start() -> Any:
-    """Return a runtime of which one worker cannot come up, as its process is stopped, and that process."""
-    rt = synk.Runtime(2, backend="numpy")
-    return rt, rt._session.workers.by_rank[1].process.pid
+def slow_start(runtime: Callable[..., Any]) -> tuple[Any, Callable[[], None]]:
+    """Return a runtime of which one worker stops before it is up, and what lets it go on."""
+    rt = runtime(2, failpoint("start.ready", 1, action="stop"))
+    pid = rt._session.workers.by_rank[1].process.pid
+
+    def go_on() -> None:
+        assert wait_for(lambda: process_stat(pid)[1] == "T")
+        os.kill(pid, signal.SIGCONT)
+
+    return rt, go_on
 
 
-def test_ctrl_c_while_the_workers_start_loses_none_of_them() -> None:
-    rt, pid = slow_start()
-    with rt:
-        os.kill(pid, signal.SIGSTOP)
-        f = rt.function(lambda x: x.sum(), outputs="sum")
+def test_ctrl_c_while_the_workers_start_loses_none_of_them(runtime: Callable[..., Any]) -> None:
+    rt, go_on = slow_start(runtime)
+    f = rt.function(lambda x: x.sum(), outputs="sum")
+    caller = threading.get_ident()
 
-        def interrupt() -> None:
-            while not any(worker.hello for worker in rt._session.workers.by_rank):  # the other worker is up
-                time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(pid, signal.SIGCONT)
+    def waits_for_one() -> bool:
+        """Whether the call has begun, and the other worker is up."""
+        stack = traceback.extract_stack(sys._current_frames()[caller])
+        is_called = any(frame.name == "__call__" and "synk" in frame.filename for frame in stack)
+        return is_called and any(worker.hello for worker in rt._session.workers.by_rank)
 
-        thread = threading.Thread(target=interrupt)
-        thread.start()
-        with pytest.raises(KeyboardInterrupt):
-            f(X)
-        thread.join()
-        assert f(X) == 55
+    with pytest.raises(KeyboardInterrupt), ctrl_c_when(waits_for_one):
+        f(X)
+    go_on()
+    assert f(X) == 55
 
 
-def test_a_time_limit_counts_while_the_workers_start() -> None:
-    rt, pid = slow_start()
-    with rt:
-        os.kill(pid, signal.SIGSTOP)
-        f = rt.function(lambda x: x.sum(), outputs="sum")
-        try:
-            with pytest.raises(synk.errors.CallTimeout, match="still starting"):
-                f(X, timeout=0.1)
-        finally:
-            os.kill(pid, signal.SIGCONT)
-        assert f(X) == 55
+def test_a_time_limit_counts_while_the_workers_start(runtime: Callable[..., Any]) -> None:
+    rt, go_on = slow_start(runtime)
+    f = rt.function(lambda x: x.sum(), outputs="sum")
+    with pytest.raises(synk.errors.CallTimeout, match="still starting"):
+        f(X, timeout=0.1)
+    go_on()
+    assert f(X) == 55
 
 
 # ----- inside a worker

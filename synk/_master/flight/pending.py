@@ -14,6 +14,7 @@ from synk._pure.arrivals import wait_readable
 from synk._pure.interrupts import as_operation, raised_by_handler, safe_point
 from synk._pure.show import table
 from synk._pure.tracebacks import verb
+from synk._pure.words import Hinting
 from synk.errors import CallCancelled, CallTimeout, ClosedError, WorkerDied
 
 R = TypeVar("R")
@@ -24,7 +25,7 @@ _logger = logging.getLogger("synk")
 _PAUSE_S = 0.001
 
 
-class PendingCall(Generic[R]):
+class PendingCall(Hinting, Generic[R]):
     """The future of a submitted call. Made by :meth:`synk.Function.submit`.
 
     In an asyncio coroutine ``await call`` gives its result; other tasks run in the meantime.

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from synk._pure.ops import REDUCE_OPS
+from synk._pure.words import Hinting
 from synk._wire.cell import cell
 from synk._worker.comm.collectives import Collectives
 from synk._worker.comm.requests import Request
@@ -70,7 +71,7 @@ def _called() -> Any:
     return worker
 
 
-class Comm:
+class Comm(Hinting):
     """The communication of one rank during one call. The only instance is ``synk.comm``.
 
     Arrays are of the backend's own library (NumPy on CPU workers). Results are new arrays, or go to ``out=``: a
