@@ -131,16 +131,9 @@ def function(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
         If the function cannot be sent to the workers. The error names the variable.
     ValueError, TypeError
         For an unknown op, parameter, framework or option.
-
-    Warns
-    -----
     OpMismatch
-        Once, at the first call in which a rank has four rows, if ``outputs`` was not given and an output is not an
-        average over rows. To find out, one rank runs a copy of the function on parts of its rows (see the design page).
-        There is no warning where this test cannot decide: random draws, effects, ``synk.comm``, ``per_rank``, JAX and
-        Numba, functions that take more than a second or 64 MB. Use :meth:`Function.verify` for such functions.
-    RowShapedOutput
-        At the same call, for an output that has one row for each row of its rank, and so needs ``"gather"``.
+        At a first call, if ``outputs`` was not given and an output is not an average over rows. To find out, a copy of
+        the function runs on at most 61 rows, on all workers and on one alone; see the page of frequent questions.
 
     Notes
     -----
