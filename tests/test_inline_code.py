@@ -124,7 +124,7 @@ PROGRAMS = {
             """,
         "synk.function": "assert synk.function(lambda x: x.sum(), outputs='sum')(x) == x.sum()",
         "progress=True": """
-            pytest.importorskip("tqdm")
+            pytest.importorskip("tqdm").tqdm.monitor_interval = 0  # else a thread stays
             assert list(synk.map(g, items, progress=True)) == list(map(g, items))
             """,
     },
