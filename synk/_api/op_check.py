@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +22,7 @@ from synk._api.plain import NotComparable, ScatteredArguments, as_plain, has_row
 from synk._api.plain_copy import copied
 from synk._master.calls.plans import CallOptions
 from synk._master.processes.output import warn_at_users_line
-from synk._pure.comparison import MISSING, Tolerance, combine, fitting_ops, is_same
+from synk._pure.comparison import MISSING, Tolerance, combine, fitting_ops, is_same, precision
 from synk._pure.dtypes import as_numbers, is_bfloat16
 from synk._pure.ops import OPS
 from synk._pure.output_ops import DEFAULT_OP
@@ -46,8 +46,7 @@ _LIMIT_S = 10.0
 
 _MAX_SAID = 3
 _EXACTLY = Tolerance(0, 0)
-_ROUNDING = {8: (1.5e-8, 2.0**-52), 4: (1.2e-5, 2.0**-23), 2: (3e-2, 2.0**-7)}
-"""What rounding may amount to, and what it is for one number, by the bytes of a float."""
+_SINGLE, _DOUBLE = 2.0**-23, 2.0**-52
 
 
 class Unknown(Exception):
@@ -148,8 +147,8 @@ class Few(NamedTuple):
         Where the rows lie in the arguments; None if these hold no others.
     scale : float
         The largest number among the arguments.
-    float_nbytes : int
-        The bytes of the least precise float among them.
+    eps : float
+        The precision of the least precise float among them.
     """
 
     total: int
@@ -159,7 +158,7 @@ class Few(NamedTuple):
     kwargs: dict[str, Any]
     batch: Any
     scale: float
-    float_nbytes: int
+    eps: float
 
     def described(self) -> str:
         return f"{self.num_rows} rows" if self.num_rows == self.total else f"{self.num_rows} of the {self.total} rows"
@@ -196,7 +195,8 @@ def few_rows(
         if count <= check.num_rows:
             return None
         copy = copied(fn, *picked, for_workers=True, max_nbytes=_MAX_NBYTES)
-        return Few(total, count, copy.fn, copy.args, copy.kwargs, batch, *_measured((copy.args, copy.kwargs)))
+        leaves = map(comparable, flatten((copy.args, copy.kwargs))[0])
+        return Few(total, count, copy.fn, copy.args, copy.kwargs, batch, *_measured(leaves))
     except Exception:  # wrong input, which the call will refuse, or what cannot be copied
         check.num_tries += 1
         return None
@@ -220,24 +220,18 @@ def _rows(leaf: Any, positions: np.ndarray) -> Any:
     return rows_at(value, positions) if has_rows(value) else leaf
 
 
-def _measured(arguments: Any) -> tuple[float, int]:
-    """Return the largest number among the arguments, and the bytes of the least precise float."""
-    leaves = map(comparable, flatten(arguments)[0])
-    arrays = [np.asarray(leaf) for leaf in leaves if isinstance(leaf, (np.ndarray, np.generic, int, float, complex))]
-    arrays = [array for array in arrays if array.dtype.kind in "iufc" or is_bfloat16(array.dtype)]
-    return max(map(_largest, arrays), default=0.0), min(map(_float_nbytes, arrays), default=8)
-
-
-def _float_nbytes(array: np.ndarray) -> int:
-    """Return the bytes of a float, or of each half of a complex number, at most 8, which other numbers count as."""
-    nbytes = {"f": array.dtype.itemsize, "c": array.dtype.itemsize // 2}.get(array.dtype.kind, 8)
-    return 2 if is_bfloat16(array.dtype) else min(nbytes, 8)
-
-
-def _largest(array: np.ndarray) -> float:
-    with np.errstate(all="ignore"):
-        sizes = np.abs(as_numbers(array)).astype(np.float64, copy=False)
-    return float(sizes[np.isfinite(sizes)].max(initial=0.0))
+def _measured(values: Iterable[Any]) -> tuple[float, float]:
+    """Return the largest of some numbers, and the precision of the least precise float among them."""
+    largest = eps = 0.0
+    for value in values:
+        if isinstance(value, (np.ndarray, np.generic, float, complex)):
+            array = np.asarray(value)
+            if array.dtype.kind in "iufc" or is_bfloat16(array.dtype):
+                eps = max(eps, precision(array.dtype) if array.dtype.kind not in "iu" else 0.0)
+                with np.errstate(all="ignore"):
+                    sizes = np.abs(as_numbers(array)).astype(np.float64)
+                largest = max(largest, float(sizes[np.isfinite(sizes)].max(initial=0.0)))
+    return largest, eps
 
 
 # -- the comparison ---------------------------------------------------------------------------------------------------
@@ -442,20 +436,18 @@ def _fitting(few: Few, whole: Any, parts: Sequence[Any], rows: Sequence[int]) ->
 
 
 def _tolerance(few: Few, values: Sequence[Any]) -> Tolerance:
-    """Return what rounding allows, by the largest value, since parts may cancel out, and by the rows' own size."""
-    arrays = [np.asarray(each) for each in values if isinstance(each, (np.ndarray, np.generic, float, complex))]
-    arrays = [array for array in arrays if array.dtype.kind in "fc" or is_bfloat16(array.dtype)]
-    nbytes = min([few.float_nbytes, *map(_float_nbytes, arrays)])
-    if nbytes == 8 and arrays and all(map(_is_single, arrays)):
-        nbytes = 4
-    rtol, eps = _ROUNDING[nbytes]
-    return Tolerance(rtol, eps + rtol * max(map(_largest, arrays), default=0.0) + eps * few.num_rows * few.scale)
+    """Return what rounding allows, by the largest value, since parts may cancel out, and by the rows' own size.
+
+    Numbers that single precision holds exactly were computed in it, even if they come as doubles: ``loss.item()``.
+    """
+    largest, eps = _measured(values)
+    eps = max(eps, few.eps, _SINGLE if all(map(_is_single, values)) else 0.0)
+    rtol = max(_DOUBLE**0.5, min(eps**0.5, 100 * eps))
+    return Tolerance(rtol, eps + rtol * largest + eps * few.num_rows * few.scale)
 
 
-def _is_single(array: np.ndarray) -> bool:
-    """Whether single precision holds the numbers exactly. Then they were computed in it, as by ``loss.item()``."""
-    with np.errstate(all="ignore"):
-        return array.dtype.kind == "f" and np.array_equal(array.astype(np.float32), array, equal_nan=True)
+def _is_single(value: Any) -> bool:
+    return isinstance(value, (float, np.ndarray)) and bool(np.all(np.float32(value) == value))
 
 
 # -- what the user is told --------------------------------------------------------------------------------------------

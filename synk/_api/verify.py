@@ -196,7 +196,7 @@ class _Calls:
                 f"cannot verify {self._callee.name!r}: it cannot be copied with its arguments ({type(error).__name__}: "
                 f"{error}), expected objects that can be pickled. Compare a call with f.serial(...) yourself."
             ) from error
-        self._copy, self._few = copy, Few(0, 0, copy.fn, copy.args, copy.kwargs, options.batch, 0.0, 8)
+        self._copy, self._few = copy, Few(0, 0, copy.fn, copy.args, copy.kwargs, options.batch, 0.0, 0.0)
 
     def serial(self) -> list[Part]:
         """Return what one worker does for all rows, and what it does the next time, with other random numbers."""

@@ -35,7 +35,7 @@ class Tolerance:
     def allows(self, value: np.ndarray, serial: np.ndarray) -> bool:
         """Whether two arrays of numbers are equal except for rounding."""
         dtypes = [array.dtype for array in (value, serial) if array.dtype.kind in "fc" or is_bfloat16(array.dtype)]
-        eps = max([_precision(dtype) for dtype in dtypes], default=0.0)
+        eps = max([precision(dtype) for dtype in dtypes], default=0.0)
         value, serial = as_numbers(value), as_numbers(serial)
         rtol = eps**0.5 if self.rtol is None else self.rtol
         finite = np.abs(serial)[np.isfinite(serial)]
@@ -43,7 +43,7 @@ class Tolerance:
         return bool(np.allclose(value, serial, rtol=rtol, atol=atol, equal_nan=True))
 
 
-def _precision(dtype: np.dtype) -> float:
+def precision(dtype: np.dtype) -> float:
     return 2.0**-7 if is_bfloat16(dtype) else float(np.finfo(dtype).eps)
 
 

@@ -9,14 +9,13 @@ import contextlib
 import functools
 import io
 import logging
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from synk._pure.generators import generator_states, restore_generators
+from synk._pure.generators import generator_states, move_generators, restore_generators
 from synk._pure.nested import SINGLE_VALUES
 from synk._pure.tables import is_table
 from synk._pure.trees import flatten, unflatten
@@ -124,19 +123,10 @@ def _unseen(num_draws: int) -> Iterator[None]:
     try:
         with contextlib.redirect_stdout(sink), contextlib.redirect_stderr(sink), kept():
             warnings.simplefilter("ignore")
-            _draw(num_draws)
+            move_generators(num_draws)
+            rng.random(num_draws)
             yield
     finally:
         logging.disable(level)
         restore_generators(states)
         rng.bit_generator.state = own
-
-
-def _draw(count: int) -> None:
-    for _ in range(count):
-        cell.worker.rng.random()
-        for name, draw in (("random", "random"), ("numpy.random", "random_sample")):
-            if name in sys.modules:
-                getattr(sys.modules[name], draw)()
-        if "torch" in sys.modules:
-            sys.modules["torch"].rand(1)

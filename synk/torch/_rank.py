@@ -24,7 +24,7 @@ from synk.torch._phases import Phases
 from synk.torch._reduction import LOST, GradientSum, Options
 from synk.torch._slices import sliced, step_in_slices
 from synk.torch._undo import Undo
-from synk.torch._without_draws import in_eval, refuse, stay_off
+from synk.torch._without_draws import in_eval
 
 _MASK = (1 << 64) - 1
 
@@ -88,7 +88,7 @@ class RankReplica:
         self, fn: Callable[..., Any], trains: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run with all modules except batch norms in ``eval()``, whatever the function does."""
-        with in_eval(self.objects, stay_off, has_norms=False):
+        with in_eval(self.objects, has_norms=False):
             return self.run(fn, trains, args, kwargs)
 
     def run_shown(self, fn: Callable[..., Any], trains: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -107,8 +107,8 @@ class RankReplica:
     def run_shown_in_eval(
         self, fn: Callable[..., Any], trains: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Do the same with all modules in ``eval()``. A function that calls ``train()`` is refused."""
-        with in_eval(self.objects, refuse, has_norms=True):
+        """Do the same with all modules in ``eval()``, whatever the function does."""
+        with in_eval(self.objects, has_norms=True):
             return self.run_shown(fn, trains, args, kwargs)
 
     def _run(self, fn: Callable[..., Any], trains: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -21,13 +21,13 @@ def _parts_of(objects: Sequence[Any]) -> list[torch.nn.Module]:
 
 
 @contextlib.contextmanager
-def in_eval(objects: Sequence[Any], train: Callable[[Any], Any], *, has_norms: bool) -> Iterator[None]:
-    """Keep modules, batch norms only with ``has_norms``, in ``eval()``. Meanwhile ``train()`` calls ``train``."""
+def in_eval(objects: Sequence[Any], *, has_norms: bool) -> Iterator[None]:
+    """Keep modules, batch norms only with ``has_norms``, in ``eval()``, also if the function calls ``train()``."""
     parts = [part for part in _parts_of(objects) if has_norms or not isinstance(part, _BatchNorm)]
     flags = [part.training for part in parts]
     for part in parts:
         part.training = False
-        part.__dict__["train"] = functools.partial(_train, part, train)
+        part.__dict__["train"] = functools.partial(_stay, part)
     try:
         yield
     finally:
@@ -36,20 +36,9 @@ def in_eval(objects: Sequence[Any], train: Callable[[Any], Any], *, has_norms: b
             del part.__dict__["train"]
 
 
-def _train(module: torch.nn.Module, act: Callable[[Any], Any], mode: bool = True) -> torch.nn.Module:
-    """Take the place of ``module.train`` in a module that was put into ``eval()``."""
-    if mode:
-        act(module)
+def _stay(module: torch.nn.Module, mode: bool = True) -> torch.nn.Module:
+    """Take the place of ``module.train``."""
     return module
-
-
-def stay_off(module: Any) -> None:
-    """Leave a module in ``eval()`` although the function calls ``train()``."""
-
-
-def refuse(module: Any) -> None:
-    """Raise ValueError because the function calls ``train()``."""
-    raise ValueError("cannot compare in eval(): the function decides itself in which mode its modules are.")
 
 
 def misfit_of(
