@@ -127,6 +127,17 @@ def make_cached_property(func: Callable[[Any], Any], name: str | None) -> functo
     return prop
 
 
+def _reduce_code(code: types.CodeType) -> Any:
+    """Return cloudpickle's recipe of a code object, and the file, which newer releases replace by a text."""
+    make, args = cloudpickle.Pickler.dispatch_table[types.CodeType](code)
+    return make_code, (make, args, code.co_filename)
+
+
+def make_code(make: Callable[..., types.CodeType], args: tuple[Any, ...], file: str) -> types.CodeType:
+    """Return the code object with the file that its lines are in, which tracebacks name."""
+    return make(*args).replace(co_filename=file)
+
+
 def _reduce_view(view: memoryview) -> Any:
     try:
         dtype = None if view.format == "c" else np.asarray(view).dtype  # NumPy would make it a text of one byte
@@ -168,12 +179,13 @@ def fill_array(array: np.ndarray, state: tuple[Any, dict[str, Any]]) -> None:
 class Pickler(cloudpickle.Pickler):
     """Pickles by cloudpickle's rules.
 
-    In addition, functions with a cache travel like functions, memoryviews stay memoryviews, and arrays keep their
-    attributes.
+    In addition, code keeps the name of its file, functions with a cache travel like functions, memoryviews stay
+    memoryviews, and arrays keep their attributes.
     """
 
     dispatch_table: ClassVar[Any] = ChainMap(
         {
+            types.CodeType: _reduce_code,
             CACHED: _reduce_cached,
             functools.cached_property: _reduce_cached_property,
             memoryview: _reduce_view,
