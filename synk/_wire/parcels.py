@@ -18,6 +18,7 @@ from cloudpickle.cloudpickle import _is_registered_pickle_by_value, _lookup_modu
 
 from synk._pure.interrupts import safe_point
 from synk._wire.classes import by_word, completed
+from synk._wire.hints import REDUCERS, readable
 
 
 class Mapped(NamedTuple):
@@ -138,6 +139,11 @@ def make_code(make: Callable[..., types.CodeType], args: tuple[Any, ...], file: 
     return make(*args).replace(co_filename=file)
 
 
+def _reduce_partialmethod(method: functools.partialmethod[Any]) -> Any:
+    """Return the recipe of a ``functools.partialmethod``, which Python 3.14 cannot make without its function."""
+    return object.__new__, (functools.partialmethod,), vars(method)
+
+
 def _reduce_view(view: memoryview) -> Any:
     try:
         dtype = None if view.format == "c" else np.asarray(view).dtype  # NumPy would make it a text of one byte
@@ -188,7 +194,9 @@ class Pickler(cloudpickle.Pickler):
             types.CodeType: _reduce_code,
             CACHED: _reduce_cached,
             functools.cached_property: _reduce_cached_property,
+            functools.partialmethod: _reduce_partialmethod,
             memoryview: _reduce_view,
+            **REDUCERS,
         },
         cloudpickle.Pickler.dispatch_table,
     )
@@ -197,6 +205,14 @@ class Pickler(cloudpickle.Pickler):
         if isinstance(obj, np.ndarray) and type(obj) is not np.ndarray:
             return _reduce_array(obj)
         return super().reducer_override(obj)
+
+    def _dynamic_function_reduce(self, function: types.FunctionType) -> Any:
+        """Return cloudpickle's recipe for a function, completed by what cloudpickle leaves out."""
+        make, args, (table, slots), *rest = super()._dynamic_function_reduce(readable(function))
+        parameters = getattr(function, "__type_params__", ())
+        if parameters:
+            slots["__type_params__"] = parameters
+        return make, args, (table, slots), *rest
 
 
 class TravelPickler(Pickler):
