@@ -24,7 +24,8 @@ def test_of_a_prompt() -> None:
         prompt = subprocess.run([sys.executable, "-q", "-i"], input={PROGRAM!r}, capture_output=True, text=True)
         assert prompt.returncode == 0 and "Error" not in prompt.stderr, prompt.stderr
         print(prompt.stdout, end="")
-        """
+        """,
+        flags=(),
     ).check("done\n")
 
 
