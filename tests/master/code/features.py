@@ -559,11 +559,6 @@ FEATURES: dict[str, str] = {
         held = frozendict(a=[1])
         def feature(x): return held, held["a"]
         """,
-    "sentinels, 3.15": """
-        NONE = sentinel("NONE")
-        def scaled(x=NONE): return x is NONE
-        def feature(x): return scaled(), scaled(1)
-        """,
 }
 
 
