@@ -33,6 +33,13 @@ DOCS := $(VENV)/.docs-$(VERSION)
 CHECKS := $(VENV)/.checks-$(VERSION)
 BENCH := $(VENV)/.bench-$(VERSION)
 GPU := $(VENV)/.gpu-$(VERSION)
+# An environment of its own, made anew each time: what a user has who installs synk today, on the newest Python at hand.
+NEWEST := build/newest
+NEWEST_PYTHON ?= $(lastword $(PYTHON) $(sort $(wildcard ~/.pyenv/versions/3.1*/bin/python)))
+NEWEST_PACKAGES := -e '.[cluster]' hypothesis ipykernel joblib psutil pytest pytest-timeout pytest-xdist
+NEWEST_TESTS := tests/first_hour/test_first_steps.py tests/first_hour/test_worst_texts.py tests/api/test_worker_frames.py \
+  tests/api/test_tracebacks.py tests/master/code/test_features.py tests/master/code/test_captured.py \
+  tests/master/code/test_script_classes.py tests/extensions/test_joblib.py
 # The extra that matches the driver, for the gpu targets.
 CUDA ?= cuda13
 # In variables, because a comma would end an argument of call.
@@ -42,7 +49,7 @@ RAY_EXTRAS := test,ray
 CHECK_EXTRAS := dev,test-jax,test-pytensor
 GPU_EXTRAS = $(CUDA),test
 
-.PHONY: help demo test jax pytensor transformers dpnp dpnp-install ray ray-install bench gpu-test gpu-bench storm faults checks lint quick doctest docs smoke clean
+.PHONY: help demo test jax pytensor transformers dpnp dpnp-install ray ray-install bench gpu-test gpu-bench storm faults checks lint quick newest doctest docs smoke clean
 
 help:
 	@echo "make demo      a bootstrap, serial and on 1, 2, ... workers: a table, and a picture; then handwritten digits likewise"
@@ -57,6 +64,7 @@ help:
 	@echo "make storm     minutes of random kills and interrupts"
 	@echo "make gpu-test  the tests that need a GPU; make gpu-bench: its benchmarks (CUDA=cuda12 or cuda13)"
 	@echo "make lint doctest docs smoke   what .ci/run checks besides the tests"
+	@echo "make newest    a quick part of the tests with the newest version of each dependency (NEWEST_PYTHON=python3.13)"
 	@echo "make clean     removes what the other targets have made"
 	@echo
 	@echo "Each target installs what it needs into $(VENV) when it is first used."
@@ -123,6 +131,14 @@ quick: $(DEV) $(TEST)
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
 	@OMP_NUM_THREADS=1 $(PY) tests/support/quick.py $(ARGS)
+
+# Without constraints; and without torch and scikit-learn, which are large.
+newest:
+	@$(NEWEST_PYTHON) -m venv --clear $(NEWEST)
+	@$(NEWEST)/bin/python -m pip install -qq --no-compile $(NEWEST_PACKAGES)
+	@$(NEWEST)/bin/python -c 'import importlib.metadata as m, platform; names = "numpy cloudpickle optree pyzmq joblib ipykernel pytest"; \
+	  print("== newest: Python", platform.python_version(), *(f"{name} {m.version(name)}" for name in names.split()))'
+	@OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n $(JOBS) --maxprocesses 8 --dist worksteal -k "not loky" $(NEWEST_TESTS) $(ARGS)
 
 doctest: $(TEST)
 	@$(PY) -m pytest --doctest-modules $(if $(wildcard $(PYTENSOR)),,--ignore=synk/extensions/pytensor.py --ignore=synk/extensions/_pytensor_function.py --ignore=synk/extensions/synkhronos.py) $(if $(wildcard $(RAY)),,--ignore-glob=synk/cluster/ray*.py) synk $(ARGS)

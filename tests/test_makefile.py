@@ -28,6 +28,7 @@ TARGETS = (
     "lint",
     "quick",
     "smoke",
+    "newest",
     "gpu-test",
 )
 

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_ID
 
+from synk._wire.hints import add_annotations
+
 _HERE = uuid.uuid4().hex
 """Names this process."""
 
@@ -35,9 +37,12 @@ def completed(cls: type, reduced: Any) -> Any:
     _, args, (table, _), *_ = reduced
     if not isinstance(cls, enum.EnumMeta):  # makes its names by itself
         table.update(_same_as_inherited(cls))
+        if cls.__qualname__ != cls.__name__:
+            table["__qualname__"] = cls.__qualname__
         # cloudpickle sets it afterwards, when it has no effect any more. Of a NamedTuple it cannot be set.
         if "__slots__" in vars(cls) and NamedTuple not in args[_BASES]:
             args[_NAMESPACE]["__slots__"] = vars(cls)["__slots__"]
+    add_annotations(cls, table)
     return reduced
 
 

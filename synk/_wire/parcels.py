@@ -18,6 +18,7 @@ from cloudpickle.cloudpickle import _is_registered_pickle_by_value, _lookup_modu
 
 from synk._pure.interrupts import safe_point
 from synk._wire.classes import by_word, completed
+from synk._wire.hints import REDUCERS, readable
 
 
 class Mapped(NamedTuple):
@@ -127,6 +128,22 @@ def make_cached_property(func: Callable[[Any], Any], name: str | None) -> functo
     return prop
 
 
+def _reduce_code(code: types.CodeType) -> Any:
+    """Return cloudpickle's recipe of a code object, and the file, which newer releases replace by a text."""
+    make, args = cloudpickle.Pickler.dispatch_table[types.CodeType](code)
+    return make_code, (make, args, code.co_filename)
+
+
+def make_code(make: Callable[..., types.CodeType], args: tuple[Any, ...], file: str) -> types.CodeType:
+    """Return the code object with the file that its lines are in, which tracebacks name."""
+    return make(*args).replace(co_filename=file)
+
+
+def _reduce_partialmethod(method: functools.partialmethod[Any]) -> Any:
+    """Return the recipe of a ``functools.partialmethod``, which Python 3.14 cannot make without its function."""
+    return object.__new__, (functools.partialmethod,), vars(method)
+
+
 def _reduce_view(view: memoryview) -> Any:
     try:
         dtype = None if view.format == "c" else np.asarray(view).dtype  # NumPy would make it a text of one byte
@@ -168,15 +185,18 @@ def fill_array(array: np.ndarray, state: tuple[Any, dict[str, Any]]) -> None:
 class Pickler(cloudpickle.Pickler):
     """Pickles by cloudpickle's rules.
 
-    In addition, functions with a cache travel like functions, memoryviews stay memoryviews, and arrays keep their
-    attributes.
+    In addition, code keeps the name of its file, functions with a cache travel like functions, memoryviews stay
+    memoryviews, and arrays keep their attributes.
     """
 
     dispatch_table: ClassVar[Any] = ChainMap(
         {
+            types.CodeType: _reduce_code,
             CACHED: _reduce_cached,
             functools.cached_property: _reduce_cached_property,
+            functools.partialmethod: _reduce_partialmethod,
             memoryview: _reduce_view,
+            **REDUCERS,
         },
         cloudpickle.Pickler.dispatch_table,
     )
@@ -185,6 +205,14 @@ class Pickler(cloudpickle.Pickler):
         if isinstance(obj, np.ndarray) and type(obj) is not np.ndarray:
             return _reduce_array(obj)
         return super().reducer_override(obj)
+
+    def _dynamic_function_reduce(self, function: types.FunctionType) -> Any:
+        """Return cloudpickle's recipe for a function, completed by what cloudpickle leaves out."""
+        make, args, (table, slots), *rest = super()._dynamic_function_reduce(readable(function))
+        parameters = getattr(function, "__type_params__", ())
+        if parameters:
+            slots["__type_params__"] = parameters
+        return make, args, (table, slots), *rest
 
 
 class TravelPickler(Pickler):

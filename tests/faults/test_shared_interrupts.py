@@ -306,4 +306,4 @@ def test_D1_a_worker_that_is_interrupted_at_any_instruction_holds_the_old_values
                 expected += 2
                 assert_same([w.value], [np.full(size, expected)])
             nth += every
-        assert nth > 300
+        assert nth > 100  # newer versions of Python have fewer instructions

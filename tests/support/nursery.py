@@ -21,6 +21,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
 
@@ -41,7 +42,7 @@ _MODULES = (
     "pytest",  # a function of a module of tests has its workers import the module: a sixth of a second
     "hypothesis",
 )
-_TORCH = ("torch._dynamo", "synk.torch")
+_TORCH = ("torch._dynamo", "synk.torch") if find_spec("torch") else ()
 _NODES = (f"synk.{AGENT}", "support.nursery")
 _NUM_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 """Set to 1: a copy of a process has none of the threads that a library has started in it."""

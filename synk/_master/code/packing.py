@@ -332,7 +332,8 @@ class PartsPickler(HandlePickler):
 
 
 def _is_immutable(cls: type) -> bool:
-    return cls.__module__ in _IMMUTABLE and (cls.__module__, cls.__name__) not in _MUTABLE
+    module = str(cls.__module__).partition(".")[0]  # the paths of Python 3.13 are of pathlib._local
+    return module in _IMMUTABLE and (module, cls.__name__) not in _MUTABLE
 
 
 def _without_state(obj: Any) -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ It ends when the master says so, or when the master itself ends.
 from __future__ import annotations
 
 import io
+import linecache
 import os
 import pickle
 import select
@@ -266,7 +267,11 @@ def main(sock: socket.socket, setup: dict[str, Any]) -> None:
     """Run a worker. The bootstrap calls this once ``sys.path`` is set."""
     import faulthandler
 
-    faulthandler.enable()
+    # The stack of C would push the lines of Python out of the error.
+    options = {"c_stack": False} if sys.version_info >= (3, 14) else {}
+    faulthandler.enable(**options)
+    # Python 3.13 and later would show lines of the bootstrap under any frame of a text that was run with exec.
+    vars(linecache).get("_interactive_cache", linecache.cache).clear()
     # This answers even while C code holds the interpreter: where() must explain a worker that is stuck.
     faulthandler.register(signal.SIGUSR2, file=setup["fds"]["stacks"], all_threads=True)
     for stream in (sys.stdout, sys.stderr):

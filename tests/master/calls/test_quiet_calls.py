@@ -213,7 +213,9 @@ def test_an_array_that_is_changed_in_place_after_it_was_submitted(shared_runtime
         arrays = [np.arange(8.0) for _ in range(3)]
         pending = [f.submit(array) for array in arrays]
         for array in arrays:
-            array.dtype = np.int64
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)
+                array.dtype = np.int64
         assert [each.result() for each in pending] == [28.0] * 3
         assert f(np.arange(8)) == 28 and f(np.arange(8.0)) == 28.0
         pending = [f.submit(np.arange(8)) for _ in range(3)]

@@ -11,6 +11,7 @@ import functools
 import inspect
 import random
 import types
+import warnings
 import zlib
 from collections import deque
 from collections.abc import Iterable
@@ -138,7 +139,9 @@ class _Reader:
         for name in sorted(names):  # cloudpickle does not keep their order
             if isinstance(inspect.getattr_static(obj, name, None), types.MemberDescriptorType):
                 continue
-            value = getattr(obj, name, None)
+            with warnings.catch_warnings():  # Python 3.13 says that a partial of a class will be a method
+                warnings.simplefilter("ignore", FutureWarning)
+                value = getattr(obj, name, None)
             is_code = isinstance(value, (types.FunctionType, types.MethodType, functools.partial))
             parts.append(f"{name}{self._called(value)}" if is_code else f"{name}={self.read(value)}")
         return ", ".join(parts)

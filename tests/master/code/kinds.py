@@ -17,6 +17,7 @@ import itertools
 import random
 import types
 import typing
+import warnings
 from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -84,9 +85,18 @@ def add(container: Any, key: Any, value: Any = 1) -> None:
 
 # ----- arrays
 
+_DAY = np.timedelta64(1, "D")
+
 
 def array_of(nbytes: int) -> np.ndarray:
     return np.arange(nbytes // 8, dtype=np.float64) % 1000
+
+
+def reshape(array: np.ndarray, rows: int) -> None:
+    """Change the shape in place, which NumPy 2.5 deprecates."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        array.shape = (rows, -1)
 
 
 def in_turn(nbytes: int) -> dict[str, Any]:
@@ -123,14 +133,14 @@ simple("array of a file", lambda: of_file(4), lambda a, n: add(a, 1))
 simple("array of a file, dense", lambda: of_file(9999), lambda a, n: a.fill(n))
 simple("array, structured", lambda: np.zeros(3, [("a", "i4"), ("b", "f8")]), lambda a, n: add(a["b"], 1))
 simple("array, texts", lambda: np.array(["aaa", "bbb"]), lambda a, n: put(a, 0, f"{n:03}"))
-simple("array, dates", lambda: np.zeros(3, "M8[D]"), lambda a, n: add(a, 1), read=lambda a: text(a.astype("i8")))
+simple("array, dates", lambda: np.zeros(3, "M8[D]"), lambda a, n: add(a, 1, _DAY), read=lambda a: text(a.astype("i8")))
 simple("array, masked: data", lambda: np.ma.masked_array([1.0, 2], [0, 1]), lambda a, n: add(a.data, 0))
 simple(
     "array, masked: mask",
     lambda: np.ma.masked_array(np.zeros(9), np.zeros(9, bool)),
     lambda a, n: put(a, n % 9, np.ma.masked),
 )
-simple("array, shape", lambda: np.zeros(64), lambda a, n: setattr(a, "shape", (2**n, -1)))
+simple("array, shape", lambda: np.zeros(64), lambda a, n: reshape(a, 2**n))
 
 
 def object_array(*values: Any) -> np.ndarray:
@@ -140,6 +150,7 @@ def object_array(*values: Any) -> np.ndarray:
     return result
 
 
+simple("array of objects, shape", lambda: object_array(*"abcdefgh" * 8), lambda a, n: reshape(a, 2**n))
 simple("array of objects, item", lambda: object_array("a", None), lambda a, n: put(a, 1, n))
 simple("array of objects, in an element", lambda: object_array({"k": 1}, "a"), lambda a, n: add(a[0], "k"))
 

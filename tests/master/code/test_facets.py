@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
@@ -116,7 +117,9 @@ def test_the_shape_of_an_array_of_objects_is_compared() -> None:
     array = np.array([["a", "b"], ["c", "d"], ["e", "f"]], object)
     facet = Elements(array)
     assert facet.is_current() and not facet.changes()
-    array.shape = (2, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        array.shape = (2, 3)
     assert not facet.is_current()
     (change,) = facet.changes()
     np.testing.assert_array_equal(change.value, array)

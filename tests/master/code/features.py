@@ -1,0 +1,607 @@
+"""Features of functions and classes, each as a text that defines ``feature(x)``: what it returns is compared.
+
+A name that ends with a version of Python is of what came with that version.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+import synk
+
+FEATURES: dict[str, str] = {
+    # -- annotations
+    "annotations": """
+        def rate(x: int, *more: float, named: "str" = "a") -> list[int]: return [x]
+        def feature(x): return rate(x), rate.__annotations__
+        """,
+    "annotations that name nothing": """
+        import typing
+        if typing.TYPE_CHECKING:
+            from nowhere import Tensor
+        def rate(x: "Tensor") -> "list[Tensor]": return [x, rate.__annotations__]
+        def feature(x): return rate(x)
+        """,
+    "deferred annotations that name nothing, 3.14": """
+        import typing
+        if typing.TYPE_CHECKING:
+            from nowhere import Tensor
+        def rate(x: Tensor) -> list[Tensor]: return [x]
+        def strings(of):
+            import annotationlib
+            return annotationlib.get_annotations(of, format=annotationlib.Format.STRING)
+        def feature(x): return rate(x), strings(rate)
+        """,
+    "annotations that name what comes later, 3.14": """
+        def rate(x: Later) -> "Later": return Later(x)
+        class Later:
+            next: Later
+            def __init__(self, x): self.x = x
+        def feature(x):
+            return rate(x).x, Later.__annotations__["next"] is Later, rate.__annotations__["x"] is Later
+        """,
+    "annotations of a class": """
+        class Model:
+            rate: int = 1
+            steps: "list[int]"
+        class More(Model):
+            name: str
+        def feature(x): return Model.__annotations__, More.__annotations__, More().rate
+        """,
+    "annotations of a class that name nothing, 3.14": """
+        import dataclasses, typing
+        if typing.TYPE_CHECKING:
+            from nowhere import Tensor
+        @dataclasses.dataclass
+        class Model:
+            rate: Tensor
+            more: list[Tensor] = ()
+            def scaled(self, other: Tensor) -> Tensor: return other
+        class Plain:
+            rate: Tensor
+        def feature(x):
+            import annotationlib
+            texts = annotationlib.get_annotations(Plain, format=annotationlib.Format.STRING)
+            return Model(x), Model(x).scaled(3), texts, [field.name for field in dataclasses.fields(Model)]
+        """,
+    "annotations that are changed": """
+        class Model: rate: int = 1
+        def scaled(x: int): return x
+        scaled.__annotations__["x"] = float
+        scaled.__annotations__["more"] = "int"
+        Model.__annotations__["rate"] = "float"
+        def feature(x): return scaled.__annotations__, Model.__annotations__
+        """,
+    "postponed annotations": """
+        from __future__ import annotations
+        import dataclasses, typing
+        if typing.TYPE_CHECKING:
+            from nowhere import Tensor
+        @dataclasses.dataclass
+        class Model:
+            rate: Tensor
+            total: typing.ClassVar[int] = 3
+        def scaled(x: Tensor) -> Tensor: return x
+        def feature(x): return Model(x), Model.__annotations__, scaled(x), scaled.__annotations__
+        """,
+    "annotated": """
+        from typing import Annotated, Literal, Optional, Union, get_type_hints
+        def scaled(x: Annotated[int, "unit"], y: Optional[int], z: Union[int, str], v: Literal["a"]) -> int | None:
+            return x
+        def feature(x): return get_type_hints(scaled, include_extras=True)
+        """,
+    # -- generics
+    "generic class": """
+        from typing import Generic, TypeVar
+        T = TypeVar("T")
+        class Box(Generic[T]):
+            def __init__(self, held: T): self.held = held
+        class Ints(Box[int]): pass
+        def feature(x):
+            return (
+                Box[int](x).held, Ints(x).held, Ints.__orig_bases__[0].__args__, Box.__parameters__ == (T,),
+            )
+        """,
+    "type parameters of a class, 3.12": """
+        class Box[T, *Ts, **P]:
+            held: T
+            def __init__(self, held: T): self.held = held
+            def get[S](self, other: S) -> T | S: return self.held or other
+        class Ints(Box[int, str, [int]]): pass
+        def feature(x):
+            return (
+                Ints(x).get(0), [str(each) for each in Box.__type_params__],
+                Ints.__orig_bases__[0].__args__[0], len(Box.get.__type_params__),
+            )
+        """,
+    "type parameters of a function, 3.12": """
+        def first[T: (int, float)](items: list[T]) -> T: return items[0]
+        def feature(x): return first([x, 1]), str(first.__type_params__), first.__type_params__[0].__constraints__
+        """,
+    "typed decorator, 3.12": """
+        import functools
+        from collections.abc import Callable
+        def logged[**P, R](fn: Callable[P, R]) -> Callable[P, R]:
+            @functools.wraps(fn)
+            def inner(*args: P.args, **kwargs: P.kwargs) -> R: return fn(*args, **kwargs)
+            return inner
+        def packed[*Ts](*args: *Ts) -> tuple[*Ts]: return args
+        @logged
+        def scaled(x: int) -> int: return x
+        def feature(x): return scaled(x), packed(x, 1), inspect_names(logged)
+        def inspect_names(fn): return [str(each) for each in fn.__type_params__]
+        """,
+    "bound of a type parameter, 3.12": """
+        class Base: pass
+        def first[T: Base](item: T) -> T: return item
+        def feature(x): return first(x), first.__type_params__[0].__bound__ is Base
+        """,
+    "default of a type parameter, 3.13": """
+        class Box[T = int]:
+            held: T
+        def feature(x): return Box.__type_params__[0].__default__, Box[str].__args__
+        """,
+    "type alias, 3.12": """
+        type Pair[T] = tuple[T, T]
+        type Nested = int | list[Nested]
+        type Tree[T] = T | list[Tree[T]]
+        type First = list[Second]
+        type Second = First | None
+        def swapped(pair: Pair[int]) -> Pair[int]: return pair[::-1]
+        def feature(x):
+            return (
+                swapped((x, 1)), Pair.__name__, Pair[int].__args__, str(Nested), str(Nested.__value__),
+                Tree[int].__args__, str(Second),
+            )
+        """,
+    "type variables": """
+        from typing import NewType, ParamSpec, TypeVar
+        P, R, Unit = ParamSpec("P"), TypeVar("R", bound=int), NewType("Unit", int)
+        def feature(x): return str(P), R.__bound__, Unit(x), Unit.__name__, str(list[R])
+        """,
+    "protocol": """
+        from typing import Protocol, runtime_checkable
+        @runtime_checkable
+        class Scaled(Protocol):
+            def scale(self, x: int) -> int: ...
+        class Model:
+            def scale(self, x): return x
+        def feature(x): return isinstance(Model(), Scaled), isinstance(x, Scaled)
+        """,
+    "typed dict": """
+        from typing import NamedTuple, TypedDict
+        class Options(TypedDict, total=False):
+            rate: int
+        class Point(NamedTuple):
+            x: int
+            y: float = 2.0
+            def total(self): return self.x + self.y
+        def feature(x):
+            return (
+                Options(rate=x), Options.__optional_keys__, Point(x), Point(x).total(),
+                Point._field_defaults, Point(1)._asdict(),
+            )
+        """,
+    "generic named tuple, 3.11": """
+        from typing import Generic, NamedTuple, TypeVar
+        T = TypeVar("T")
+        class Pair(NamedTuple, Generic[T]):
+            a: T
+            b: T
+        def feature(x): return Pair[int](x, 1)
+        """,
+    # -- functools
+    "partialmethod": """
+        import functools
+        class Model:
+            def scaled(self, factor, *more, named=1): return [factor, more, named]
+            double = functools.partialmethod(scaled, 2, named=3)
+            of_class = functools.partialmethod(classmethod(lambda cls, y: [cls.__name__, y]), 4)
+            nested = functools.partialmethod(double, 5)
+            whole = functools.partialmethod(print)
+        def feature(x): return Model().double(x), Model.of_class(), Model().nested(), repr(vars(Model)["whole"])
+        """,
+    "partial": """
+        import functools
+        class Own(functools.partial):
+            unit = "m"
+        bound, own = functools.partial(pow, 2), Own(pow, 3)
+        bound.unit = "s"
+        def feature(x): return bound(x), own(x), own.unit, bound.unit
+        """,
+    "placeholder, 3.14": """
+        from functools import Placeholder, partial, partialmethod
+        take = partial(pow, Placeholder, 2)
+        class Model:
+            def scaled(self, a, b): return a, b
+            last = partialmethod(scaled, Placeholder, 5)
+        def feature(x): return take(x), Model().last(x), partial(take, 3)()
+        """,
+    "functools": """
+        import functools
+        @functools.total_ordering
+        class Model:
+            def __init__(self, x): self.x = x
+            def __eq__(self, other): return self.x == other.x
+            def __lt__(self, other): return self.x < other.x
+            @functools.cached_property
+            def twice(self): return 2 * self.x
+            @functools.lru_cache
+            def cached(self, y): return y
+            __hash__ = None
+        @functools.cache
+        def power(x): return x ** 2
+        def feature(x): return Model(1) >= Model(0), Model(x).twice, power(3)
+        """,
+    # -- classes
+    "static attributes, 3.13": """
+        class Model:
+            def __init__(self, x): self.x = x
+            def later(self): self.y = 1
+        def feature(x): return sorted(Model.__static_attributes__), Model(x).x
+        """,
+    "first line, 3.13": """
+        class Model: pass
+        def feature(x): return Model.__firstlineno__, Model.__module__, Model.__qualname__
+        """,
+    "slots": """
+        import dataclasses
+        class Slots:
+            __slots__ = ("a", "__b")
+            def __init__(self, a): self.a, self.__b = a, 2
+            def both(self): return self.a, self.__b
+        class Documented:
+            __slots__ = {"a": "the unit"}
+        @dataclasses.dataclass(slots=True, frozen=True, kw_only=True, order=True)
+        class Point:
+            x: int
+            y: list = dataclasses.field(default_factory=list, repr=False)
+        def feature(x): return Slots(x).both(), Documented.__slots__, Point(x=x), Point(x=1) < Point(x=2)
+        """,
+    "dataclass with weak references, 3.11": """
+        import dataclasses, weakref
+        @dataclasses.dataclass(slots=True, weakref_slot=True)
+        class Point:
+            x: int = 0
+            _: dataclasses.KW_ONLY
+            z: dataclasses.InitVar[int] = 3
+            def __post_init__(self, z): self.x += z
+        def feature(x):
+            point = Point(x)
+            return weakref.ref(point)() is point, point, dataclasses.replace(point, z=1)
+        """,
+    "made dataclass": """
+        import collections, dataclasses
+        Point = dataclasses.make_dataclass("Point", [("x", int), ("y", int, 2)])
+        Pair = collections.namedtuple("Pair", "a b", defaults=(3,))
+        def feature(x): return Point(x), Pair(x), dataclasses.astuple(Point(x))
+        """,
+    "documented field, 3.14": """
+        import dataclasses
+        @dataclasses.dataclass
+        class Point:
+            x: int = dataclasses.field(doc="the unit", default=1)
+        def feature(x): return Point(), dataclasses.fields(Point)[0].doc
+        """,
+    "metaclass": """
+        class Meta(type):
+            @classmethod
+            def __prepare__(mcs, name, bases, **options): return {"prepared": 1}
+            def __new__(mcs, name, bases, table, unit="m"):
+                cls = super().__new__(mcs, name, bases, table)
+                cls.unit = unit
+                return cls
+            def __init__(cls, name, bases, table, **options): super().__init__(name, bases, table)
+            def __len__(cls): return 3
+        class Model(metaclass=Meta, unit="s"): pass
+        def feature(x): return Model.unit, Model.prepared, len(Model), type(Model).__name__
+        """,
+    "hooks of a class": """
+        class Descriptor:
+            def __set_name__(self, owner, name): self.name = name
+            def __get__(self, obj, owner=None): return self.name
+        class Base:
+            known = []
+            def __init_subclass__(cls, unit="m", **options): cls.unit = unit
+            def __class_getitem__(cls, item): return item
+        class Model(Base, unit="s"):
+            held = Descriptor()
+            __match_args__ = ("a",)
+            def __init__(self, a): self.a = a
+        def feature(x):
+            match Model(x):
+                case Model(a): found = a
+            return Model.unit, Model(x).held, Model[3], found
+        """,
+    "abstract class": """
+        import abc
+        class Base(abc.ABC):
+            @abc.abstractmethod
+            def scale(self): ...
+            @property
+            @abc.abstractmethod
+            def unit(self): ...
+        class Model(Base):
+            def scale(self): return 1
+            unit = "m"
+        Base.register(str)
+        def feature(x): return Model().scale(), sorted(Base.__abstractmethods__), isinstance("", Base), Model().unit
+        """,
+    "enums": """
+        import enum
+        class Color(enum.Enum):
+            RED, BLUE = 1, 2
+            def shown(self): return self.name
+        class Unit(str, enum.Enum):
+            M = "m"
+        class Access(enum.Flag):
+            R, W = enum.auto(), enum.auto()
+        class Level(enum.IntEnum):
+            LOW = 1
+        @enum.unique
+        class Named(enum.Enum):
+            def _generate_next_value_(name, *_): return name
+            A = enum.auto()
+        def feature(x):
+            return (
+                Color.RED.shown(), Color(2), Unit("m"), Access.R | Access.W, Level.LOW + x, Color["BLUE"],
+                list(Access), Named.A,
+            )
+        """,
+    "newer enums, 3.11": """
+        import enum
+        from enum import StrEnum, nonmember, property
+        class Unit(StrEnum):
+            M = enum.auto()
+            other = nonmember(3)
+            @property
+            def long(self): return self.value * 2
+        def feature(x): return Unit.M, Unit.other, Unit.M.long, len(Unit)
+        """,
+    "methods": """
+        import functools
+        class Model:
+            count = 3
+            @staticmethod
+            def static(x): return x
+            @classmethod
+            def of_class(cls): return cls.count
+            @property
+            def unit(self):
+                "The unit."
+                return self._unit
+            @unit.setter
+            def unit(self, value): self._unit = value
+            @unit.deleter
+            def unit(self): del self._unit
+            inner = static(4)
+            def __call__(self, *, named=1): return named
+            def __getattr__(self, name):
+                if name == "_unit" or name.startswith("__"): raise AttributeError(name)
+                return "none"
+            async def later(self): return 1
+            class Inner:
+                class Innermost:
+                    value = 1
+        def feature(x):
+            model = Model()
+            model.unit = x
+            return (
+                Model.static(x), Model.of_class(), model.unit, Model.inner, model(), model.other,
+                Model.Inner.Innermost().value, Model.unit.__doc__,
+            )
+        """,
+    "super": """
+        class Base:
+            @classmethod
+            def made(cls): return cls()
+            def shown(self): return ["base"]
+        class Left(Base):
+            def shown(self): return ["left", *super().shown()]
+        class Right(Base):
+            def shown(self): return ["right", *super().shown()]
+        class Both(Left, Right):
+            def shown(self): return [__class__.__name__, *super().shown()]
+        def feature(x): return Both.made().shown(), [each.__name__ for each in Both.__mro__]
+        """,
+    "subclasses of built-in classes": """
+        import pathlib
+        class Numbers(list):
+            def total(self): return sum(self)
+        class Options(dict):
+            def __missing__(self, key): return key
+        class Text(str): pass
+        class Whole(int):
+            def __new__(cls, x): return super().__new__(cls, x + 1)
+        class Wrong(ValueError):
+            def __init__(self, code): super().__init__(f"code {code}"); self.code = code
+        def feature(x):
+            return (
+                Numbers([1, 2]).total(), Options()["a"], Text("a"), Whole(3) + 0, Wrong(3).code,
+                str(Wrong(3)),
+            )
+        """,
+    "subclass of a path, 3.12": """
+        import pathlib
+        class Own(pathlib.PurePosixPath):
+            def last(self): return self.name
+        def feature(x): return Own("/a/b").last(), Own("/a") / "c"
+        """,
+    "deprecated, 3.13": """
+        from warnings import catch_warnings, deprecated, simplefilter
+        @deprecated("use another", category=None)
+        def old(x): return x
+        @deprecated("use another")
+        class Old:
+            def __init__(self, x): self.x = x
+        def feature(x):
+            with catch_warnings(record=True) as found:
+                simplefilter("always")
+                Old(1)
+            return old(x), old.__deprecated__, Old.__deprecated__, len(found), found[0].category
+        """,
+    "override, 3.12": """
+        from typing import final, overload, override
+        class Base:
+            def shown(self): return 0
+        @final
+        class Model(Base):
+            @override
+            def shown(self): return 1
+        @overload
+        def scaled(x: int) -> int: ...
+        @overload
+        def scaled(x: str) -> str: ...
+        def scaled(x): return x
+        def feature(x): return Model().shown(), Model.shown.__override__, Model.__final__, scaled(x)
+        """,
+    "copy.replace, 3.13": """
+        import copy
+        class Point:
+            def __init__(self, x, y): self.x, self.y = x, y
+            def __replace__(self, **changes): return Point(**{**vars(self), **changes})
+        def feature(x): return vars(copy.replace(Point(1, 2), x=5))
+        """,
+    # -- syntax of functions
+    "parameters": """
+        def scaled(a, /, b, c=3, *rest, d, e=5, **more): return a, b, c, rest, d, e, more
+        def feature(x): return scaled(1, 2, d=4), scaled(1, 2, 3, 4, d=4, f=6), scaled.__kwdefaults__
+        """,
+    "match": """
+        def told(value):
+            match value:
+                case {"a": [first, *rest], **more}: return first, rest, more
+                case int() | float() as number if number > 1: return number
+                case _: return None
+        def feature(x): return told({"a": [1, 2], "b": 3}), told(3), told("")
+        """,
+    "with, walrus, comprehensions": """
+        import contextlib
+        @contextlib.contextmanager
+        def held(x): yield x
+        def feature(x):
+            with (held(1) as a, held(2) as b):
+                table = {k: [v for v in range(k)] for k in range(3)}
+            return a, b, table, (n := 10) + n, [*(i for i in range(2))], {*[1, 2]}
+        """,
+    "except groups, 3.11": """
+        def feature(x):
+            found = []
+            try:
+                raise ExceptionGroup("all", [ValueError(1), KeyError(2)])
+            except* ValueError as group:
+                found += [str(each) for each in group.exceptions]
+            except* KeyError as group:
+                found += [str(each) for each in group.exceptions]
+            return found
+        """,
+    "nested f-strings, 3.12": """
+        def feature(x): return f"{f"{1 + 1}"!r:>5} {[f"{y}" for y in "ab"]}"
+        """,
+    "template strings, 3.14": """
+        from string.templatelib import Interpolation, Template
+        name, rate = "a", 0.5
+        held = t"held {name}"
+        def feature(x):
+            made = t"rate {rate:.2f} of {name!r}"
+            return list(made), list(held), isinstance(held, Template), made.interpolations[0].format_spec
+        """,
+    "lambdas and closures": """
+        def made(n):
+            def raised(by):
+                nonlocal n
+                n += by
+                return n
+            return raised, lambda: n
+        raised, read = made(3)
+        def feature(x): return raised(2) - raised(0), (lambda *a, **k: (a, k))(1, b=2), (lambda y=read: callable(y))()
+        """,
+    "coroutines": """
+        import asyncio
+        class Source:
+            async def __aenter__(self): return 5
+            async def __aexit__(self, *info): return None
+        async def numbers():
+            for number in range(3): yield number
+        async def main():
+            async with Source() as found: return [each async for each in numbers()] + [found]
+        def feature(x): return asyncio.run(main())
+        """,
+    "generators": """
+        def outer():
+            got = yield from inner()
+            yield got
+        def inner():
+            yield 1
+            return 2
+        def feature(x): return [*outer()], [*(y for y in inner())]
+        """,
+    "attributes of a function": """
+        def scaled(x): return scaled.calls, scaled.__doc__, scaled.__name__, scaled.__qualname__
+        scaled.calls, scaled.__doc__, scaled.__name__, scaled.__qualname__ = 3, "Own.", "other", "more.other"
+        def feature(x): return scaled(x)
+        """,
+    "unpacking comprehensions, 3.15": """
+        def feature(x): return [*each for each in [[1], [2, 3]]]
+        """,
+    "lazy imports, 3.15": """
+        lazy import fractions
+        def feature(x): return fractions.Fraction(1, 2)
+        """,
+    "frozen dicts, 3.15": """
+        held = frozendict(a=[1])
+        def feature(x): return held, held["a"]
+        """,
+}
+
+
+def texts() -> dict[str, str]:
+    """Return the texts of the features that this version of Python has: as globals, and in a function."""
+    found = {}
+    for name, text in FEATURES.items():
+        since = re.search(r", 3\.(\d+)$", name)
+        if since is not None and sys.version_info < (3, int(since[1])):
+            continue
+        lines = textwrap.dedent(text).strip("\n")
+        found[f"{name}: globals"] = lines
+        if "from __future__" not in lines and "lazy import" not in lines:
+            found[f"{name}: locals"] = (
+                f"def make():\n{textwrap.indent(lines, '    ')}\n    return feature\nfeature = make()\n"
+            )
+    return found
+
+
+def differences(runtime: synk.Runtime) -> Iterator[str]:
+    """Yield where the workers do otherwise than plain Python: nothing, if all is well."""
+    for name, text in texts().items():
+        namespace: dict[str, Any] = {"__name__": "__main__"}
+        exec(compile(text, f"<{name}>", "exec", dont_inherit=True), namespace)
+        feature = namespace["feature"]
+        expected = [repr(feature(3))] * 2
+        try:
+            shown = functools.partial(_shown, feature)
+            of_rows = runtime.function(shown, outputs=None)
+            found = {
+                "call": of_rows(_ROWS),
+                "call again": of_rows(_ROWS),
+                "map": list(runtime.map(shown, [3, 3])),
+                "output": [repr(each) for each in runtime.map(feature, [3, 3])],
+            }
+        except Exception as error:
+            yield f"{name}: {type(error).__name__}: {error}"
+        else:
+            yield from (f"{name}, {way}: {got}, not {expected}" for way, got in found.items() if got != expected)
+
+
+_ROWS = np.ones(2)
+
+
+def _shown(feature: Callable[[Any], Any], x: Any) -> str:
+    return repr(feature(3))
