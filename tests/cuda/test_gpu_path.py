@@ -241,6 +241,21 @@ def test_host_values_of_a_function_stay_on_the_host(gpu: Any, num_slices: int) -
     np.testing.assert_array_equal(sums, [1.0, 5.0] if num_slices == 1 else [0.0, 1.0, 2.0, 3.0])
 
 
+@pytest.mark.parametrize("count", [5, 4 * LARGE], ids=["small", "large"])
+def test_a_kernel_on_the_default_stream_is_done_before_its_array_is_copied(gpus: Gpus, count: int) -> None:
+    """Numba and libraries that are called by ctypes launch there. With a stand-in, which runs it as late as it may."""
+    rt = gpus.reused(2)
+
+    def body(x: Any) -> Any:
+        import cupy
+
+        out = cupy.zeros(count)
+        cupy.cuda.runtime.launch_elsewhere(lambda: out.__setitem__(slice(None), x.sum()))
+        return out
+
+    np.testing.assert_array_equal(rt.function(body, outputs="gather")(np.arange(4.0)), np.repeat([1.0, 5.0], count))
+
+
 @pytest.mark.parametrize("library", ["pandas", "polars"])
 def test_tables_stay_on_the_host(gpu: Any, library: str) -> None:
     """No rows of one go to a device; a broadcast one arrives as it is, and one that a function makes is combined."""

@@ -73,6 +73,8 @@ class Stream:
         global _num_streams
         _num_streams += 1
         self.ptr = 4096 + _num_streams
+        if not non_blocking:
+            runtime.follow_default(self.ptr)
 
     def wait_event(self, event: Event) -> None:
         if event.stream is not None:

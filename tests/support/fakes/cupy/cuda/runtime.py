@@ -21,6 +21,10 @@ _pending: dict[int, list[tuple[int, bytes]]] = {}
 _registered: dict[int, int] = {}
 _on_their_way: dict[int, list[Callable[[], object]]] = {}
 _num_arrived: dict[int, int] = {}
+DEFAULT = 0
+"""The legacy default stream, on which other libraries launch."""
+
+_following: set[int] = set()  # the streams that run behind what is on the default stream
 
 
 class _Current(threading.local):
@@ -77,8 +81,24 @@ def arrive(stream: int, count: int) -> None:
         _num_arrived[stream] = _num_arrived.get(stream, 0) + 1
 
 
+def launch_elsewhere(act: Callable[[], object]) -> None:
+    """Launch a kernel as another library does: on the legacy default stream. It runs when somebody must wait for it."""
+    _on_their_way.setdefault(DEFAULT, []).append(act)
+
+
+def follow_default(stream: int) -> None:
+    """Have a stream run behind the legacy default stream from now on, as all do that are not non-blocking."""
+    _following.add(stream)
+
+
+def _catch_up(stream: int) -> None:
+    if stream in _following:
+        arrive(DEFAULT, num_queued(DEFAULT))
+
+
 def finish(stream: int) -> None:
     check()
+    _catch_up(stream)
     arrive(stream, num_queued(stream))
     for target, data in _pending.pop(stream, []):
         ctypes.memmove(target, data, len(data))
@@ -99,6 +119,7 @@ def _check_registration(start: int, nbytes: int) -> None:
 def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int) -> None:
     check()
     assert stream > 4096, "the legacy stream waits for all others"
+    _catch_up(stream)
     if kind == memcpyDeviceToHost:
         _check_registration(dst, size)
         _pending.setdefault(stream, []).append((dst, ctypes.string_at(src, size)))
