@@ -894,3 +894,59 @@ def test_nothing_of_a_call_on_trial_is_left_on_the_devices(gpu: Any) -> None:
     np.testing.assert_array_equal(w.value, np.zeros(3))
     np.testing.assert_allclose(wrong(x), x.sum(axis=0) / 2)
     np.testing.assert_array_equal(w.value, np.ones(3))
+
+
+# -- NCCL that starts and does not work -------------------------------------------------------------------------------
+
+
+FAULTS = {
+    "refuse": "cannot join an NCCL group as rank 0 of 2: got ncclSystemError",
+    "fail": "cannot all_reduce 262144 int32 by 'sum': got ncclSystemError",
+    "hang": "cannot finish a collective: got ncclTimeout",
+    "wrong": "cannot prove the group: got ncclInternalError (3): 262144 of 262144 sums are wrong",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_group_that_does_not_work_is_found_when_it_is_made(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str
+) -> None:
+    """Calls then go through host memory, with one warning."""
+    monkeypatch.setenv("SYNK_FAKE_NCCL", fault)
+    monkeypatch.setenv("SYNK_FAKE_PROOF_S", "1")
+    rt = gpu(2)
+    f = rt.function(lambda x: x[:1].repeat(LARGE * 4) + 1, outputs="sum")
+    for _ in range(3):
+        assert (f(np.arange(2.0), timeout=60) == 3.0).all()
+    (warning,) = [record.getMessage() for record in caplog.records if "NCCL" in record.getMessage()]
+    assert FAULTS[fault] in warning
+    assert FAULTS[fault] in rt.info()
+    assert not rt.counters["restarts"]
+
+
+def test_a_group_that_works_again_is_used_again(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collective that hangs after the proof ends with the call's limit, on the workers that were there."""
+    monkeypatch.setenv("SYNK_FAKE_NCCL", "hang 2")
+    rt = gpu(2)
+    f = rt.function(lambda x: x[:1].repeat(LARGE * 4) + 1, outputs="sum")
+    pids = rt.function(lambda row: os.getpid(), outputs=None)
+    before = pids(np.ones(2))
+    with pytest.raises(synk.errors.CallTimeout):
+        f(np.arange(2.0), timeout=1)
+    assert (f(np.arange(2.0)) == 3.0).all()
+    assert pids(np.ones(2)) == before
+    assert "NCCL: nccl by fake" in rt.info()
+
+
+def test_a_start_that_sticks_in_the_driver_ends(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where not even NCCL's abort ends the first collective, the workers are replaced."""
+    monkeypatch.setenv("SYNK_FAKE_NCCL", "stick")
+    monkeypatch.setenv("SYNK_FAKE_PROOF_S", "1")
+    monkeypatch.setattr("synk._master.state.nccl_group.JOIN_TIMEOUT_S", 10.0)
+    rt = gpu(2)
+    f = rt.function(lambda x: x[:1].repeat(LARGE * 4) + 1, outputs="sum")
+    with pytest.raises(synk.errors.CallTimeout, match="NCCL"):
+        f(np.arange(2.0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # the workers were replaced
+        assert (f(np.arange(2.0)) == 3.0).all()

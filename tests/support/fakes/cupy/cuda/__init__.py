@@ -119,7 +119,8 @@ class Event:
     def done(self) -> bool:
         if self.stream is None or runtime.has_arrived(self.stream, self.count):
             return True
-        runtime.arrive(self.stream, self.count)  # the device goes on while one asks
+        if not runtime.is_stalled(self.stream):
+            runtime.arrive(self.stream, self.count)  # the device goes on while one asks
         return False
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import signal
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -89,6 +91,31 @@ def launch_elsewhere(act: Callable[[], object]) -> None:
 def follow_default(stream: int) -> None:
     """Have a stream run behind the legacy default stream from now on, as all do that are not non-blocking."""
     _following.add(stream)
+
+
+class _Stall:
+    """Work on a stream that ends when something else happens."""
+
+    def __init__(self, is_over: Callable[[], bool]) -> None:
+        self.is_over = is_over
+
+    def __call__(self) -> None:
+        # As in the driver, whose waits no signal ends.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        while not self.is_over():
+            time.sleep(0.001)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def stall(stream: int, is_over: Callable[[], bool]) -> None:
+    """Queue work on a stream that does not end before ``is_over()``."""
+    _on_their_way.setdefault(stream, []).append(_Stall(is_over))
+
+
+def is_stalled(stream: int) -> bool:
+    """Whether a stream works on something that does not end yet."""
+    waiting = _on_their_way.get(stream, [])
+    return bool(waiting) and isinstance(waiting[0], _Stall) and not waiting[0].is_over()
 
 
 def _catch_up(stream: int) -> None:
