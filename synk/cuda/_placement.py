@@ -38,6 +38,16 @@ def is_usable() -> bool:
     return has_cupy() and not explain_absence(_nvml.discover(os.environ), os.environ, has_cupy=True)
 
 
+def unused_gpus() -> str:
+    """Return why the GPUs that a program could see are not used, and what to install; empty if there are none."""
+    snapshot = _nvml.discover(os.environ)
+    try:
+        is_there = snapshot.problem == _nvml.NO_PACKAGE or bool(visible_devices(snapshot, os.environ))
+        return explain_absence(snapshot, os.environ, has_cupy=has_cupy()) if is_there else ""
+    except ValueError as error:  # CUDA_VISIBLE_DEVICES names no device
+        return str(error)
+
+
 def place(num_workers: int | None, devices: Sequence[Any] | None) -> DeviceAssignment:
     """Return the device assignment, from NVML. This imports neither CuPy nor CUDA.
 

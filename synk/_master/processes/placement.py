@@ -35,6 +35,8 @@ class Placement:
         How many sessions have played the same ranks, with this one: a node may be started again.
     node : str
         What the names of devices begin with: "node1:" on the second of several nodes.
+    is_on_cpu_by_default : bool
+        Whether the user has left the choice of the backend to synk, and got CPU workers.
     """
 
     backend: str
@@ -44,6 +46,7 @@ class Placement:
     unit: str = "rank"
     generation: int = 1
     node: str = ""
+    is_on_cpu_by_default: bool = False
 
     has_shared_memory: ClassVar[bool] = True
 
@@ -102,7 +105,8 @@ def place(num_workers: Any, backend: str, devices: Sequence[Any] | None, inline:
     TypeError
         If ``num_workers`` is not an integer.
     """
-    if backend == "auto":
+    is_chosen_here = backend == "auto"
+    if is_chosen_here:
         backend = "cupy" if devices is not None or backend_module("cupy").is_usable() else "numpy"
     module = backend_module(backend)
     if num_workers is not None:
@@ -115,4 +119,5 @@ def place(num_workers: Any, backend: str, devices: Sequence[Any] | None, inline:
         if num_workers not in (None, 1):
             raise ValueError(f"cannot fork inline: got num_workers={num_workers}, expected 1 (or None).")
         num_workers = 1
-    return Placement(backend, module.place(num_workers, devices))
+    is_default = is_chosen_here and backend == "numpy"
+    return Placement(backend, module.place(num_workers, devices), is_on_cpu_by_default=is_default)
