@@ -291,6 +291,10 @@ class CupyBackend(DeviceArrays):
             self._communicated = None
             self.synchronize()
             self.xp.get_default_memory_pool().free_all_blocks()
+            # torch keeps what it has freed as well, and neither library can use what the other keeps.
+            torch = sys.modules.get("torch")
+            if torch is not None and torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
         except self._runtime.CUDARuntimeError:
             return False
         return True

@@ -90,6 +90,53 @@ def test_a_device_without_memory_takes_slices(gpu: Any) -> None:
         rt.function(total, outputs="sum")(np.arange(70.0))
 
 
+def test_memory_that_the_other_library_keeps_is_given_back(gpu: Any) -> None:
+    """With stand-ins, whose memory is full until the one or the other has given back what it does not use."""
+    pytest.importorskip("torch")
+
+    def full(x: Any, library: str) -> Any:
+        import cupy
+        import torch
+
+        if not hasattr(torch, "synk_given"):
+            torch.synk_given = {"torch": 0}
+            torch.cuda.is_initialized = lambda: True
+            torch.cuda.empty_cache = lambda: torch.synk_given.update(torch=torch.synk_given["torch"] + 1)
+        given = torch.synk_given | {"cupy": cupy.cuda.Pool.num_freed}
+        if given[library] == 0 and synk.comm.rank == 0:
+            raise (cupy.cuda.memory.OutOfMemoryError if library == "torch" else torch.cuda.OutOfMemoryError)(1, 2)
+        return x.sum()
+
+    for library in ("torch", "cupy"):
+        for framework in (None, "torch"):
+            rt = gpu(2)
+            f = rt.function(full, bcast_inputs="library", outputs="sum", framework=framework)
+            assert float(f(np.arange(7.0), library)) == 21.0
+            rt.close()
+
+
+@pytest.mark.parametrize("num_slices", [1, 2])
+def test_a_call_that_runs_out_of_memory_is_run_once_more(gpu: Any, num_slices: int) -> None:
+    rt = gpu.reused(2)
+    runs = rt.resident([])
+
+    def full(x: Any, is_full: Any) -> Any:
+        import cupy
+
+        runs.value.append(len(x))
+        if is_full["always"] or len(runs.value) == 1:
+            raise cupy.cuda.memory.OutOfMemoryError(1 << 30, 0)
+        return x.sum()
+
+    f = rt.function(full, bcast_inputs="is_full", outputs="sum")
+    counted = rt.function(lambda: len(runs.value), per_rank=True, outputs=None)
+    assert float(f(np.arange(6.0), {"always": False}, num_slices=num_slices)) == 15.0
+    before = counted()
+    with pytest.raises(MemoryError, match=r"out of device memory.*Pass num_slices=2 or more"):
+        f(np.arange(6.0), {"always": True}, num_slices=num_slices)
+    assert [now - then for now, then in zip(counted(), before)] == [2, 2]
+
+
 def test_what_is_copied_to_devices_and_back_is_counted(gpu: Any) -> None:
     """With a stand-in for CuPy: that the counters are in the right places, and nothing about a real device."""
     rt = gpu(2)
