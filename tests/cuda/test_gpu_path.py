@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+import types
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -417,6 +418,31 @@ def test_auto_takes_the_gpus(gpu: Any) -> None:
     text = rt.info()
     assert text.count("Fake GPU") == 3
     assert "NCCL: nccl by fake 2.32.3" in text
+
+
+@pytest.mark.parametrize("value", ["2,0", "GPU-00000001,GPU-00000002"])
+def test_workers_see_their_device_in_the_users_form(gpu: Any, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    seen = gpu(2).function(lambda row: os.environ["CUDA_VISIBLE_DEVICES"], outputs=None)(np.ones(2))
+    assert ",".join(seen) == value
+
+
+@pytest.mark.parametrize("library", ["torch", "cupy"])
+def test_a_program_that_holds_device_memory_is_told(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
+    fake_gpus.install(monkeypatch, 1)
+    if library == "torch":
+        torch = pytest.importorskip("torch")
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: (index + 1) << 20)
+    else:
+        pool = types.SimpleNamespace(total_bytes=lambda: 3 << 20)
+        cupy = types.SimpleNamespace(__spec__="here", get_default_memory_pool=lambda: pool)
+        monkeypatch.setitem(sys.modules, "cupy", cupy)
+        monkeypatch.setattr("synk.cuda._placement.uses_cuda", lambda: True)
+    with pytest.warns(RuntimeWarning, match=r"this program itself holds 3 MiB of device memory") as caught:
+        synk.Runtime(1).close()
+    assert [each.filename for each in caught] == [__file__]
 
 
 def test_workers_on_gpus_limit_their_threads(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from synk._master.processes.output import warn_at_users_line
 from synk._pure.cores import num_cores
 from synk.backends import backend_module
 from synk.backends._assignment import DeviceAssignment
@@ -119,5 +120,7 @@ def place(num_workers: Any, backend: str, devices: Sequence[Any] | None, inline:
         if num_workers not in (None, 1):
             raise ValueError(f"cannot fork inline: got num_workers={num_workers}, expected 1 (or None).")
         num_workers = 1
-    is_default = is_chosen_here and backend == "numpy"
-    return Placement(backend, module.place(num_workers, devices), is_on_cpu_by_default=is_default)
+    assignment = module.place(num_workers, devices)
+    if assignment.notice:
+        warn_at_users_line(assignment.notice, RuntimeWarning)
+    return Placement(backend, assignment, is_on_cpu_by_default=is_chosen_here and not assignment.has_devices)
