@@ -7,7 +7,7 @@ max and compares nothing between the ranks.
 ``SYNK_FAKE_NCCL`` says what is broken: ``1`` nothing, ``refuse`` joining fails, ``fail`` collectives are refused,
 ``hang`` collectives are accepted and do not end before an abort, ``stick`` not even then, ``wrong`` sums are off by
 one. With a number, as in ``hang 2``, only the reduction of that number in each process is so; the first is the proof of
-the group.
+the group. ``SYNK_FAKE_MEETING_S`` is how long ranks take to meet, which they do once to join and twice to reduce.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class Comm:
         return np.frombuffer(self.memory, np.uint8, nbytes, 4096 + rank * AREA_NBYTES)
 
     def meet(self) -> bool:
+        time.sleep(float(os.environ.get("SYNK_FAKE_MEETING_S", 0)))
         self.tick += 1
         self.ticks[self.rank] = self.tick
         while (self.ticks[: self.size] < self.tick).any():

@@ -1,6 +1,9 @@
 """The CUDA runtime of the stand-in: copies, registered memory, errors that stay.
 
-``REFUSE_REGISTRATION`` (environment: ``SYNK_FAKE_REFUSE``) makes registering fail.
+The environment says what is broken or slow: ``SYNK_FAKE_REFUSE`` makes registering fail, ``SYNK_FAKE_STREAM=race`` no
+stream follows the default one, ``SYNK_FAKE_OOM=stick`` the device fails after it ran out of memory,
+``SYNK_FAKE_DELAY_S`` each wait for a stream takes so long, ``SYNK_FAKE_GBPS`` is how fast events say that pageable and
+pinned memory are copied.
 """
 
 from __future__ import annotations
@@ -25,6 +28,10 @@ _on_their_way: dict[int, list[Callable[[], object]]] = {}
 _num_arrived: dict[int, int] = {}
 DEFAULT = 0
 """The legacy default stream, on which other libraries launch."""
+
+clock_ms: dict[int, float] = {}
+pinned: dict[int, Any] = {}
+"""Page-locked memory by address."""
 
 _following: set[int] = set()  # the streams that run behind what is on the default stream
 
@@ -90,7 +97,19 @@ def launch_elsewhere(act: Callable[[], object]) -> None:
 
 def follow_default(stream: int) -> None:
     """Have a stream run behind the legacy default stream from now on, as all do that are not non-blocking."""
-    _following.add(stream)
+    if os.environ.get("SYNK_FAKE_STREAM") != "race":
+        _following.add(stream)
+
+
+def is_elsewhere() -> bool:
+    """Whether the legacy default stream is the current one."""
+    return bool(current.streams) and current.streams[-1] == DEFAULT
+
+
+def spend(stream: int, nbytes: int, *, is_pinned: bool) -> None:
+    """Let the clock that events read go on for a copy."""
+    rates = [float(rate) for rate in os.environ.get("SYNK_FAKE_GBPS", "0.1 50").split()]
+    clock_ms[stream] = clock_ms.get(stream, 0.0) + nbytes / rates[is_pinned] / 1e6
 
 
 class _Stall:
@@ -125,6 +144,7 @@ def _catch_up(stream: int) -> None:
 
 def finish(stream: int) -> None:
     check()
+    time.sleep(float(os.environ.get("SYNK_FAKE_DELAY_S", 0)))
     _catch_up(stream)
     arrive(stream, num_queued(stream))
     for target, data in _pending.pop(stream, []):
@@ -202,7 +222,7 @@ def runtimeGetVersion() -> int:
 
 def memGetInfo() -> tuple[int, int]:
     check()
-    return 1 << 20, 1 << 34
+    return 1 << 26, 1 << 34
 
 
 def streamQuery(stream: int) -> int:
