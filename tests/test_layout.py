@@ -31,6 +31,7 @@ BELOW: dict[str, tuple[str, ...]] = {
     "": ("torch", "profiler", "_api", "_master", "_worker", "_wire", "_pure", "errors", "_version"),
     "__main__": ("",),
     "extensions": ("", "torch", "errors"),
+    "check": ("", "torch", "cuda", "_wire", "_pure", "errors", "_version"),
 }
 """What each folder, or file beside the folders, may import; ``""`` is the package's own ``__init__``."""
 

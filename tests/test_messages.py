@@ -44,6 +44,7 @@ SENTENCE = re.compile(r"[^A-Z].*[.?}]$", re.DOTALL)
 INTERNAL = {
     "AssertionError", "NotImplementedError", "OSError", "StopIteration", "SystemExit", "KeyboardInterrupt",
     "NotComparable",  # a part of a note in the report of verify
+    "Broken",  # a sentence in the report of synk.check
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 from synk._api.op_check import OpCheck, few_rows, hold_back
 from synk._api.options import (
     FRAMEWORKS,
+    can_try_again,
     check_blocks,
     check_changes,
     check_function,
@@ -243,12 +244,22 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
                 return self._run_checked(args, kwargs, options)
         except BaseException as error:  # like a verb, but written out: this is the path of every call
             __tracebackhide__ = True
-            if self._slices is not None and self._slices.help_against(error, args, kwargs, num_slices):
+            last = error
+            if can_try_again(error):
+                try:
+                    with operation():
+                        subset, limit = check_subset(output_subset), check_timeout(timeout)
+                        return self._run(args, kwargs, CallOptions(batch, shard_batch, num_slices, subset, limit))
+                except BaseException as second:
+                    last = second
+            if self._slices is not None and self._slices.help_against(last, args, kwargs, num_slices):
                 return self(
                     *args, batch=batch, shard_batch=shard_batch, num_slices=num_slices,
                     output_subset=output_subset, timeout=timeout, **kwargs,
                 )  # fmt: skip
-            outline(error)
+            outline(last)
+            if last is not error:
+                raise last from last.__cause__
             if sys.version_info < (3, 11):
                 raise error
             raise

@@ -204,3 +204,11 @@ def one_per_input(options: dict[str, Any], num_inputs: int, name: str) -> list[d
         {option: value[k] if isinstance(value, (list, tuple)) else value for option, value in options.items()}
         for k in range(num_inputs)
     ]
+
+
+def can_try_again(error: BaseException) -> bool:
+    """Whether a call that failed is run once more: memory ran out on a device, and the call has left nothing behind.
+
+    The libraries on the device have given back by then what they held and did not use; see ``Backend.recover``.
+    """
+    return bool(getattr(error, "is_of_device", False) and getattr(error, "_is_put_back", True))

@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from synk._master.processes.output import warn_at_users_line
 from synk._master.processes.placement import Placement
 from synk._master.state.device_values import DeviceValues
 from synk._master.state.functions import Functions
@@ -39,6 +40,7 @@ from synk._pure.interrupts import deferred, holding, operation, waiting
 from synk._pure.limits import lock_s
 from synk._wire.cell import cell, refuse_inside_worker
 from synk._wire.memory import Segment
+from synk.backends import unused_gpus
 from synk.errors import ClosedError, NotForkedError, ReentrancyError, SynkError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -122,6 +124,7 @@ class Session:
         self.total_ranks = placement.total_ranks
         self.assignment = placement.assignment
         self.has_devices = self.assignment.has_devices
+        self._may_miss_gpus = placement.is_on_cpu_by_default
         self.counters = dict.fromkeys(_COUNTERS, 0)
         self.pid = os.getpid()
         self._lock = threading.RLock()
@@ -302,6 +305,13 @@ class Session:
         """Return the monotonic time by which an operation that begins now must end."""
         timeout = self.timeout if timeout is None else timeout
         return None if timeout is None else time.monotonic() + timeout
+
+    def tell_of_unused_gpus(self, name: str) -> None:
+        """Warn, once, that a function that computes with torch runs on the CPU beside GPUs that are not used."""
+        if self._may_miss_gpus:
+            self._may_miss_gpus = False
+            if reason := unused_gpus():
+                warn_at_users_line(f"{name!r} computes with torch on CPU workers: {reason}", RuntimeWarning)
 
     # -- messages -----------------------------------------------------------------------------------------------------
 

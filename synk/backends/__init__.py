@@ -215,6 +215,11 @@ def backend_module(name: str) -> BackendModule:
     return cast(BackendModule, import_module(_MODULES[name]))
 
 
+def unused_gpus() -> str:
+    """Return why workers on the CPU were chosen although GPUs are there, and what to install; empty if none are."""
+    return str(import_module(_MODULES["cupy"]).unused_gpus())
+
+
 def _how_to_install(name: str) -> str:
     extra = {"dpnp": "dpnp", "cupy": "cuda13"}.get(name)
     return "" if extra is None else f' (pip install "synkhronos[{extra}]")'

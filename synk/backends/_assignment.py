@@ -27,6 +27,8 @@ class DeviceAssignment:
         The kind of device on which torch computes on the ranks.
     framework : str or None
         The library whose arrays functions get unless they name one. None means the arrays of the backend itself.
+    notice : str
+        What the user is told when the runtime is made; empty for nothing.
     """
 
     devices: tuple[str, ...]
@@ -36,6 +38,7 @@ class DeviceAssignment:
     can_use_nccl: bool = False
     torch_device: str = "cpu"
     framework: str | None = None
+    notice: str = ""
 
 
 def check_names(devices: Any) -> None:

@@ -99,4 +99,5 @@ class DeviceArrays:
             "use fewer rows per call."
         )
         explained.__cause__ = error
+        explained.__dict__["is_of_device"] = True  # the program runs the call once more
         return explained

@@ -192,6 +192,7 @@ class TorchBackend(DeviceArrays):
             return True
         try:
             self._module.synchronize()
+            self._module.empty_cache()
         except RuntimeError:  # an error of the device stays with the process
             return False
         return True

@@ -1,11 +1,12 @@
-"""The CUDA backend: one GPU, CuPy arrays, one non-blocking stream on which a whole call happens in order.
+"""The CUDA backend: one GPU, CuPy arrays, one stream on which a whole call happens in order.
 
 Copies to the device are queued before the user's function runs, and copies from it afterwards. The host waits once, at
 the end of a call. The user's kernels, the copies and the collectives share the stream, so they need no events to follow
-one another. There are two exceptions. If the next call is known before the current one has ended, a second stream
-copies its inputs while the first computes, and an event says when they are there. Sums that a function starts into
-arrays of its own run on a third stream, behind an event of the first; the first waits for them when the function does.
-In one file because it is one protocol, whose parts share these streams.
+one another. It follows the legacy default stream, on which other libraries launch: what they have queued is done before
+outputs are copied. Two more streams do not. If the next call is known before the current one has ended,
+a second stream copies its inputs while the first computes, and an event says when they are there. Sums that a function
+starts into arrays of its own run on a third stream, behind an event of the first; the first waits for them when the
+function does. In one file because it is one protocol, whose parts share these streams.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class CupyBackend(DeviceArrays):
         ordinal = 0 if runtime.getDeviceCount() == 1 else int(device.partition(":")[2])
         self._cuda_device = cupy.cuda.Device(ordinal)
         self._cuda_device.use()
-        self.stream = cupy.cuda.Stream(non_blocking=True)
+        self.stream = cupy.cuda.Stream(non_blocking=False)
         self.stream_handle = int(self.stream.ptr)
         self._copy_stream = cupy.cuda.Stream(non_blocking=True)
         # For sums of gradients during the backward pass. Operations on this stream take no memory from the pool.
@@ -167,7 +168,7 @@ class CupyBackend(DeviceArrays):
 
     def enter_thread(self) -> None:
         # Each thread has a current stream of its own. A thread of autograd would queue on the legacy default stream,
-        # which our non-blocking streams do not wait for.
+        # which the streams for copies and communication do not wait for.
         if not getattr(self._entered, "is_here", False):
             self._entered.is_here = True
             self._cuda_device.use()
@@ -290,6 +291,10 @@ class CupyBackend(DeviceArrays):
             self._communicated = None
             self.synchronize()
             self.xp.get_default_memory_pool().free_all_blocks()
+            # torch keeps what it has freed as well, and neither library can use what the other keeps.
+            torch = sys.modules.get("torch")
+            if torch is not None and torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
         except self._runtime.CUDARuntimeError:
             return False
         return True

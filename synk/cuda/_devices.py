@@ -28,7 +28,11 @@ _MIN_CUDA_MAJOR, _MAX_CUDA_MAJOR = 12, 13
 
 @dataclass(frozen=True)
 class Device:
-    """The device of a worker: a GPU or a MIG instance. ``index`` is its position among the visible ones."""
+    """The device of a worker: a GPU or a MIG instance.
+
+    ``index`` is its position among the visible ones. ``entry`` names it as the user's CUDA_VISIBLE_DEVICES does, by a
+    number or a uuid; empty if that is not set.
+    """
 
     index: int
     uuid: str
@@ -36,6 +40,7 @@ class Device:
     memory_nbytes: int
     gpu_uuid: str
     cpu_affinity: frozenset[int] = frozenset()
+    entry: str = ""
 
     def __str__(self) -> str:
         return f"cuda:{self.index}"
@@ -121,12 +126,12 @@ def visible_devices(snapshot: NvmlSnapshot, environ: Mapping[str, str]) -> tuple
                 f"CUDA did not tell its order. Name them by uuid (`nvidia-smi -L`), or set {ORDER_VARIABLE}=PCI_BUS_ID."
             )
         device = _resolve(entry, value, gpus)
-        if device in found:
+        if device.uuid in (each.uuid for each in found):
             raise ValueError(
                 f"cannot read {VISIBLE_VARIABLE}={value!r}: got {entry!r}, which is in the list already. For several "
                 "workers on one GPU list it once and pass devices=[0, 0]."
             )
-        found.append(device)
+        found.append(dataclasses.replace(device, entry=entry))
     return _numbered(found)
 
 
@@ -199,8 +204,11 @@ def ranks_per_device(chosen: Sequence[Device]) -> int:
 
 
 def worker_environment(device: Device) -> dict[str, str]:
-    """Return the environment variables that make ``device`` the only one, number 0, for every library of a worker."""
-    return {VISIBLE_VARIABLE: device.uuid}
+    """Return the environment variables that make ``device`` the only one, number 0, for every library of a worker.
+
+    The form of the value is the user's: there are libraries that read numbers only.
+    """
+    return {VISIBLE_VARIABLE: device.entry or device.uuid}
 
 
 def cpu_mask(device: Device, allowed: Iterable[int]) -> set[int]:

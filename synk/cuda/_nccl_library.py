@@ -19,6 +19,7 @@ LIBRARY_VARIABLE = "SYNK_NCCL_LIB"
 SONAME = "libnccl.so.2"
 
 SUCCESS = 0
+INTERNAL_ERROR = 3
 REMOTE_ERROR = 6
 IN_PROGRESS = 7
 TIMEOUT = 8
@@ -193,6 +194,9 @@ def nccl_environment(environ: Mapping[str, str], *, ranks_per_device: int = 1) -
         del result["NCCL_COMM_BLOCKING"]
     result.setdefault("NCCL_SOCKET_IFNAME", "lo")
     result.setdefault("NCCL_RAS_ENABLE", "0")
+    # Plug-ins of a cluster's image and InfiniBand cards are for other machines, and looking for them can fail or hang.
+    result.setdefault("NCCL_NET_PLUGIN", "none")
+    result.setdefault("NCCL_IB_DISABLE", "1")
     if ranks_per_device > 1:
         # Ranks on one GPU share its processors. With too many channels each they would wait for each other for ever.
         result.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")

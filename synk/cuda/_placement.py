@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import sys
@@ -38,6 +39,47 @@ def is_usable() -> bool:
     return has_cupy() and not explain_absence(_nvml.discover(os.environ), os.environ, has_cupy=True)
 
 
+def unused_gpus() -> str:
+    """Return why the GPUs that a program could see are not used, and what to install; empty if there are none."""
+    snapshot = _nvml.discover(os.environ)
+    try:
+        is_there = snapshot.problem == _nvml.NO_PACKAGE or bool(visible_devices(snapshot, os.environ))
+        return explain_absence(snapshot, os.environ, has_cupy=has_cupy()) if is_there else ""
+    except ValueError as error:  # CUDA_VISIBLE_DEVICES names no device
+        return str(error)
+
+
+def notice_of_memory_held_here() -> str:
+    """Return what to tell a program that itself holds memory of GPUs on which its workers are to compute."""
+    held = memory_held_here()
+    if not held:
+        return ""
+    return (
+        f"this program itself holds {held / 2**20:.0f} MiB of device memory, which its workers lack. Make tensors "
+        "and models on the CPU and pass them to functions; free what is there (del, torch.cuda.empty_cache())."
+    )
+
+
+def memory_held_here() -> int:
+    """Return how many bytes of device memory torch and CuPy hold in this process. It makes no call that begins CUDA."""
+    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+    nbytes = 0
+    if torch is not None and torch.cuda.is_initialized():
+        nbytes += sum(torch.cuda.memory_reserved(index) for index in range(torch.cuda.device_count()))
+    if cupy is not None and uses_cuda():
+        nbytes += cupy.get_default_memory_pool().total_bytes()
+    return int(nbytes)
+
+
+def uses_cuda() -> bool:
+    """Whether this process has begun CUDA: it then holds the driver's file for memory open, which NVML does not."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if os.readlink(f"/proc/self/fd/{name}") == "/dev/nvidia-uvm":
+                return True
+    return False
+
+
 def place(num_workers: int | None, devices: Sequence[Any] | None) -> DeviceAssignment:
     """Return the device assignment, from NVML. This imports neither CuPy nor CUDA.
 
@@ -66,6 +108,7 @@ def place(num_workers: int | None, devices: Sequence[Any] | None) -> DeviceAssig
         # on request.
         can_use_nccl=len(chosen) > 1 and (sharing == 1 or os.environ.get(_SHARING_VARIABLE) == "1"),
         torch_device="cuda",
+        notice=notice_of_memory_held_here(),
     )
 
 

@@ -124,7 +124,8 @@ class _Group:
 
     def __init__(self) -> None:
         worker = cell.worker
-        self.is_abandoned = False
+        self.is_abandoned = self._has_left = False
+        self._leaving = threading.Lock()  # two threads may leave at once
         self._is_in_call = threading.Event()
         self._is_closed = False
         self._descriptor = os.memfd_create("synk-store") if comm.rank == 0 else -1
@@ -176,16 +177,20 @@ class _Group:
         The watching thread calls this while the main thread is in C++ code. Gloo's descriptors stay open, since Gloo
         closes them: only copies of them are shut down, which ends the connections for both.
         """
-        if self.is_abandoned:
-            return
         self.is_abandoned = True
-        # A connection has a port on which one of the ranks listens, at one of its two ends. A rank that has died has no
-        # ports here any more, but the kernel has closed its connections.
-        ports = {port for pid in self._pids for _, _, port in _listening(pid)}
-        for connection in _connections():
-            with connection, contextlib.suppress(OSError):  # the other side may have gone
-                if {connection.getsockname()[1], connection.getpeername()[1]} & ports:
-                    connection.shutdown(socket.SHUT_RDWR)
+        with self._leaving:
+            if self._has_left:
+                return
+            # A connection has a port on which one of the ranks listens, at one of its two ends. A rank that has died
+            # has no ports here any more, but the kernel has closed its connections.
+            ports = {port for pid in self._pids for _, _, port in _listening(pid)}
+            connections = list(_connections())  # the abort may close some of the descriptors
+            _abort()
+            for connection in connections:
+                with connection, contextlib.suppress(OSError):  # the other side may have gone
+                    if {connection.getsockname()[1], connection.getpeername()[1]} & ports:
+                        connection.shutdown(socket.SHUT_RDWR)
+            self._has_left = True  # last: an interrupt that breaks this off is followed by another call
 
     def _check_listening(self) -> None:
         for address, inode, _ in _listening(os.getpid()):
@@ -208,6 +213,17 @@ class _Group:
                 os.close(self._descriptor)
             if self._thread is not None and self._thread is not threading.current_thread():
                 self._thread.join()  # the thread holds the worker, which may be an object in the program's own process
+
+
+def _abort() -> None:
+    """Abort the operations of the default group and its subgroups.
+
+    NCCL's kernels would otherwise wait on the devices for ranks that are gone. That comes before the connections are
+    cut, or NCCL's own threads report the broken ones and end this process.
+    """
+    abort = getattr(dist.distributed_c10d, "_abort_process_group", None)  # since torch 2.5
+    if abort is not None and dist.is_initialized():
+        abort()
 
 
 # -- sockets of this process ------------------------------------------------------------------------------------------

@@ -266,6 +266,17 @@ def test_a_worker_sees_its_device_alone() -> None:
             assert visible(snapshot, environ["CUDA_VISIBLE_DEVICES"]) == [device.uuid]
 
 
+@pytest.mark.parametrize("value", ["1,0", " 3 , 2 ,", "0,2,-1,1", f"{H200_UUIDS[4]},3", "GPU-77d0,GPU-0b7d83f1", "7"])
+def test_a_worker_finds_its_device_in_the_form_that_the_user_has_written(value: str) -> None:
+    """Libraries that read numbers only work on in workers, and each sees the device that the user's order gives it."""
+    devices = visible_devices(H200_SERVER, {"CUDA_VISIBLE_DEVICES": value})
+    entries = [worker_environment(device)["CUDA_VISIBLE_DEVICES"] for device in devices]
+    written = [entry.strip() for entry in value.partition(",-1")[0].split(",") if entry]
+    assert entries == written
+    for device, entry in zip(devices, entries, strict=True):
+        assert visible(H200_SERVER, entry) == [device.uuid]
+
+
 def test_cpus_near_the_device() -> None:
     device = visible_devices(H200_SERVER, {"CUDA_VISIBLE_DEVICES": "7"})[0]
     assert cpu_mask(device, range(96)) == set(range(48, 96))

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+import types
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -88,6 +89,53 @@ def test_a_device_without_memory_takes_slices(gpu: Any) -> None:
     assert [float(f(np.arange(70.0))) for _ in range(2)] == [70 * 69 / 2] * 2
     with pytest.raises(MemoryError, match="out of device memory"):
         rt.function(total, outputs="sum")(np.arange(70.0))
+
+
+def test_memory_that_the_other_library_keeps_is_given_back(gpu: Any) -> None:
+    """With stand-ins, whose memory is full until the one or the other has given back what it does not use."""
+    pytest.importorskip("torch")
+
+    def full(x: Any, library: str) -> Any:
+        import cupy
+        import torch
+
+        if not hasattr(torch, "synk_given"):
+            torch.synk_given = {"torch": 0}
+            torch.cuda.is_initialized = lambda: True
+            torch.cuda.empty_cache = lambda: torch.synk_given.update(torch=torch.synk_given["torch"] + 1)
+        given = torch.synk_given | {"cupy": cupy.cuda.Pool.num_freed}
+        if given[library] == 0 and synk.comm.rank == 0:
+            raise (cupy.cuda.memory.OutOfMemoryError if library == "torch" else torch.cuda.OutOfMemoryError)(1, 2)
+        return x.sum()
+
+    for library in ("torch", "cupy"):
+        for framework in (None, "torch"):
+            rt = gpu(2)
+            f = rt.function(full, bcast_inputs="library", outputs="sum", framework=framework)
+            assert float(f(np.arange(7.0), library)) == 21.0
+            rt.close()
+
+
+@pytest.mark.parametrize("num_slices", [1, 2])
+def test_a_call_that_runs_out_of_memory_is_run_once_more(gpu: Any, num_slices: int) -> None:
+    rt = gpu.reused(2)
+    runs = rt.resident([])
+
+    def full(x: Any, is_full: Any) -> Any:
+        import cupy
+
+        runs.value.append(len(x))
+        if is_full["always"] or len(runs.value) == 1:
+            raise cupy.cuda.memory.OutOfMemoryError(1 << 30, 0)
+        return x.sum()
+
+    f = rt.function(full, bcast_inputs="is_full", outputs="sum")
+    counted = rt.function(lambda: len(runs.value), per_rank=True, outputs=None)
+    assert float(f(np.arange(6.0), {"always": False}, num_slices=num_slices)) == 15.0
+    before = counted()
+    with pytest.raises(MemoryError, match=r"out of device memory.*Pass num_slices=2 or more"):
+        f(np.arange(6.0), {"always": True}, num_slices=num_slices)
+    assert [now - then for now, then in zip(counted(), before)] == [2, 2]
 
 
 def test_what_is_copied_to_devices_and_back_is_counted(gpu: Any) -> None:
@@ -241,6 +289,21 @@ def test_host_values_of_a_function_stay_on_the_host(gpu: Any, num_slices: int) -
     np.testing.assert_array_equal(sums, [1.0, 5.0] if num_slices == 1 else [0.0, 1.0, 2.0, 3.0])
 
 
+@pytest.mark.parametrize("count", [5, 4 * LARGE], ids=["small", "large"])
+def test_a_kernel_on_the_default_stream_is_done_before_its_array_is_copied(gpus: Gpus, count: int) -> None:
+    """Numba and libraries that are called by ctypes launch there. With a stand-in, which runs it as late as it may."""
+    rt = gpus.reused(2)
+
+    def body(x: Any) -> Any:
+        import cupy
+
+        out = cupy.zeros(count)
+        cupy.cuda.runtime.launch_elsewhere(lambda: out.__setitem__(slice(None), x.sum()))
+        return out
+
+    np.testing.assert_array_equal(rt.function(body, outputs="gather")(np.arange(4.0)), np.repeat([1.0, 5.0], count))
+
+
 @pytest.mark.parametrize("library", ["pandas", "polars"])
 def test_tables_stay_on_the_host(gpu: Any, library: str) -> None:
     """No rows of one go to a device; a broadcast one arrives as it is, and one that a function makes is combined."""
@@ -355,6 +418,31 @@ def test_auto_takes_the_gpus(gpu: Any) -> None:
     text = rt.info()
     assert text.count("Fake GPU") == 3
     assert "NCCL: nccl by fake 2.32.3" in text
+
+
+@pytest.mark.parametrize("value", ["2,0", "GPU-00000001,GPU-00000002"])
+def test_workers_see_their_device_in_the_users_form(gpu: Any, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    seen = gpu(2).function(lambda row: os.environ["CUDA_VISIBLE_DEVICES"], outputs=None)(np.ones(2))
+    assert ",".join(seen) == value
+
+
+@pytest.mark.parametrize("library", ["torch", "cupy"])
+def test_a_program_that_holds_device_memory_is_told(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
+    fake_gpus.install(monkeypatch, 1)
+    if library == "torch":
+        torch = pytest.importorskip("torch")
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: (index + 1) << 20)
+    else:
+        pool = types.SimpleNamespace(total_bytes=lambda: 3 << 20)
+        cupy = types.SimpleNamespace(__spec__="here", get_default_memory_pool=lambda: pool)
+        monkeypatch.setitem(sys.modules, "cupy", cupy)
+        monkeypatch.setattr("synk.cuda._placement.uses_cuda", lambda: True)
+    with pytest.warns(RuntimeWarning, match=r"this program itself holds 3 MiB of device memory") as caught:
+        synk.Runtime(1).close()
+    assert [each.filename for each in caught] == [__file__]
 
 
 def test_workers_on_gpus_limit_their_threads(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -879,3 +967,59 @@ def test_nothing_of_a_comparison_is_left_on_the_devices(gpu: Any) -> None:
     np.testing.assert_array_equal(w.value, np.zeros(3))
     np.testing.assert_allclose(wrong(x), x.sum(axis=0) / 2)
     np.testing.assert_array_equal(w.value, np.ones(3))
+
+
+# -- NCCL that starts and does not work -------------------------------------------------------------------------------
+
+
+FAULTS = {
+    "refuse": "cannot join an NCCL group as rank 0 of 2: got ncclSystemError",
+    "fail": "cannot all_reduce 262144 int32 by 'sum': got ncclSystemError",
+    "hang": "cannot finish a collective: got ncclTimeout",
+    "wrong": "cannot prove the group: got ncclInternalError (3): 262144 of 262144 sums are wrong",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_group_that_does_not_work_is_found_when_it_is_made(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str
+) -> None:
+    """Calls then go through host memory, with one warning."""
+    monkeypatch.setenv("SYNK_FAKE_NCCL", fault)
+    monkeypatch.setenv("SYNK_FAKE_PROOF_S", "1")
+    rt = gpu(2)
+    f = rt.function(lambda x: x[:1].repeat(LARGE * 4) + 1, outputs="sum")
+    for _ in range(3):
+        assert (f(np.arange(2.0), timeout=60) == 3.0).all()
+    (warning,) = [record.getMessage() for record in caplog.records if "NCCL" in record.getMessage()]
+    assert FAULTS[fault] in warning
+    assert FAULTS[fault] in rt.info()
+    assert not rt.counters["restarts"]
+
+
+def test_a_group_that_works_again_is_used_again(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collective that hangs after the proof ends with the call's limit, on the workers that were there."""
+    monkeypatch.setenv("SYNK_FAKE_NCCL", "hang 2")
+    rt = gpu(2)
+    f = rt.function(lambda x: x[:1].repeat(LARGE * 4) + 1, outputs="sum")
+    pids = rt.function(lambda row: os.getpid(), outputs=None)
+    before = pids(np.ones(2))
+    with pytest.raises(synk.errors.CallTimeout):
+        f(np.arange(2.0), timeout=1)
+    assert (f(np.arange(2.0)) == 3.0).all()
+    assert pids(np.ones(2)) == before
+    assert "NCCL: nccl by fake" in rt.info()
+
+
+def test_a_start_that_sticks_in_the_driver_ends(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where not even NCCL's abort ends the first collective, the workers are replaced."""
+    monkeypatch.setenv("SYNK_FAKE_NCCL", "stick")
+    monkeypatch.setenv("SYNK_FAKE_PROOF_S", "1")
+    monkeypatch.setattr("synk._master.state.nccl_group.JOIN_TIMEOUT_S", 10.0)
+    rt = gpu(2)
+    f = rt.function(lambda x: x[:1].repeat(LARGE * 4) + 1, outputs="sum")
+    with pytest.raises(synk.errors.CallTimeout, match="NCCL"):
+        f(np.arange(2.0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # the workers were replaced
+        assert (f(np.arange(2.0)) == 3.0).all()

@@ -355,12 +355,19 @@ def test_version_texts() -> None:
 def test_nccl_is_kept_on_loopback() -> None:
     before = {"PATH": "/bin", "NCCL_COMM_ID": "10.0.0.1:5000", "NCCL_COMM_BLOCKING": "0"}
     after = nccl_environment(before)
-    assert after == {"PATH": "/bin", "NCCL_SOCKET_IFNAME": "lo", "NCCL_RAS_ENABLE": "0"}
+    assert after == {
+        "PATH": "/bin",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_RAS_ENABLE": "0",
+        "NCCL_NET_PLUGIN": "none",
+        "NCCL_IB_DISABLE": "1",
+    }
     assert before["NCCL_COMM_ID"] == "10.0.0.1:5000"
 
 
 def test_what_the_user_set_stays() -> None:
     chosen = {"NCCL_SOCKET_IFNAME": "=eth0", "NCCL_RAS_ENABLE": "1", "NCCL_COMM_BLOCKING": "1", "NCCL_DEBUG": "INFO"}
+    chosen |= {"NCCL_NET_PLUGIN": "aws-ofi", "NCCL_IB_DISABLE": "0"}
     assert nccl_environment(chosen) == chosen
 
 

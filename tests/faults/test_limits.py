@@ -7,9 +7,13 @@ import fractions
 import itertools
 import os
 import signal
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import numpy as np
@@ -26,6 +30,7 @@ from support.harness import (
     script,
 )
 
+from synk._master.processes.reports import signs_of_life
 from synk.errors import CallTimeout, ClosedError, StartupError
 
 Fork = Callable[..., Any]
@@ -180,6 +185,15 @@ except synk.errors.ClosedError as error:
 # ----- workers that are stuck as they start
 
 
+SIGNS = "synk._master.workers.starting.signs_of_life"
+
+
+@pytest.fixture
+def no_signs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have workers that start give no sign of life but their start: one may still be on its way to where it sticks."""
+    monkeypatch.setattr(SIGNS, lambda pid: 0)
+
+
 def age(worker: Any) -> None:
     """Have a worker's process look as if it had been started long ago."""
     worker.process.started -= 1000
@@ -219,6 +233,7 @@ def calls_until_it_works(rt: Any, timeout: float | None) -> list[str]:
 @pytest.mark.parametrize("action", ["sleep", "stop"])
 @pytest.mark.parametrize("timeout", [0.2, None])
 @pytest.mark.sampled(90)
+@pytest.mark.usefixtures("no_signs")
 def test_A12_a_worker_that_is_stuck_as_it_starts_is_replaced(runtime: Fork, action: str, timeout: float | None) -> None:
     """The time counts from the start of its process on, however short the limits of the calls are."""
     rt = runtime(2, failpoint("start.ready", 1, 1, action))
@@ -230,7 +245,7 @@ def test_A12_a_worker_that_is_stuck_as_it_starts_is_replaced(runtime: Fork, acti
     assert rt._session.workers.by_rank[1].process.pid == first[1]
     age(rt._session.workers.by_rank[1])
     assert calls_until_it_works(rt, timeout)[-1] == (
-        f"rank 1 (pid {first[1]}) was not up 120 s after its start, was killed, and was started again. "
+        f"rank 1 (pid {first[1]}) was not up 120 s after its last sign of life, was killed, and was started again. "
         "What functions kept there, in closures or globals, is gone."
     )
     after = pids(rt)
@@ -239,6 +254,7 @@ def test_A12_a_worker_that_is_stuck_as_it_starts_is_replaced(runtime: Fork, acti
     assert_right(rt)
 
 
+@pytest.mark.usefixtures("no_signs")
 def test_A12_a_replacement_that_is_stuck_as_it_starts_is_replaced(
     runtime: Fork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,7 +269,10 @@ def test_A12_a_replacement_that_is_stuck_as_it_starts_is_replaced(
             lambda: (context.undo(), rt._session.workers.starting._replace_stuck()),
         )
         happened = calls_until_it_works(rt, None)
-    assert "ended with SIGKILL while idle" in happened[-1] and "was not up 120 s after its start" in happened[-1]
+    assert (
+        "ended with SIGKILL while idle" in happened[-1]
+        and "was not up 120 s after its last sign of life" in happened[-1]
+    )
     with same_workers(rt) as now:
         assert now[0] == before[0]
 
@@ -261,17 +280,48 @@ def test_A12_a_replacement_that_is_stuck_as_it_starts_is_replaced(
 @pytest.mark.parametrize("timeout", [0.2, None])
 @pytest.mark.parametrize("max_restarts", [0, 3])
 @pytest.mark.sampled(90)
+@pytest.mark.usefixtures("no_signs")
 def test_A12_a_worker_that_never_comes_up_ends_the_runtime(
     runtime: Fork, monkeypatch: pytest.MonkeyPatch, timeout: float | None, max_restarts: int
 ) -> None:
     rt = runtime(2, failpoint("start.ready", 1, 1, "stop"), max_restarts=max_restarts)
     monkeypatch.setattr(rt._session.workers.processes, "start_again", aged(rt, 1))
     age(rt._session.workers.by_rank[1])
-    with pytest.raises(StartupError, match="rank 1 of 2 was not up 120 s after its start"):
+    with pytest.raises(StartupError, match="rank 1 of 2 was not up 120 s after its last sign of life"):
         calls_until_it_works(rt, timeout)
     with pytest.raises(ClosedError):
         rt.function(lambda x: x.sum())(np.ones(2))
     assert rt.is_closed
+
+
+@pytest.mark.own_start
+def test_a_worker_on_a_slow_file_system_has_time(runtime: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as it reads, be it for longer than the limit; here no worker can start within it."""
+    monkeypatch.setattr("synk._master.workers.starting.START_TIMEOUT_S", 0.01)
+    numbers = itertools.count(1)
+    monkeypatch.setattr(SIGNS, lambda pid: next(numbers))
+    assert_right(runtime(2))
+    monkeypatch.setattr(SIGNS, lambda pid: 0)
+    with pytest.raises(StartupError, match=r"was not up 0\.01 s after its last sign of life"):
+        rt = runtime(2)
+        rt.function(lambda x: x.sum())(np.ones(2))
+
+
+def test_reading_is_a_sign_of_life(tmp_path: Path) -> None:
+    path = tmp_path / "library"
+    path.write_bytes(bytes(100_000))
+    program = f"print(flush=True); input(); open({str(path)!r}, 'rb').read(); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=PIPE, stdout=PIPE) as child:
+        assert child.stdin is not None and child.stdout is not None
+        child.stdout.readline()
+        before = signs_of_life(child.pid)
+        assert before > 0
+        child.stdin.write(b"\n")
+        child.stdin.flush()
+        child.stdout.readline()
+        assert signs_of_life(child.pid) >= before + 100_000
+        child.stdin.close()
+    assert signs_of_life(child.pid) == signs_of_life(-1) == 0
 
 
 # ----- streams and log handlers that do not take what workers print

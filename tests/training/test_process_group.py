@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 import types
@@ -436,3 +437,35 @@ def test_on_gpus_tensors_go_by_nccl_and_fsdp_trains(runtime: Any) -> None:
     assert all(torch.allclose(gradient, model[0].weight.grad, atol=1e-12) for gradient in gradients)
     for pid in pids(rt):
         assert all(" 0100007F:" in f" {entry.split()[1]}" for entry in listening(pid))
+
+
+def watched() -> None:
+    """Have this rank note when it aborts the group, and when it cuts a connection."""
+    synk.torch.process_group()
+    events = dist.synk_events = []
+    abort, shutdown = dist.distributed_c10d._abort_process_group, socket.socket.shutdown
+
+    def noted_abort(*args: Any) -> None:
+        events.append("abort")
+        abort(*args)
+
+    def noted_shutdown(self: socket.socket, how: int) -> None:
+        events.append("cut")
+        shutdown(self, how)
+
+    dist.distributed_c10d._abort_process_group, socket.socket.shutdown = noted_abort, noted_shutdown
+
+
+@pytest.mark.parametrize("action", ["raise", "kill"])
+def test_a_group_is_aborted_before_its_connections_are_cut(runtime: Any, action: str) -> None:
+    """Threads of NCCL would report the broken connections and end the process. Gloo, which runs here, does not mind."""
+    rt = runtime(3, backend="numpy")
+    each(rt, watched)()
+    with pytest.raises((ArithmeticError, synk.errors.WorkerDied)):
+        each(rt, lambda: [summed(), summed(action)])()  # all are in the group when it happens
+    events = each(rt, lambda: " ".join(getattr(dist, "synk_events", ["new"])))()
+    assert events.count("new") == (action == "kill")
+    for found in events:
+        # Of the connections of a rank that waits for a dead one, none may be left to cut.
+        assert found == "new" or found.startswith("abort"), events
+    assert each(rt, summed)()[0].tolist() == [6.0] * 3

@@ -62,6 +62,8 @@ def bind(
     name = function.name
     checks = Checks(name, _framework(function, session), session, is_submitted=options.is_submitted)
     arguments = checks.arguments(function.signature.bind(args, kwargs))
+    if function.framework == "torch" or any(argument.is_tensor for argument in arguments):
+        session.tell_of_unused_gpus(name)
     if options.is_serial:
         _bring_together(session, function, arguments, deadline)
     call = _divide(session, function, arguments, options, deadline)

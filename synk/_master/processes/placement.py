@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from synk._master.processes.output import warn_at_users_line
 from synk._pure.cores import num_cores
 from synk.backends import backend_module
 from synk.backends._assignment import DeviceAssignment
@@ -37,6 +38,8 @@ class Placement:
         How many sessions have played the same ranks, with this one: a node may be started again.
     node : str
         What the names of devices begin with: "node1:" on the second of several nodes.
+    is_on_cpu_by_default : bool
+        Whether the user has left the choice of the backend to synk, and got CPU workers.
     """
 
     backend: str
@@ -46,6 +49,7 @@ class Placement:
     unit: str = "rank"
     generation: int = 1
     node: str = ""
+    is_on_cpu_by_default: bool = False
 
     has_shared_memory: ClassVar[bool] = True
 
@@ -114,7 +118,8 @@ def place(num_workers: Any, backend: str, devices: Sequence[Any] | None, inline:
     TypeError
         If ``num_workers`` is not an integer.
     """
-    if backend == "auto":
+    is_chosen_here = backend == "auto"
+    if is_chosen_here:
         backend = "cupy" if devices is not None or backend_module("cupy").is_usable() else "numpy"
     module = backend_module(backend)
     if num_workers is not None:
@@ -127,4 +132,7 @@ def place(num_workers: Any, backend: str, devices: Sequence[Any] | None, inline:
         if num_workers not in (None, 1):
             raise ValueError(f"cannot fork inline: got num_workers={num_workers}, expected 1 (or None).")
         num_workers = 1
-    return Placement(backend, module.place(num_workers, devices))
+    assignment = module.place(num_workers, devices)
+    if assignment.notice:
+        warn_at_users_line(assignment.notice, RuntimeWarning)
+    return Placement(backend, assignment, is_on_cpu_by_default=is_chosen_here and not assignment.has_devices)

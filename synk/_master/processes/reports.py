@@ -128,3 +128,15 @@ def oom_kills() -> int:
             return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), 0)
     except OSError:  # /proc is hidden: only the signal is known
         return 0
+
+
+def signs_of_life(pid: int) -> int:
+    """Return a number that grows while a process reads files, also by the pages of a mapped library; 0 if unknown."""
+    try:
+        with open(f"/proc/{pid}/io", encoding="ascii") as file:
+            num_read = int(file.readline().split()[1])
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            # The name of the process, in parentheses, may have spaces. The fields after it begin with the third.
+            return num_read + int(file.read().rpartition(")")[2].split()[9])
+    except (OSError, ValueError, IndexError):
+        return 0

@@ -1,21 +1,27 @@
 """NCCL between the workers, seen from the master: when they join a group, and whether a call may use it.
 
 Joining takes a second or more and needs all ranks, so it is done before the first call, and again after a death. If it
-fails, the runtime goes on without NCCL: large outputs are then reduced through shared memory, as on the CPU.
+fails, or the group fails its proof, the runtime goes on without NCCL: large outputs are then reduced through shared
+memory, as on the CPU.
 """
 
 from __future__ import annotations
 
 import logging
 import pickle
+import time
 from typing import Any
 
 from synk._master.state.lanes import Lane
 from synk._master.workers.workers import Workers
 from synk._wire.control import Down, Up
-from synk._wire.messages import JoinOrder, Kind, Status
+from synk._wire.messages import IS_COLLATERAL, JoinOrder, Kind, Status
+from synk.errors import CallTimeout
 
 logger = logging.getLogger("synk")
+
+JOIN_TIMEOUT_S = 120.0
+"""For all ranks together. Each has limits of its own; this one is for a rank that sticks in the driver."""
 
 
 class Group:
@@ -87,17 +93,28 @@ class Group:
     def _order(self, workers: Workers, ranks: range | list[int], unique_id: bytes | None) -> dict[str, Any] | None:
         """Send the order. Return the lowest rank's answer, or None and give up if a rank could not follow it."""
         contents = dict.fromkeys(ranks, JoinOrder(self._number, unique_id))
-        replies = workers.ask(Kind.GROUP, list(ranks), 0, contents, [], None, "join NCCL", "the start of NCCL")
-        for reply in replies.values():
-            if reply.status != Status.DONE:
-                failure = pickle.loads(reply.body) if reply.body else None  # None: the rank was interrupted
-                self.problem = failure.message if failure is not None else "the start was interrupted"
-                self.break_up(workers)
-                self._is_wanted = failure is None
-                if failure is not None:
-                    logger.warning("NCCL is not used, large outputs go through host memory: %s", self.problem)
-                return None
+        deadline = time.monotonic() + JOIN_TIMEOUT_S
+        try:
+            replies = workers.ask(Kind.GROUP, list(ranks), 0, contents, [], deadline, "join NCCL", "the start of NCCL")
+        except CallTimeout:
+            self._give_up(f"its start took more than {JOIN_TIMEOUT_S:g} s")
+            raise
+        failed = [reply for reply in replies.values() if reply.status != Status.DONE]
+        if failed:
+            self.break_up(workers)
+            # Ranks that failed only because another one did say less.
+            cause = min(failed, key=lambda reply: bool(reply.flags & IS_COLLATERAL))
+            failure = pickle.loads(cause.body) if cause.body else None
+            if failure is None:
+                self.problem = "the start was interrupted"
+            else:
+                self._give_up(failure.message)
+            return None
         return dict(pickle.loads(replies[ranks[0]].body))
+
+    def _give_up(self, problem: str) -> None:
+        self._is_wanted, self.problem = False, problem
+        logger.warning("NCCL is not used, large outputs go through host memory: %s", problem)
 
     def is_usable(self, workers: Workers) -> bool:
         """Whether all ranks are in the group, and no rank has since given it up or been replaced."""

@@ -12,7 +12,7 @@ from typing import NoReturn
 import numpy as np
 
 from synk._master.processes.processes import Processes, WorkerState
-from synk._master.processes.reports import stderr_tails
+from synk._master.processes.reports import signs_of_life, stderr_tails
 from synk._master.workers.recovery import Recovery
 from synk._master.workers.requests import HELLO, Request, Requests
 from synk._version import __version__
@@ -21,6 +21,7 @@ from synk._wire.messages import Reply
 from synk.errors import CallTimeout, SerializationError, StartupError, WorkerDied
 
 START_TIMEOUT_S = 120.0
+"""How long a worker may start without a sign of life."""
 
 
 class Starting:
@@ -42,6 +43,7 @@ class Starting:
         self._requests = requests
         self._recovery = recovery
         self._wait = wait
+        self._signs: dict[int, tuple[int, float]] = {}  # by pid: its signs of life, and when they were seen to change
         self._once_stuck: set[int] = set()  # ranks whose process replaces one that got stuck while it started
 
     def await_ready(self, deadline: float | None) -> None:
@@ -59,15 +61,28 @@ class Starting:
             If workers are not up at ``deadline``. They go on starting.
         """
         while waiting := [worker for worker in self._processes.by_rank if not worker.is_ready]:
-            # The time counts from the start of the process, so that calls with shorter limits cannot postpone it.
-            silent = [worker.process.started for worker in waiting if worker.hello is None]
+            # The time counts from the process itself, so that calls with shorter limits cannot postpone it.
+            silent = [self._last_sign(worker) for worker in waiting if worker.hello is None]
             limit = min(silent, default=math.inf) + START_TIMEOUT_S
+            next_look = time.monotonic() + START_TIMEOUT_S / 4
             try:
-                self._await_hellos(waiting, limit if deadline is None else min(deadline, limit))
+                self._await_hellos(waiting, min(limit, next_look, math.inf if deadline is None else deadline))
             except CallTimeout:
-                if time.monotonic() < limit:
+                now = time.monotonic()
+                if now >= limit:
+                    self._replace_stuck()
+                elif deadline is not None and now >= deadline:
                     raise
-                self._replace_stuck()
+
+    def _last_sign(self, worker: WorkerState) -> float:
+        """Return when a process that starts gave its last sign of life: it has started, or read from files.
+
+        A library on a slow file system takes minutes to import, and is read all the time.
+        """
+        pid, signs = worker.process.pid, signs_of_life(worker.process.pid)
+        before, seen = self._signs.get(pid, (signs, 0.0))
+        self._signs[pid] = signs, seen if signs == before else time.monotonic()
+        return max(self._signs[pid][1], worker.process.started)
 
     def _await_hellos(self, waiting: Sequence[WorkerState], deadline: float) -> None:
         ranks = {worker.rank for worker in waiting}
@@ -100,18 +115,22 @@ class Starting:
         raise failure from error
 
     def _replace_stuck(self) -> None:
-        """Kill and replace workers whose time to start is over. If a replacement gets stuck too, the runtime fails."""
+        """Kill and replace workers without a sign of life. If a replacement gets stuck too, the runtime fails."""
         latest = time.monotonic() - START_TIMEOUT_S
         stuck = [worker for worker in self._processes.by_rank if not worker.is_ready and worker.hello is None]
-        stuck = [worker for worker in stuck if worker.process.started <= latest]
+        stuck = [worker for worker in stuck if self._last_sign(worker) <= latest]
+        if not stuck:
+            return
         for worker in stuck:  # they owe no reply except their hello
             worker.process.kill()
             self._processes.bury(worker)
-            self._recovery.unreported[worker.rank] = f"was not up {START_TIMEOUT_S:g} s after its start, was killed,"
+            self._recovery.unreported[worker.rank] = (
+                f"was not up {START_TIMEOUT_S:g} s after its last sign of life, was killed,"
+            )
         ranks = {worker.rank for worker in stuck}
         if self._recovery.max_restarts == 0 or ranks & self._once_stuck:
             tails = "\n".join(["", *stderr_tails(self._processes, stuck, 0.0)])
-            self._fail(sorted(ranks), f"was not up {START_TIMEOUT_S:g} s after its start.{tails}", None)
+            self._fail(sorted(ranks), f"was not up {START_TIMEOUT_S:g} s after its last sign of life.{tails}", None)
         self._once_stuck |= ranks
         self._recovery.restart_dead()
 

@@ -4,6 +4,9 @@ The master decides when a group is joined, and numbers it. A process that gives 
 memory: the master for all ranks when a worker died, a rank for itself when it failed. Every rank watches both words in
 a thread of its own, because its main thread may be waiting in the driver for a peer that will never come. Aborting the
 communicator frees the main thread.
+
+A group is used only after a proof: NCCL connects the ranks at the first collective, so a group whose ranks have all
+joined may still fail, or wait for ever, at each.
 """
 
 from __future__ import annotations
@@ -19,12 +22,16 @@ from synk._wire.control import Down, Up
 from synk._worker.comm.collectives import Collectives
 from synk._worker.comm.user_arrays import UserArrays
 from synk.backends import NcclBackend
+from synk.communicators import Buffer
 from synk.communicators._shm import ShmCommunicator
 from synk.cuda._nccl import NcclCommunicator
 from synk.cuda._nccl_bindings import Binding, load_binding
-from synk.cuda._nccl_library import REMOTE_ERROR, NcclError
+from synk.cuda._nccl_library import INTERNAL_ERROR, REMOTE_ERROR, NcclError
 
 _WATCH_INTERVAL_S = 0.05
+PROOF_TIMEOUT_S = 30.0
+"""How long the first collective of a group may take. Between the GPUs of a machine it takes less than one second."""
+_PROOF_COUNT = 1 << 18  # of 32-bit integers: NCCL uses other paths and protocols for a megabyte than for a few bytes
 
 
 class WorkerGroup:
@@ -64,7 +71,7 @@ class WorkerGroup:
         return self._load().new_unique_id()
 
     def join(self, number: int, unique_id: bytes) -> str:
-        """Leave the last group and join group ``number``. Return one line about NCCL.
+        """Leave the last group, and join group ``number`` and prove it. Return one line about NCCL.
 
         Raises
         ------
@@ -76,6 +83,7 @@ class WorkerGroup:
             self.communicator = NcclCommunicator(
                 self._load(), unique_id, self.rank, self.world_size, is_broken=self.is_broken
             )
+            self._prove(self.communicator)
         self._watch_end = threading.Event()
         watch = threading.Thread(
             target=self._watch, args=(self.communicator, self._watch_end), name="synk-watch", daemon=True
@@ -83,6 +91,32 @@ class WorkerGroup:
         watch.start()
         capabilities = self.communicator.capabilities()
         return f"{capabilities.name} {capabilities.version} ({capabilities.library_path})"
+
+    def _prove(self, communicator: NcclCommunicator) -> None:
+        """Sum a megabyte of known integers over all ranks, and compare.
+
+        Raises
+        ------
+        NcclError
+            If the sums are wrong or do not come in time. The communicator is then aborted.
+        """
+        backend, dtype = self._backend, np.dtype(np.int32)
+        numbers = np.arange(_PROOF_COUNT, dtype=dtype)
+        array = backend.from_host(numbers + dtype.type(self.rank))
+        buffer = Buffer(backend.address(array), _PROOF_COUNT, dtype.name)
+        try:
+            communicator.all_reduce(buffer, buffer, "sum", stream=backend.stream_handle)
+            event = backend.mark()
+            communicator.wait(lambda: bool(event.done), timeout_s=PROOF_TIMEOUT_S)
+            found = backend.host_copy(array)
+            expected = numbers * self.world_size + sum(range(self.world_size))
+            if num_wrong := int((found != expected).sum()):
+                raise NcclError(INTERNAL_ERROR, f"{num_wrong} of {_PROOF_COUNT} sums are wrong", "prove the group")
+        except BaseException:
+            communicator.abort()  # the device must not go on waiting for the others
+            raise
+        finally:
+            backend.take_copied()  # no call has copied this
 
     def is_broken(self) -> bool:
         """Whether the master or any rank has given the group up."""

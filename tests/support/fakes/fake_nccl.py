@@ -3,6 +3,11 @@
 Operations run when they are launched, or beside the function's stream when somebody waits for them, and block until
 the others come, as a blocking NCCL does; ``abort`` from another thread frees them. Like NCCL it drops NaN in min and
 max and compares nothing between the ranks.
+
+``SYNK_FAKE_NCCL`` says what is broken: ``1`` nothing, ``refuse`` joining fails, ``fail`` collectives are refused,
+``hang`` collectives are accepted and do not end before an abort, ``stick`` not even then, ``wrong`` sums are off by
+one. With a number, as in ``hang 2``, only the reduction of that number in each process is so; the first is the proof of
+the group. ``SYNK_FAKE_MEETING_S`` is how long ranks take to meet, which they do once to join and twice to reduce.
 """
 
 from __future__ import annotations
@@ -24,7 +29,10 @@ from synk.communicators._buffers import _memory_at
 MAX_RANKS = 8
 AREA_NBYTES = 1 << 26
 DTYPES = ("i1", "u1", "i4", "u4", "i8", "u8", "f2", "f4", "f8")
-REMOTE_ERROR = 6
+SYSTEM_ERROR, REMOTE_ERROR = 2, 6
+
+
+_num_reductions = 0
 
 
 class Comm:
@@ -40,11 +48,19 @@ class Comm:
         self.is_aborted = False
         self.factors: dict[int, float] = {}
 
+    def faulty(self) -> str:
+        """Count a reduction, and return what is broken about it."""
+        global _num_reductions
+        _num_reductions += 1
+        fault, _, number = os.environ["SYNK_FAKE_NCCL"].partition(" ")
+        return fault if not number or int(number) == _num_reductions else ""
+
     def area(self, rank: int, nbytes: int) -> np.ndarray:
         assert nbytes <= AREA_NBYTES
         return np.frombuffer(self.memory, np.uint8, nbytes, 4096 + rank * AREA_NBYTES)
 
     def meet(self) -> bool:
+        time.sleep(float(os.environ.get("SYNK_FAKE_MEETING_S", 0)))
         self.tick += 1
         self.ticks[self.rank] = self.tick
         while (self.ticks[: self.size] < self.tick).any():
@@ -79,7 +95,7 @@ class FakeBinding:
 
     def init(self, world_size: int, unique_id: bytes, rank: int) -> tuple[int, Any]:
         if os.environ["SYNK_FAKE_NCCL"] == "refuse":
-            return 2, None
+            return SYSTEM_ERROR, None
         comm = Comm(Path(tempfile.gettempdir()) / f"synk-fake-nccl-{unique_id[:8].hex()}", rank, world_size)
         comm.meet()
         if rank == 0:
@@ -124,14 +140,23 @@ class FakeBinding:
 
     def all_reduce(self, send: int, recv: int, count: int, dtype: int, op: int, comm: Comm, stream: int) -> int:
         """Beside the function's stream it runs when somebody waits for it, with what the array holds by then."""
-        act = partial(self._all_reduce, comm, send, recv, count, dtype, op)
+        fault = comm.faulty()
+        if fault in ("fail", "hang", "stick"):
+            return self._broken(fault, comm, stream)
+        act = partial(self._all_reduce, comm, send, recv, count, dtype, op, fault)
         return 0 if sys.modules["cupy"].cuda.runtime.queue(stream, act) else act()
 
-    def _all_reduce(self, comm: Comm, send: int, recv: int, count: int, dtype: int, op: int) -> int:
+    def _all_reduce(self, comm: Comm, send: int, recv: int, count: int, dtype: int, op: int, fault: str) -> int:
         total = self._reduced(comm, view(send, count, dtype), op)
         if total is None:
             return REMOTE_ERROR
-        view(recv, count, dtype)[:] = total
+        view(recv, count, dtype)[:] = total + (fault == "wrong")
+        return 0
+
+    def _broken(self, fault: str, comm: Comm, stream: int) -> int:
+        if fault == "fail":
+            return SYSTEM_ERROR
+        sys.modules["cupy"].cuda.runtime.stall(stream, lambda: comm.is_aborted and fault == "hang")
         return 0
 
     def reduce(self, send: int, recv: int, count: int, dtype: int, op: int, root: int, comm: Comm, stream: int) -> int:
@@ -143,6 +168,9 @@ class FakeBinding:
         return 0
 
     def reduce_scatter(self, send: int, recv: int, count: int, dtype: int, op: int, comm: Comm, stream: int) -> int:
+        fault = comm.faulty()
+        if fault in ("fail", "hang", "stick"):
+            return self._broken(fault, comm, stream)
         total = self._reduced(comm, view(send, count * comm.size, dtype), op)
         if total is None:
             return REMOTE_ERROR
@@ -169,3 +197,4 @@ def install() -> None:
     from synk._worker.comm import nccl_group as _group
 
     _group.load_binding = FakeBinding  # type: ignore[assignment, misc]
+    _group.PROOF_TIMEOUT_S = float(os.environ.get("SYNK_FAKE_PROOF_S", 30.0))

@@ -47,6 +47,8 @@ class ndarray(NDArrayOperatorsMixin):
     def __init__(self, shape: Any, dtype: Any = float, memptr: Any = None) -> None:
         nbytes = int(np.prod(shape, dtype=object)) * np.dtype(dtype).itemsize
         if nbytes > LIMIT_NBYTES:
+            if cuda.runtime.os.environ.get("SYNK_FAKE_OOM") == "stick":
+                cuda.fail_launch()
             raise cuda.memory.OutOfMemoryError(nbytes, 0)
         if memptr is not None:
             self._a = np.ndarray(shape, dtype, np.asarray(_Bytes(memptr, nbytes)))
@@ -77,7 +79,11 @@ class ndarray(NDArrayOperatorsMixin):
         return _wrap(self._a[key])
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._a[_unwrap(key)] = _unwrap(value)
+        key, value = _unwrap(key), _unwrap(value)
+        if cuda.runtime.is_elsewhere():
+            cuda.runtime.launch_elsewhere(lambda: self._a.__setitem__(key, value))
+        else:
+            self._a[key] = value
 
     def __len__(self) -> int:
         return len(self._a)

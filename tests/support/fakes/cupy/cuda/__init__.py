@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
-import time
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,14 @@ class MemoryPointer:
     def __init__(self, mem: Any, offset: int = 0) -> None:
         self.mem = mem
         self.ptr = mem + offset if isinstance(mem, int) else mem.ptr + offset
+
+    def copy_from_host_async(self, mem: int, size: int, stream: Stream) -> None:
+        ctypes.memmove(self.ptr, mem, size)
+        runtime.spend(stream.ptr, size, is_pinned=mem in runtime.pinned)
+
+    def copy_to_host_async(self, mem: int, size: int, stream: Stream) -> None:
+        ctypes.memmove(mem, self.ptr, size)
+        runtime.spend(stream.ptr, size, is_pinned=mem in runtime.pinned)
 
 
 class _Block:
@@ -47,8 +56,11 @@ def alloc(size: int) -> MemoryPointer:
 
 
 class Pool:
+    num_freed = 0
+
     def free_all_blocks(self) -> None:
         runtime.check()
+        Pool.num_freed += 1
 
 
 class Device:
@@ -73,6 +85,8 @@ class Stream:
         global _num_streams
         _num_streams += 1
         self.ptr = 4096 + _num_streams
+        if not non_blocking:
+            runtime.follow_default(self.ptr)
 
     def wait_event(self, event: Event) -> None:
         if event.stream is not None:
@@ -86,6 +100,12 @@ class Stream:
         runtime.finish(self.ptr)
         return True
 
+    def launch_host_func(self, function: Any, argument: Any) -> None:
+        if self.ptr == runtime.DEFAULT:
+            runtime.launch_elsewhere(functools.partial(function, argument))
+        else:
+            function(argument)
+
     def use(self) -> None:
         runtime.current.streams[-1:] = [self.ptr]
 
@@ -97,14 +117,18 @@ class Stream:
         runtime.current.streams.pop()
 
 
+Stream.null = object.__new__(Stream)  # type: ignore[attr-defined]
+Stream.null.ptr = runtime.DEFAULT  # type: ignore[attr-defined]
+
+
 class Event:
     def __init__(self, block: bool = False, disable_timing: bool = False) -> None:
-        self._time = 0.0
+        self.ms = 0.0
         self.stream: int | None = None
         self.count = 0
 
     def record(self, stream: Any = None) -> None:
-        self._time = time.perf_counter()
+        self.ms = 0.0 if stream is None else runtime.clock_ms.get(stream.ptr, 0.0)
         if stream is not None:
             self.stream, self.count = stream.ptr, runtime.num_queued(stream.ptr)
 
@@ -117,8 +141,13 @@ class Event:
     def done(self) -> bool:
         if self.stream is None or runtime.has_arrived(self.stream, self.count):
             return True
-        runtime.arrive(self.stream, self.count)  # the device goes on while one asks
+        if not runtime.is_stalled(self.stream):
+            runtime.arrive(self.stream, self.count)  # the device goes on while one asks
         return False
+
+
+def get_elapsed_time(start: Event, end: Event) -> float:
+    return end.ms - start.ms
 
 
 def get_current_stream() -> Stream:
@@ -126,7 +155,9 @@ def get_current_stream() -> Stream:
 
 
 def alloc_pinned_memory(size: int) -> Any:
-    return bytearray(size)
+    memory = bytearray(size)
+    runtime.pinned[np.frombuffer(memory, np.uint8).ctypes.data] = memory
+    return memory
 
 
 fail_launch = runtime.fail_launch

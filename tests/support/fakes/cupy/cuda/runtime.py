@@ -1,6 +1,9 @@
 """The CUDA runtime of the stand-in: copies, registered memory, errors that stay.
 
-``REFUSE_REGISTRATION`` (environment: ``SYNK_FAKE_REFUSE``) makes registering fail.
+The environment says what is broken or slow: ``SYNK_FAKE_REFUSE`` makes registering fail, ``SYNK_FAKE_STREAM=race`` no
+stream follows the default one, ``SYNK_FAKE_OOM=stick`` the device fails after it ran out of memory,
+``SYNK_FAKE_DELAY_S`` each wait for a stream takes so long, ``SYNK_FAKE_GBPS`` is how fast events say that pageable and
+pinned memory are copied.
 """
 
 from __future__ import annotations
@@ -8,7 +11,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import signal
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,6 +26,14 @@ _pending: dict[int, list[tuple[int, bytes]]] = {}
 _registered: dict[int, int] = {}
 _on_their_way: dict[int, list[Callable[[], object]]] = {}
 _num_arrived: dict[int, int] = {}
+DEFAULT = 0
+"""The legacy default stream, on which other libraries launch."""
+
+clock_ms: dict[int, float] = {}
+pinned: dict[int, Any] = {}
+"""Page-locked memory by address."""
+
+_following: set[int] = set()  # the streams that run behind what is on the default stream
 
 
 class _Current(threading.local):
@@ -77,8 +90,62 @@ def arrive(stream: int, count: int) -> None:
         _num_arrived[stream] = _num_arrived.get(stream, 0) + 1
 
 
+def launch_elsewhere(act: Callable[[], object]) -> None:
+    """Launch a kernel as another library does: on the legacy default stream. It runs when somebody must wait for it."""
+    _on_their_way.setdefault(DEFAULT, []).append(act)
+
+
+def follow_default(stream: int) -> None:
+    """Have a stream run behind the legacy default stream from now on, as all do that are not non-blocking."""
+    if os.environ.get("SYNK_FAKE_STREAM") != "race":
+        _following.add(stream)
+
+
+def is_elsewhere() -> bool:
+    """Whether the legacy default stream is the current one."""
+    return bool(current.streams) and current.streams[-1] == DEFAULT
+
+
+def spend(stream: int, nbytes: int, *, is_pinned: bool) -> None:
+    """Let the clock that events read go on for a copy."""
+    rates = [float(rate) for rate in os.environ.get("SYNK_FAKE_GBPS", "0.1 50").split()]
+    clock_ms[stream] = clock_ms.get(stream, 0.0) + nbytes / rates[is_pinned] / 1e6
+
+
+class _Stall:
+    """Work on a stream that ends when something else happens."""
+
+    def __init__(self, is_over: Callable[[], bool]) -> None:
+        self.is_over = is_over
+
+    def __call__(self) -> None:
+        # As in the driver, whose waits no signal ends.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        while not self.is_over():
+            time.sleep(0.001)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def stall(stream: int, is_over: Callable[[], bool]) -> None:
+    """Queue work on a stream that does not end before ``is_over()``."""
+    _on_their_way.setdefault(stream, []).append(_Stall(is_over))
+
+
+def is_stalled(stream: int) -> bool:
+    """Whether a stream works on something that does not end yet."""
+    waiting = _on_their_way.get(stream, [])
+    return bool(waiting) and isinstance(waiting[0], _Stall) and not waiting[0].is_over()
+
+
+def _catch_up(stream: int) -> None:
+    if stream in _following:
+        arrive(DEFAULT, num_queued(DEFAULT))
+
+
 def finish(stream: int) -> None:
     check()
+    time.sleep(float(os.environ.get("SYNK_FAKE_DELAY_S", 0)))
+    _catch_up(stream)
     arrive(stream, num_queued(stream))
     for target, data in _pending.pop(stream, []):
         ctypes.memmove(target, data, len(data))
@@ -99,6 +166,7 @@ def _check_registration(start: int, nbytes: int) -> None:
 def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int) -> None:
     check()
     assert stream > 4096, "the legacy stream waits for all others"
+    _catch_up(stream)
     if kind == memcpyDeviceToHost:
         _check_registration(dst, size)
         _pending.setdefault(stream, []).append((dst, ctypes.string_at(src, size)))
@@ -154,7 +222,7 @@ def runtimeGetVersion() -> int:
 
 def memGetInfo() -> tuple[int, int]:
     check()
-    return 1 << 20, 1 << 34
+    return 1 << 26, 1 << 34
 
 
 def streamQuery(stream: int) -> int:

@@ -1,0 +1,82 @@
+"""Lines about the machine: versions, cores and memory, and which GPUs can be used. They start no worker."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+
+from synk._pure.cores import num_cores
+from synk._version import __version__
+from synk.check._found import Broken, Found
+from synk.cuda import _nvml
+from synk.cuda._devices import explain_absence, visible_devices
+from synk.cuda._placement import has_cupy
+from synk.cuda._report import gpu_lines
+
+_NEEDED = ("numpy", "cloudpickle", "optree")
+_OPTIONAL = (
+    "torch", "cupy-cuda12x", "cupy-cuda13x", "cupy", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nccl4py", "pynccl",
+    "nvidia-ml-py", "jax", "dpnp", "pandas", "polars", "ray",
+)  # fmt: skip
+_VARIABLES = ("CUDA_", "NCCL_", "SYNK_", "OMP_", "MKL_", "OPENBLAS_")
+
+
+def versions() -> Found:
+    found = {name: _version(name) for name in (*_NEEDED, *_OPTIONAL)}
+    missing = [name for name in _NEEDED if not found[name]]
+    if missing:
+        raise Broken(f"{', '.join(missing)} cannot be found among the installed packages")
+    installed = {name: version for name, version in found.items() if version}
+    known = {"synk": __version__, "python": platform.python_version(), **installed}
+    names = ", ".join(f"{name} {version}" for name, version in known.items())
+    return Found(names, facts={"versions": known, "platform": platform.platform()})
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def machine() -> Found:
+    allowed, usable = len(os.sched_getaffinity(0)), num_cores()
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = _memory_limit()
+    facts = {
+        "cores": os.cpu_count(), "allowed_cores": allowed, "usable_cores": usable, "memory_nbytes": memory,
+        "memory_limit_nbytes": limit, "environment": _environment(),
+    }  # fmt: skip
+    text = f"{usable} of {os.cpu_count()} cores and {min(memory, limit or memory) / 2**30:.1f} GiB of memory"
+    return Found(text, facts=facts)
+
+
+def _memory_limit() -> int:
+    """Return the memory limit of this process's control group in bytes; 0 if there is none, or it cannot be read."""
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            with open(path, encoding="ascii") as file:
+                text = file.read().strip()
+        except OSError:
+            continue
+        return int(text) if text.isdigit() and int(text) < 1 << 60 else 0
+    return 0
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
+
+
+def devices() -> Found:
+    snapshot = _nvml.discover(os.environ)
+    lines = gpu_lines(os.environ, has_cupy=has_cupy())
+    problem = explain_absence(snapshot, os.environ, has_cupy=has_cupy())
+    is_none = snapshot.problem == _nvml.NO_DRIVER or (snapshot.gpus and not visible_devices(snapshot, os.environ))
+    if problem and not is_none:
+        raise Broken(problem)
+    names = [device.name for device in visible_devices(snapshot, os.environ)] if not problem else []
+    text = problem or f"{len(names)} GPUs ({', '.join(sorted(set(names)))}), driver {snapshot.driver_version}"
+    # NCCL then copies between them through the memory of the host.
+    apart = next((line.strip() for line in lines if "peer access: none" in line), "")
+    return Found(text.removesuffix("."), slow=apart, facts={"num_gpus": len(names), "lines": lines})

@@ -1,0 +1,74 @@
+"""A program that computes with torch on CPU workers, beside GPUs that are not used, is told so once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from support import fake_gpus
+
+import synk
+from synk.cuda import _nvml, _placement
+from synk.cuda._nvml import NO_DRIVER, NO_PACKAGE, NvmlSnapshot
+
+torch = pytest.importorskip("torch")
+
+MACHINES = {
+    "no CuPy": (fake_gpus.snapshot(2), {}, 'CuPy is not installed. pip install "synkhronos[cuda13]"'),
+    "no NVML": (NvmlSnapshot(problem=NO_PACKAGE), {}, "nvidia-ml-py is not installed. pip install"),
+    "an unknown device": (fake_gpus.snapshot(2), {"CUDA_VISIBLE_DEVICES": "7"}, "got the entry '7'"),
+    "all hidden": (fake_gpus.snapshot(2), {"CUDA_VISIBLE_DEVICES": ""}, ""),
+    "no driver": (NvmlSnapshot(problem=NO_DRIVER), {}, ""),
+}
+
+
+def framework(rt: synk.Runtime) -> None:
+    rt.function(lambda x: x.sum(0), framework="torch", outputs="sum")(np.ones((4, 2)))
+
+
+def submitted(rt: synk.Runtime) -> None:
+    rt.function(lambda x: x.sum(0), framework="torch", outputs="sum").submit(np.ones((4, 2))).result()
+
+
+def tensors(rt: synk.Runtime) -> None:
+    rt.function(lambda x: x.sum(0), outputs="sum")(torch.ones(4, 2))
+
+
+def training(rt: synk.Runtime) -> None:
+    model = torch.nn.Linear(2, 1)
+    rep = synk.torch.replicate(model, torch.optim.SGD(model.parameters(), 0.1), runtime=rt)
+    rep.function(lambda model, optimizer, x: model(x).mean(), trains=False, outputs="avg")(torch.ones(4, 2))
+
+
+CASES = [(machine, framework) for machine in MACHINES] + [("no CuPy", use) for use in (submitted, tensors, training)]
+
+
+@pytest.mark.parametrize(("machine", "use"), CASES)
+def test_who_computes_with_torch_is_told_why_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, machine: str, use: Callable[[synk.Runtime], None]
+) -> None:
+    snapshot, environ, expected = MACHINES[machine]
+    monkeypatch.setattr(_nvml, "read_snapshot", lambda: snapshot)
+    monkeypatch.setattr(_placement, "has_cupy", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with synk.Runtime(1) as rt, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rt.function(lambda x: x.sum(), outputs="sum")(np.ones(3))  # nothing of torch
+        assert not caught
+        for _ in range(2):
+            use(rt)
+    texts = [str(each.message) for each in caught]
+    assert len(texts) == bool(expected), texts
+    if expected:
+        assert "torch on CPU workers" in texts[0] and expected in texts[0]
+        assert caught[0].filename == __file__
+
+
+def test_who_has_chosen_the_cpu_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_nvml, "read_snapshot", lambda: fake_gpus.snapshot(2))
+    with synk.Runtime(1, backend="numpy") as rt:
+        rt.function(lambda x: x.sum(0), framework="torch", outputs="sum")(np.ones(3))
