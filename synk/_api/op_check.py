@@ -28,7 +28,7 @@ from synk._pure.ops import OPS
 from synk._pure.output_ops import DEFAULT_OP
 from synk._pure.tensors import array_of, is_plain, is_tensor
 from synk._pure.trees import flatten
-from synk._wire.apart import Apart, Part
+from synk._wire.apart import Apart, Part, Parts
 from synk.errors import CallTimeout, OpMismatch, WorkerDied
 
 if TYPE_CHECKING:
@@ -77,9 +77,11 @@ class OpCheck:
 
     def may_be_due(self, args: tuple[Any, ...]) -> bool:
         """Whether a call may have more rows than are known. Never False if it has."""
-        first = args[self.position] if self.position < len(args) else None
-        shape = (len(first),) if type(first) is list else getattr(first, "shape", None)
-        return type(shape) is not tuple or not shape or shape[0] > self.num_rows
+        try:
+            shape: tuple[int, ...] = args[self.position].shape
+            return not shape or shape[0] > self.num_rows
+        except Exception:  # it is given by name, has no shape, or cannot tell it
+            return True
 
 
 def hold_back(
@@ -386,21 +388,21 @@ class Runs:
         callee, session = self._function._callee, self._function._bound_session()
         fn = Apart(self._few.fn, self._changes)
         own = {"bcast_inputs": callee.bcast_inputs, "per_rank": callee.per_rank, "changes": self._changes, **options}
-        return Function(fn, outputs=None, framework=callee.framework, name=callee.name, session=session, **own)
+        return Function(fn, outputs=Parts(), framework=callee.framework, name=callee.name, session=session, **own)
 
     def _run(self, function: Function[..., Any], order: Any = None, is_alone: bool = False) -> list[Part]:
         few = self._few
         batch = few.batch if order is None else order if few.batch is None else few.batch[order]
         call = function.serial if is_alone else function
         try:
-            boxes = call(*few.args, batch=batch, timeout=self._timeout, **few.kwargs)
+            parts: list[Part] = call(*few.args, batch=batch, timeout=self._timeout, **few.kwargs)
         except (CallTimeout, WorkerDied):
             raise
         except Exception as error:
             raise Unknown from error
         record = function._callee.record
         self.seconds = record.function_ns * 1e-9 / max(record.num_calls, 1)
-        return [box.part for box in boxes if box is not None]
+        return parts
 
 
 def _outputs(whole: Any, parts: Sequence[Any], path: str = "") -> Iterator[tuple[str, Any, list[Any]]]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from synk._api.op_check import Few, Runs, Unknown, are_same, comparable
-from synk._api.plain import PlainCall, PlainOutputs
+from synk._api.plain import PlainCall, PlainOutputs, ScatteredArguments
 from synk._api.plain_copy import NotComparable, PlainCopy, copied
 from synk._master.calls.call import CallOptions
 from synk._pure.comparison import MISSING, Tolerance, combine, difference, fitting_ops, is_same, shape_of
@@ -228,6 +228,8 @@ class _Calls:
             if any(isinstance(op, Op) for op in each_op(callee.outputs)):  # it may change even the value for all rows
                 found.serial = opened(function.serial(*copy.args, **options, **copy.kwargs), callee.outputs).by_path()
         except (TypeError, ValueError) as error:  # the outputs cannot be combined
+            if ScatteredArguments(callee, tuple(copy.args), copy.kwargs).select(self._options.batch) is None:
+                raise  # there are no rows to divide
             found.combined = {}
             return found, error
         return found, None
@@ -244,7 +246,9 @@ def _raised(run: Callable[[], list[Part]]) -> list[Part]:
     try:
         return run()
     except Unknown as error:
-        raise error.__cause__ or error from None
+        cause = error.__cause__
+    assert cause is not None
+    raise cause
 
 
 class _Results:

@@ -17,6 +17,7 @@ import numpy as np
 
 from synk._pure.generators import generator_states, move_generators, restore_generators
 from synk._pure.nested import SINGLE_VALUES
+from synk._pure.ops import Op
 from synk._pure.tables import is_table
 from synk._pure.trees import flatten, unflatten
 from synk._wire.cell import cell
@@ -46,6 +47,16 @@ class Box:
 
     def __init__(self, part: Part) -> None:
         self.part = part
+
+
+class Parts(Op):
+    """Returns the parts of all ranks that have rows, in the place of op None, under which others run, too."""
+
+    needs_rows = False
+    has_empty = True
+
+    def combine(self, values: list[Any], rows: list[int]) -> list[Part]:
+        return [box.part for box in values]
 
 
 class Quiet:

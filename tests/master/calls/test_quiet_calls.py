@@ -1455,7 +1455,7 @@ class Fuzz:
             with pytest.raises(ZeroDivisionError):
                 self.rt.function(lambda x: 1 / 0)(X)
         else:
-            self.rt.function(lambda x: x.sum())(self.rng.normal(size=(3, 2)))
+            self.rt.function(lambda x: x.sum(), outputs="sum")(self.rng.normal(size=(3, 2)))
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3, "inline"])
