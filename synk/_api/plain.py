@@ -4,8 +4,9 @@ It calls a copy on copies of the arguments (``synk._api.plain_copy``), so nothin
 generators are put back, and printed text is dropped. Effects on modules and outside of the process cannot be undone.
 
 The arguments are those that the user passed, without the conversions of a call, because a conversion may be the
-mistake: a column of a table stays a column. Only a few must be converted: ``Data`` and lists of numbers become arrays,
-``batch`` selects rows, and a function with a framework gets tensors.
+mistake: a column of a table stays a column, and a list a list. A function that raises on a list is called once more
+with what ``numpy.asarray`` makes of it, and the report says which it got. Only a few must be converted: ``Data``
+becomes an array, ``batch`` selects rows, and a function with a framework gets tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from synk._master.code.handles import Handle
 from synk._master.objects.data import Data
 from synk._pure.generators import generator_states, restore_generators
 from synk._pure.interrupts import safe_point
-from synk._pure.nested import SINGLE_VALUES, build, take_apart
+from synk._pure.nested import build, take_apart
 from synk._pure.sparse import is_csr
 from synk._pure.tables import is_table, taken_rows
 from synk._pure.tensors import array_of, is_plain, is_tensor
@@ -34,6 +35,9 @@ from synk._pure.trees import flatten, unflatten
 from synk._wire.settings import kept
 from synk.backends._frameworks import Converter, host_converters
 from synk.errors import ReentrancyError
+
+_GOT_LIST = "The plain function got lists as they are."
+_GOT_ARRAY = "The plain function got numpy.asarray(list) for each list, because it raised {} on the list itself."
 
 MAX_S = 10.0
 """If the serial call takes longer, the function is not called in the program, where nothing could end it."""
@@ -50,11 +54,14 @@ class PlainOutputs(NamedTuple):
         The outputs, in the order of the serial outputs. None if the two cannot be compared.
     note : str
         A sentence for the report. It may be empty.
+    error : str
+        The type of the exception that the function raised; empty if it returned.
     """
 
     is_run: bool
     leaves: list[Any] | None
     note: str
+    error: str = ""
 
     @classmethod
     def not_run(cls, why: str) -> PlainOutputs:
@@ -106,13 +113,24 @@ class PlainCall:
             return PlainOutputs.not_run(f"its serial call takes {serial_s:.0f} s, expected at most {MAX_S:.0f} s")
         try:
             with _unseen():
-                return self._called(self._copied(), skeleton)
+                if not self._has_list():
+                    return self._called(self._copied(), skeleton)
+                found = self._called(self._copied(), skeleton)
+                if found.error:
+                    again = self._called(self._copied(has_arrays=True), skeleton)
+                    return again._replace(note=f"{_GOT_ARRAY.format(found.error)} {again.note}".strip())
+                return found._replace(note=f"{_GOT_LIST} {found.note}".strip())
         except NotComparable as why:
             return PlainOutputs.not_run(str(why))
 
-    def _copied(self) -> PlainCopy:
+    def _has_list(self) -> bool:
+        bound = self.callee.signature.bind(self.args, self.kwargs)
+        values = [value for _, _, is_broadcast, value in bound if not is_broadcast]
+        return any(map(_is_list, [leaf for value in values for leaf in take_apart(value)[0]]))
+
+    def _copied(self, *, has_arrays: bool = False) -> PlainCopy:
         try:
-            args, kwargs = plain_arguments(self.callee, self.args, self.kwargs, self.batch)
+            args, kwargs = plain_arguments(self.callee, self.args, self.kwargs, self.batch, has_arrays=has_arrays)
             return copied(self.callee.fn, args, kwargs)
         except Exception as error:
             if isinstance(error, NotComparable):
@@ -129,7 +147,7 @@ class PlainCall:
             raise NotComparable("the program has not enough memory for it") from None
         except Exception as error:
             text = f"The plain function raised {type(error).__name__}: {error}, and the serial call did not."
-            return PlainOutputs(True, None, text)
+            return PlainOutputs(True, None, text, type(error).__name__)
         leaves: dict[int, Any] = {}
         if not _take_leaves(skeleton, copy.with_own_classes(result), leaves):
             return PlainOutputs(True, None, "The plain function returned another nesting of outputs.")
@@ -183,9 +201,11 @@ def _unchanged(value: Any) -> Any:
 
 
 def plain_arguments(
-    callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any
+    callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any, *, has_arrays: bool = False
 ) -> tuple[list[Any], dict[str, Any]]:
     """Return the arguments, by position and by name. They share memory with the user's.
+
+    ``has_arrays``: what NumPy makes of lists, in place of the lists.
 
     Raises
     ------
@@ -197,7 +217,7 @@ def plain_arguments(
     to_framework = host_converters(callee.framework)[0] if callee.framework is not None else None
     bound = callee.signature.bind(args, kwargs)
     apart = [take_apart(value) for _, _, is_broadcast, value in bound if not is_broadcast]
-    picked = _PickedRows([leaf for leaves, _ in apart for leaf in leaves], batch, callee.name)
+    picked = _PickedRows([leaf for leaves, _ in apart for leaf in leaves], batch, callee.name, has_arrays=has_arrays)
     scattered = iter(apart)
     positional, by_name = [], {}
     for _, keyword, is_broadcast, value in bound:
@@ -218,7 +238,8 @@ def plain_arguments(
 class _PickedRows:
     """The rows that ``batch`` selects from the scattered leaves of a call."""
 
-    def __init__(self, leaves: Sequence[Any], batch: Any, name: str) -> None:
+    def __init__(self, leaves: Sequence[Any], batch: Any, name: str, *, has_arrays: bool) -> None:
+        self._has_arrays = has_arrays
         self._selection = None
         if batch is not None:
             values = [(leaf, _as_plain(leaf)) for leaf in leaves]
@@ -228,8 +249,9 @@ class _PickedRows:
     def of(self, leaf: Any) -> Any:
         """Return a leaf with only these rows."""
         value = _as_plain(leaf)
-        if isinstance(value, (list, tuple)) and _holds_single_values(value):
-            value = np.asarray(value)
+        if _is_list(value):
+            value = self._of_list(value)
+            return np.asarray(value) if self._has_arrays else value
         if self._selection is None or not _has_rows(value):
             return value
         if _is_minibatch(leaf):
@@ -239,6 +261,13 @@ class _PickedRows:
         if is_table(value):
             return taken_rows(value, self._selection.positions())
         raise NotComparable(f"batch= picks rows of a {type(value).__name__} on the workers only")
+
+    def _of_list(self, value: Sequence[Any]) -> Sequence[Any]:
+        if self._selection is None:
+            return value
+        places = np.arange(len(value))[self._selection.positions()]
+        rows = [value[place] for place in places]
+        return tuple(rows) if type(value) is tuple else rows
 
 
 def _as_plain(value: Any) -> Any:
@@ -252,17 +281,16 @@ def _is_minibatch(leaf: Any) -> bool:
 
 
 def _has_rows(value: Any) -> bool:
-    return bool(value.shape) if hasattr(value, "shape") else isinstance(value, (list, tuple))
+    return bool(value.shape) if hasattr(value, "shape") else _is_list(value)
 
 
 def _num_rows(value: Any) -> int:
     return int(value.shape[0]) if hasattr(value, "shape") else len(value)
 
 
-def _holds_single_values(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(map(_holds_single_values, value))
-    return isinstance(value, SINGLE_VALUES)
+def _is_list(value: Any) -> bool:
+    """Whether a scattered leaf is a list, a tuple or another sequence of Python's."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
 def _in_framework(value: Any, to_framework: Converter | None, *, is_column: bool = False) -> Any:

@@ -74,8 +74,8 @@ class Backend(Protocol):
     def as_output(self, value: Any) -> Any:
         """Return an array or scalar that a function returned as an array of the backend; None if it is neither.
 
-        None also for an array with operators of its own, such as a matrix: it would lose them. A number may stay a
-        NumPy array on any backend.
+        None also for an array of a class with a meaning of its own, such as a matrix: it would lose it. A number may
+        stay a NumPy array on any backend.
         """
 
     def as_array(self, value: Any, what: str) -> Any:

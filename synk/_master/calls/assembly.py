@@ -16,6 +16,7 @@ import numpy as np
 
 from synk._pure.agreement import MISSING, Agreement, agreed
 from synk._pure.dtypes import describe_dtype
+from synk._pure.exact import as_recarray
 from synk._pure.interrupts import safe_point
 from synk._pure.ops import EACH, REDUCTIONS, EqualReduction, Op, Reduction, accumulator_dtype
 from synk._pure.output_ops import match_ops, wanted_leaves
@@ -507,8 +508,10 @@ def _is_tabular(part: Any) -> bool:
 
 
 def _tensor(value: Any, is_tensor: bool) -> Any:
-    """Return a new value as a tensor on its memory if the function returned a tensor."""
-    return tensor_of(np.asarray(value)) if is_tensor and isinstance(value, (np.ndarray, np.generic)) else value
+    """Return a new value as a tensor on its memory if the function returned a tensor, and records as a recarray."""
+    if is_tensor and isinstance(value, (np.ndarray, np.generic)):
+        return tensor_of(np.asarray(value))
+    return as_recarray(value) if isinstance(value, np.ndarray) else value
 
 
 def _view(root: np.ndarray, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

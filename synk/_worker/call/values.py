@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from synk._pure.arrays import computes_otherwise, is_masked
+from synk._pure.exact import has_own_meaning, plain_form
 from synk._pure.ops import Op
+from synk._pure.read_only import ReadOnlyArray
 from synk._pure.table_outputs import check_table
 from synk._pure.tables import is_table
 from synk._pure.tensors import tensor_of
@@ -18,6 +19,7 @@ from synk._worker.held.plans import LoadedFunction
 from synk.backends import Backend
 from synk.errors import SerializationError
 
+_PLAIN_ARRAYS = (np.ndarray, np.memmap, ReadOnlyArray)
 _IMMUTABLE_TYPES = (int, float, complex, str, bytes, type(None))
 
 
@@ -81,6 +83,8 @@ def array_or_object(backend: Backend, value: Any, op: Op, name: str, function: L
     if is_number and not op.is_of_arrays:
         op.check(np.asarray(value).dtype, what)
         return value  # a Python number stays what it is, whatever its class
+    if not op.is_of_arrays and isinstance(value, np.ndarray) and type(value) not in _PLAIN_ARRAYS:
+        return Object(value)  # its class counts
     array = backend.as_output(value)
     if array is None:
         if not op.is_of_arrays:
@@ -129,16 +133,14 @@ def as_returned(value: Any, was_tensor: bool) -> Any:
 
 
 def _way_out(value: Any, op: Op) -> str:
-    if is_masked(value):
-        return "Return value.filled(...), or data and mask. "
-    if computes_otherwise(type(value)):
-        return "Return np.asarray(value) where you mean a plain array. "
+    if has_own_meaning(value):
+        return f"Return {plain_form(value)} where you mean a plain array. "
     return "Return a list with an object for each row, or np.array(list). " if op.concatenates else ""
 
 
 def _kind_of(value: Any) -> str:
-    if computes_otherwise(type(value)):
-        return f"{type(value).__name__}, which computes in a way of its own"
+    if has_own_meaning(value):
+        return f"{type(value).__name__}, which has a meaning of its own"
     if isinstance(value, np.ndarray):
         return f"an array of dtype {value.dtype}, which holds Python objects"
     return "an int of more than 64 bits" if isinstance(value, int) else type(value).__name__
