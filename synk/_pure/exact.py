@@ -45,7 +45,7 @@ def has_own_meaning(value: Any) -> bool:
 
 
 def _has_own_meaning(cls: type) -> bool:
-    if cls in _ARRAYS or issubclass(cls, np.generic):
+    if cls in _ARRAYS or issubclass(cls, np.generic) or cls.__module__.startswith("synk."):
         return False
     plain = [getattr(sys.modules.get(library), name, ()) for library, name in _OF_LIBRARIES]
     return not issubclass(cls, tuple(filter(None, plain))) and any(hasattr(cls, name) for name in _PROTOCOLS)
@@ -61,7 +61,8 @@ def plain_form(value: Any) -> str:
     """Return how a program writes the plain array of an object that has a meaning of its own."""
     if is_masked(value):
         return "value.filled(...)"
-    return "value.get()" if type(value).__module__.partition(".")[0] == "cupy" else "np.asarray(value)"
+    is_on_device = hasattr(type(value), "get") and hasattr(type(value), "ndim")
+    return "value.get()" if is_on_device else "np.asarray(value)"
 
 
 def as_recarray(array: Any) -> Any:

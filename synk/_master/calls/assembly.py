@@ -188,14 +188,14 @@ class Assembly:
             return
         kinds: list[tuple[Any, tuple[int, ...]]] = []
         for item in self._items[leaf]:
-            if item.dtype is None:  # a list or a table: their contents are compared when they are combined
+            if item.dtype is None:  # a list, a table or an int: their contents are compared when they are combined
                 kinds.append((None, ()))
                 continue
             shape = item.shape[1:] if op.concatenates else item.shape
             kinds.append((item.value_dtype, shape))
-        if len(set(kinds)) > 1:
+        if len(set(kinds)) > 1 and not (isinstance(op, Reduction) and _are_integers(self._items[leaf])):
             got = "; ".join(
-                f"rank {rank}: {_name_of(layout.leaves[leaf].value_dtype)} {layout.leaves[leaf].shape}"
+                f"rank {rank}: {_name_of(layout.leaves[leaf], op)} {layout.leaves[leaf].shape}"
                 for rank, layout in zip(self.voters, self.layouts)
             )
             is_text = all(dtype is not None and dtype.kind in "US" for dtype, _ in kinds)
@@ -326,7 +326,9 @@ class Assembly:
         if self._subset is not None or self.result_nbytes:
             return None
         found = [
-            op.equal_reduction(self._small_parts[leaf]) if isinstance(op, Reduction) else None
+            op.equal_reduction(self._small_parts[leaf])
+            if isinstance(op, Reduction) and all(item.dtype is not None for item in self._items[leaf])
+            else None
             for leaf, op in enumerate(self._rank_ops)
         ]
         reductions = [reduction for reduction in found if reduction is not None]
@@ -450,6 +452,9 @@ class Assembly:
             return self._table(leaf, parts, rows, None)
         item, op = self.layouts[0].leaves[leaf], self._rank_ops[leaf]
         assert isinstance(op, Reduction)
+        if parts:
+            values = [self._array(leaf, voter, root)[()] if p is None else p for voter, p in enumerate(parts)]
+            return op.combine_ints(values, self._named(leaf))
         if (leaf, -1) in self._places:
             assert root is not None
             return _view(root, self._places[leaf, -1], item.shape, item.dtype)
@@ -494,8 +499,16 @@ def _describe(skeleton: Any) -> str:
     return repr(unflatten(structure, [_Value()] * len(leaves)))
 
 
-def _name_of(dtype: np.dtype | None) -> str:
-    return "an object" if dtype is None else describe_dtype(dtype)
+def _name_of(item: Leaf, op: Op) -> str:
+    if item.dtype is None:
+        return "int" if isinstance(op, Reduction) and not item.shape else "an object"
+    return describe_dtype(item.value_dtype)
+
+
+def _are_integers(items: Sequence[Leaf]) -> bool:
+    """Whether ranks have returned ints of Python and, beside them, numbers of one integer dtype of NumPy."""
+    dtypes = {item.value_dtype for item in items if item.dtype is not None}
+    return not any(item.shape for item in items) and len(dtypes) == 1 and dtypes.pop().kind in "iu"
 
 
 class _Value:

@@ -11,7 +11,7 @@ import numpy as np
 
 from synk._pure.dtypes import foreign_name
 from synk._pure.nested import is_plain_object
-from synk._pure.ops import Reduction
+from synk._pure.ops import Reduction, is_int
 from synk._pure.output_ops import match_ops, wanted_leaves
 from synk._pure.table_outputs import num_rows
 from synk._pure.trees import flatten, key_orders, output_names, skeleton_of
@@ -121,8 +121,9 @@ class Outputs:
                 leaves.append(Leaf((), None, room=room))
                 outputs.append(pickled)
             else:
-                # Tables are the only objects that can be reduced, and they have rows.
-                leaves.append(Leaf((num_rows(item),) if isinstance(op, Reduction) else (), None))
+                # Of the objects that can be reduced, tables have rows, and ints have none.
+                has_rows = isinstance(op, Reduction) and not is_int(item)
+                leaves.append(Leaf((num_rows(item),) if has_rows else (), None))
                 outputs.append(None)
                 objects.append((name, item if pickled is None else pickled))
         assigned = variables.assignments() if variables.assigned else ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from synk._pure.ops import EACH, Folded, Op, Reduction
+from synk._pure.ops import EACH, Folded, Op, Reduction, is_int
 from synk._pure.output_ops import match_ops
 from synk._pure.partials import Accumulator, SliceValues
 from synk._pure.tables import is_table
@@ -98,7 +98,7 @@ def _total(
         total = Object(values if op is EACH else SliceValues(values, rows))
     elif was_tensor and function.to_framework is not None and not isinstance(op, Folded):
         total = function.to_framework(total)
-    return Partial(total, accumulator.dtype) if is_partial else total
+    return Partial(total, accumulator.dtype) if is_partial and not is_int(total) else total
 
 
 def _joins(value: Any, op: Op) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from synk._pure.exact import has_own_meaning, plain_form
-from synk._pure.ops import Op
+from synk._pure.ops import Op, Reduction, is_int
 from synk._pure.read_only import ReadOnlyArray
 from synk._pure.table_outputs import check_table
 from synk._pure.tables import is_table
@@ -20,6 +20,7 @@ from synk.backends import Backend
 from synk.errors import SerializationError
 
 _PLAIN_ARRAYS = (np.ndarray, np.memmap, ReadOnlyArray)
+_INT64 = np.dtype(np.int64)
 _IMMUTABLE_TYPES = (int, float, complex, str, bytes, type(None))
 
 
@@ -81,8 +82,11 @@ def array_or_object(backend: Backend, value: Any, op: Op, name: str, function: L
     what = f"{name} of {function.name!r}"
     is_number = isinstance(value, (int, float, complex)) and not isinstance(value, np.generic)
     if is_number and not op.is_of_arrays:
-        op.check(np.asarray(value).dtype, what)
+        op.check(_INT64 if is_int(value) else np.asarray(value).dtype, what)
         return value  # a Python number stays what it is, whatever its class
+    if isinstance(op, Reduction) and is_int(value):
+        op.check(_INT64, what)
+        return int(value)  # of any size
     if not op.is_of_arrays and isinstance(value, np.ndarray) and type(value) not in _PLAIN_ARRAYS:
         return Object(value)  # its class counts
     array = backend.as_output(value)
@@ -143,4 +147,4 @@ def _kind_of(value: Any) -> str:
         return f"{type(value).__name__}, which has a meaning of its own"
     if isinstance(value, np.ndarray):
         return f"an array of dtype {value.dtype}, which holds Python objects"
-    return "an int of more than 64 bits" if isinstance(value, int) else type(value).__name__
+    return type(value).__name__

@@ -130,8 +130,8 @@ def _conversion(value: Any, leaf: Leaf, function: LoadedFunction) -> Callable[..
 
 
 def is_single_value(value: Any) -> bool:
-    """Whether an output is a text or a number, and no int whose dtype is another than that of most."""
-    return type(value) in PLAIN_TYPES and not (type(value) is int and value.bit_length() > 63)
+    """Whether an output is a text, a number or None."""
+    return type(value) in PLAIN_TYPES
 
 
 def put_pickle(value: Any, view: np.ndarray) -> bool:
