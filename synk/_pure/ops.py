@@ -394,8 +394,8 @@ class _First(_Named):
         return values[0]
 
 
-class _Each(Op):
-    """The op that is written None: the values are not combined."""
+class Each(Op):
+    """An op under which the values are not combined."""
 
     needs_rows = False
     is_weighted = False
@@ -426,7 +426,11 @@ class Folded(Op):
 OWN_NAMES = frozenset({"is_weighted", "is_of_rank_0", "keeps_slices", "is_of_arrays", "accumulate"})
 """The names that a user's own op must not define."""
 
-EACH = _Each()
+UNTOUCHED = Each()
+"""The op that is written None: what each rank has returned is one object, whatever it holds."""
+
+EACH = Each()
+"""The op of calls on trial: the values of all ranks beside each other, for each leaf."""
 
 REDUCTIONS: dict[str, Reduction] = {op.name: op for op in (_Avg(), _Sum(), _Prod(), _Min(), _Max())}
 REDUCE_OPS = tuple(REDUCTIONS)

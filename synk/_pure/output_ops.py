@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._pure.ops import EACH, OPS, OWN_NAMES, Folded, Op, Reduction, is_int
+from synk._pure.ops import OPS, OWN_NAMES, UNTOUCHED, Folded, Op, Reduction, is_int
 from synk._pure.trees import flatten
 
 _WORDS = {
@@ -45,7 +45,7 @@ def ops_of(outputs: Any, what: str) -> Any:
     True
     """
     if outputs is None:
-        return EACH
+        return UNTOUCHED
     if isinstance(outputs, Op) or (isinstance(outputs, type) and issubclass(outputs, Op)):
         _check_own(outputs, what)
         return outputs

@@ -18,8 +18,8 @@ from synk._pure.agreement import MISSING, Agreement, agreed
 from synk._pure.dtypes import describe_dtype
 from synk._pure.exact import as_recarray
 from synk._pure.interrupts import safe_point
-from synk._pure.ops import EACH, REDUCTIONS, EqualReduction, Op, Reduction, accumulator_dtype
-from synk._pure.output_ops import match_ops, wanted_leaves
+from synk._pure.ops import EACH, REDUCTIONS, UNTOUCHED, Each, EqualReduction, Op, Reduction, accumulator_dtype
+from synk._pure.output_ops import each_op, match_ops, wanted_leaves
 from synk._pure.partials import SliceValues, concatenate, join
 from synk._pure.ranges import LINE_NBYTES, block_bounds, chunk_bounds, round_up
 from synk._pure.table_outputs import combined
@@ -158,7 +158,8 @@ class Assembly:
         """Return the structure that all ranks agree on."""
         skeletons = [layout.skeleton for layout in self._sent]
         leaves, structure = flatten(skeletons[0])
-        if all(flatten(skeleton) == (leaves, structure) for skeleton in skeletons[1:]):
+        is_alike = all(flatten(skeleton) == (leaves, structure) for skeleton in skeletons[1:])
+        if is_alike and not any(op is UNTOUCHED for op in each_op(outputs)):
             return Agreement(skeletons[0], [leaves] * len(skeletons), {})
         found = agreed(skeletons, outputs, self.voters, self._world_size)
         if found is None or (found.apart and outputs is EACH and self._subset is not None):
@@ -419,9 +420,9 @@ class Assembly:
             else _tensor(_own(self._array(leaf, voter, root)), item.is_tensor)
             for voter, item in enumerate(items[:1] if op.is_of_rank_0 else items)
         ]
-        if op is EACH and leaf in self._apart:
+        if isinstance(op, Each) and leaf in self._apart:
             return values[self._apart[leaf]]
-        if op is EACH:
+        if isinstance(op, Each):
             everyone: list[Any] = [None] * self._world_size
             for rank, value in zip(self.voters, values):
                 everyone[rank] = value

@@ -19,7 +19,7 @@ from synk._master.calls.plans import Call, CallOptions, IndexArrays
 from synk._master.session import Session
 from synk._master.state.variable import Variable
 from synk._pure.nested import Container, Restored
-from synk._pure.ops import EACH
+from synk._pure.ops import UNTOUCHED
 from synk._pure.output_ops import each_op
 from synk._pure.shards import (
     Assignment,
@@ -60,6 +60,11 @@ def bind(
     The call itself is sent later. This may load functions and read values from devices.
     """
     name = function.name
+    if options.output_subset is not None and function.ops is UNTOUCHED:
+        raise TypeError(
+            f"cannot select outputs of {name!r}: got output_subset and op None, which takes nothing apart, expected an "
+            "op for each output. Build it with outputs=(None, None) or the like."
+        )
     checks = Checks(name, _framework(function, session), session, is_submitted=options.is_submitted)
     arguments = checks.arguments(function.signature.bind(args, kwargs))
     if options.is_serial:
@@ -131,7 +136,7 @@ def _divide(
     ranks = [0] if options.is_serial else list(range(world_size))
     has_rows = selection is not None or bool(sources)
     # If outputs are not combined, a rank without rows may still have something to return.
-    if selection is not None or (sources and any(op is not EACH for op in each_op(function.ops))):
+    if selection is not None or (sources and any(op is not UNTOUCHED for op in each_op(function.ops))):
         ranks = ranks_with_rows(bounds)
         if not ranks:
             _check_no_rows(function.ops, name, sources)

@@ -18,7 +18,7 @@ from synk._pure.trees import flatten, key_orders, output_names, skeleton_of
 from synk._wire.memory import Segment
 from synk._wire.messages import LARGE_NBYTES, MAX_ROOM_NBYTES, MAX_ROOMS_NBYTES, Layout, Leaf, Status, room_for
 from synk._worker.call.large_outputs import LargeOutputs, own
-from synk._worker.call.values import Object, Partial, array_or_object, take_lists
+from synk._worker.call.values import Object, Partial, array_or_object, take_whole
 from synk._worker.held.plans import LoadedFunction, OutputSlots, PreparedPlan, is_plain_output, is_single_value
 from synk._worker.held.slots import NO_VIEW, Slots
 from synk._worker.held.variables import VariableStore
@@ -83,8 +83,8 @@ class Outputs:
         """
         function, layout = prepared.function, prepared.layout
         subset = prepared.plan.output_subset
-        if function.lists is not None:
-            result = take_lists(result, function.lists)
+        if function.whole is not None:
+            result = take_whole(result, function.whole)
         values, structure = flatten(result)
         orders = key_orders(result)
         if layout is None or structure != prepared.structure or orders != prepared.orders:

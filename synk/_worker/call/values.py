@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from synk._pure.exact import has_own_meaning, plain_form
-from synk._pure.ops import Op, Reduction, is_int
+from synk._pure.ops import UNTOUCHED, Op, Reduction, is_int
 from synk._pure.read_only import ReadOnlyArray
 from synk._pure.table_outputs import check_table
 from synk._pure.tables import is_table
 from synk._pure.tensors import tensor_of
+from synk._pure.trees import flatten
 from synk._worker.held.pickling import dumps
 from synk._worker.held.plans import LoadedFunction
 from synk.backends import Backend
@@ -47,12 +48,20 @@ class Partial:
         self.dtype = dtype
 
 
-def take_lists(result: Any, outputs: Any) -> Any:
-    """Return a result in which each list under an op that concatenates is one output: the objects of the rank's rows.
+def take_whole(result: Any, outputs: Any, *, has_arrays: bool = False) -> Any:
+    """Return a result in which each output that is one object is an ``Object``.
 
-    As among the arguments, a list counts as rows and a tuple as structure. A list that has a list of ops is structure.
+    Under an op that concatenates, a list is one: it holds the objects of the rank's rows. As among the arguments, a
+    list counts as rows and a tuple as structure; a list that has a list of ops is structure.
+
+    Under op None everything is one. A container of arrays nevertheless stays one, so that they travel as arrays, and
+    the master puts it together again. With ``has_arrays`` it is an object, too.
     """
     is_op = isinstance(outputs, Op)
+    if outputs is UNTOUCHED:
+        is_container = isinstance(result, (tuple, list, dict))
+        is_whole = is_container and (has_arrays or not _has_array(result))
+        return Object(result) if is_whole or result is None else result
     if is_op and outputs.concatenates and type(result) is list:
         return Object(result)
     if isinstance(outputs, (tuple, list)) and isinstance(result, (tuple, list)) and len(outputs) == len(result):
@@ -62,12 +71,16 @@ def take_lists(result: Any, outputs: Any) -> Any:
     elif isinstance(result, dict):
         ops = outputs if isinstance(outputs, dict) else dict.fromkeys(result, outputs)
         taken = copy.copy(result)  # a defaultdict cannot be made from its items alone
-        taken.update({key: take_lists(part, ops.get(key)) for key, part in result.items()})
+        taken.update({key: take_whole(part, ops.get(key), has_arrays=has_arrays) for key, part in result.items()})
         return taken
     else:
         return result
-    made = [take_lists(part, op) for part, op in zip(result, parts)]
+    made = [take_whole(part, op, has_arrays=has_arrays) for part, op in zip(result, parts)]
     return type(result)(*made) if hasattr(result, "_fields") else type(result)(made)
+
+
+def _has_array(result: Any) -> bool:
+    return any(hasattr(leaf, "dtype") and not isinstance(leaf, np.generic) for leaf in flatten(result)[0])
 
 
 def array_or_object(backend: Backend, value: Any, op: Op, name: str, function: LoadedFunction) -> Any:

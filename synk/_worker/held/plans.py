@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from synk._pure.nested import PLAIN_TYPES
-from synk._pure.ops import Op
+from synk._pure.ops import UNTOUCHED, Op
 from synk._pure.output_ops import each_op, ops_of
 from synk._pure.tensors import is_tensor
 from synk._pure.trees import DictStructure, flatten, key_orders
@@ -49,8 +49,9 @@ class LoadedFunction:
         self.fn = Reading(fn, modules, name) if modules and not changes else fn
         self.name = name
         self.ops = ops_of(outputs, repr(name))
-        # By these ops a list counts as rows. They matter also in a call on trial, where no op combines anything.
-        self.lists = self.ops if any(op.concatenates for op in each_op(self.ops)) else None
+        # By these ops a list counts as rows, or anything as one object. They matter also in a call on trial, where no
+        # op combines anything.
+        self.whole = self.ops if any(op.concatenates or op is UNTOUCHED for op in each_op(self.ops)) else None
         self.updates = [update if isinstance(update, tuple) else (update, "avg") for update in updates]
         self.to_framework: Callable[[Any], Any] | None = None
         self.from_framework: Callable[[Any], Any] | None = None

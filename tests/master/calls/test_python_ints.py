@@ -114,9 +114,7 @@ def test_ints_beside_integers_of_numpy(shared_runtimes: Any, first: bool, dtype:
     found = f(rows, 3, num_slices=num_slices)
     per_call = num_slices * 3
     assert (found.dtype, found) == (np.dtype(dtype), per_call + (2 if first else 0))
-    with pytest.raises(
-        OverflowError, match=rf"the output of 'f': got an int of 71 bits beside .* {dtype}"
-    ):
+    with pytest.raises(OverflowError, match=rf"the output of 'f': got an int of 71 bits beside .* {dtype}"):
         f(rows, 2**70 // num_slices, num_slices=num_slices)
 
 
