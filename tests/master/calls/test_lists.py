@@ -103,9 +103,14 @@ def told_apart(value: Any) -> Any:
     return "number" if type(value) in (int, float, complex) else type(value).__name__, value
 
 
-def called(runtime: synk.Runtime, rows: list[Any], place: str) -> list[Any]:
-    take = runtime.function(lambda x: [each.tolist() for each in x], outputs="gather", name="f")
-    entry = runtime.function(lambda x: [each.tolist() for each in x["rows"]], outputs="gather", name="f")
+def functions_of(runtime: synk.Runtime) -> tuple[Any, Any]:
+    return (
+        runtime.function(lambda x: [each.tolist() for each in x], outputs="gather", name="f"),
+        runtime.function(lambda x: [each.tolist() for each in x["rows"]], outputs="gather", name="f"),
+    )
+
+
+def called(take: Any, entry: Any, rows: list[Any], place: str) -> list[Any]:
     if place == "entry":
         return entry({"rows": rows, "more": [0.5] * len(rows)})
     if place == "keyword":
@@ -116,24 +121,24 @@ def called(runtime: synk.Runtime, rows: list[Any], place: str) -> list[Any]:
 
 @pytest.mark.parametrize("is_whole", WHOLE_OR_SAMPLE)
 def test_a_list_arrives_exactly(shared_runtimes: Any, is_whole: bool) -> None:
-    runtime = shared_runtimes[2]
+    functions = functions_of(shared_runtimes[2])
     for name, shape, place in drawn(itertools.product(EXACT, SHAPES, PLACES), is_whole):
         if shape != "flat" and name.startswith("tuples"):
             continue
         for rows in (EXACT[name], EXACT[name][:1], EXACT[name] * 3):
-            got = called(runtime, shaped(rows, shape), place)
+            got = called(*functions, shaped(rows, shape), place)
             assert told_apart(plain(got)) == told_apart(plain(shaped(rows, shape))), (name, shape, place)
 
 
 @pytest.mark.parametrize("is_whole", WHOLE_OR_SAMPLE)
 def test_a_list_that_no_array_holds_is_refused_by_name(shared_runtimes: Any, is_whole: bool) -> None:
-    runtime = shared_runtimes[2]
+    functions = functions_of(shared_runtimes[2])
     for name, shape, place in drawn(itertools.product(REFUSED, SHAPES, PLACES), is_whole):
         if shape != "flat" and name.startswith(("tuples", "named")):
             continue
         label = r"x\['rows'\]" if place == "entry" else "x"
         with pytest.raises(TypeError, match=rf"cannot share {label} of 'f': got "):
-            called(runtime, shaped(REFUSED[name], shape), place)
+            called(*functions, shaped(REFUSED[name], shape), place)
             pytest.fail(f"{name}, {shape}, {place}")
 
 

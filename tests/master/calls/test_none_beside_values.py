@@ -223,18 +223,27 @@ PLACES: dict[str, tuple[Callable[[Any], Any], Any, Callable[[Any], Any]]] = {
 
 @pytest.mark.parametrize("is_whole", WHOLE_OR_SAMPLE)
 def test_one_object_for_each_rank(shared_runtimes: Any, is_whole: bool) -> None:
+    def run(x: Any, form: str, place: str) -> Any:
+        return PLACES[place][0](FORMS[form](x))
+
     table = itertools.product(FORMS, PLACES, (1, 2, 3), (1, 2, 5, 6), (1, 2))
+    functions = {
+        (place, workers): shared_runtimes[workers].function(
+            run, bcast_inputs=("form", "place"), outputs=outputs, name=place
+        )
+        for place, (_, outputs, _) in PLACES.items()
+        for workers in (1, 2, 3)
+    }
     for case in drawn(table, is_whole, 80):
         form, place, workers, rows, num_slices = case
-        make, (nest, outputs, found) = FORMS[form], PLACES[place]
+        make, (_, _, found) = FORMS[form], PLACES[place]
         x = np.arange(1.0, rows + 1)
         shares = [part for part in np.array_split(x, workers) if len(part)]
         expected = [make(part) for part in shares]
         if num_slices > 1:
             expected = [[make(cut) for cut in np.array_split(part, num_slices) if len(cut)] for part in shares]
-        f = shared_runtimes[workers].function(lambda x, nest=nest, make=make: nest(make(x)), outputs=outputs)
         for _ in range(2):
-            got = found(f(x, num_slices=num_slices))
+            got = found(functions[place, workers](x, form, place, num_slices=num_slices))
             try:
                 assert_alike(got, expected + [None] * (workers - len(shares)))
             except AssertionError as error:

@@ -46,9 +46,9 @@ FORMS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "beside a large array": (lambda value: [value, np.ones(60_000)], lambda op: [op, "sum"]),
 }
 WAYS: dict[str, Callable[..., Any]] = {
-    "call": lambda f, rows, **options: f(rows, **options),
-    "submit": lambda f, rows, **options: f.submit(rows, **options).result(),
-    "repeated": lambda f, rows, **options: [f(rows, **options) for _ in range(4)][-1],
+    "call": lambda f, *args, **options: f(*args, **options),
+    "submit": lambda f, *args, **options: f.submit(*args, **options).result(),
+    "repeated": lambda f, *args, **options: [f(*args, **options) for _ in range(4)][-1],
 }
 WHERE = (1, 2, 3, "inline", "1+3")
 
@@ -62,16 +62,20 @@ def combine(rows: Any, of_values: Callable[[Sequence[int]], int], table: list[in
 def test_they_are_combined_exactly(shared_runtimes: Any, reused: Any, where: Any, is_whole: bool) -> None:
     runtime = reused(where) if isinstance(where, str) and "+" in where else shared_runtimes[where]
     table = itertools.product(OPS, VALUES, FORMS, WAYS, (1, 3))
+    functions: dict[tuple[str, str], Any] = {}
+
+    def run(rows: Any, name: str, values: str, form: str) -> Any:
+        return FORMS[form][0](combine(rows, OPS[name][1], VALUES[values]))
+
     for case in drawn(table, is_whole, 40):
         name, values, form, way, num_slices = case
         op, of_values = OPS[name]
-        nest, ops = FORMS[form]
-
-        def run(rows: Any, nest: Any = nest, of_values: Any = of_values, table: Any = VALUES[values]) -> Any:
-            return nest(combine(rows, of_values, table))
-
-        f = runtime.function(run, outputs=ops(op), name="f")
-        got = WAYS[way](f, np.arange(len(VALUES[values])), num_slices=num_slices)
+        if (name, form) not in functions:
+            functions[name, form] = runtime.function(
+                run, bcast_inputs=("name", "values", "form"), outputs=FORMS[form][1](op)
+            )
+        rows = np.arange(len(VALUES[values]))
+        got = WAYS[way](functions[name, form], rows, name, values, form, num_slices=num_slices)
         found = got if form == "alone" else got["b"] if isinstance(got, dict) else got[1 if form == "in a tuple" else 0]
         expected = of_values(VALUES[values])
         assert (type(found), found) == (int, expected), case
