@@ -65,7 +65,7 @@ def agreed(skeletons: Sequence[Any], outputs: Any, ranks: Sequence[int], world_s
     def merge(nodes: Sequence[Any], outputs: Any) -> Any:
         given = [node for node in nodes if node is not None]
         if not given:
-            return None
+            return [None] * world_size if outputs is UNTOUCHED else None
         first = given[0]
         if len(given) < len(nodes) and not all(isinstance(op, Each) for op in each_op(outputs)):
             raise _Different

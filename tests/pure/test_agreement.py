@@ -68,6 +68,8 @@ def test_under_an_op_that_combines_structures_must_be_equal(one: Any, other: Any
         ([0, (0, 1)], EACH, ([0, (1, 2)], [[0, MISSING, MISSING], [MISSING, 0, 1]], {0: 0, 1: 1, 2: 1})),
         ([(0, 1), [0, 1]], "sum", None),
         ([0, 0], UNTOUCHED, (0, [[0], [0]], {})),
+        ([None, None], UNTOUCHED, ([None, None], [[], []], {})),
+        ([(0, None)] * 2, ("sum", UNTOUCHED), ((0, [None, None]), [[0], [0]], {})),
         ([(0,), (0,)], UNTOUCHED, ([(0,), (1,)], [[0, MISSING], [MISSING, 0]], {0: 0, 1: 1})),
         ([(0, 1), (0, 1)], ("sum", UNTOUCHED), ((0, 1), [[0, 1], [0, 1]], {})),
         ([None, None], "sum", (None, [[], []], {})),

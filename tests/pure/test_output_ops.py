@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.rank_arrays import DEFINED_FOR, UFUNCS
 
-from synk._pure.ops import EACH, OPS, REDUCE_OPS
+from synk._pure.ops import OPS, REDUCE_OPS, UNTOUCHED
 from synk._pure.output_ops import each_op, in_blocks, match_ops, ops_of, wanted_leaves
 from synk._pure.trees import flatten, skeleton_of
 
@@ -93,7 +93,7 @@ def test_a_callable_that_does_not(op: Any) -> None:
 
 
 def test_what_is_no_op() -> None:
-    assert ops_of(None, "'f'") is EACH
+    assert ops_of(None, "'f'") is UNTOUCHED
     for outputs in (3, b"sum", {"sum"}):
         with pytest.raises(TypeError, match="expected an op, or a tuple, list or dict of ops"):
             ops_of(outputs, "'f'")
@@ -125,7 +125,7 @@ def test_the_leaves_of_a_subset(result: Any, subset: Any, expected: Any) -> None
 def test_ops_in_blocks_may_be_a_named_tuple() -> None:
     found = in_blocks(namedtuple("Sums", "a b")("sum", [None, "gather"]))
     assert repr(found) == "('sum' in blocks, [None, 'gather'])"
-    assert ops_of(found, "f")[1] == [EACH, OPS["gather"]]
+    assert ops_of(found, "f")[1] == [UNTOUCHED, OPS["gather"]]
 
 
 def test_each_op_is_told_wherever_ops_are_listed() -> None:

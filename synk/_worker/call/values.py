@@ -54,14 +54,14 @@ def take_whole(result: Any, outputs: Any, *, has_arrays: bool = False) -> Any:
     Under an op that concatenates, a list is one: it holds the objects of the rank's rows. As among the arguments, a
     list counts as rows and a tuple as structure; a list that has a list of ops is structure.
 
-    Under op None everything is one. A container of arrays nevertheless stays one, so that they travel as arrays, and
-    the master puts it together again. With ``has_arrays`` it is an object, too.
+    Under op None everything is one. A container of arrays nevertheless stays structure, so that they travel as arrays,
+    and the master puts it together again; so does None. With ``has_arrays`` these are objects, too.
     """
     is_op = isinstance(outputs, Op)
     if outputs is UNTOUCHED:
-        is_container = isinstance(result, (tuple, list, dict))
-        is_whole = is_container and (has_arrays or not _has_array(result))
-        return Object(result) if is_whole or result is None else result
+        is_structure = result is None or isinstance(result, (tuple, list, dict))
+        is_whole = is_structure and (has_arrays or not (result is None or _has_array(result)))
+        return Object(result) if is_whole else result
     if is_op and outputs.concatenates and type(result) is list:
         return Object(result)
     if isinstance(outputs, (tuple, list)) and isinstance(result, (tuple, list)) and len(outputs) == len(result):
