@@ -73,7 +73,8 @@ class Accumulator:
             return
         if is_int(first):
             first = self._parts[0] = int_as(first, value.dtype, self.what)
-        value = int_as(value, first.dtype, self.what)
+        if is_int(value):
+            value = int_as(value, first.dtype, self.what)
         if self._sum is None:
             op.check(first.dtype, self.what)
             self._sum = self._library_of(first).array(self._lift(op, first, self._rows[0]), order="C")

@@ -102,8 +102,12 @@ class Backend(Protocol):
     def torch_device(self) -> str:
         """Return the kind of device on which torch computes beside this backend: ``"cpu"``, ``"cuda"``, ..."""
 
-    def converters(self, framework: str) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-        """Return functions that convert to arrays of ``"torch"`` or ``"jax"`` and back, if possible without a copy."""
+    def converters(self, framework: str | None) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+        """Return functions that convert to arrays of ``"torch"`` or ``"jax"`` and back, if possible without a copy.
+
+        None is for functions that name no library, if the backend has a ``framework``: NumPy's names mean in its arrays
+        what they mean in NumPy's.
+        """
 
     def running(self) -> contextlib.AbstractContextManager[Any]:
         """Make the backend's device and stream current while the body runs."""

@@ -55,9 +55,10 @@ class LoadedFunction:
         self.updates = [update if isinstance(update, tuple) else (update, "avg") for update in updates]
         self.to_framework: Callable[[Any], Any] | None = None
         self.from_framework: Callable[[Any], Any] | None = None
-        framework = framework or backend.framework
-        self.is_tensor: Callable[[Any], bool] = is_tensor if framework == "torch" else _is_nothing
-        if framework is not None:
+        self.is_tensor: Callable[[Any], bool] = (
+            is_tensor if (framework or backend.framework) == "torch" else _is_nothing
+        )
+        if framework is not None or backend.framework is not None:
             self.to_framework, self.from_framework = backend.converters(framework)
 
 
