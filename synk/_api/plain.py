@@ -4,8 +4,9 @@ It calls a copy on copies of the arguments (``synk._api.plain_copy``), so nothin
 generators are put back, and printed text is dropped. Effects on modules and outside of the process cannot be undone.
 
 The arguments are those that the user passed, without the conversions of a call, because a conversion may be the
-mistake: a column of a table stays a column. Only a few must be converted: ``Data`` and lists of numbers become arrays,
-``batch`` selects rows, and a function with a framework gets tensors.
+mistake: a column of a table stays a column, and a list a list. A function that raises on a list is called once more
+with what ``numpy.asarray`` makes of it, and the report says which it got. Only a few must be converted: ``Data``
+becomes an array, ``batch`` selects rows, and a function with a framework gets tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import contextlib
 import io
 import operator
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from synk._master.objects.data import Data
 from synk._master.objects.shared import Shared
 from synk._pure.generators import generator_states, restore_generators
 from synk._pure.interrupts import safe_point
-from synk._pure.nested import SINGLE_VALUES, build, take_apart
+from synk._pure.nested import build, take_apart
 from synk._pure.shards import Selection
 from synk._pure.sparse import is_csr
 from synk._pure.tables import is_table, taken_rows
@@ -37,6 +38,9 @@ from synk._pure.trees import flatten, unflatten
 from synk._wire.settings import kept
 from synk.backends._frameworks import Converter, host_converters
 from synk.errors import ReentrancyError
+
+_GOT_LIST = "The plain function got lists as they are."
+_GOT_ARRAY = "The plain function got numpy.asarray(list) for each list, because it raised {} on the list itself."
 
 MAX_S = 10.0
 """If the serial call takes longer, the function is not called in the program, where nothing could end it."""
@@ -53,11 +57,14 @@ class PlainOutputs(NamedTuple):
         The outputs, in the order of the serial outputs. None if the two cannot be compared.
     note : str
         A sentence for the report. It may be empty.
+    error : str
+        The type of the exception that the function raised; empty if it returned.
     """
 
     is_run: bool
     leaves: list[Any] | None
     note: str
+    error: str = ""
 
     @classmethod
     def not_run(cls, why: str) -> PlainOutputs:
@@ -109,13 +116,22 @@ class PlainCall:
             return PlainOutputs.not_run(f"its serial call takes {serial_s:.0f} s, expected at most {MAX_S:.0f} s")
         try:
             with _unseen():
-                return self._called(self._copied(), skeleton)
+                if not self._has_list():
+                    return self._called(self._copied(), skeleton)
+                found = self._called(self._copied(), skeleton)
+                if found.error:
+                    again = self._called(self._copied(has_arrays=True), skeleton)
+                    return again._replace(note=f"{_GOT_ARRAY.format(found.error)} {again.note}".strip())
+                return found._replace(note=f"{_GOT_LIST} {found.note}".strip())
         except NotComparable as why:
             return PlainOutputs.not_run(str(why))
 
-    def _copied(self) -> PlainCopy:
+    def _has_list(self) -> bool:
+        return any(map(_is_list, ScatteredArguments(self.callee, self.args, self.kwargs).leaves))
+
+    def _copied(self, *, has_arrays: bool = False) -> PlainCopy:
         try:
-            args, kwargs = plain_arguments(self.callee, self.args, self.kwargs, self.batch)
+            args, kwargs = plain_arguments(self.callee, self.args, self.kwargs, self.batch, has_arrays=has_arrays)
             return copied(self.callee.fn, args, kwargs)
         except Exception as error:
             if isinstance(error, NotComparable):
@@ -132,7 +148,7 @@ class PlainCall:
             raise NotComparable("the program has not enough memory for it") from None
         except Exception as error:
             text = f"The plain function raised {type(error).__name__}: {error}, and the serial call did not."
-            return PlainOutputs(True, None, text)
+            return PlainOutputs(True, None, text, type(error).__name__)
         leaves: dict[int, Any] = {}
         if not _take_leaves(skeleton, copy.with_own_classes(result), leaves):
             return PlainOutputs(True, None, "The plain function returned another nesting of outputs.")
@@ -186,9 +202,11 @@ def _unchanged(value: Any) -> Any:
 
 
 def plain_arguments(
-    callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any
+    callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any, *, has_arrays: bool = False
 ) -> tuple[list[Any], dict[str, Any]]:
     """Return the arguments, by position and by name, as the plain function gets them. They share the user's memory.
+
+    ``has_arrays``: what NumPy makes of lists, in place of the lists.
 
     Raises
     ------
@@ -203,10 +221,10 @@ def plain_arguments(
 
     def plain(leaf: Any) -> Any:
         value = as_plain(leaf)
-        if isinstance(value, (list, tuple)) and _holds_single_values(value):
-            value = np.asarray(value)
         if picked is not None and has_rows(value):
             value = rows_at(value, picked.positions()) if not is_minibatch(leaf) else value[: picked.count]
+        if has_arrays and _is_list(value):
+            value = np.asarray(value)
         return _in_framework(value, to_framework, is_column=True)
 
     return scattered.replaced(plain, lambda value: _in_framework(as_plain(value), to_framework))
@@ -255,7 +273,7 @@ class ScatteredArguments:
 
 
 def rows_at(value: Any, positions: np.ndarray) -> Any:
-    """Return some rows of an array, a tensor or a table.
+    """Return some rows of an array, a tensor, a table or a list.
 
     Raises
     ------
@@ -266,6 +284,9 @@ def rows_at(value: Any, positions: np.ndarray) -> Any:
         return value[positions]
     if is_table(value):
         return taken_rows(value, positions)
+    if _is_list(value):
+        rows = [value[place] for place in np.arange(len(value))[positions]]
+        return tuple(rows) if type(value) is tuple else rows
     raise NotComparable(f"batch= picks rows of a {type(value).__name__} on the workers only")
 
 
@@ -280,17 +301,16 @@ def is_minibatch(leaf: Any) -> bool:
 
 
 def has_rows(value: Any) -> bool:
-    return bool(value.shape) if hasattr(value, "shape") else isinstance(value, (list, tuple))
+    return bool(value.shape) if hasattr(value, "shape") else _is_list(value)
 
 
 def _num_rows(value: Any) -> int:
     return int(value.shape[0]) if hasattr(value, "shape") else len(value)
 
 
-def _holds_single_values(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(map(_holds_single_values, value))
-    return isinstance(value, SINGLE_VALUES)
+def _is_list(value: Any) -> bool:
+    """Whether a scattered leaf is a list, a tuple or another sequence of Python's."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
 def _in_framework(value: Any, to_framework: Converter | None, *, is_column: bool = False) -> Any:

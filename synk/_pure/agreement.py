@@ -1,4 +1,4 @@
-"""Finds one structure for the outputs of several ranks. Under op None the ranks may differ."""
+"""Finds one structure for the outputs of several ranks. Under op None each rank has its own."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Agreement(NamedTuple):
 def agreed(skeletons: Sequence[Any], outputs: Any, ranks: Sequence[int], world_size: int) -> Agreement | None:
     """Return one structure for the outputs of all ranks, or None where the ranks do not agree.
 
-    Where the structures differ under an op None, the result has a list with each rank's own in that place.
+    Under an op None the result has a list with each rank's own. So it has in a call on trial where structures differ.
 
     Parameters
     ----------
@@ -54,8 +54,8 @@ def agreed(skeletons: Sequence[Any], outputs: Any, ranks: Sequence[int], world_s
     --------
     >>> agreed([(0, None), (0, 1)], ("sum", EACH), (0, 1), 2)
     Agreement(skeleton=(0, 1), positions=[[0, -1], [0, 1]], apart={})
-    >>> agreed([[], [0]], EACH, (0, 2), 3)
-    Agreement(skeleton=[[], None, [0]], positions=[[-1], [0]], apart={0: 1})
+    >>> agreed([[0], [0]], EACH, (0, 2), 3)
+    Agreement(skeleton=[[0], None, [1]], positions=[[0, -1], [-1, 0]], apart={0: 0, 1: 1})
     >>> agreed([0, None], "sum", (0, 1), 2) is None
     True
     """
@@ -65,9 +65,9 @@ def agreed(skeletons: Sequence[Any], outputs: Any, ranks: Sequence[int], world_s
     def merge(nodes: Sequence[Any], outputs: Any) -> Any:
         given = [node for node in nodes if node is not None]
         if not given:
-            return None
+            return [None] * world_size if outputs is EACH else None
         first = given[0]
-        if len(given) < len(nodes) and any(op is not EACH for op in each_op(outputs)):
+        if len(given) < len(nodes) and not all(op is EACH for op in each_op(outputs)):
             raise _Different
         keys = _common_keys(given)
         if isinstance(first, int):
@@ -82,11 +82,13 @@ def agreed(skeletons: Sequence[Any], outputs: Any, ranks: Sequence[int], world_s
 
     def merge_or_list(nodes: Sequence[Any], outputs: Any) -> Any:
         num_found = len(found)
-        try:
-            return merge(nodes, outputs)
-        except _Different:
-            if outputs is not EACH:
-                raise
+        has_containers = not all(node is None or isinstance(node, int) for node in nodes)
+        if not (outputs is EACH and has_containers):
+            try:
+                return merge(nodes, outputs)
+            except _Different:
+                if outputs is not EACH:
+                    raise
         del found[num_found:]
         everyone: list[Any] = [None] * world_size
         for k, node in enumerate(nodes):

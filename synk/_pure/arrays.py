@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from typing import Any
 
 import numpy as np
 
 from synk._pure.dtypes import foreign_name
+from synk._pure.exact import RULE, exact_array, has_own_meaning, plain_form
 from synk._pure.interrupts import deferred, safe_point
-from synk._pure.read_only import ReadOnlyArray
-from synk._pure.tables import is_column, is_table, kind_of
+from synk._pure.tables import is_table, kind_of
 from synk._pure.tensors import check_tensor, is_tensor
 
 PARALLEL_NBYTES = 1 << 24
-
-_OPERATORS = (
-    "__array_ufunc__", "__array_function__", "__add__", "__sub__", "__mul__", "__truediv__", "__pow__", "__matmul__",
-    "__eq__", "__lt__",
-)  # fmt: skip
 
 
 def check_shareable(dtype: np.dtype, what: str) -> np.dtype:
@@ -37,68 +31,58 @@ def address_of(array: np.ndarray) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def is_masked(value: Any) -> bool:
-    """Whether ``value`` is a masked array. Does not import ``numpy.ma``: before it is imported there are none."""
-    module = sys.modules.get("numpy.ma")
-    return module is not None and isinstance(value, module.MaskedArray)
-
-
-def computes_otherwise(cls: type) -> bool:
-    """Whether a subclass of ndarray gives operators another meaning, as matrices and arrays with units do."""
-    if not issubclass(cls, np.ndarray) or issubclass(cls, ReadOnlyArray):
-        return False
-    return any(getattr(cls, name) is not getattr(np.ndarray, name) for name in _OPERATORS)
-
-
 def as_plain_array(value: Any, what: str) -> np.ndarray:
     """Return ``value`` as an ndarray without a copy where possible; refuse values that would lose information.
 
     Raises
     ------
     TypeError
-        For masked arrays (the mask would be lost), tables (the labels would be), other arrays that compute in a way of
-        their own, generators, ragged lists and arrays of objects.
+        For tables (the labels would be lost), other objects that are more than an array (``synk._pure.exact``),
+        generators, ragged lists, lists whose elements are of several kinds, and arrays of objects.
     """
-    if type(value) is np.ndarray:
-        array = value
-    elif is_masked(value):
-        raise TypeError(f"cannot share {what}: got a masked array, and its mask would be lost. Pass value.filled(...).")
-    elif is_table(value):
+    if is_table(value):
         raise TypeError(
             f"cannot share {what}: got a {kind_of(value)}, whose labels an array does not have. Pass value.to_numpy(). "
             "Only a scattered argument of a call is divided as a table, and a broadcast one arrives as it is."
         )
-    elif is_column(value):
+    if has_own_meaning(value):
         raise TypeError(
-            f"cannot share {what}: got {type(value).__name__} of pandas, which computes in a way of its own, expected "
-            "an array. Pass value.to_numpy() or, as a scattered argument of a call, pd.Series(value)."
+            f"cannot share {what}: got {type(value).__name__}, which has a meaning of its own, expected an array. Pass "
+            f"{plain_form(value)} for its plain numbers. Only a broadcast argument arrives as the object that it is."
         )
-    elif computes_otherwise(type(value)):
-        raise TypeError(
-            f"cannot share {what}: got {type(value).__name__}, which computes in a way of its own, expected an array. "
-            "Pass np.asarray(value) where the function means plain arrays."
-        )
-    elif is_tensor(value):
+    array = _converted(value, what)
+    if array.dtype.hasobject:
+        raise TypeError(f"cannot share {what}: {_why_not(value, array)}")
+    return array
+
+
+def _converted(value: Any, what: str) -> np.ndarray:
+    """Return a value that is no more than an array as one, which may hold objects."""
+    if is_tensor(value):
         array = check_tensor(value, what)
         if foreign_name(array.dtype):
             raise TypeError(
                 f"cannot share {what}: got a tensor of dtype {foreign_name(array.dtype)}, which NumPy does not have. "
                 'Pass it to a function that is built with framework="torch", or cast it, as in tensor.float().'
             )
-    else:
-        try:
-            array = safe_point(np.asarray, value)
-        except Exception as error:
-            if isinstance(value, list) and "inhomogeneous" in str(error):
-                got = "a list whose entries differ in length or shape, expected rows of one shape"
-            else:
-                got = f"{type(value).__name__}, which NumPy cannot turn into an array ({error})"
-            raise TypeError(f"cannot share {what}: got {got}.") from error
-        if type(array) is not np.ndarray:
-            array = array.view(np.ndarray)
-    if array.dtype.hasobject:
-        raise TypeError(f"cannot share {what}: {_why_not(value, array)}")
-    return array
+        return array
+    try:
+        array = safe_point(np.asarray, value)
+        is_array = hasattr(value, "dtype") and not isinstance(value, (str, bytes))
+        found = array if is_array else safe_point(exact_array, value, array)
+    except Exception as error:
+        if isinstance(value, list) and "inhomogeneous" in str(error):
+            got = "a list whose entries differ in length or shape, expected rows of one shape"
+        else:
+            got = f"{type(value).__name__}, which NumPy cannot turn into an array ({error})"
+        raise TypeError(f"cannot share {what}: got {got}.") from error
+    if isinstance(found, str):
+        raise TypeError(
+            f"cannot share {what}: got a {type(value).__name__} with {found}, expected {RULE}. Pass "
+            "np.asarray(value) where the function means what NumPy makes of it, or pd.Series(value), which keeps each "
+            "element as it is."
+        )
+    return found.view(np.ndarray)
 
 
 def _why_not(value: Any, array: np.ndarray) -> str:
@@ -111,11 +95,6 @@ def _why_not(value: Any, array: np.ndarray) -> str:
         )
     if hasattr(value, "collect"):
         return f"got a table that is still to be computed{kind}, expected one with rows. Pass its collect()."
-    if hasattr(value, "columns"):
-        return (
-            f"got a table with columns of several kinds{kind}, expected numbers, text or records. Pass its columns, as "
-            "in dict(frame.items()), or those of numbers as one array."
-        )
     if isinstance(value, dict):
         return (
             "got a dict, expected an array. Pass the dict itself to calls, or keep it on the workers by "

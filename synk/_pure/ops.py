@@ -11,6 +11,7 @@ which changes about a quarter of the elements of a float16 average.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -141,6 +142,8 @@ class Reduction(_Named):
     """An op that combines arrays element by element."""
 
     ufunc: str
+    of_ints: Callable[[int, int], int]
+    """Combines two ints of Python, which have any size."""
     verb = ""
     """Names the op in errors, if not by its name."""
 
@@ -166,6 +169,20 @@ class Reduction(_Named):
         with np.errstate(all="ignore"):
             self.reduce_into(values, rows, out)
         return out
+
+    def combine_ints(self, values: Sequence[Any], what: str) -> Any:
+        """Return ints of Python combined, exactly. Beside NumPy's integers they count as NumPy's, which wrap.
+
+        Raises
+        ------
+        OverflowError
+            If an int does not fit the dtype of NumPy's integers beside it; ``what`` names the output.
+        """
+        dtypes = {value.dtype for value in values if not is_int(value)}
+        if not dtypes:
+            return functools.reduce(self.of_ints, values)
+        (dtype,) = dtypes
+        return self.combine([int_as(value, dtype, what) for value in values], [1] * len(values))[()]
 
     def lift(self, value: Any, rows: float = 1, *, xp: Any = np, out: Any = None) -> Any:
         """Return the partial result of a value that stands for ``rows`` rows: the value itself if nothing has to be
@@ -276,6 +293,26 @@ class Reduction(_Named):
         return getattr(np, self.ufunc), values, len(values) if self.is_weighted else 1
 
 
+def is_int(value: Any) -> bool:
+    """Whether a value is an int of Python, and no bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def int_as(value: Any, dtype: np.dtype, what: str) -> np.ndarray:
+    """Return a value as an array. An int of Python gets ``dtype``, if that is an integer one, or raises OverflowError.
+
+    ``what`` names the output.
+    """
+    if not is_int(value) or dtype.kind not in "iu":
+        return np.asarray(value)
+    if not np.iinfo(dtype).min <= value <= np.iinfo(dtype).max:
+        raise OverflowError(
+            f"cannot combine {what}: got an int of {value.bit_length()} bits beside values of dtype {dtype}, expected "
+            "one that fits. Return int(...) of all values, which has no limit."
+        )
+    return np.asarray(value, dtype)
+
+
 @functools.cache
 def accumulator_dtype(dtype: np.dtype) -> np.dtype:
     """Return the dtype in which values of ``dtype`` are combined: float32 for the 16-bit floats, else ``dtype``."""
@@ -307,12 +344,12 @@ class _Arithmetic(Reduction):
 
 
 class _Sum(_Arithmetic):
-    name, ufunc = "sum", "add"
+    name, ufunc, of_ints = "sum", "add", staticmethod(operator.add)
     has_empty = True
 
 
 class _Prod(_Arithmetic):
-    name, ufunc = "prod", "multiply"
+    name, ufunc, of_ints = "prod", "multiply", staticmethod(operator.mul)
 
 
 class _Ordered(Reduction):
@@ -328,11 +365,11 @@ class _Ordered(Reduction):
 
 
 class _Min(_Ordered):
-    name, ufunc = "min", "minimum"
+    name, ufunc, of_ints = "min", "minimum", staticmethod(min)
 
 
 class _Max(_Ordered):
-    name, ufunc = "max", "maximum"
+    name, ufunc, of_ints = "max", "maximum", staticmethod(max)
 
 
 class _Gather(_Named):
@@ -358,7 +395,7 @@ class _First(_Named):
 
 
 class _Each(Op):
-    """The op that is written None: the values are not combined."""
+    """The op that is written None: what each rank has returned is one object, whatever it holds."""
 
     needs_rows = False
     is_weighted = False

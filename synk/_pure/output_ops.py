@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._pure.ops import EACH, OPS, OWN_NAMES, Folded, Op, Reduction
+from synk._pure.ops import EACH, OPS, OWN_NAMES, Folded, Op, Reduction, is_int
 from synk._pure.trees import flatten
 
 _WORDS = {
@@ -131,6 +131,8 @@ class InBlocks(Op):
         self.op.check(dtype, what)
 
     def combine(self, values: list[Any], rows: list[int]) -> Any:
+        if any(map(is_int, values)):
+            return self.op.combine_ints(values, "the values of blocks")
         arrays = [np.asarray(value) for value in values]
         if len({(array.dtype, array.shape) for array in arrays}) > 1:
             raise ValueError(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from synk._pure.dtypes import describe_dtype
-from synk._pure.ops import Op, Reduction
+from synk._pure.ops import Op, Reduction, int_as, is_int
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,13 @@ class Accumulator:
 
     def _combine(self, op: Reduction, value: Any, num_rows: int) -> None:
         first = self._parts[0]
+        if is_int(first) and is_int(value):
+            self._parts[0] = op.of_ints(first, value)
+            return
+        if is_int(first):
+            first = self._parts[0] = int_as(first, value.dtype, self.what)
+        if is_int(value):
+            value = int_as(value, first.dtype, self.what)
         if self._sum is None:
             op.check(first.dtype, self.what)
             self._sum = self._library_of(first).array(self._lift(op, first, self._rows[0]), order="C")
@@ -98,6 +105,8 @@ class Accumulator:
         if self._sum is not None:
             return self._sum
         assert isinstance(self.op, Reduction)
+        if is_int(self._parts[0]):
+            return self._parts[0]
         self.op.check(self._parts[0].dtype, self.what)
         return self._lift(self.op, self._parts[0], self._rows[0])
 

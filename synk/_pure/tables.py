@@ -41,12 +41,6 @@ def is_table(value: Any) -> bool:
     return bool(library_of(value))
 
 
-def is_column(value: Any) -> bool:
-    """Whether ``value`` is an index or an array of pandas, which computes as a Series does but is none."""
-    arrays = getattr(sys.modules.get("pandas.api.extensions"), "ExtensionArray", ())
-    return isinstance(value, (arrays, getattr(sys.modules.get("pandas"), "Index", ())))
-
-
 def kind_of(table: Any) -> str:
     """Return a table's name in errors.
 

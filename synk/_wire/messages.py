@@ -368,12 +368,13 @@ def slot_offsets(leaves: Sequence[Leaf], ops: Sequence[Op], num_voters: int, has
     """Return the byte offset of each leaf in a rank's slot, and the bytes needed. Both halves compute the same.
 
     A large output takes room only if the ranks must read one another's values: if it is reduced and several ranks vote.
-    Reduced outputs come first. They have the same size on all ranks, so each rank finds the others' at its own offsets,
-    whatever the sizes of the other outputs.
+    These come first. They have the same size on all ranks, so each rank finds the others' at its own offsets, whatever
+    the sizes of the other outputs.
     """
     offsets = [0] * len(leaves)
     offset = 0
-    for position in sorted(range(len(leaves)), key=lambda position: not isinstance(ops[position], Reduction)):
+    is_read = [isinstance(op, Reduction) and leaf.nbytes >= LARGE_NBYTES for leaf, op in zip(leaves, ops)]
+    for position in sorted(range(len(leaves)), key=lambda position: not is_read[position]):
         leaf = leaves[position]
         offsets[position] = offset
         if is_in_slot(leaf, ops[position], num_voters, has_group):

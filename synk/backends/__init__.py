@@ -74,8 +74,8 @@ class Backend(Protocol):
     def as_output(self, value: Any) -> Any:
         """Return an array or scalar that a function returned as an array of the backend; None if it is neither.
 
-        None also for an array with operators of its own, such as a matrix: it would lose them. A number may stay a
-        NumPy array on any backend.
+        None also for an array of a class with a meaning of its own, such as a matrix: it would lose it. A number may
+        stay a NumPy array on any backend.
         """
 
     def as_array(self, value: Any, what: str) -> Any:
@@ -103,7 +103,11 @@ class Backend(Protocol):
         """Return the kind of device on which torch computes beside this backend: ``"cpu"``, ``"cuda"``, ..."""
 
     def converters(self, framework: str) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-        """Return functions that convert to arrays of ``"torch"`` or ``"jax"`` and back, if possible without a copy."""
+        """Return functions that convert to arrays of ``"torch"`` or ``"jax"`` and back, if possible without a copy.
+
+        A backend that has a ``framework`` also knows ``"numpy"``, for functions that name no library: the names that
+        NumPy and its own library share mean what they do in NumPy.
+        """
 
     def running(self) -> contextlib.AbstractContextManager[Any]:
         """Make the backend's device and stream current while the body runs."""

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from synk._pure.arrays import address_of, as_plain_array, computes_otherwise
+from synk._pure.arrays import address_of, as_plain_array
 from synk._pure.cores import num_cores
+from synk._pure.exact import has_own_meaning
 from synk._wire.memory import Segment
 from synk.backends._assignment import DeviceAssignment
 from synk.backends._frameworks import Converter, host_converters
@@ -81,9 +82,7 @@ class NumpyBackend:
     def as_output(self, value: Any) -> np.ndarray | None:
         if type(value) is np.ndarray:
             return None if value.dtype.hasobject else _native(value)  # pointers to objects are valid here only
-        if computes_otherwise(type(value)):
-            return None
-        if isinstance(value, (np.ndarray, np.generic, bool, int, float, complex)):
+        if isinstance(value, (np.ndarray, np.generic, bool, int, float, complex)) and not has_own_meaning(value):
             array = np.asarray(value)
             return None if array.dtype.hasobject else _native(array)
         return None

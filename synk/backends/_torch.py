@@ -162,6 +162,8 @@ class TorchBackend(DeviceArrays):
         return self._device.type
 
     def converters(self, framework: str) -> tuple[Converter, Converter]:
+        if framework == "numpy":
+            return self._to_numpys_tensor, self._from_tensor
         if framework != "torch":
             raise UnsupportedError(f"cannot convert tensors to arrays of {framework} with backend 'torch'.")
         return self._to_tensor, self._from_tensor
@@ -170,6 +172,12 @@ class TorchBackend(DeviceArrays):
         if isinstance(array, self.xp.ndarray):
             return array.tensor
         return self.from_host(array).tensor if has_torch_dtype(array) else array
+
+    def _to_numpys_tensor(self, array: Any) -> Any:
+        from synk.backends._torch_arrays import NumpysTensor
+
+        tensor = self._to_tensor(array)
+        return tensor.as_subclass(NumpysTensor) if isinstance(tensor, self._torch.Tensor) else tensor
 
     def _from_tensor(self, value: Any) -> Any:
         if not isinstance(value, self._torch.Tensor) or not is_plain(value):

@@ -48,6 +48,37 @@ def torch_dtype(dtype: Any) -> torch.dtype:
     return found
 
 
+class NumpysTensor(torch.Tensor):
+    """A tensor for functions that name no library: in its ``std`` and ``var``, NumPy's names mean what they do there.
+
+    torch's own names (``dim``, ``unbiased``, ``correction``, ``keepdim``) mean what they do in torch.
+    """
+
+    def std(self, axis: Any = None, *args: Any, **options: Any) -> Any:  # type: ignore[override]  # as in NumPy
+        return _spread(torch.Tensor.std, self, axis, *args, **options)
+
+    def var(self, axis: Any = None, *args: Any, **options: Any) -> Any:  # type: ignore[override]  # as in NumPy
+        return _spread(torch.Tensor.var, self, axis, *args, **options)
+
+
+def _spread(
+    compute: Callable[..., Any],
+    tensor: torch.Tensor,
+    axis: Any,
+    dtype: Any = None,
+    out: Any = None,
+    ddof: float = 0,
+    keepdims: bool = False,
+    **torchs: Any,
+) -> Any:
+    if torchs or isinstance(axis, bool):
+        return compute(tensor, *(() if axis is None else (axis,)), **torchs)
+    if dtype is not None or not (tensor.is_floating_point() or tensor.is_complex()):
+        tensor = tensor.to(torch.float64 if dtype is None else torch_dtype(dtype))
+    result = compute(tensor, dim=axis, correction=ddof, keepdim=keepdims)
+    return result if out is None else out.copy_(result)
+
+
 class TorchArray:
     """A tensor as an array."""
 

@@ -119,7 +119,7 @@ class Flow:
     >>> def run(x):
     ...     return step(x), " | ".join(each.name for each in step.trace)
     >>> with synk.fork(2, backend="numpy"):
-    ...     totals, orders = synk.function(run, outputs=None)(np.arange(4.0))
+    ...     totals, orders = synk.function(run, outputs=(None, None))(np.arange(4.0))
     >>> [float(total) for total in totals]
     [7.0, 11.0]
     >>> print(orders[0])

@@ -110,7 +110,11 @@ MISTAKES: dict[str, Mistake] = {
         ValueError,
         r"6.*2",
     ),
-    "a table": (lambda rt: rt.function(total)(Frame(["price", "name"])), TypeError, r"columns"),
+    "a table": (
+        lambda rt: rt.function(total)(Frame(["price", "name"])),
+        TypeError,
+        r"Frame, which has a meaning of its own",
+    ),
     "a matrix": (lambda rt: rt.function(total)(X.view(np.matrix).T), TypeError, r"matrix.*np\.asarray"),
     "text in an array of objects": (
         lambda rt: rt.function(total)(np.array(["a", "bc"], dtype=object)),

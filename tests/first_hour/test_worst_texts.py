@@ -68,7 +68,7 @@ def test_3_a_table(shared_runtimes: Any) -> None:
 
     frame = Frame(price=np.array([1.0, 2.0]), name=np.array(["one", "two"]))
     total = shared_runtimes[2].function(lambda t: t["price"].sum() if isinstance(t, dict) else 0.0, outputs="sum")
-    with pytest.raises(TypeError, match=r"a table with columns of several kinds.*dict\(frame.items\(\)\)"):
+    with pytest.raises(TypeError, match=r"got Frame, which has a meaning of its own"):
         total(frame)
     assert total(dict(frame.items())) == 3.0
 

@@ -36,10 +36,11 @@ def test_ranks_with_one_structure_keep_it(tree: Any, num_ranks: int) -> None:
         assert found.apart == {}
 
 
+@pytest.mark.parametrize("outputs", [EACH])
 @given(st.lists(NESTINGS, min_size=1, max_size=4))
-def test_under_op_none_each_leaf_of_each_rank_has_one_place(trees: list[Any]) -> None:
+def test_under_op_none_each_leaf_of_each_rank_has_one_place(outputs: Any, trees: list[Any]) -> None:
     skeletons, ranks = [skeleton(tree) for tree in trees], range(1, 2 * len(trees), 2)
-    found = agreed(skeletons, EACH, ranks, 2 * len(trees))
+    found = agreed(skeletons, outputs, ranks, 2 * len(trees))
     assert found is not None
     places = flatten(found.skeleton)[0]
     assert places == list(range(len(places)))
@@ -66,6 +67,11 @@ def test_under_an_op_that_combines_structures_must_be_equal(one: Any, other: Any
         ([{"a": 0}, {"b": 0}], EACH, ([{"a": 0}, {"b": 1}], [[0, MISSING], [MISSING, 0]], {0: 0, 1: 1})),
         ([0, (0, 1)], EACH, ([0, (1, 2)], [[0, MISSING, MISSING], [MISSING, 0, 1]], {0: 0, 1: 1, 2: 1})),
         ([(0, 1), [0, 1]], "sum", None),
+        ([0, 0], EACH, (0, [[0], [0]], {})),
+        ([None, None], EACH, ([None, None], [[], []], {})),
+        ([(0, None)] * 2, ("sum", EACH), ((0, [None, None]), [[0], [0]], {})),
+        ([(0,), (0,)], EACH, ([(0,), (1,)], [[0, MISSING], [MISSING, 0]], {0: 0, 1: 1})),
+        ([(0, 1), (0, 1)], ("sum", EACH), ((0, 1), [[0, 1], [0, 1]], {})),
         ([None, None], "sum", (None, [[], []], {})),
     ],
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -18,3 +20,13 @@ def examples(at_each_run: int) -> settings:
     """Return Hypothesis's settings for a test of which each run draws other examples, ``SYNK_STORM`` times as many."""
     count = max(1, round(at_each_run * float(os.environ.get("SYNK_STORM", "1"))))
     return settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+WHOLE_OR_SAMPLE = [pytest.param(False, id="sample"), pytest.param(True, id="whole", marks=pytest.mark.storm)]
+"""Parameters of a test of a table: each run takes a sample of its combinations, the storm takes all."""
+
+
+def drawn(cases: Iterable[Any], is_whole: bool, count: int = 100) -> list[Any]:
+    """Return all combinations of a table, or the sample that each run takes, in one order."""
+    found = list(cases)
+    return found if is_whole or len(found) <= count else random.Random(len(found)).sample(found, count)

@@ -16,9 +16,10 @@ import numpy as np
 
 from synk._pure.agreement import MISSING, Agreement, agreed
 from synk._pure.dtypes import describe_dtype
+from synk._pure.exact import as_recarray
 from synk._pure.interrupts import safe_point
 from synk._pure.ops import EACH, REDUCTIONS, EqualReduction, Op, Reduction, accumulator_dtype
-from synk._pure.output_ops import match_ops, wanted_leaves
+from synk._pure.output_ops import each_op, match_ops, wanted_leaves
 from synk._pure.partials import SliceValues, concatenate, join
 from synk._pure.ranges import LINE_NBYTES, block_bounds, chunk_bounds, round_up
 from synk._pure.table_outputs import combined
@@ -157,10 +158,11 @@ class Assembly:
         """Return the structure that all ranks agree on."""
         skeletons = [layout.skeleton for layout in self._sent]
         leaves, structure = flatten(skeletons[0])
-        if all(flatten(skeleton) == (leaves, structure) for skeleton in skeletons[1:]):
+        is_alike = all(flatten(skeleton) == (leaves, structure) for skeleton in skeletons[1:])
+        if is_alike and not any(op is EACH for op in each_op(outputs)):
             return Agreement(skeletons[0], [leaves] * len(skeletons), {})
         found = agreed(skeletons, outputs, self.voters, self._world_size)
-        if found is None or (found.apart and outputs is EACH and self._subset is not None):
+        if found is None:
             texts = [_describe(each) for each in skeletons]
             got = "; ".join(f"rank {rank}: {text}" for rank, text in zip(self.voters, texts))
             if len(set(texts)) == 1:
@@ -187,14 +189,14 @@ class Assembly:
             return
         kinds: list[tuple[Any, tuple[int, ...]]] = []
         for item in self._items[leaf]:
-            if item.dtype is None:  # a list or a table: their contents are compared when they are combined
+            if item.dtype is None:  # a list, a table or an int: their contents are compared when they are combined
                 kinds.append((None, ()))
                 continue
             shape = item.shape[1:] if op.concatenates else item.shape
             kinds.append((item.value_dtype, shape))
-        if len(set(kinds)) > 1:
+        if len(set(kinds)) > 1 and not (isinstance(op, Reduction) and _are_integers(self._items[leaf])):
             got = "; ".join(
-                f"rank {rank}: {_name_of(layout.leaves[leaf].value_dtype)} {layout.leaves[leaf].shape}"
+                f"rank {rank}: {_name_of(layout.leaves[leaf], op)} {layout.leaves[leaf].shape}"
                 for rank, layout in zip(self.voters, self.layouts)
             )
             is_text = all(dtype is not None and dtype.kind in "US" for dtype, _ in kinds)
@@ -325,7 +327,9 @@ class Assembly:
         if self._subset is not None or self.result_nbytes:
             return None
         found = [
-            op.equal_reduction(self._small_parts[leaf]) if isinstance(op, Reduction) else None
+            op.equal_reduction(self._small_parts[leaf])
+            if isinstance(op, Reduction) and all(item.dtype is not None for item in self._items[leaf])
+            else None
             for leaf, op in enumerate(self._rank_ops)
         ]
         reductions = [reduction for reduction in found if reduction is not None]
@@ -449,6 +453,9 @@ class Assembly:
             return self._table(leaf, parts, rows, None)
         item, op = self.layouts[0].leaves[leaf], self._rank_ops[leaf]
         assert isinstance(op, Reduction)
+        if parts:
+            values = [self._array(leaf, voter, root)[()] if p is None else p for voter, p in enumerate(parts)]
+            return op.combine_ints(values, self._named(leaf))
         if (leaf, -1) in self._places:
             assert root is not None
             return _view(root, self._places[leaf, -1], item.shape, item.dtype)
@@ -493,8 +500,16 @@ def _describe(skeleton: Any) -> str:
     return repr(unflatten(structure, [_Value()] * len(leaves)))
 
 
-def _name_of(dtype: np.dtype | None) -> str:
-    return "an object" if dtype is None else describe_dtype(dtype)
+def _name_of(item: Leaf, op: Op) -> str:
+    if item.dtype is None:
+        return "int" if isinstance(op, Reduction) and not item.shape else "an object"
+    return describe_dtype(item.value_dtype)
+
+
+def _are_integers(items: Sequence[Leaf]) -> bool:
+    """Whether ranks have returned ints of Python and, beside them, numbers of one integer dtype of NumPy."""
+    dtypes = {item.value_dtype for item in items if item.dtype is not None}
+    return not any(item.shape for item in items) and len(dtypes) == 1 and dtypes.pop().kind in "iu"
 
 
 class _Value:
@@ -507,8 +522,10 @@ def _is_tabular(part: Any) -> bool:
 
 
 def _tensor(value: Any, is_tensor: bool) -> Any:
-    """Return a new value as a tensor on its memory if the function returned a tensor."""
-    return tensor_of(np.asarray(value)) if is_tensor and isinstance(value, (np.ndarray, np.generic)) else value
+    """Return a new value as a tensor on its memory if the function returned a tensor, and records as a recarray."""
+    if is_tensor and isinstance(value, (np.ndarray, np.generic)):
+        return tensor_of(np.asarray(value))
+    return as_recarray(value) if isinstance(value, np.ndarray) else value
 
 
 def _view(root: np.ndarray, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -60,6 +60,11 @@ def bind(
     The call itself is sent later. This may load functions and read values from devices.
     """
     name = function.name
+    if options.output_subset is not None and function.ops is EACH:
+        raise TypeError(
+            f"cannot select outputs of {name!r}: got output_subset and op None, which takes nothing apart, expected an "
+            "op for each output. Build it with outputs=(None, None) or the like."
+        )
     checks = Checks(name, _framework(function, session), session, is_submitted=options.is_submitted)
     arguments = checks.arguments(function.signature.bind(args, kwargs))
     if function.framework == "torch" or any(argument.is_tensor for argument in arguments):

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from synk._master.objects.array_like import ArrayLike
 from synk._master.session import Session
 from synk._pure.arrays import as_plain_array, check_shareable
+from synk._pure.exact import has_own_meaning
 from synk._pure.interrupts import as_operation, deferred
 from synk._pure.nested import check_no_list
 from synk._pure.show import table
@@ -97,15 +98,15 @@ class Data(ArrayLike):
         shape = (int(shape),) if isinstance(shape, (int, np.integer)) else None if shape is None else tuple(shape)
         if value is not None:
             check_no_list(value, "make", label)
+            if dtype is not None and not hasattr(value, "dtype") and not has_own_meaning(value):
+                # A dtype for a list of Python numbers asks for NumPy's conversion, with its errors.
+                value = np.array(value, dtype=dtype)
             array = as_plain_array(value, label)
             self._dtype = check_shareable(np.dtype(dtype) if dtype is not None else array.dtype, label)
             if shape is not None and shape != array.shape:
                 raise ValueError(f"cannot make {label}: got a value of shape {array.shape} and shape={shape}.")
             self._ndim = array.ndim if ndim is None else ndim
             self._contents = Contents(None, np.empty((0,) * self._ndim, self._dtype))
-            if dtype is not None and not hasattr(value, "dtype"):
-                # A dtype for a list of Python numbers asks for NumPy's conversion, with its errors.
-                array = np.array(value, dtype=self._dtype)
             self.set_value(array, force_cast=force_cast, oversize=oversize)
             return
         if dtype is None or (shape is None and ndim is None):

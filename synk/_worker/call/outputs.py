@@ -11,14 +11,14 @@ import numpy as np
 
 from synk._pure.dtypes import foreign_name
 from synk._pure.nested import is_plain_object
-from synk._pure.ops import Reduction
+from synk._pure.ops import Reduction, is_int
 from synk._pure.output_ops import match_ops, wanted_leaves
 from synk._pure.table_outputs import num_rows
 from synk._pure.trees import flatten, key_orders, output_names, skeleton_of
 from synk._wire.memory import Segment
 from synk._wire.messages import LARGE_NBYTES, MAX_ROOM_NBYTES, MAX_ROOMS_NBYTES, Layout, Leaf, Status, room_for
 from synk._worker.call.large_outputs import LargeOutputs, own
-from synk._worker.call.values import Object, Partial, array_or_object, take_lists
+from synk._worker.call.values import Object, Partial, array_or_object, take_whole
 from synk._worker.held.plans import LoadedFunction, OutputSlots, PreparedPlan, is_plain_output, is_single_value
 from synk._worker.held.slots import NO_VIEW, Slots
 from synk._worker.held.variables import VariableStore
@@ -83,8 +83,8 @@ class Outputs:
         """
         function, layout = prepared.function, prepared.layout
         subset = prepared.plan.output_subset
-        if function.lists is not None:
-            result = take_lists(result, function.lists)
+        if function.whole is not None:
+            result = take_whole(result, function.whole)
         values, structure = flatten(result)
         orders = key_orders(result)
         if layout is None or structure != prepared.structure or orders != prepared.orders:
@@ -121,8 +121,9 @@ class Outputs:
                 leaves.append(Leaf((), None, room=room))
                 outputs.append(pickled)
             else:
-                # Tables are the only objects that can be reduced, and they have rows.
-                leaves.append(Leaf((num_rows(item),) if isinstance(op, Reduction) else (), None))
+                # Of the objects that can be reduced, tables have rows, and ints have none.
+                has_rows = isinstance(op, Reduction) and not is_int(item)
+                leaves.append(Leaf((num_rows(item),) if has_rows else (), None))
                 outputs.append(None)
                 objects.append((name, item if pickled is None else pickled))
         assigned = variables.assignments() if variables.assigned else ()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from synk._pure.ops import EACH, Folded, Op, Reduction
+from synk._pure.ops import EACH, Folded, Op, Reduction, is_int
 from synk._pure.output_ops import match_ops
 from synk._pure.partials import Accumulator, SliceValues
 from synk._pure.tables import is_table
 from synk._pure.trees import flatten, output_names, skeleton_of, unflatten
-from synk._worker.call.values import Object, Partial, array_or_object, as_object, as_returned, snapshot, take_lists
+from synk._worker.call.values import Object, Partial, array_or_object, as_object, as_returned, snapshot, take_whole
 from synk._worker.held.plans import LoadedFunction
 from synk._worker.held.rows import Rows
 from synk.backends import Backend
@@ -41,8 +41,8 @@ def run_slices(
     are_tables: list[bool] = []
     for part in slices:
         result = call(part)
-        if function.lists is not None:
-            result = take_lists(result, function.lists)
+        if function.whole is not None:
+            result = take_whole(result, function.whole, has_arrays=True)
         values, got_structure = flatten(result)
         if structure is None:
             structure = got_structure
@@ -66,6 +66,8 @@ def run_slices(
                     f"cannot accumulate {names[position]} of {function.name!r} over slices: got "
                     f"{type(value).__name__}, and {'a' if are_tables[position] else 'no'} table in the first slice."
                 )
+            if ops[position] is EACH and isinstance(value, Object):
+                value = Object(_on_host(function, backend, value.value, names[position]))
             value = array_or_object(backend, value, ops[position], names[position], function)
             value = snapshot(backend, value, names[position], function)
             if isinstance(ops[position], Folded):
@@ -84,6 +86,16 @@ def run_slices(
     return unflatten(structure, totals)
 
 
+def _on_host(function: LoadedFunction, backend: Backend, value: Any, name: str) -> Any:
+    """Return a value that is one object with its arrays and tensors as the master gets them."""
+    leaves, structure = flatten(value)
+    made = [
+        as_returned(as_object(backend, array_or_object(backend, leaf, EACH, name, function)), was_tensor)
+        for leaf, was_tensor in zip(leaves, map(function.is_tensor, leaves))
+    ]
+    return unflatten(structure, made)
+
+
 def _total(
     function: LoadedFunction, backend: Backend, accumulator: Accumulator, rows: list[int], was_tensor: bool
 ) -> Any:
@@ -98,7 +110,7 @@ def _total(
         total = Object(values if op is EACH else SliceValues(values, rows))
     elif was_tensor and function.to_framework is not None and not isinstance(op, Folded):
         total = function.to_framework(total)
-    return Partial(total, accumulator.dtype) if is_partial else total
+    return Partial(total, accumulator.dtype) if is_partial and not is_int(total) else total
 
 
 def _joins(value: Any, op: Op) -> bool:

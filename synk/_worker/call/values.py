@@ -8,16 +8,20 @@ from typing import Any
 
 import numpy as np
 
-from synk._pure.arrays import computes_otherwise, is_masked
-from synk._pure.ops import Op
+from synk._pure.exact import has_own_meaning, plain_form
+from synk._pure.ops import EACH, Op, Reduction, is_int
+from synk._pure.read_only import ReadOnlyArray
 from synk._pure.table_outputs import check_table
 from synk._pure.tables import is_table
 from synk._pure.tensors import tensor_of
+from synk._pure.trees import flatten
 from synk._worker.held.pickling import dumps
 from synk._worker.held.plans import LoadedFunction
 from synk.backends import Backend
 from synk.errors import SerializationError
 
+_PLAIN_ARRAYS = (np.ndarray, np.memmap, ReadOnlyArray)
+_INT64 = np.dtype(np.int64)
 _IMMUTABLE_TYPES = (int, float, complex, str, bytes, type(None))
 
 
@@ -44,12 +48,20 @@ class Partial:
         self.dtype = dtype
 
 
-def take_lists(result: Any, outputs: Any) -> Any:
-    """Return a result in which each list under an op that concatenates is one output: the objects of the rank's rows.
+def take_whole(result: Any, outputs: Any, *, has_arrays: bool = False) -> Any:
+    """Return a result in which each output that is one object is an ``Object``.
 
-    As among the arguments, a list counts as rows and a tuple as structure. A list that has a list of ops is structure.
+    Under an op that concatenates, a list is one: it holds the objects of the rank's rows. As among the arguments, a
+    list counts as rows and a tuple as structure; a list that has a list of ops is structure.
+
+    Under op None everything is one. A container of arrays nevertheless stays structure, so that they travel as arrays,
+    and the master puts it together again; so does None. With ``has_arrays`` these are objects, too.
     """
     is_op = isinstance(outputs, Op)
+    if outputs is EACH:
+        is_structure = result is None or isinstance(result, (tuple, list, dict))
+        is_whole = is_structure and (has_arrays or not (result is None or _has_array(result)))
+        return Object(result) if is_whole else result
     if is_op and outputs.concatenates and type(result) is list:
         return Object(result)
     if isinstance(outputs, (tuple, list)) and isinstance(result, (tuple, list)) and len(outputs) == len(result):
@@ -59,12 +71,16 @@ def take_lists(result: Any, outputs: Any) -> Any:
     elif isinstance(result, dict):
         ops = outputs if isinstance(outputs, dict) else dict.fromkeys(result, outputs)
         taken = copy.copy(result)  # a defaultdict cannot be made from its items alone
-        taken.update({key: take_lists(part, ops.get(key)) for key, part in result.items()})
+        taken.update({key: take_whole(part, ops.get(key), has_arrays=has_arrays) for key, part in result.items()})
         return taken
     else:
         return result
-    made = [take_lists(part, op) for part, op in zip(result, parts)]
+    made = [take_whole(part, op, has_arrays=has_arrays) for part, op in zip(result, parts)]
     return type(result)(*made) if hasattr(result, "_fields") else type(result)(made)
+
+
+def _has_array(result: Any) -> bool:
+    return any(hasattr(leaf, "dtype") and not isinstance(leaf, np.generic) for leaf in flatten(result)[0])
 
 
 def array_or_object(backend: Backend, value: Any, op: Op, name: str, function: LoadedFunction) -> Any:
@@ -79,8 +95,13 @@ def array_or_object(backend: Backend, value: Any, op: Op, name: str, function: L
     what = f"{name} of {function.name!r}"
     is_number = isinstance(value, (int, float, complex)) and not isinstance(value, np.generic)
     if is_number and not op.is_of_arrays:
-        op.check(np.asarray(value).dtype, what)
+        op.check(_INT64 if is_int(value) else np.asarray(value).dtype, what)
         return value  # a Python number stays what it is, whatever its class
+    if isinstance(op, Reduction) and is_int(value):
+        op.check(_INT64, what)
+        return int(value)  # of any size
+    if not op.is_of_arrays and isinstance(value, np.ndarray) and type(value) not in _PLAIN_ARRAYS:
+        return Object(value)  # its class counts
     array = backend.as_output(value)
     if array is None:
         if not op.is_of_arrays:
@@ -129,16 +150,14 @@ def as_returned(value: Any, was_tensor: bool) -> Any:
 
 
 def _way_out(value: Any, op: Op) -> str:
-    if is_masked(value):
-        return "Return value.filled(...), or data and mask. "
-    if computes_otherwise(type(value)):
-        return "Return np.asarray(value) where you mean a plain array. "
+    if has_own_meaning(value):
+        return f"Return {plain_form(value)} where you mean a plain array. "
     return "Return a list with an object for each row, or np.array(list). " if op.concatenates else ""
 
 
 def _kind_of(value: Any) -> str:
-    if computes_otherwise(type(value)):
-        return f"{type(value).__name__}, which computes in a way of its own"
+    if has_own_meaning(value):
+        return f"{type(value).__name__}, which has a meaning of its own"
     if isinstance(value, np.ndarray):
         return f"an array of dtype {value.dtype}, which holds Python objects"
-    return "an int of more than 64 bits" if isinstance(value, int) else type(value).__name__
+    return type(value).__name__

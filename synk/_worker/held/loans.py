@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from synk._pure.arrays import address_of
+from synk._pure.exact import as_recarray
 from synk._wire.memory import Segment
 from synk._wire.messages import IN_SEGMENTS, Plan
 from synk._worker.held import pages as _pages
@@ -65,7 +66,7 @@ class Loans:
             if item.kind not in IN_SEGMENTS:
                 self.arrays.append(None)
             elif 0 in item.shape or item.dtype.itemsize == 0:  # no bytes, so no segment
-                array = np.empty(item.shape, item.dtype)
+                array = as_recarray(np.empty(item.shape, item.dtype))
                 array.flags.writeable = False
                 self.arrays.append(array)
             else:
@@ -88,7 +89,7 @@ class Loans:
         count = math.prod(shape)
         # From a memoryview, because views would otherwise refer to the segment's own array, which many plans share.
         root = np.frombuffer(segment.buffer.data, dtype, count, offset)
-        array = root.reshape(shape)
+        array = as_recarray(root.reshape(shape))
         if count:
             self._loans.append(Loan(array, root, segment, address_of(root), position))
         return array

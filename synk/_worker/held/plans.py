@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from synk._pure.nested import PLAIN_TYPES
-from synk._pure.ops import Op
+from synk._pure.ops import EACH, Op
 from synk._pure.output_ops import each_op, ops_of
 from synk._pure.tensors import is_tensor
 from synk._pure.trees import DictStructure, flatten, key_orders
@@ -49,15 +49,15 @@ class LoadedFunction:
         self.fn = Reading(fn, modules, name) if modules and not changes else fn
         self.name = name
         self.ops = ops_of(outputs, repr(name))
-        # By these ops a list counts as rows.
-        self.lists = self.ops if any(op.concatenates for op in each_op(self.ops)) else None
+        # By these ops a list counts as rows, or anything as one object.
+        self.whole = self.ops if any(op.concatenates or op is EACH for op in each_op(self.ops)) else None
         self.updates = [update if isinstance(update, tuple) else (update, "avg") for update in updates]
         self.to_framework: Callable[[Any], Any] | None = None
         self.from_framework: Callable[[Any], Any] | None = None
-        framework = framework or backend.framework
-        self.is_tensor: Callable[[Any], bool] = is_tensor if framework == "torch" else _is_nothing
-        if framework is not None:
-            self.to_framework, self.from_framework = backend.converters(framework)
+        is_torch = (framework or backend.framework) == "torch"
+        self.is_tensor: Callable[[Any], bool] = is_tensor if is_torch else _is_nothing
+        if framework is not None or backend.framework is not None:
+            self.to_framework, self.from_framework = backend.converters(framework or "numpy")
 
 
 class OutputSlots:
@@ -130,8 +130,8 @@ def _conversion(value: Any, leaf: Leaf, function: LoadedFunction) -> Callable[..
 
 
 def is_single_value(value: Any) -> bool:
-    """Whether an output is a text or a number, and no int whose dtype is another than that of most."""
-    return type(value) in PLAIN_TYPES and not (type(value) is int and value.bit_length() > 63)
+    """Whether an output is a text, a number or None."""
+    return type(value) in PLAIN_TYPES
 
 
 def put_pickle(value: Any, view: np.ndarray) -> bool:

@@ -78,8 +78,8 @@ def test_a_repeated_call_is_one_message_where_the_ranks_meet(runtime: Fork, pati
         np.testing.assert_array_equal(double, np.full((1, SIZE), 2 * sum(sums)))
         assert total == x.sum()
         np.testing.assert_array_equal(rows, np.repeat(x, SIZE))
-        assert [value[0] for value in nested["one"]] == sums
-        assert nested["two"] == weights
+        assert [each["one"][0] for each in nested] == sums
+        assert [each["two"] for each in nested] == weights
         assert first[-1] == sums[0]
 
 
@@ -431,8 +431,8 @@ def test_new_workers_are_told_their_parts(
         np.testing.assert_array_equal(average, np.full(SIZE, np.average([k + 6, k + 15], weights=[4, 3])))
         np.testing.assert_array_equal(double, np.full((1, SIZE), 2 * (2 * k + 21)))
         np.testing.assert_array_equal(rows, np.repeat(x, SIZE))
-        assert [value[0] for value in nested["one"]] == [k + 6, k + 15]
-        assert (total, nested["two"], first[-1]) == (21, [4, 3], k + 6)
+        assert [each["one"][0] for each in nested] == [k + 6, k + 15]
+        assert (total, [each["two"] for each in nested], first[-1]) == (21, [4, 3], k + 6)
         return int(rt.counters["messages_down"] - before)
 
     for k in range(3):

@@ -1,162 +1,187 @@
-"""One rule for lists: a list of arrays is refused where rows are divided, for it can mean rows or structure.
-
-Each verb meets each kind of list. What is accepted is compared with the plain function.
-"""
+"""Lists as arguments: no element changes its value or its kind on the way, or the list is refused."""
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Callable
-from typing import Any
+import datetime
+import decimal
+import enum
+import hashlib
+import itertools
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from support.seeds import WHOLE_OR_SAMPLE, drawn
 
 import synk
-import synk.torch
 
-torch = pytest.importorskip("torch")
+DAY = datetime.date(2024, 2, 29)
+MOMENT = datetime.datetime(2024, 2, 29, 23, 59, 59, 999999)
 
-X = np.arange(12.0).reshape(6, 2)
-T = torch.arange(12.0).reshape(6, 2)
 
-REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "arrays": (lambda: [X, X + 1], "got a list of arrays"),
-    "one array": (lambda: [X], "got a list of arrays"),
-    "arrays of other lengths": (lambda: [X, X[:2]], "got a list of arrays"),
-    "tensors": (lambda: [T, T + 1], "got a list of tensors"),
-    "tuples of arrays": (lambda: [(X, X), (X, X)], "got a list of arrays"),
-    "lists of arrays": (lambda: [[X, X], [X, X]], "got a list of arrays"),
-    "dicts of tensors": (lambda: [{"x": T}, {"x": T}], "got a list of tensors"),
-    "an array beside numbers": (lambda: [1.0, X], "got a list of arrays"),
-    "deque of arrays": (lambda: collections.deque([X, X]), "got a deque of arrays"),
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+class Pair(NamedTuple):
+    first: int
+    second: int
+
+
+EXACT: dict[str, list[Any]] = {
+    "bools": [True, False],
+    "bools, also NumPy's": [True, np.False_],
+    "integers": [1, -(2**63), 2**63 - 1],
+    "large ids": [2**63, 2**64 - 1, 0],
+    "integers, also NumPy's": [np.int8(-3), 300, np.uint16(7)],
+    "floats": [0.1, float("inf"), -0.0],
+    "floats and integers": [0.5, 2**53, -(2**53)],
+    "floats of single precision": [np.float32(0.1), np.float32(2)],
+    "floats of several precisions": [np.float32(0.1), 0.1, np.float16(3)],
+    "complex": [1j, 2 - 1j],
+    "complex and others": [1j, 0.5, 3],
+    "texts": ["a", "", "grün", "a\0b"],
+    "bytes": [b"a", b"", b"\0b"],
+    "days": [DAY, datetime.date(1, 1, 1)],
+    "moments": [MOMENT, datetime.datetime(1, 1, 1)],
+    "durations": [datetime.timedelta(microseconds=-1), datetime.timedelta(days=9)],
+    "dates of NumPy": [np.datetime64("2024-02-29T12:00"), np.datetime64("1970-01-01T00:00:01")],
+    "numbers without axes": [np.array(1.5), np.float64(2), 3],
+    "tuples": [("a", 1, True), ("", 2**63 - 1, False)],
+    "tuples with dates": [(DAY, 0.5), (DAY, 1)],
 }
-ROWS: dict[str, Callable[[], Any]] = {
-    "numbers": lambda: [3.0, 1.0, 2.0],
-    "lists of numbers": lambda: [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]],
-    "records": lambda: [(1.0, 2.0), (3.0, 4.0), (5.0, 6.0)],
-    "numbers of NumPy": lambda: [np.float64(1.0), np.float64(2.0), np.float64(4.0)],
-    "arrays without axes": lambda: [np.array(1.0), np.array(2.0), np.array(4.0)],
-    "tensors without axes": lambda: [torch.tensor(1.0), torch.tensor(2.0), torch.tensor(4.0)],
+REFUSED: dict[str, list[Any]] = {
+    "bool with integer": [True, 5],
+    "bool of NumPy with integer": [np.True_, 5],
+    "bool with float": [0.5, False],
+    "text with integer": [1, "a"],
+    "text with float": ["a", 0.5],
+    "text with bytes": ["a", b"a"],
+    "text with None": ["a", None],
+    "float with None": [0.5, None],
+    "integers beyond 64 bits": [2**64, 1],
+    "integers below 64 bits": [-(2**63) - 1, 1],
+    "integers of no common type": [2**63, -1],
+    "integers of no common type of NumPy": [np.uint64(2**63), np.int64(-1)],
+    "integers beyond the precision of floats": [2**53 + 1, 0.5],
+    "integers of NumPy beyond it": [np.int64(2**60 + 1), np.float32(0.5)],
+    "integers beside complex": [2**53 + 1, 1j],
+    "texts that end in a NUL": ["a\0", "bc"],
+    "bytes that end in a NUL": [b"a\0", b"bc"],
+    "digests": [hashlib.sha256(str(n).encode()).digest() for n in range(2000)],
+    "decimals": [decimal.Decimal("0.1"), decimal.Decimal("0.2")],
+    "members of an enumeration": [Colour.RED, Colour.RED],
+    "named tuples": [Pair(1, 2), Pair(3, 4)],
+    "moments with a zone": [MOMENT.replace(tzinfo=datetime.timezone.utc)],
+    "days and moments": [DAY, MOMENT],
+    "dates of NumPy that are too far apart": [np.datetime64("9999", "Y"), np.datetime64(1, "ns")],
+    "durations with integers": [np.timedelta64(1, "s"), 3],
+    "masked values": [np.ma.masked, 0.5],
+    "tuples with None": [("a", 1), ("b", None)],
+    "tuples with texts that end in a NUL": [("a\0", 1), ("b", 2)],
 }
-
-VERBS: dict[str, Callable[[Any, Any], Any]] = {
-    "call": lambda f, value: f(value),
-    "submit": lambda f, value: f.submit(value).result(),
-    "serial": lambda f, value: f.serial(value),
-    "rows": lambda f, value: sum(f.rows(value, batch_size=2)),
-}
+SHAPES = ("flat", "rows of two", "tuples of two")
+PLACES = ("argument", "keyword", "entry", "batch", "picked")
 
 
-def total(x: Any) -> Any:
-    return np.asarray(x).sum()
+def shaped(elements: list[Any], shape: str) -> list[Any]:
+    if shape == "flat":
+        return elements
+    kind = list if shape == "rows of two" else tuple
+    return [kind((element, element)) for element in elements]
 
 
-@pytest.mark.sampled(20)
-@pytest.mark.parametrize("verb", VERBS)
-@pytest.mark.parametrize("kind", REFUSED)
-def test_a_list_of_arrays_is_refused_before_anything_is_sent(shared_runtimes: Any, verb: str, kind: str) -> None:
-    rt = shared_runtimes[2]
-    f = rt.function(total, outputs="sum")
-    f(X)  # sends the function, and what earlier tests have dropped
-    before = rt.counters["messages_down"]
-    make, text = REFUSED[kind]
-    for wrap, place in ((lambda value: value, "x"), (lambda value: {"a": value, "b": X}, "x['a']")):
-        with pytest.raises(TypeError, match=text) as caught:
-            VERBS[verb](f, wrap(make()))
-        stack = "torch.stack" if "tensors" in text else "np.stack"
-        assert f"{place} of 'total'" in str(caught.value)
-        assert f"{stack}({place}) if" in str(caught.value)
-        assert f"tuple({place}) to divide" in str(caught.value)
-        assert ("total(*x) if" in str(caught.value)) == (place == "x" and verb != "rows")
-    assert rt.counters["messages_down"] == before
+def plain(value: Any) -> Any:
+    """Return an element, or a row of them, with Python's types."""
+    return list(map(plain, value)) if isinstance(value, (list, tuple)) else getattr(value, "tolist", lambda: value)()
 
 
-@pytest.mark.sampled(20)
-@pytest.mark.parametrize("verb", VERBS)
-@pytest.mark.parametrize("kind", ROWS)
-def test_a_list_of_numbers_or_records_is_rows(shared_runtimes: Any, verb: str, kind: str) -> None:
-    value = ROWS[kind]()
-    f = shared_runtimes[2].function(total, outputs="sum")
-    assert VERBS[verb](f, value) == total(value)
+def told_apart(value: Any) -> Any:
+    """Return what a comparison needs to see the kind of an element as well: ``True == 1``."""
+    if isinstance(value, (list, tuple)):
+        return [told_apart(each) for each in value]
+    return "number" if type(value) in (int, float, complex) else type(value).__name__, value
 
 
-def test_what_the_error_names_gives_what_the_plain_function_gives(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    pair = [X, X + 1]
-
-    def spread(parts: Any) -> Any:
-        return parts[0].mean() - parts[-1].mean()
-
-    assert rt.function(spread)(tuple(pair)) == spread(pair)
-    assert rt.function(lambda x: x.mean())(np.stack(pair)) == np.mean(pair)
-    assert rt.function(lambda x, y: x.mean() - y.mean())(*pair) == spread(pair)
+def functions_of(runtime: synk.Runtime) -> tuple[Any, Any]:
+    return (
+        runtime.function(lambda x: [each.tolist() for each in x], outputs="gather", name="f"),
+        runtime.function(lambda x: [each.tolist() for each in x["rows"]], outputs="gather", name="f"),
+    )
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_data_has_no_structure(shared_runtimes: Any, kind: str) -> None:
-    rt = shared_runtimes[2]
-    make, text = REFUSED[kind]
-    for value in (make(), tuple(make())):
-        with pytest.raises(TypeError, match=text if value is not tuple(value) else "got a tuple") as caught:
-            rt.data(value)
-        assert ".stack(...) if each of them is one row." in str(caught.value)
-        with pytest.raises(TypeError, match=r" of (arrays|tensors), which can mean rows or structure"):
-            rt.data(np.zeros((2, 6, 2))).set_value(value)
+def called(take: Any, entry: Any, rows: list[Any], place: str) -> list[Any]:
+    if place == "entry":
+        return entry({"rows": rows, "more": [0.5] * len(rows)})
+    if place == "keyword":
+        return take(x=rows)
+    batch = {"batch": slice(0, len(rows)), "picked": list(range(len(rows)))}.get(place)
+    return take(rows, batch=batch)
 
 
-@pytest.mark.parametrize("kind", ROWS)
-def test_data_of_a_list_of_numbers(shared_runtimes: Any, kind: str) -> None:
-    value = ROWS[kind]()
-    np.testing.assert_array_equal(shared_runtimes[2].data(value), np.asarray(value))
+@pytest.mark.parametrize("is_whole", WHOLE_OR_SAMPLE)
+def test_a_list_arrives_exactly(shared_runtimes: Any, is_whole: bool) -> None:
+    functions = functions_of(shared_runtimes[2])
+    for name, shape, place in drawn(itertools.product(EXACT, SHAPES, PLACES), is_whole):
+        if shape != "flat" and name.startswith("tuples"):
+            continue
+        for rows in (EXACT[name], EXACT[name][:1], EXACT[name] * 3):
+            got = called(*functions, shaped(rows, shape), place)
+            assert told_apart(plain(got)) == told_apart(plain(shaped(rows, shape))), (name, shape, place)
 
 
-def test_lists_that_are_not_divided_stay_what_they_are(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    pair = [X, X + 1]
-
-    def spread(parts: list[Any]) -> Any:
-        assert type(parts) is list
-        return parts[0].mean() - parts[-1].mean()
-
-    assert list(rt.map(spread, [pair, pair])) == [spread(pair)] * 2, "the items of a map"
-    assert list(rt.map(np.mean, pair)) == [X.mean(), X.mean() + 1], "the iterable of a map"
-    whole = rt.function(lambda parts, x: spread(parts) + 0 * x.mean(), bcast_inputs="parts")
-    assert whole(pair, X) == spread(pair)
-    assert rt.function(lambda x: spread(pair) + 0 * x.mean())(X) == spread(pair), "captured"
-    assert [len(rank) for rank in rt.function(lambda x: [x, x + 1], outputs=None)(X)] == [2, 2], "returned"
-    f = rt.function(lambda x, y: (x * y).sum(), outputs="sum")
-    assert list(f.stream([[X, X + 1], [X, X]])) == [(X * (X + 1)).sum(), (X * X).sum()], "a batch of a loader"
-    with pytest.raises(TypeError, match="cannot scatter y of 'f': got a list of arrays"):
-        list(rt.function(lambda x, y: 0.0, name="f").stream([(X, pair)]))
+@pytest.mark.parametrize("is_whole", WHOLE_OR_SAMPLE)
+def test_a_list_that_no_array_holds_is_refused_by_name(shared_runtimes: Any, is_whole: bool) -> None:
+    functions = functions_of(shared_runtimes[2])
+    for name, shape, place in drawn(itertools.product(REFUSED, SHAPES, PLACES), is_whole):
+        if shape != "flat" and name.startswith(("tuples", "named")):
+            continue
+        label = r"x\['rows'\]" if place == "entry" else "x"
+        with pytest.raises(TypeError, match=rf"cannot share {label} of 'f': got "):
+            called(*functions, shaped(REFUSED[name], shape), place)
+            pytest.fail(f"{name}, {shape}, {place}")
 
 
-def test_steps_of_training(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    model = torch.nn.Linear(2, 1)
-    rep = synk.torch.replicate(model, runtime=rt)
-    step = rep.function(lambda model, pair: model(pair[0]).mean(), name="step")
-    pairs = rep.function(lambda model, x, y: ((model(x) - y) ** 2).mean(), name="pairs")
-    for call in (step, step.submit, step.serial):
-        with pytest.raises(TypeError, match=r"cannot scatter pair of 'step': got a list of tensors.*step\(\*pair\)"):
-            call([T, T])
-    batch = [T, T[:, :1]]
-    assert float(pairs(*batch)) == pytest.approx(((model(batch[0]) - batch[1]) ** 2).mean().item())
+@pytest.mark.parametrize("name", ["text with integer", "bool with integer", "bytes that end in a NUL"])
+def test_the_way_out_keeps_each_element(shared_runtimes: Any, name: str) -> None:
+    series = pytest.importorskip("pandas").Series(REFUSED[name], dtype=object)
+    f = shared_runtimes[2].function(lambda x: [(type(each).__name__, each) for each in x], outputs="gather")
+    assert f(series) == [(type(each).__name__, each) for each in REFUSED[name]]
 
 
-def test_data_parallel(shared_runtimes: Any) -> None:
-    class Both(torch.nn.Module):
-        def forward(self, parts: Any, scale: Any = None) -> Any:
-            return parts[0] + parts[1] * (1.0 if scale is None else scale[0])
+@pytest.mark.parametrize("name", ["text with integer", "bool with integer", "bytes that end in a NUL"])
+def test_data_and_variables_have_the_same_rule(shared_runtimes: Any, name: str) -> None:
+    runtime = shared_runtimes[2]
+    with pytest.raises(TypeError, match="cannot share Data 'ids': got a list"):
+        runtime.data(REFUSED[name], name="ids")
+    with pytest.raises(TypeError, match="cannot share variable 'ids': got a str"):
+        runtime.shared("a\0", name="ids")
 
-    model = synk.torch.DataParallel(Both(), runtime=shared_runtimes[2])
-    with pytest.raises(
-        TypeError, match=r"cannot scatter args\[0\] of 'Both': got a list of tensors.*model\(\*args\[0\]"
-    ):
-        model([T, T])
-    with pytest.raises(TypeError, match=r"cannot scatter parts\['a'\] of 'Both': got a list of arrays"):
-        model(T, parts={"a": [X]})
-    assert torch.equal(model((T, T)), T + T)
-    assert torch.equal(model((T, T), [2.0]), T + 2 * T), "numbers go whole to each rank"
-    whole = synk.torch.DataParallel(Both(), bcast_inputs="scale", runtime=shared_runtimes[2])
-    assert torch.equal(whole((T, T), [torch.ones(2)]), T + T)
+
+def test_verify_hands_over_the_list(shared_runtimes: Any) -> None:
+    runtime = shared_runtimes[2]
+    total = runtime.function(lambda x: float(sum(x)), outputs="sum")
+    report = total.verify([1.0, 2.0, 4.0])
+    assert report and "The plain function got lists as they are." in report.notes
+    doubled = runtime.function(lambda x: x * 2, outputs="gather").verify([1.0, 2.0, 4.0])
+    assert not doubled  # a list times two is another thing
+    array = runtime.function(lambda x: x.sum(), outputs="sum").verify([1.0, 2.0, 4.0])
+    assert array and "because it raised AttributeError on the list itself" in " ".join(array.notes)
+
+
+@pytest.mark.parametrize("batch", [None, 2, slice(1, 4), [3, 0]])
+@pytest.mark.parametrize("rows", [[1.5, 2.5, 3.5, 4.5], (1.5, 2.5, 3.5, 4.5), range(4)])
+def test_verify_picks_the_rows_of_a_list(shared_runtimes: Any, rows: Any, batch: Any) -> None:
+    total = shared_runtimes[2].function(lambda x: float(sum(x)), outputs="sum")
+    report = total.verify(rows, batch=batch)
+    assert report and report.outputs[0].plain_verdict == "equal", report
+
+
+def test_verify_tells_of_a_function_that_raises_on_both(shared_runtimes: Any) -> None:
+    def only_on_workers(x: Any) -> float:
+        if synk.comm is None or not isinstance(x, np.ndarray) or x.flags.writeable:
+            raise LookupError("no worker")
+        return float(x.sum())
+
+    report = shared_runtimes[2].function(only_on_workers, outputs="sum").verify([1.0, 2.0])
+    assert not report and "raised LookupError: no worker" in " ".join(report.notes)

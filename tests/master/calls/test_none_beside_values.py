@@ -1,12 +1,15 @@
-"""Under op None a rank may return None where others return a value, or another structure."""
+"""Under op None each rank returns one object, of any structure, or None where others return a value."""
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from support.seeds import WHOLE_OR_SAMPLE, drawn
 
 import synk
 from synk.errors import CollectiveMismatch
@@ -33,21 +36,21 @@ CASES: dict[str, tuple[Callable[[Any], Any], Any, Any]] = {
     "last": (lambda x: only(2, lambda: len(x)), None, [None, None, 2]),
     "object": (lambda x: only(1, lambda: {1, 2}), None, [None, {1, 2}, None]),
     "array": (lambda x: only(1, lambda: x.tolist()[0]), None, [None, 2.0, None]),
-    "dict": (lambda x: only(1, lambda: {"b": 1, "a": 2}), None, {"b": [None, 1, None], "a": [None, 2, None]}),
+    "dict": (lambda x: only(1, lambda: {"b": 1, "a": 2}), None, [None, {"b": 1, "a": 2}, None]),
     "tuple": (lambda x: (x.sum(), only(0, lambda: "r")), ("sum", None), (15.0, ["r", None, None])),
     "before": (lambda x: (only(1, lambda: "r"), x.sum()), (None, "sum"), ([None, "r", None], 15.0)),
     "named": (lambda x: Pair(only(1, lambda: 1), x.sum()), (None, "sum"), Pair([None, 1, None], 15.0)),
     "two": (
         lambda x: [only(0, lambda: 1), only(1, lambda: 2), x.sum(), None],
         [None, None, "sum", None],
-        [[1, None, None], [None, 2, None], 15.0, None],
+        [[1, None, None], [None, 2, None], 15.0, [None] * 3],
     ),
     "deep": (
         lambda x: {"s": x.sum(), "r": (1, only(2, lambda: {"k": [3, 4]}))},
         {"s": "sum", "r": None},
-        {"s": 15.0, "r": ([1, 1, 1], {"k": [[None, None, 3], [None, None, 4]]})},
+        {"s": 15.0, "r": [(1, None), (1, None), (1, {"k": [3, 4]})]},
     ),
-    "nobody": (lambda x: (x.sum(), None), ("sum", None), (15.0, None)),
+    "nobody": (lambda x: (x.sum(), None), ("sum", None), (15.0, [None] * 3)),
 }
 
 
@@ -93,7 +96,7 @@ def test_who_returns_none_may_change_from_call_to_call(shared_runtimes: Any) -> 
             parts, total = f(rank, np.arange(6.0))
             assert total == 15.0
             expected = [value if each == rank else None for each, value in enumerate([1.0, 5.0, 9.0])]
-            assert parts == (expected if rank < 3 else None)
+            assert parts == expected
 
 
 def test_verify_pairs_outputs_by_their_place(shared_runtimes: Any) -> None:
@@ -161,8 +164,7 @@ def test_each_rank_returns_what_it_likes(shared_runtimes: Any, case: str) -> Non
     f = rt.function(lambda x: fn(synk.comm.rank, x), outputs=None)
     g = rt.function(lambda x: (x.sum(), fn(synk.comm.rank, x), len(x)), outputs=("sum", None, "sum"))
     x = np.arange(9.0)
-    alike = ("lengths", "deep in some", "none and others")  # on two ranks: taken apart, as in the tests above
-    for rows in (9, 9, 9, 7, 5 if case in alike else 2, 9):
+    for rows in (9, 9, 9, 7, 2, 5, 9):
         parts = [part for part in np.array_split(x[:rows], 3) if len(part)]
         expected = [fn(rank, part) for rank, part in enumerate(parts)] + [None] * (3 - len(parts))
         for result in (f(x[:rows]), f.submit(x[:rows]).result()):
@@ -176,12 +178,73 @@ def test_structures_may_differ_in_one_call_and_not_in_the_next(shared_runtimes: 
     rt = shared_runtimes[2]
     f = rt.function(lambda x, same: [0.5] * (1 if same else 1 + synk.comm.rank), bcast_inputs="same", outputs=None)
     for same in (True, False, False, True, True, False):
-        assert f(np.zeros(2), same) == ([[0.5, 0.5]] if same else [[0.5], [0.5, 0.5]])
+        assert f(np.zeros(2), same) == ([[0.5]] * 2 if same else [[0.5], [0.5, 0.5]])
 
 
-def test_a_choice_of_outputs_needs_one_structure(shared_runtimes: Any) -> None:
-    f = shared_runtimes[2].function(lambda x: (1, [2] * synk.comm.rank), outputs=None)
-    with pytest.raises(CollectiveMismatch, match="expected one structure on all ranks"):
+def test_a_choice_of_outputs_needs_an_op_for_each(shared_runtimes: Any) -> None:
+    f = shared_runtimes[2].function(lambda x: (1, [2] * synk.comm.rank), outputs=None, name="f")
+    with pytest.raises(TypeError, match=r"cannot select outputs of 'f': got output_subset and op None"):
         f(np.zeros(2), output_subset=[0])
     g = shared_runtimes[2].function(lambda x: (1, [2] * synk.comm.rank), outputs=(None, None))
     assert g(np.zeros(2), output_subset=[1]) == ([[], [2]],)
+
+
+# -- the whole table --------------------------------------------------------------------------------------------------
+
+FORMS: dict[str, Callable[[Any], Any]] = {
+    "list of floats": lambda x: [float(value) for value in x],
+    "list of texts": lambda x: [str(value) for value in x],
+    "list of lists": lambda x: [[float(value)] * len(x) for value in x],
+    "list of arrays": lambda x: [x[:1], x],
+    "empty list": lambda x: [],
+    "tuple": lambda x: (float(x[0]), len(x)),
+    "tuple of arrays": lambda x: (x, x.sum(), x[:1] > 0),
+    "named tuple": lambda x: Pair(len(x), {"rows": x.tolist()}),
+    "named tuple of arrays": lambda x: Pair(x, None),
+    "dict by rows": lambda x: {int(value): float(value) for value in x},
+    "dict of arrays": lambda x: {"b": x, "a": {"mean": x.mean(), "parts": [x, (x,)]}},
+    "default dict": lambda x: defaultdict(list, {"rows": x.tolist()}),
+    "deque": lambda x: deque(x.tolist()),
+    "set": lambda x: set(x.tolist()),
+    "text": lambda x: "rows" * len(x),
+    "int": lambda x: 10 ** (30 * len(x)),
+    "array": lambda x: x * 2,
+    "array by rows": lambda x: np.outer(x, x),
+    "None": lambda x: None,
+    "None in a list": lambda x: [None] * len(x),
+    "bool": lambda x: bool(x[0] > 2),
+}
+PLACES: dict[str, tuple[Callable[[Any], Any], Any, Callable[[Any], Any]]] = {
+    "alone": (lambda value: value, None, lambda result: result),
+    "in a tuple": (lambda value: (1.5, value), ("avg", None), lambda result: result[1]),
+    "in a dict": (lambda value: {"z": value, "a": 1}, {"a": "sum", "z": None}, lambda result: result["z"]),
+}
+
+
+@pytest.mark.parametrize("is_whole", WHOLE_OR_SAMPLE)
+def test_one_object_for_each_rank(shared_runtimes: Any, is_whole: bool) -> None:
+    def run(x: Any, form: str, place: str) -> Any:
+        return PLACES[place][0](FORMS[form](x))
+
+    table = itertools.product(FORMS, PLACES, (1, 2, 3), (1, 2, 5, 6), (1, 2))
+    functions = {
+        (place, workers): shared_runtimes[workers].function(
+            run, bcast_inputs=("form", "place"), outputs=outputs, name=place
+        )
+        for place, (_, outputs, _) in PLACES.items()
+        for workers in (1, 2, 3)
+    }
+    for case in drawn(table, is_whole, 80):
+        form, place, workers, rows, num_slices = case
+        make, (_, _, found) = FORMS[form], PLACES[place]
+        x = np.arange(1.0, rows + 1)
+        shares = [part for part in np.array_split(x, workers) if len(part)]
+        expected = [make(part) for part in shares]
+        if num_slices > 1:
+            expected = [[make(cut) for cut in np.array_split(part, num_slices) if len(cut)] for part in shares]
+        for _ in range(2):
+            got = found(functions[place, workers](x, form, place, num_slices=num_slices))
+            try:
+                assert_alike(got, expected + [None] * (workers - len(shares)))
+            except AssertionError as error:
+                raise AssertionError(f"{case}: got {got!r}, expected {expected!r}") from error

@@ -106,7 +106,7 @@ def test_structures_of_texts_and_arrays(shared_runtimes: Any, where: Any) -> Non
             assert got["word"] == words and got["sum"] == x.sum() and got["none"] is None
             numbers, listed, rows = got["more"]
             assert is_same(numbers, [number] * size)
-            assert listed == [words, None]
+            assert listed == [[word, None] for word in words]
             np.testing.assert_array_equal(rows, x)
             got["more"][1][0].clear()  # it is the caller's
 
@@ -144,7 +144,7 @@ def test_what_is_simple_and_short_takes_no_message(shared_runtimes: Any) -> None
     call(np.zeros(4))
     before = dict(rt.counters)
     for number, text in enumerate(texts):
-        assert call(np.full(4, float(number))) == ([text] * 2, {"n": [[1, 1], ([text] * 2, [0.5] * 2)]})
+        assert call(np.full(4, float(number))) == [(text, {"n": [1, (text, 0.5)]})] * 2
     assert rt.counters["bytes_up"] - before["bytes_up"] == 8 * rt.world_size * len(texts)  # doorbells
 
 
@@ -167,7 +167,7 @@ class Small(synk.Op):
         return values
 
 
-@pytest.mark.parametrize("numbers", [(1, 1, 1 << 80), (1, 1, 2.5), (1, 1, True), (1, 2, 1 << 63)])
+@pytest.mark.parametrize("numbers", [(1, 1, 2.5), (1, 1, True), (1, 1 << 80, 0.5)])
 def test_each_number_is_checked(shared_runtimes: Any, numbers: Any) -> None:
     f = shared_runtimes[2].function(lambda x: numbers[int(x[0])], outputs=Small())
     for number, value in enumerate(numbers[:2]):
@@ -185,11 +185,13 @@ def test_one_rank_returns_more_than_before(shared_runtimes: Any) -> None:
 
 
 def test_only_some_outputs_and_verified(shared_runtimes: Any) -> None:
-    f = shared_runtimes[2].function(lambda x: {"a": "text", "b": x.sum(), "c": [1, "more"]}, outputs=None)
+    f = shared_runtimes[2].function(
+        lambda x: {"a": "text", "b": x.sum(), "c": [1, "more"]}, outputs=dict.fromkeys("abc")
+    )
     x = np.ones(4)
     f.verify(x)
     for subset in (["a"], ["c", "a"], ["b"], ["a"]):
-        full = {"a": ["text"] * 2, "b": [2.0, 2.0], "c": [[1, 1], ["more"] * 2]}
+        full = {"a": ["text"] * 2, "b": [2.0, 2.0], "c": [[1, "more"]] * 2}
         for _ in range(2):
             assert f(x, output_subset=subset) == {key: full[key] for key in subset}
         assert f(x) == full
@@ -212,7 +214,7 @@ def test_over_nodes_and_where_a_rank_returns_none(nodes: int) -> None:
         f = rt.function(
             lambda x: (None if x[0] % 2 else "even", x.sum(), 3, "same"), outputs=(None, "sum", None, "first")
         )
-        g = rt.function(lambda x: (None if x[0] % 2 else "even", x.copy()), outputs=None)
+        g = rt.function(lambda x: (None if x[0] % 2 else "even", x.copy()), outputs=(None, None))
         for _ in range(3):
             x = np.arange(float(rt.world_size))
             words = ["even", None] * nodes
@@ -223,7 +225,7 @@ def test_over_nodes_and_where_a_rank_returns_none(nodes: int) -> None:
 
 
 def test_what_cannot_be_pickled_is_named(shared_runtimes: Any) -> None:
-    f = shared_runtimes[2].function(lambda x: ("name", 3, (each for each in x)), outputs=None)
+    f = shared_runtimes[2].function(lambda x: ("name", 3, (each for each in x)), outputs=(None, None, None))
     with pytest.raises(synk.errors.SerializationError, match=r"\(output 2\): TypeError: cannot pickle 'generator'"):
         f(np.ones(2))
 

@@ -299,14 +299,9 @@ ARGUMENTS: dict[str, Callable[[np.ndarray], Any]] = {
     "reversed": lambda x: x[::-1],
     "read-only": lambda x: _frozen(x),
     "a list": lambda x: x.tolist(),
-    "a subclass": lambda x: x.view(np.matrix).view(np.ndarray).view(Sub),
     "a variable's value": lambda x: x.view(ReadOnlyArray),
     "bools": lambda x: x > 3,
 }
-
-
-class Sub(np.ndarray):
-    """An array of another class."""
 
 
 def _frozen(x: np.ndarray) -> np.ndarray:

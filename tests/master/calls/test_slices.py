@@ -50,4 +50,4 @@ def test_numbers_and_integers_in_slices_stay_what_they_are(shared_runtimes: Any)
     total, count, largest, mean = f(np.arange(7.0), num_slices=2)
     assert (total, count, largest) == (21.0, 7, 6.0)
     assert mean == (0 * 2 + 2 * 2 + 4 * 2 + 6) / 7
-    assert [type(each) for each in (total, count, largest, mean)] == [np.float64, np.int64, np.float16, np.float64]
+    assert [type(each) for each in (total, count, largest, mean)] == [np.float64, int, np.float16, np.float64]

@@ -673,7 +673,7 @@ def test_what_cannot_take_a_table_says_so(shared_runtimes: Any, case: str) -> No
 def test_an_array_of_pandas_is_refused_and_its_series_is_not(shared_runtimes: Any, value: Any) -> None:
     rt = shared_runtimes[2]
     f = rt.function(lambda v: int(v.notna().sum()), outputs="sum", name="f")
-    text = rf"got {type(value).__name__} of pandas, .*value.to_numpy\(\) or, .*pd.Series\(value\)"
+    text = rf"got {type(value).__name__}, which has a meaning of its own.*np.asarray\(value\)"
     for given in (value, {"v": value}):
         with pytest.raises(TypeError, match=f"cannot share v.* of 'f': {text}"):
             f(given)

@@ -176,10 +176,10 @@ def test_what_the_function_returns_is_what_comes_back(shared_runtimes: Any) -> N
         result = rt.function(f, outputs=ops, framework="torch")(x)
         assert_same(result["tensor"], x * 2)
         assert_same(result["array"], x.numpy() * 2)
-        assert (type(result["number"]), result["number"]) == (np.int64, 5)
+        assert (type(result["number"]), result["number"]) == (int, 5)
         assert_same(result["zero-dim"], x.sum())
         assert not result["grad"].requires_grad
-        assert (result["text"], result["nothing"]) == (["abc"] * 2, None)
+        assert (result["text"], result["nothing"]) == (["abc"] * 2, [None] * 2)
         assert_same(result["list"], [[x[:3], x[3:]], 1.5])
     assert_same(rt.function(lambda x: x.sum().item(), outputs="first", framework="torch")(x), 3.0)
     subset = rt.function(f, outputs=ops, framework="torch")(x, output_subset=["zero-dim", "number"])
@@ -298,7 +298,7 @@ def test_broadcast_tensors_and_structures(shared_runtimes: Any) -> None:
     value = {"t": torch.ones(3), "a": [np.arange(3.0)], "n": 5, "half": torch.ones(2, 2).bfloat16().T}
     for _ in range(3):
         kinds, tensor, array = g(value, torch.zeros(4))
-        assert kinds == [["Tensor"] * 2, ["Tensor"] * 2, [5, 5], [torch.bfloat16] * 2]
+        assert kinds == [["Tensor", "Tensor", 5, torch.bfloat16]] * 2
         assert_same(tensor, torch.full((3,), 2.0))
         assert_same(array, torch.arange(3.0, dtype=torch.float64) * 2)
     assert torch.equal(value["t"], torch.ones(3))
@@ -320,7 +320,7 @@ def test_the_bytes_of_broadcast_tensors_are_not_pickled(shared_runtimes: Any) ->
     torch.testing.assert_close(result, model(x + 1).detach())
     for _ in range(2):  # without the framework they stay tensors as well
         g = rt.function(lambda w, x: [type(w).__name__, w.sum().item()], bcast_inputs="w", outputs=None)
-        assert g(torch.ones(3), np.ones(2)) == [["Tensor"] * 2, [3.0] * 2]
+        assert g(torch.ones(3), np.ones(2)) == [["Tensor", 3.0]] * 2
 
 
 def test_without_the_framework_tensors_are_arrays(shared_runtimes: Any) -> None:

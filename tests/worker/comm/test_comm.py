@@ -34,7 +34,7 @@ def test_an_array_in_the_other_byte_order_keeps_its_values(shared_runtimes: Any)
         synk.comm.send(np.arange(4).astype(">i4"), (rank + 1) % size)
         return total, synk.comm.recv((rank - 1) % size, like=np.empty(4, ">i4"))
 
-    for total, received in zip(*rt.function(reduce_and_send, outputs=None)(np.ones(2))):
+    for total, received in rt.function(reduce_and_send, outputs=None)(np.ones(2)):
         assert total.tolist() == [0.0, 2.0, 4.0]
         assert received.tolist() == [0, 1, 2, 3]
 
@@ -43,7 +43,10 @@ def test_a_masked_array_is_refused(shared_runtimes: Any) -> None:
     """As everywhere else: the masked values would count."""
     rt = shared_runtimes[2]
     f = rt.function(lambda x: synk.comm.all_reduce(np.ma.masked_less(x, 1), "sum"), outputs=None)
-    with same_workers(rt), pytest.raises(TypeError, match="mask would be lost"):
+    with (
+        same_workers(rt),
+        pytest.raises(TypeError, match=r"MaskedArray, which has .*value\.filled"),
+    ):
         f(np.arange(4.0))
 
 

@@ -89,7 +89,9 @@ def test_ranks_count_within_their_call(where: Any, shared_runtimes: Any, ranks: 
 @pytest.mark.parametrize("where", [1, 2, 3, "inline"])
 def test_a_serial_call_and_one_row_have_one_rank(shared_runtimes: Any, where: Any) -> None:
     rt = shared_runtimes[where]
-    f = rt.function(lambda x: (everything(synk.comm, 5), repr((synk.comm.rank, synk.comm.world_size))), outputs=None)
+    f = rt.function(
+        lambda x: (everything(synk.comm, 5), repr((synk.comm.rank, synk.comm.world_size))), outputs=(None, None)
+    )
     for flags, facts in (f.serial(np.zeros(7)), f(np.zeros(1)), f.serial(np.zeros(1)), f.submit(np.zeros(1)).result()):
         assert (flags[0], facts[0]) == (True, "(0, 1)")
         assert {*flags[1:], *facts[1:]} <= {None}

@@ -1,0 +1,136 @@
+"""Ints of Python have any size, also where the values of ranks and slices are combined. NumPy's integers wrap."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from support.seeds import WHOLE_OR_SAMPLE, drawn
+
+import synk
+
+
+class Total(synk.Op):
+    """Adds up."""
+
+    def combine(self, values: list[Any], rows: list[int]) -> Any:
+        return sum(values)
+
+
+OPS: dict[str, tuple[Any, Callable[[Sequence[int]], int]]] = {
+    "sum": ("sum", sum),
+    "prod": ("prod", math.prod),
+    "min": ("min", min),
+    "max": ("max", max),
+    "a callable": (operator.add, sum),
+    "a synk.Op": (Total(), sum),
+}
+VALUES: dict[str, list[int]] = {
+    "small": [3, -1, 4, 1, -5, 9, 2],
+    "squares of 2**31": [2**62] * 4,
+    "beyond 64 bits": [2**64 + 1, -(2**70), 3, 2**64],
+    "unsigned": [2**63, 2**63 - 1, 5],
+    "long": [10**400, 1, -(10**300)],
+    "one row": [2**80],
+}
+FORMS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "alone": (lambda value: value, lambda op: op),
+    "in a tuple": (lambda value: (0.5, value), lambda op: ("avg", op)),
+    "in a dict": (lambda value: {"b": value, "a": np.ones(2)}, lambda op: {"a": "sum", "b": op}),
+    "beside a large array": (lambda value: [value, np.ones(60_000)], lambda op: [op, "sum"]),
+}
+WAYS: dict[str, Callable[..., Any]] = {
+    "call": lambda f, *args, **options: f(*args, **options),
+    "submit": lambda f, *args, **options: f.submit(*args, **options).result(),
+    "repeated": lambda f, *args, **options: [f(*args, **options) for _ in range(4)][-1],
+}
+WHERE = (1, 2, 3, "inline", "1+3")
+
+
+def combine(rows: Any, of_values: Callable[[Sequence[int]], int], table: list[int]) -> int:
+    return of_values([table[row] for row in rows])
+
+
+@pytest.mark.parametrize("is_whole", WHOLE_OR_SAMPLE)
+@pytest.mark.parametrize("where", WHERE, ids=str)
+def test_they_are_combined_exactly(shared_runtimes: Any, reused: Any, where: Any, is_whole: bool) -> None:
+    runtime = reused(where) if isinstance(where, str) and "+" in where else shared_runtimes[where]
+    table = itertools.product(OPS, VALUES, FORMS, WAYS, (1, 3))
+    functions: dict[tuple[str, str], Any] = {}
+
+    def run(rows: Any, name: str, values: str, form: str) -> Any:
+        return FORMS[form][0](combine(rows, OPS[name][1], VALUES[values]))
+
+    for case in drawn(table, is_whole, 40):
+        name, values, form, way, num_slices = case
+        op, of_values = OPS[name]
+        if (name, form) not in functions:
+            functions[name, form] = runtime.function(
+                run, bcast_inputs=("name", "values", "form"), outputs=FORMS[form][1](op)
+            )
+        rows = np.arange(len(VALUES[values]))
+        got = WAYS[way](functions[name, form], rows, name, values, form, num_slices=num_slices)
+        found = got if form == "alone" else got["b"] if isinstance(got, dict) else got[1 if form == "in a tuple" else 0]
+        expected = of_values(VALUES[values])
+        assert (type(found), found) == (int, expected), case
+
+
+@pytest.mark.parametrize("op", ["sum", "prod", "max"])
+def test_a_reproducible_sum_is_exact(shared_runtimes: Any, op: str) -> None:
+    values, (_, of_values) = VALUES["beyond 64 bits"], OPS[op]
+    f = shared_runtimes[2].function(lambda rows: combine(rows, of_values, values), outputs=op, reproducible=True)
+    rows = np.arange(3000) % 4
+    assert f(rows) == combine(rows, of_values, values)
+
+
+def test_an_enumeration_and_other_subclasses_count_as_ints(shared_runtimes: Any) -> None:
+    class Count(int):
+        pass
+
+    found = shared_runtimes[2].function(lambda rows: Count(2**63), outputs="sum")(np.arange(2))
+    assert (type(found), found) == (int, 2**64)
+
+
+@pytest.mark.parametrize("num_slices", [1, 2])
+def test_integers_of_numpy_wrap_as_numpys(shared_runtimes: Any, num_slices: int) -> None:
+    values = np.array([2**62, 2**62, 2**62, 2**62, 5])
+    f = shared_runtimes[2].function(lambda x: x.sum(), outputs="sum")
+    found = f(values, num_slices=num_slices)
+    assert (type(found), found) == (np.int64, values.sum())
+
+
+@pytest.mark.parametrize("num_slices", [1, 2])
+@pytest.mark.parametrize("dtype", ["int8", "int64", "uint64"])
+@pytest.mark.parametrize("first", [True, False])
+def test_ints_beside_integers_of_numpy(shared_runtimes: Any, first: bool, dtype: str, num_slices: int) -> None:
+    """As ``sum([])`` is beside ``sum(array)``: they count as NumPy's where they fit, else the error says so."""
+    f = shared_runtimes[2].function(
+        lambda x, large: large if bool(x[0] == 0) == first else x.sum(dtype=dtype),
+        bcast_inputs="large", outputs="sum", name="f",
+    )  # fmt: skip
+    rows = np.array([0, 0, 1, 1])
+    found = f(rows, 3, num_slices=num_slices)
+    per_call = num_slices * 3
+    assert (found.dtype, found) == (np.dtype(dtype), per_call + (2 if first else 0))
+    with pytest.raises(OverflowError, match=rf"the output of 'f': got an int of 71 bits beside .* {dtype}"):
+        f(rows, 2**70 // num_slices, num_slices=num_slices)
+
+
+def test_other_mixtures_are_told(shared_runtimes: Any) -> None:
+    f = shared_runtimes[2].function(lambda x: 1 if x[0] == 0 else 0.5, outputs="sum", name="f")
+    with pytest.raises(synk.errors.CollectiveMismatch, match=r"rank 0: int \(\); rank 1: float64 \(\)"):
+        f(np.arange(2.0))
+
+
+def test_verify_compares_them_exactly(shared_runtimes: Any) -> None:
+    runtime = shared_runtimes[2]
+    total = runtime.function(lambda rows: functools.reduce(operator.add, [2**63 + int(r) for r in rows]), outputs="sum")
+    assert total.verify(np.arange(5))
+    wrong = runtime.function(lambda rows: sum(2**60 for _ in rows) + 1, outputs="sum").verify(np.arange(4))
+    assert not wrong
