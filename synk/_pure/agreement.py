@@ -73,8 +73,9 @@ def agreed(skeletons: Sequence[Any], outputs: Any, ranks: Sequence[int], world_s
         if isinstance(first, int):
             found.append([MISSING if node is None else node for node in nodes])
             return len(found) - 1
-        below = merge if outputs is EACH else merge_or_list
-        parts = [below([None if node is None else node[key] for node in nodes], _op_of(outputs, key)) for key in keys]
+        parts = [
+            merge_or_list([None if node is None else node[key] for node in nodes], _op_of(outputs, key)) for key in keys
+        ]
         if isinstance(first, dict):
             made = dict(zip(keys, parts))
             return defaultdict(first.default_factory, made) if type(first) is defaultdict else type(first)(made)

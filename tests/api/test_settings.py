@@ -273,13 +273,13 @@ def test_what_a_function_sets_stays_on_its_rank_until_the_program_changes_it(run
         return 0.0
 
     look = rt.function(lambda x: (outcome(divided), default_dtype()), outputs=None)
-    assert look(X) == (["inf"], ["torch.float32"])
+    assert look(X) == [("inf", "torch.float32")]
     rt.function(change)(X)
     for _ in range(4):
-        assert look(X) == (["FloatingPointError"], ["torch.float64"])
+        assert look(X) == [("FloatingPointError", "torch.float64")]
     assert (outcome(divided), default_dtype()) == ("inf", "torch.float32"), "the program's own are as they were"
     np.seterr(over="raise")
-    assert look(X) == (["inf"], ["torch.float64"]), "the setting that the program has changed, and no other"
+    assert look(X) == [("inf", "torch.float64")], "the setting that the program has changed, and no other"
 
 
 def test_verify_leaves_settings_as_they_were(shared_runtimes: Any) -> None:
@@ -297,7 +297,7 @@ def test_verify_leaves_settings_as_they_were(shared_runtimes: Any) -> None:
     expected = look(X)
     assert rt.function(change).verify(X)
     assert look(X) == expected
-    assert (outcome(divided), outcome(in_decimal), default_dtype()) == tuple(each[0] for each in expected)
+    assert (outcome(divided), outcome(in_decimal), default_dtype()) == expected[0]
 
 
 def test_verify_compares_under_the_settings_of_the_call(shared_runtimes: Any) -> None:
@@ -365,7 +365,7 @@ def test_libraries_that_a_rank_imports_later(tmp_path: Any) -> None:
     assert done.stderr == ""
     assert done.stdout.splitlines() == [
         "[False, False]",
-        "(['torch.float64'], ['0.3333']) ('torch.float64', '0.3333')",
+        "[('torch.float64', '0.3333')] ('torch.float64', '0.3333')",
         "['raised']",
     ]
 

@@ -28,19 +28,17 @@ def skeleton(tree: Any) -> Any:
 @given(NESTINGS, st.integers(1, 4))
 def test_ranks_with_one_structure_keep_it(tree: Any, num_ranks: int) -> None:
     own = skeleton(tree)
-    for outputs in ("sum", EACH):
-        found = agreed([own] * num_ranks, outputs, range(num_ranks), num_ranks)
-        assert found is not None
-        assert found.skeleton == own
-        assert found.positions == [flatten(own)[0]] * num_ranks
-        assert found.apart == {}
+    found = agreed([own] * num_ranks, "sum", range(num_ranks), num_ranks)
+    assert found is not None
+    assert found.skeleton == own
+    assert found.positions == [flatten(own)[0]] * num_ranks
+    assert found.apart == {}
 
 
-@pytest.mark.parametrize("outputs", [EACH])
 @given(st.lists(NESTINGS, min_size=1, max_size=4))
-def test_under_op_none_each_leaf_of_each_rank_has_one_place(outputs: Any, trees: list[Any]) -> None:
+def test_under_op_none_each_leaf_of_each_rank_has_one_place(trees: list[Any]) -> None:
     skeletons, ranks = [skeleton(tree) for tree in trees], range(1, 2 * len(trees), 2)
-    found = agreed(skeletons, outputs, ranks, 2 * len(trees))
+    found = agreed(skeletons, EACH, ranks, 2 * len(trees))
     assert found is not None
     places = flatten(found.skeleton)[0]
     assert places == list(range(len(places)))
@@ -82,7 +80,8 @@ def test_some_ranks(skeletons: list[Any], outputs: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("make", [dict, OrderedDict, lambda items: defaultdict(list, items)])
 def test_a_dict_that_ranks_fill_differently_keeps_its_kind(make: Any) -> None:
-    found = agreed([(make({"b": 0, "a": 1}), None), (make({"b": 0, "a": None}), 1)], EACH, (0, 1), 2)
+    ops = {"a": EACH, "b": EACH}, EACH
+    found = agreed([(make({"b": 0, "a": 1}), None), (make({"b": 0, "a": None}), 1)], ops, (0, 1), 2)
     assert found is not None
     merged = found.skeleton[0]
     assert type(merged) is type(make({}))
