@@ -141,6 +141,7 @@ NO_PROGRAMS = {
     "synkhronos": "the name of the distribution",
     ".venv": "a folder",
     "tqdm": "the name of a distribution",
+    "python -m synk.check": "tests/check/test_check.py",
     'synk.fork(cluster="auto")': "tests/cluster/test_ray.py",
     "%autoreload 2": "tests/faults/test_notebook.py",
 }

@@ -244,22 +244,12 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
                 return self._run_checked(args, kwargs, options)
         except BaseException as error:  # like a verb, but written out: this is the path of every call
             __tracebackhide__ = True
-            last = error
-            if can_try_again(error):
-                try:
-                    with operation():
-                        subset, limit = check_subset(output_subset), check_timeout(timeout)
-                        return self._run(args, kwargs, CallOptions(batch, shard_batch, num_slices, subset, limit))
-                except BaseException as second:
-                    last = second
-            if self._slices is not None and self._slices.help_against(last, args, kwargs, num_slices):
+            if self._slices is not None and self._slices.help_against(error, args, kwargs, num_slices):
                 return self(
                     *args, batch=batch, shard_batch=shard_batch, num_slices=num_slices,
                     output_subset=output_subset, timeout=timeout, **kwargs,
                 )  # fmt: skip
-            outline(last)
-            if last is not error:
-                raise last from last.__cause__
+            outline(error)
             if sys.version_info < (3, 11):
                 raise error
             raise
@@ -683,7 +673,8 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
             options = CallOptions(batch, shard_batch, check_slices(num_slices), subset, limit, is_submitted=True)
             release = None if is_checked else self._hold_back(args, kwargs, options)
             with session.entered(f"submit {self.name!r}"):
-                pending = session.queue.submit(function._callee, args, kwargs, options, session.deadline(timeout))
+                deadline = session.deadline(options.timeout)
+                pending = session.queue.submit(function._callee, args, kwargs, options, deadline)
             pending._release = release
             return pending
 
@@ -833,7 +824,8 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         deadline = session.deadline(options.timeout)
         # Each attempt is an operation of its own: ``begin`` replaces the worker that has died, and the call is bound
         # and staged again.
-        for attempts_left in range(self._retry, -1, -1):
+        attempts_left, had_memory = self._retry, True
+        while True:
             with session.entered(self._verb):
                 session.begin(self._verb, deadline)
                 try:
@@ -841,7 +833,11 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
                 except WorkerDied:
                     if not attempts_left:
                         raise
-        raise AssertionError("the last attempt returns or raises")
+                    attempts_left -= 1
+                except Exception as error:
+                    if not had_memory or not can_try_again(error):
+                        raise
+                    had_memory = False
 
     def _renewed(self) -> Function:
         """Return the function to call: this one, prepared for its present captures, or the one that replaced it."""

@@ -99,7 +99,7 @@ def hold_back(
         The call's own. The check takes no longer than what is left of it.
     """
     check, before = function._op_check, _assignments(function)
-    end = None if timeout is None else time.monotonic() + timeout
+    end = function._bound_session().deadline(timeout)
     return None if few is None or check is None else functools.partial(_release, function, few, check, before, end)
 
 

@@ -262,7 +262,7 @@ class _Results:
     def at(self, path: str, parts: Sequence[Any], rows: Sequence[int], op: Any) -> Any:
         if self.combined is not None:
             return self.combined.get(path, MISSING)
-        return MISSING if any(part is MISSING for part in parts) else combine(ops_of(op, ""), parts, rows)
+        return MISSING if op is None or any(part is MISSING for part in parts) else combine(ops_of(op, ""), parts, rows)
 
 
 class Opened(NamedTuple):

@@ -17,7 +17,7 @@ def _each(rows: Mapping[str, str]) -> dict[str, str]:
 
 _ROWS = {
     "synk": {
-        "init start setup initprocessgroup client cluster": "synk.fork(num_workers): the workers live across calls",
+        "init start setup initprocessgroup client": "synk.fork(num_workers): the workers live across calls",
         "pool threadpool processpool": "synk.fork() once, then synk.map(f, items)",
         "processpoolexecutor threadpoolexecutor": "synk.Executor()",
         "parallel delayed": 'synk.map(f, items), or joblib.Parallel(n_jobs=-1, backend="synk")',
