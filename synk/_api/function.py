@@ -473,6 +473,12 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         plain = PlainCall(function._callee, args, kwargs, batch)
         return verify(function, options, Tolerance(rtol, atol), plain, stale)
 
+    def _alike(self, fn: Callable[..., Any], **options: Any) -> Function[..., Any]:
+        """Return a function of another callable with the inputs of this one, on the same runtime."""
+        callee = self._callee
+        own = {"bcast_inputs": callee.bcast_inputs, "framework": callee.framework, "per_rank": callee.per_rank}
+        return Function(fn, name=callee.name, session=self._bound_session(), **own | options)
+
     def _compared(self) -> Function[..., Any]:
         """Return the function that ``verify`` calls."""
         return self

@@ -12,27 +12,24 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from synk._api.plain import NotComparable, ScatteredArguments, as_plain, has_rows, is_minibatch, rows_at
 from synk._api.plain_copy import copied
+from synk._api.runs import LIMIT_S, Few, Runs, Unknown, comparable, outputs_of
 from synk._master.calls.plans import CallOptions
 from synk._master.processes.output import warn_at_users_line
-from synk._pure.comparison import MISSING, Tolerance, combine, fitting_ops, is_same, precision
+from synk._pure.comparison import MISSING, Tolerance, combine, fitting_ops, precision
 from synk._pure.dtypes import as_numbers, is_bfloat16
 from synk._pure.ops import OPS
 from synk._pure.output_ops import DEFAULT_OP
-from synk._pure.tensors import array_of, is_plain, is_tensor
 from synk._pure.trees import flatten
-from synk._wire.apart import Apart, Part, Parts
+from synk._wire.apart import Part
 from synk.errors import CallTimeout, OpMismatch, WorkerDied
-
-if TYPE_CHECKING:
-    from synk._api.function import Function
 
 FEW = 61
 """The most rows that are tried: a prime, since equal shares would hide a sum over a power of two."""
@@ -41,16 +38,8 @@ _MAX_TRIES = 8
 MAX_S, _MAX_NBYTES = 1.0, 1 << 26
 """The longest time that a run on one worker may take, and the most bytes of outputs, captures and arguments."""
 
-_LIMIT_S = 10.0
-"""The time limit of each run, beside ten times what it is expected to take."""
-
 _MAX_SAID = 3
-_EXACTLY = Tolerance(0, 0)
 _SINGLE, _DOUBLE = 2.0**-23, 2.0**-52
-
-
-class Unknown(Exception):
-    """Raised if nothing can be said about the op at this call."""
 
 
 @dataclass
@@ -84,9 +73,7 @@ class OpCheck:
             return True
 
 
-def hold_back(
-    function: Function[..., Any], few: Few | None, timeout: float | None = None
-) -> Callable[[Any], None] | None:
+def hold_back(function: Any, few: Few | None, timeout: float | None = None) -> Callable[[Any], None] | None:
     """Return what a call that begins now must do with its result before it is given out; None for nothing.
 
     It raises ``OpMismatch`` if the default op does not fit.
@@ -103,9 +90,7 @@ def hold_back(
     return None if few is None or check is None else functools.partial(_release, function, few, check, before, end)
 
 
-def _release(
-    function: Function[..., Any], few: Few, check: OpCheck, before: list[Any], end: float | None, result: Any
-) -> None:
+def _release(function: Any, few: Few, check: OpCheck, before: list[Any], end: float | None, result: Any) -> None:
     if function._op_check is None or few.num_rows <= check.num_rows:
         return  # another call has shown it meanwhile
     try:
@@ -128,7 +113,7 @@ def _release(
         function._op_check = None
 
 
-def _assignments(function: Function[..., Any]) -> list[Any]:
+def _assignments(function: Any) -> list[Any]:
     """Return what changes when a call assigns variables that the function refers to."""
     return [list(variable.front) for variable in function._callee.variables]
 
@@ -136,38 +121,8 @@ def _assignments(function: Function[..., Any]) -> list[Any]:
 # -- a few rows -------------------------------------------------------------------------------------------------------
 
 
-class Few(NamedTuple):
-    """A call with a few of its rows, and a copy of its function.
-
-    Attributes
-    ----------
-    total, num_rows : int
-        How many rows the call has, and how many of them are taken.
-    fn, args, kwargs
-        Share no memory with the program.
-    batch : ndarray of int, or None
-        Where the rows lie in the arguments; None if these hold no others.
-    scale : float
-        The largest number among the arguments.
-    eps : float
-        The precision of the least precise float among them.
-    """
-
-    total: int
-    num_rows: int
-    fn: Callable[..., Any]
-    args: list[Any]
-    kwargs: dict[str, Any]
-    batch: Any
-    scale: float
-    eps: float
-
-    def described(self) -> str:
-        return f"{self.num_rows} rows" if self.num_rows == self.total else f"{self.num_rows} of the {self.total} rows"
-
-
 def few_rows(
-    function: Function[..., Any],
+    function: Any,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -239,7 +194,7 @@ def _measured(values: Iterable[Any]) -> tuple[float, float]:
 # -- the comparison ---------------------------------------------------------------------------------------------------
 
 
-def _compare(function: Function[..., Any], few: Few, result: Any, end: float | None) -> str:
+def _compare(function: Any, few: Few, result: Any, end: float | None) -> str:
     """Return what to tell the user, or an empty text if the op fits the rows of this call.
 
     Raises
@@ -252,7 +207,7 @@ def _compare(function: Function[..., Any], few: Few, result: Any, end: float | N
     expected = seconds * function._bound_session().total_ranks * few.num_rows / max(few.total, 1)
     if expected > MAX_S or sum(getattr(leaf, "nbytes", 0) for leaf in flatten(result)[0]) > _MAX_NBYTES:
         raise Unknown
-    runs = Runs(function, few, _LIMIT_S if end is None else max(min(_LIMIT_S, end - time.monotonic()), 0.05))
+    runs = Runs(function, few, LIMIT_S if end is None else max(min(LIMIT_S, end - time.monotonic()), 0.05))
     parts = runs.in_parts()
     (whole,) = runs.alone()
     misfits, is_unsure = misfits_of(few, whole.value, parts)
@@ -298,7 +253,7 @@ def misfits_of(few: Few, whole: Any, parts: Sequence[Part]) -> tuple[list[Misfit
     """Return the outputs that are no average, and whether another op gives the same for any output, as for zeros."""
     rows, is_unsure = [part.num_rows for part in parts], False
     found = []
-    for path, value, own in _outputs(whole, [part.value for part in parts]):
+    for path, value, own in outputs_of(whole, [part.value for part in parts]):
         ops = _fitting(few, value, own, rows)
         if DEFAULT_OP not in ops:
             found.append(Misfit(path, value, own, ops))
@@ -309,127 +264,12 @@ def misfits_of(few: Few, whole: Any, parts: Sequence[Part]) -> tuple[list[Misfit
 def _also_fitting(few: Few, misfits: Sequence[Misfit], whole: Part, parts: Sequence[Part]) -> list[Misfit]:
     """Return the misfits with only those ops that fit other rows, too."""
     rows = [part.num_rows for part in parts]
-    outputs = {path: (value, own) for path, value, own in _outputs(whole.value, [part.value for part in parts])}
+    outputs = {path: (value, own) for path, value, own in outputs_of(whole.value, [part.value for part in parts])}
     found = []
     for misfit in misfits:
         ops = _fitting(few, *outputs[misfit.path], rows) if misfit.path in outputs else ()
         found.append(misfit._replace(ops=tuple(op for op in misfit.ops if op in ops)))
     return found
-
-
-class Runs:
-    """The runs of a copy of a function, each an ordinary call.
-
-    Parameters
-    ----------
-    function : Function
-    few : Few
-        The copy, and its arguments.
-    limit_s : float or None
-        The time limit of each run.
-    changes : sequence of Resident
-        What the copy changes. It is put back after each run.
-
-    Attributes
-    ----------
-    seconds : float
-        How long the function took in a run, on the rank that took longest.
-    """
-
-    def __init__(
-        self, function: Function[..., Any], few: Few, limit_s: float | None = _LIMIT_S, changes: Sequence[Any] = ()
-    ) -> None:
-        self._function, self._few, self._timeout, self._changes = function, few, limit_s, changes
-        # One function for all runs: a generator that it captured goes on drawing on its rank.
-        self._copy = self._built()
-        self.seconds = 0.0
-
-    def apart(self, order: np.ndarray | None = None) -> list[Part]:
-        """Return what the ranks return, each for its rows."""
-        return self._run(self._copy, order)
-
-    def in_parts(self, order: np.ndarray | None = None) -> list[Part]:
-        """Return the same; of a single rank, what it returns for two parts of the rows."""
-        if self._function._bound_session().total_ranks > 1:
-            return self.apart(order)
-        count = self._few.num_rows
-        order, middle = np.arange(count) if order is None else order, (count + 1) // 2
-        return [part for rows in (order[:middle], order[middle:]) for part in self.alone(rows)]
-
-    def alone(self, order: np.ndarray | None = None) -> list[Part]:
-        """Return what one worker returns for all rows."""
-        return self._run(self._copy, order, True)
-
-    def are_repeatable(self, whole: Part) -> bool:
-        """Whether a run with other random numbers returns the same, and all ranks do so for the same rows."""
-        (again,) = self.alone()
-        if not are_same(again.value, whole.value):
-            return False
-        if self._few.batch is not None or not (names := self._function._callee.signature.names):
-            return True
-        try:
-            first, *others = self._run(self._built(bcast_inputs=names, per_rank=True))
-        except Unknown:
-            return True
-        return all(are_same(part.value, first.value) for part in others)
-
-    def backwards(self) -> tuple[Part, list[Part]] | None:
-        """Return the same with the rows in the opposite order, or None if it raises."""
-        order = np.arange(self._few.num_rows)[::-1]
-        try:
-            (whole,) = self.alone(order)
-            return whole, self.in_parts(order)
-        except Unknown:
-            return None
-
-    def _built(self, **options: Any) -> Function[..., Any]:
-        from synk._api.function import Function
-
-        callee, session = self._function._callee, self._function._bound_session()
-        fn = Apart(self._few.fn, self._changes)
-        own = {"bcast_inputs": callee.bcast_inputs, "per_rank": callee.per_rank, "changes": self._changes, **options}
-        return Function(fn, outputs=Parts(), framework=callee.framework, name=callee.name, session=session, **own)
-
-    def _run(self, function: Function[..., Any], order: Any = None, is_alone: bool = False) -> list[Part]:
-        few = self._few
-        batch = few.batch if order is None else order if few.batch is None else few.batch[order]
-        call = function.serial if is_alone else function
-        try:
-            parts: list[Part] = call(*few.args, batch=batch, timeout=self._timeout, **few.kwargs)
-        except (CallTimeout, WorkerDied):
-            raise
-        except Exception as error:
-            raise Unknown from error
-        record = function._callee.record
-        self.seconds = record.function_ns * 1e-9 / max(record.num_calls, 1)
-        return parts
-
-
-def _outputs(whole: Any, parts: Sequence[Any], path: str = "") -> Iterator[tuple[str, Any, list[Any]]]:
-    """Yield for each output its path, its value for all rows, and those for the parts.
-
-    What is nested in the same way everywhere is taken apart. A list whose length depends on the rows is one output.
-    """
-    if isinstance(whole, dict) and all(isinstance(part, dict) and part.keys() == whole.keys() for part in parts):
-        for key in whole:
-            yield from _outputs(whole[key], [part[key] for part in parts], f"{path}[{key!r}]")
-    elif isinstance(whole, (tuple, list)) and all(
-        isinstance(part, (tuple, list)) and len(part) == len(whole) for part in parts
-    ):
-        for position in range(len(whole)):
-            yield from _outputs(whole[position], [part[position] for part in parts], f"{path}[{position}]")
-    elif whole is not None or any(part is not None for part in parts):
-        yield path, comparable(whole), [comparable(part) for part in parts]
-
-
-def comparable(leaf: Any) -> Any:
-    """Return an output, with a tensor as an array that can be compared."""
-    return array_of(leaf.detach().cpu()) if is_tensor(leaf) and is_plain(leaf) else leaf
-
-
-def are_same(one: Any, other: Any) -> bool:
-    pairs = list(_outputs(one, [other]))
-    return all(is_same(a, b, _EXACTLY) for _, a, (b,) in pairs)
 
 
 def _fitting(few: Few, whole: Any, parts: Sequence[Any], rows: Sequence[int]) -> tuple[str, ...]:

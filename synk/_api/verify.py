@@ -9,13 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from synk._api.op_check import Few, Runs, Unknown, are_same, comparable
 from synk._api.plain import PlainCall, PlainOutputs, ScatteredArguments
 from synk._api.plain_copy import NotComparable, PlainCopy, copied
+from synk._api.runs import Few, Runs, Unknown, are_same, comparable
 from synk._master.calls.call import CallOptions
 from synk._pure.comparison import MISSING, Tolerance, combine, difference, fitting_ops, is_same, shape_of
 from synk._pure.ops import OPS, Op
@@ -25,9 +25,6 @@ from synk._pure.show import Text
 from synk._pure.trees import paths
 from synk._wire.apart import Part, Quiet
 from synk.errors import SerializationError
-
-if TYPE_CHECKING:
-    from synk._api.function import Function
 
 
 @dataclass(frozen=True)
@@ -114,7 +111,7 @@ class Report:
 
 
 def verify(
-    function: Function[..., Any],
+    function: Any,
     options: CallOptions,
     tolerance: Tolerance,
     plain: PlainCall,
@@ -185,7 +182,7 @@ def verify(
 class _Calls:
     """The calls that are compared: ordinary ones, of copies of the function."""
 
-    def __init__(self, function: Function[..., Any], plain: PlainCall, options: CallOptions) -> None:
+    def __init__(self, function: Any, plain: PlainCall, options: CallOptions) -> None:
         self._function, self._callee, self._options = function, function._callee, options
         try:
             copy = copied(self._callee.fn, list(plain.args), plain.kwargs, for_workers=True)
@@ -212,15 +209,10 @@ class _Calls:
 
         A call that assigns variables or changes resident objects is not made: the outputs of the ranks are combined.
         """
-        from synk._api.function import Function
-
         callee, found, copy = self._callee, _Results(), self._copy
         if any(part.assigned for part in parts) or callee.changes or callee.options["updates"]:
             return found, None
-        function = Function(
-            Quiet(copy.fn), bcast_inputs=callee.bcast_inputs, outputs=callee.outputs, framework=callee.framework,
-            name=callee.name, per_rank=callee.per_rank, session=self._function._bound_session(),
-        )  # fmt: skip
+        function = self._function._alike(Quiet(copy.fn), outputs=callee.outputs)
         options = {"batch": self._options.batch, "timeout": self._options.timeout}
         try:
             result = function(*copy.args, num_slices=self._options.num_slices, **options, **copy.kwargs)
@@ -352,7 +344,7 @@ def _beside_plain(output: VerifiedOutput, serial: Any, plain: Any, tolerance: To
 
 
 def _compare_variables(
-    function: Function[..., Any], parts: Sequence[Part], serial: Part, tolerance: Tolerance, reason: str
+    function: Any, parts: Sequence[Part], serial: Part, tolerance: Tolerance, reason: str
 ) -> list[VerifiedOutput]:
     """Compare the values that the two calls assigned: all shards together, or the replica of each rank."""
     variables = {variable.id: variable for variable in function._callee.variables}

@@ -82,7 +82,7 @@ def _converted(value: Any, what: str) -> np.ndarray:
             "np.asarray(value) where the function means what NumPy makes of it, or pd.Series(value), which keeps each "
             "element as it is."
         )
-    return found.view(np.ndarray)
+    return found if type(found) is np.ndarray else found.view(np.ndarray)
 
 
 def _why_not(value: Any, array: np.ndarray) -> str:

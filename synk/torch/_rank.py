@@ -24,12 +24,12 @@ from synk.torch._phases import Phases
 from synk.torch._reduction import LOST, GradientSum, Options
 from synk.torch._slices import sliced, step_in_slices
 from synk.torch._undo import Undo
-from synk.torch._without_draws import in_eval
+from synk.torch._without_draws import SeenFromOutside
 
 _MASK = (1 << 64) - 1
 
 
-class RankReplica:
+class RankReplica(SeenFromOutside):
     """The replicated objects of one rank, loaded from one pickle.
 
     Attributes
@@ -83,33 +83,6 @@ class RankReplica:
         stream = worker.number + (sliced.part << 32)
         seed_generators(self.options.seed, self.num_steps if trains else -1 - self.num_steps, stream)
         return self._run(fn, trains, args, kwargs)
-
-    def run_without_draws(
-        self, fn: Callable[..., Any], trains: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run with all modules except batch norms in ``eval()``, whatever the function does."""
-        with in_eval(self.objects, has_norms=False):
-            return self.run(fn, trains, args, kwargs)
-
-    def run_shown(self, fn: Callable[..., Any], trains: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run with the process's random numbers as they are. Return the result and the gradients.
-
-        If the step leaves none: how far it has moved the parameters.
-        """
-        parameters = states.parameters_of(self.objects)
-        before = [each.detach().clone() for each in parameters]
-        result = self._run(fn, trains, args, kwargs)
-        moves = [each.grad for each in parameters if each.grad is not None]
-        moves = moves or [now.detach() - old for now, old in zip(parameters, before)]
-        flat = [each.to("cpu", torch.float64).reshape(-1) for each in moves]
-        return result, torch.cat([*flat, torch.zeros(0, dtype=torch.float64)]).numpy()
-
-    def run_shown_in_eval(
-        self, fn: Callable[..., Any], trains: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Do the same with all modules in ``eval()``, whatever the function does."""
-        with in_eval(self.objects, has_norms=True):
-            return self.run_shown(fn, trains, args, kwargs)
 
     def _run(self, fn: Callable[..., Any], trains: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:

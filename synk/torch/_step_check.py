@@ -8,19 +8,17 @@ each of which the copy is put back.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from synk._api.op_check import MAX_S, Few, Runs, Unknown, are_same, few_rows, misfits_of, said_of
-from synk._master.calls.plans import CallOptions
+from synk._api.op_check import MAX_S, few_rows, misfits_of, said_of
+from synk._api.runs import Few, Runs, Unknown, are_same
 from synk._wire.apart import Part
 from synk.errors import CallTimeout, OpMismatch, WorkerDied
 from synk.torch import _rank
 from synk.torch import _state as states
-
-if TYPE_CHECKING:
-    from synk.torch._steps import StepFunction
+from synk.torch._bodies import body_of
 
 _RTOL = 0.02
 """Relative to the norm. Gradients are sums of rounded numbers, perhaps of 16 bits; a wrong loss is further off."""
@@ -28,7 +26,7 @@ _RTOL = 0.02
 _MAX_NBYTES = 1 << 26
 
 
-def check_step(function: StepFunction, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> None:
+def check_step(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Any) -> None:
     """Compare a step on a few rows with the same step on one worker, unless that is known or costs too much.
 
     Raises
@@ -71,10 +69,8 @@ def check_step(function: StepFunction, args: tuple[Any, ...], kwargs: dict[str, 
         function._op_check = None
 
 
-def _misfit(function: StepFunction, few: Few, copy: Any, method: str) -> str | None:
+def _misfit(function: Any, few: Few, copy: Any, method: str) -> str | None:
     """Return what to tell the user about a step of the copy; an empty text if all is well, None if it is random."""
-    from synk.torch._steps import body_of
-
     body = body_of(few.fn, copy, function._replicated._objects, True, method=method)
     runs = Runs(function, few._replace(fn=body), changes=[copy])
     apart = runs.apart()

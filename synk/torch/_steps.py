@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from synk._api.function import Function
 from synk._api.op_check import OpCheck
-from synk._master.calls.plans import CallOptions
 from synk._pure.output_ops import DefaultOp
 from synk._pure.tracebacks import verb
+from synk.torch._bodies import body_of
 from synk.torch._step_check import check_step
 
 
@@ -82,40 +81,8 @@ class StepFunction(Function[..., Any]):
         body = body_of(self._fn, replicated._resident, replicated._objects, self._trains, method=method)
         return Function(body, **self._options)
 
-    def _hold_back(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
-    ) -> Callable[[Any], None] | None:
+    def _hold_back(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: Any) -> Callable[[Any], None] | None:
         if not self._trains:
             return super()._hold_back(args, kwargs, options)
         check_step(self, args, kwargs, options)  # before the step, which cannot be taken back
         return None
-
-
-def body_of(
-    fn: Callable[..., Any], resident: Any, objects: Sequence[Any], trains: bool, *, method: str = "run"
-) -> Callable[..., Any]:
-    """Return the function that the workers run: a method of the replica, which calls ``fn`` on their own objects.
-
-    Raises
-    ------
-    TypeError
-        If ``fn`` has fewer parameters than there are objects.
-    """
-
-    def body(*args: Any, **kwargs: Any) -> Any:
-        return getattr(resident.value, method)(fn, trains, args, kwargs)
-
-    body.__name__ = getattr(fn, "__name__", type(fn).__name__)
-    try:
-        signature = inspect.signature(fn)
-    except (TypeError, ValueError):
-        return body
-    parameters = list(signature.parameters.values())
-    own = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    if len(own) < len(objects) and not any(each.kind is each.VAR_POSITIONAL for each in parameters):
-        raise TypeError(
-            f"cannot build {body.__name__!r}: it has {len(own)} parameters, expected one for each of the "
-            f"{len(objects)} replicated objects first ({', '.join(type(obj).__name__ for obj in objects)})."
-        )
-    body.__signature__ = signature.replace(parameters=parameters[min(len(objects), len(own)) :])  # type: ignore[attr-defined]
-    return body

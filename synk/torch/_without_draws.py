@@ -41,6 +41,37 @@ def _stay(module: torch.nn.Module, mode: bool = True) -> torch.nn.Module:
     return module
 
 
+class SeenFromOutside:
+    """How a step runs that is compared with another one: without draws, or with a look at its gradients."""
+
+    objects: Sequence[Any]
+    run: Callable[..., Any]
+    _run: Callable[..., Any]
+
+    def run_without_draws(self, fn: Callable[..., Any], *call: Any) -> Any:
+        """Run with all modules except batch norms in ``eval()``, whatever the function does."""
+        with in_eval(self.objects, has_norms=False):
+            return self.run(fn, *call)
+
+    def run_shown(self, fn: Callable[..., Any], *call: Any) -> Any:
+        """Run with the process's random numbers as they are. Return the result and the gradients.
+
+        If the step leaves none: how far it has moved the parameters.
+        """
+        parameters = states.parameters_of(self.objects)
+        before = [each.detach().clone() for each in parameters]
+        result = self._run(fn, *call)
+        moves = [each.grad for each in parameters if each.grad is not None]
+        moves = moves or [now.detach() - old for now, old in zip(parameters, before)]
+        flat = [each.to("cpu", torch.float64).reshape(-1) for each in moves]
+        return result, torch.cat([*flat, torch.zeros(0, dtype=torch.float64)]).numpy()
+
+    def run_shown_in_eval(self, fn: Callable[..., Any], *call: Any) -> Any:
+        """Do the same with all modules in ``eval()``, whatever the function does."""
+        with in_eval(self.objects, has_norms=True):
+            return self.run_shown(fn, *call)
+
+
 def misfit_of(
     modules: Sequence[torch.nn.Module], run: Callable[[Sequence[torch.Tensor]], Any], rows: Sequence[torch.Tensor]
 ) -> str | None:

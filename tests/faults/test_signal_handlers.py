@@ -129,11 +129,9 @@ SITES: dict[str, Callable[[Any], Any]] = {
     "a result is unpickled": lambda rt: rt.function(lambda x, y: x, bcast_inputs="x", outputs=None)(
         Ringing("unpickled"), np.ones(2)
     ),
-    "an argument is made an array": lambda rt: rt.function(lambda x: x.sum(), outputs="sum")(Ringing("made an array")),
     "a batch is made an array": lambda rt: rt.function(lambda x: x.sum(), outputs="sum")(
         np.ones(5), batch=Ringing("made an array")
     ),
-    "a value is made an array": lambda rt: rt.data(Ringing("made an array")),
 }
 
 
