@@ -91,7 +91,9 @@ def process_memory() -> Found:
 
 def _interrupt_and_wait(x: Any, program: int) -> None:
     if synk.comm.rank == 0:
-        os.kill(program, signal.SIGINT)
+        pidfd = os.pidfd_open(program)  # the program waits for this call, so the number is still its own
+        signal.pidfd_send_signal(pidfd, signal.SIGINT)
+        os.close(pidfd)
     time.sleep(60)
 
 
@@ -111,7 +113,7 @@ def signals() -> Found:
 
 def _dies_on_the_last_rank(x: Any) -> Any:
     if synk.comm.rank == synk.comm.world_size - 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+        signal.raise_signal(signal.SIGKILL)
     return synk.comm.all_reduce(x, "sum")
 
 

@@ -11,7 +11,10 @@ import synk
 from synk.check._found import Broken, Figure, Found
 from synk.cuda._placement import is_usable
 
-_ROWS, _WIDTH, _NUM_STEPS = 1024, 256, 4
+# So much that a step takes some ten milliseconds on a core, beside which the cost of a call is small.
+_ROWS, _WIDTH, _DEPTH = 1024, 256, 4
+_NUM_STEPS = 10
+"""The quickest counts: other work on the machine then does not."""
 
 
 def _made(device: str) -> tuple[Any, Any, Any]:
@@ -19,8 +22,8 @@ def _made(device: str) -> tuple[Any, Any, Any]:
     import torch
 
     torch.manual_seed(0)
-    layers = [torch.nn.Linear(_WIDTH, _WIDTH), torch.nn.Tanh(), torch.nn.Linear(_WIDTH, 1)]
-    model = torch.nn.Sequential(*layers).to(device)
+    layers = [each for _ in range(_DEPTH) for each in (torch.nn.Linear(_WIDTH, _WIDTH), torch.nn.Tanh())]
+    model = torch.nn.Sequential(*layers, torch.nn.Linear(_WIDTH, 1)).to(device)
     return model, torch.optim.SGD(model.parameters(), 0.1), torch.randn(_ROWS, _WIDTH)
 
 

@@ -68,8 +68,7 @@ def total(x: np.ndarray) -> Any:
 def assert_talks(rt: synk.Runtime) -> None:
     """Assert that all ranks reach each other, by short and by long arrays."""
     f = rt.function(lambda x: (total(x), synk.comm.all_reduce(np.full(100_000, x[0]), "sum")[-1]), outputs=None)
-    found = f(np.arange(4.0))
-    assert found == ([6.0] * 4, [6.0] * 4)
+    assert f(np.arange(4.0)) == [(6.0, 6.0)] * 4
 
 
 def in_flight(rt: Any) -> bool:
@@ -94,7 +93,7 @@ def test_reductions_have_the_bits_of_one_machine_or_of_the_other_repetition(
     f = nodes.function(reduce, bcast_inputs="count", outputs=None)
     assert f(x, 1000) == on_one(x, 1000)
     found = f(x, 300_000)
-    assert [len(set(each)) for each in found] == [1, 1, 1]
+    assert found == [found[0]] * 4
     assert f(x, 300_000) == found
 
 
@@ -105,7 +104,7 @@ def test_16_bit_floats_are_rounded_once(nodes: synk.Runtime) -> None:
         values = np.random.default_rng(synk.comm.rank).integers(0, 2048, 200_000).astype("f2")
         return values, synk.comm.all_reduce(values, "avg")
 
-    values, averages = nodes.function(average, outputs=None)(np.zeros(7))
+    values, averages = nodes.function(average, outputs=(None, None))(np.zeros(7))
     exact = np.average(np.array(values, "f8"), axis=0, weights=[2, 2, 2, 1]).astype("f4").astype("f2")
     for each in averages:
         np.testing.assert_array_equal(each, exact)
@@ -114,9 +113,7 @@ def test_16_bit_floats_are_rounded_once(nodes: synk.Runtime) -> None:
 def test_ranks_without_rows_take_no_part(nodes: synk.Runtime) -> None:
     f = nodes.function(lambda x: (total(x), str(synk.comm.ranks)), outputs=None)
     for rows in (1, 2, 3, 4):
-        sums, ranks = f(np.ones(rows))
-        assert sums[:rows] == [float(rows)] * rows
-        assert ranks[:rows] == [str(tuple(range(rows)))] * rows
+        assert f(np.ones(rows)) == [(float(rows), str(tuple(range(rows))))] * rows + [None] * (4 - rows)
     assert nodes.function(total, outputs="first").serial(np.ones(5)) == 5.0
 
 

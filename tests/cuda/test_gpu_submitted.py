@@ -146,7 +146,7 @@ def test_memory_of_inputs_comes_back_when_the_device_is_done(gpu: Any) -> None:
     assert [total for total, _ in results] == [0.0, *(10.0 * k for k in range(11))]
     num_ahead_in_all = sum(count > 0 for _, count in results)
     assert num_ahead_in_all >= 6
-    for waiting in zip(*rt.function(counts, outputs=None)(np.ones(2))):
+    for waiting in rt.function(counts, outputs=None)(np.ones(2)):
         # Each block waits for the end of the call in which its array was dropped, the one after that it came for.
         assert 5 <= sum(waiting) <= num_ahead_in_all and max(waiting) <= 2
 

@@ -182,7 +182,7 @@ def test_the_published_order(shared_runtimes: Any) -> None:
 
     mu, sigma, h, r, data = args = kalman_inputs()
     for _ in range(2):  # the second time the order is known
-        values, orders = shared_runtimes[2].function(run, bcast_inputs="args", outputs=None)(args)
+        values, orders = shared_runtimes[2].function(run, bcast_inputs="args", outputs=(None, None))(args)
         assert tuple(orders) == LISTED
         b = r + h @ (sigma @ h.T)
         new_mu, new_sigma = pickle.loads(values[0])

@@ -383,7 +383,7 @@ def test_D7_sigkill_of_the_master(phase: str) -> None:
 
         def start():
             runtimes.append(synk.fork(2, backend="numpy"))
-            runtimes[0].function(lambda x: x.sum())(np.arange(2.0))
+            runtimes[0].function(lambda x: x.sum(), outputs="sum")(np.arange(2.0))
 
         if {phase!r} == "started by a dead thread":
             thread = threading.Thread(target=start)

@@ -400,7 +400,7 @@ def test_E1_a_child_that_a_function_has_forked_is_no_rank(reused: Fork, tmp_path
         comm.send(np.full(4, 5.0 + comm.rank), peer)
         return total, request.wait() if request else comm.recv(peer)
 
-    totals, received = rt.function(f, outputs=None)(np.ones(2))
+    totals, received = rt.function(f, outputs=(None, None))(np.ones(2))
     np.testing.assert_array_equal(totals, np.full((2, 4), 2.0))
     np.testing.assert_array_equal(received, [[6.0] * 4, [5.0] * 4])
     refused = ["ReentrancyError"] * 3 + ["CollectiveMismatch"] * 2 * started

@@ -142,12 +142,12 @@ KERNELS: dict[str | None, Callable[[Any], Any]] = {
 
 
 def expected(op: str | None, value: Any, where: Any) -> Any:
-    """Return what NumPy says of the whole input; with op None a list per leaf, of one entry per rank."""
+    """Return what NumPy says of the whole input; with op None what the kernel returns of each rank's rows."""
     x = np.asarray(value)
     x = x.astype(x.dtype.newbyteorder("="))
     if op is None:
         parts = [x, x[:0]] if where == "serial" else np.array_split(x, 1 if where == "inline" else where)
-        return [len(part) or None for part in parts], [part.tobytes() if len(part) else None for part in parts]
+        return [(len(part), part.tobytes()) if len(part) else None for part in parts]
     if op == "gather":
         return x
     with np.errstate(all="ignore"):

@@ -193,12 +193,13 @@ def test_fsdp_is_training_in_one_process(shared_runtimes: Any, workers: int) -> 
     sharded = Sharded(shared_runtimes[workers])
     expected, model = serial(8)
     assert sharded.train(0, 8) == pytest.approx(expected, abs=1e-12)
-    sizes, found = sharded.look()
+    sizes, found = zip(*sharded.look())
     whole = sum(parameter.numel() for parameter in model.parameters())
     assert sum(sizes) == whole
     assert max(sizes) < whole
-    for of_ranks, parameter in zip(found, model.parameters(), strict=True):
-        assert all(torch.allclose(one, parameter, rtol=0, atol=1e-12) for one in of_ranks)
+    for of_rank in found:
+        for one, parameter in zip(of_rank, model.parameters(), strict=True):
+            assert torch.allclose(one, parameter, rtol=0, atol=1e-12)
 
 
 def test_a_checkpoint_of_three_ranks_goes_on_with_two(shared_runtimes: Any, tmp_path: Path) -> None:
@@ -227,11 +228,11 @@ def test_dtensors_compute_what_tensors_do(shared_runtimes: Any, workers: int) ->
     leaf = a.clone().requires_grad_()
     product = (leaf @ b).tanh()
     product.sum().backward()
-    products, gradients, sums = each(shared_runtimes[workers], compute)()
-    for number in range(workers):
-        assert torch.allclose(products[number], product, rtol=0, atol=1e-13)
-        assert torch.allclose(gradients[number], leaf.grad, rtol=0, atol=1e-13)
-        assert torch.allclose(sums[number], b.sum(0), rtol=0, atol=1e-13)
+    found = each(shared_runtimes[workers], compute)()
+    assert len(found) == workers
+    for of_rank in found:
+        for one, expected in zip(of_rank, (product, leaf.grad, b.sum(0)), strict=True):
+            assert torch.allclose(one, expected, rtol=0, atol=1e-13)
 
 
 def test_tensor_parallel_layers_compute_what_plain_ones_do(shared_runtimes: Any) -> None:
@@ -248,7 +249,7 @@ def test_tensor_parallel_layers_compute_what_plain_ones_do(shared_runtimes: Any)
     model = make()[:3]
     out = model(x)
     out.square().sum().backward()
-    for found, gradient in zip(*each(shared_runtimes[2], compute)()):
+    for found, gradient in each(shared_runtimes[2], compute)():
         assert torch.allclose(found, out, rtol=0, atol=1e-12)
         assert torch.allclose(gradient, model[0].weight.grad, rtol=0, atol=1e-12)
 

@@ -591,8 +591,8 @@ def test_what_changes_while_the_function_is_being_sent_is_sent_with_the_next_cal
         return known if z_late is not None else ()
 
     def check(x: np.ndarray) -> None:
-        found = [np.unique(each).tolist() for each in sent(x)]
-        assert found == [[each] for each in f(x)]
+        found = sent(x)
+        assert found == [f(x)] * len(found)
 
     sent = shared_runtimes[where].function(f, outputs=None)
     globals().update(threshold=1, gone=1)

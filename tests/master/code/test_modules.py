@@ -457,7 +457,7 @@ def test_one_object_by_two_names_is_one_on_each_worker(shared_runtimes: Any, pro
     )
     assert by_name(X) == [2, 2]
     assert by_module(X) == [3, 3]
-    assert by_helper(X) == ([4, 4], [4, 4], [True, True])
+    assert by_helper(X) == [(4, 4, True)] * 2
     assert by_name(X) == [5, 5]
     main.run("state.append(1); state.append(1)")  # both sides changed the list: the program's wins
     assert by_module(X) == [4, 4]
@@ -515,9 +515,9 @@ def test_a_module_that_makes_something_of_each_process(shared_runtimes: Any, pro
     f = shared_runtimes[2].function(main.names["f"], outputs=None)
     for k in (1, 2):
         main.run(f"users_m.k = {k}")
-        pids, seen = f(X)
-        assert len({*pids, os.getpid()}) == 3
-        assert seen == [k, k]
+        (first, seen_by_first), (second, seen_by_second) = f(X)
+        assert len({first, second, os.getpid()}) == 3
+        assert seen_by_first == seen_by_second == k
 
 
 def test_a_module_that_calls_a_library_by_ctypes(

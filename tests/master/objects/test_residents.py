@@ -181,7 +181,7 @@ def test_several_in_one_tuple_keep_what_they_share(shared_runtimes: Any) -> None
         first.append(len(x))
         return len(second["same"]), first is second["same"]
 
-    assert step(np.zeros(4)) == ([2, 2], [True, True])
+    assert step(np.zeros(4)) == [(2, True)] * 2
     first, second = pair.get(1)
     assert first is second["same"]
 

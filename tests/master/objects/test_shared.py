@@ -116,7 +116,7 @@ def test_an_assignment_is_the_ranks_own_and_holds_from_the_next_call_on(shared_r
         w.value = w.value + x.sum()
         return before, w.value, w.value is w.value
 
-    f = rt.function(add, outputs=None)
+    f = rt.function(add, outputs=(None, None, None))
     x = np.arange(9.0)
     expected = [np.zeros(2)] * rt.world_size
     for _ in range(3):
