@@ -276,13 +276,16 @@ class ReusedRuntimes:
             runtime.close()
             raise
         self._idle.append((kind, runtime))
-        while len(self._idle) > self.MOST_IDLE:
-            self._idle.pop(0)[1].close()
+        self.close(self.MOST_IDLE)
 
-    def close(self) -> None:
-        """Close all."""
-        while self._idle:
-            self._idle.pop()[1].close()
+    def close(self, num_kept: int = 0) -> None:
+        """Close all but the last ones."""
+        while len(self._idle) > num_kept:
+            with warnings.catch_warnings():
+                warnings.simplefilter(
+                    "ignore", RuntimeWarning
+                )  # of objects that were lost with workers that a test killed
+                self._idle.pop(0)[1].close()
 
 
 @pytest.fixture(scope="session")

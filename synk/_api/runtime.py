@@ -551,11 +551,13 @@ class Runtime(Hinting):
         session = self._session
         # Before the workers end: replicated objects and programs fetch their last state. Not in a forked copy, which
         # has no workers, and not inside of an operation of this thread, which these functions could not begin.
-        if session.is_own_process and not session.is_closed and not session.is_mine():
-            for guest in reversed([*session.guests]):
-                session.guests.pop(guest)
-                guest._leave(session)
-        session.close()
+        try:
+            if session.is_own_process and not session.is_closed and not session.is_mine():
+                for guest in reversed([*session.guests]):
+                    session.guests.pop(guest)
+                    guest._leave(session)
+        finally:  # also where a program turns their warnings into errors
+            session.close()
 
     @verb
     def __enter__(self) -> Runtime:

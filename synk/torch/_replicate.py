@@ -601,8 +601,9 @@ class Replicated(Handle):
                 f"runtime was closed, and holds what it held at the last pull: {error}",
                 RuntimeWarning,
             )
-        for obj in self._linked:
-            unlink(obj)
+        finally:
+            for obj in self._linked:
+                unlink(obj)
 
     def __repr__(self) -> str:
         return f"<synk.torch.Replicated {', '.join(type(obj).__name__ for obj in self._objects)}>"

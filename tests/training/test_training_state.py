@@ -479,6 +479,19 @@ def test_what_cannot_be_pickled_is_told(shared_runtimes: Any) -> None:
     assert model.number == 3
 
 
+def test_a_runtime_is_closed_although_a_warning_about_lost_objects_is_an_error(runtime: Callable[..., Any]) -> None:
+    rt = runtime(1)
+    model = torch.nn.Linear(5, 1)
+    step = synk.torch.replicate(model, runtime=rt).function(lambda model, x: model(x).mean().backward())
+    step(torch.ones(4, 5))
+    kill_and_wait(*pids(rt))
+    with pytest.raises(RuntimeWarning, match="Linear could not be brought up to date before the runtime was closed"):
+        rt.close()
+    assert rt.is_closed
+    assert type(model) is torch.nn.Linear
+    assert "weight" in model.state_dict()
+
+
 # ----- DataParallel
 
 
