@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -60,13 +59,13 @@ def _recorded(line: Line, limit_s: float, printed: IO[bytes]) -> dict[str, Any]:
     os.close(writer)
     try:
         child.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        os.close(reader)
-        return broken(f"no answer in {limit_s:.0f} s: it hangs, or is much slower than expected")
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # its workers end with it, each in a session of its own
-            os.killpg(child.pid, signal.SIGKILL)
+    except BaseException as error:
+        os.killpg(child.pid, signal.SIGKILL)  # not after it was reaped; its workers end with it
         child.wait()
+        os.close(reader)
+        if isinstance(error, subprocess.TimeoutExpired):
+            return broken(f"no answer in {limit_s:.0f} s: it hangs, or is much slower than expected")
+        raise
     with os.fdopen(reader, encoding="utf-8") as pipe:
         text = pipe.read()
     if not text:

@@ -13,7 +13,7 @@ from synk.cuda._placement import is_usable
 
 # So much that a step takes some ten milliseconds on a core, beside which the cost of a call is small.
 _ROWS, _WIDTH, _DEPTH = 1024, 256, 4
-_NUM_STEPS = 10
+_NUM_STEPS = 30
 """The quickest counts: other work on the machine then does not."""
 
 

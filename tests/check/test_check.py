@@ -125,7 +125,7 @@ SLOW: list[tuple[dict[str, str], dict[str, str]]] = [
     ({"SYNK_FAKE_GBPS": "0.1 3"}, {"bandwidth": "pinned memory goes to the device at 3 GB/s (expected at least 10)"}),
     ({"SYNK_FAKE_MEETING_S": "0.1"}, {"all-reduce": "1 KB takes"}),
     ({"SYNK_FAKE_MEETING_S": "4"}, {"NCCL": "the first call takes"}),
-    ({"SYNK_FAKE_DELAY_S": "1.5"}, {"death": "the error comes after"}),  # the other rank's device must come to rest
+    ({"SYNK_FAKE_NCCL": "stick 3"}, {"death": "the error comes after"}),
 ]
 
 

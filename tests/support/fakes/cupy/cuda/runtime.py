@@ -119,11 +119,23 @@ class _Stall:
         self.is_over = is_over
 
     def __call__(self) -> None:
-        # As in the driver, whose waits no signal ends.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        # As in the driver, whose waits no signal ends. To mask it is not enough: another thread takes it then, and this
+        # one runs the handler.
+        if threading.current_thread() is not threading.main_thread():
+            self._wait()
+            return
+        held: list[int] = []
+        before = signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
+        try:
+            self._wait()
+        finally:
+            signal.signal(signal.SIGINT, before)
+        if held:
+            signal.raise_signal(signal.SIGINT)
+
+    def _wait(self) -> None:
         while not self.is_over():
             time.sleep(0.001)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def stall(stream: int, is_over: Callable[[], bool]) -> None:
