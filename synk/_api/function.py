@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
-from synk._api.op_check import OpCheck, few_rows, hold_back
+from synk._api.op_check import OpCheck, hold_back
 from synk._api.options import (
     FRAMEWORKS,
     can_try_again,
@@ -815,9 +815,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
     ) -> Callable[[Any], None] | None:
         """Return what a call that begins now must do with its result before it is given out; None for nothing."""
-        if self._op_check is None or options.output_subset is not None:
-            return None
-        return hold_back(self, few_rows(self, self._callee.fn, args, kwargs, options), options.timeout)
+        return hold_back(self, args, kwargs, options)
 
     def _run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions, was_compared: bool = False

@@ -10,7 +10,6 @@ Nothing in a message or on a worker knows of this: the copy is a function like a
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -73,44 +72,40 @@ class OpCheck:
             return True
 
 
-def hold_back(function: Any, few: Few | None, timeout: float | None = None) -> Callable[[Any], None] | None:
+def hold_back(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
+) -> Callable[[Any], None] | None:
     """Return what a call that begins now must do with its result before it is given out; None for nothing.
 
-    It raises ``OpMismatch`` if the default op does not fit.
-
-    Parameters
-    ----------
-    few : Few or None
-        The call with a few of its rows.
-    timeout : float, optional
-        The call's own. The check takes no longer than what is left of it.
+    It raises ``OpMismatch`` if the default op does not fit, and takes no longer than what is left of the call's time.
     """
+    few = few_rows(function, function._callee.fn, args, kwargs, options)
     check, before = function._op_check, _assignments(function)
-    end = function._bound_session().deadline(timeout)
-    return None if few is None or check is None else functools.partial(_release, function, few, check, before, end)
+    end = function._bound_session().deadline(options.timeout)
 
-
-def _release(function: Any, few: Few, check: OpCheck, before: list[Any], end: float | None, result: Any) -> None:
-    if function._op_check is None or few.num_rows <= check.num_rows:
-        return  # another call has shown it meanwhile
-    try:
-        if before != _assignments(function):
-            raise Unknown
-        misfit = _compare(function, few, result, end)
-    except Unknown:
+    def release(result: Any) -> None:
+        if few is None or function._op_check is None or few.num_rows <= check.num_rows:
+            return  # another call has shown it meanwhile
         misfit = ""
-        check.num_tries += 1
-    except (CallTimeout, WorkerDied) as error:
-        function._op_check, misfit = None, ""
-        warn_at_users_line(
-            f"a second run of {function.name!r}, made to find out whether its default op fits, has ended: {error} Name "
-            f"its op, as by outputs={_quoted(DEFAULT_OP)}; then there is no second run.",
-            RuntimeWarning,
-        )
-    if misfit:
-        raise OpMismatch(misfit)
-    if check.is_over:
-        function._op_check = None
+        try:
+            if before != _assignments(function):
+                raise Unknown
+            misfit = _compare(function, few, result, end)
+        except Unknown:
+            check.num_tries += 1
+        except (CallTimeout, WorkerDied) as error:
+            function._op_check = None
+            warn_at_users_line(
+                f"a second run of {function.name!r}, made to find out whether its default op fits, has ended: {error} "
+                f"Name its op, as by outputs={_quoted(DEFAULT_OP)}; then there is no second run.",
+                RuntimeWarning,
+            )
+        if misfit:
+            raise OpMismatch(misfit)
+        if check.is_over:
+            function._op_check = None
+
+    return None if few is None else release
 
 
 def _assignments(function: Any) -> list[Any]:
@@ -134,7 +129,7 @@ def few_rows(
     """
     check, callee, session = function._op_check, function._callee, function._bound_session()
     is_divided = session.total_ranks > 1 or options.num_slices > 1 or callee.block_rows
-    if check is None or not is_divided:
+    if check is None or not is_divided or options.output_subset is not None:
         return None
     try:
         scattered = ScatteredArguments(callee, args, kwargs)
@@ -224,7 +219,7 @@ def _compare(function: Any, few: Few, result: Any, end: float | None) -> str:
         misfits = _also_fitting(few, misfits, *other)
     return (
         f"cannot average the outputs of {function.name!r}, which names no op: on {few.described()} "
-        f"{said_of(misfits, [part.num_rows for part in parts])}Naming an op in synk.function(..., outputs=...), also "
+        f"{_said_of(misfits, [part.num_rows for part in parts])}Naming an op in synk.function(..., outputs=...), also "
         f"{_quoted(DEFAULT_OP)}, ends this check."
     )
 
@@ -295,7 +290,7 @@ def _is_single(value: Any) -> bool:
 # -- what the user is told --------------------------------------------------------------------------------------------
 
 
-def said_of(misfits: Sequence[Misfit], rows: Sequence[int], *, has_advice: bool = True) -> str:
+def _said_of(misfits: Sequence[Misfit], rows: Sequence[int]) -> str:
     """Return sentences about outputs: the value by the default op, that of one worker, and the op that fits."""
     is_single = [misfit.path for misfit in misfits] == [""]
     said = []
@@ -304,10 +299,10 @@ def said_of(misfits: Sequence[Misfit], rows: Sequence[int], *, has_advice: bool 
         got = "cannot combine what the workers return" if value is MISSING else f"gives {_shown(value)}"
         where = "" if is_single else f" for output{path}"
         said.append(f"outputs={_quoted(DEFAULT_OP)}, the default, {got}{where}, and one worker alone {_shown(whole)}.")
-        if has_advice and ops:
+        if ops:
             use = f"outputs={_quoted(ops[0])}" if is_single else f"op {_quoted(ops[0])} for output{path}"
             said.append(f"Use {use}.")
-        elif has_advice:
+        else:
             said.append(
                 "No op fits: return what can be combined, as a sum and a count, or one value for each rank by op None, "
                 "or call f.serial(...)."

@@ -177,7 +177,7 @@ def resident(
     ...         return len(x)
     ...     count(np.zeros(10)), count(np.zeros(7))
     ...     seen.get()
-    (np.int64(10), np.int64(7))
+    (10, 7)
     {'rows': 17}
     """
     return current().resident(obj, name=name, dump=dump, load=load)

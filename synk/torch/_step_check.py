@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._api.op_check import MAX_S, few_rows, misfits_of, said_of
+from synk._api.op_check import MAX_S, few_rows, misfits_of
 from synk._api.runs import Few, Runs, Unknown, are_same
 from synk._wire.apart import Part
 from synk.errors import CallTimeout, OpMismatch, WorkerDied
@@ -34,21 +34,14 @@ def check_step(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], opt
     OpMismatch
         If they differ.
     """
-    check = function._op_check
-    few = (
-        None
-        if check is None or options.output_subset is not None
-        else few_rows(function, function._fn, args, kwargs, options)
-    )
-    if check is None or few is None:
+    check, replicated = function._op_check, function._replicated
+    few = few_rows(function, function._fn, args, kwargs, options)
+    if few is None:
         return
-    replicated = function._replicated
     try:
         with replicated._busy():  # reading the objects must not bring them up to date
-            if (
-                sum(each.numel() * each.element_size() for each in states.parameters_of(replicated._objects))
-                > _MAX_NBYTES
-            ):
+            parameters = states.parameters_of(replicated._objects)
+            if sum(each.numel() * each.element_size() for each in parameters) > _MAX_NBYTES:
                 raise Unknown
             copy = replicated._runtime.resident(
                 _rank.RankReplica(replicated._objects, replicated._options), dump=_rank.dump, load=_rank.load
@@ -84,13 +77,12 @@ def _misfit(function: Any, few: Few, copy: Any, method: str) -> str | None:
     again, of_again = _told_apart(*runs.alone())
     if _is_off(of_again, of_whole) or not are_same(again.value, whole.value):
         return None
-    said = said_of(misfits, [part.num_rows for part in parts], has_advice=False)
+    where = "its gradients" if of_gradients else ", ".join(f"output{misfit.path}" for misfit in misfits)
     return (
         f"cannot take the step {function.name!r} on several workers: on {few.described()} it differs from that on one "
-        f"worker, in {'its gradients' if of_gradients else 'its outputs'}, so its loss is no mean over rows. {said}"
-        "backward() averages gradients over rows: pass a loss that is a sum over rows through synk.torch.total(loss), "
-        "and one that is a mean over other things (class weights, labels of -100, tokens) through "
-        'synk.torch.mean(sum, count). outputs="avg" ends this check.'
+        f"worker, in {where}, so its loss is no mean over rows. backward() averages gradients over rows: pass a loss "
+        "that is a sum over rows through synk.torch.total(loss), and one that is a mean over other things (class "
+        'weights, labels of -100, tokens) through synk.torch.mean(sum, count). outputs="avg" ends this check.'
     )
 
 
