@@ -243,8 +243,10 @@ def test_the_glossary_has_each_word_once() -> None:
     assert len(words) == len(set(words))
 
 
-OF_NO_FOLDER = {"support", "faults", "first_hour", "training"}
-"""Folders that mirror none of the package; the last is of ``synk.torch``: a folder of that name could hide torch."""
+OF_NO_FOLDER = {"support", "house", "pages", "faults", "first_hour", "training"}
+"""Folders that mirror none of the package: ``house`` is of the repository, ``pages`` of README, docs, demos. The last
+is of ``synk.torch``: a folder of that name could hide torch.
+"""
 
 
 def test_the_tests_mirror_the_package() -> None:

@@ -20,7 +20,7 @@ import torch
 from support import harness
 from support.verified import all_verified
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DEMOS = sorted((ROOT / "demos").glob("[0-9]*.py"))
 SMALL = {
     "00_bootstrap.py",

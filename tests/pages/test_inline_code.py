@@ -20,7 +20,7 @@ import torch
 import synk
 from synk._wire.cell import cell
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "howto.md")
 
 PROGRAMS = {
