@@ -33,6 +33,11 @@ def test_luck(case):
     print("said before", case)
     assert not is_first(case)
 
+def test_table(subtests):
+    for case in "xyz":
+        with subtests.test(case=case):
+            assert case != "y" or not is_first(case)
+
 @pytest.fixture
 def ends_badly():
     yield
@@ -70,8 +75,9 @@ LUCK = ("test_luck[a[b::c]]", "test_luck[d e]")
     ("options", "names", "status", "closing", "flaky"),
     (
         ("-n 2", "passes luck end crash", 0, "2 passed, 4 flaky", ("test_crash", "test_end", *LUCK)),
+        ("-n 2", "table passes", 0, "1 passed, 1 flaky", ("test_table",)),
         ("-n 2", "passes never end", 1, "1 failed, 2 passed, 1 flaky", ("test_end",)),
-        ("-n 0 -k", "nothing", 5, "9 deselected", ()),
+        ("-n 0 -k", "nothing", 5, "10 deselected", ()),
         ("-n 0", "luck crashes_later", 1, "3 failed", ()),
         ("-n 0 -x", "luck passes", 1, "1 failed", ()),
         ("-n 1 -x", "luck passes", 2, "1 failed", ()),
@@ -98,6 +104,8 @@ def test_the_first_traceback_is_at_the_end(tmp_path: Path) -> None:
     last = told[told.index("\nFLAKY test_toy.py::test_luck[a[b::c]]\n") :]
     assert ">       assert not is_first(case)" in last and "said before a[b::c]" in last
     assert "assert 1 == 2" not in last
+    told = run(tmp_path, "-n", "0", "-k", "table").stdout
+    assert "(case='y')" in told[told.index("\nFLAKY test_toy.py::test_table\n") :]
 
 
 def test_a_file_that_cannot_be_imported_fails_the_run(tmp_path: Path) -> None:
