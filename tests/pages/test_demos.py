@@ -1,7 +1,7 @@
 """Every demo checks its own numbers, and says nothing on stderr.
 
-Each runs as a program of its own: those that use torch, scikit-learn or SciPy in the storm. Here they run in this
-process, which imports each of these once. Each function is verified at its first call: see ``support/verified.py``.
+Each runs as a program of its own in the storm. Here most run in this process, which imports torch, SciPy and the like
+once. Each function is verified at its first call: see ``support/verified.py``.
 """
 
 from __future__ import annotations
@@ -33,17 +33,10 @@ SMALL = {
     "40_two_nodes.py",
 }
 
-HERE = {
-    "11_scipy_minimize.py",
-    "12_mcmc.py",
-    "13_digits_resident.py",
-    "20_torch_digits.py",
-    "21_torch_dataparallel.py",
-    "22_fsdp.py",
-    "23_resume.py",
-    "31_differentiable.py",
-    "40_two_nodes.py",
-}
+ALONE = {"00_bootstrap.py", "01_intro.py", "02_data.py", "04_batch.py", "10_digits_softmax.py", "32_halo.py"}
+"""These run as programs also outside the storm: they leave the end of their workers to the end of the program, or import
+a file beside them.
+"""
 
 CHILDREN = {"23_resume.py": ["checkpoint.pt"]}
 """What a demo that starts itself as a child gives it. Here only the child runs, which does all but be killed."""
@@ -89,7 +82,7 @@ def arguments(path: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, marks=pytest.mark.storm if path.name in HERE else []) for path in DEMOS],
+    [pytest.param(path, marks=pytest.mark.storm if path.name not in ALONE else []) for path in DEMOS],
     ids=lambda path: path.stem,
 )
 def test_demo_checks_its_numbers_and_equals_its_serial_calls(path: Path, tmp_path: Path) -> None:
@@ -112,7 +105,7 @@ def test_demo_checks_its_numbers_and_equals_its_serial_calls(path: Path, tmp_pat
     assert finished.stdout
 
 
-@pytest.mark.parametrize("path", [path for path in DEMOS if path.name in HERE], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [path for path in DEMOS if path.name not in ALONE], ids=lambda path: path.stem)
 def test_demo_in_this_process_equals_its_serial_calls(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
