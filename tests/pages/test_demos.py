@@ -34,7 +34,7 @@ SMALL = {
 }
 
 ALONE = {"00_bootstrap.py", "01_intro.py", "02_data.py", "04_batch.py", "10_digits_softmax.py", "32_halo.py"}
-"""These run as programs also outside the storm: they leave the end of their workers to the end of the program, or import
+"""These run as programs also outside the storm: they leave the end of their workers to their own end, or import
 a file beside them.
 """
 
