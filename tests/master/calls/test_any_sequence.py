@@ -1,0 +1,194 @@
+"""Random programs: any sequence of calls and changes gives what the same Python gives on the whole input.
+
+Plain calls, keywords, batches, slices, subsets, serial and submitted calls of several functions that read globals and
+variables, assign, raise, and return other outputs from one call to the next.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from support.seeds import seeds
+
+WHERE = [1, 2, 3, "inline"]
+X = np.arange(24.0).reshape(8, 3)
+
+
+class Program:
+    """Functions, data and state of one runtime, and what plain Python says that each call returns."""
+
+    def __init__(self, rt: Any, seed: str) -> None:
+        self.rt, self.rng = rt, random.Random(seed)
+        self.numbers = np.random.default_rng(self.rng.randrange(1 << 32))
+        self.scope: dict[str, Any] = {"SCALE": 2.0}
+        self.variable, self.value = rt.shared(np.ones(3)), np.ones(3)
+        self.sources: list[Any] = [rt.data(X), rt.data(X[:5] * 2), X * 3, X[:4] - 1, X.astype(np.float32)]
+        self.sources += [np.asfortranarray(X), X[:1]]
+        exec("def scaled(w, x):\n    return (x * SCALE * w).sum(), x.max(axis=0) * SCALE", self.scope)
+        variable = self.variable
+
+        def read(w: np.ndarray, x: np.ndarray) -> Any:
+            return (x * variable.value * w).sum(), x.max(axis=0) * 1.0
+
+        def assign(w: np.ndarray, x: np.ndarray) -> Any:
+            if w[0] > 0:
+                variable.value = variable.value + 1
+            if w[1] > 1:
+                raise LookupError("as told")
+            return (x * w).sum(), x.max(axis=0) * 1.0
+
+        options = {"bcast_inputs": "w", "outputs": ("sum", "max")}
+        bodies = {"scaled": self.scope["scaled"], "read": read, "assign": assign, "change": change, "times": times}
+        self.functions = {name: rt.function(body, **options) for name, body in bodies.items()}
+
+    def weights(self, name: str) -> Any:
+        """Return what is broadcast: an array, and for one of the functions a number or a list as well."""
+        w = self.numbers.normal(size=3)
+        kinds = [w, float(w[0]), int(10 * w[0]), np.float64(w[0]), w.tolist(), np.array(w[0])]
+        return self.rng.choice(kinds) if name == "times" else w
+
+    def expected(self, name: str, w: Any, x: np.ndarray) -> Any:
+        if name == "scaled":
+            return self.scope["scaled"](w, x)
+        return change(w, x) if name == "change" else times(w * self.value if name == "read" else w, x)
+
+    def calls(self) -> None:
+        """Call one function with one source several times, each time in some way."""
+        name, source = self.rng.choice(list(self.functions)), self.rng.choice(self.sources)
+        for _ in range(self.rng.randint(1, 5)):
+            w = self.weights(name)
+            if name == "assign" and w[1] > 1:
+                with pytest.raises(LookupError, match="as told"):
+                    self.functions[name](w, source)
+                continue
+            self.check(name, w, source, self.rng.choice(["plain"] * 4 + list(WAYS)))
+            if name == "assign" and w[0] > 0:
+                self.value = self.value + 1
+
+    def check(self, name: str, w: Any, source: Any, way: str) -> None:
+        x = np.array(source)
+        if name == "assign" and way in ("slices", "serial", "submit several"):  # where it would be assigned not once
+            way = "plain"
+        batch = some_batch(self.rng, len(x)) if way in ("batch", "keywords", "submit several") else None
+        x = x if batch is None else x[:batch] if isinstance(batch, int) else x[batch]
+        got = WAYS.get(way, plain)(self.functions[name], w, source, batch)
+        expected = self.expected(name, w, x)
+        for one, other in zip(got, expected[:1] if way == "subset" else expected, strict=True):
+            assert np.shape(one) == np.shape(other)
+            np.testing.assert_allclose(one, other, rtol=1e-4 if x.dtype == np.float32 else 1e-9, atol=1e-9)
+
+    def change(self) -> None:
+        """Change data, a global, a variable, or what the ranks did last."""
+        data = self.sources[self.rng.randrange(2)]
+        what = self.rng.randrange(8)
+        if what == 0:
+            data.set_value(self.numbers.normal(size=(self.rng.randint(1, 20), 3)))
+        elif what == 1:
+            data.set_length(self.rng.randint(1, 20))
+            data[...] = 1.5
+        elif what == 2:
+            data[0] = self.numbers.normal()
+        elif what == 3:
+            self.sources[0] = self.rt.data(self.numbers.normal(size=(8, 3)))
+        elif what == 4:
+            self.scope["SCALE"] = float(self.rng.randint(1, 4))
+        elif what == 5:
+            self.variable.value = self.value = self.numbers.normal(size=3)
+        elif what == 6:
+            with pytest.raises(ZeroDivisionError):
+                self.rt.function(lambda x: 1 / 0)(X)
+        else:
+            self.rt.function(lambda x: x.sum(), outputs="sum")(self.numbers.normal(size=(3, 2)))
+
+
+def times(w: Any, x: np.ndarray) -> Any:
+    return (x * w).sum(), x.max(axis=0) * 1.0
+
+
+def change(w: np.ndarray, x: np.ndarray) -> Any:
+    """Return outputs whose shapes depend on ``w``."""
+    total, largest = times(w, x)
+    return (np.full(1 + int(4 * abs(w[0])), total), largest) if w[1] < 0.5 else (total, np.stack([largest] * 2))
+
+
+def plain(f: Any, w: Any, x: Any, batch: Any) -> Any:
+    return f(w, x)
+
+
+WAYS: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
+    "batch": lambda f, w, x, batch: f(w, x, batch=batch),
+    "keywords": lambda f, w, x, batch: f(x=x, batch=batch, w=w),
+    "submit": lambda f, w, x, batch: f.submit(w, x).result(),
+    "submit several": lambda f, w, x, batch: [f.submit(w, x=x, batch=batch) for _ in range(5)][-1].result(),
+    "serial": lambda f, w, x, batch: f.serial(w, x),
+    "slices": lambda f, w, x, batch: f(w, x, num_slices=3),
+    "subset": lambda f, w, x, batch: f(w, x, output_subset=[0]),
+    "limit": lambda f, w, x, batch: f(w, x, timeout=60.0),
+}
+
+
+def some_batch(rng: random.Random, num_rows: int) -> Any:
+    """Return any batch of one row or more."""
+    count, start = rng.randint(1, num_rows), rng.randrange(num_rows)
+    indices = np.array([rng.randrange(-num_rows, num_rows) for _ in range(count)])
+    mask = np.array([row == start or rng.random() < 0.6 for row in range(num_rows)])
+    kinds = [count, slice(start, None), slice(None, None, -1), slice(start, None, 2), indices, indices.tolist(), mask]
+    return rng.choice(kinds)
+
+
+@pytest.mark.parametrize("seed", seeds(1, 12))
+@pytest.mark.parametrize("where", WHERE)
+def test_any_sequence_of_calls_equals_plain_python(shared_runtimes: Any, where: Any, seed: int) -> None:
+    program = Program(shared_runtimes[where], f"{where} {seed}")
+    for _ in range(80):
+        program.calls()
+        if program.rng.random() < 0.4:
+            program.change()
+
+
+# ----- outputs and arguments that change at once
+
+
+def some_outputs(x: Any, n: Any = 1, tag: Any = "") -> Any:
+    """Return an array whose length depends on the first row, or a text."""
+    total = float(np.asarray(x, np.float64).sum()) * n
+    size = 2 + int(x[0]) % 3
+    return f"{total} {size}" if tag == "text" else np.full(size, total, np.float32 if int(x[0]) % 2 else np.float64)
+
+
+def as_text(results: Any) -> str:
+    return repr([(str(getattr(each, "dtype", "")), np.asarray(each).tolist()) for each in results])
+
+
+@pytest.mark.parametrize("seed", seeds(1, 12))
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_layouts_that_change_while_arguments_do(shared_runtimes: Any, num_workers: int, seed: int) -> None:
+    """Every call computes with its own arguments, defaults among them."""
+    rng = random.Random(seed * 10 + num_workers)
+    f = shared_runtimes[num_workers].function(some_outputs, bcast_inputs=("n", "tag"), outputs=None)
+    in_flight: list[tuple[Any, str]] = []
+    x, n, tag = np.ones(256), 3, ""
+    for _ in range(60):
+        if rng.random() < 0.5:
+            length, number = rng.choice([256, 256, 256, num_workers, 64]), rng.choice([0, 1, 2, 3, 101])
+            x = np.full(length, number, rng.choice([np.float64, np.float64, np.uint8, np.int64]))
+        if rng.random() < 0.3:
+            n = rng.choice([1, 3, 3.5, True])
+        if rng.random() < 0.2:
+            tag = rng.choice(["", "text", "other"])
+        rest: tuple[Any, ...] = rng.choice([(n, tag), (n, tag), (n,), ()])
+        kwargs = {"tag": tag} if len(rest) == 1 and rng.random() < 0.5 else {}
+        want = as_text([some_outputs(part, *rest, **kwargs) for part in np.array_split(x, num_workers)])
+        if rng.random() < 0.4:
+            in_flight.append((f.submit(x, *rest, **kwargs), want))
+        else:
+            assert as_text(f(x, *rest, **kwargs)) == want
+        if len(in_flight) > 3 or (in_flight and rng.random() < 0.4):
+            pending, want = in_flight.pop(0)
+            assert as_text(pending.result()) == want
+    for pending, want in in_flight:
+        assert as_text(pending.result()) == want
