@@ -267,6 +267,8 @@ def test_a_repeated_call_goes_through_few_functions(subtests: Any, shared_runtim
         return step(v + w.value, x, y)
 
     for body, (name, call) in itertools.product((step, assign), REPEATED.items()):
+        if body is assign and name == "submit":  # is compared with what the call before has assigned
+            continue
         with subtests.test(name, body=body.__name__):
             f = rt.function(body, bcast_inputs=body.__code__.co_varnames[0], outputs="avg")
             gc.collect()
@@ -345,6 +347,7 @@ print(sorted(new & heavy))
     assert done.stdout == "[]\n"
 
 
+@pytest.mark.with_torch
 def test_a_worker_imports_nothing_of_the_master_s_half() -> None:
     """It would double what a worker imports, and an import is held together against interrupts."""
 
