@@ -5,8 +5,10 @@ The expected values are those that the master passed, which NumPy holds.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,13 +17,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_gpus import Gpus
 from support.harness import same_workers
-from support.seeds import examples
+from support.seeds import WHOLE_OR_SAMPLE, drawn, examples
 from support.stateful import Box
 
 import synk
 
 SIZES = (6, 200_000)
 """Rows: within a page, and over many."""
+
+VIEWS: dict[str, Callable[[Any], Any]] = {
+    "itself": lambda x: x,
+    "slice": lambda x: x[1:],
+    "view of a view": lambda x: x[:, None][1:][:2],
+    "other shape": lambda x: x.reshape(-1, 1),
+}
+BATCHES: tuple[Any, ...] = (None, None, 5, slice(1, 5), slice(None, None, 2), slice(None, None, -1), [3, 1, 1, 0])
+KEPT = list(itertools.product(["inline", 1, 2], [None, "torch"], SIZES, VIEWS, BATCHES, [1, 1, 2]))
+
+
+def ends(x: Any) -> tuple[float, float]:
+    return float(x.reshape(-1)[0]), float(x.reshape(-1)[-1])
 
 
 def keeper(view: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -30,85 +45,57 @@ def keeper(view: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     def keep(x: Any) -> Any:
         kept.append(view(x))
-        return [(float(each.reshape(-1)[0]), float(each.reshape(-1)[-1])) for each in kept]
+        return deque(map(ends, kept))  # one object
 
     return keep
 
 
-VIEWS: dict[str, Callable[[Any], Any]] = {
-    "itself": lambda x: x,
-    "slice": lambda x: x[1:],
-    "view of a view": lambda x: x[:, None][1:][:2],
-    "other shape": lambda x: x.reshape(-1, 1),
-}
+@pytest.mark.parametrize("is_whole", WHOLE_OR_SAMPLE)
+def test_kept_inputs_stay_as_they_were(subtests: Any, shared_runtimes: Any, is_whole: bool) -> None:
+    pytest.importorskip("torch")
+    for where, framework, size, view, batch, num_slices in drawn(KEPT, is_whole, 80):
+        rt = shared_runtimes[where]
+        index = slice(batch) if isinstance(batch, int) else slice(None) if batch is None else batch
+        parts = np.array_split(np.arange(float(size))[index], rt.world_size)
+        if min(map(len, parts)) < 2 * num_slices:  # a view of one row is empty
+            continue
+        case = {"where": where, "framework": framework, "size": size, "view": view, "batch": batch}
+        with subtests.test(num_slices=num_slices, **case):
+            f = rt.function(keeper(VIEWS[view]), outputs=None, framework=framework)
+            seen: list[deque[Any]] = [deque() for _ in parts]
+            for k in range(4):
+                options = {"batch": batch, "num_slices": num_slices}
+                x = np.arange(float(size)) + 10.0 * k
+                got = f.submit(x, **options).result() if k == 2 else f(x, **options)
+                for rank, part in enumerate(parts):
+                    seen[rank] += [ends(VIEWS[view](piece + 10.0 * k)) for piece in np.array_split(part, num_slices)]
+                    assert (got[rank] if num_slices == 1 else got[rank][-1]) == seen[rank]
 
 
-@pytest.mark.parametrize("framework", [None, "torch"])
-@pytest.mark.parametrize("where", ["inline", 1, 2])
-@pytest.mark.sampled(90)
-def test_kept_inputs_stay_as_they_were(shared_runtimes: Any, where: Any, framework: str | None) -> None:
-    if framework:
-        pytest.importorskip(framework)
-    rt = shared_runtimes[where]
-    for size in SIZES:
-        for view in VIEWS.values():
-            f = rt.function(keeper(view), outputs=None, framework=framework)
-            arrays = [np.arange(float(size)) + 10.0 * k for k in range(4)]
-            for count, array in enumerate(arrays, 1):
-                rows = np.array_split(arrays[0], rt.world_size)
-                expected = [
-                    [
-                        (float(v.reshape(-1)[0]), float(v.reshape(-1)[-1]))
-                        for v in (view(part + 10.0 * k) for k in range(count))
-                    ]
-                    for part in rows
-                ]
-                assert f(array) == expected
-
-
-@pytest.mark.parametrize("batch", [5, slice(1, 5), slice(None, None, 2), slice(None, None, -1), [3, 1, 1, 0]])
-@pytest.mark.parametrize("num_slices", [1, 2])
-def test_kept_rows_of_a_batch(shared_runtimes: Any, batch: Any, num_slices: int) -> None:
-    rt = shared_runtimes[2]
-    kept: list[Any] = []
-
-    def keep(x: Any) -> Any:
-        kept.append(x)
-        return np.concatenate(kept)
-
-    f = rt.function(keep, outputs=None)
-    index = slice(batch) if isinstance(batch, int) else batch
-    seen: list[list[np.ndarray]] = [[], []]
-    for k in range(3):
-        x = np.arange(6.0) + 10.0 * k
-        got = f(x, batch=batch, num_slices=num_slices)
-        for rank, part in enumerate(np.array_split(x[index], 2)):
-            seen[rank] += [piece for piece in np.array_split(part, num_slices) if len(piece)]
-            mine = got[rank][-1] if num_slices > 1 else got[rank]
-            np.testing.assert_array_equal(mine, np.concatenate(seen[rank]))
-
-
-@pytest.mark.parametrize("where", ["inline", 2])
-@pytest.mark.parametrize("size", SIZES)
-def test_kept_broadcast_inputs(shared_runtimes: Any, where: Any, size: int) -> None:
+def test_kept_broadcast_inputs(subtests: Any, shared_runtimes: Any) -> None:
     """Arrays, and arrays inside tuples and objects, which travel beside the pickle."""
-    rt = shared_runtimes[where]
-    kept: list[Any] = []
 
-    def keep(w: Any, pair: Any, box: Any, x: Any) -> Any:
-        kept.append((w, pair[0], pair[1]["a"], box.value))
-        return [[float(array[-1]) for array in arrays] for arrays in kept]
+    def make() -> Callable[..., Any]:
+        kept: list[Any] = []
 
-    f = rt.function(keep, outputs="first", bcast_inputs=("w", "pair", "box"))
-    for k in range(4):
-        a = np.full(size, float(k))
-        got = f(a, (a + 0.25, {"a": a + 0.5}), Box(a + 0.75), np.ones(4))
-        assert got == [[j, j + 0.25, j + 0.5, j + 0.75] for j in range(k + 1)]
+        def keep(w: Any, pair: Any, box: Any, x: Any) -> Any:
+            kept.append((w, pair[0], pair[1]["a"], box.value))
+            return [[float(array[-1]) for array in arrays] for arrays in kept]
+
+        return keep
+
+    for where, size in itertools.product(("inline", 2), SIZES):
+        f = shared_runtimes[where].function(make(), outputs="first", bcast_inputs=("w", "pair", "box"))
+        for k in range(4):
+            with subtests.test(where=where, size=size, k=k):
+                a = np.full(size, float(k))
+                got = f(a, (a + 0.25, {"a": a + 0.5}), Box(a + 0.75), np.ones(4))
+                assert got == [[j, j + 0.25, j + 0.5, j + 0.75] for j in range(k + 1)]
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_kept_inputs_of_submitted_calls_that_are_returned_as_well(shared_runtimes: Any, size: int) -> None:
-    """In all lanes, between plain calls, with views of the inputs as outputs: small ones and large ones."""
+def test_kept_inputs_that_are_returned_as_well(shared_runtimes: Any, size: int) -> None:
+    """By calls in flight and by others between them, with views of the inputs as outputs: small ones and large ones."""
     rt = shared_runtimes[2]
     kept: list[Any] = []
 
@@ -118,25 +105,18 @@ def test_kept_inputs_of_submitted_calls_that_are_returned_as_well(shared_runtime
 
     f = rt.function(keep, outputs=("gather", None, "first"))
     other = rt.function(lambda x: x, outputs="gather")
-    waiting, count = deque[Any](), 0
-
-    def collect(number: int, value: Any) -> None:
-        rows, back, firsts = value
+    results: list[Any] = []
+    for start in range(0, 12, 4):
+        pending = []
+        for number in range(start, start + 3):
+            pending.append(f.submit(np.full(size, float(number))))
+            np.testing.assert_array_equal(other.submit(np.full(size, -1.0)).result(), np.full(size, -1.0))
+        results += [call.result() for call in pending]
+        results.append(f(np.full(size, float(start + 3))))
+    for number, (rows, back, firsts) in enumerate(results):
         np.testing.assert_array_equal(rows, np.full(size, float(number)))
         assert all((part == number).all() for part in back)
         assert firsts.tolist() == list(range(number + 1))
-
-    for k in range(12):
-        if k % 4 == 3:
-            while waiting:
-                collect(count - len(waiting), waiting.popleft().result())
-            collect(count, f(np.full(size, float(count))))
-        else:
-            waiting.append(f.submit(np.full(size, float(count))))
-        count += 1
-        np.testing.assert_array_equal(other.submit(np.full(size, -1.0)).result(), np.full(size, -1.0))
-    while waiting:
-        collect(count - len(waiting), waiting.popleft().result())
 
 
 def test_what_a_failing_call_keeps(shared_runtimes: Any) -> None:
@@ -193,43 +173,6 @@ def test_what_is_kept_no_longer_is_freed(runtime: Any) -> None:
     assert counts[-1] <= counts[9] + 5
 
 
-def test_a_call_whose_function_keeps_nothing_maps_nothing(runtime: Any) -> None:
-    rt = runtime(2)
-    counts: list[int] = []
-
-    def watch(x: Any) -> Any:
-        from synk._wire.memory import Segment
-        from synk._worker.held import pages as _pages
-
-        if not counts:
-            counts.append(0)
-            for owner, name in ((Segment, "map_again"), (_pages, "make_own"), (_pages, "give_back")):
-                original = getattr(owner, name)
-
-                def counted(*args: Any, original: Any = original) -> Any:
-                    counts[0] += 1
-                    return original(*args)
-
-                setattr(owner, name, counted)
-        return counts[0]
-
-    watcher = rt.function(watch, outputs=None)
-    watcher(np.ones(2))
-    functions = [
-        rt.function(lambda x, w: x * w[0][0], outputs="gather", bcast_inputs="w"),
-        rt.function(lambda x, w: (x, x[1:], {"w": w}), outputs=None, bcast_inputs="w"),
-        rt.function(lambda x, w: x, outputs="gather", bcast_inputs="w"),
-    ]
-    for f in functions:
-        for size in SIZES:
-            for k in range(4):
-                f(np.full(size, float(k)), [np.ones(3)])
-                f.submit(np.full(size, float(k)), [np.ones(3)]).result()
-    with pytest.raises(ZeroDivisionError):
-        rt.function(lambda x: 1 / 0, outputs="sum")(np.ones(4))
-    assert watcher(np.ones(2)) == [0, 0]
-
-
 # ----- tensors that are written into
 
 
@@ -241,14 +184,7 @@ WRITES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("where", ["inline", 1, 2])
-@pytest.mark.parametrize("write", WRITES)
-def test_a_tensor_that_is_written_into_is_a_copy_of_this_call(shared_runtimes: Any, where: Any, write: str) -> None:
-    """Written in one call, read in the next one, other data, same shape; plain arrays and ``Data``, rows and whole."""
-    pytest.importorskip("torch")
-    rt = shared_runtimes[where]
-    spoil = WRITES[write]
-
+def spoiler(spoil: Callable[[Any], Any]) -> Callable[..., Any]:
     def work(x: Any, d: Any, w: Any, v: Any, flag: Any) -> Any:
         sums = [each.sum().item() for each in (x, d, w, v)]
         if flag:
@@ -256,54 +192,53 @@ def test_a_tensor_that_is_written_into_is_a_copy_of_this_call(shared_runtimes: A
                 spoil(each)
         return tuple(sums)
 
-    f = rt.function(work, outputs=("sum", "sum", "max", "max"), bcast_inputs=("w", "v", "flag"), framework="torch")
-    for size in SIZES:
+    return work
+
+
+def test_a_tensor_that_is_written_into_is_a_copy_of_this_call(subtests: Any, shared_runtimes: Any) -> None:
+    """Written in one call, read in the next one, other data, same shape; plain arrays and ``Data``, rows and whole."""
+    pytest.importorskip("torch")
+    ops, broadcast = ("sum", "sum", "max", "max"), ("w", "v", "flag")
+    for where, write, size in itertools.product(("inline", 1, 2), WRITES, SIZES):
+        rt = shared_runtimes[where]
+        f = rt.function(spoiler(WRITES[write]), outputs=ops, bcast_inputs=broadcast, framework="torch")
         d, v = rt.data(np.zeros(size)), rt.data(np.zeros(size))
         for k in range(6):
-            x, w = np.full(size, k + 0.25), np.full(size, k + 0.5)
-            d[:], v[:] = k, k + 0.75
-            expected = [size * value for value in (k + 0.25, k, k + 0.5, k + 0.75)]
-            call = f.submit if k % 3 == 2 else lambda *args: Done(f(*args))
-            assert list(call(x, d, w, v, k % 2 == 0).result()) == expected
-            assert (x == k + 0.25).all() and (w == k + 0.5).all()
-            assert (np.asarray(d) == k).all() and (np.asarray(v) == k + 0.75).all()
+            with subtests.test(where=where, write=write, size=size, k=k):
+                x, w = np.full(size, k + 0.25), np.full(size, k + 0.5)
+                d[:], v[:] = k, k + 0.75
+                got = f.submit(x, d, w, v, k % 2 == 0).result() if k % 3 == 2 else f(x, d, w, v, k % 2 == 0)
+                assert list(got) == [size * value for value in (k + 0.25, k, k + 0.5, k + 0.75)]
+                assert (x == k + 0.25).all() and (w == k + 0.5).all()
+                assert (np.asarray(d) == k).all() and (np.asarray(v) == k + 0.75).all()
 
 
-class Done:
-    """The result of a plain call, asked for like that of a submitted one."""
+def test_a_tensor_that_is_written_into_and_returned(subtests: Any, shared_runtimes: Any) -> None:
+    torch = pytest.importorskip("torch")
 
-    def __init__(self, value: Any) -> None:
-        self._value = value
+    def double(x: Any, d: Any) -> Any:
+        return x.add_(1.0), d.mul_(2.0), [str(x[0])]
 
-    def result(self) -> Any:
-        return self._value
-
-
-@pytest.mark.parametrize("where", ["inline", 2])
-@pytest.mark.parametrize("op", ["gather", None])
-@pytest.mark.parametrize("size", SIZES)
-def test_a_tensor_that_is_written_into_and_returned(shared_runtimes: Any, where: Any, op: Any, size: int) -> None:
-    pytest.importorskip("torch")
-    rt = shared_runtimes[where]
-    f = rt.function(lambda x, d: (x.add_(1.0), d.mul_(2.0), [str(x[0])]), outputs=(op, op, None), framework="torch")
-    data = rt.data(np.zeros(size))
-    for k in range(4):
-        data[:] = k
-        pending = f.submit(np.full(size, float(k)), data)
-        x, d, text = pending.result()
-        assert np.concatenate(x if op is None else [x]).tolist() == [k + 1.0] * size
-        assert np.concatenate(d if op is None else [d]).tolist() == [k * 2.0] * size
-        assert text == [[f"tensor({k + 1}., dtype=torch.float64)"]] * rt.world_size
-        assert (np.asarray(data) == k).all()
+    for where, op, size in itertools.product(("inline", 2), ("gather", None), SIZES):
+        rt = shared_runtimes[where]
+        f = rt.function(double, outputs=(op, op, None), framework="torch")
+        data = rt.data(np.zeros(size))
+        for k in range(4):
+            with subtests.test(where=where, op=op, size=size, k=k):
+                data[:] = k
+                x, d, text = f.submit(np.full(size, float(k)), data).result()
+                assert np.concatenate(x if op is None else [x]).tolist() == [k + 1.0] * size
+                assert np.concatenate(d if op is None else [d]).tolist() == [k * 2.0] * size
+                assert text == [[str(torch.tensor(k + 1.0, dtype=torch.float64))]] * rt.world_size
+                assert (np.asarray(data) == k).all()
 
 
 def test_slices_do_not_see_what_an_earlier_one_wrote(shared_runtimes: Any) -> None:
     pytest.importorskip("torch")
     rt = shared_runtimes[2]
     f = rt.function(lambda x, w: (w.add_(1.0)[0] * len(x)).item(), outputs="sum", bcast_inputs="w", framework="torch")
-    for _ in range(2):
-        for num_slices in (1, 2, 5):
-            assert f(np.ones(20), np.zeros(3), num_slices=num_slices) == 20.0
+    for num_slices in (1, 2, 5) * 2:
+        assert f(np.ones(20), np.zeros(3), num_slices=num_slices) == 20.0
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -434,10 +369,10 @@ def test_keeping_and_writing_between_calls_of_all_kinds(
         elif "keep" in how:
             part = own[-1:] if how == "keep a part" else own
             expected_kept = [*expected_kept, (float(part[0]), float(part[-1]), float(part.sum()))]
-        if is_submitted:
-            waiting.append((f.submit(source, how, batch=batch), expected))
-        else:
-            waiting.append((Done(f(source, how, batch=batch)), expected))
+        result = (
+            f.submit(source, how, batch=batch).result if is_submitted else partial(tuple, f(source, how, batch=batch))
+        )
+        waiting.append((result, expected))
         np.testing.assert_array_equal(g(x), x)
-    for call, expected in waiting:
-        assert call.result() == expected
+    for result, expected in waiting:
+        assert result() == expected
