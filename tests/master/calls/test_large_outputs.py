@@ -7,11 +7,12 @@ comes too early is asked by the master, and the result is the same.
 from __future__ import annotations
 
 import gc
-import os
+import itertools
 import random
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,9 @@ import pytest
 from support import saboteurs
 from support.harness import (
     Child,
+    arm,
     assert_right,
+    ctrl_c_when,
     failpoint,
     kill_and_wait,
     mapped_memfds,
@@ -29,7 +32,6 @@ from support.harness import (
 )
 
 import synk
-from synk._master.calls.plans import PlanCache
 from synk.errors import CollectiveMismatch, WorkerDied
 
 Fork = Callable[..., Any]
@@ -52,110 +54,76 @@ def several(k: float, x: np.ndarray) -> tuple[Any, ...]:
 OPS = ("avg", "sum", "sum", "gather", None, "first")
 
 
+def check_several(got: Any, k: float, x: np.ndarray, num_workers: int) -> None:
+    parts = np.array_split(x, num_workers)
+    sums, weights = [k + part.sum() for part in parts], [len(part) for part in parts]
+    average, double, total, rows, nested, first = got
+    np.testing.assert_array_equal(average, np.full(SIZE, np.average(sums, weights=weights)))
+    np.testing.assert_array_equal(double, np.full((1, SIZE), 2 * sum(sums)))
+    np.testing.assert_array_equal(rows, np.repeat(x, SIZE))
+    assert [(each["one"][0], each["two"]) for each in nested] == list(zip(sums, weights))
+    assert (total, first[-1]) == (x.sum(), sums[0])
+
+
 def messages_of(rt: Any, call: Callable[[], Any]) -> int:
     before = rt.counters["messages_down"]
     call()
     return int(rt.counters["messages_down"] - before)
 
 
-@pytest.mark.parametrize("num_workers", ["inline", 1, 2, 3])
-@pytest.mark.sampled(4)
-def test_a_repeated_call_is_one_message_where_the_ranks_meet(runtime: Fork, patience: str, num_workers: Any) -> None:
-    rt = runtime(1, inline=True) if num_workers == "inline" else runtime(num_workers)
-    num_workers = rt.world_size
-    f = rt.function(several, bcast_inputs="k", outputs=OPS)
+def test_a_repeated_call_is_one_message_where_the_ranks_meet(subtests: Any, reused: Fork, patience: str) -> None:
+    """Of two functions in turn, as in a loop of training, with others between; results that are kept stay theirs."""
     x = np.arange(7.0)
-    parts = np.array_split(x, num_workers)
-    weights = [len(part) for part in parts]
-    for k in range(5):
-        before = rt.counters["messages_down"]
-        average, double, total, rows, nested, first = f(float(k), x)
-        sent = rt.counters["messages_down"] - before
-        if k > 1:
-            assert sent == num_workers if patience == FOREVER else num_workers <= sent <= 2 * num_workers
-        sums = [k + part.sum() for part in parts]
-        np.testing.assert_array_equal(average, np.full(SIZE, np.average(sums, weights=weights)))
-        np.testing.assert_array_equal(double, np.full((1, SIZE), 2 * sum(sums)))
-        assert total == x.sum()
-        np.testing.assert_array_equal(rows, np.repeat(x, SIZE))
-        assert [each["one"][0] for each in nested] == sums
-        assert [each["two"] for each in nested] == weights
-        assert first[-1] == sums[0]
-
-
-def test_two_functions_in_turn_keep_their_places(reused: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A training loop calls more than one: each knows its own parts, and other calls come between."""
-    monkeypatch.setenv("SYNK_SPIN_US", FOREVER)
-    rt = reused(2)
-    total = rt.function(lambda x: np.full(SIZE, x.sum()), outputs="sum")
-    largest = rt.function(lambda x: (np.full(2 * SIZE, x.max()), x.min()), outputs="max")
-    small = rt.function(lambda x: x.sum(), outputs="sum")
-    x = np.arange(4.0)
-    for k in range(6):
-        results: list[Any] = []
-
-        def call(function: Any) -> Callable[[], None]:
-            return lambda: results.append(function(x + k))  # noqa: B023 - called at once
-
-        counts = [messages_of(rt, call(function)) for function in (total, small, largest)]
-        assert counts == [2, 2, 2] or k < 2
-        assert (results[0] == (x + k).sum()).all()
-        assert (results[2][0] == 3 + k).all() and results[2][0].shape == (2 * SIZE,)
-        assert results[2][1] == 2 + k
-
-
-def test_a_result_that_is_held_is_not_written_again(reused: Fork, patience: str) -> None:
-    """The buffer of the next call is leased before it is sent."""
-    rt = reused(2)
-    f = rt.function(lambda k, x: np.full(SIZE, k + 0 * x[0]), bcast_inputs="k", outputs="max")
-    kept = [f(float(k), np.ones(2)) for k in range(8)]
-    assert [(value[0], value[-1]) for value in kept] == [(float(k), float(k)) for k in range(8)]
+    for num_workers in (1, 2, 3):
+        rt = reused(num_workers)
+        f = rt.function(several, bcast_inputs="k", outputs=OPS)
+        g = rt.function(lambda k, x: (np.full(2 * SIZE, k), x.min()), bcast_inputs="k", outputs="max")
+        small = rt.function(lambda x: x.sum(), outputs="sum")
+        kept: list[Any] = []
+        for k in range(6):
+            with subtests.test(num_workers=num_workers, k=k):
+                for call in (
+                    lambda k=k, f=f: f(float(k), x),
+                    lambda small=small: small(x),
+                    lambda k=k, g=g: g(float(k), x),
+                ):
+                    sent = messages_of(rt, lambda call=call, kept=kept: kept.append(call()))
+                    most = 1 if patience == FOREVER else 2
+                    assert k < 2 or num_workers <= sent <= most * num_workers
+        for k in range(6):
+            with subtests.test(num_workers=num_workers, kept=k):
+                check_several(kept[3 * k], k, x, num_workers)
+                np.testing.assert_array_equal(kept[3 * k + 2][0], np.full(2 * SIZE, float(k)))
 
 
 # ----- ranks whose outputs differ
 
 
-@pytest.mark.sampled(20)
-@pytest.mark.parametrize("num_rows", [16, 17, 33, 1001])
-@pytest.mark.parametrize("where", [2, 3])
-def test_a_large_sum_beside_outputs_whose_size_differs_between_ranks(
-    shared_runtimes: Any, where: int, num_rows: int
-) -> None:
+def test_outputs_whose_size_differs_between_ranks(subtests: Any, shared_runtimes: Any) -> None:
     """Each rank reads the others' values in their slots, wherever the rest of their outputs lies."""
-    rt = shared_runtimes[where]
 
     def body(x: np.ndarray) -> Any:
         return x * 1.0, np.full(2 * SIZE, x.sum()), "text" if x[0] else np.ones(9), np.full(3 * SIZE, len(x))
 
-    f = rt.function(body, outputs=("gather", "sum", None, "sum"))
-    x = np.arange(float(num_rows))
-    for _ in range(3):
-        rows, total, _, count = f(x)
-        np.testing.assert_array_equal(rows, x)
-        np.testing.assert_array_equal(total, np.full(2 * SIZE, x.sum()))
-        np.testing.assert_array_equal(count, np.full(3 * SIZE, num_rows))
-
-
-@pytest.mark.parametrize("length", [2 * SIZE - 1, 2 * SIZE, 2 * SIZE + 1])
-def test_gather_where_only_some_parts_are_large(shared_runtimes: Any, length: int) -> None:
-    rt = shared_runtimes[2]
-    f = rt.function(lambda x: x, outputs="gather")
-    x = np.arange(float(length))
-    for _ in range(3):
-        np.testing.assert_array_equal(f(x), x)
-
-
-def test_one_rank_gives_a_large_array_and_another_a_small_one_or_none(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[3]
-    f = rt.function(lambda x: (np.full(SIZE, 7.0), np.ones(3), "text")[int(x[0])], outputs=None)
-    for order in ([0, 1, 2], [2, 1, 0], [1, 1, 1], [0, 1, 2]):
-        for _ in range(2):
-            got = f(np.array(order))
-            for kind, value in zip(order, got, strict=True):
-                if kind == 2:
-                    assert value == "text"
-                else:
-                    np.testing.assert_array_equal(value, np.full(SIZE, 7.0) if kind == 0 else np.ones(3))
+    for where, num_rows in itertools.product((2, 3), (16, 17, 33, 1001)):
+        f = shared_runtimes[where].function(body, outputs=("gather", "sum", None, "sum"))
+        x = np.arange(float(num_rows))
+        for turn in range(3):
+            with subtests.test(where=where, num_rows=num_rows, turn=turn):
+                rows, total, _, count = f(x)
+                np.testing.assert_array_equal(rows, x)
+                np.testing.assert_array_equal(total, np.full(2 * SIZE, x.sum()))
+                np.testing.assert_array_equal(count, np.full(3 * SIZE, num_rows))
+    for length in (2 * SIZE - 1, 2 * SIZE, 2 * SIZE + 1):
+        with subtests.test("only some parts are large", length=length):
+            f = shared_runtimes[2].function(lambda x: x, outputs="gather")
+            for _ in range(3):
+                np.testing.assert_array_equal(f(np.arange(float(length))), np.arange(float(length)))
+    f = shared_runtimes[3].function(lambda x: (np.full(SIZE, 7.0), np.ones(3), "text")[int(x[0])], outputs=None)
+    for order in ([0, 1, 2], [2, 1, 0], [1, 1, 1], [0, 1, 2], [0, 1, 2]):
+        with subtests.test("large, small or a text", order=order):
+            for kind, value in zip(order, f(np.array(order)), strict=True):
+                np.testing.assert_equal(value, (np.full(SIZE, 7.0), np.ones(3), "text")[kind])
 
 
 FUZZ_OPS = ("sum", "gather", None, "first", "max", "avg")
@@ -281,41 +249,15 @@ class Fuzz:
 @pytest.mark.parametrize("num_seeds", [1, pytest.param(100, marks=pytest.mark.storm)])
 @pytest.mark.parametrize("spin_us", ["0", "20", "500", FOREVER])
 def test_any_sequence_of_calls_equals_numpy(
-    runtime: Fork, monkeypatch: pytest.MonkeyPatch, spin_us: str, num_seeds: int
+    reused: Fork, monkeypatch: pytest.MonkeyPatch, spin_us: str, num_seeds: int
 ) -> None:
     """Sizes that differ between ranks and change, failures, delays, serial and partial calls, results that are kept,
     dropped, written into and forked."""
     monkeypatch.setenv("SYNK_SPIN_US", spin_us)
+    runtimes = {size: reused(size) for size in (1, 2, 3)}
     for seed in range(num_seeds):
         fuzz = Fuzz(random.Random(f"{spin_us} {seed}"))
-        with runtime(fuzz.size) as rt:
-            fuzz.run(rt, 40)
-
-
-def test_a_plan_that_a_worker_has_changed_is_not_used_again(
-    shared_runtimes: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One rank comes with a new layout while another fails, and Ctrl-C keeps the master from dropping the plan."""
-    rt = shared_runtimes[2]
-
-    def body(k: np.ndarray, x: np.ndarray) -> np.ndarray:
-        if k == 1 and x[0] == 1:
-            raise RuntimeError("as told")
-        return np.full((2 if k and x[0] == 0 else 1) * SIZE, x[0] + 1.0)
-
-    f = rt.function(body, bcast_inputs="k", outputs="gather")
-    x = np.arange(2.0)
-    for _ in range(3):
-        assert len(f(np.array(0), x)) == 2 * SIZE
-
-    def interrupted(*args: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(PlanCache, "discard", interrupted)
-        f(np.array(1), x)
-    for _ in range(3):
-        np.testing.assert_array_equal(f(np.array(2), x), np.repeat([1.0, 1.0, 2.0], SIZE))
+        fuzz.run(runtimes[fuzz.size], 40)
 
 
 # ----- buffers
@@ -357,17 +299,9 @@ def test_exceptions_that_are_kept_hold_no_buffers(runtime: Fork) -> None:
 
 def test_a_result_may_end_while_ctrl_c_comes(reused: Fork) -> None:
     """What brings its buffer back is no Python code that an interrupt could break off."""
-    rt = reused(2)
-    f = rt.function(lambda x: np.full(SIZE, x.sum()), outputs="sum")
-    x = np.ones(2)
-    held = [f(x)]
+    held = [reused(2).function(lambda x: np.full(SIZE, x.sum()), outputs="sum")(np.ones(2))]
     entered = []
-
-    def note(frame: Any, event: str, arg: Any) -> None:
-        if event == "call":
-            entered.append(frame.f_code.co_name)
-
-    sys.setprofile(note)
+    sys.setprofile(lambda frame, event, arg: entered.append(frame.f_code.co_name) if event == "call" else None)
     try:
         held.clear()
     finally:
@@ -390,83 +324,61 @@ def test_workers_keep_no_outputs_of_a_call_that_failed(runtime: Fork) -> None:
 # ----- faults
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("step", ["call.published", "reduce.before", "reduce.after"])
-@pytest.mark.sampled(4)
-def test_A3_a_death_where_the_ranks_meet(reused: Fork, patience: str, step: str, rank: int) -> None:
+def test_A3_a_death_where_the_ranks_meet(subtests: Any, reused: Fork, patience: str) -> None:
     """The survivor answers, however long it may wait: the master ends its wait."""
-    nth = 4 if step == "call.published" else 3  # the fixture below makes a call, too, of small outputs
-    rt = reused(2, failpoint(step, rank, nth=nth))
-    f = rt.function(lambda x: np.full(SIZE, x.sum()), outputs="sum")
-    x = np.arange(4.0)
-    for _ in range(2):
-        assert (f(x) == 6.0).all()
-    with replaced_workers(rt, [rank]), pytest.raises(WorkerDied) as died:
-        f(x)
-    assert died.value.ranks == (rank,)
-    for _ in range(3):
-        assert (f(x) == 6.0).all()
+    rt, x = reused(2), np.arange(4.0)
+    for step, rank in itertools.product(("call.published", "reduce.before", "reduce.after"), (0, 1)):
+        with subtests.test(step=step, rank=rank):
+            f = rt.function(lambda x: np.full(SIZE, x.sum()), outputs="sum")
+            arm(rt, failpoint(step, rank, nth=4 if step == "call.published" else 3))  # pids() below is a call, too
+            for _ in range(2):
+                assert (f(x) == 6.0).all()
+            with replaced_workers(rt, [rank]), pytest.raises(WorkerDied) as died:
+                f(x)
+            assert died.value.ranks == (rank,)
+            for _ in range(3):
+                assert (f(x) == 6.0).all()
 
 
-@pytest.mark.parametrize("is_submitted", [False, True], ids=["called", "submitted"])
-@pytest.mark.parametrize("victims", [(0,), (1,), None], ids=["0 dies", "1 dies", "restart"])
-def test_new_workers_are_told_their_parts(
-    reused: Fork,
-    patience: str,
-    monkeypatch: pytest.MonkeyPatch,
-    victims: tuple[int, ...] | None,
-    is_submitted: bool,
-) -> None:
+def test_new_workers_are_told_their_parts(subtests: Any, reused: Fork, patience: str) -> None:
     """A rank keeps its part of the outputs with the plan, and a new process has neither."""
-    rt = reused(2)
-    memory, leased = rt._session.memory, list[int]()
-    lease = memory.lease_result
-    monkeypatch.setattr(memory, "lease_result", lambda nbytes: leased.append(nbytes) or lease(nbytes))
-    f = rt.function(several, bcast_inputs="k", outputs=OPS)
-    x = np.arange(7.0)
+    rt, x = reused(2), np.arange(7.0)
+    for is_submitted, victim in itertools.product((False, True), (0, 1, None)):
+        with subtests.test(is_submitted=is_submitted, victim=victim):
+            f = rt.function(several, bcast_inputs="k", outputs=OPS)
 
-    def messages_of_right_call(k: float) -> int:
-        before = rt.counters["messages_down"]
-        average, double, total, rows, nested, first = f.submit(k, x).result() if is_submitted else f(k, x)
-        np.testing.assert_array_equal(average, np.full(SIZE, np.average([k + 6, k + 15], weights=[4, 3])))
-        np.testing.assert_array_equal(double, np.full((1, SIZE), 2 * (2 * k + 21)))
-        np.testing.assert_array_equal(rows, np.repeat(x, SIZE))
-        assert [each["one"][0] for each in nested] == [k + 6, k + 15]
-        assert (total, [each["two"] for each in nested], first[-1]) == (21, [4, 3], k + 6)
-        return int(rt.counters["messages_down"] - before)
+            def call(k: float, f: Any = f, is_submitted: bool = is_submitted) -> None:
+                check_several(f.submit(k, x).result() if is_submitted else f(k, x), k, x, 2)
 
-    for k in range(3):
-        messages_of_right_call(float(k))
-    leased.clear()
-    if victims is None:
-        rt.restart()
-        assert messages_of_right_call(3.0) > 2
-    else:
-        kill_and_wait(*[pids(rt)[rank] for rank in victims])
-        with pytest.warns(RuntimeWarning, match="was started again"):
-            assert messages_of_right_call(3.0) > 2
-    assert len(leased) == 1, "a buffer was leased before all ranks knew their parts"
-    messages_of_right_call(4.0)
-    sent = messages_of_right_call(5.0)
-    assert sent == 2 if patience == FOREVER else sent <= 4
+            for k in range(3):
+                call(float(k))
+            if victim is None:
+                rt.restart()
+                assert messages_of(rt, lambda call=call: call(3.0)) > 2
+            else:
+                kill_and_wait(pids(rt)[victim])
+                with pytest.warns(RuntimeWarning, match="was started again"):
+                    assert messages_of(rt, lambda call=call: call(3.0)) > 2
+            call(4.0)
+            assert messages_of(rt, lambda call=call: call(5.0)) <= (2 if patience == FOREVER else 4)
 
 
-def test_D1_ctrl_c_while_a_rank_waits_for_the_others(reused: Fork, patience: str) -> None:
-    import signal
-    import threading
+def test_D1_ctrl_c_while_a_rank_waits_for_the_others(reused: Fork, patience: str, tmp_path: Path) -> None:
+    rt, x, begun = reused(2), np.arange(2.0), tmp_path / "begun"
 
-    rt = reused(2)
-    f = rt.function(lambda s, x: time.sleep(s * x[0]) or np.full(SIZE, x.sum()), bcast_inputs="s", outputs="sum")
-    x = np.arange(2.0)
+    def late(path: str, x: np.ndarray) -> np.ndarray:
+        if path and x[0]:
+            Path(path).touch()
+            time.sleep(600)
+        return np.full(SIZE, x.sum())
+
+    f = rt.function(late, bcast_inputs="path", outputs="sum")
     for _ in range(3):
-        f(0.0, x)
+        f("", x)
     with same_workers(rt):
-        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            f(30.0, x)
-        timer.join()
-        assert (f(0.0, x) == 1.0).all()
+        with pytest.raises(KeyboardInterrupt), ctrl_c_when(begun.exists):
+            f(str(begun), x)
+        assert (f("", x) == 1.0).all()
     assert_right(rt)
 
 
