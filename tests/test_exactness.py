@@ -347,54 +347,6 @@ def test_ranks_that_disagree_are_told_before_any_reduction(subtests: Any, shared
         )
 
 
-def test_unwanted_outputs_are_not_looked_at(shared_runtimes: Any) -> None:
-    """Even ones that could not be combined."""
-    f = shared_runtimes[2].function(
-        lambda x: (x.sum(), np.ones(1 + int(x[0])), np.ones(1 << 16)), outputs=("sum", "avg", "sum")
-    )
-    with pytest.raises(CollectiveMismatch):
-        f(np.arange(4.0))
-    assert f(np.arange(4.0), output_subset=[0])[0] == 6.0
-
-
-# ----- inputs
-
-
-@pytest.mark.parametrize("where", WHERE)
-def test_broadcast_arguments_arrive_whole(shared_runtimes: Any, where: Any) -> None:
-    w = {"layers": [np.arange(6.0).reshape(2, 3), (np.float32(2), None)], "name": "model"}
-    f = shared_runtimes[where].function(
-        lambda w, x: (x @ w["layers"][0] * w["layers"][1][0], w["name"]),
-        bcast_inputs=["w"],
-        outputs=("gather", "first"),
-    )
-    x = rows_of("float64", "sum", 7, 2, 0)
-    result, name = f(w, x)
-    np.testing.assert_array_equal(result, x @ w["layers"][0] * 2)
-    assert name == "model"
-
-
-def test_inline_and_one_worker_give_the_same_results_and_errors(shared_runtimes: Any) -> None:
-    seen: dict[Any, list[Any]] = {"inline": [], 1: []}
-    for where, found in seen.items():
-        f = shared_runtimes[where].function(
-            lambda w, x: {"a": x @ w, "b": (x.sum(), len(x), None)},
-            bcast_inputs="w",
-            outputs={"a": "gather", "b": ("avg", "sum", "first")},
-            name="f",
-        )
-        x = np.arange(18.0).reshape(6, 3)
-        for batch, slices in itertools.product((None, 3, slice(1, 5), [4, 0]), (1, 2)):
-            result = f(np.ones(3), x, batch=batch, num_slices=slices)
-            found.append((result["a"].tolist(), [float(each) for each in result["b"][:2]], result["b"][2]))
-            found.append([type(part) for part in (result, result["a"], *result["b"])])
-        for arguments in ((np.ones(2), x), (np.ones(3), 3.0), (np.ones(3),)):
-            with pytest.raises((ValueError, TypeError)) as caught:
-                f(*arguments)
-            found.append((caught.type, str(caught.value)))
-    assert seen["inline"] == seen[1]
-
-
 def test_data_without_bytes(shared_runtimes: Any) -> None:
     """One number that is freed has no length to become 0; rows of no bytes have no segment."""
     rt = shared_runtimes[2]

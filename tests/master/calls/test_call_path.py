@@ -201,9 +201,10 @@ def test_the_program_makes_no_copy_of_data_and_uses_its_segments_again(shared_ru
     assert [result[-1] for result in kept] == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
-def test_unwanted_outputs_are_not_sent(shared_runtimes: Any) -> None:
+def test_unwanted_outputs_are_neither_combined_nor_sent(shared_runtimes: Any) -> None:
+    """Even ones that could not be combined: they are not looked at."""
     rt = shared_runtimes[2]
-    f = rt.function(lambda x: (x.sum(), np.ones(1 << 16)), outputs="sum")
+    f = rt.function(lambda x: (x.sum(), np.ones(1 + int(x[0])), np.ones(1 << 16)), outputs="sum")
     f(np.arange(4.0), output_subset=[0])
     mapped = mapped_memfds()
     with counted(rt) as sent:
@@ -347,41 +348,20 @@ print(sorted(new & heavy))
     assert done.stdout == "[]\n"
 
 
-@pytest.mark.with_torch
-def test_a_worker_imports_nothing_of_the_master_s_half() -> None:
+def test_a_worker_imports_nothing_of_the_program_s_half() -> None:
     """It would double what a worker imports, and an import is held together against interrupts."""
 
-    def communicate(x: np.ndarray) -> str:
-        assert issubclass(synk.errors.CallTimeout, Exception) and synk.__version__
+    def look(x: np.ndarray) -> tuple[str, str]:
         synk.comm.all_reduce(x, "sum")
-        synk.comm.barrier()
-        return " ".join(name for name in sys.modules if name.startswith(("synk._master", "synk._api")))
-
-    def look_up(x: np.ndarray) -> tuple[str, str, str, str]:
-        before, names = set(synk.__all__) - set(vars(synk)), dir(synk)
-        assert not hasattr(synk, "frok")
-        everything: dict[str, Any] = {}
-        exec("from synk import *", everything)
+        assert set(synk.__all__) <= set(dir(synk)) and not hasattr(synk, "frok")
+        imported = " ".join(name for name in sys.modules if name.startswith(("synk._master", "synk._api")))
         try:
-            everything["fork"]()
+            synk.fork()
         except synk.errors.ReentrancyError as error:
-            return " ".join(before), " ".join(names), " ".join(everything), str(error)
+            return imported, str(error)
         raise AssertionError("a worker has forked")
 
-    def differentiate(x: np.ndarray) -> str:
-        import torch
-
-        value = torch.ones(2, requires_grad=True)
-        synk.torch.all_reduce(value, "sum").sum().backward()
-        assert "DataParallel" in dir(synk.torch) and not hasattr(synk.torch, "frok")
-        return communicate(x)
-
     with synk.fork(2, backend="numpy") as rt:
-        imported = rt.function(communicate, outputs=None)(np.ones(2))
-        with_torch = rt.function(differentiate, outputs=None)(np.ones(2))
-        before, names, found, refusal = rt.function(look_up, outputs="first")(np.ones(2))
-    assert imported == with_torch == ["", ""]
-    assert {"Data", "fork", "function"} <= set(before.split()) and "comm" not in before
-    assert set(synk.__all__) <= set(names.split())
-    assert set(synk.__all__) <= set(found.split())
+        imported, refusal = rt.function(look, outputs="first")(np.ones(2))
+    assert imported == ""
     assert "cannot fork inside worker rank 0" in refusal

@@ -8,16 +8,13 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from support.fake_gpus import Gpus
 from support.harness import same_workers
-from support.seeds import WHOLE_OR_SAMPLE, drawn, examples
+from support.seeds import WHOLE_OR_SAMPLE, drawn
 from support.stateful import Box
 
 import synk
@@ -313,66 +310,3 @@ def test_arrays_that_stay_on_the_host_beside_a_device(gpu: Any) -> None:
     for k in range(4):
         got = f(np.ones(4), (np.array([f"text {k}"] * 9000),), Box(np.full(9000, float(k))), np.full(5, float(k)))
         assert got == [(f"text {j}", float(j), 5.0 * j) for j in range(k + 1)]
-
-
-# ----- anything between anything
-
-
-ACTIONS = st.lists(
-    st.tuples(
-        st.sampled_from(["keep", "keep a part", "forget", "nothing", "write", "write and keep"]),
-        st.booleans(),  # submitted
-        st.sampled_from([1, 3, 700, 70_000]),
-        st.sampled_from([None, slice(None, None, -1), [0, 0]]),
-        st.booleans(),  # data
-    ),
-    min_size=2,
-    max_size=14,
-)
-
-
-@examples(12)
-@given(actions=ACTIONS, where=st.sampled_from(["inline", 2]), framework=st.sampled_from([None, "torch"]))
-def test_keeping_and_writing_between_calls_of_all_kinds(
-    shared_runtimes: Any, actions: Any, where: Any, framework: str | None
-) -> None:
-    if framework:
-        pytest.importorskip(framework)
-    rt = shared_runtimes[where]
-    kept: list[Any] = []
-
-    def work(x: Any, how: str) -> Any:
-        values = [(float(part[0]), float(part[-1]), float(part.sum())) for part in kept]
-        total = float(x.sum())
-        if how.startswith("write") and not isinstance(x, np.ndarray):
-            x += 0.5
-        if how == "forget":
-            kept.clear()
-        elif "keep" in how:
-            kept.append(x[-1:] if how == "keep a part" else x)
-        return total, deque(values)  # one object: ranks without rows have kept less
-
-    f = rt.function(work, outputs="first", bcast_inputs="how", framework=framework)
-    g = rt.function(lambda x: x, outputs="gather")
-    expected_kept: list[tuple[float, float, float]] = []
-    waiting = []
-    for k, (how, is_submitted, size, batch, as_data) in enumerate(actions):
-        x = np.arange(float(size)) + k
-        selected = x if batch is None else x[batch]
-        mine = np.array_split(selected, rt.world_size)[0]
-        is_kept_data = as_data and "keep" in how  # it would follow the data, which is another story
-        source = rt.data(x) if as_data and not is_kept_data else x
-        expected = (float(mine.sum()), deque(expected_kept))
-        own = mine + 0.5 if how.startswith("write") and framework else mine
-        if how == "forget":
-            expected_kept = []
-        elif "keep" in how:
-            part = own[-1:] if how == "keep a part" else own
-            expected_kept = [*expected_kept, (float(part[0]), float(part[-1]), float(part.sum()))]
-        result = (
-            f.submit(source, how, batch=batch).result if is_submitted else partial(tuple, f(source, how, batch=batch))
-        )
-        waiting.append((result, expected))
-        np.testing.assert_array_equal(g(x), x)
-    for result, expected in waiting:
-        assert result() == expected
