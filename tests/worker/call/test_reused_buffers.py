@@ -9,20 +9,22 @@ from __future__ import annotations
 import copy
 import itertools
 import os
+import random
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from support.harness import wait_for
-from support.seeds import examples
+from support.seeds import seeds
 from support.stateful import KINDS, LARGE, METHODS, SMALL, Box, Model, stepper
 
 import synk
+
+BATCHES: list[Any] = [None, None, 3, slice(None, None, -1), [2, 0, 2]]
 
 
 @pytest.fixture(params=["0", "60000000"], ids=["is asked", "meets"])
@@ -150,97 +152,45 @@ def test_a_tensor_stays_one_over_slices(shared_runtimes: Any) -> None:
     assert all(isinstance(part, torch.Tensor) for part in parts) and [float(part) for part in parts] == [0, 1, 2, 3]
 
 
-# ----- anything between anything
-
-
-OPERATIONS = st.lists(
-    st.tuples(
-        st.sampled_from(["submit", "submit", "call", "collect", "drop", "assign"]),
-        st.integers(0, len(KINDS) - 1),
-        st.sampled_from([None, None, 3, slice(None, None, -1), [2, 0, 2]]),
-        st.sampled_from([1, 1, 2, 3]),
-        st.booleans(),
-    ),
-    min_size=1,
-    max_size=14,
-)
+# ----- any sequence
 
 
 class Reference:
     """The functions in plain Python: what each rank returns for its rows, slice by slice."""
 
-    def __init__(self, num_ranks: int, sizes: list[int]) -> None:
-        self.steps = [[stepper(size, kind) for kind, size in zip(KINDS, sizes)] for _ in range(num_ranks)]
+    def __init__(self, num_ranks: int, size: int) -> None:
+        self.steps = [{kind: stepper(size, kind) for kind in KINDS} for _ in range(num_ranks)]
 
-    def __call__(self, which: int, x: np.ndarray, batch: Any, num_slices: int) -> list[list[Any]]:
+    def __call__(self, kind: str, x: np.ndarray, batch: Any, num_slices: int) -> list[Any]:
         rows = x if batch is None else x[:batch] if isinstance(batch, int) else x[batch]
-        parts = np.array_split(rows, len(self.steps))
-        return [
-            [copy.deepcopy(steps[which](piece)) for piece in np.array_split(part, num_slices) if len(piece)]
-            for steps, part in zip(self.steps, parts)
-        ]
+        found: list[Any] = []
+        for steps, part in zip(self.steps, np.array_split(rows, len(self.steps)), strict=True):
+            pieces = np.array_split(part, min(num_slices, len(part)))
+            values = [copy.deepcopy(steps[kind](piece)) for piece in pieces]
+            found.append(values if num_slices > 1 else values[0])
+        return found
 
 
-def assert_ranks(got: Any, expected: list[list[Any]], num_slices: int) -> None:
-    """Compare a result of op None: by rank what it has returned, by slice if there are any."""
-    for own, slices in zip(got, expected):
-        for k, right in enumerate(slices):
-            assert_part(own[k] if num_slices > 1 else own, right)
-
-
-def assert_part(got: Any, right: Any) -> None:
-    if isinstance(right, dict):
-        for key, value in right.items():
-            assert_part(got[key], value)
-    elif isinstance(right, tuple):
-        for mine, value in zip(got, right, strict=True):
-            assert_part(mine, value)
-    elif isinstance(right, (str, Box)):
-        assert got == right
-    else:
-        np.testing.assert_array_equal(got, right)
-
-
-@examples(15)
-@given(
-    operations=OPERATIONS,
-    sizes=st.lists(st.sampled_from([SMALL, LARGE // 2, LARGE]), min_size=len(KINDS), max_size=len(KINDS)),
-    num_ranks=st.sampled_from([1, 2]),
-    seed=st.integers(0, 99),
-)
-def test_calls_of_all_kinds_between_one_another(
-    shared_runtimes: Any, operations: Any, sizes: list[int], num_ranks: int, seed: int
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("seed", seeds(2, 20))
+def test_any_sequence_of_calls_equals_plain_python(
+    subtests: Any, shared_runtimes: Any, num_ranks: int, seed: int
 ) -> None:
-    rt = shared_runtimes[num_ranks]
-    rng = np.random.default_rng(seed)
-    functions = [rt.function(stepper(size, kind), outputs=None, name=kind) for kind, size in zip(KINDS, sizes)]
-    reference = Reference(num_ranks, sizes)
-    variable, total = rt.shared(np.zeros(2)), 0.0
-
-    def add(x: Any) -> None:
-        variable.value = variable.value + x.mean()
-
-    assign = rt.function(add, outputs=None)
-    waiting: deque[tuple[Any, list[list[Any]], int]] = deque()
-    kept: list[tuple[Any, list[list[Any]], int]] = []
-    for action, which, batch, num_slices, as_data in operations:
-        x = rng.integers(0, 9, 4).astype(float)
-        source = rt.data(x) if as_data else x
-        if action == "submit":
-            call = functions[which].submit(source, batch=batch, num_slices=num_slices)
-            waiting.append((call, reference(which, x, batch, num_slices), num_slices))
-        elif action == "call":
-            got = functions[which](source, batch=batch, num_slices=num_slices)
-            kept.append((got, reference(which, x, batch, num_slices), num_slices))
-        elif action == "collect" and waiting:
-            call, expected, slices = waiting.popleft()
-            kept.append((call.result(), expected, slices))
-        elif action == "drop":
-            del kept[: len(kept) // 2]
-        elif action == "assign":
-            assign(np.full(2, float(which)))
-            total += which
-    kept += [(call.result(), expected, slices) for call, expected, slices in waiting]
-    for got, expected, slices in kept:
-        assert_ranks(got, expected, slices)
-    np.testing.assert_array_equal(variable.value, np.full(2, total))
+    """Of functions that return their buffers, views, inputs and objects in all ways; results are kept to the end."""
+    rt, rng = shared_runtimes[num_ranks], random.Random(f"{num_ranks} {seed}")
+    size = rng.choice([SMALL, LARGE // 2, LARGE])
+    functions = {kind: rt.function(stepper(size, kind), outputs=None, name=kind) for kind in KINDS}
+    reference, results = Reference(num_ranks, size), list[tuple[str, Any, Any]]()
+    for _ in range(40):
+        kind, batch, num_slices = rng.choice(KINDS), rng.choice(BATCHES), rng.choice([1, 1, 2, 3])
+        x = np.array([float(rng.randrange(9)) for _ in range(4)])
+        source = rt.data(x) if rng.random() < 0.5 else x
+        is_submitted = rng.random() < 0.6
+        call = functions[kind].submit if is_submitted else functions[kind]
+        got = call(source, batch=batch, num_slices=num_slices)
+        results.append(
+            (kind, got.result if is_submitted else partial(list, got), reference(kind, x, batch, num_slices))
+        )
+    for number, (kind, result, expected) in enumerate(results):
+        with subtests.test(kind, number=number):
+            np.testing.assert_equal(result(), expected)
