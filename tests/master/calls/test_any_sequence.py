@@ -84,7 +84,7 @@ class Program:
     def change(self) -> None:
         """Change data, a global, a variable, or what the ranks did last."""
         data = self.sources[self.rng.randrange(2)]
-        what = self.rng.randrange(8)
+        what = self.rng.randrange(12)
         if what == 0:
             data.set_value(self.numbers.normal(size=(self.rng.randint(1, 20), 3)))
         elif what == 1:
@@ -97,10 +97,20 @@ class Program:
         elif what == 4:
             self.scope["SCALE"] = float(self.rng.randint(1, 4))
         elif what == 5:
-            self.variable.value = self.value = self.numbers.normal(size=3)
+            self.variable.value = self.value = self.numbers.normal(size=self.rng.choice([1, 3]))
         elif what == 6:
             with pytest.raises(ZeroDivisionError):
                 self.rt.function(lambda x: 1 / 0)(X)
+        elif what == 7:
+            data.free_memory()
+            data.set_value(X[:4] + 2)
+        elif what == 8:
+            np.add(data, 1.0, out=data)
+        elif what == 9:
+            data.data[0] = 5.0
+        elif what == 10:
+            self.value = self.value * self.rt.world_size
+            self.rt.all_reduce(self.variable, "sum")
         else:
             self.rt.function(lambda x: x.sum(), outputs="sum")(self.numbers.normal(size=(3, 2)))
 
@@ -146,5 +156,6 @@ def test_any_sequence_of_calls_equals_plain_python(shared_runtimes: Any, where: 
     program = Program(shared_runtimes[where], f"{where} {seed}")
     for _ in range(80):
         program.calls()
+        np.testing.assert_allclose(program.variable.value, program.value, rtol=1e-9)
         if program.rng.random() < 0.4:
             program.change()

@@ -1,24 +1,16 @@
-"""Which argument belongs to which parameter, and which rows to which rank. No process.
-
-The oracles are ``inspect.Signature.bind``, and NumPy's indexing of the row numbers.
-"""
+"""Which argument belongs to which parameter. The oracle is ``inspect.Signature.bind``. No process but in the last test."""
 
 from __future__ import annotations
 
 import inspect
 import itertools
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-from synk._master.calls.binding import RowCount, choose_rows, index_arrays, ranks_with_rows, select
 from synk._master.calls.signature import Signature
-from synk._pure.shards import shard_bounds
-
-# ----- arguments
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "two": lambda w, x: 0,
@@ -88,51 +80,15 @@ def test_a_builtin_without_a_signature_takes_all_by_position() -> None:
     assert found == [("argument 0", "", False, 1), ("argument 1", "", False, 2), ("key", "key", False, 3)]
 
 
-# ----- rows
-
-BATCHES: dict[str, Any] = {
-    "none": None,
-    "a number": 5,
-    "a slice": slice(2, 9),
-    "every third": slice(None, None, 3),
-    "backwards": slice(None, None, -1),
-    "an empty slice": slice(4, 4),
-    "a list": [3, 1, 1, 0, -1],
-    "an empty list": [],
-    "an array": np.array([9, 2, 4]),
-    "a mask": np.arange(11) % 4 == 1,
-}
-
-
-def test_ranks_divide_the_chosen_rows(subtests: Any) -> None:
-    for name, num_parts, num_inputs in itertools.product(BATCHES, (1, 2, 3, 16), (1, 3)):
-        with subtests.test(name, num_parts=num_parts, num_inputs=num_inputs):
-            batch = BATCHES[name]
-            index = slice(batch) if isinstance(batch, int) else slice(None) if batch is None else batch
-            expected = np.arange(11)[index]
-            rows = [RowCount(f"x{k}", 11, False) for k in range(num_inputs)]
-            divide = partial(shard_bounds, world_size=num_parts)
-            selection, bounds, owned = choose_rows(rows, (), batch, None, divide, "f")
-            assert selection is not None and owned is None
-            parts = [selection.positions()[low:high] for low, high in bounds]
-            np.testing.assert_array_equal(np.concatenate(parts), expected)
-            assert sorted(map(len, parts)) == sorted(map(len, np.array_split(expected, num_parts)))
-            assert ranks_with_rows(bounds) == [rank for rank, part in enumerate(parts) if len(part)]
-            whole = index_arrays(selection, owned, rows)[0]
-            chosen = np.arange(11)[selection.start :: selection.step][: selection.count] if whole is None else whole
-            if selection.step > 0:
-                np.testing.assert_array_equal(chosen, expected)
-
-
-def test_batches_and_inputs_that_do_not_fit(subtests: Any) -> None:
-    for batch in ([0, 11], [-12], 2.5, "rows", np.zeros((2, 2), int), np.zeros(3, bool)):
-        with subtests.test(batch=str(batch)), pytest.raises((TypeError, ValueError, IndexError), match="'f'"):
-            select([RowCount("x", 11, False)], batch, "f")
-    unlike = [RowCount("x", 5, False), RowCount("y", 6, False)]
+def test_rows_that_do_not_fit(subtests: Any, shared_runtimes: Any) -> None:
+    rt, five, six = shared_runtimes[2], np.arange(5.0), np.arange(6.0)
+    f = rt.function(lambda x, y: x @ y[: len(x)], outputs="sum")
     with pytest.raises(ValueError, match=r"x with 5 rows.* y with 6"):
-        select(unlike, None, "f")
-    assert select(unlike, 5, "f") is not None, "the common rows"
-    no_rows = partial(shard_bounds, world_size=3)
-    assert choose_rows((), (), None, None, no_rows, "f") == (None, [], None)
+        f(five, six)
+    assert f(five, six, batch=5) == five @ five, "the common rows"
+    for batch in ([0, 5], [-7], 2.5, "rows", np.zeros((2, 2), int), np.zeros(3, bool)):
+        with subtests.test(batch=str(batch)), pytest.raises((TypeError, ValueError, IndexError), match="'<lambda>'"):
+            f(five, six, batch=batch)
+    whole = rt.function(lambda w: w.sum(), bcast_inputs="w", outputs="first")
     with pytest.raises(ValueError, match="batch was given, but no argument is scattered"):
-        choose_rows((), (), 3, None, no_rows, "f")
+        whole(five, batch=3)

@@ -257,23 +257,15 @@ REPEATED: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("where", [2, "inline"])
-def test_a_repeated_call_goes_through_few_functions(subtests: Any, shared_runtimes: Any, where: Any) -> None:
+def test_a_repeated_call_goes_through_few_functions(subtests: Any, shared_runtimes: Any) -> None:
     """Of the program, and inline of the rank as well; what a busy machine adds (a long wait) is in some calls only."""
-    rt = shared_runtimes[where]
-    x, y, w = rt.data(np.ones((8, 5))), rt.data(np.ones(8)), rt.shared(np.ones(5))
-
-    def assign(v: np.ndarray, x: np.ndarray, y: np.ndarray) -> Any:
-        w.value = w.value * 0.5
-        return step(v + w.value, x, y)
-
-    for body, (name, call) in itertools.product((step, assign), REPEATED.items()):
-        if body is assign and name == "submit":  # is compared with what the call before has assigned
-            continue
-        with subtests.test(name, body=body.__name__):
-            f = rt.function(body, bcast_inputs=body.__code__.co_varnames[0], outputs="avg")
+    for where, (name, call) in itertools.product((2, "inline"), REPEATED.items()):
+        with subtests.test(name, where=where):
+            rt = shared_runtimes[where]
+            x, y = rt.data(np.ones((8, 5))), rt.data(np.ones(8))
+            f = rt.function(step, bcast_inputs="w", outputs="avg")
             gc.collect()
-            counts = [len(functions_of(lambda k=k, f=f, call=call: call(f, float(k), x, y))) for k in range(20)]
+            counts = [len(functions_of(lambda k=k, call=call: call(f, float(k), x, y))) for k in range(20)]  # noqa: B023
             assert min(counts[8:]) <= MOST_FUNCTIONS, counts
 
 

@@ -96,25 +96,7 @@ def test_a_repeated_call_is_one_message_where_the_ranks_meet(subtests: Any, reus
                 np.testing.assert_array_equal(kept[3 * k + 2][0], np.full(2 * SIZE, float(k)))
 
 
-# ----- ranks whose outputs differ
-
-
-def test_outputs_whose_size_differs_between_ranks(subtests: Any, shared_runtimes: Any) -> None:
-    """Each rank reads the others' values in their slots, wherever the rest of their outputs lies."""
-
-    def body(x: np.ndarray) -> Any:
-        return x * 1.0, np.full(2 * SIZE, x.sum()), "text" if x[0] else np.ones(9), np.full(3 * SIZE, len(x))
-
-    for where, num_rows in itertools.product((2, 3), (16, 17, 1001, 2 * SIZE - 1, 2 * SIZE, 2 * SIZE + 1)):
-        f = shared_runtimes[where].function(body, outputs=("gather", "sum", None, "sum"))
-        x = np.arange(float(num_rows))
-        for turn in range(3):
-            with subtests.test(where=where, num_rows=num_rows, turn=turn):
-                rows, total, _, count = f(x)
-                np.testing.assert_array_equal(rows, x)
-                np.testing.assert_array_equal(total, np.full(2 * SIZE, x.sum()))
-                np.testing.assert_array_equal(count, np.full(3 * SIZE, num_rows))
-
+# ----- any sequence
 
 FUZZ_OPS = ("sum", "gather", None, "first", "max", "avg")
 SIZES = (7, SIZE, SIZE, SIZE + 13)

@@ -318,16 +318,3 @@ def test_what_is_no_op_is_refused_when_the_function_is_built(subtests: Any, shar
         for outputs in (op, ("sum", {"a": op})):
             with subtests.test(text), pytest.raises(TypeError, match=f"cannot build 'f': {text}"):
                 shared_runtimes[2].function(len, outputs=outputs, name="f")
-
-
-def test_verify_compares_what_it_makes_of_all_rows(shared_runtimes: Any) -> None:
-    """A median of medians is found out."""
-
-    class OfRanks(synk.Op):
-        def combine(self, values: list[Any], rows: list[int]) -> Any:
-            return np.median(values)
-
-    f = shared_runtimes[2].function(lambda x: (x, np.median(x)), outputs=(Median(), OfRanks()))
-    report = f.verify(np.array([1.0, 2.0, 9.0, 4.0, 5.0]))
-    verdicts = [(each.verdict, each.plain_verdict) for each in report.outputs]
-    assert verdicts == [("equal", "equal"), ("different", "equal")]

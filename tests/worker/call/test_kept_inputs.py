@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from support.fake_gpus import Gpus
 from support.harness import same_workers
 from support.seeds import WHOLE_OR_SAMPLE, drawn
 from support.stateful import Box
-
-import synk
 
 SIZES = (6, 200_000)
 """Rows: within a page, and over many."""
@@ -284,29 +281,3 @@ def test_the_value_of_a_variable_changes_only_by_assignment(shared_runtimes: Any
     f = rt.function(work, outputs="first", bcast_inputs="v", framework="torch")
     assert [f(w) for _ in range(3)] == [(0.0, 0.0)] * 3
     assert (w.value == 0.0).all()
-
-
-# ----- devices
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., synk.Runtime]]:
-    made = Gpus(monkeypatch, True)
-    yield made
-    while made.opened:
-        made.opened.pop().close()
-
-
-def test_arrays_that_stay_on_the_host_beside_a_device(gpu: Any) -> None:
-    """Text is no array of a device, and nobody looks into an object of the user's: both are views of shared memory."""
-    rt = gpu(2)
-    kept: list[Any] = []
-
-    def keep(x: Any, pair: Any, box: Any, w: Any) -> Any:
-        kept.append((pair[0], box.value, w))
-        return [(str(text[0]), float(value[-1]), float(array.sum())) for text, value, array in kept]
-
-    f = rt.function(keep, outputs="first", bcast_inputs=("pair", "box", "w"))
-    for k in range(4):
-        got = f(np.ones(4), (np.array([f"text {k}"] * 9000),), Box(np.full(9000, float(k))), np.full(5, float(k)))
-        assert got == [(f"text {j}", float(j), 5.0 * j) for j in range(k + 1)]
