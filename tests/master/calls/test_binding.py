@@ -1,4 +1,4 @@
-"""Which argument belongs to which parameter. The oracle is ``inspect.Signature.bind``. No process but in the last test."""
+"""Which argument belongs to which parameter, and which rows fit. The oracle is ``inspect.Signature.bind``."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import itertools
 import random
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,19 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import saboteurs
-from support.harness import (
-    Child,
-    arm,
-    assert_right,
-    ctrl_c_when,
-    failpoint,
-    kill_and_wait,
-    mapped_memfds,
-    pids,
-    replaced_workers,
-    same_workers,
-)
+from support import harness, saboteurs
 
 import synk
 from synk.errors import CollectiveMismatch, WorkerDied
@@ -141,7 +128,7 @@ class Fuzz:
             if self.rng.random() < 0.3:
                 sizes = self.new_sizes()
             if self.rng.random() < 0.05:
-                with Child(self.write_into_held):
+                with harness.Child(self.write_into_held):
                     self.call(sizes)
             self.call(sizes)
             if self.rng.random() < 0.1:
@@ -219,20 +206,6 @@ def test_any_sequence_of_calls_equals_numpy(
 # ----- buffers
 
 
-def test_a_buffer_that_is_not_needed_may_be_refused(reused: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory is full, and a function whose outputs were large returns small ones."""
-    rt = reused(2)
-    f = rt.function(lambda k, x: np.full(256 * SIZE if k < 2 else 10, 1.0), bcast_inputs="k", outputs="sum")
-    x = np.arange(2.0)
-    held = [f(np.array(k), x) for k in range(2)]
-    monkeypatch.setattr("synk._wire.memory.available_nbytes", lambda: 1 << 20)
-    np.testing.assert_array_equal(f(np.array(2), x), np.full(10, 2.0))
-    with pytest.raises(synk.errors.SharedMemoryError):
-        f(np.array(0), x)
-    del held
-    np.testing.assert_array_equal(f(np.array(0), x), np.full(256 * SIZE, 2.0))
-
-
 def test_exceptions_that_are_kept_hold_no_buffers(runtime: Fork) -> None:
     """A notebook keeps the last one, with the frames of its traceback."""
     rt = runtime(2)
@@ -246,23 +219,11 @@ def test_exceptions_that_are_kept_hold_no_buffers(runtime: Fork) -> None:
             f(7, x)
         kept.append(caught)
     gc.collect()
-    mapped = mapped_memfds()
+    mapped = harness.mapped_memfds()
     for _ in range(3):
         f(0, x)
-    assert mapped_memfds() <= mapped
+    assert harness.mapped_memfds() <= mapped
     assert len(kept) == 3
-
-
-def test_a_result_may_end_while_ctrl_c_comes(reused: Fork) -> None:
-    """What brings its buffer back is no Python code that an interrupt could break off."""
-    held = [reused(2).function(lambda x: np.full(SIZE, x.sum()), outputs="sum")(np.ones(2))]
-    entered = []
-    sys.setprofile(lambda frame, event, arg: entered.append(frame.f_code.co_name) if event == "call" else None)
-    try:
-        held.clear()
-    finally:
-        sys.setprofile(None)
-    assert entered == []
 
 
 def test_workers_keep_no_outputs_of_a_call_that_failed(reused: Fork) -> None:
@@ -286,10 +247,12 @@ def test_A3_a_death_where_the_ranks_meet(subtests: Any, reused: Fork, patience: 
     for step, rank in itertools.product(("call.published", "reduce.before", "reduce.after"), (0, 1)):
         with subtests.test(step=step, rank=rank):
             f = rt.function(lambda x: np.full(SIZE, x.sum()), outputs="sum")
-            arm(rt, failpoint(step, rank, nth=4 if step == "call.published" else 3))  # pids() below is a call, too
+            harness.arm(
+                rt, harness.failpoint(step, rank, nth=4 if step == "call.published" else 3)
+            )  # pids, below, is a call
             for _ in range(2):
                 assert (f(x) == 6.0).all()
-            with replaced_workers(rt, [rank]), pytest.raises(WorkerDied) as died:
+            with harness.replaced_workers(rt, [rank]), pytest.raises(WorkerDied) as died:
                 f(x)
             assert died.value.ranks == (rank,)
             for _ in range(3):
@@ -312,7 +275,7 @@ def test_new_workers_are_told_their_parts(subtests: Any, reused: Fork, patience:
                 rt.restart()
                 assert messages_of(rt, lambda call=call: call(3.0)) > 2
             else:
-                kill_and_wait(pids(rt)[victim])
+                harness.kill_and_wait(harness.pids(rt)[victim])
                 with pytest.warns(RuntimeWarning, match="was started again"):
                     assert messages_of(rt, lambda call=call: call(3.0)) > 2
             call(4.0)
@@ -331,11 +294,11 @@ def test_D1_ctrl_c_while_a_rank_waits_for_the_others(reused: Fork, patience: str
     f = rt.function(late, bcast_inputs="path", outputs="sum")
     for _ in range(3):
         f("", x)
-    with same_workers(rt):
-        with pytest.raises(KeyboardInterrupt), ctrl_c_when(begun.exists):
+    with harness.same_workers(rt):
+        with pytest.raises(KeyboardInterrupt), harness.ctrl_c_when(begun.exists):
             f(str(begun), x)
         assert (f("", x) == 1.0).all()
-    assert_right(rt)
+    harness.assert_right(rt)
 
 
 def test_large_outputs_and_assigned_variables_in_one_call(reused: Fork, patience: str) -> None:

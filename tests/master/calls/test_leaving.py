@@ -46,12 +46,9 @@ def test_minibatch_data_goes_row_by_row_with_the_rows_that_the_batch_picks(subte
 
 PLANNED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "like the last": (X + 1, {}, ""),
-    "fewer rows": (X, {"batch": 4}, ""),
-    "slices": (X, {"num_slices": 2}, "num_slices="),
     "indices": (X, {"batch": [1, 2, 3]}, "batch="),
     "dtype": (X.astype(np.float32), {}, "x has dtype float32, was float64"),
     "rows": (X[:4].copy(), {}, "x has shape (4, 2), was (6, 2)"),
-    "no array": (X.tolist(), {}, "x is of type list"),
 }
 
 

@@ -37,45 +37,33 @@ def staged(rt: Any, f: Any, *args: Any, **kwargs: Any) -> tuple[int, Any]:
 
 
 @pytest.mark.parametrize("where", [2, "inline"])
-def test_the_workers_map_what_is_a_range_of_a_file(subtests: Any, shared_runtimes: Any, path: Path, where: Any) -> None:
-    """Views among them. Nothing of it is copied by the program; what is no range of its file is."""
+def test_what_is_a_range_of_a_file_is_mapped(subtests: Any, shared_runtimes: Any, path: Path, where: Any) -> None:
+    """Views among them, and with any batch. Nothing of it is copied by the program; what is no range of its file is."""
     rt, plain = shared_runtimes[where], np.load(path)
-    copy, read_only = copies(rt), np.load(path, mmap_mode="r")
-    own = np.load(path, mmap_mode="c")
+    copy, x, own = copies(rt), np.load(path, mmap_mode="r"), np.load(path, mmap_mode="c")
     own[3] = 77.0
-    views: dict[str, tuple[Any, Any, bool]] = {
-        "read-only": (read_only, plain, True),
-        "writeable": (np.load(path, mmap_mode="r+"), plain, True),
-        "a range": (read_only[1:-3], plain[1:-3], True),
-        "another shape": (read_only.reshape(-1, 8), plain.reshape(-1, 8), True),
-        "an array of it": (np.asarray(read_only)[10:], plain[10:], True),
-        "reversed": (read_only[::-1], plain[::-1], False),
-        "columns": (read_only[:, 1:], plain[:, 1:], False),
-        "reversed columns": (read_only[:, ::-1], plain[:, ::-1], False),
-        "copy on write": (own, np.array(own), False),
+    mapped = {
+        "read-only": (x, plain),
+        "writeable": (np.load(path, mmap_mode="r+"), plain),
+        "a range": (x[1:-3], plain[1:-3]),
+        "another shape": (x.reshape(-1, 8), plain.reshape(-1, 8)),
+        "an array of it": (np.asarray(x)[10:], plain[10:]),
     }
-    for name, (view, expected, is_mapped) in views.items():
+    copied = {"reversed": x[::-1], "columns": x[:, 1:], "reversed columns": x[:, ::-1], "copy on write": own}
+    for name, (view, expected) in {**mapped, **{name: (view, np.array(view)) for name, view in copied.items()}}.items():
         with subtests.test(name):
             nbytes, result = staged(rt, copy, view)
             np.testing.assert_array_equal(result, expected)
-            assert nbytes == (0 if is_mapped else expected.nbytes)
+            assert nbytes == (0 if name in mapped else expected.nbytes)
             assert type(result) is np.ndarray
-    np.testing.assert_array_equal(copy.serial(read_only), plain)
-    np.testing.assert_array_equal(copy(read_only.view(">i8")), plain.view(">i8"))
-
-
-@pytest.mark.parametrize("where", [2, "inline"])
-def test_with_the_options_of_a_call(subtests: Any, shared_runtimes: Any, path: Path, where: Any) -> None:
-    rt, x, plain = shared_runtimes[where], np.load(path, mmap_mode="r"), np.load(path)
-    copy = copies(rt)
     for batch in (slice(7, 190_000), slice(None, None, -3), [5, 4, 199_999, 5], slice(9)):
         with subtests.test(batch=str(batch)):
             nbytes, result = staged(rt, copy, x, batch=batch)
             np.testing.assert_array_equal(result, plain[batch])
             assert nbytes < 1000
-    np.testing.assert_array_equal(copy(x, num_slices=3), plain)
-    nbytes, result = staged(rt, lambda: copy.submit(x).result())
-    assert nbytes == 0 and np.array_equal(result, plain)
+    for call in (copy.serial, lambda x: copy(x, num_slices=3), lambda x: copy.submit(x).result()):
+        np.testing.assert_array_equal(call(x), plain)
+    np.testing.assert_array_equal(copy(x.view(">i8")), plain.view(">i8"))
     dot = rt.function(lambda d, w: d["x"] @ w.T[:, :2], bcast_inputs="w", outputs="gather")
     nbytes, result = staged(rt, dot, {"x": x, "scale": 2}, w=x)
     assert nbytes == 0

@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 from support.seeds import seeds
 
-import synk
-
 torch = pytest.importorskip("torch")
 
 KINDS = ("float32", "float64", "int64", "bool", "bfloat16", "int16", "float16", "complex64", "float8_e5m2", "uint8")
@@ -97,41 +95,6 @@ def test_any_strides_and_lazy_values(subtests: Any, shared_runtimes: Any) -> Non
         with subtests.test(view=number, k=k):
             x = view(base + k)
             torch.testing.assert_close(f(x), as_float(x.resolve_conj().resolve_neg()).sum(0))
-
-
-def test_variables_and_collectives(shared_runtimes: Any) -> None:
-    """Tensors in one function and arrays in the next, and assignments that must hold."""
-    rt = shared_runtimes[2]
-    w = rt.shared(np.ones(3, np.float32))
-
-    def step(x: Any) -> Any:
-        total = synk.comm.all_reduce(x.sum(0), "sum")
-        w.value = w.value + total
-        return total
-
-    tensors, arrays = (rt.function(step, outputs="first", framework=framework) for framework in ("torch", None))
-    x, expected = rows("float32", 0), torch.ones(3)
-    for k in range(8):
-        for f, value in ((tensors, x + k), (arrays, (x + k).numpy())):
-            total = f(value)
-            expected = expected + (x + k).sum(0)
-            torch.testing.assert_close(torch.as_tensor(total), (x + k).sum(0))
-            np.testing.assert_allclose(w.value, expected, rtol=1e-6)
-
-
-def test_nested_outputs(shared_runtimes: Any) -> None:
-    def nest(x: Any) -> Any:
-        return {"rows": (x * 2, [x.sum()]), "none": None, "first": x[0].numpy(), "each": float(x[0, 0])}
-
-    outputs = {"rows": ("gather", ["sum"]), "none": None, "first": "first", "each": None}
-    f = shared_runtimes[2].function(nest, outputs=outputs, framework="torch")
-    for k in range(6):
-        x = rows("float32", k)
-        result = f(x)
-        assert torch.equal(result["rows"][0], x * 2) and result["rows"][1][0] == x.sum()
-        assert result["none"] == [None, None] and type(result["first"]) is np.ndarray
-        assert result["first"].tolist() == x[0].tolist()
-        assert result["each"] == [float(x[0, 0]), float(x[4, 0])]
 
 
 ROUNDED = list(itertools.product(["float16", "float32", "bfloat16"], ["avg", "sum"], [1, 100_000], [True, False]))

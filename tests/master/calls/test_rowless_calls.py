@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.harness import script
 
 import synk
 
@@ -52,7 +51,6 @@ def test_without_rows_ops_that_would_count_the_workers_are_refused(
 def test_per_rank_is_an_option_of_every_way_to_build_a_function(reused: Callable[..., Any]) -> None:
     rt = reused(2)
     assert rt.function(outputs="sum", per_rank=True)(lambda: 1)() == 2
-    assert synk.function(lambda: 1, outputs="sum", per_rank=True, name="f").outputs == "sum"
     with pytest.raises(TypeError, match="cannot build 'len': got per_rank=1, expected True or False"):
         synk.function(len, per_rank=1)
 
@@ -161,18 +159,3 @@ def test_variables_without_rows_and_such_that_come_later(reused: Callable[..., A
     f = rt.function(scope["total"], outputs="sum")
     scope["later"] = rt.shared(np.arange(5.0), sharded=True)
     assert f() == 10.0
-
-
-def test_a_script_gets_the_serial_numbers_or_an_error() -> None:
-    script(
-        """
-        synk.fork(2, backend="numpy")
-        try:
-            synk.function(lambda y: y.sum(), bcast_inputs="y", outputs="sum")(np.arange(6.))
-        except ValueError as error:
-            print("per_rank=True" in str(error), "'first'" in str(error))
-        s = synk.shared(np.arange(5.), sharded=True)
-        mean = synk.function(lambda: s.value.mean())
-        print(mean(), mean.serial())
-        """
-    ).check("True True\n2.0 2.0\n")

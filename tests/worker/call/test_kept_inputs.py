@@ -89,7 +89,7 @@ def test_kept_broadcast_inputs(subtests: Any, shared_runtimes: Any) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_kept_inputs_that_are_returned_as_well(shared_runtimes: Any, size: int) -> None:
-    """By calls in flight and by others between them, with views of the inputs as outputs: small ones and large ones."""
+    """By calls in flight, with others between them, and with views of the inputs as outputs."""
     rt = shared_runtimes[2]
     kept: list[Any] = []
 
@@ -99,18 +99,15 @@ def test_kept_inputs_that_are_returned_as_well(shared_runtimes: Any, size: int) 
 
     f = rt.function(keep, outputs=("gather", None, "first"))
     other = rt.function(lambda x: x, outputs="gather")
-    results: list[Any] = []
-    for start in range(0, 12, 4):
+    for start in range(0, 12, 2):
         pending = []
-        for number in range(start, start + 3):
+        for number in (start, start + 1):
             pending.append(f.submit(np.full(size, float(number))))
             np.testing.assert_array_equal(other.submit(np.full(size, -1.0)).result(), np.full(size, -1.0))
-        results += [call.result() for call in pending]
-        results.append(f(np.full(size, float(start + 3))))
-    for number, (rows, back, firsts) in enumerate(results):
-        np.testing.assert_array_equal(rows, np.full(size, float(number)))
-        assert all((part == number).all() for part in back)
-        assert firsts.tolist() == list(range(number + 1))
+        for number, call in enumerate(pending, start):
+            rows, back, firsts = call.result()
+            np.testing.assert_array_equal(np.concatenate([rows, *back]), np.full(2 * size, float(number)))
+            assert firsts.tolist() == list(range(number + 1))
 
 
 def test_what_a_failing_call_keeps(shared_runtimes: Any) -> None:
@@ -179,52 +176,41 @@ WRITES: dict[str, Callable[[Any], Any]] = {
 
 
 def spoiler(spoil: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Return a function that returns sums of its inputs, and its inputs, into which it may have written."""
+
     def work(x: Any, d: Any, w: Any, v: Any, flag: Any) -> Any:
         sums = [each.sum().item() for each in (x, d, w, v)]
         if flag:
             for each in (x, d, w, v):
                 spoil(each)
-        return tuple(sums)
+        return *sums, x, d
 
     return work
 
 
-def test_a_tensor_that_is_written_into_is_a_copy_of_this_call(subtests: Any, shared_runtimes: Any) -> None:
+@pytest.mark.parametrize("where", ["inline", 1, 2])
+def test_a_tensor_that_is_written_into_is_a_copy_of_this_call(subtests: Any, shared_runtimes: Any, where: Any) -> None:
     """Written in one call, read in the next one, other data, same shape; plain arrays and ``Data``, rows and whole."""
-    pytest.importorskip("torch")
-    ops, broadcast = ("sum", "sum", "max", "max"), ("w", "v", "flag")
-    for where, write, size in itertools.product(("inline", 1, 2), WRITES, SIZES):
-        rt = shared_runtimes[where]
+    torch = pytest.importorskip("torch")
+    rt = shared_runtimes[where]
+    ops, broadcast = ("sum", "sum", "max", "max", "gather", "gather"), ("w", "v", "flag")
+    for write, size in itertools.product(WRITES, SIZES):
         f = rt.function(spoiler(WRITES[write]), outputs=ops, bcast_inputs=broadcast, framework="torch")
         d, v = rt.data(np.zeros(size)), rt.data(np.zeros(size))
         for k in range(6):
-            with subtests.test(where=where, write=write, size=size, k=k):
-                x, w = np.full(size, k + 0.25), np.full(size, k + 0.5)
+            with subtests.test(write=write, size=size, k=k):
+                x, w, is_written = np.full(size, k + 0.25), np.full(size, k + 0.5), k % 2 == 0
                 d[:], v[:] = k, k + 0.75
-                got = f.submit(x, d, w, v, k % 2 == 0).result() if k % 3 == 2 else f(x, d, w, v, k % 2 == 0)
-                assert list(got) == [size * value for value in (k + 0.25, k, k + 0.5, k + 0.75)]
+                call = f if k % 3 else lambda *args, f=f: f.submit(*args).result()
+                *sums, own, of_data = call(x, d, w, v, is_written)
+                assert sums == [size * value for value in (k + 0.25, k, k + 0.5, k + 0.75)]
                 assert (x == k + 0.25).all() and (w == k + 0.5).all()
                 assert (np.asarray(d) == k).all() and (np.asarray(v) == k + 0.75).all()
-
-
-def test_a_tensor_that_is_written_into_and_returned(subtests: Any, shared_runtimes: Any) -> None:
-    torch = pytest.importorskip("torch")
-
-    def double(x: Any, d: Any) -> Any:
-        return x.add_(1.0), d.mul_(2.0), [str(x[0])]
-
-    for where, op, size in itertools.product(("inline", 2), ("gather", None), SIZES):
-        rt = shared_runtimes[where]
-        f = rt.function(double, outputs=(op, op, None), framework="torch")
-        data = rt.data(np.zeros(size))
-        for k in range(4):
-            with subtests.test(where=where, op=op, size=size, k=k):
-                data[:] = k
-                x, d, text = f.submit(np.full(size, float(k)), data).result()
-                assert np.concatenate(x if op is None else [x]).tolist() == [k + 1.0] * size
-                assert np.concatenate(d if op is None else [d]).tolist() == [k * 2.0] * size
-                assert text == [[str(torch.tensor(k + 1.0, dtype=torch.float64))]] * rt.world_size
-                assert (np.asarray(data) == k).all()
+                for got, value in ((own, k + 0.25), (of_data, float(k))):
+                    parts = list(torch.full((size,), value, dtype=torch.float64).tensor_split(rt.world_size))
+                    for part in parts if is_written else ():
+                        WRITES[write](part)
+                    assert torch.equal(got, torch.cat(parts))
 
 
 def test_slices_do_not_see_what_an_earlier_one_wrote(shared_runtimes: Any) -> None:

@@ -10,7 +10,6 @@ import copy
 import itertools
 import os
 import random
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -106,20 +105,6 @@ def test_each_rank_has_its_own_step(reused: Any, patience: str) -> None:
         rows, each = call.result()
         np.testing.assert_array_equal(rows, np.repeat([k, 10.0 + k], LARGE))
         assert [(part[0], part[-1]) for part in each] == [(k, k), (10.0 + k, 10.0 + k)]
-
-
-def test_an_object_that_a_function_changes_and_returns_again(reused: Any) -> None:
-    rt = reused(2)
-    seen: deque[float] = deque()
-
-    def note(x: Any) -> Any:
-        seen.append(float(x[0]))
-        return seen
-
-    f = rt.function(note, outputs=None)
-    pending = [f.submit(np.full(2, float(k))) for k in range(6)]
-    for k, call in enumerate(pending):
-        assert call.result() == [deque(map(float, range(k + 1)))] * 2
 
 
 def filler(op: Any) -> Callable[[Any], Any]:
