@@ -10,9 +10,7 @@ import gc
 import importlib
 import itertools
 import operator
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import saboteurs
-from support.harness import PACKAGE_FOLDER, mapped_memfds, pids, wait_for
+from support.harness import PACKAGE_FOLDER, mapped_memfds, pids, script, wait_for
 
 import synk
 
@@ -90,20 +88,22 @@ def test_array_bytes_cross_through_segments_only(subtests: Any, shared_runtimes:
         return x.sum() + w["a"][0].sum()
 
     few, many = {"a": [np.ones(2)]}, {"a": [BIG]}
-    acts: dict[str, Callable[[Any], Any]] = {
-        "data": lambda f: f(few, data),
-        "plain": lambda f: f(few, BIG),
-        "broadcast structure": lambda f: f(many, small),
-        "batch": lambda f: f(few, data, batch=np.arange(0, 60_000, 2)),
-        "broadcast": lambda f: rt.function(lambda w, x: w.sum(), bcast_inputs="w", outputs="sum")(BIG, small),
-        "output": lambda f: rt.function(lambda x: x, outputs="gather")(data),
+    f = rt.function(total, bcast_inputs="w", outputs="sum")
+    whole = rt.function(lambda w, x: w.sum(), bcast_inputs="w", outputs="sum")
+    same = rt.function(lambda x: x, outputs="gather")
+    rt.distribute()
+    acts: dict[str, Callable[[], Any]] = {
+        "data": lambda: f(few, data),
+        "plain": lambda: f(few, BIG),
+        "broadcast structure": lambda: f(many, small),
+        "batch": lambda: f(few, data, batch=np.arange(0, 60_000, 2)),
+        "broadcast": lambda: whole(BIG, small),
+        "output": lambda: same(data),
     }
     for name, act in acts.items():
         with subtests.test(name):
-            f = rt.function(total, bcast_inputs="w", outputs="sum")
-            rt.distribute()
             with counted(rt) as sent:
-                act(f)
+                act()
             assert max(sent[kind] for kind in ("bytes_pickled", "bytes_down", "bytes_up")) < 20_000
 
 
@@ -311,9 +311,7 @@ new = {name.partition(".")[0] for name in set(sys.modules) - before}
 heavy = {"cupy", "torch", "jax", "mpi4py", "pynccl", "scipy", "pandas", "numba", "multiprocessing", "asyncio", "ctypes"}
 print(sorted(new & heavy))
 """
-    environment = {**os.environ, "PYTHONPATH": str(PACKAGE_FOLDER)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    script(code, has_prelude=False).check("[]\n")
 
 
 def test_a_worker_imports_nothing_of_the_program_s_half() -> None:

@@ -80,15 +80,17 @@ def test_dicts_that_are_returned_keep_their_order(subtests: Any, shared_runtimes
                     assert repr(call(X, tuple(names))) == repr(total(wrap, X, names))
 
 
+class Point(tuple):
+    """Built from its elements, where most classes of tuples are built from one sequence."""
+
+    def __new__(cls, *elements: Any) -> Any:
+        return tuple.__new__(cls, elements)
+
+
 @pytest.mark.parametrize("where", WHERE)
-def test_a_tuple_that_is_built_from_its_elements(shared_runtimes: Any, where: Any) -> None:
-    """Where most classes of tuples are built from one sequence. What is known of a class is remembered."""
-    for lengths in ((1, 2, 1), (2, 1, 2)):
-
-        class Point(tuple):
-            def __new__(cls, *elements: Any) -> Any:
-                return tuple.__new__(cls, elements)
-
-        call = shared_runtimes[where].function(lambda p: float(sum(len(part) for part in p)), outputs="sum")
-        for length in lengths:
-            assert call(Point(*[X] * length)) == call.serial(Point(*[X] * length)) == 4.0 * length
+@pytest.mark.parametrize("lengths", [(1, 2, 1), (2, 1, 2)])
+def test_a_tuple_that_is_built_from_its_elements(shared_runtimes: Any, where: Any, lengths: tuple[int, ...]) -> None:
+    own = type("Own", (Point,), {})  # what is known of a class is remembered
+    call = shared_runtimes[where].function(lambda p: float(sum(len(part) for part in p)), outputs="sum")
+    for length in lengths:
+        assert call(own(*[X] * length)) == call.serial(own(*[X] * length)) == 4.0 * length

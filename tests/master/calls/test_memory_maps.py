@@ -49,8 +49,9 @@ def test_what_is_a_range_of_a_file_is_mapped(subtests: Any, shared_runtimes: Any
         "another shape": (x.reshape(-1, 8), plain.reshape(-1, 8)),
         "an array of it": (np.asarray(x)[10:], plain[10:]),
     }
-    copied = {"reversed": x[::-1], "columns": x[:, 1:], "reversed columns": x[:, ::-1], "copy on write": own}
-    for name, (view, expected) in {**mapped, **{name: (view, np.array(view)) for name, view in copied.items()}}.items():
+    views = {"reversed": x[::-1], "columns": x[:, 1:], "reversed columns": x[:, ::-1], "copy on write": own}
+    copied = {name: (view, np.array(view)) for name, view in views.items()}
+    for name, (view, expected) in {**mapped, **copied}.items():
         with subtests.test(name):
             nbytes, result = staged(rt, copy, view)
             np.testing.assert_array_equal(result, expected)
