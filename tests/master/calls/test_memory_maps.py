@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -115,40 +116,29 @@ def test_a_function_that_writes_changes_no_file(shared_runtimes: Any, path: Path
 # ----- files that change
 
 
-def replaced(path: Path) -> None:
-    np.save(path.with_name("other.npy"), np.zeros((ROWS, COLUMNS)))
-    os.replace(path.with_name("other.npy"), path)
-
-
-def a_pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def emptied_elsewhere(path: Path) -> None:
-    path.unlink()
-    path.touch()
-
-
-CHANGES: list[Callable[[Path], None]] = [Path.unlink, replaced, a_pipe, emptied_elsewhere]
+CHANGES: dict[str, Callable[[Path], Any]] = {
+    "removed": Path.unlink,
+    "replaced": lambda path: (np.save(f"{path}.npy", np.zeros((ROWS, COLUMNS))), os.replace(f"{path}.npy", path)),
+    "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
+    "empty elsewhere": lambda path: (path.unlink(), path.touch()),
+}
 
 
 def test_a_name_that_means_another_file(subtests: Any, shared_runtimes: Any, path: Path) -> None:
     """What the workers have mapped stays mapped; what they have not, and workers that start now, get a copy."""
     rt, plain = shared_runtimes[2], np.load(path)
-    for change in CHANGES:
-        for is_known in (False, True):
-            with subtests.test(change=change.__name__, is_known=is_known):
-                path.unlink(missing_ok=True)
-                np.save(path, plain)
-                x, copy = np.load(path, mmap_mode="r"), copies(rt)
-                if is_known:
-                    copy(x)
-                change(path)
-                for _ in range(2):
-                    nbytes, result = staged(rt, copy, x)
-                    np.testing.assert_array_equal(result, plain)
-                    assert nbytes == (0 if is_known else plain.nbytes)
+    for (name, change), is_known in itertools.product(CHANGES.items(), (False, True)):
+        with subtests.test(change=name, is_known=is_known):
+            path.unlink(missing_ok=True)
+            np.save(path, plain)
+            x, copy = np.load(path, mmap_mode="r"), copies(rt)
+            if is_known:
+                copy(x)
+            change(path)
+            for _ in range(2):
+                nbytes, result = staged(rt, copy, x)
+                np.testing.assert_array_equal(result, plain)
+                assert nbytes == (0 if is_known else plain.nbytes)
 
 
 @pytest.mark.parametrize("where", [2, "inline"])
