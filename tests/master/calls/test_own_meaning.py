@@ -8,12 +8,12 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from support.seeds import WHOLE_OR_SAMPLE, drawn
+from support.seeds import drawn
 
 import synk
 
@@ -137,14 +137,12 @@ DIVIDED: dict[str, Callable[[synk.Runtime, Callable[[], Any]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("is_whole", WHOLE_OR_SAMPLE)
-def test_it_is_refused_by_name_where_it_would_be_flattened(shared_runtimes: Any, is_whole: bool) -> None:
-    for name, place in drawn(itertools.product(MAKERS, DIVIDED), is_whole):
+def test_it_is_refused_by_name_where_it_would_be_flattened(shared_runtimes: Any, subtests: Any) -> None:
+    for name, place in drawn(itertools.product(MAKERS, DIVIDED), False):
         if name in ("Table", "Track") and "output" in place:
             continue  # dicts and lists are structure in results
-        with pytest.raises(TypeError, match=rf"\b{name}\b"):
+        with subtests.test(name=name, place=place), pytest.raises(TypeError, match=rf"\b{name}\b"):
             DIVIDED[place](shared_runtimes[2], MAKERS[name])
-            pytest.fail(f"{name}, {place}")
 
 
 KEPT: dict[str, Callable[[synk.Runtime, Callable[[], Any]], Any]] = {
@@ -172,12 +170,12 @@ def told(value: Any) -> tuple[str, str, str]:
     return type(value).__name__, repr(np.asarray(getattr(value, "magnitude", value)).tolist()) + " ".join(more), total
 
 
-@pytest.mark.parametrize("is_whole", WHOLE_OR_SAMPLE)
-def test_it_comes_as_it_is_where_nothing_is_divided(shared_runtimes: Any, is_whole: bool) -> None:
-    for name, place in drawn(itertools.product(MAKERS, KEPT), is_whole):
+def test_it_comes_as_it_is_where_nothing_is_divided(shared_runtimes: Any, subtests: Any) -> None:
+    for name, place in drawn(itertools.product(MAKERS, KEPT), False):
         if name == "Track" and "output" in place:
             continue  # a list is structure in results
-        assert KEPT[place](shared_runtimes[2], MAKERS[name]) == told(MAKERS[name]()), (name, place)
+        with subtests.test(name=name, place=place):
+            assert KEPT[place](shared_runtimes[2], MAKERS[name]) == told(MAKERS[name]())
 
 
 # -- recarrays --------------------------------------------------------------------------------------------------------
@@ -189,63 +187,52 @@ def as_recarray(x: Any) -> tuple[str, list[int], Any]:
     return type(x).__name__, x.a.tolist(), x[x.b > 0].c.tolist()
 
 
-PASSED: dict[str, Callable[[synk.Runtime, Any], Any]] = {
-    "argument": lambda rt, f: f(RECORDS),
-    "strided": lambda rt, f: f(np.repeat(RECORDS, 2)[::2]),
-    "list of records": lambda rt, f: f(list(RECORDS)),
-    "batch": lambda rt, f: f(np.concatenate([RECORDS, RECORDS]).view(np.recarray), batch=slice(0, 7)),
-    "picked": lambda rt, f: f(RECORDS[::-1], batch=[6, 5, 4, 3, 2, 1, 0]),
-    "data": lambda rt, f: f(rt.data(RECORDS)),
-}
+def test_recarrays_arrive_as_recarrays(shared_runtimes: Any, subtests: Any) -> None:
+    for workers in (1, 2, 3):
+        rt = shared_runtimes[workers]
+        f = rt.function(as_recarray, outputs=None, name="f")
+        expected = [as_recarray(part) for part in np.array_split(RECORDS, workers)]
+        for name, call in {
+            "argument": lambda: f(RECORDS),
+            "strided": lambda: f(np.repeat(RECORDS, 2)[::2]),
+            "list of records": lambda: f(list(RECORDS)),
+            "batch": lambda: f(np.concatenate([RECORDS, RECORDS]).view(np.recarray), batch=slice(0, 7)),
+            "picked": lambda: f(RECORDS[::-1], batch=[6, 5, 4, 3, 2, 1, 0]),
+            "data": lambda: f(rt.data(RECORDS)),
+            "entry": lambda: rt.function(lambda x: as_recarray(x["r"]), outputs=None)({"r": RECORDS, "n": np.ones(7)}),
+        }.items():
+            with subtests.test(name=name, workers=workers):
+                for _ in range(3):
+                    assert call() == expected
+        whole = rt.function(lambda r: as_recarray(r), bcast_inputs="r", outputs="first")
+        assert whole(RECORDS) == as_recarray(RECORDS)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
-def test_recarrays_arrive_as_recarrays(shared_runtimes: Any, workers: int) -> None:
-    rt = shared_runtimes[workers]
-    f = rt.function(as_recarray, outputs=None, name="f")
-    expected = [as_recarray(part) for part in np.array_split(RECORDS, workers)]
-    for name, call in PASSED.items():
-        for _ in range(3):
-            assert call(rt, f) == expected, name
-    nested = rt.function(lambda x: as_recarray(x["r"]), outputs=None)
-    assert nested({"r": RECORDS, "n": np.ones(7)}) == expected
-    whole = rt.function(lambda r: as_recarray(r), bcast_inputs="r", outputs="first")
-    assert whole(RECORDS) == as_recarray(RECORDS)
+def test_recarrays_come_back_as_recarrays(shared_runtimes: Any, subtests: Any) -> None:
+    rt = shared_runtimes[2]
+    f = rt.function(lambda x: x, outputs="gather")
+    results = {
+        "gather": f(RECORDS),
+        "gather in slices": f(RECORDS, num_slices=2),
+        "gather of a batch": f(RECORDS, batch=list(range(7))),
+        "first": rt.function(lambda r: r, bcast_inputs="r", outputs="first")(RECORDS),
+        "None": rt.function(lambda r: r, bcast_inputs="r", outputs=None)(RECORDS)[-1],
+    }
+    for name, got in results.items():
+        with subtests.test(name=name):
+            assert as_recarray(got) == as_recarray(RECORDS)
+    plain = rt.function(lambda x: np.arange(3).view(np.recarray), outputs=None)(RECORDS)[0]
+    assert type(plain) is np.recarray
 
 
-def outputs_of(rt: synk.Runtime) -> Iterator[tuple[str, Any]]:
-    yield "gather", rt.function(lambda x: x, outputs="gather")(RECORDS)
-    yield "gather in slices", rt.function(lambda x: x, outputs="gather")(RECORDS, num_slices=2)
-    yield "gather of a batch", rt.function(lambda x: x, outputs="gather")(RECORDS, batch=list(range(7)))
-    yield "first", rt.function(lambda r: r, bcast_inputs="r", outputs="first")(RECORDS)
-    yield "None", rt.function(lambda r: r, bcast_inputs="r", outputs=None)(RECORDS)[-1]
-    yield "None, of plain fields", rt.function(lambda x: np.arange(3).view(np.recarray), outputs=None)(RECORDS)[0]
-
-
-def test_recarrays_come_back_as_recarrays(shared_runtimes: Any) -> None:
-    for name, got in outputs_of(shared_runtimes[2]):
-        assert type(got) is np.recarray, name
-        if got.dtype.names:
-            np.testing.assert_array_equal(got, RECORDS, name)
-            assert got.c.tolist() == RECORDS.c.tolist()
-
-
-@pytest.mark.parametrize("name", ["h5py", "zarr", "jax"])
-def test_arrays_of_libraries_that_are_nothing_else_arrive(shared_runtimes: Any, name: str, tmp_path: Any) -> None:
-    pytest.importorskip(name)
-    if name == "h5py":
-        import h5py
-
-        with h5py.File(tmp_path / "a.h5", "w") as file:
+@pytest.mark.parametrize("library", ["h5py", "zarr", "jax"])
+def test_arrays_of_libraries_that_are_nothing_else_arrive(shared_runtimes: Any, library: str, tmp_path: Any) -> None:
+    module = pytest.importorskip(library)
+    f = shared_runtimes[2].function(lambda x: x.sum(), outputs="sum")
+    if library == "h5py":
+        with module.File(tmp_path / "a.h5", "w") as file:
             file["a"] = VALUES
-            assert shared_runtimes[2].function(lambda x: x.sum(), outputs="sum")(file["a"]) == sum(VALUES)
-        return
-    if name == "zarr":
-        import zarr
-
-        array = zarr.array(np.array(VALUES))
+            assert f(file["a"]) == sum(VALUES)
     else:
-        import jax.numpy
-
-        array = jax.numpy.array(VALUES)
-    assert shared_runtimes[2].function(lambda x: x.sum(), outputs="sum")(array) == sum(VALUES)
+        array = module.array if library == "zarr" else module.numpy.array
+        assert f(array(np.array(VALUES))) == sum(VALUES)
