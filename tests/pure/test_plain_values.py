@@ -62,29 +62,22 @@ def test_values_come_back_as_they_were(value: Any) -> None:
     assert is_same(back(value), value)
 
 
-def test_scalars_dates_texts_records_and_text_with_lone_surrogates() -> None:
+def test_other_values_come_back(subtests: Any) -> None:
+    """Scalars, dates, texts, records, lone surrogates, bytes without meaning, tensors, bfloat16 of ml_dtypes."""
     record = np.zeros(2, [("a", "i4"), ("b", "f8", 2)])
-    for value in (np.float32(1.5), np.array(["x", "yz"]), np.datetime64("2020-01-01"), record, "\ud800", 2**200):
-        assert is_same(back(value), value)
-
-
-def test_tensors_come_back() -> None:
+    values = [np.float32(1.5), np.array(["x", "yz"]), np.datetime64("2020-01-01"), record, "\ud800", 2**200]
+    values += [np.void(b"12345678"), np.array([b"123", b"456"], "V3")]
+    values += [np.arange(4).astype(pytest.importorskip("ml_dtypes").bfloat16)]
+    for value in values:
+        with subtests.test(value=repr(value)):
+            assert is_same(back(value), value)
     torch = pytest.importorskip("torch")
     for dtype in ("float32", "bfloat16", "float64", "int64", "bool", "complex64", "float8_e4m3fn"):
         tensor = torch.arange(6).to(getattr(torch, dtype)).reshape(2, 3).t()
-        found = back({"a": [tensor]})["a"][0]
-        assert found.dtype == tensor.dtype
-        assert torch.equal(found.to(torch.complex128), tensor.to(torch.complex128))
-
-
-def test_bytes_without_meaning() -> None:
-    for value in (np.void(b"12345678"), np.array([b"123", b"456"], "V3")):
-        assert is_same(back(value), value)
-
-
-def test_bfloat16_of_ml_dtypes() -> None:
-    ml_dtypes = pytest.importorskip("ml_dtypes")
-    assert is_same(back(np.arange(4).astype(ml_dtypes.bfloat16)), np.arange(4).astype(ml_dtypes.bfloat16))
+        with subtests.test(dtype=dtype):
+            found = back({"a": [tensor]})["a"][0]
+            assert found.dtype == tensor.dtype
+            assert torch.equal(found.to(torch.complex128), tensor.to(torch.complex128))
 
 
 def test_what_is_not_plain_is_refused_with_its_place() -> None:
