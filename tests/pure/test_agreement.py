@@ -54,30 +54,6 @@ def test_under_an_op_that_combines_structures_must_be_equal(one: Any, other: Any
     assert (found is not None) == (flatten(one)[1] == flatten(other)[1])
 
 
-SOME_RANKS: list[tuple[list[Any], Any, Any]] = [
-    ([(0, None), (0, 1)], ("sum", EACH), ((0, 1), [[0, MISSING], [0, 1]], {})),
-    ([(0, 1), (None, 0)], ("sum", EACH), None),
-    ([{"a": 0, "b": 1}, {"b": 1, "a": 0}], "sum", ({"a": 0, "b": 1}, [[0, 1], [0, 1]], {})),
-    ([{"a": 0}, {"a": None}], {"a": EACH}, ({"a": 0}, [[0], [MISSING]], {})),
-    ([{"a": 0}, {"b": 0}], EACH, ([{"a": 0}, {"b": 1}], [[0, MISSING], [MISSING, 0]], {0: 0, 1: 1})),
-    ([0, (0, 1)], EACH, ([0, (1, 2)], [[0, MISSING, MISSING], [MISSING, 0, 1]], {0: 0, 1: 1, 2: 1})),
-    ([(0, 1), [0, 1]], "sum", None),
-    ([0, 0], EACH, (0, [[0], [0]], {})),
-    ([None, None], EACH, ([None, None], [[], []], {})),
-    ([(0, None)] * 2, ("sum", EACH), ((0, [None, None]), [[0], [0]], {})),
-    ([(0,), (0,)], EACH, ([(0,), (1,)], [[0, MISSING], [MISSING, 0]], {0: 0, 1: 1})),
-    ([(0, 1), (0, 1)], ("sum", EACH), ((0, 1), [[0, 1], [0, 1]], {})),
-    ([None, None], "sum", (None, [[], []], {})),
-]
-
-
-def test_some_ranks(subtests: Any) -> None:
-    for skeletons, outputs, expected in SOME_RANKS:
-        with subtests.test(skeletons=str(skeletons), outputs=str(outputs)):
-            found = agreed(skeletons, outputs, range(len(skeletons)), len(skeletons))
-            assert (None if found is None else tuple(found)) == expected
-
-
 def test_a_dict_that_ranks_fill_differently_keeps_its_kind() -> None:
     for make in (dict, OrderedDict, lambda items: defaultdict(list, items)):
         ops = {"a": EACH, "b": EACH}, EACH

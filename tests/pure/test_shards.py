@@ -62,24 +62,14 @@ def test_a_selection_is_what_numpy_picks(data: st.DataObject, num_rows: int) -> 
     assert selection.count == len(expected)
 
 
-@given(data=st.data(), num_rows=st.integers(0, 8))
-@quick
-def test_rows_are_compared_and_not_their_spelling(data: st.DataObject, num_rows: int) -> None:
-    first, second = (select_rows(data.draw(batches(num_rows)), num_rows, "'f'") for _ in range(2))
-    if first.indices is not None or second.indices is not None:
-        assert first.same_rows(second) == np.array_equal(first.positions(), second.positions())
-
-
-def test_lengths_may_differ_where_the_batch_means_the_same_rows(subtests: Any) -> None:
+def test_lengths_may_differ_where_the_batch_means_the_same_rows() -> None:
     """A minibatch input, which is leaving, holds at least the rows of the batch; alone it needs only their number."""
     assert select_common(None, [("x", 5), ("y", 5)], [("z", 5)], "'f'").count == 5
     for batch in (3, slice(1, 3), [2, 0], slice(0, 4)):
-        with subtests.test(batch=str(batch)):
-            selection = select_common(batch, [("x", 6), ("y", 4)], [("mini", 100)], "'f'")
-            np.testing.assert_array_equal(selection.positions(), picked_by(batch, np.arange(4)))
+        selection = select_common(batch, [("x", 6), ("y", 4)], [("mini", 100)], "'f'")
+        np.testing.assert_array_equal(selection.positions(), picked_by(batch, np.arange(4)))
     for batch in (4, slice(5, 9), slice(9, 5, -1), [7, 5, 90, 0]):
-        with subtests.test(minibatch=str(batch)):
-            assert select_common(batch, [], [("mini", 4)], "'f'").positions().tolist() == [0, 1, 2, 3]
+        assert select_common(batch, [], [("mini", 4)], "'f'").positions().tolist() == [0, 1, 2, 3]
 
 
 XY, MINI = [("x", 6), ("y", 4)], [("mini", 2)]
@@ -165,5 +155,5 @@ def test_shard_batch_picks_among_the_rows_of_each_rank() -> None:
         assignment = assign_local(shard_batch, [3, 2], "'f'")
         for rank, (entry, length) in enumerate(zip(entries, (3, 2), strict=True)):
             np.testing.assert_array_equal(local_rows(assignment, rank), picked_by(entry, np.arange(length)))
-    with pytest.raises(IndexError, match="shard of rank 1.*index 2"):
+    with pytest.raises(IndexError, match=r"shard of rank 1.*index 2"):
         assign_local([0, 2], [3, 2], "'f'")

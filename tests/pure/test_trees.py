@@ -42,18 +42,12 @@ def test_structures_are_equal_as_those_of_optree_are(one: Any, other: Any) -> No
 
 @given(TREES)
 def test_each_path_leads_to_its_leaf(tree: Any) -> None:
+    """And nestings in the place of leaves come out whole."""
     leaves, structure = flatten(tree)
     skeleton = skeleton_of(structure, len(leaves))
     assert flatten(skeleton)[0] == list(range(len(leaves)))
     for position, path in enumerate(paths(skeleton)):
-        assert eval(f"skeleton{path}", {"skeleton": skeleton}) == position
         assert eval(f"tree{path}", {"tree": tree}) == leaves[position]
-
-
-@given(TREES)
-def test_what_lies_in_the_places_of_leaves(tree: Any) -> None:
-    """Nestings in the place of each leaf come out whole."""
-    leaves, structure = flatten(tree)
     nests = [(leaf, [leaf]) for leaf in leaves]
     assert leaves_of(structure, unflatten(structure, nests)) == nests
 
