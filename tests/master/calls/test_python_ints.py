@@ -45,6 +45,12 @@ FORMS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "in a dict": (lambda value: {"b": value, "a": np.ones(2)}, lambda op: {"a": "sum", "b": op}),
     "beside a large array": (lambda value: [value, np.ones(60_000)], lambda op: [op, "sum"]),
 }
+FOUND: dict[str, Callable[[Any], Any]] = {
+    "alone": lambda got: got,
+    "in a tuple": lambda got: got[1],
+    "in a dict": lambda got: got["b"],
+    "beside a large array": lambda got: got[0],
+}
 WAYS: dict[str, Callable[..., Any]] = {
     "call": lambda f, *args, **options: f(*args, **options),
     "submit": lambda f, *args, **options: f.submit(*args, **options).result(),
@@ -73,9 +79,7 @@ def test_they_are_combined_exactly(shared_runtimes: Any, subtests: Any, is_whole
         with subtests.test(case=str(case)):
             rows = np.arange(len(VALUES[values]))
             got = WAYS[way](functions[where, name, form], rows, name, values, form, num_slices=num_slices)
-            found = {"alone": lambda: got, "in a dict": lambda: got["b"], "in a tuple": lambda: got[1]}.get(
-                form, lambda: got[0]
-            )()
+            found = FOUND[form](got)
             assert (type(found), found) == (int, OPS[name][1](VALUES[values]))
 
 
