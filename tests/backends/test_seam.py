@@ -114,9 +114,11 @@ def test_devices_by_name(subtests: Any) -> None:
             choose_named(FOUND, num_workers, devices)
     no_names: tuple[Any, ...] = ("cpu", [0], [["cpu"]], 2, {"cpu": 1})
     for given in no_names:
-        with subtests.test(given=str(given)):
-            with pytest.raises(TypeError, match=r"expected a sequence of names, such as \['cpu', 'cpu'\]"):
-                backend_module("torch").place(None, given)
+        with (
+            subtests.test(given=str(given)),
+            pytest.raises(TypeError, match=r"expected a sequence of names, such as \['cpu', 'cpu'\]"),
+        ):
+            backend_module("torch").place(None, given)
 
 
 def test_devices_of_sycl_and_opencl() -> None:

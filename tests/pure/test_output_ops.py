@@ -77,9 +77,11 @@ def test_what_does_not_fit_is_told(subtests: Any) -> None:
             assert (f"Did you mean {meant}?" if meant else "callable or a synk.Op.") in str(raised.value)
             assert meant or "Did you mean" not in str(raised.value)
     for outputs in (3, b"sum", {"sum"}):
-        with subtests.test(outputs=str(outputs)):
-            with pytest.raises(TypeError, match="expected an op, or a tuple, list or dict of ops"):
-                ops_of(outputs, "'f'")
+        with (
+            subtests.test(outputs=str(outputs)),
+            pytest.raises(TypeError, match="expected an op, or a tuple, list or dict of ops"),
+        ):
+            ops_of(outputs, "'f'")
     bad: list[Any] = [lambda a: a, lambda a, b, c: a, lambda: 0, lambda a, axis=None: a, sum]
     for number, op in enumerate(bad):
         with subtests.test(bad=number), pytest.raises(TypeError, match=r"as an op, expected op\(a, b\)"):

@@ -142,9 +142,11 @@ def test_a_list_that_no_array_holds_is_refused_by_name(shared_runtimes: Any, sub
         if shape != "flat" and name.startswith(("tuples", "named")):
             continue
         label = r"x\['rows'\]" if place == "entry" else "x"
-        with subtests.test(name=name, shape=shape, place=place):
-            with pytest.raises(TypeError, match=rf"cannot share {label} of 'f': got "):
-                called(*functions, shaped(REFUSED[name], shape), place)
+        with (
+            subtests.test(name=name, shape=shape, place=place),
+            pytest.raises(TypeError, match=rf"cannot share {label} of 'f': got "),
+        ):
+            called(*functions, shaped(REFUSED[name], shape), place)
 
 
 def test_data_and_variables_have_the_same_rule_and_a_series_is_the_way_out(shared_runtimes: Any) -> None:
@@ -169,9 +171,8 @@ def test_verify_hands_over_the_list(shared_runtimes: Any, subtests: Any) -> None
             report = total.verify(rows, batch=batch)
             assert report and report.outputs[0].plain_verdict == "equal", report
             assert "The plain function got lists as they are." in report.notes
-    assert not runtime.function(lambda x: x * 2, outputs="gather").verify([1.0, 2.0]), (
-        "a list times two is another thing"
-    )
+    doubled = runtime.function(lambda x: x * 2, outputs="gather")
+    assert not doubled.verify([1.0, 2.0]), "a list times two is another thing"
     array = runtime.function(lambda x: x.sum(), outputs="sum").verify([1.0, 2.0, 4.0])
     assert array and "because it raised AttributeError on the list itself" in " ".join(array.notes)
 
@@ -241,18 +242,6 @@ def test_a_list_of_arrays_is_refused_where_rows_are_divided(shared_runtimes: Any
         list(rt.function(lambda x, y: 0.0, name="f").stream([(X, [X, X])]))
 
 
-def test_what_the_error_names_gives_what_the_plain_function_gives(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    pair = [X, X + 1]
-
-    def spread(parts: Any) -> Any:
-        return parts[0].mean() - parts[-1].mean()
-
-    assert rt.function(spread)(tuple(pair)) == spread(pair)
-    assert rt.function(lambda x: x.mean())(np.stack(pair)) == np.mean(pair)
-    assert rt.function(lambda x, y: x.mean() - y.mean())(*pair) == spread(pair)
-
-
 def test_lists_that_are_not_divided_stay_what_they_are(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     pair = [X, X + 1]
@@ -269,6 +258,9 @@ def test_lists_that_are_not_divided_stay_what_they_are(shared_runtimes: Any) -> 
     assert [len(rank) for rank in rt.function(lambda x: [x, x + 1], outputs=None)(X)] == [2, 2], "returned"
     f = rt.function(lambda x, y: (x * y).sum(), outputs="sum")
     assert list(f.stream([[X, X + 1], [X, X]])) == [(X * (X + 1)).sum(), (X * X).sum()], "a batch of a loader"
+    assert rt.function(lambda x: x[0].mean() - x[-1].mean())(tuple(pair)) == spread(pair), "what the error names"
+    assert rt.function(lambda x: x.mean())(np.stack(pair)) == np.mean(pair)
+    assert rt.function(lambda x, y: x.mean() - y.mean())(*pair) == spread(pair)
 
 
 def test_lists_for_a_model(shared_runtimes: Any) -> None:

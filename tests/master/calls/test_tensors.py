@@ -335,7 +335,9 @@ def test_tensors_that_cannot_travel_are_refused(shared_runtimes: Any, subtests: 
         if "requires grad" in text:
             places[r"w\['a'\]\[1\]"] = {"a": [1, value]}, good
         for place, arguments in places.items():
-            with subtests.test(text=text, framework=framework, place=place):
-                with pytest.raises(TypeError, match=rf"cannot share {place} of 'f': got .*{text}"):
-                    f(*arguments)
+            with (
+                subtests.test(text=text, framework=framework, place=place),
+                pytest.raises(TypeError, match=rf"cannot share {place} of 'f': got .*{text}"),
+            ):
+                f(*arguments)
         assert f(good, good) == 1.0
