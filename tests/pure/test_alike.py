@@ -49,25 +49,10 @@ def test_the_same_again_is_alike_and_a_change_is_not(subtests: Any) -> None:
             told = keep(make())
             assert alike(told, make())
             assert not any(alike(told, change) for change in changes)
-
-
-CHANGES: dict[str, Callable[[Any], Any]] = {
-    "a list": lambda recipe: recipe[1].append(4),
-    "a dict": lambda recipe: recipe["b"]["c"].append(3),
-    "an array": lambda recipe: recipe[0].fill(7),
-    "a set": lambda recipe: recipe.add("c"),
-    "bytes that change": lambda recipe: recipe[0].append(7),
-}
-
-
-def test_what_is_kept_does_not_change_with_its_object(subtests: Any) -> None:
-    for name, change in CHANGES.items():
-        with subtests.test(name=name):
-            recipe = RECIPES[name][0]()
-            told, before = keep(recipe), copy.deepcopy(recipe)
-            change(recipe)
-            assert not alike(told, recipe)
-            assert alike(told, before)
+    for recipe, change in (([1, [2]], lambda r: r[1].append(4)), ([np.zeros(2)], lambda r: r[0].fill(7))):
+        told, before = keep(recipe), copy.deepcopy(recipe)
+        change(recipe)  # what is kept does not change with its object
+        assert alike(told, before) and not alike(told, recipe)
 
 
 def test_nan_is_itself_and_a_nest_that_holds_itself_ends() -> None:

@@ -24,8 +24,8 @@ class Refusing:
 
 NAN, INF = float("nan"), float("inf")
 SAME: list[tuple[Any, Any]] = [
-    (1.0, 1.0), (1.0, 1.0 + 4 * EPS), (1, 1.0), (NAN, NAN), (INF, INF), (1 + 2j, 1 + 2j + 1e-12), ("a", "a"), (None, None),
-    (np.array([1e-20, 1e10]), np.array([0.0, 1e10])), (np.array([1e-20]), np.array([0.0])),
+    (1.0, 1.0), (1.0, 1.0 + 4 * EPS), (1, 1.0), (NAN, NAN), (INF, INF), (1 + 2j, 1 + 2j + 1e-12), (None, None),
+    ("a", "a"), (np.array([1e-20, 1e10]), np.array([0.0, 1e10])), (np.array([1e-20]), np.array([0.0])),
     (np.float32(1.0), np.float32(1.0001)), (np.float64(1.0), np.float32(1.0001)),
     (np.array(["a", "b"]), np.array(["a", "b"])), ([1.0, "x"], [1.0 + EPS, "x"]), ({"a": 1}, {"a": 1}),
     (np.zeros((0, 3)), np.zeros((0, 3))),

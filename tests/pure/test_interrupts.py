@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from synk._pure import interrupts
-from synk._pure.interrupts import as_operation, deferred, operation, safe_point
+from synk._pure.interrupts import deferred, operation, safe_point
 
 
 class Limit(Exception):
@@ -81,47 +80,6 @@ def test_what_a_handler_raises_at_a_safe_point_passes_what_catches_errors(handle
                 with pytest.raises(kind) as caught, operation():
                     body()
                 assert caught.value is handler.raised[-1] and caught.value.__context__ is None
-
-
-def test_what_the_code_raises_or_catches_itself_is_its_own(handler: Handler) -> None:
-    def limited() -> str:
-        with contextlib.suppress(Limit):
-            ring()
-        return "went on"
-
-    with operation():
-        assert safe_point(limited) == "went on"
-        with pytest.raises(ZeroDivisionError):
-            safe_point(divmod, 1, 0)
-    with pytest.raises(Limit), operation():
-        handler.raised.clear()
-        with deferred():  # a step without safe points
-            safe_point(ring)
-        assert not handler.raised
-        safe_point(int)
-
-
-def test_other_threads_hold_nothing_back_and_open_nothing(handler: Handler) -> None:
-    entered, leave = threading.Event(), threading.Event()
-
-    @as_operation
-    def hold() -> None:
-        safe_point(entered.set)
-        leave.wait()
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    entered.wait()
-    with pytest.raises(Limit):
-        ring()
-    with pytest.raises(Limit), operation():
-        other = threading.Thread(target=safe_point, args=(int,))
-        other.start()
-        other.join()
-        ring()
-        assert len(handler.raised) == 1
-    leave.set()
-    thread.join()
 
 
 def test_a_signal_at_any_line_comes_once_and_as_itself(handler: Handler) -> None:

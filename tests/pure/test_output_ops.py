@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.rank_arrays import DEFINED_FOR, UFUNCS
+from support.seeds import examples
 
 from synk._pure.ops import EACH, OPS, REDUCE_OPS
 from synk._pure.output_ops import each_op, in_blocks, match_ops, ops_of, wanted_leaves
@@ -41,6 +42,7 @@ def outputs_and_results(draw: Any, depth: int = 3) -> tuple[Any, Any]:
     return draw(st.sampled_from(NAMES)), draw(below)
 
 
+@examples(50)
 @given(outputs_and_results())
 def test_an_op_stands_for_all_leaves_below_it(case: tuple[Any, Any]) -> None:
     outputs, result = case

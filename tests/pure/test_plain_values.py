@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from support.seeds import examples
 from support.told import told
 
 from synk._pure import plain_values
@@ -46,6 +47,7 @@ values = st.recursive(
 )
 
 
+@examples(50)
 @given(values)
 def test_values_come_back_as_they_were(value: Any) -> None:
     assert told(back(value)) == told(value)

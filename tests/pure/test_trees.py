@@ -8,6 +8,7 @@ from typing import Any
 import optree
 from hypothesis import given
 from hypothesis import strategies as st
+from support.seeds import examples
 
 from synk._pure.trees import describe, flatten, leaves_of, output_names, paths, skeleton_of, unflatten
 
@@ -26,6 +27,7 @@ TREES = st.recursive(
 )
 
 
+@examples(50)
 @given(TREES)
 def test_leaves_are_those_of_optree_and_the_nesting_comes_back(tree: Any) -> None:
     leaves, structure = flatten(tree)
@@ -35,11 +37,13 @@ def test_leaves_are_those_of_optree_and_the_nesting_comes_back(tree: Any) -> Non
     assert repr(again) == repr(tree), "types and the order of keys too"
 
 
+@examples(50)
 @given(TREES, TREES)
 def test_structures_are_equal_as_those_of_optree_are(one: Any, other: Any) -> None:
     assert (flatten(one)[1] == flatten(other)[1]) == (optree.tree_structure(one) == optree.tree_structure(other))
 
 
+@examples(50)
 @given(TREES)
 def test_each_path_leads_to_its_leaf(tree: Any) -> None:
     """And nestings in the place of leaves come out whole."""

@@ -75,6 +75,8 @@ FORMS: dict[str, Callable[[Any], Any]] = {
     "deep for some": lambda x: (x, None if x[0] == 2 else {"k": [x[:1], "s"] if x[0] > 1 else 3}),
     "large for some": lambda x: [np.tile(x, BIG), (np.tile(x, BIG), 1), [3]][int(x[0]) % 3],
     "None for some": lambda x: None if x[0] > 1 else {"b": 1, "a": {2}},
+}
+PLACES: dict[str, tuple[Callable[[Any, Any], Any], Any, Callable[[Any], Any]]] = {
     "alone": (lambda value, x: value, None, lambda result: result),
     "in a tuple": (lambda value, x: (1.5, value), ("avg", None), lambda result: result[1]),
     "in a list": (lambda value, x: [value, len(x), value], [None, "sum", None], lambda result: result[2]),
@@ -126,37 +128,6 @@ def only(rank: int, value: Callable[[], Any]) -> Any:
     return value() if synk.comm.rank == rank else None
 
 
-BESIDE: list[tuple[Callable[[Any], Any], Any, Any]] = [
-    (lambda x: (x.sum(), only(0, lambda: "r")), ("sum", None), (15.0, ["r", None, None])),
-    (lambda x: (only(1, lambda: "r"), x.sum()), (None, "sum"), ([None, "r", None], 15.0)),
-    (lambda x: Pair(only(1, lambda: 1), x.sum()), (None, "sum"), Pair([None, 1, None], 15.0)),
-    (
-        lambda x: [only(0, lambda: 1), only(1, lambda: 2), x.sum(), None],
-        [None, None, "sum", None],
-        [[1, None, None], [None, 2, None], 15.0, [None] * 3],
-    ),
-    (
-        lambda x: {"s": x.sum(), "r": (1, only(2, lambda: {"k": [3, 4]}))},
-        {"s": "sum", "r": None},
-        {"s": 15.0, "r": [(1, None), (1, None), (1, {"k": [3, 4]})]},
-    ),
-    (
-        lambda x: {"a": "text", "m": (3, [x.sum()])},
-        {"a": "first", "m": ("first", "sum")},
-        {"a": "text", "m": (3, [15.0])},
-    ),
-]
-
-
-def test_structures_with_several_ops(shared_runtimes: Any, subtests: Any) -> None:
-    for fn, outputs, expected in BESIDE:
-        with subtests.test(outputs=str(outputs)):
-            f = shared_runtimes[3].function(fn, outputs=outputs)
-            for _ in range(3):
-                result = f(np.arange(6.0))
-                assert (type(result), result) == (type(expected), expected)
-
-
 def test_who_returns_none_may_change_from_call_to_call(shared_runtimes: Any) -> None:
     f = shared_runtimes[3].function(
         lambda k, x: (only(k, lambda: x.sum()), x.sum()), bcast_inputs="k", outputs=(None, "sum")
@@ -165,6 +136,13 @@ def test_who_returns_none_may_change_from_call_to_call(shared_runtimes: Any) -> 
         parts, total = f(rank, np.arange(6.0))
         assert total == 15.0
         assert parts == [value if each == rank else None for each, value in enumerate([1.0, 5.0, 9.0])]
+    g = shared_runtimes[3].function(
+        lambda x: defaultdict(list, s=x.sum(), n=only(0, lambda: (1, {"k": [3]})), t="text"),
+        outputs={"s": "sum", "n": None, "t": "first"},
+    )
+    expected = defaultdict(list, s=15.0, n=[(1, {"k": [3]}), None, None], t="text")
+    result = g(np.arange(6.0))
+    assert (type(result), result) == (defaultdict, expected), "a dict that ranks fill differently keeps its kind"
     report = f.verify(1, np.arange(6.0))
     assert [output.name for output in report.outputs] == ["[0]", "[1]"], "paired by their place"
     assert [output.matching for output in report.outputs] == [(), ()]
