@@ -18,10 +18,6 @@ import synk
 
 FEATURES: dict[str, str] = {
     # -- annotations
-    "annotations": """
-        def rate(x: int, *more: float, named: "str" = "a") -> list[int]: return [x]
-        def feature(x): return rate(x), rate.__annotations__
-        """,
     "annotations that name nothing": """
         import typing
         if typing.TYPE_CHECKING:
@@ -122,8 +118,11 @@ FEATURES: dict[str, str] = {
             )
         """,
     "type parameters of a function, 3.12": """
-        def first[T: (int, float)](items: list[T]) -> T: return items[0]
-        def feature(x): return first([x, 1]), str(first.__type_params__), first.__type_params__[0].__constraints__
+        class Base: pass
+        def first[T: (int, float), S: Base](items: list[T]) -> T | S: return items[0]
+        def feature(x):
+            one, two = first.__type_params__
+            return first([x, 1]), str(one), one.__constraints__, two.__bound__ is Base
         """,
     "typed decorator, 3.12": """
         import functools
@@ -137,11 +136,6 @@ FEATURES: dict[str, str] = {
         def scaled(x: int) -> int: return x
         def feature(x): return scaled(x), packed(x, 1), inspect_names(logged)
         def inspect_names(fn): return [str(each) for each in fn.__type_params__]
-        """,
-    "bound of a type parameter, 3.12": """
-        class Base: pass
-        def first[T: Base](item: T) -> T: return item
-        def feature(x): return first(x), first.__type_params__[0].__bound__ is Base
         """,
     "default of a type parameter, 3.13": """
         class Box[T = int]:
@@ -282,13 +276,6 @@ FEATURES: dict[str, str] = {
         Point = dataclasses.make_dataclass("Point", [("x", int), ("y", int, 2)])
         Pair = collections.namedtuple("Pair", "a b", defaults=(3,))
         def feature(x): return Point(x), Pair(x), dataclasses.astuple(Point(x))
-        """,
-    "documented field, 3.14": """
-        import dataclasses
-        @dataclasses.dataclass
-        class Point:
-            x: int = dataclasses.field(doc="the unit", default=1)
-        def feature(x): return Point(), dataclasses.fields(Point)[0].doc
         """,
     "metaclass": """
         class Meta(type):
@@ -462,49 +449,7 @@ FEATURES: dict[str, str] = {
         def scaled(x): return x
         def feature(x): return Model().shown(), Model.shown.__override__, Model.__final__, scaled(x)
         """,
-    "copy.replace, 3.13": """
-        import copy
-        class Point:
-            def __init__(self, x, y): self.x, self.y = x, y
-            def __replace__(self, **changes): return Point(**{**vars(self), **changes})
-        def feature(x): return vars(copy.replace(Point(1, 2), x=5))
-        """,
     # -- syntax of functions
-    "parameters": """
-        def scaled(a, /, b, c=3, *rest, d, e=5, **more): return a, b, c, rest, d, e, more
-        def feature(x): return scaled(1, 2, d=4), scaled(1, 2, 3, 4, d=4, f=6), scaled.__kwdefaults__
-        """,
-    "match": """
-        def told(value):
-            match value:
-                case {"a": [first, *rest], **more}: return first, rest, more
-                case int() | float() as number if number > 1: return number
-                case _: return None
-        def feature(x): return told({"a": [1, 2], "b": 3}), told(3), told("")
-        """,
-    "with, walrus, comprehensions": """
-        import contextlib
-        @contextlib.contextmanager
-        def held(x): yield x
-        def feature(x):
-            with (held(1) as a, held(2) as b):
-                table = {k: [v for v in range(k)] for k in range(3)}
-            return a, b, table, (n := 10) + n, [*(i for i in range(2))], {*[1, 2]}
-        """,
-    "except groups, 3.11": """
-        def feature(x):
-            found = []
-            try:
-                raise ExceptionGroup("all", [ValueError(1), KeyError(2)])
-            except* ValueError as group:
-                found += [str(each) for each in group.exceptions]
-            except* KeyError as group:
-                found += [str(each) for each in group.exceptions]
-            return found
-        """,
-    "nested f-strings, 3.12": """
-        def feature(x): return f"{f"{1 + 1}"!r:>5} {[f"{y}" for y in "ab"]}"
-        """,
     "template strings, 3.14": """
         from string.templatelib import Interpolation, Template
         name, rate = "a", 0.5
@@ -534,22 +479,10 @@ FEATURES: dict[str, str] = {
             async with Source() as found: return [each async for each in numbers()] + [found]
         def feature(x): return asyncio.run(main())
         """,
-    "generators": """
-        def outer():
-            got = yield from inner()
-            yield got
-        def inner():
-            yield 1
-            return 2
-        def feature(x): return [*outer()], [*(y for y in inner())]
-        """,
     "attributes of a function": """
         def scaled(x): return scaled.calls, scaled.__doc__, scaled.__name__, scaled.__qualname__
         scaled.calls, scaled.__doc__, scaled.__name__, scaled.__qualname__ = 3, "Own.", "other", "more.other"
         def feature(x): return scaled(x)
-        """,
-    "unpacking comprehensions, 3.15": """
-        def feature(x): return [*each for each in [[1], [2, 3]]]
         """,
     "lazy imports, 3.15": """
         lazy import fractions

@@ -10,15 +10,15 @@ import itertools
 import random
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from contents import text, unwrap
-from kinds import KINDS, LATE, NESTINGS, PROGRAMS, TORCH, Made, nested
+from contents import text
+from kinds import KINDS, LATE, PROGRAMS, TORCH, Made
 from support import harness, signs
 
 import synk
@@ -42,14 +42,14 @@ class Watched:
         Returns them for one item of a map.
     """
 
-    def __init__(self, rt: Any, name: str, wraps: tuple[str, ...] = ()) -> None:
+    def __init__(self, rt: Any, name: str) -> None:
         self.name, self.made = name, Made(name)
-        self.rt, read, weights = rt, self.made.read, nested(self.made.held, wraps)
+        self.rt, read, held = rt, self.made.read, self.made.held
 
         def reads(x: np.ndarray) -> list[str]:
-            return [read(unwrap(weights, wraps))] * len(x)
+            return [read(held)] * len(x)
 
-        self.item = lambda item: read(unwrap(weights, wraps))
+        self.item = lambda item: read(held)
         self.plain, self.f = reads, rt.function(reads, outputs="gather")
 
     def change(self) -> None:
@@ -80,7 +80,7 @@ VERBS: dict[str, Callable[[Watched], list[str]]] = {
 
 
 def verbs_of(name: str) -> list[str]:
-    """Return the verbs that see a change of this kind. A map does not hear of ``refresh``, and ``verify`` tells of it."""
+    """Return the verbs that see a change of a kind: a map does not hear of ``refresh``, and ``verify`` tells of it."""
     return [verb for verb in VERBS if name not in LATE or verb not in ("map", "verify")]
 
 
@@ -121,54 +121,6 @@ def test_every_change_is_seen_by_every_verb(subtests: Any, shared_runtimes: Any,
         if verb in verbs_of(name):
             with subtests.test(kind=name, when=when, workers=where):
                 change_twice(shared_runtimes[where], name, verb, when)
-
-
-def test_a_change_inside_of_other_objects(subtests: Any, shared_runtimes: Any) -> None:
-    rng = random.Random(46)
-    for name, wraps in zip(rng.sample(KINDS, 4 * len(NESTINGS)), itertools.cycle(NESTINGS), strict=False):
-        with subtests.test(kind=name, inside_of="/".join(wraps)):
-            watched = Watched(shared_runtimes[2], name, wraps)
-            for verb in ("call", "call", "submit"):
-                watched.change()
-                watched.check(verb)
-                watched.check()
-
-
-def test_each_call_in_flight_sees_what_was_there_when_it_was_submitted(subtests: Any, shared_runtimes: Any) -> None:
-    for number, name in enumerate(random.Random(47).sample(AT_ONCE, 24)):
-        way = ["submit", "stream"][number % 2]
-        with subtests.test(kind=name, way=way):
-            watched, want = Watched(shared_runtimes[2], name), []
-
-            def batches(watched: Watched = watched, want: list[Any] = want) -> Iterator[np.ndarray]:
-                for _ in range(6):
-                    watched.change()
-                    want.append(watched.plain(X))
-                    yield X
-
-            if way == "stream":
-                got = [*watched.f.stream(batches())]
-            else:
-                source, got = batches(), []
-                for _ in range(2):
-                    calls = [watched.f.submit(next(source)) for _ in range(3)]
-                    got += [call.result() for call in calls]
-            assert got == want
-
-
-def test_a_change_while_rows_are_gone_through(shared_runtimes: Any) -> None:
-    """At most three blocks are submitted before the change; those behind them see it."""
-    watched = Watched(shared_runtimes[2], "dict, key renamed")
-    before, got = watched.plain(X)[0], []
-    for block, rows in enumerate(watched.f.rows(np.arange(24.0), batch_size=2)):
-        got += rows
-        if block == 3:
-            watched.change()
-    after = watched.plain(X)[0]
-    assert got[:8] == [before] * 8
-    assert got[14:] == [after] * 10
-    assert set(got) == {before, after}
-    assert got == sorted(got, key=[before, after].index)
 
 
 def test_a_worker_that_was_started_again_has_what_there_is_now(subtests: Any, reused: Callable[..., Any]) -> None:

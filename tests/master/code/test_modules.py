@@ -150,32 +150,20 @@ def put_back():
 """
 
 CASES: dict[str, tuple[dict[str, str], str, str, str]] = {
-    "array bound": (
-        CONFIG, "import users_config", "users_config.table",
-        "users_config.table = np.zeros(3); users_config.table[1] = 5; users_config.table = np.ones(2)",
-    ),
-    "number bound": (CONFIG, "import users_config", "users_config.read()", "users_config.k = 2; users_config.k += 1"),
-    "by vars()": (
-        CONFIG, "import users_config", "users_config.read()", "vars(users_config)['k'] = 5; vars(users_config)['k'] = 6",
-    ),
-    "dict and list in place": (
-        CONFIG, "import users_config", "users_config.settings",
-        "users_config.settings['lr'] = 5; users_config.settings['layers'].append(2); users_config.settings['new'] = 1",
+    "names bound, removed and new": (
+        CONFIG, "import users_config", "(users_config.table, getattr(users_config, 'k', 0), vars(users_config).get('new'))",
+        "users_config.table = np.zeros(3); users_config.table[1] = 5; users_config.table = np.ones(2); users_config.k += 1; "
+        "vars(users_config)['k'] = 5; del users_config.k; users_config.k = 3; users_config.new = [1]; "
+        "users_config.new.append(2)",
     ),
     "in place, behind a function of the module": (
-        CONFIG, "from users_config import read, settings", "read()",
-        "settings['lr'] = 5; settings['layers'].append(2); settings['rate'] = settings.pop('lr')",
-    ),
-    "name removed and back": (
-        CONFIG, "import users_config", "getattr(users_config, 'k', 'none')", "del users_config.k; users_config.k = 3",
-    ),
-    "new name": (
-        CONFIG, "import users_config", "getattr(users_config, 'new', None)",
-        "users_config.new = [1]; users_config.new.append(2)",
+        CONFIG, "import users_config\nfrom users_config import read, settings", "(read(), users_config.settings)",
+        "settings['lr'] = 5; settings['layers'].append(2); settings['rate'] = settings.pop('lr'); "
+        "users_config.settings['layers'].append(3)",
     ),
     "imported in the body": (
-        CONFIG, "def imported():\n    import users_config\n    return users_config.k, users_config.settings", "imported()",
-        "import users_config; users_config.k = 7; users_config.settings['lr'] = 3",
+        CONFIG, "def imported():\n    import users_config\n    return users_config.k, users_config.settings",
+        "imported()", "import users_config; users_config.k = 7; users_config.settings['lr'] = 3",
     ),
     "names imported in the body": (
         CONFIG, "def imported():\n    from users_config import k, settings as s\n    return k, s", "imported()",
@@ -193,50 +181,27 @@ CASES: dict[str, tuple[dict[str, str], str, str, str]] = {
         CONFIG, "import users_config\nmodules = {'m': users_config}", "getattr(modules['m'], 'settings')",
         "users_config.settings['lr'] = 3; users_config.settings = [1]; users_config.settings.append(2)",
     ),
-    "init()": (
-        HELPERS, "import users_helpers", "users_helpers.run()",
-        "users_helpers.init(); users_helpers.init(2); users_helpers.table.append(3)",
+    "function and table bound": (
+        HELPERS, "import users_helpers\nfrom users_helpers import run\nrate = 5\ndef my_step(): return rate",
+        "(users_helpers.run(), run())",
+        "users_helpers.init(); users_helpers.init(2); users_helpers.table.append(3); users_helpers.step = my_step; rate = 6; "
+        "users_helpers.step = lambda: 9; users_helpers.step.__code__ = (lambda: 8).__code__",
     ),
-    "function bound": (
-        HELPERS, "import users_helpers\nrate = 5\ndef my_step(): return rate", "users_helpers.run()",
-        "users_helpers.step = my_step; rate = 6; users_helpers.step = lambda: 9",
-    ),
-    "function bound, read by a name of the program": (
-        HELPERS, "from users_helpers import run\nimport users_helpers", "run()",
-        "users_helpers.step = lambda: 7; users_helpers.step.__code__ = (lambda: 8).__code__",
-    ),
-    "method bound": (
-        HELPERS, "import users_helpers\nlayer = users_helpers.Layer()", "layer.run()",
-        "users_helpers.Layer.run = lambda self: ('mine', self.w); layer.w.append(3); "
+    "class, method and instance": (
+        HELPERS, "import users_helpers\nfrom users_helpers import Layer\nlayer = users_helpers.Layer()",
+        "(layer.run(), Layer().run(), users_helpers.layer.run())",
+        "Layer.factor = 3; Layer.items.append(2); Layer.items = []; users_helpers.layer.w.append(2); "
+        "users_helpers.layer.factor = 2; users_helpers.Layer.run = lambda self: ('mine', self.w); layer.w.append(3); "
         "users_helpers.Layer.run = lambda self: len(self.w)",
     ),
-    "class attribute": (
-        HELPERS, "from users_helpers import Layer\nlayer = Layer()", "layer.run()",
-        "Layer.factor = 3; Layer.items.append(2); Layer.items = []",
-    ),
-    "instance in the module": (
-        HELPERS, "import users_helpers", "users_helpers.layer.run()",
-        "users_helpers.layer.w.append(2); users_helpers.layer.factor = 2; users_helpers.layer.w = 3",
-    ),
-    "registry": (
-        HELPERS, "import users_helpers", "users_helpers.apply()",
-        "users_helpers.registry['one'] = lambda: 1; users_helpers.registry['two'] = lambda: 2",
-    ),
-    "defaults and attributes of a function": (
-        HELPERS, "import users_helpers", "users_helpers.with_default()",
-        "users_helpers.with_default.rate = 3; users_helpers.with_default.__defaults__ = (7,)",
-    ),
-    "closure made in the module": (
-        HELPERS, "import users_helpers", "users_helpers.count()",
-        "users_helpers.count.advance(); users_helpers.count.advance()",
+    "registry, closure, and what a function holds": (
+        HELPERS, "import users_helpers as m", "(m.apply(), m.with_default(), m.count())",
+        "m.registry['one'] = lambda: 1; m.registry['two'] = lambda: 2; m.with_default.rate = 3; "
+        "m.with_default.__defaults__ = (7,); m.count.advance(); m.count.advance()",
     ),
     "a module's __getattr__": (
         HIDDEN, "import users_hidden", "users_hidden.k",
         "users_hidden._values['k'] = 5; users_hidden._values = {'k': 6}; users_hidden.k = 7",
-    ),
-    "from import, next to the module": (
-        CONFIG, "import users_config\nfrom users_config import settings", "(settings, users_config.settings)",
-        "settings['lr'] = 5; users_config.settings['layers'].append(2); users_config.settings = {}",
     ),
     "submodule": (
         PACKAGE, "import users_package.sub", "(users_package.sub.table, users_package.sub.k, users_package.k)",
@@ -254,15 +219,11 @@ CASES: dict[str, tuple[dict[str, str], str, str, str]] = {
         PAIR, "import users_a, users_b\nmine = [1]", "(mine, users_a.table, users_b.other)",
         "users_a.table = users_b.other = mine; mine.append(2); users_b.other.append(3)",
     ),
-    "nested class": (
-        CLASSES, "from users_classes import Config", "(Config.Train().run(), Config.instance.run())",
+    "nested class, enum": (
+        CLASSES, "from users_classes import Config, Level",
+        "(Config.Train().run(), Config.instance.run(), Level.HIGH.weight(), Level(1).name, getattr(Level, 'unit', 0))",
         "Config.Train.lr = 5; Config.Train.steps.append(2); Config.Train.run = lambda self: self.lr; "
-        "Config.instance.lr = 7",
-    ),
-    "enum": (
-        CLASSES, "from users_classes import Level",
-        "(Level.HIGH.weight(), Level(1).name, len(Level), getattr(Level, 'unit', 0))",
-        "Level.weight = lambda self: -self.value; Level.unit = [1]; Level.unit.append(2)",
+        "Config.instance.lr = 7; Level.weight = lambda self: -self.value; Level.unit = [1]; Level.unit.append(2)",
     ),
     "what methods hold": (
         CLASSES, "from users_classes import Layer", "(Layer().size, Layer().decorated(), Layer().with_default())",
@@ -274,10 +235,10 @@ CASES: dict[str, tuple[dict[str, str], str, str, str]] = {
         "from users_classes import Layer", "Layer().late()",
         "import users_parts; users_parts.k = 5; users_parts.k = [6]; users_parts.k.append(7)",
     ),
-    "patched and put back": (CLASSES, PUT_BACK, "shown()", "patch(); put_back(); patch(); put_back()"),
-    "methods that change places": (
+    "patched and put back": (
         CLASSES, PUT_BACK, "shown()",
-        "Layer.run, Layer.other = Layer.other, Layer.run; Layer.run, Layer.other = Layer.other, Layer.run",
+        "patch(); put_back(); patch(); put_back(); Layer.run, Layer.other = Layer.other, Layer.run; "
+        "Layer.run, Layer.other = Layer.other, Layer.run",
     ),
     "beside what cannot be sent": (
         UNSENDABLE, "import users_lock", "users_lock.read()", "users_lock.k.append(2); users_lock.k = 5",
@@ -288,8 +249,8 @@ CASES: dict[str, tuple[dict[str, str], str, str, str]] = {
 Names of modules begin with ``users_`` and get a number, so that each program has its own.
 """
 
-TWO_OBJECTS = ("an object of the program in a module", "from import, next to the module")
-"""Cases that are two objects in an inline runtime: its module is the program's, and what the function captured a copy."""
+TWO_OBJECTS = ("an object of the program in a module", "in place, behind a function of the module")
+"""Cases with two objects in an inline runtime: its module is the program's, and what the function captured a copy."""
 
 
 class Program:
@@ -569,41 +530,32 @@ def test_a_module_that_is_reloaded(shared_runtimes: Any, program: Programs) -> N
     check()
 
 
-def test_functions_of_a_module_are_found_by_module_and_name(shared_runtimes: Any, program: Programs) -> None:
-    """A reload brings them the new code, and other parameters; an array of their name does not take their place."""
-    rt = shared_runtimes[2]
-    own = "import synk\ndef plain(x):\n    return x + 1\ndecorated = synk.function(outputs='gather')(plain)\n"
-    main = program({"users_m": own.replace("decorated = ", "")}, "import users_m\nplain = users_m.plain")
-    f = rt.function(main.names["plain"], outputs="gather")
-    np.testing.assert_array_equal(f(X), X + 1)
-    main.edit("users_m", own.replace("x):", "x, y):").replace("x + 1", "x + y"))
-    np.testing.assert_array_equal(f(X, X), 2 * X)
-    main.run("users_m.plain = np.arange(3)")
-    np.testing.assert_array_equal(f(X, X), 2 * X)
-
-
-def test_a_decorated_function_of_a_module_that_is_reloaded(runtime: Callable[..., Any], program: Programs) -> None:
-    source = "import synk\n@synk.function(outputs='gather')\ndef f(x):\n    return x + 1\n"
+def test_functions_of_a_module_that_is_reloaded(shared_runtimes: Any, program: Programs) -> None:
+    """They are found by module and name, with new code and parameters; an array of their name does not take its place."""
+    source = (
+        "import synk\ndef plain(x):\n    return x + 1\n@synk.function(outputs='gather')\ndef f(x):\n    return x - 1\n"
+    )
+    main = program({"users_m": source}, "import users_m\nfrom users_m import plain, f")
+    plain = shared_runtimes[2].function(main.names["plain"], outputs="gather")
+    np.testing.assert_array_equal(plain(X), X + 1)
     with synk.fork(2, backend="numpy"):
-        main = program({"users_m": source}, "from users_m import f")
         f = main.names["f"]
-        np.testing.assert_array_equal(f(X), X + 1)
-        main.edit("users_m", source.replace("x + 1", "x + 2"))
-        np.testing.assert_array_equal(f(X), X + 2)
-        np.testing.assert_array_equal(f.submit(X).result(), X + 2)
-        main.edit("users_m", "import synk\n@synk.function(outputs='sum')\ndef f(x, y):\n    return (x * y).sum()\n")
-        assert f(X, X) == 14
+        np.testing.assert_array_equal(f(X), X - 1)
+        main.edit("users_m", source.replace("x - 1", "x - 2"))
+        np.testing.assert_array_equal(f(X), X - 2)
+        np.testing.assert_array_equal(f.submit(X).result(), X - 2)
+        main.edit("users_m", source.replace("(x)", "(x, y)").replace("x + 1", "x + y").replace("x - 1", "x * y"))
+        np.testing.assert_array_equal(f(X, X), X * X)
+    np.testing.assert_array_equal(plain(X, X), 2 * X)
+    main.run("users_m.plain = np.arange(3)")
+    np.testing.assert_array_equal(plain(X, X), 2 * X)
 
 
-@pytest.mark.parametrize("is_file", [True, False])
-def test_a_large_module(shared_runtimes: Any, program: Programs, is_file: bool) -> None:
+def test_a_large_module_that_was_made_by_hand(shared_runtimes: Any) -> None:
     """Calls see at once what functions name."""
-    source = "rate = 0\ndef read(): return rate\n" + "".join(f"name_{number} = {number}\n" for number in range(3000))
-    if is_file:
-        module = sys.modules[program({"users_m": source}, "import users_m").own("users_m")]
-    else:
-        module = types.ModuleType("made_by_hand_with_many_names")
-        exec(source, vars(module))
+    module: Any = types.ModuleType("made_by_hand_with_many_names")
+    exec("rate = 0\ndef read(): return rate", vars(module))
+    vars(module).update({f"name_{number}": number for number in range(3000)})
     f = shared_runtimes[2].function(lambda x: [(module.read(), module.name_7)] * len(x), outputs="gather")
     for number in range(1, 9):
         for _ in range(3):
