@@ -60,7 +60,6 @@ SIMPLE: dict[str, tuple[str, ...]] = {
     "array, item": ("np.zeros(4)", "held[1] += 1"),
     "array, item to NaN and back": ("np.zeros(4)", "held[0] = np.nan; held[1] += 1"),
     "array of 8 KB, last item": ("array_of(8 * KB)", "held[-1] += 1"),
-    "array of 64 KB, one item": ("array_of(64 * KB)", "held[1000 + 7 * n] += 1"),
     "array of 100 KB, dense": ("array_of(100 * KB)", "held += 1"),
     "array of 100 KB, sparse": ("array_of(100 * KB)", "held[701 * n] += 1"),
     "array of 10 MB, dense": ("array_of(10 * MB)", "held += 1"),
@@ -79,12 +78,10 @@ SIMPLE: dict[str, tuple[str, ...]] = {
     "array, masked: data": ("np.ma.masked_array([1.0, 2], [0, 1])", "held.data[0] += 1"),
     "array, masked: mask": ("np.ma.masked_array(np.zeros(9), np.zeros(9, bool))", "held[n % 9] = np.ma.masked"),
     "array, shape": ("np.zeros(64)", "reshape(held, 2**n)"),
-    "array of objects, shape": ("objects(*'abcdefgh' * 8)", "reshape(held, 2**n)"),
     "array of objects, item": ("objects('a', None)", "held[1] = n"),
     "array of objects, in an element": ("objects({'k': 1}, 'a')", "held[0]['k'] += 1"),
     # -- collections
     "list, item": ("[1, 2, 3]", "held[1] += 1"),
-    "list, append": ("[1]", "held.append(n)"),
     "list, pop": ("[*range(20)]", "held.pop()"),
     "list, order": ("['a', 'b', 'c', 'd', 'e']", "held.append(held.pop(0))"),
     "list, equal element of another type": ("[1, 2]", "held[0] = [1.0, True, 1, 1 + 0j][n % 4]"),
@@ -107,10 +104,8 @@ SIMPLE: dict[str, tuple[str, ...]] = {
     "dict, key True": ("{True: 1, None: 2}", "held[True] += 1", "repr(held[True])"),
     "dict, key None": ("{True: 1, None: 2}", "held[None] += 1", "repr(held[None])"),
     "dict, key 1 becomes True": ("{1: 0}", "held[[1, True, 1.0][n % 3]] = held.popitem()[1] + 1"),
-    "dict, tuple key": ("{(1, 'a'): 1}", "held[1, 'a'] += 1"),
     "dict, nested": ("{'a': {'b': {'c': 1}}}", "held['a']['b']['c'] += 1"),
     "dict of 12 000, value": ("dict.fromkeys(range(12_000), 0)", "held[4999 * n % 12_000] += 1"),
-    "dict of 12 000, constant key": ("dict.fromkeys(range(12_000), 0)", "held[7] += 1", "repr(held[7])"),
     "dict of 12 000, key added": ("dict.fromkeys(range(12_000), 0)", "held[f'new {n}'] = n"),
     "dict view": ("UserDict(a=1)", "held[n] = n", "repr([*held.items()])"),
     "set, add": ("{1}", "held.add(n + 1)"),
@@ -122,15 +117,11 @@ SIMPLE: dict[str, tuple[str, ...]] = {
     "bytearray": ("bytearray(b'abc')", "held[1] += 1"),
     "bytearray of 100 KB": ("bytearray(100 * KB)", "held[5003 * n] += 1", "str(sum(held))"),
     "OrderedDict, move_to_end": ("OrderedDict(a=1, b=2, c=3, d=4)", "held.move_to_end(next(iter(held)))"),
-    "OrderedDict, value": ("OrderedDict(a=1)", "held['a'] += 1"),
     "defaultdict, value": ("defaultdict(int)", "held['a'] += 1"),
     "defaultdict of lists": ("defaultdict(list, a=[1])", "held['a'].append(n)"),
-    "defaultdict, its factory": ("defaultdict(int)", "held.default_factory = [int, str][n % 2]", "repr(held['a'])"),
+    "defaultdict, its factory": ("defaultdict(str)", "held.default_factory = [str, int][n % 2]", "str(held)"),
     "Counter": ("Counter('aab')", "held.update('b')"),
     "UserDict": ("UserDict(a=1)", "held['a'] += 1"),
-    "UserDict, nested": ("UserDict(a={'b': [1]})", "held['a']['b'].append(n)"),
-    "UserList": ("UserList([1])", "held.append(n)"),
-    "ChainMap, first": ("ChainMap({'a': 1}, {'b': 2})", "held['a'] += 1"),
     "ChainMap, last": ("ChainMap({'a': 1}, {'b': 2})", "held.maps[1]['b'] += 1"),
     "ChainMap, another map": ("ChainMap({'a': 1})", "held.maps.append({n: n})"),
     "array.array": ("array.array('d', [1, 2])", "held[0] += 1", "repr([*held])"),
@@ -142,7 +133,6 @@ SIMPLE: dict[str, tuple[str, ...]] = {
     "SimpleNamespace": ("SimpleNamespace(a=1)", "held.a += 1"),
     "SimpleNamespace, attribute added": ("SimpleNamespace()", "setattr(held, f'a{n}', n)"),
     "SimpleNamespace, attribute removed": ("SimpleNamespace(**dict.fromkeys('abcdef'))", "delattr(held, ' abcdef'[n])"),
-    "SimpleNamespace, by vars()": ("SimpleNamespace(a=1)", "vars(held)['a'] += 1"),
     "exception": ("ValueError('a', [1])", "held.args[1].append(n)", "repr(held.args)"),
     "instance, attribute": ("Model()", "held.kept += 1"),
     "class, attribute": ("Model", "held.kept += 1"),
@@ -417,22 +407,13 @@ PROGRAMS: dict[str, str] = {
         held = [scipy.sparse.csr_array(np.eye(3)), scipy.sparse.lil_array((4, 4))]
         change: held[0].data += 1; held[1][n % 4, n // 4] = n
         """,
-    "sklearn, fitted again": """
-        from sklearn.linear_model import LinearRegression
-        x = np.arange(8.0).reshape(4, 2) ** 2
-        held = LinearRegression().fit(x, x[:, 0])
-        change: held.fit(x, x[:, 0] * (n + 1))
-        """,
-    "sklearn, a tree fitted again": """
+    "sklearn, fitted again and fitted on": """
+        from sklearn.linear_model import LinearRegression, SGDRegressor
         from sklearn.tree import DecisionTreeRegressor
-        held = DecisionTreeRegressor(random_state=0).fit(np.eye(2), [1.0, 0.0])
-        change: held.fit(np.eye(2), [n + 1.0, 0.0])
-        read: repr(held.predict(np.eye(2)).tolist())
-        """,
-    "sklearn, fitted on": """
-        from sklearn.linear_model import SGDRegressor
-        held = SGDRegressor(random_state=0).fit(np.eye(2), [1.0, 0.0])
-        change: held.partial_fit(np.eye(2), [n + 1.0, 0.0])
+        x = np.eye(2)
+        held = [LinearRegression(), DecisionTreeRegressor(random_state=0), SGDRegressor(random_state=0)]
+        change: [getattr(model, way)(x, [n, 0.0]) for model, way in zip(held, ["fit", "fit", "partial_fit"])]
+        read: text([model.predict(x) if hasattr(model, "n_features_in_") else None for model in held])
         """,
     "pandas, value and column": """
         import pandas
@@ -444,15 +425,11 @@ PROGRAMS: dict[str, str] = {
 
 TORCH: dict[str, tuple[str, ...]] = {
     "tensor, in place": ("torch.zeros(8)", "held.add_(1)"),
-    "tensor, item": ("torch.zeros(8)", "held[1] = n"),
     "tensor, by .data": ("torch.zeros(8)", "held.data.add_(1)"),
     "tensor, by .numpy()": ("torch.zeros(8)", "held.numpy()[1] += 1"),
     "tensor of 256 KB, by .numpy()": ("torch.zeros(64 * KB)", "held.numpy()[5003 * n] += 1", "repr(held.sum().item())"),
     "tensor, every other element": ("torch.zeros(8)[::2]", "held.data.add_(1)", "repr(held.tolist())"),
-    "tensor, transposed": ("torch.zeros(2, 4).t()", "held.numpy()[1, 1] += 1", "repr(held.tolist())"),
-    "tensor, windows": ("torch.zeros(8).unfold(0, 3, 1)", "held.data[0].add_(1)", "repr(held.tolist())"),
     "tensor, conjugate": ("(torch.zeros(8) + 1j).conj()", "held.data.mul_(2)", "repr(held.tolist())"),
-    "tensor, negative": ("(torch.zeros(8) + 1j).conj().imag", "held.data.mul_(2)", "repr(held.tolist())"),
     "tensor, expanded": ("torch.zeros(1).expand(3)", "held.data[:1].add_(1)", "repr(held.tolist())"),
     "tensor, attribute": ("torch.zeros(8)", "held.scale = n", "repr(getattr(held, 'scale', 0))"),
     "torch generator, seed": ("torch.Generator()", "held.manual_seed(n + 1)", "repr(held.get_state().tolist())"),
@@ -478,12 +455,10 @@ KINDS = [*SIMPLE, *PROGRAMS]
 
 LATE = {
     "array of 100 KB, sparse", "array of 10 MB, sparse", "list of 12 000, item", "list of 1600 small arrays",
-    "dict of 12 000, value", "dict of 12 000, constant key", "bytearray of 100 KB", "array.array", "ctypes number",
-    "BytesIO", "numpy RandomState", "array.array with an attribute", "instance with __getstate__",
-    "instance with __reduce__", "sklearn, fitted again", "sklearn, a tree fitted again", "sklearn, fitted on",
-    "tensor, by .data", "tensor, by .numpy()", "tensor of 256 KB, by .numpy()", "tensor, every other element",
-    "tensor, transposed", "tensor, windows", "tensor, conjugate", "tensor, negative", "tensor, expanded",
-    "torch module, parameter",
+    "dict of 12 000, value", "bytearray of 100 KB", "array.array", "ctypes number", "BytesIO", "numpy RandomState",
+    "array.array with an attribute", "instance with __getstate__", "instance with __reduce__",
+    "sklearn, fitted again and fitted on", "tensor, by .data", "tensor, by .numpy()", "tensor of 256 KB, by .numpy()",
+    "tensor, every other element", "tensor, conjugate", "tensor, expanded", "torch module, parameter",
 }  # fmt: skip
 """Kinds of which a call may miss a change until ``refresh``. None, once captured state is compared in full."""
 

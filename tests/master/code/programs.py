@@ -20,7 +20,6 @@ import time
 import warnings
 from collections import Counter, UserDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -98,17 +97,6 @@ NUM_ELEMENTS = 2000
 """Of a large list, likewise."""
 
 
-@dataclass
-class Program:
-    """Lines of Python, made from a seed."""
-
-    seed: int
-    lines: list[str] = field(default_factory=list)
-
-    def listing(self) -> str:
-        return textwrap.indent("\n".join(self.lines), "    ")
-
-
 class Invalid(Exception):
     """A line cannot be run: one before it was left out."""
 
@@ -123,17 +111,17 @@ class Mismatch(AssertionError):
 class Generator:
     """Makes a program by running it, without workers, so as to know what there is to change."""
 
-    def __init__(self, seed: int, num_steps: int, has_modules: bool) -> None:
+    def __init__(self, seed: int, num_steps: int) -> None:
         self.rng = random.Random(seed)
-        self.program = Program(seed)
+        self.lines: list[str] = []
         self.bench = Bench(None)
         self.numbers = itertools.count(2)
         self.roots: list[str] = []
         self.functions: list[str] = []
-        self.has_modules = has_modules and self.rng.random() < 0.6
+        self.has_modules = self.rng.random() < 0.6
         with self.bench:
             self._begin()
-            while len(self.program.lines) < num_steps:
+            while len(self.lines) < num_steps:
                 self._step()
             self._do("results()")
             for name in self.functions:
@@ -142,7 +130,7 @@ class Generator:
 
     def _do(self, line: str) -> None:
         self.bench.run(line)
-        self.program.lines.append(line)
+        self.lines.append(line)
 
     def _begin(self) -> None:
         for name in "abc"[: self.rng.randint(1, 3)]:
@@ -197,8 +185,8 @@ class Generator:
         name, between = self.rng.choice(self.functions), []
         for _ in range(self.rng.randint(1, 4)):
             self._change()
-            between.append(self.program.lines.pop())
-        self.program.lines.append(f"stream({name!r}, {between!r})")  # whose changes were made just now
+            between.append(self.lines.pop())
+        self.lines.append(f"stream({name!r}, {between!r})")  # whose changes were made just now
 
     def _rebind(self) -> None:
         name = self.rng.choice(self.roots)
@@ -416,9 +404,9 @@ def _leads_to(obj: Any, target: Any) -> bool:
     return False
 
 
-def generate(seed: int, num_steps: int = 30, *, has_modules: bool = True) -> Program:
+def generate(seed: int, num_steps: int = 30) -> list[str]:
     """Return the program of a seed."""
-    return Generator(seed, num_steps, has_modules).program
+    return Generator(seed, num_steps).lines
 
 
 # ----- running
@@ -627,22 +615,22 @@ def shortened(lines: list[str], rt: Any, max_s: float = 20.0) -> list[str]:
     return lines
 
 
-def failure(program: Program, rt: Any) -> str:
-    """Run a program; return "" or a report with its seed and the lines that are needed to go wrong."""
-    found = run(program.lines, rt)
+def failure(seed: int, rt: Any) -> str:
+    """Run the program of a seed; return "" or a report with the lines that are needed to go wrong."""
+    lines = generate(seed)
+    found = run(lines, rt)
     if found is None:
         return ""
-    lines = shortened(program.lines[: found[0] + 1], rt)
+    lines = shortened(lines[: found[0] + 1], rt)
     again = run(lines, rt) or (0, f"not again, but: {found[1]}")
-    listing = Program(program.seed, lines).listing()
-    return f"seed {program.seed}, {rt.world_size} workers: {again[1]}\n{listing}"
+    return f"seed {seed}, {rt.world_size} workers: {again[1]}\n" + textwrap.indent("\n".join(lines), "    ")
 
 
 def run_seeds(seeds: range, runtime_of: Callable[[int], Any]) -> list[str]:
     """Run the programs of many seeds; return the reports of those that went wrong, at most ten."""
     failures: list[str] = []
     for seed in seeds:
-        failures += filter(None, [failure(generate(seed), runtime_of((2, 2, 2, 1, 3)[seed % 5]))])
+        failures += filter(None, [failure(seed, runtime_of((2, 2, 2, 1, 3)[seed % 5]))])
         if seed % 50 == 0:
             gc.collect()
         if len(failures) == 10:

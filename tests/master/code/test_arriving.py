@@ -68,7 +68,7 @@ def arrivals(rt: synk.Runtime, make: Callable[[], Any], read: Callable[[Any], An
         held = make()
 
     def of_filters(x: Any) -> Any:
-        return [read(kind.held) for _, _, kind, *_ in warnings.filters if kind.__name__ == "Own"][0]
+        return next(read(kind.held) for _, _, kind, *_ in warnings.filters if kind.__name__ == "Own")
 
     obj = make()
     captured = rt.function(lambda x: read(obj), outputs="first")

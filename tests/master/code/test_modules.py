@@ -151,10 +151,9 @@ def put_back():
 
 CASES: dict[str, tuple[dict[str, str], str, str, str]] = {
     "names bound, removed and new": (
-        CONFIG, "import users_config", "(users_config.table, getattr(users_config, 'k', 0), vars(users_config).get('new'))",
-        "users_config.table = np.zeros(3); users_config.table[1] = 5; users_config.table = np.ones(2); users_config.k += 1; "
-        "vars(users_config)['k'] = 5; del users_config.k; users_config.k = 3; users_config.new = [1]; "
-        "users_config.new.append(2)",
+        CONFIG, "import users_config as m", "(m.table, getattr(m, 'k', 0), getattr(m, 'new', 0))",
+        "m.table = np.zeros(3); m.table[1] = 5; m.table = np.ones(2); m.k += 1; vars(m)['k'] = 5; del m.k; m.k = 3; "
+        "m.new = [1]; m.new.append(2)",
     ),
     "in place, behind a function of the module": (
         CONFIG, "import users_config\nfrom users_config import read, settings", "(read(), users_config.settings)",
@@ -182,17 +181,16 @@ CASES: dict[str, tuple[dict[str, str], str, str, str]] = {
         "users_config.settings['lr'] = 3; users_config.settings = [1]; users_config.settings.append(2)",
     ),
     "function and table bound": (
-        HELPERS, "import users_helpers\nfrom users_helpers import run\nrate = 5\ndef my_step(): return rate",
-        "(users_helpers.run(), run())",
-        "users_helpers.init(); users_helpers.init(2); users_helpers.table.append(3); users_helpers.step = my_step; rate = 6; "
-        "users_helpers.step = lambda: 9; users_helpers.step.__code__ = (lambda: 8).__code__",
+        HELPERS, "import users_helpers as m\nfrom users_helpers import run\nrate = 5\ndef my_step(): return rate",
+        "(m.run(), run())",
+        "m.init(); m.init(2); m.table.append(3); m.step = my_step; rate = 6; m.step = lambda: 9; "
+        "m.step.__code__ = (lambda: 8).__code__",
     ),
     "class, method and instance": (
-        HELPERS, "import users_helpers\nfrom users_helpers import Layer\nlayer = users_helpers.Layer()",
-        "(layer.run(), Layer().run(), users_helpers.layer.run())",
-        "Layer.factor = 3; Layer.items.append(2); Layer.items = []; users_helpers.layer.w.append(2); "
-        "users_helpers.layer.factor = 2; users_helpers.Layer.run = lambda self: ('mine', self.w); layer.w.append(3); "
-        "users_helpers.Layer.run = lambda self: len(self.w)",
+        HELPERS, "import users_helpers as m\nfrom users_helpers import Layer\nlayer = Layer()",
+        "(layer.run(), Layer().run(), m.layer.run())",
+        "Layer.factor = 3; Layer.items.append(2); Layer.items = []; m.layer.w.append(2); m.layer.factor = 2; "
+        "m.Layer.run = lambda self: ('mine', self.w); layer.w.append(3); m.Layer.run = lambda self: len(self.w)",
     ),
     "registry, closure, and what a function holds": (
         HELPERS, "import users_helpers as m", "(m.apply(), m.with_default(), m.count())",
@@ -367,10 +365,10 @@ def test_one_object_by_two_names_is_one_on_each_worker(shared_runtimes: Any, pro
 
 
 def test_a_worker_that_was_started_again_has_the_modules_of_now(
-    subtests: Any, reused: Callable[..., Any], program: Programs
+    subtests: Any, runtime: Callable[..., Any], program: Programs
 ) -> None:
     """Whether they were changed before or after its end."""
-    rt = reused(2)
+    rt = runtime(2)
     mains = {name: of_case(program, name) for name in CASES}
     functions = {name: rt.function(main.names["reads"], outputs="gather") for name, main in mains.items()}
     for name in [*CASES][::2]:
@@ -531,7 +529,7 @@ def test_a_module_that_is_reloaded(shared_runtimes: Any, program: Programs) -> N
 
 
 def test_functions_of_a_module_that_is_reloaded(shared_runtimes: Any, program: Programs) -> None:
-    """They are found by module and name, with new code and parameters; an array of their name does not take its place."""
+    """They are found by module and name, with other code and parameters; an array of their name is not taken."""
     source = (
         "import synk\ndef plain(x):\n    return x + 1\n@synk.function(outputs='gather')\ndef f(x):\n    return x - 1\n"
     )

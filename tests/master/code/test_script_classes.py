@@ -157,12 +157,14 @@ def test_a_class_that_a_worker_has_made_comes_as_it_is_there(shared_runtimes: An
     assert [f(X)[0].calls for _ in range(3)] == [1, 2, 3]
 
 
-def test_many_classes_among_the_arguments_of_one_function(shared_runtimes: Any) -> None:
-    f = shared_runtimes[2].function(lambda x, model: x * model.rate(), outputs="gather", bcast_inputs="model")
-    scripts = [script() for _ in range(80)]
-    for rate, each in enumerate([*scripts, scripts[0]], 1):
-        each.settings["rate"] = rate
-        assert f(X, each.Model()).tolist() == [rate, rate]
+def test_a_class_that_was_an_argument_before_many_others(shared_runtimes: Any) -> None:
+    f = shared_runtimes[2].function(lambda x, models: x * models[0].rate(), outputs="gather", bcast_inputs="models")
+    s = script()
+    assert f(X, [s.Model()]).tolist() == [1.0, 1.0]
+    others = [type("Other", (), {"__module__": "__main__", "rate": lambda self: 5})() for _ in range(300)]
+    assert f(X, others).tolist() == [5.0, 5.0]
+    s.settings["rate"] = 2
+    assert f(X, [s.Model()]).tolist() == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("num_workers", WORKERS)

@@ -91,7 +91,7 @@ def total(x):
 
 
 def test_a_package_that_pip_has_installed_is_its_own_on_each_worker(
-    reused: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shared_runtimes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With ``--target``. It is not compared or sent: neither what the program changes there nor what has no pickle."""
     pytest.importorskip("pip")
@@ -107,7 +107,7 @@ def test_a_package_that_pip_has_installed_is_its_own_on_each_worker(
     monkeypatch.syspath_prepend(target)
     library: Any = importlib.import_module(name)
     assert not is_users_module(name)
-    rt, x = reused(2), np.arange(6.0)
+    rt, x = shared_runtimes[2], np.arange(6.0)
     f = rt.function(lambda x: (library.total(x), len(library.calls)), outputs="sum")
     for call in range(1, 4):
         library.calls.append("of the program")
