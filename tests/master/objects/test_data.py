@@ -299,7 +299,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(subtests: pytest.Subte
     cases: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         "dtype": (
             TypeError,
-            "cannot set Data 'd': got dtype float64.*force_cast",
+            "'d': got dtype float64.*force_cast",
             lambda: d.set_value(np.ones((1, 2))),
         ),
         "axes": (ValueError, "'d': got 1 axes, expected 2", lambda: d.set_value(np.ones(2, "f4"))),

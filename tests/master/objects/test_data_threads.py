@@ -55,7 +55,7 @@ def test_a_call_works_on_the_rows_that_it_was_given(subtests: pytest.Subtests, s
             for _ in range(2):  # also where the function knows such rows
                 d.set_shape(OLD.shape)
                 d.set_value(OLD)
-                rows, total = run(d, Hook(lambda d=d: act(d)))
+                rows, total = run(d, Hook(lambda act=act, d=d: act(d)))
                 np.testing.assert_array_equal(rows, OLD)
                 assert total == OLD.sum()
                 if change != "narrow":  # its contents are undefined

@@ -73,7 +73,7 @@ def logs(rt: synk.Runtime, log: synk.Resident) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("kind", [1, 2, "inline", "1+3", "2+2"])
-def test_any_sequence_of_calls_is_that_of_one_object(shared_runtimes: Any, kind: Any) -> None:
+def test_any_sequence_of_calls_is_that_of_one_object(shared_runtimes: Any, kind: Any) -> None:  # noqa: C901
     """Called, passed, submitted, serially, on trial, with rows for some ranks only, and set anew."""
     rng, rt = random.Random(f"{kind}"), shared_runtimes[kind]
     residents, models = [rt.resident(Log(), name=f"log{k}") for k in range(2)], [Log(), Log()]
@@ -142,25 +142,31 @@ def test_several_in_one_tuple_keep_what_they_share(shared_runtimes: Any) -> None
     assert first is second["same"]
 
 
-@on_one_machine_and_two
-def test_it_is_dropped_on_the_workers_with_the_last_that_refers_to_it(shared_runtimes: Any, kind: Any) -> None:
-    """Also where nothing but one repeated call follows."""
-    rt = shared_runtimes[kind]
-    log, rows = rt.resident(Log()), rt.data(np.zeros(2))
+def make_watched(rt: synk.Runtime) -> tuple[synk.Resident, Any]:
+    """Return a log, and a function that changes it and has its rank remember it weakly."""
+    log = rt.resident(Log())
 
     def watch(x: np.ndarray) -> float:
         log.value.add(0.0)
         sys.watched_resident = weakref.ref(log.value)  # type: ignore[attr-defined]
         return 0.0
 
-    step = rt.function(watch, outputs="sum", changes=[log])
+    return log, rt.function(watch, outputs="sum", changes=[log])
+
+
+@on_one_machine_and_two
+def test_it_is_dropped_on_the_workers_with_the_last_that_refers_to_it(shared_runtimes: Any, kind: Any) -> None:
+    """Also where nothing but one repeated call follows."""
+    rt = shared_runtimes[kind]
+    rows = rt.data(np.zeros(2))
     is_alive = rt.function(lambda x: sys.watched_resident() is not None, outputs=None)  # type: ignore[attr-defined]
+    log, step = make_watched(rt)
     step(rows)
     del log
     for _ in range(4):
         gc.collect()
         assert is_alive(rows) == [True, True], "the function still refers to it"
-    del step, watch
+    del step
     gc.collect()
     assert [is_alive(rows) for _ in range(8)][-1] == [False, False]
 
