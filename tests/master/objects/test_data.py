@@ -319,13 +319,3 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(subtests: pytest.Subte
             with pytest.raises(error, match=text):
                 act()
             np.testing.assert_array_equal(d.data, np.ones((3, 2)))
-
-
-def test_an_argument_is_data_still_and_not_converted(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    d = rt.data(np.arange(5.0))
-    f = rt.function(lambda x, w: x * w[0], outputs="gather", bcast_inputs="w")
-    f(d, d)
-    staged = rt.counters["bytes_staged"]
-    np.testing.assert_array_equal(f(d, d), np.zeros(5))
-    assert rt.counters["bytes_staged"] == staged

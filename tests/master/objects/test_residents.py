@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import os
 import pickle
 import random
-import signal
 import sys
 import threading
 import time
@@ -127,21 +125,6 @@ def test_every_rank_has_one_that_all_functions_mean(shared_runtimes: Any, kind: 
         log.get(rt.world_size)
 
 
-def test_several_in_one_tuple_keep_what_they_share(shared_runtimes: Any) -> None:
-    rt, inner = shared_runtimes[2], [0]
-    pair = rt.resident((inner, {"same": inner}))
-
-    @rt.function(outputs=None, changes=pair)
-    def step(x: np.ndarray) -> tuple[int, bool]:
-        first, second = pair.value
-        first.append(len(x))
-        return len(second["same"]), first is second["same"]
-
-    assert step(np.zeros(4)) == [(2, True)] * 2
-    first, second = pair.get(1)
-    assert first is second["same"]
-
-
 def make_watched(rt: synk.Runtime) -> tuple[synk.Resident, Any]:
     """Return a log, and a function that changes it and has its rank remember it weakly."""
     log = rt.resident(Log())
@@ -169,21 +152,6 @@ def test_it_is_dropped_on_the_workers_with_the_last_that_refers_to_it(shared_run
     del step
     gc.collect()
     assert [is_alive(rows) for _ in range(8)][-1] == [False, False]
-
-
-@on_one_machine_and_two
-def test_its_own_dump_and_load(shared_runtimes: Any, kind: Any) -> None:
-    """They are used for the ranks that lag behind, and the object stays the same one."""
-    rt = shared_runtimes[kind]
-
-    def load(log: Log, calls: list[float]) -> None:
-        log.calls, log.total = list(calls), sum(calls)
-        log.loaded = True  # type: ignore[attr-defined]
-
-    log = rt.resident(Log(), dump=lambda log: log.calls, load=load)
-    make_step(rt, log)(np.ones(1))  # rank 1 has no rows
-    assert logs(rt, log) == [[1.0], [1.0]]
-    assert [hasattr(log.get(rank), "loaded") for rank in range(2)] == [False, True]
 
 
 def test_a_module_and_its_optimizer_stay_one_pair(shared_runtimes: Any, tmp_path: Path) -> None:
@@ -383,17 +351,17 @@ STEPS = [
 
 def test_a_step_counts_once_wherever_a_worker_dies(subtests: pytest.Subtests, reused: Reused) -> None:
     """``step_counted`` says whether to repeat it, and is right."""
-    for kind, where, rank in combinations(12, (2, "1+1"), STEPS, (0, 1)):
+    for kind, where, rank, is_submitted in combinations(12, (2, "1+1"), STEPS, (0, 1), (False, True)):
         rt = reused(kind)
         log = rt.resident(Log())
         step = make_step(rt, log)
         step(np.ones(4))
-        with subtests.test(kind=kind, where=where, rank=rank):
+        with subtests.test(kind=kind, where=where, rank=rank, is_submitted=is_submitted):
             arm(rt, failpoint(where, rank))
             for amount in (2.0, 3.0):
                 while True:
                     try:
-                        step(np.full(4, amount))
+                        step.submit(np.full(4, amount)).result() if is_submitted else step(np.full(4, amount))
                         break
                     except WorkerDied as error:
                         if error.step_counted:
@@ -401,29 +369,9 @@ def test_a_step_counts_once_wherever_a_worker_dies(subtests: pytest.Subtests, re
             assert logs(rt, log) == [[4.0, 8.0, 12.0]] * 2
 
 
-@on_one_machine_and_two
-def test_a_submitted_step_says_whether_it_counted(reused: Reused, kind: Any) -> None:
-    rt = reused(kind)
-    log = rt.resident(Log())
-
-    def step(x: np.ndarray) -> None:
-        log.value.add(1.0)
-        if synk.comm.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        while True:
-            pass
-
-    call = rt.function(step, outputs=None, changes=[log]).submit(np.ones(2))
-    with pytest.raises(WorkerDied) as caught:
-        call.result()
-    assert caught.value.step_counted is False
-    assert any("'Log'" in note for note in caught.value.__notes__)
-    assert logs(rt, log)[0] == logs(rt, log)[1]
-
-
-def test_a_worker_that_dies_while_idle_catches_up(reused: Reused) -> None:
+def test_a_worker_that_dies_while_idle_catches_up_and_a_restart_keeps_the_state(reused: Reused) -> None:
     rt = reused(2)
-    log, expected = rt.resident(Log()), [4.0]
+    log, unchanged, expected = rt.resident(Log()), rt.resident([1], name="unchanged"), [4.0]
     step, passed = make_step(rt, log), make_passed_step(rt, log)
     step(np.ones(4))
     for rank in (0, 1):
@@ -432,18 +380,10 @@ def test_a_worker_that_dies_while_idle_catches_up(reused: Reused) -> None:
             again()
             expected.append(6.0)
             assert logs(rt, log) == [expected] * 2
-
-
-@on_one_machine_and_two
-def test_a_restart_keeps_the_state(reused: Reused, kind: Any) -> None:
-    rt = reused(kind)
-    log, unchanged = rt.resident(Log()), rt.resident([1], name="unchanged")
-    step = make_step(rt, log)
-    step(np.ones(4))
     rt.restart()
     assert unchanged.get(1) == [1]
-    step(np.ones(6))
-    assert logs(rt, log) == [[4.0, 6.0]] * 2
+    step(np.ones(2))
+    assert logs(rt, log) == [[*expected, 2.0]] * 2
 
 
 def test_where_no_rank_has_the_state_it_is_lost_and_said_so(reused: Reused, tmp_path: Path) -> None:
@@ -550,6 +490,8 @@ def test_wrong_uses_are_refused_before_anything_is_sent(
     for use in (lambda: passed(x, foreign), foreign.get, lambda: foreign.set(Log()), lambda: other.resident([])):
         with pytest.raises(ClosedError):
             use()
+    with pytest.raises(ReentrancyError):
+        rt.function(lambda x: synk.resident([]))(x)
     assert logs(rt, log) == [[4.0]] * 2
 
 
@@ -560,27 +502,6 @@ def test_an_object_that_does_not_load_leaves_the_runtime_as_it_was(reused: Reuse
         with pytest.raises(ArithmeticError, match="not here"):
             rt.resident(Unloadable())
         assert rt.function(lambda x: x.sum(), outputs="sum")(np.ones(4)) == 4.0
-
-
-def test_none_can_be_made_in_a_function_nor_used_in_a_fork_of_the_program(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    log = rt.resident(Log())
-    step = make_step(rt, log)
-    step(np.ones(4))
-    with pytest.raises(ReentrancyError):
-        rt.function(lambda x: synk.resident([]))(np.ones(2))
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            log.get()
-        except ReentrancyError:
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    step(np.ones(4))
-    assert logs(rt, log) == [[4.0, 4.0]] * 2
 
 
 # ----- files

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from typing import Any
 
 import numpy as np
@@ -113,32 +112,19 @@ def test_a_call_on_shards_equals_numpy_on_all_rows(
         check(result, rows * y[positions][:, None], rows, counts, 2.0)
 
 
-@pytest.mark.parametrize("where", [3, "1+3"])
-def test_shard_batch_picks_among_the_rows_of_each_rank(shared_runtimes: Any, functions: Any, where: Any) -> None:
-    """Other inputs hold one row for each selected one, rank after rank, or a batch that picks as many; as minibatch
-    data they hold the rows of the batch.
-    """
-    rt, rng = shared_runtimes[where], np.random.default_rng(0)
-    f, w, lengths = functions(rt), rt.shared(2.0), [4, 1, 6, 3][: rt.world_size]
-    x = Sharded(rt, lengths)
-    for kind, is_per_rank in itertools.product(KINDS[1:], (False, True)):
-        if (kind, is_per_rank) in (("mask", False), ("count", True)):  # a mask is of one length, and a list no count
-            continue
-        batches = [batch_of(kind, length if is_per_rank else min(lengths), rng) for length in lengths]
-        shard_batch = batches if is_per_rank else batches[0]
-        batches = batches if is_per_rank else [batches[0]] * len(lengths)
-        local = [picked(batch, shard) for batch, shard in zip(batches, x.shards, strict=True)]
-        rows, counts = np.concatenate(local), [len(own) for own in local]
-        check(f.alone(x.variable, shard_batch=shard_batch, num_slices=2), rows * 2, rows, counts, 0.5)
-        y = rng.integers(-3, 4, len(rows) + 2).astype(float)
-        order = rng.permutation(len(y))[: len(rows)]
-        product = rows * y[: len(rows)][:, None]
-        check(f.beside(x.variable, y[: len(rows)], w, shard_batch=shard_batch), product, rows, counts, 2.0)
-        product = rows * y[order][:, None]
-        check(f.beside(x.variable, y, w, shard_batch=shard_batch, batch=order), product, rows, counts, 2.0)
-    rows = x.whole[[5, 0, 2]]
-    result = f.beside(x.variable, rt.data(np.arange(4.0), minibatch=True), w, batch=[5, 0, 2])
-    check(result, rows * np.arange(3.0)[:, None], rows, x.counts(np.array([5, 0, 2])), 2.0)
+def test_shard_batch_and_minibatch_data(shared_runtimes: Any, functions: Any) -> None:
+    """Rows of each rank are picked, and of other inputs as many; or those hold the rows of the batch alone."""
+    rt = shared_runtimes[3]
+    f, w, x = functions(rt), rt.shared(2.0), Sharded(rt, [4, 1, 6])
+    batches = [[3, 0], slice(1), np.array([True, False] * 3)]
+    rows = np.concatenate([picked(batch, shard) for batch, shard in zip(batches, x.shards, strict=True)])
+    y, order = np.arange(8.0), [7, 0, 5, 2, 2, 3]
+    check(f.alone(x.variable, shard_batch=batches, num_slices=2), rows * 2, rows, [2, 1, 3], 0.5)
+    result = f.beside(x.variable, y, w, shard_batch=batches, batch=order)
+    check(result, rows * y[order][:, None], rows, [2, 1, 3], 2.0)
+    chosen = x.whole[[5, 0, 2]]
+    result = f.beside(x.variable, rt.data(y[:4], minibatch=True), w, batch=[5, 0, 2])
+    check(result, chosen * y[:3, None], chosen, [2, 0, 1], 2.0)
 
 
 @pytest.mark.parametrize("where", [3, "inline"])

@@ -22,7 +22,7 @@ from support.rank_arrays import assert_same, assigner, everywhere, from_all_rank
 from support.tables import combinations
 
 import synk
-from synk.errors import ClosedError, NotForkedError, ReentrancyError, SerializationError
+from synk.errors import ClosedError, ReentrancyError, SerializationError
 
 ASSIGN = r"w\.value = \.\.\."
 Pair = namedtuple("Pair", "a b")
@@ -38,77 +38,62 @@ def params() -> dict[str, Any]:
 
 # ----- values that do not fit
 
-UNFIT: list[tuple[Any, Any, str]] = [
-    (np.zeros((3, 2)), TypeError, r"got dtype float64, expected float32.*astype\('float32'\)"),
-    (np.zeros((3, 2), "c8"), TypeError, "complex64"),
-    ([["a", "b"]], TypeError, "<U1"),
-    ([[1j, 0]], TypeError, "complex128"),
-    (np.zeros(3, "f4"), ValueError, "1 axes"),
-    (np.zeros((2, 3), "f4"), ValueError, "only axis 0"),
-    (np.zeros((2, 2), object), TypeError, "object"),
-    (None, (TypeError, ValueError), "'w'"),
-    ([[1.0, 2.0], [3.0]], (TypeError, ValueError), "'w'"),
-    (np.ma.array(np.zeros((1, 2), "f4"), mask=True), TypeError, "MaskedArray.*filled"),
+ZEROS = np.zeros(2)
+UNFIT: list[tuple[Any, Any, Any, str]] = [
+    *(
+        (np.ones((2, 2), "f4"), value, error, words)
+        for value, error, words in (
+            (np.zeros((3, 2)), TypeError, r"got dtype float64, expected float32.*astype\('float32'\)"),
+            (np.zeros((3, 2), "c8"), TypeError, "complex64"),
+            ([["a", "b"]], TypeError, "<U1"),
+            (np.zeros(3, "f4"), ValueError, "1 axes"),
+            (np.zeros((2, 3), "f4"), ValueError, "only axis 0"),
+            (np.zeros((2, 2), object), TypeError, "object"),
+            (None, (TypeError, ValueError), "'w'"),
+            ([[1.0, 2.0], [3.0]], (TypeError, ValueError), "'w'"),
+            (np.ma.array(np.zeros((1, 2), "f4"), mask=True), TypeError, "MaskedArray.*filled"),
+        )
+    ),
+    *((np.zeros(2, "i4"), value, TypeError, "float64") for value in ([1.5, 2.0], [1.0, 2.0])),
+    *(
+        ({"a": np.ones(2), "b": (np.ones(2),)}, value, ValueError, "'w'.*structure")
+        for value in (
+            {"a": ZEROS},
+            {"a": ZEROS, "b": (ZEROS,), "c": 1.0},
+            {"a": ZEROS, "b": [ZEROS]},
+            {"a": ZEROS, "b": ZEROS},
+            (ZEROS, (ZEROS,)),
+            None,
+        )
+    ),
 ]
 
 
 @pytest.mark.parametrize("where", [2, "inline", "1+3"])
 def test_a_value_that_does_not_fit_is_refused(subtests: pytest.Subtests, shared_runtimes: Any, where: Any) -> None:
     rt = shared_runtimes[where]
-    w = rt.shared(np.ones((2, 2), "f4"), name="w")
-    for value, error, words in UNFIT:
-
-        def body(x: np.ndarray) -> float:
-            w.value = value  # noqa: B023
-            return 0.0
-
-        for assign in (
-            lambda: rt.set_value(w, value),  # noqa: B023
+    for number, (held, value, error, words) in enumerate(UNFIT):
+        w = rt.shared(held, name="w")
+        ways: list[Callable[[], Any]] = [
             lambda: setattr(w, "value", value),  # noqa: B023
             lambda: rt.set_value(w, value, rank=0),  # noqa: B023
-            lambda: rt.function(body)(np.ones(2)),
-        ):
-            with subtests.test(words), pytest.raises(error, match=words):
-                assign()
-    assert_same(everywhere(rt, w), [np.ones((2, 2), "f4")] * rt.world_size)
+            lambda: assigner(rt, w, lambda old, x: value)(np.ones(2)),  # noqa: B023
+        ]
+        with subtests.test(number=number):
+            for assign in ways:
+                with pytest.raises(error, match=words):
+                    assign()
+            assert_same(everywhere(rt, w), [held] * rt.world_size)
 
 
-def test_a_value_of_another_structure_is_an_error(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
-    rt, zeros = shared_runtimes[2], np.zeros(2)
-    value = {"a": np.ones(2), "b": (np.ones(2),)}
-    w = rt.shared(value, name="tree")
-    for wrong in (
-        {"a": zeros},
-        {"a": zeros, "b": (zeros,), "c": 1.0},
-        {"a": zeros, "b": [zeros]},
-        {"a": zeros, "b": zeros},
-        (zeros, (zeros,)),
-        zeros,
-        None,
-    ):
-        with subtests.test(str(wrong)):
-            with pytest.raises(ValueError, match=r"'tree'.*structure"):
-                w.value = wrong
-            with pytest.raises(ValueError, match=r"'tree'.*structure"):
-                assigner(rt, w, lambda value, x: wrong)(np.ones(2))  # noqa: B023
-    assert_same(everywhere(rt, w), [value] * 2)
-
-
-@pytest.mark.parametrize("where", [2, "inline", "1+3"])
-def test_python_numbers_fit_by_kind(shared_runtimes: Any, where: Any) -> None:
-    """They have no width: 0.1 fits a float32 variable; but no number loses its fraction."""
-    rt = shared_runtimes[where]
+def test_python_numbers_fit_by_kind(shared_runtimes: Any) -> None:
+    """They have no width: 0.1 fits a float32 variable."""
+    rt = shared_runtimes[2]
     w, n = rt.shared(np.zeros(2, "f4")), rt.shared(np.zeros(2, "i4"))
-    w.value = [0.1, 2]
-    assert_same(everywhere(rt, w), [np.array([0.1, 2], "f4")] * rt.world_size)
-    n.value = [1, 2]
-    assigner(rt, n, lambda value, x: [3, 4])(np.ones(rt.world_size))
-    assert_same(everywhere(rt, n), [np.array([3, 4], "i4")] * rt.world_size)
-    for value in ([1.5, 2.0], [1.0, 2.0]):
-        with pytest.raises(TypeError, match="float64"):
-            n.value = value
-        with pytest.raises(TypeError, match="float64"):
-            assigner(rt, n, lambda old, x: value)(np.ones(rt.world_size))  # noqa: B023
+    w.value, n.value = [0.1, 2], [1, 2]
+    assert_same([w.value, n.value], [np.array([0.1, 2], "f4"), np.array([1, 2], "i4")])
+    assigner(rt, n, lambda value, x: [3, 4])(np.ones(2))
+    assert_same(everywhere(rt, n), [np.array([3, 4], "i4")] * 2)
 
 
 def test_what_cannot_be_shared(shared_runtimes: Any) -> None:
@@ -206,27 +191,6 @@ def test_a_variable_of_another_runtime_or_of_a_closed_one_is_named(shared_runtim
     assert "'stranger'" in repr(w) and "'x'" in repr(x)
 
 
-def test_the_module_level_verbs_use_the_current_runtime() -> None:
-    with pytest.raises((NotForkedError, ClosedError)):
-        synk.shared(1.0)
-    synk.fork(2, backend="numpy")
-    try:
-        w, x = synk.shared(np.zeros(2)), synk.shared(np.arange(5.0), sharded=True)
-        synk.broadcast(w, [1.0, 2.0])
-        synk.scatter(x, np.arange(4.0))
-        assert synk.get_lengths([w, x]) == [[2, 2], [2, 2]]
-        assert synk.get_shapes(x) == [(2,), (2,)]
-        synk.all_reduce(x, "sum")
-        np.testing.assert_array_equal(synk.gather(x), [[2, 4], [2, 4]])
-        np.testing.assert_array_equal(synk.reduce(w, "sum", in_place=False), [2, 4])
-        synk.set_value(w, [5.0], rank=1)
-        np.testing.assert_array_equal(synk.get_value(w, 1), [5])
-        synk.all_gather(x)
-        np.testing.assert_array_equal(synk.get_value(x), [2, 4, 2, 4])
-    finally:
-        synk.close()
-
-
 # ----- changes of what was read
 
 INTO_ARRAYS: list[Callable[[Any], Any]] = [
@@ -236,14 +200,10 @@ INTO_ARRAYS: list[Callable[[Any], Any]] = [
     lambda v: operator.setitem(v[1:], 0, 5),
     lambda v: operator.setitem(v.reshape(3, 1)[0], 0, 5),
     lambda v: operator.setitem(v.T, 0, 5),
-]
-OTHER_WAYS: list[Callable[[Any], Any]] = [
-    lambda v: v.fill(1),
     lambda v: v.sort(),
     lambda v: np.add(v, 1, out=v),
     lambda v: np.copyto(v, 1.0),
     lambda v: operator.setitem(v.flat, 0, 1),
-    lambda v: operator.setitem(np.asarray(v), 0, 1),
     lambda v: np.random.default_rng(0).shuffle(v),
 ]
 INTO_CONTAINERS: list[Callable[[Any], Any]] = [
@@ -266,11 +226,9 @@ def test_what_the_program_read_is_read_only_and_says_to_assign(subtests: pytest.
     w, x, nest = rt.shared(values), rt.shared(values, sharded=True), rt.shared(params())
     for number, change in enumerate(INTO_ARRAYS):
         for variable in (w, x):
-            with subtests.test("array", number=number), pytest.raises(ValueError, match=ASSIGN):
-                change(variable.value)
-    for number, change in enumerate(OTHER_WAYS):
-        with subtests.test("other way", number=number), pytest.raises(ValueError, match=r"read-only|w\.value"):
-            change(w.value)
+            with subtests.test("array", number=number):
+                with pytest.raises(ValueError, match=ASSIGN if number < 6 else r"read-only|w\.value"):
+                    change(variable.value)
     for number, change in enumerate(INTO_CONTAINERS):
         with subtests.test("container", number=number), pytest.raises(TypeError, match=ASSIGN):
             change(nest.value)
@@ -311,37 +269,22 @@ def test_augmented_assignment_assigns(subtests: pytest.Subtests, shared_runtimes
     assert_same(rt.get_value(nest, 1), {"a": np.ones(2), "b": np.full(1, 7.0)})
 
 
-COPIES: list[Callable[[Any], Any]] = [
-    lambda v: v.copy(), lambda v: np.array(v), lambda v: copy.copy(v), lambda v: copy.deepcopy(v), lambda v: v * 1,
-    lambda v: pickle.loads(pickle.dumps(v)), lambda v: v.astype(float), lambda v: v[[0, 1, 2]], lambda v: v[v > -1],
-    lambda v: np.copy(v), lambda v: np.zeros_like(v), lambda v: v.flatten(), lambda v: np.concatenate([v]),
-    lambda v: np.where(v > 0, v, 0), lambda v: np.sqrt(v), lambda v: -v, lambda v: 1 + v, lambda v: np.sort(v),
-    lambda v: v.cumsum(), lambda v: np.add.accumulate(v), lambda v: v @ np.eye(3),
-]  # fmt: skip
-
-
-def test_a_copy_is_an_ordinary_array_and_may_be_changed(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
-    value = np.arange(3.0)
-    w = shared_runtimes[2].shared(value)
-    for number, take in enumerate(COPIES):
-        with subtests.test(number=number):
-            got = take(w.value)
-            np.testing.assert_array_equal(got, take(value))
-            got[0] = 5
-            assert got[0] == 5
-    assert isinstance(w.value, np.ndarray) and not isinstance(w.value.sum(), np.ndarray)
-
-
-def test_what_was_read_works_as_before(shared_runtimes: Any) -> None:
-    torch = pytest.importorskip("torch")
-    rt = shared_runtimes[2]
-    w, scalar, nest = rt.shared(np.arange(3.0)), rt.shared(2.5), rt.shared(params())
-    assert repr(w.value) == "array([0., 1., 2.])" and f"{scalar.value:.1f}" == "2.5" and float(scalar.value) == 2.5
-    assert type(w.value[1]) is np.float64 and type(w.value == 1.0) is np.ndarray
-    assert torch.tensor(w.value).tolist() == [0, 1, 2]
+def test_what_was_read_works_as_an_array_and_copies_may_be_changed(shared_runtimes: Any) -> None:
+    rt, value = shared_runtimes[2], np.arange(3.0)
+    w, nest = rt.shared(value), rt.shared(params())
+    copies: list[Callable[[Any], Any]] = [
+        np.array, copy.copy, copy.deepcopy, lambda v: pickle.loads(pickle.dumps(v)), lambda v: v.astype(float),
+        lambda v: v[[0, 1, 2]], np.zeros_like, lambda v: v * 1, np.sort, lambda v: v.cumsum(), lambda v: v @ np.eye(3),
+    ]  # fmt: skip
+    for take in copies:
+        got = take(w.value)
+        np.testing.assert_array_equal(got, take(value))
+        got[0] = 5
+    assert repr(w.value) == "array([0., 1., 2.])" and f"{rt.shared(2.5).value:.1f}" == "2.5"
+    assert type(w.value[1]) is type(w.value.sum()) is np.float64 and type(w.value == 1.0) is np.ndarray
     f = rt.function(lambda x, v: x * v[1], outputs="gather", bcast_inputs="v")
     for _ in range(2):
-        assert_same(f(w.value, w.value), np.arange(3.0))
+        assert_same(f(w.value, w.value), value)
     for own in (copy.deepcopy(nest.value), pickle.loads(pickle.dumps(nest.value)), rt.get_value(nest)):
         assert type(own) is dict and type(own["layers"]) is list and type(own["layers"][1]) is dict
         own["layers"][0][0][0] = 7
@@ -350,55 +293,29 @@ def test_what_was_read_works_as_before(shared_runtimes: Any) -> None:
     assert json.dumps(rt.shared({"a": [1.5]}).value | {"a": 1}) == '{"a": 1}'
     nest.value = nest.value
     assert_same(rt.get_value(nest, 1), params())
-    assert rt.shared(nest.value).shape == nest.shape
     g = rt.function(lambda x, p: p["layers"][0][0].sum() + x.sum(), outputs="sum", bcast_inputs="p")
     assert g(np.ones(2), nest.value) == 10
 
 
-# ----- in functions
-
-IN_FUNCTIONS: list[Callable[[Any], Any]] = [
-    lambda w: operator.setitem(w.value, "b", np.ones(2)),
-    lambda w: operator.setitem(w.value["layers"], 0, 1),
-    lambda w: w.value["layers"].append(1),
-    lambda w: w.value.pop("b"),
-    lambda w: (operator.setitem(w.value, "b", np.ones(2)), w.value),
-]
-
-
-def test_a_change_of_a_container_in_a_function_is_an_error(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
-    for where, num_slices, number in combinations(15, (2, "inline", "1+3"), (1, 2), range(len(IN_FUNCTIONS))):
-        rt, change = shared_runtimes[where], IN_FUNCTIONS[number]
+def test_a_change_in_place_in_a_function_is_an_error(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
+    """Of a container it is found when the function ends, with any number of slices."""
+    arrays: list[Callable[[Any], Any]] = [
+        lambda w: operator.setitem(w.value["b"], 0, 1),
+        lambda w: (setattr(w, "value", params()), operator.setitem(w.value["b"], 0, 9)),
+    ]
+    for where, num_slices, number in combinations(22, (2, "inline", "1+3"), (1, 2), range(len(INTO_CONTAINERS))):
+        rt, change = shared_runtimes[where], INTO_CONTAINERS[number]
         w = rt.shared(params(), name="model")
-        f = rt.function(lambda x: (change(w), x.sum())[1], outputs="sum")  # noqa: B023
+        f = rt.function(lambda x: (change(w.value), x.sum())[1], outputs="sum")  # noqa: B023
         with subtests.test(where=where, num_slices=num_slices, number=number):
             for _ in range(2):
                 with pytest.raises(ValueError, match=rf"variable 'model' in place.*{ASSIGN}"):
                     f(np.ones(4), num_slices=num_slices)
+            for into in arrays:
+                with pytest.raises(ValueError, match="read-only") as caught:
+                    rt.function(lambda x: into(w), outputs=None)(np.ones(4))  # noqa: B023
+                assert any("shared variables are read-only" in note for note in caught.value.__notes__)
             assert_same(rt.get_value(w), params())
-
-
-@pytest.mark.parametrize("where", [2, "inline", "1+3"])
-def test_arrays_are_read_only_in_functions_and_the_error_says_what_to_do(shared_runtimes: Any, where: Any) -> None:
-    rt = shared_runtimes[where]
-    w = rt.shared(np.zeros(2))
-
-    def in_place(x: np.ndarray, kind: str) -> float:
-        if kind == "item":
-            w.value[0] = 1
-        elif kind == "augmented":
-            w.value += 1
-        else:
-            w.value = w.value + 1
-            w.value[0] = 9
-        return 0.0
-
-    f = rt.function(in_place, bcast_inputs="kind")
-    for kind in ("item", "augmented", "pending"):
-        with pytest.raises(ValueError, match="read-only") as caught:
-            f(np.ones(2), kind)
-        assert any("shared variables are read-only" in note for note in caught.value.__notes__)
-    assert_same(everywhere(rt, w), [np.zeros(2)] * rt.world_size)
 
 
 def test_what_a_function_read_and_changed_it_may_assign(shared_runtimes: Any) -> None:

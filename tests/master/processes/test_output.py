@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 import threading
 from pathlib import Path
@@ -115,25 +114,6 @@ def handler() -> Any:
     logging.getLogger("synk").addHandler(handler)
     yield handler
     logging.getLogger("synk").removeHandler(handler)
-
-
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, ValueError, BaseException])
-def test_what_a_signal_handler_raises_in_a_warning_comes_out(
-    handler: Any, kind: type[BaseException], capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Of a log handler it would be ended there."""
-
-    def late(signum: int, frame: Any) -> None:
-        raise kind
-
-    handler.emit = lambda record: signal.raise_signal(signal.SIGUSR1)
-    before = signal.signal(signal.SIGUSR1, late)
-    try:
-        with pytest.raises(kind):
-            report("a warning of %d words", 4)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert "a warning of" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("kind", [OSError, SystemExit])

@@ -235,47 +235,6 @@ def test_a_runtime_that_is_closed_meanwhile_leaves_a_trace(
     check_form(path, 1)
 
 
-class Struck(Exception):
-    """What the handler of a signal raises."""
-
-
-def test_a_signal_at_any_line_leaves_no_trace_open(rt: Any) -> None:
-    """All lines but the first: a handler that raises before a context manager can do anything is beyond it."""
-    f = rt.function(lambda x: x.sum(), outputs="sum", name="struck")
-
-    def strike(signum: int, frame: Any) -> None:
-        raise Struck
-
-    def strike_at(code: types.CodeType, line: int) -> Any:
-        def at_line(frame: Any, event: str, argument: Any) -> Any:
-            if frame.f_code is code and event == "line" and frame.f_lineno == line:
-                sys.settrace(None)
-                signal.raise_signal(signal.SIGALRM)
-            return at_line if frame.f_code is code else None
-
-        return at_line
-
-    before, handler, num_struck = sys.gettrace(), signal.signal(signal.SIGALRM, strike), 0
-    try:
-        for name, compare in itertools.product(("__enter__", "__exit__"), (False, True)):
-            code = getattr(trace, name).__code__
-            for line in sorted({line for *_, line in code.co_lines() if line and line > code.co_firstlineno})[1:]:
-                sys.settrace(strike_at(code, line))
-                try:
-                    with trace(compare=compare):
-                        f(np.ones(2))
-                except Struck:
-                    num_struck += 1
-                finally:
-                    sys.settrace(before)
-                with trace() as t:  # refused while another one is open
-                    f(np.ones(2))
-                assert {row[2] for row in t.rows()} >= {"struck"}
-    finally:
-        signal.signal(signal.SIGALRM, handler)
-    assert num_struck > 8
-
-
 def test_one_trace_at_a_time(rt: Any) -> None:
     with trace(), pytest.raises(RuntimeError, match="being traced already"), trace():
         pass
