@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import operator
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.beside import beside
 from support.gates import Gate
 from support.tables import combinations
 
@@ -101,30 +100,6 @@ def test_submitted_calls_keep_their_rows_and_writers_wait_for_them(
                 kept = [rt.data(np.full((6, 2), -2.0)) for _ in range(3)]  # takes memory that was given back
             assert [call.result() for call in pending] == [OLD.sum()] * 3
             assert [each.sum() for each in kept] == [-24.0] * 3
-
-
-@contextmanager
-def beside(*actions: Callable[[], Any]) -> Iterator[None]:
-    """Repeat each action in a thread of its own while the body runs; raise what it raises."""
-    is_over, failures = threading.Event(), []
-
-    def repeat(action: Callable[[], Any]) -> None:
-        try:
-            while not is_over.is_set():
-                action()
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=repeat, args=(action,)) for action in actions]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        for thread in threads:
-            thread.join()
-    assert not failures
 
 
 def test_no_call_sees_a_mixture_while_another_thread_replaces_the_rows(shared_runtimes: Any) -> None:

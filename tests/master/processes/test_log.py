@@ -6,7 +6,6 @@ This file is of a mechanism, and goes with it.
 from __future__ import annotations
 
 import random
-import threading
 from typing import Any
 
 from synk._master.processes.log import Known, Log, Packed
@@ -116,23 +115,5 @@ def test_a_message_that_is_not_answered_keeps_what_it_brought() -> None:
     model.drop(1)
     model.log.fold()
     model.answer(is_received=False)
-    model.settle()
-    assert model.held == [model.values]
-
-
-def test_entries_of_several_threads_are_all_read() -> None:
-    model = Model(1)
-
-    def write(first: int) -> None:
-        for number in range(first, first + 1000):
-            model.set(number, number)
-
-    threads = [threading.Thread(target=write, args=(10_000 * k,)) for k in range(4)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        model.send(0)
-        while model.in_flight:
-            model.answer()
     model.settle()
     assert model.held == [model.values]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import threading
 import time
 from typing import Any
 
 import numpy as np
 import pytest
+from support.beside import beside
 
 import synk
 from synk._master.state.ledger import Record
@@ -176,33 +176,19 @@ def test_other_threads_may_read_and_reset_it_at_any_moment(shared_runtimes: Any)
     f = rt.function(lambda x: x.sum(), outputs="sum", name="read meanwhile")
     f(np.ones(4))
     rt.profile.reset()
-    is_over, failures = threading.Event(), []
-
-    def repeat(act: Any) -> None:
-        try:
-            while not is_over.is_set():
-                act()
-        except BaseException as error:
-            failures.append(error)
 
     def read() -> None:
         _, calls, nbytes = totals(rt, "read meanwhile").get(("x", "staged"), ("", 0, 0))
         assert nbytes == 32 * calls
         assert all(each.in_nbytes == 16 * each.calls for each in rt.profile.ranks if each.function == "read meanwhile")
 
-    def run(act: Any) -> None:
-        is_over.clear()
-        thread = threading.Thread(target=repeat, args=(act,))
-        thread.start()
+    with beside(read):
         for _ in range(300):
             f(np.ones(4))
-        is_over.set()
-        thread.join()
-        assert not failures
-
-    run(read)
     assert totals(rt, "read meanwhile")["x", "staged"] == ("to workers", 300, 300 * 32)
-    run(rt.profile.reset)
+    with beside(rt.profile.reset):
+        for _ in range(300):
+            f(np.ones(4))
     rt.profile.reset()
     f(np.ones(4))
     assert totals(rt, "read meanwhile")["x", "staged"] == ("to workers", 1, 32)
