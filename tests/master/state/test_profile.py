@@ -56,10 +56,10 @@ def test_calls_of_other_sizes_add_up(shared_runtimes: Any) -> None:
     """Of arrays, of the rows of a batch of Data, of captured arrays that change, of objects and of tables."""
     rt, sizes = shared_runtimes[3], [10, 20, 10, 30, 30, 20]
     f = rt.function(lambda x: x, outputs="gather", name="other shapes")
-    for size in sizes:
-        f(np.ones(size))
+    for width, size in itertools.product((1, 3), sizes):
+        f(np.ones((size, width)))
     found = totals(rt, "other shapes")
-    assert found["x", "staged"][1:] == found["outputs", "output"][1:] == (6, 8 * sum(sizes))
+    assert found["x", "staged"][1:] == found["outputs", "output"][1:] == (12, 4 * 8 * sum(sizes))
     some, x = rt.function(lambda x: x, outputs="gather", name="some rows"), rt.data(np.ones((9, 100)))
     for batch in (np.array([0, 4, 8]), slice(0, 6), None):
         some(x, batch=batch)
