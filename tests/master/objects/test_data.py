@@ -6,6 +6,7 @@ The oracle is the same expression with an array.
 from __future__ import annotations
 
 import operator
+import os
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -296,12 +297,15 @@ def test_any_sequence_of_changes_is_that_of_an_array(shared_runtimes: Any, where
         assert num_rows == len(model)
 
 
-def test_memory_of_what_is_dropped_is_used_again(shared_runtimes: Any) -> None:
+def test_memory_of_what_is_dropped_is_given_back(shared_runtimes: Any) -> None:
+    """Here and on the workers."""
     rt = shared_runtimes[2]
-    before = len(harness.mapped_memfds())
+    total, processes = rt.function(lambda x: x[-1], outputs="max"), [os.getpid(), *harness.pids(rt)]
+    before = [len(harness.mapped_memfds(pid)) for pid in processes]
     for k in range(60):
-        assert rt.data(np.full(1 << 19, float(k)))[-1] == k
-    assert len(harness.mapped_memfds()) < before + 20
+        assert total(rt.data(np.full(1 << 19, float(k)))) == k
+    for pid, count in zip(processes, before):
+        assert len(harness.mapped_memfds(pid)) < count + 20
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
