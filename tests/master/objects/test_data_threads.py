@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,13 @@ def test_memory_is_not_reclaimed_under_a_call_that_another_thread_submits(shared
     """Whether a call is in flight is asked when no other thread can submit one any more."""
     rt = shared_runtimes[2]
     total = rt.function(lambda x: x.sum(), outputs="sum")
-    with beside(lambda: rt.data(np.full(500, -1.0))):  # reclaims what was dropped, and takes it
+
+    def take() -> None:
+        """Reclaim what was dropped and take it, and leave the runtime to the other thread for a moment."""
+        rt.data(np.full(500, -1.0))
+        time.sleep(0.001)
+
+    with beside(take):
         for k in range(100):
             d = rt.data(np.full(500, float(k)))
             pending = total.submit(d)

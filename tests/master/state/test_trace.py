@@ -163,17 +163,6 @@ def test_waits_in_communication_are_told(rt: Any, tmp_path: Path) -> None:
     assert t.skew()["uneven"] > 1  # of their work: both were in the function for as long
 
 
-def test_compare_counts_what_was_unchanged(rt: Any) -> None:
-    f = rt.function(lambda x, y: (x * y).sum(), outputs="sum", name="with two")
-    x, y = np.ones(20_000), np.ones(20_000)
-    with trace(compare=True):
-        for k in range(8):
-            y[0] = k
-            f(x, y)
-    found = {each.argument: each.num_unchanged for each in rt.profile.transfers if each.function == "with two"}
-    assert found["x"] == 6 and found["y"] == 0
-
-
 # ----- the file
 
 PHASES = {"M", "X", "i", "C", "s", "f"}
