@@ -5,7 +5,6 @@ The oracle is the same training without an end, and for other numbers of workers
 
 from __future__ import annotations
 
-import math
 import os
 import pickle
 import random
@@ -283,65 +282,6 @@ def test_state_dicts_are_copies_and_hold_what_the_program_has_changed(shared_run
         assert (optimizer.param_groups[0]["lr"], model.scale, rep.num_steps) == (0.125, 2.0, state["num_steps"])
         assert [float(run(*rows)) for rows in DATA[1:6]] == expected
     assert differences(state["objects"], kept["objects"]) == []
-
-
-class Config:
-    def __init__(self, width: int) -> None:
-        self.width = width
-        self.names = ["a"]
-
-
-class Odd(torch.nn.Module):
-    """Attributes of many kinds, of which the last one is no data."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(5, 2).double()
-        self.config = Config(3)
-        self.array, self.half = np.arange(3.0), np.float16(0.5)
-        self.dtype, self.shape = torch.bfloat16, torch.Size([2, 3])
-        self.nested = {"synk": 1, (1, "b"): [None, {2.5}, b"x", 1j, math.inf]}
-        self.parts = [self.linear, self.linear.weight]
-        self.torch_rng, self.rng = torch.Generator().manual_seed(1), random.Random(2)
-        self.activation, self.range = torch.tanh, range(3)
-
-    def forward(self, x: Any) -> Any:
-        self.config.width += 1
-        self.config.names.append("b")
-        self.array = self.array * 2 + 1
-        return self.activation(self.linear(x)) + torch.rand(1, generator=self.torch_rng) + self.rng.random()
-
-
-def test_attributes_of_many_kinds_and_what_is_no_data(shared_runtimes: Any, reused: Any, tmp_path: Path) -> None:
-    def make() -> tuple[Any, ...]:
-        torch.manual_seed(1)
-        model = Odd()
-        return model, torch.optim.SGD(model.parameters(), lr=0.1), {"epoch": 0}
-
-    def body(model: Any, optimizer: Any, counts: Any, x: Any, y: Any) -> Any:
-        counts["epoch"] += 1
-        return plain_step(model, optimizer, x, y)
-
-    rep = synk.torch.replicate(*(objects := make()), runtime=shared_runtimes[2])
-    run = rep.function(body)
-    run(*DATA[0])
-    with pytest.warns(UserWarning, match=r"Odd\['attributes'\]\[0\]\['range'\]: neither data nor code") as caught:
-        rep.save(tmp_path / "run.pt")
-    assert [each.filename for each in caught if "neither data" in str(each.message)] == [__file__]
-    expected = [float(run(*rows)) for rows in DATA[1:5]]
-    model, optimizer, counts = make()
-    config, first = model.config, model.config.names
-    again = synk.torch.replicate(model, optimizer, counts, runtime=reused(2))
-    again.load(tmp_path / "run.pt")
-    assert model.config is config and config.names is first  # the program's own objects have the new contents
-    assert (config.width, first, counts["epoch"]) == (4, ["a", "b"], 1)
-    assert (model.half, model.half.dtype, model.dtype, model.shape) == (0.5, np.float16, torch.bfloat16, (2, 3))
-    assert model.nested == Odd().nested
-    assert model.parts[0] is model.linear and model.parts[1] is model.linear.weight
-    assert [float(again.function(body)(*rows)) for rows in DATA[1:5]] == expected
-    for each in (rep, again):
-        each.pull()
-    assert np.array_equal(model.array, objects[0].array)
 
 
 # ----- faults

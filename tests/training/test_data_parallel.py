@@ -83,19 +83,6 @@ def by_its_own_loss(model: Any) -> list[float]:
     return losses
 
 
-def generator_learns_with_its_judge_frozen(made: Any, judge: Any) -> list[float]:
-    """Gradients flow through both."""
-    judge.requires_grad_(False)
-    optimizer, losses = torch.optim.Adam(made.parameters(), 0.01), []
-    for x, _ in batches(5):
-        optimizer.zero_grad()
-        loss = F.softplus(-judge(made(x))).mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
-
-
 def like_any_module(way: str, optimizer: str) -> Callable[[Any], list[float]]:
     """Return the training that ``replicate`` is tested with."""
 
@@ -151,7 +138,6 @@ PROGRAMS: dict[str, tuple[Callable[[], Any], Callable[..., list[float]]]] = {
     "pairs of rows": (mlp, over_pairs_of_rows),
     "frozen": (mlp, frozen_since_an_earlier_pass),
     "its own loss": (WithLoss, by_its_own_loss),
-    "a frozen judge": (lambda: generator_and_judge()[:2], generator_learns_with_its_judge_frozen),
     "two of them": (lambda: generator_and_judge()[:2], two_modules),
     "a closure": (mlp, by_lbfgs),
 } | {
@@ -322,11 +308,10 @@ class Scaled(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = torch.nn.Linear(5, 8)
-        self.scale = torch.ones(8, dtype=torch.float64)
-        self.options = {"shift": [1.0], "array": np.zeros(8)}
+        self.scale, self.options = torch.ones(8, dtype=torch.float64), {"shift": [1.0]}
 
     def forward(self, x: Any) -> Any:
-        return self.linear(x) * self.scale + self.options["shift"][0] + torch.from_numpy(self.options["array"])
+        return self.linear(x) * self.scale + self.options["shift"][0]
 
 
 class Tripled(torch.nn.Linear):
@@ -338,8 +323,6 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "nothing": lambda model: None,
     "weights": lambda model: torch.nn.init.ones_(model[1].weight),
     "weights by data": lambda model: model[1].weight.data.sub_(0.1),
-    "other memory": lambda model: setattr(model[1].bias, "data", torch.ones(2, dtype=torch.float64)),
-    "a vector": lambda model: torch.nn.utils.vector_to_parameters(torch.ones(66).double(), model.parameters()),
     "loaded": lambda model: model.load_state_dict({key: value + 1 for key, value in model.state_dict().items()}),
     "assigned": lambda model: model.load_state_dict(copy.deepcopy(model.module).state_dict(), assign=True),
     "another parameter": lambda model: setattr(model[1], "weight", torch.nn.Parameter(torch.ones(2, 8).double())),
@@ -350,10 +333,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a hook": lambda model: model[1].register_forward_hook(lambda module, args, out: out + 1),
     "a tensor": lambda model: model[0].scale.mul_(3),
     "a tensor by data": lambda model: model[0].scale.data.mul_(3),
-    "a tensor by NumPy": lambda model: model[0].scale.numpy().fill(5.0),
-    "an array": lambda model: model[0].options["array"].fill(4.0),
     "a list": lambda model: model[0].options["shift"].__setitem__(0, 2.0),
-    "a dict": lambda model: model[0].options.update(shift=[7.0]),
     "a mode": lambda model: model[2].eval(),
 }
 

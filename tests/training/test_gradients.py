@@ -173,22 +173,6 @@ def test_derivatives_are_those_of_the_joined_problem(subtests: Any, shared_runti
             assert all(on_each(shared_runtimes[where], body))
 
 
-def test_torch_checks_the_gradients_by_differences(subtests: Any, shared_runtimes: Any) -> None:
-    """A function of what all ranks bring, which lies on rank 0 alone; the others have zeros, and keep step."""
-    for name in ("all_reduce avg", "reduce_scatter avg by sizes", "all_to_all"):
-
-        def body(rank: int, size: int, case: Case = CASES[name]) -> bool:
-            def value(everything: torch.Tensor) -> torch.Tensor:
-                y = case.call(t.broadcast(everything)[rank], rank, size)
-                return t.reduce(loss_of(y, rank), "sum")
-
-            everything = torch.stack([brought(case, each, size).detach() for each in range(size)]).requires_grad_()
-            return torch.autograd.gradcheck(value, [everything]) and torch.autograd.gradgradcheck(value, [everything])
-
-        with subtests.test(collective=name):
-            assert all(on_each(shared_runtimes[2], body))
-
-
 def test_a_third_derivative_of_what_only_the_root_has(shared_runtimes: Any) -> None:
     """The ranks whose share is nothing have to come to every pass."""
 

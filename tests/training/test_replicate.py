@@ -174,47 +174,6 @@ def test_scaled_gradients_of_half_precision(subtests: Any, shared_runtimes: Any)
             assert all(state[2]["scale"] == plain[2].get_scale() for state in rank_states(rep))
 
 
-def test_overlapping_reductions_begin_before_the_backward_pass_ends(shared_runtimes: Any) -> None:
-    """By the order of events on each rank: nothing waits while there is something to compute."""
-    model = mlp(1, torch.nn.Tanh(), torch.nn.Linear(8, 8), torch.nn.Tanh())
-    rep = synk.torch.replicate(model, overlap=True, bucket_mb=1e-5, runtime=shared_runtimes[2])
-
-    class Noted:
-        def __init__(self, request: Any, events: list[str]) -> None:
-            self.request, self.events = request, events
-
-        def test(self) -> bool:
-            return False
-
-        def wait(self) -> Any:
-            self.events.append("end")
-            return self.request.wait()
-
-    def run(model: Any, x: Any, y: Any) -> str:
-        events: list[str] = []
-        cls = type(synk.comm)
-        original = cls.iall_reduce
-
-        def noted(comm: Any, *args: Any, **options: Any) -> Any:
-            events.append("start")
-            return Noted(original(comm, *args, **options), events)
-
-        handle = model[0].weight.register_hook(lambda grad: events.append("last"))
-        cls.iall_reduce = noted  # type: ignore[method-assign]
-        try:
-            F.mse_loss(model(x), y).backward()
-        finally:
-            cls.iall_reduce = original  # type: ignore[method-assign]
-            handle.remove()
-        return " ".join(events)
-
-    for text in rep.function(run, outputs=None)(*batches(1)[0]):
-        before, _, behind = text.partition("last")
-        num_buckets = text.count("start")
-        assert num_buckets >= 4 and before.count("start") >= num_buckets - 2  # but those of the first layer itself
-        assert "end" not in before and behind.split()[-num_buckets:] == ["end"] * num_buckets
-
-
 # ----- gradients that are kept back
 
 
