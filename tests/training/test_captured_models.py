@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -103,47 +102,33 @@ def by_data_parallel(model: Any, runtime: Any) -> Callable[[], float]:
     return lambda: parallel(X).mean().item()
 
 
-def script() -> SimpleNamespace:
-    """Return the class of a model and of a part of it, whose methods read ``settings``."""
+@pytest.mark.parametrize("way", [by_replicate, by_data_parallel])
+def test_a_pass_runs_the_methods_of_now(subtests: Any, reused: Any, shared_runtimes: Any, way: Any) -> None:
+    """Of the class of a part, with what they read; also on a worker that was started again."""
     settings = {"scale": 1.0}
 
     class Part(torch.nn.Module):
-        def forward(self, x: Any) -> Any:
-            return x * settings["scale"]
-
-    class Model(torch.nn.Module):
         offset = 0.0
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.part = Part()
-            self.weight = torch.nn.Parameter(torch.ones(2))
-
         def forward(self, x: Any) -> Any:
-            return self.part(x * self.weight) + self.offset
+            return x * settings["scale"] + self.offset
 
-    return SimpleNamespace(settings=settings, Part=Part, Model=Model)
-
-
-@pytest.mark.parametrize("way", [by_replicate, by_data_parallel])
-def test_a_pass_runs_the_methods_of_now(subtests: Any, reused: Any, shared_runtimes: Any, way: Any) -> None:
-    """Also on a worker that was started again."""
     for runtime in (reused(2), shared_runtimes["inline"]):
         with subtests.test(workers=runtime.world_size):
-            s = script()
-            model = s.Model()
-            run, own = way(model, runtime), s.Part.forward
-            for scale in (1.0, 2.0):
-                s.settings["scale"] = scale
-                assert run() == model(X).mean().item() == scale
-            s.Model.offset = 10.0
-            assert run() == 12.0
+            layer = torch.nn.Linear(2, 2)
+            torch.nn.init.ones_(layer.weight)
+            torch.nn.init.zeros_(layer.bias)
+            run, own = way(torch.nn.Sequential(layer, Part()), runtime), Part.forward
+            for settings["scale"] in (1.0, 2.0):
+                assert run() == 2 * settings["scale"]
+            Part.offset = 10.0
+            assert run() == 14.0
             if runtime.world_size == 2:
                 kill_and_wait(pids(runtime)[1])
-            s.Part.forward = lambda self, x, s=s: x * 0 + s.settings["scale"] + 5
-            assert run() == 17.0
-            s.Part.forward = own
-            assert run() == 12.0
+            Part.forward = lambda self, x: x * 0 + settings["scale"] + 5
+            assert run() == 7.0
+            Part.forward, Part.offset = own, 0.0
+            assert run() == 4.0
 
 
 # ----- memory that several tensors share

@@ -33,33 +33,20 @@ NUM_LABELS, VOCABULARY, LENGTH = 3, 40, 12
 
 def bert() -> Any:
     torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    dropouts = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # the workers draw other numbers
     config = transformers.BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=16,
-        num_labels=NUM_LABELS,
-        hidden_dropout_prob=0.0,  # the workers would draw other numbers
-        attention_probs_dropout_prob=0.0,
+        **sizes, **dropouts, intermediate_size=32, max_position_embeddings=16, num_labels=NUM_LABELS
     )
     return transformers.BertForSequenceClassification(config)
 
 
 def gpt2() -> Any:
     torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=16,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     )
-    return transformers.GPT2LMHeadModel(config)
 
 
 def texts(num_rows: int = 26) -> list[dict[str, Any]]:

@@ -92,13 +92,6 @@ def test_it_is_kept_between_calls_and_functions_and_runtimes_have_each_their_own
     assert calls[1]()[0] == [6.0] * 3
 
 
-def test_inline_it_has_one_rank(runtime: Any) -> None:
-    rt = runtime(None, inline=True)
-    assert each(rt, summed)() == [[1.0] * 3]
-    rt.close()
-    assert not dist.is_initialized()
-
-
 # ----- against one process
 
 

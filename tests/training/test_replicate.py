@@ -34,6 +34,7 @@ from trainings import (
     plain_step,
     rank_states,
     state_of,
+    with_lbfgs,
 )
 
 import synk
@@ -98,13 +99,6 @@ def test_steps_are_those_of_plain_torch(subtests: Any, shared_runtimes: Any) -> 
             compare(shared_runtimes[workers], build, step, batches(6, sizes), plain=plain, bound=1e-9, **options)
 
 
-def with_lbfgs(search: str | None) -> tuple[Any, Any]:
-    model = torch.nn.Linear(5, 2).double()
-    torch.nn.init.constant_(model.weight, 0.1)
-    torch.nn.init.zeros_(model.bias)
-    return model, torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=5, line_search_fn=search)
-
-
 def with_groups() -> tuple[Any, Any]:
     """Two groups, and a hook of the optimizer."""
     model = mlp()
@@ -118,7 +112,7 @@ def test_other_optimizers_and_the_default_output(subtests: Any, shared_runtimes:
     """Several of them, closures, groups, and steps that are checked before the first one."""
     cases: list[tuple[str, Any, Any, Any, float]] = [
         ("a generator and a discriminator", generator_and_judge, adversarial_step, SIZES, 1e-11),
-        ("lbfgs", lambda: with_lbfgs(None), closure_step, (9, 7), 1e-7),
+        ("lbfgs", with_lbfgs, closure_step, (9, 7), 1e-7),
         ("lbfgs with a line search", lambda: with_lbfgs("strong_wolfe"), closure_step, (9, 7), 1e-7),
         ("groups", with_groups, plain_step, SIZES, 1e-11),
     ]

@@ -163,31 +163,13 @@ def test_the_check_leaves_no_trace(shared_runtimes: Any) -> None:
 
 
 def test_other_bodies(shared_runtimes: Any) -> None:
-    """By gradients alone, with several passes and closures, by torch.func, in evaluation, with a named op."""
+    """By gradients alone, by torch.func, in evaluation, with a named op."""
     rt = shared_runtimes[2]
 
     def silent(loss: Loss) -> Any:
         return synk.torch.replicate(model_of(), runtime=rt).function(
             lambda model, x, y: loss(model, x, y).backward(), name="silent"
         )
-
-    def two_optimizers(loss: Loss) -> Any:
-        def step(one: Any, other: Any, first: Any, second: Any, x: Any, y: Any) -> Any:
-            first.zero_grad()
-            MEAN(one, x, y).backward()
-            first.step()
-
-            def closure() -> Any:
-                second.zero_grad()
-                value = loss(other, x, one(x).detach())  # of what the first step has made
-                value.backward()
-                return value
-
-            return second.step(closure)
-
-        one, other = model_of(), model_of()
-        first, second = torch.optim.SGD(one.parameters(), 0.5), torch.optim.LBFGS(other.parameters(), max_iter=3)
-        return synk.torch.replicate(one, other, first, second, runtime=rt).function(step)
 
     def by_func(average: Callable[[Any], Any]) -> Any:
         def step(model: Any, x: Any, y: Any) -> Any:
@@ -202,7 +184,7 @@ def test_other_bodies(shared_runtimes: Any) -> None:
     rep = synk.torch.replicate(model_of(), runtime=rt)
     talking = lambda model, x, y: synk.comm.all_reduce(SUM(model, x, y).detach(), "sum")  # noqa: E731
     right = (
-        silent(MEAN), two_optimizers(MEAN), by_func(lambda gradient: synk.comm.all_reduce(gradient, "avg")),
+        silent(MEAN), by_func(lambda gradient: synk.comm.all_reduce(gradient, "avg")),
         rep.function(MEAN, trains=False), rep.function(talking, trains=False),
         replicated(rt, model_of()).function(clipped_step(SUM), outputs="avg"),
     )  # fmt: skip
@@ -210,7 +192,6 @@ def test_other_bodies(shared_runtimes: Any) -> None:
         assert told(lambda step=step: step(X, Y)) == []  # type: ignore[misc]
     wrong = {
         "it differs from that on one worker, in its gradients": (silent(SUM), by_func(lambda gradient: gradient)),
-        "no mean over rows": (two_optimizers(SUM),),
         'Use outputs="sum".': (rep.function(SUM, trains=False),),
     }
     for text, steps in wrong.items():

@@ -74,8 +74,10 @@ def run(rt: synk.Runtime, where: str = "", action: str = "", rank: int = 1) -> t
 @pytest.mark.parametrize("action", EXPECTED)
 def test_a_fault_anywhere_changes_no_bit(subtests: Any, reused: Callable[..., Any], action: str) -> None:
     """Of spectral norms, batch norms, buffers, tensors, numbers, lists and generators, beside parameters and rates."""
-    rt = reused(2)
+    rt, plain = reused(2), build()
     expected, clean = run(rt)
+    assert differences([float(disturbed_step(*plain, x, y)) for x, y in batches(5, (8, 6))], expected, 1e-9) == []
+    assert differences(state_of(plain), clean, 1e-9) == []
     # What is inside of an optimizer's step is not interrupted: a worker that hangs there would be killed.
     places = [place for place in (*BEFORE, *BEHIND) if (place, action) != ("inside", "hang")]
     for number, where in enumerate(places[::2] if action == "hang" else places):
@@ -85,13 +87,6 @@ def test_a_fault_anywhere_changes_no_bit(subtests: Any, reused: Callable[..., An
                 loss for loss in losses if loss is not None
             ]
             assert differences(clean, state) == []
-
-
-def test_steps_that_are_repeated_are_those_of_plain_torch(reused: Callable[..., Any]) -> None:
-    losses, state = run(reused(2), "forward", "raise")
-    plain = build()
-    expected = [float(disturbed_step(*plain, x, y)) for x, y in batches(5, (8, 6))]
-    assert differences(expected, losses, 1e-9) == [] and differences(state_of(plain), state, 1e-9) == []
 
 
 def two_optimizers(first: Any, second: Any, opt_first: Any, opt_second: Any, x: Any, y: Any, fault: str) -> Any:

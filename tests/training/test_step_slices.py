@@ -13,15 +13,17 @@ from trainings import (
     LOSSES,
     MODELS,
     PLAIN_SUMS,
-    F,
+    adversarial_step,
     batches,
     body,
     closure_step,
     differences,
+    generator_and_judge,
     mlp,
     plain_step,
     rank_states,
     state_of,
+    with_lbfgs,
 )
 
 import synk
@@ -37,32 +39,12 @@ def with_adam(model: Any) -> tuple[Any, ...]:
     return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 
 
-def two_optimizers(one: Any, other: Any, first: Any, second: Any, x: Any, y: Any) -> Any:
-    """Two backward passes, the second with what the first step has changed."""
-    loss = plain_step(one, first, x, y)
-    second.zero_grad()
-    later = F.mse_loss(other(x) + one(x).detach(), y)
-    later.backward()
-    second.step()
-    return loss + later
-
-
-def of_two() -> tuple[Any, ...]:
-    one, other = mlp(1), mlp(2)
-    return one, other, torch.optim.Adam(one.parameters(), lr=0.01), torch.optim.Adam(other.parameters(), lr=0.01)
-
-
-def of_closure() -> tuple[Any, Any]:
-    model = mlp()
-    return model, torch.optim.LBFGS(model.parameters(), max_iter=3)
-
-
 def test_a_step_in_slices_is_the_step(subtests: Any, shared_runtimes: Any) -> None:
     """In as many slices as were asked for: 3, of rows that do not divide evenly, or of one row."""
     shared = MODELS["shared, frozen, unused and rarely used parameters"]
     cases: list[tuple[str, Any, Any, Any]] = [
-        ("two optimizers", of_two, two_optimizers, two_optimizers),
-        ("a closure", of_closure, closure_step, closure_step),
+        ("a generator and a discriminator", generator_and_judge, adversarial_step, adversarial_step),
+        ("a closure", with_lbfgs, closure_step, closure_step),
     ]
     for loss, way in (("mean", "clipped"), ("mean", "accumulated"), ("mean over some", "plain"), ("sum", "two passes")):
         build = lambda loss=loss: with_adam((mlp if loss == "sum" else shared)().double())  # noqa: E731
@@ -112,38 +94,3 @@ def test_a_step_that_does_not_fit_is_taken_in_slices(runtime: Callable[..., Any]
     assert differences(expected, found, 1e-9) == []
     states = rank_states(rep)
     assert differences(*states) == [] and differences(state_of(serial), states[0], 1e-8) == []
-
-
-def test_what_slices_cannot_do_is_refused_and_put_back(subtests: Any, shared_runtimes: Any) -> None:
-    model = mlp()
-    rep = synk.torch.replicate(model, runtime=shared_runtimes[2])
-
-    def uneven(model: Any, x: Any, y: Any) -> Any:
-        loss = F.mse_loss(model(x), y)
-        for _ in range(1 + int(bool((x[:, 0] == 7.0).any()))):
-            loss.backward(retain_graph=True)
-        return loss
-
-    def keeping(model: Any, x: Any, y: Any) -> Any:
-        with rep.no_sync():
-            loss = F.mse_loss(model(x), y)
-            loss.backward()
-        return loss
-
-    cases: dict[str, Callable[..., Any]] = {
-        "more backward passes on some rows than on others": uneven,
-        "cannot communicate in 'talking'": lambda model, x, y: (
-            F.mse_loss(model(x), y) + float(synk.comm.all_reduce(1.0))
-        ),
-        r"it ends with gradients that no_sync\(\) keeps back": keeping,
-    }
-    (x, y), *_ = batches(1)
-    x = torch.cat([x[:-1], torch.full((1, 5), 7.0, dtype=torch.float64)])
-    before = rank_states(rep)
-    for text, wrong in cases.items():
-        with subtests.test(text=text), pytest.raises(ValueError, match=text):
-            rep.function(wrong, on_oom="slices", name="talking")(x, y, num_slices=2)
-        assert differences(before, rank_states(rep)) == [] and rep.num_steps == 0
-    synced = synk.torch.replicate(mlp(), runtime=shared_runtimes[2], sync_batchnorm=True)
-    with pytest.raises(ValueError, match="got on_oom='slices' and replicate"):
-        synced.function(plain_step, on_oom="slices")
