@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 import types
@@ -284,6 +285,36 @@ def test_a_death_between_calls_makes_it_anew(shared_runtimes: Any) -> None:
     assert differences(expected, sharded.train(0, 2), 1e-12) == []
     kill_and_wait(pids(rt)[1])
     assert differences(expected, sharded.train(0, 2), 1e-12) == []  # made anew, from the start
+
+
+def watched() -> None:
+    """Have this rank note when it aborts the group, and when it cuts a connection."""
+    synk.torch.process_group()
+    events = dist.synk_events = []
+    abort, shutdown = dist.distributed_c10d._abort_process_group, socket.socket.shutdown
+
+    def noted_abort(*args: Any) -> None:
+        events.append("abort")
+        abort(*args)
+
+    def noted_shutdown(self: socket.socket, how: int) -> None:
+        events.append("cut")
+        shutdown(self, how)
+
+    dist.distributed_c10d._abort_process_group, socket.socket.shutdown = noted_abort, noted_shutdown
+
+
+@pytest.mark.parametrize("action", ["raise", "kill"])
+def test_a_group_is_aborted_before_its_connections_are_cut(runtime: Any, action: str) -> None:
+    """Threads of NCCL would report the broken connections and end the process. Gloo, which runs here, does not mind."""
+    rt = runtime(3, backend="numpy")
+    each(rt, watched)()
+    with pytest.raises((ArithmeticError, synk.errors.WorkerDied)):
+        each(rt, lambda: [summed(), summed(action)])()  # all are in the group when it happens
+    events = each(rt, lambda: " ".join(getattr(dist, "synk_events", ["new"])))()
+    assert events.count("new") == (action == "kill")
+    assert all(found == "new" or found.startswith("abort") for found in events), events
+    assert each(rt, summed)()[0] == [6.0] * 3
 
 
 # ----- ports and refusals

@@ -150,10 +150,13 @@ def accumulate(model: Any, x: Any, y: Any, fault: str) -> Any:
 
 
 def without_grad(model: Any, x: Any, y: Any, fault: str) -> Any:
-    """An interrupt can come between the lines of torch's own ``__exit__``."""
-    if fault and synk.comm.rank == 1:
+    """An interrupt can come between the lines of torch's own ``__exit__``, or while parameters are frozen."""
+    if fault:
         torch.set_grad_enabled(False)
-        act(fault)
+        model.eval().requires_grad_(False)
+        if synk.comm.rank == 1:
+            act(fault)
+        synk.comm.barrier()
     model.zero_grad()
     loss = F.mse_loss(model(x), y)
     loss.backward()
