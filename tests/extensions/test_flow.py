@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 import pickle
@@ -282,55 +281,45 @@ READ_ONLY: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore:you are shuffling")
-@pytest.mark.parametrize("how", [*REFUSED, *READ_ONLY])
-def test_writes_are_refused(how: str) -> None:
-    x = np.array([3.0, np.nan, 1.0])
-    before = x.copy()
-    text = "read-only"
-    if how in REFUSED:
-        text = "cannot write into an array of a flow: got .*, expected operations with results of their own. Write x ="
-    with pytest.raises(TypeError if how in REFUSED else ValueError, match=text):
-        flow((REFUSED | READ_ONLY)[how])(x)
-    np.testing.assert_array_equal(x, before)
+def test_writes_are_refused(subtests: pytest.Subtests) -> None:
+    expected = "cannot write into an array of a flow: got .*, expected operations with results of their own. Write x ="
+    for how, write in {**REFUSED, **READ_ONLY}.items():
+        x = np.array([3.0, np.nan, 1.0])
+        error, text = (TypeError, expected) if how in REFUSED else (ValueError, "read-only")
+        with subtests.test(how=how):
+            with pytest.raises(error, match=text):
+                flow(write)(x)
+            np.testing.assert_array_equal(x, [3.0, np.nan, 1.0])
 
 
-def test_random_numbers_in_an_operation_are_refused() -> None:
-    rng = np.random.default_rng(0)
-    step = flow(lambda x: x + flow.call(rng.random, 3))
-    with pytest.raises(TypeError, match=r"cannot record random\(\) in a flow: got a function that draws random"):
-        step(np.zeros(3))
-
-
-def test_messages_outside_of_a_flow_are_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"cannot send: got a call outside of a flow, .* Elsewhere use synk.comm"):
-        flow.send(np.zeros(2), 1)
-    with pytest.raises(RuntimeError, match="cannot receive: got a call outside of a flow"):
-        flow.recv(1)
-    with pytest.raises(ValueError, match="cannot send in a flow: got tag=-1, expected an int from 0 on"):
-        flow(lambda x: flow.send(x, 0, -1))(np.zeros(1))
-    with pytest.raises(ValueError, match="cannot recv in a flow: got peer='a', expected an int from 0 on"):
-        flow(lambda x: flow.recv("a", like=x))(np.zeros(1))
-    with pytest.raises(RuntimeError, match=r"cannot send to 1: got it in a function that the flow 'step' calls itself"):
-
-        @flow
-        def step(x: Any) -> Any:
-            return flow.call(lambda y: flow.send(y, 1), x)
-
-        step(np.zeros(1))
-
-
-def test_an_array_that_a_failed_step_did_not_compute_says_so() -> None:
+def test_what_else_is_refused(subtests: pytest.Subtests) -> None:
     kept: list[Any] = []
 
-    @flow
-    def step(x: Any) -> Any:
+    def fails(x: Any) -> None:
         kept.append(x + 1)
         raise LookupError("not today")
 
+    def sends_in_a_call(x: Any) -> Any:
+        return flow.call(lambda y: flow.send(y, 1), x)
+
     with pytest.raises(LookupError, match="not today"):
-        step(np.zeros(1))
-    with pytest.raises(RuntimeError, match="cannot use 'add' of the flow 'step': got an array that was never computed"):
-        float(kept[0])
+        flow(fails)(np.zeros(1))
+    random = np.random.default_rng(0).random
+    cases: list[tuple[Callable[[Any], Any], str]] = [
+        (
+            flow(lambda x: x + flow.call(random, 3)),
+            r"cannot record random\(\) in a flow: got a function that draws random",
+        ),
+        (lambda x: flow.send(x, 1), r"cannot send: got a call outside of a flow, .* Elsewhere use synk.comm"),
+        (lambda x: flow.recv(1), "cannot receive: got a call outside of a flow"),
+        (flow(lambda x: flow.send(x, 0, -1)), "cannot send in a flow: got tag=-1, expected an int from 0 on"),
+        (flow(lambda x: flow.recv("a", like=x)), "cannot recv in a flow: got peer='a', expected an int from 0 on"),
+        (flow(sends_in_a_call), r"cannot send to 1: got it in a function that the flow 'sends_in_a_call' calls itself"),
+        (lambda x: float(kept[0]), "cannot use 'add' of the flow 'fails': got an array that was never computed"),
+    ]
+    for call, text in cases:
+        with subtests.test(text=text), pytest.raises((RuntimeError, TypeError, ValueError), match=text):
+            call(np.zeros(3))
 
 
 def test_arrays_that_outlive_their_step_are_plain_numpy() -> None:
@@ -419,6 +408,6 @@ def test_a_step_that_is_ended_leaves_nothing(reused: Any, how: str) -> None:
 
     f = rt.function(lambda x, ends: step(x, ends), bcast_inputs="ends", outputs="gather")
     for _ in range(2):
-        with pytest.raises(WorkerDied if how == "death" else KeyboardInterrupt), contextlib.ExitStack():
+        with pytest.raises(WorkerDied if how == "death" else KeyboardInterrupt):
             f(np.arange(4.0), True)
         assert f(np.arange(4.0), False).tolist() == [3, 4, 1, 2]

@@ -5,11 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import joblib
-import numpy as np
 from support.harness import PACKAGE_FOLDER
-
-import synk
 
 ORDERS = {
     "joblib first": "import joblib, synk",
@@ -86,14 +82,3 @@ def test_the_backend_is_known_in_any_order_of_imports() -> None:
         [sys.executable, "-c", PROGRAM], cwd=PACKAGE_FOLDER, capture_output=True, text=True, check=True
     )
     assert (done.stdout, done.stderr) == ("", "")
-
-
-def test_a_worker_knows_the_backend() -> None:
-    """There it has one job, as for tasks that have tasks of their own."""
-
-    def powers(x: np.ndarray) -> np.ndarray:
-        with joblib.parallel_config(backend="synk"):
-            return np.array(joblib.Parallel()(joblib.delayed(pow)(int(n), 2) for n in x))
-
-    with synk.fork(2, backend="numpy"):
-        assert synk.function(powers, outputs="gather")(np.arange(4)).tolist() == [0, 1, 4, 9]

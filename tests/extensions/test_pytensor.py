@@ -169,20 +169,6 @@ def test_constants_in_place_operations_and_messages_to_oneself(shared_runtimes: 
         assert receipts == [True, True]
 
 
-def test_a_reply_is_waited_for_after_the_question(shared_runtimes: Any) -> None:
-    def program(rank: int) -> Any:
-        pytensor, pt, send, recv, mode = tools()
-        other = 1 - rank
-        if rank == 0:
-            question = send(recv((2,), "float64", other, 2) + 1, other, 0)
-            outputs = [recv((2,), "float64", other, 1) * 2, question]
-        else:
-            outputs = [send(pt.constant([5.0, 7.0]), other, 2), send(recv((2,), "float64", other, 0) * 10, other, 1)]
-        return pytensor.function([], outputs, mode=mode)()
-
-    assert on_ranks(shared_runtimes[2], program)[0][0].tolist() == [120.0, 160.0]
-
-
 def test_a_compiled_function_travels(shared_runtimes: Any) -> None:
     pytensor, pt, send, recv, mode = tools()
     x = pt.vector("x", dtype="float64")
