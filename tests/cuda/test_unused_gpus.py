@@ -45,11 +45,21 @@ def training(rt: synk.Runtime) -> None:
 CASES = [(machine, framework) for machine in MACHINES] + [("no CuPy", use) for use in (submitted, tensors, training)]
 
 
-@pytest.mark.parametrize(("machine", "use"), CASES)
 def test_who_computes_with_torch_is_told_why_on_the_cpu(
-    monkeypatch: pytest.MonkeyPatch, machine: str, use: Callable[[synk.Runtime], None]
+    subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    snapshot, environ, expected = MACHINES[machine]
+    for machine, use in CASES:
+        with subtests.test(machine=machine, use=use.__name__), monkeypatch.context() as patch:
+            check_what_is_told(patch, *MACHINES[machine], use)
+
+
+def check_what_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+    snapshot: NvmlSnapshot,
+    environ: dict[str, str],
+    expected: str,
+    use: Callable[[synk.Runtime], None],
+) -> None:
     monkeypatch.setattr(_nvml, "read_snapshot", lambda: snapshot)
     monkeypatch.setattr(_placement, "has_cupy", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
