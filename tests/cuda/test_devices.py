@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import os
 import subprocess
 import sys
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import fake_gpus
 
 import synk
 from synk.cuda import _nvml, _report
@@ -87,19 +86,15 @@ SLOTS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 VISIBLE: list[tuple[NvmlSnapshot, str | None, dict[str, str], list[str]]] = [
     (H200_SERVER, None, {}, uuids(*range(8))),
     (H200_SERVER, "", {}, []),
-    (H200_SERVER, "-1", {}, []),
     (H200_SERVER, "NoDevFiles", {}, []),
     (H200_SERVER, "1,0", {}, uuids(1, 0)),
-    (H200_SERVER, " 3 , 2 ", {}, uuids(3, 2)),
-    (H200_SERVER, "0,1,", {}, uuids(0, 1)),
+    (H200_SERVER, " 3 , 2 ,", {}, uuids(3, 2)),
     (H200_SERVER, "0,2,-1,1", {}, uuids(0, 2)),  # the example of the CUDA programming guide
     (H200_SERVER, H200_UUIDS[4], {}, uuids(4)),
     (H200_SERVER, "GPU-77d0,GPU-0b7d83f1", {}, uuids(4, 1)),
     (H200_SERVER, "GPU-5e1f9,3", {}, uuids(2, 3)),
     # The fastest comes first, or the first slot if the user says so. What CUDA does not list is not visible.
     (WORKSTATION, None, {}, [RTX_4090.uuid, GT_1030.uuid]),
-    (WORKSTATION, "0", {}, [RTX_4090.uuid]),
-    (WORKSTATION, "1", {}, [GT_1030.uuid]),
     (WORKSTATION, "0", {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, [RTX_4090.uuid]),
     (WORKSTATION, "0", SLOTS, [GT_1030.uuid]),
     (WORKSTATION, None, SLOTS, [GT_1030.uuid, RTX_4090.uuid]),
@@ -200,98 +195,43 @@ def test_cpus_near_the_device() -> None:
 # ----- asking NVML
 
 
-class FakeNvml(types.ModuleType):
-    """``pynvml`` that replays a snapshot, with its errors; ``failing`` maps a function's name to what it raises."""
-
-    def __init__(self, snapshot: NvmlSnapshot, **failing: str) -> None:
-        super().__init__("pynvml")
-        self.calls: list[str] = []
-        self.NVMLError = type("NVMLError", (Exception,), {})
-        for name in ("LibraryNotFound", "DriverNotLoaded", "NotSupported", "NotFound", "NoPermission", "Unknown"):
-            setattr(self, f"NVMLError_{name}", type(f"NVMLError_{name}", (self.NVMLError,), {}))
-        major, minor = snapshot.cuda_version
-        answers: dict[str, Callable[..., Any]] = {
-            "nvmlInit": lambda: None,
-            "nvmlShutdown": lambda: None,
-            "nvmlSystemGetDriverVersion": lambda: snapshot.driver_version,
-            "nvmlSystemGetCudaDriverVersion_v2": lambda: major * 1000 + minor * 10,
-            "nvmlDeviceGetCount": lambda: len(snapshot.gpus),
-            "nvmlDeviceGetHandleByIndex": lambda index: snapshot.gpus[index],
-            "nvmlDeviceGetUUID": lambda device: device.uuid,
-            "nvmlDeviceGetName": lambda device: device.name,
-            "nvmlDeviceGetMemoryInfo": lambda device: types.SimpleNamespace(total=device.memory_nbytes),
-            "nvmlDeviceGetPciInfo": lambda gpu: types.SimpleNamespace(busId=gpu.pci_bus_id),
-            "nvmlDeviceGetCpuAffinity": self.cpu_affinity,
-            "nvmlDeviceGetMigMode": self.mig_mode,
-            "nvmlDeviceGetMaxMigDeviceCount": lambda gpu: 7,
-            "nvmlDeviceGetMigDeviceHandleByIndex": self.mig_handle,
-        }
-        for name, answer in answers.items():
-            setattr(self, name, self.recorded(name, answer, failing.get(name)))
-
-    def recorded(self, name: str, answer: Callable[..., Any], error: str | None) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            self.calls.append(name)
-            if error:
-                raise getattr(self, f"NVMLError_{error}")(name)
-            return answer(*arguments)
-
-        return call
-
-    def cpu_affinity(self, gpu: Gpu, num_words: int) -> Any:
-        words = [sum(1 << cpu % 64 for cpu in gpu.cpu_affinity if cpu // 64 == place) for place in range(num_words)]
-        return (ctypes.c_ulonglong * num_words)(*words)
-
-    def mig_mode(self, gpu: Gpu) -> list[int]:
-        if "A100" not in gpu.name:
-            raise self.NVMLError_NotSupported
-        return [int(gpu.is_mig_enabled), int(gpu.is_mig_enabled)]
-
-    def mig_handle(self, gpu: Gpu, index: int) -> MigInstance:
-        place = index - 2  # the first two numbers are free, as after instances were deleted
-        if not 0 <= place < len(gpu.mig_instances):
-            raise self.NVMLError_NotFound
-        return gpu.mig_instances[place]
-
-
 def test_the_snapshot_is_what_nvml_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """No answer is no GPU; what a model does not support stays empty; GPUs of other jobs are left out."""
-
-    def read(snapshot: NvmlSnapshot = H200_SERVER, **failing: str) -> NvmlSnapshot:
-        nvml = FakeNvml(snapshot, **failing)
-        monkeypatch.setitem(sys.modules, "pynvml", nvml)
-        found = read_snapshot()
-        assert nvml.calls[0] == "nvmlInit" and ("nvmlInit" in failing or nvml.calls[-1] == "nvmlShutdown")
-        return found
-
-    monkeypatch.setattr(os, "sysconf", lambda name: 96)
-    for snapshot in SNAPSHOTS:
-        assert read(snapshot) == dataclasses.replace(snapshot, cuda_order=())
-    for function, error, problem in (
-        ("nvmlInit", "LibraryNotFound", NO_DRIVER),
-        ("nvmlInit", "DriverNotLoaded", NO_DRIVER),
-        ("nvmlInit", "Unknown", "NVML does not answer: nvmlInit"),
-        ("nvmlDeviceGetUUID", "Unknown", "NVML does not answer: nvmlDeviceGetUUID"),
+    monkeypatch.setenv("SYNK_FAKE_GPUS", "2")
+    pynvml: Any = types.ModuleType("pynvml")
+    exec((fake_gpus.FAKES.parent / "fake_nvml" / "pynvml.py").read_text(), vars(pynvml))
+    monkeypatch.setitem(sys.modules, "pynvml", pynvml)
+    assert read_snapshot() == fake_gpus.snapshot(2)
+    words = [0b11, 1 << 63]  # of 64 CPUs each
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCpuAffinity", lambda gpu, num_words: words)
+    assert read_snapshot().gpus[0].cpu_affinity == {0, 1, 127}
+    for function, error, expected in (
+        ("nvmlDeviceGetMemoryInfo", pynvml.NVMLError, 0),
+        ("nvmlDeviceGetHandleByIndex", pynvml.NVMLError_NoPermission, ()),
+        ("nvmlDeviceGetUUID", pynvml.NVMLError, "NVML does not answer: no"),
+        ("nvmlInit", pynvml.NVMLError, "NVML does not answer: no"),
+        ("nvmlInit", pynvml.NVMLError_LibraryNotFound, NO_DRIVER),
+        ("nvmlInit", pynvml.NVMLError_DriverNotLoaded, NO_DRIVER),
     ):
-        snapshot = read(**{function: error})
-        assert snapshot == NvmlSnapshot(problem=problem)
-        assert visible_devices(snapshot, {"CUDA_VISIBLE_DEVICES": "0"}) == ()
-    gpu = read(nvmlDeviceGetMemoryInfo="NotSupported", nvmlDeviceGetCpuAffinity="NotSupported").gpus[0]
-    assert gpu.memory_nbytes == 0 and gpu.cpu_affinity == frozenset()
-    assert "memory shared with the CPU" in describe(visible_devices(NvmlSnapshot((gpu,)), {})[0])
-    assert read(nvmlDeviceGetHandleByIndex="NoPermission").gpus == ()
+        with monkeypatch.context() as patch:
+            patch.setattr(pynvml, function, lambda *args, error=error: raises(error("no")))
+            found = read_snapshot()
+        assert expected in (found.problem, found.gpus, found.gpus[0].memory_nbytes if found.gpus else None)
     monkeypatch.setitem(sys.modules, "pynvml", None)
     for has_driver, problem in ((True, NO_PACKAGE), (False, NO_DRIVER)):
         monkeypatch.setattr(os.path, "exists", lambda path, answer=has_driver: answer)
         assert read_snapshot() == NvmlSnapshot(problem=problem)
 
 
+def raises(error: Exception) -> None:
+    raise error
+
+
 def test_this_machine_answers_and_importing_asks_nothing() -> None:
     snapshot = discover()
     assert bool(snapshot.gpus) or bool(snapshot.problem) or bool(snapshot.driver_version)
     program = (
-        "import sys\n"
-        "import synk.cuda._devices\n"
+        "import sys, synk.cuda._devices\n"
         "print(sorted({'pynvml', 'cupy', 'cuda', 'numba'} & {name.partition('.')[0] for name in sys.modules}))\n"
     )
     environ = {"PYTHONPATH": str(Path(_nvml.__file__).parents[2]), "PATH": os.environ["PATH"]}
@@ -322,7 +262,7 @@ def test_cudas_order_is_asked_where_models_differ(tmp_path: Path, monkeypatch: p
     library = str(tmp_path / "libcuda.so.1")
     command = [os.environ.get("CC", "cc"), "-shared", "-fPIC", "-o", library, str(tmp_path / "cuda.c")]
     subprocess.run(command, check=True)
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(WORKSTATION))
+    monkeypatch.setattr(_nvml, "read_snapshot", lambda: NO_ORDER)
     environ = {"LD_LIBRARY_PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "1"}
     assert discover(environ).cuda_order == (RTX_4090.uuid, GT_1030.uuid)
     assert environ["CUDA_VISIBLE_DEVICES"] == "1"
@@ -332,7 +272,7 @@ def test_cudas_order_is_asked_where_models_differ(tmp_path: Path, monkeypatch: p
     for program in ("raise SystemExit(1)", "import signal; signal.pause()"):
         monkeypatch.setattr(_nvml, "_CUDA_ORDER_PROGRAM", program)
         assert _nvml.query_cuda_order({}) == ()
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(H200_SERVER))
+    monkeypatch.setattr(_nvml, "read_snapshot", lambda: H200_SERVER)
     monkeypatch.setattr(_nvml, "query_cuda_order", lambda environ: pytest.fail("asked where models agree"))
     discover({})
 
