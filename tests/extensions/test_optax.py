@@ -134,28 +134,6 @@ def test_clipping_acts_on_the_averaged_gradient(shared_runtimes: Any) -> None:
     np.testing.assert_allclose(train.params.value["w"], -0.5)
 
 
-def test_values_beside_the_loss_are_combined_by_ops_of_their_own(shared_runtimes: Any) -> None:
-    def with_aux(params: Any, x: Any, y: Any) -> Any:
-        error = predict(params, x) - y
-        return jnp.mean(error**2), {"worst": jnp.max(jnp.abs(error)), "error": error}
-
-    rt, tx = shared_runtimes[2], from_optax(optax.sgd(0.05))
-    gradient = jax.jit(jax.value_and_grad(with_aux, has_aux=True))
-    ops = {"worst": "max", "error": "gather"}
-    train = make_train_function(gradient, start("float32"), tx, has_aux=True, aux_outputs=ops, runtime=rt)
-    (expected, of_whole), _ = gradient(start("float32"), *batch(0, "float32"))
-    value, aux = train(*batch(0, "float32"))
-    np.testing.assert_allclose(value, expected, rtol=2e-5)
-    assert aux.keys() == of_whole.keys()
-    for name in aux:
-        np.testing.assert_allclose(aux[name], of_whole[name], rtol=0, atol=2e-5)
-    with pytest.raises(ValueError, match="got aux_outputs='max' with num_slices=2"):
-        make_train_function(gradient, start("float32"), tx, has_aux=True, aux_outputs="max", num_slices=2, runtime=rt)
-    without = make_train_function(GRADIENT, start("float32"), tx, has_aux=True, runtime=rt)
-    with pytest.raises(TypeError, match="because of has_aux=True"):
-        without(*batch(0, "float32"))
-
-
 def test_a_run_goes_on_from_a_file_and_in_a_plain_loop(shared_runtimes: Any, tmp_path: Path) -> None:
     """Bit for bit from the file. The state is optax's own."""
     rt, tx = shared_runtimes[2], OPTIMIZERS["every third"]()

@@ -85,6 +85,7 @@ def test_outputs_givens_and_names(runtimes: Any) -> None:
 
 
 def test_values_go_to_the_parent_and_back(runtimes: Any) -> None:
+    """One output may be selected beside an update over all ranks."""
     x, w = pt.matrix("x"), pytensor.shared(np.zeros(3), name="w")
     f = function([x], updates={w: w + 1}, runtime=runtimes[2])
     g = function([x], (x @ w, "gather"), runtime=runtimes[2])
@@ -97,6 +98,11 @@ def test_values_go_to_the_parent_and_back(runtimes: Any) -> None:
     w.set_value(np.full(3, 7.0))
     g.sync_from_parent()
     np.testing.assert_allclose(g(X), X.sum(1) * 7, rtol=1e-12)
+    h = function([x], [pt.mean(x), (pt.max(x), "max")], updates=[(w, x.mean(0), "all")], runtime=runtimes[2])
+    for subset in (1, [1], np.int64(1)):
+        assert h(X, output_subset=subset) == [X.max()]
+    h.sync_to_parent()
+    np.testing.assert_allclose(w.get_value(), X.mean(0), rtol=1e-7)
 
 
 def test_each_rank_draws_numbers_of_its_own() -> None:
@@ -124,12 +130,3 @@ def test_what_is_refused(runtimes: Any) -> None:
         function([], updates=[(w, w + 1, "all")], runtime=runtimes[2])
     with pytest.raises(ValueError, match="op"):
         function([x], (x.sum(), "average"), runtime=runtimes[2])
-
-
-def test_one_output_is_selected_beside_an_update_over_all_ranks(runtimes: Any) -> None:
-    x, w = pt.vector("x", dtype="float64"), pytensor.shared(np.array(0.0), name="w")
-    f = function([x], [pt.mean(x), (pt.max(x), "max")], updates=[(w, pt.mean(x), "all")], runtime=runtimes[2])
-    for subset in (1, [1], np.int64(1)):
-        assert f(np.arange(4.0), output_subset=subset) == [3.0]
-    f.sync_to_parent()
-    assert w.get_value() == 1.5

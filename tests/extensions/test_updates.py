@@ -125,42 +125,32 @@ def check_cupy_arrays() -> None:
             np.testing.assert_allclose(leaf.get(), expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("max_norm", [0.5, 100.0, math.inf])
-@pytest.mark.parametrize("values", [[3.0, -4.0], [0.0, 0.0], [math.inf, 1.0], [math.nan, 1.0]], ids=str)
-def test_clipping_is_that_of_torch(values: list[float], max_norm: float) -> None:
-    tensors = [torch.zeros(2), torch.zeros(0)]
-    tensors[0].grad, tensors[1].grad = torch.tensor(values), torch.zeros(0)
-    with np.errstate(invalid="ignore"):
-        clipped, norm = updates.clip_by_global_norm({"w": np.array(values, "f4"), "no": np.zeros(0, "f4")}, max_norm)
-    expected = torch.nn.utils.clip_grad_norm_(tensors, max_norm)
-    np.testing.assert_allclose(norm, expected.numpy(), rtol=1e-6)
-    np.testing.assert_allclose(clipped["w"], tensors[0].grad.numpy(), rtol=1e-5)
-    assert {leaf.dtype for leaf in clipped.values()} == {np.dtype("f4")}
+def test_clipping_is_that_of_torch(subtests: pytest.Subtests) -> None:
+    for values in ([3.0, -4.0], [0.0, 0.0], [math.inf, 1.0], [math.nan, 1.0]):
+        for max_norm in (0.5, 100.0, math.inf):
+            with subtests.test(values=values, max_norm=max_norm), np.errstate(invalid="ignore"):
+                tensor = torch.zeros(2)
+                tensor.grad = torch.tensor(values)
+                (clipped, _), norm = updates.clip_by_global_norm([np.array(values, "f4"), np.zeros(0, "f4")], max_norm)
+                expected = torch.nn.utils.clip_grad_norm_([tensor], max_norm)
+                np.testing.assert_allclose(norm, expected.numpy(), rtol=1e-6)
+                np.testing.assert_allclose(clipped, tensor.grad.numpy(), rtol=1e-5)
+                assert clipped.dtype == "f4"
 
 
 def test_what_cannot_be_is_named(subtests: pytest.Subtests) -> None:
     params, adam = {"w": np.ones((2, 3), "float32")}, updates.adam()
     state = adam.init(params)
     refused: list[tuple[Callable[[], Any], str]] = [
-        (lambda: updates.sgd(-1), "got learning_rate=-1, expected a finite number"),
         (lambda: updates.momentum(momentum=1.0), "cannot make momentum: got momentum=1.0, expected"),
-        (lambda: updates.adam(betas=(0.9, 1.0)), r"got betas\[1\]=1.0"),
-        (lambda: updates.adamw(eps=None), "got eps=None"),  # type: ignore[arg-type]
-        (
-            lambda: adam.init({"w": [np.arange(3)]}),
-            r"cannot initialise adam: got params\['w'\]\[0\] of .* floating-point",
-        ),
-        (lambda: adam.step(params, {}, state), "got grads of structure .*expected that of the parameters"),
+        (lambda: adam.init({"w": [np.arange(3)]}), r"cannot initialise adam: got params\['w'\]\[0\] of .* floating-"),
         (lambda: adam.step(params, {"w": np.ones(3)}, state), r"got grads\['w'\] of shape \(3,\), expected"),
         (lambda: adam.step(params, {"w": np.ones((2, 3))}, state), "of dtype float64 for a parameter of dtype float32"),
-        (lambda: adam.step(params, params, updates.sgd().init(params)), r"got a state with entries \['step'\]"),
         (
             lambda: updates.sgd(lambda step: -1.0).step(params, params, {"step": 0}),
             "a learning rate of -1.0 from the s",
         ),
         (lambda: updates.clip_by_global_norm([np.ones(2)], 0), "cannot clip gradients: got a maximal norm of 0"),
-        (lambda: updates.flatten({"b": 1.0}), r"cannot flatten tree\['b'\]: got type float, expected an array"),
-        (lambda: updates.flatten([np.ones(3)])[1]([np.ones(4)]), "cannot unflatten buffers: got shapes"),
     ]
     for call, text in refused:
         with subtests.test(text=text), pytest.raises((TypeError, ValueError), match=text):
