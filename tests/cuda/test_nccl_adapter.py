@@ -17,7 +17,7 @@ from nccl_cases import COMPLEXES, FLOATS, NUMPY_REDUCTIONS, SUPPORTED, random_ar
 from nccl_fakes import Stub, as_buffer, run_ranks
 
 from synk.communicators import Buffer, Communicator
-from synk.cuda._nccl import NcclCommunicator, pack_scalar, split_count
+from synk.cuda._nccl import NcclCommunicator, pack_scalar
 from synk.cuda._nccl_bindings import Binding
 from synk.cuda._nccl_library import NcclError
 from synk.errors import ClosedError, UnsupportedError
@@ -131,17 +131,13 @@ def test_groups_streams_nan_and_empty_buffers(binding: Binding, stub: Stub) -> N
 
 def test_counts_beyond_31_bits_arrive_whole(binding: Binding, stub: Stub) -> None:
     stub.set("is_computing", 0)  # no memory is touched: only the arguments matter
-    counts = [2**30, 2**31 + 5, 2**32 + 7]
+    count = 2**32 + 7
 
     def body(communicator: NcclCommunicator) -> None:
-        for count in counts:
-            communicator.all_reduce(Buffer(1 << 44, count, "float32"), Buffer(1 << 44, count, "float32"), "sum")
+        communicator.all_reduce(Buffer(1 << 44, count, "float32"), Buffer(1 << 44, count, "float32"), "sum")
 
     run_ranks(binding, 2, body)
-    found = [call.count for call in stub.calls("all_reduce")]
-    assert (sum(found), max(found)) == (2 * sum(counts), 2**30)
-    assert split_count(2**32 + 7, 2**30) == [*((i << 30, 1 << 30) for i in range(4)), (2**32, 7)]
-    assert split_count(0, 4) == []
+    assert sorted(call.count for call in stub.calls("all_reduce")) == [7, 7, *[2**30] * 8]
 
 
 # ----- weights
@@ -331,17 +327,10 @@ def test_an_error_inside_a_group_aborts_what_was_issued(binding: Binding, stub: 
             reduce_alone(communicator)
             raise ZeroDivisionError
         assert communicator.poll() == "error"
+        for _ in range(2):
+            communicator.close()
+        with pytest.raises(ClosedError, match="cannot broadcast 1 int8: the communicator is closed"):
+            communicator.broadcast(Buffer(64, 1, "int8"), 0)
 
     run_ranks(binding, 2, body)
-    assert len(stub.calls("abort")) == 2
-
-
-def test_close_twice_and_use_after(binding: Binding, stub: Stub) -> None:
-    communicator = join(binding)
-    communicator.close()
-    communicator.close()
-    communicator.abort()
-    assert len(stub.calls("destroy")) == 1 and not stub.calls("abort")
-    with pytest.raises(ClosedError, match="cannot broadcast 1 int8: the communicator is closed"):
-        communicator.broadcast(Buffer(64, 1, "int8"), 0)
-    assert communicator.poll() == "error"
+    assert len(stub.calls("abort")) == 2 and not stub.calls("destroy")
