@@ -1,4 +1,4 @@
-"""joblib knows the backend whichever of the two is imported first, and how; without joblib nothing is imported."""
+"""joblib knows the backend whichever of the two is imported first, and how; synk alone imports nothing of it."""
 
 from __future__ import annotations
 
@@ -45,15 +45,6 @@ def check(order):
     assert type(backend).__module__ == "synk.extensions.joblib", backend
     joblib.parallel_config(backend="threading").unregister()
 
-def without():
-    sys.modules["joblib"] = None
-    import synk
-    try:
-        import joblib
-    except ImportError:
-        pass
-    assert not any(name.startswith("synk.extensions") for name in sys.modules)
-
 def nothing_else():
     import synk
     assert "joblib" not in sys.modules and "synk.extensions" not in sys.modules
@@ -61,7 +52,7 @@ def nothing_else():
 import asyncio, multiprocessing.pool, cloudpickle, numpy, optree, scipy.sparse, scipy.stats  # for all forks
 assert "synk" not in sys.modules and "joblib" not in sys.modules
 cases = {{name: lambda order=order: check(order) for name, order in {ORDERS!r}.items()}}
-for name, case in {{**cases, "without joblib": without, "synk alone": nothing_else}}.items():
+for name, case in {{**cases, "synk alone": nothing_else}}.items():
     if (pid := os.fork()) == 0:
         try:
             case()

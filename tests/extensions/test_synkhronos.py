@@ -58,28 +58,6 @@ def test_the_introductory_example_and_ops_and_slices(n_gpus: int) -> None:
     np.testing.assert_allclose(f(x=inputs[0], y=inputs[1])[1], expected[1], rtol=1e-12)
 
 
-def test_data_objects(n_gpus: int) -> None:
-    """Demo 2: shared memory that is written, grown, shrunk and cast."""
-    rng = np.random.default_rng(2)
-    small, large, larger = (rng.standard_normal(shape) for shape in ((5, 4), (2000, 10), (2100, 10)))
-    x = synk.data(small)
-    x[3] = 0
-    assert not x.data[3].any()
-    x[:] = small
-    np.testing.assert_array_equal(x[2:4], small[2:4])
-    x.set_value(large, oversize=1.1)
-    size = x.alloc_size
-    x.set_value(larger)
-    assert (len(x), x.alloc_size) == (2100, size)
-    x.set_length(2000)
-    x[:] = large
-    x.free_memory()
-    x.set_value(small)
-    assert x.alloc_size < size
-    x.set_value(small.astype("float32"), force_cast=True)
-    assert x.dtype == np.float64
-
-
 def test_shared_variables_and_collectives(n_gpus: int) -> None:
     """Demo 3."""
     rng = np.random.default_rng(3)
