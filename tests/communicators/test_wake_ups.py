@@ -1,0 +1,60 @@
+"""Ranks that sleep at every chance, and never look for themselves: no wake-up is lost, and a slow rank is no deadlock."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from support.places import on_each
+
+
+def hasty(body: Callable[[Any], Any], recheck_ms: int | None) -> Callable[[Any], Any]:
+    """Return a body that never spins, and looks for a deadlock every ``recheck_ms`` (None: never)."""
+
+    def run(comm: Any) -> Any:
+        from synk.communicators import _mailbox, _rendezvous
+
+        usual = _rendezvous.SPIN_YIELDS, _rendezvous.RECHECK_MS
+        _rendezvous.SPIN_YIELDS = _mailbox.SPIN_YIELDS = 0
+        _rendezvous.RECHECK_MS = recheck_ms
+        try:
+            return body(comm)
+        finally:
+            _rendezvous.SPIN_YIELDS, _rendezvous.RECHECK_MS = usual
+            _mailbox.SPIN_YIELDS = usual[0]
+
+    return run
+
+
+def meet_and_pass_on(comm: Any) -> int:
+    """Meet often, and pass numbers around a ring of ranks; return how many came in order."""
+    after, before = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+    for _ in range(1000):
+        comm.barrier()
+    for number in range(200):
+        comm.isend(np.full(50, number), after)
+        assert (comm.recv(before) == number).all()
+    return 200
+
+
+def at_random_speed(comm: Any) -> int:
+    rng = random.Random(comm.rank)
+    for count in (5, 10_000, 400_000) * 4:
+        for _ in range(rng.randrange(3000)):
+            os.sched_yield()
+        assert comm.all_reduce(np.ones(count), "sum")[-1] == comm.world_size
+        comm.isend(np.full(count, comm.rank), (comm.rank + 1) % comm.world_size)
+        assert comm.recv((comm.rank - 1) % comm.world_size)[-1] == (comm.rank - 1) % comm.world_size
+    return 200
+
+
+@pytest.mark.parametrize("place", [2, 4, "1+2"])
+@pytest.mark.parametrize("body", [meet_and_pass_on, at_random_speed])
+def test_none_is_lost_and_nobody_is_taken_for_stuck(shared_runtimes: Any, place: Any, body: Any) -> None:
+    runtime = shared_runtimes[place]
+    recheck_ms = None if body is meet_and_pass_on and place != "1+2" else 1
+    assert on_each(runtime, hasty(body, recheck_ms)) == [200] * runtime.world_size
