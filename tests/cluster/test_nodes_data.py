@@ -5,31 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 
 import synk
 
 BATCHES = [None, 4, slice(8, 2, -2), [7, 1, 3], np.array([9, 9, 0, 4, 2]), np.arange(10) % 3 == 0, []]
 
-pytestmark = pytest.mark.sampled(90, together=0)  # each test over one division of the ranks among nodes
 
-
-@pytest.fixture(params=["1+3", "2+2"])
-def nodes(request: pytest.FixtureRequest, shared_runtimes: Any) -> synk.Runtime:
-    runtime: synk.Runtime = shared_runtimes[request.param]
-    return runtime
-
-
-@pytest.mark.parametrize("batch", BATCHES, ids=str)
-@pytest.mark.sampled(90)
-def test_rows_are_those_of_the_array(nodes: synk.Runtime, batch: Any) -> None:
+def test_rows_are_those_of_the_array(nodes: synk.Runtime, subtests: Any) -> None:
     values = np.arange(30.0).reshape(10, 3)
     x = nodes.data(values)
     twice = nodes.function(lambda x: x * 2, outputs="gather")
-    for _ in range(2):
-        picked = values[:batch] if isinstance(batch, int) else values if batch is None else values[batch]
-        np.testing.assert_array_equal(twice(x, batch=batch), picked * 2)
-        x[2] = values[2] = -1.0
+    for turn, batch in enumerate([*BATCHES, *BATCHES]):
+        with subtests.test(case=f"{turn}: {batch}"):
+            picked = values[:batch] if isinstance(batch, int) else values if batch is None else values[batch]
+            np.testing.assert_array_equal(twice(x, batch=batch), picked * 2)
+        x[2] = values[2] = -turn
 
 
 def test_rows_of_a_minibatch_go_with_those_that_the_batch_selects(nodes: synk.Runtime) -> None:

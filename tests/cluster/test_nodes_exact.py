@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,6 @@ from test_exactness import DTYPES, KERNELS, assert_equal, pick, picked_by, refer
 import synk
 from synk.errors import CollectiveMismatch
 
-pytestmark = pytest.mark.sampled(90, together=0)  # each test over one division of the ranks among nodes
 NODES = ("1+3", "2+2")
 Pair = collections.namedtuple("Pair", "low high")
 
@@ -59,28 +59,19 @@ def test_calls_equal_numpy_and_one_machine(
     assert_equal(functions(nodes, op).serial(x, batch=batch), reference(op, picked_by(batch, x)), op)
 
 
-@pytest.fixture(params=NODES)
-def nodes(request: pytest.FixtureRequest, shared_runtimes: Any) -> synk.Runtime:
-    runtime: synk.Runtime = shared_runtimes[request.param]
-    return runtime
-
-
-@pytest.mark.parametrize("op", ["avg", "sum", "prod", "min", "max"])
-@pytest.mark.parametrize("dtype", ["float16", "float32", "int32"])
-@pytest.mark.sampled(90)
-def test_large_reductions_of_nodes(nodes: synk.Runtime, op: str, dtype: str) -> None:
+def test_large_reductions_of_nodes(nodes: synk.Runtime, subtests: Any) -> None:
     """From 256 KB on the workers of a node reduce, each its chunk; the head merges the partial results of the nodes."""
-    if op == "avg" and dtype == "int32":
-        return
     rng = np.random.default_rng(3)
-    x = rng.integers(-2, 3, (7, 300_000)).astype(dtype)
-    got = nodes.function(KERNELS[op], outputs=op)(x)
-    assert_equal(got, reference(op, x), op)
-    again = nodes.function(lambda x: (KERNELS[op](x), x[:, :2]), outputs=(op, "gather"))
-    for _ in range(3):  # the ranks put their parts in place without being asked from the second call on
-        large, small = again(x)
-        assert_equal(large, reference(op, x), op)
-        np.testing.assert_array_equal(small, x[:, :2])
+    for op, dtype in itertools.product(["avg", "sum", "prod", "min", "max"], ["float16", "float32", "int32"]):
+        if (op, dtype) == ("avg", "int32"):
+            continue
+        x = rng.integers(-2, 3, (7, 140_000)).astype(dtype)
+        f = nodes.function(lambda x, op=op: (KERNELS[op](x), x[:, :2]), bcast_inputs="op", outputs=(op, "gather"))
+        for turn in range(3):  # the ranks put their parts in place without being asked from the second call on
+            with subtests.test(case=f"{op} of {dtype}, call {turn}"):
+                large, small = f(x)
+                assert_equal(large, reference(op, x), op)
+                np.testing.assert_array_equal(small, x[:, :2])
 
 
 def test_large_gathered_outputs(nodes: synk.Runtime) -> None:
@@ -187,15 +178,6 @@ def test_no_rows_and_functions_without_rows(nodes: synk.Runtime) -> None:
         mean(np.empty(0))
 
 
-def test_what_ranks_know_of_a_call(nodes: synk.Runtime) -> None:
-    f = nodes.function(
-        lambda x: (synk.comm.rank, synk.comm.world_size, synk.comm.rows, synk.comm.total_rows), outputs=None
-    )
-    assert f(np.arange(7)) == [(0, 4, 2, 7), (1, 4, 2, 7), (2, 4, 2, 7), (3, 4, 1, 7)]
-    assert f(np.arange(3)) == [*((rank, 3, 1, 3) for rank in range(3)), None]
-    assert f.serial(np.arange(7))[0] == (0, 1, 7, 7)
-
-
 def test_random_numbers_are_those_of_one_machine() -> None:
     streams = [np.random.default_rng(each) for each in np.random.SeedSequence(7).spawn(4)]
     with synk.Runtime((1, 3), cluster="here", nodes=2, seed=7) as rt:
@@ -229,6 +211,10 @@ def test_submitted_calls_streams_and_blocks_of_rows(nodes: synk.Runtime) -> None
     assert [call.result() for call in calls] == [4.0 * k for k in range(5)]
     assert list(total.stream(np.full(4, k) for k in range(4))) == [0, 4, 8, 12]
     assert list(total.rows(np.arange(10.0), batch_size=4)) == [6.0, 22.0, 17.0]
+    talks = nodes.function(lambda x: synk.comm.all_reduce(x.sum(), "sum"), outputs="first")
+    assert [call.result() for call in [talks.submit(np.full(4, float(k))) for k in range(6)]] == [
+        4.0 * k for k in range(6)
+    ]
 
 
 def test_ranks_of_two_nodes_that_disagree_are_all_named(nodes: synk.Runtime) -> None:

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.harness import kill_and_wait, pids, wait_for
+from support.harness import kill_and_wait, pids
+from support.nodes import agents
 
 import synk
 from synk.errors import RemoteError, WorkerDied
 
-KINDS = ("1+3", "2+2")
 Reused = Callable[..., synk.Runtime]
 
 
@@ -35,56 +35,7 @@ def logs(rt: synk.Runtime, log: synk.Resident) -> list[list[float]]:
     return [log.get(rank) for rank in range(rt.world_size)]
 
 
-def agents(rt: synk.Runtime) -> list[int]:
-    return [worker.process.pid for worker in rt._session.workers.by_rank]
-
-
 X = np.ones(4)
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.sampled(90, together=0)
-def test_workers_and_agents_that_die_while_idle_catch_up(reused: Reused, kind: str) -> None:
-    rt = reused(kind)
-    log = rt.resident([])
-    step = make_step(rt, log)
-    expected = []
-    for amount, victims in enumerate(((0,), (3,), (0, 3), (1, 2))):
-        kill_and_wait(*(pids(rt)[rank] for rank in victims))
-        step(X, float(amount))
-        expected.append(float(amount))
-    for node in (1, 0):
-        kill_and_wait(agents(rt)[node])
-        step(X, 9.0)
-        expected.append(9.0)
-    assert logs(rt, log) == [expected] * 4
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("node", [0, 1])
-def test_an_agent_that_dies_in_a_step(reused: Reused, node: int, tmp_path: Any) -> None:
-    rt = reused("2+2")
-    log = rt.resident([])
-    step = make_step(rt, log)
-    step(X, 1.0)
-
-    def stuck(x: np.ndarray) -> None:
-        log.value.append(2.0)
-        (tmp_path / str(synk.comm.rank)).touch()
-        while True:
-            pass
-
-    call = rt.function(stuck, outputs=None, changes=[log]).submit(X)
-    wait_for(lambda: all((tmp_path / str(rank)).exists() for rank in range(4)))
-    kill_and_wait(agents(rt)[node])
-    with pytest.raises(WorkerDied) as caught:
-        call.result()
-    assert caught.value.step_counted is False  # type: ignore[attr-defined]
-    found = logs(rt, log)
-    assert found in ([[1.0]] * 4, [[1.0, 2.0]] * 4)  # a part of what the call was to change, on all ranks
-    step(X, 3.0)
-    assert logs(rt, log) == [[*found[0], 3.0]] * 4
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

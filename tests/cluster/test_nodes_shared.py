@@ -7,22 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from support.harness import kill_and_wait, pids
+from support.nodes import agents
 from support.rank_arrays import assert_same, everywhere
 
 import synk
 from synk.errors import WorkerDied
-
-pytestmark = pytest.mark.sampled(90, together=0)  # each test over one division of the ranks among nodes
-
-
-@pytest.fixture(params=["1+3", "2+2"])
-def nodes(request: pytest.FixtureRequest, reused: Any) -> synk.Runtime:
-    runtime: synk.Runtime = reused(request.param)
-    return runtime
-
-
-def agents(runtime: synk.Runtime) -> list[int]:
-    return [worker.process.pid for worker in runtime._session.workers.by_rank]
 
 
 def adder(rt: synk.Runtime, w: Any) -> Any:
@@ -104,7 +93,6 @@ def test_what_a_call_on_trial_assigns_is_not_kept(nodes: synk.Runtime) -> None:
 
 
 @pytest.mark.parametrize("node", [0, 1])
-@pytest.mark.sampled(90)
 def test_no_value_is_lost_with_a_node(nodes: synk.Runtime, node: int) -> None:
     """Neither one that ranks have assigned, nor a shard: the head has them all."""
     w, s = nodes.shared(np.zeros(3)), nodes.shared(np.arange(9.0), sharded=True)
@@ -121,7 +109,6 @@ def test_no_value_is_lost_with_a_node(nodes: synk.Runtime, node: int) -> None:
 
 
 @pytest.mark.parametrize("node", [0, 1])
-@pytest.mark.sampled(90)
 def test_a_node_that_dies_in_a_call_changes_nothing_on_the_other(nodes: synk.Runtime, node: int) -> None:
     w = nodes.shared(np.zeros(3))
     add, agent = adder(nodes, w), agents(nodes)[node]

@@ -17,14 +17,6 @@ from synk.errors import StaleCaptureError
 
 X = np.arange(6.0)
 
-pytestmark = pytest.mark.sampled(90, together=0)  # each test over one division of the ranks among nodes
-
-
-@pytest.fixture(params=["1+3", "2+2"])
-def nodes(request: pytest.FixtureRequest, reused: Any) -> synk.Runtime:
-    runtime: synk.Runtime = reused(request.param)
-    return runtime
-
 
 class Model:
     def __init__(self) -> None:
@@ -66,15 +58,6 @@ def test_large_captured_arrays_that_change(nodes: synk.Runtime) -> None:
         for _ in range(100):
             f(X)
     np.testing.assert_array_equal(f(X), X + 100_007)
-
-
-def test_two_functions_share_what_they_capture(nodes: synk.Runtime) -> None:
-    log: list[float] = []
-    note = nodes.function(lambda x: log.append(float(x[0])), outputs=None)
-    count = nodes.function(lambda x: len(log), outputs=None)
-    note(np.arange(4.0))
-    note(np.arange(4.0))
-    assert count(np.arange(4.0)) == [2, 2, 2, 2]
 
 
 def test_a_function_whose_code_changes(nodes: synk.Runtime) -> None:
