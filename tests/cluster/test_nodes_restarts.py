@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.harness import kill_and_wait, pids
+from support.nodes import agents
 
 import synk
 from synk.errors import StartupError, WorkerDied
@@ -64,24 +66,15 @@ def by_resident(rt: synk.Runtime) -> None:
 NEXT: list[Callable[[synk.Runtime], None]] = [by_call, by_map, by_resident]
 
 
-@pytest.mark.parametrize("next_operation", NEXT)
-def test_a_worker_that_is_replaced(rt: synk.Runtime, next_operation: Callable[[synk.Runtime], None]) -> None:
-    before = pids(rt)
-    kill_and_wait(before[2])
-    next_operation(rt)
-    after = pids(rt)
-    assert [mine == his for mine, his in zip(after, before)] == [True, True, False]
-    assert notes(rt)[2] == [(2, after[2], "first")]
-
-
-@pytest.mark.parametrize("next_operation", NEXT)
-def test_a_node_that_is_replaced(rt: synk.Runtime, next_operation: Callable[[synk.Runtime], None]) -> None:
-    before = pids(rt)
-    kill_and_wait(rt._session.workers.by_rank[1].process.pid)
-    next_operation(rt)
-    after = pids(rt)
-    assert after[0] == before[0]
-    assert notes(rt)[1:] == [[(rank, after[rank], "first")] for rank in (1, 2)]
+def test_a_worker_or_a_node_that_is_replaced(rt: synk.Runtime, subtests: Any) -> None:
+    for next_operation, is_node in itertools.product(NEXT, (False, True)):
+        with subtests.test(case=f"a {'node' if is_node else 'worker'}, {next_operation.__name__}"):
+            before, living = pids(rt), notes(rt)[1]
+            kill_and_wait(agents(rt)[1] if is_node else before[2])
+            next_operation(rt)
+            after = pids(rt)
+            assert [mine == his for mine, his in zip(after, before)] == [True, not is_node, False]
+            assert notes(rt)[1:] == [[(1, after[1], "first")] if is_node else living, [(2, after[2], "first")]]
 
 
 def test_it_captures_what_the_program_holds_then(rt: synk.Runtime) -> None:
@@ -127,7 +120,7 @@ def test_an_error_is_told_and_it_is_run_again(runtime: Callable[..., Any], tmp_p
     kill_and_wait(pids(rt)[1])
     with pytest.raises(StartupError, match=r"rank 1 of 2: on_restart ended with FileNotFoundError: no checkpoint"):
         list(rt.map(time.sleep, [0.05] * 9, batch_size=1))  # rank 0 cannot take them all
-    kill_and_wait(rt._session.workers.by_rank[0].process.pid)
+    kill_and_wait(agents(rt)[0])
     with pytest.raises(StartupError, match=r"rank \d of 2: on_restart ended with"):
         by_call(rt)
     fine.touch()
