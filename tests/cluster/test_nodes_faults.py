@@ -413,8 +413,8 @@ assert f(np.arange(8.0)) == 28.0
 ENDS = {"f.submit(np.arange(8.0))": 0, "rt.close(); rt.close()": 0, "os._exit(0)": 0, "raise SystemExit(3)": 3}
 BUSY = (
     'synk.function(lambda x: time.sleep(600), outputs=None).submit(np.arange(8.0)); print("there", flush=True)',
-    'print([*zip(range(1), rt.map(lambda n: time.sleep(600 * (n > 0)) or "there", range(9), batch_size=1))][0][1], flush=True)',
-)  # fmt: skip
+    'results = rt.map(lambda n: time.sleep(600 * n) or "there", range(9), batch_size=1); print(next(results), flush=True)',
+)
 
 
 def test_programs_that_end_leave_nothing(subtests: Any) -> None:

@@ -1,4 +1,4 @@
-"""Ranks that sleep at every chance, and never look for themselves: no wake-up is lost, and a slow rank is no deadlock."""
+"""Ranks that sleep at every chance, and do not look for themselves: no wake-up is lost; a slow rank is no deadlock."""
 
 from __future__ import annotations
 

@@ -69,8 +69,16 @@ F4 = (np.dtype("f4"),)
 SHAPE = ((3, 2),)
 
 
-FITTING = [np.zeros((3, 2), "f4"), np.zeros((7, 2), "f4"), np.zeros((0, 2), "f4"), np.zeros((3, 2), "f2"),
-     np.zeros((3, 2), "i2"), np.zeros((3, 2), ">f4"), np.asfortranarray(np.zeros((3, 2), "f4")), [[1, 2.5]]]  # fmt: skip
+FITTING = [
+    np.zeros((3, 2), "f4"),
+    np.zeros((7, 2), "f4"),
+    np.zeros((0, 2), "f4"),
+    np.zeros((3, 2), "f2"),
+    np.zeros((3, 2), "i2"),
+    np.zeros((3, 2), ">f4"),
+    np.asfortranarray(np.zeros((3, 2), "f4")),
+    [[1, 2.5]],
+]
 WRONG: list[tuple[Any, type[Exception], str]] = [
     (np.zeros((3, 2)), TypeError, r"'w': got dtype float64, expected float32.*astype\('float32'\)"),
     (np.zeros((3, 2), "c8"), TypeError, "complex64"),
