@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.harness import kill_and_wait, pids, same_workers, wait_for, wait_until_dead
-from support.nodes import agents, assert_maps, num_unread, num_waiting
+from support.nodes import agents, assert_maps, num_unread
 
 import synk
 from synk._wire.messages import Kind
@@ -108,42 +108,6 @@ def test_a_worker_dies_idle_while_its_node_is_at_items(nodes: synk.Runtime, tmp_
     assert [mine == his for mine, his in zip(pids(nodes), before)].count(False) == 1
 
 
-def test_a_death_that_is_read_together_with_other_answers(
-    reused: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its item's time, which begins with the answer to the item before it, does not begin anew."""
-    monkeypatch.setattr("synk._master.flight.chunks.LONG_NS", 10**15)  # items wait behind others, whatever those take
-    rt = reused("2+1")
-    total = rt.function(lambda x: x.sum(), outputs="sum")
-
-    def step(n: int) -> int:
-        """Return at once on rank 0. On the others the first item stays, and rank 2 dies at the next one."""
-        rank = synk.comm.rank
-        if rank and not (tmp_path / str(rank)).exists():
-            (tmp_path / str(rank)).touch()
-            while not (tmp_path / f"open {rank}").exists():
-                time.sleep(0.005)
-        elif rank == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return n
-
-    results = rt.map(step, itertools.count(), batch_size=1, ordered=False)
-    ranks: list[int] = []
-    while ranks.count(2) < 2 or 0 not in ranks:
-        next(results)
-        chunks = rt._session.queue.chunks  # None: nothing is in flight
-        ranks = [] if chunks is None else [chunk.rank for chunk in chunks._in_flight]
-    assert ranks[0] == 1  # so this answer is waited for, and comes behind that of rank 0
-    (tmp_path / "open 2").touch()
-    assert wait_for(lambda: num_unread(rt, 1) == 2)
-    (tmp_path / "open 1").touch()
-    assert wait_for(lambda: num_unread(rt, 0) == len(ranks) - 2)
-    assert total(np.arange(6.0), timeout=10.0) == 15.0
-    with pytest.raises(WorkerDied, match=r"SIGKILL during 'step' \(item \d+\)"):
-        list(results)
-    assert_maps(rt)
-
-
 def test_a_replacement_dies_at_its_first_item(reused: Any) -> None:
     """The warning that it was started again comes with its death."""
     rt = reused("1+1")
@@ -156,42 +120,6 @@ def test_a_replacement_dies_at_its_first_item(reused: Any) -> None:
     kill_and_wait(pids(rt)[1])
     with pytest.warns(RuntimeWarning, match="rank 1 .*was started again"), pytest.raises(WorkerDied, match="rank 1 "):
         list(rt.map(step, itertools.count(), batch_size=1))
-    assert_maps(rt)
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_a_worker_dies_while_its_node_waits_to_replace_another(
-    reused: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The node waits for its item, which ends so."""
-    monkeypatch.setattr("synk._master.flight.chunks.LONG_NS", 10**15)  # items wait behind others, whatever those take
-    rt = reused("1+2")
-    agent = rt._session.workers.by_rank[1].process
-
-    def step(n: int) -> int:
-        """Return at once on rank 2. The others stay, and then rank 1 dies."""
-        rank = synk.comm.rank
-        while rank != 2 and not (tmp_path / "open").exists():
-            time.sleep(0.005)
-        os.kill(os.getpid(), signal.SIGKILL if rank == 1 else 0)
-        return n
-
-    def items() -> Iterator[int]:
-        yield from range(3)
-        os.kill(before[2], signal.SIGKILL)
-        assert wait_for(lambda: "ended with SIGKILL" in rt.where())  # its agent has seen it
-        yield 3
-        assert wait_for(lambda: num_waiting(agent.channel.write_fd) == 0)  # its agent waits to send it item 3
-        (tmp_path / "open").touch()
-        yield from range(4, 9)
-
-    before = pids(rt)
-    rt.timeout = 10.0
-    try:
-        with pytest.raises(WorkerDied, match=r"rank 1 of 3 .*SIGKILL during 'step' \(item 1\)"):
-            list(rt.map(step, items(), batch_size=1))
-    finally:
-        rt.timeout = None
     assert_maps(rt)
 
 

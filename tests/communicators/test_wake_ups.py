@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,19 +14,21 @@ from support.places import on_each
 
 
 def hasty(body: Callable[[Any], Any], recheck_ms: int | None) -> Callable[[Any], Any]:
-    """Return a body that never spins, and looks for a deadlock every ``recheck_ms`` (None: never)."""
+    """Return a body that never spins, and looks for a deadlock every ``recheck_ms`` (None: never).
+
+    Ranks of several nodes then report to each other at each look that they sleep.
+    """
 
     def run(comm: Any) -> Any:
-        from synk.communicators import _mailbox, _rendezvous
+        from synk.communicators import _mailbox, _rendezvous, _wired
 
-        usual = _rendezvous.SPIN_YIELDS, _rendezvous.RECHECK_MS
-        _rendezvous.SPIN_YIELDS = _mailbox.SPIN_YIELDS = 0
-        _rendezvous.RECHECK_MS = recheck_ms
-        try:
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (_rendezvous, _mailbox):
+                patch.setattr(module, "SPIN_YIELDS", 0)
+            patch.setattr(_rendezvous, "RECHECK_MS", recheck_ms)
+            patch.setattr(_wired, "RECHECK_MS", recheck_ms)
+            patch.setattr(_wired, "REPORT_S", 0.0)
             return body(comm)
-        finally:
-            _rendezvous.SPIN_YIELDS, _rendezvous.RECHECK_MS = usual
-            _mailbox.SPIN_YIELDS = usual[0]
 
     return run
 
@@ -43,7 +46,9 @@ def meet_and_pass_on(comm: Any) -> int:
 
 def at_random_speed(comm: Any) -> int:
     rng = random.Random(comm.rank)
-    for count in (5, 10_000, 400_000) * 4:
+    for count in (5, 10_000, 400_000) * 6:
+        if rng.random() < 0.3:
+            time.sleep(0.03)  # the others sleep over what this one will bring
         for _ in range(rng.randrange(3000)):
             os.sched_yield()
         assert comm.all_reduce(np.ones(count), "sum")[-1] == comm.world_size

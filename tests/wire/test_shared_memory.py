@@ -100,22 +100,6 @@ def test_a_parameter_of_many_workers_costs_its_size_once(shared_runtimes: Any) -
     assert rt.function(lambda x: float(w.value[-1]), outputs="sum")(np.ones(4)) == 4 * 4
 
 
-def test_values_that_meet_and_part_again_and_again_lie_in_the_same_buffers(shared_runtimes: Any) -> None:
-    """The ranks leave the common buffer one after the other: it stays with the last of them, and none is lost."""
-    rt = shared_runtimes[3]
-    for order in ((0, 1, 2), (2, 1, 0), (1, 0, 2)):
-        w = rt.shared(np.zeros(4))
-        seen = set()
-        for k in range(1, 12):
-            for rank in order:
-                rt.set_value(w, np.full(4, k + rank), rank=rank)
-            rt.reduce(w, "sum") if k % 2 else rt.all_reduce(w, "sum")
-            assert rt.get_value(w)[0] == 3 * k + 3
-            seen.update(segment.id for segment in w._referent._all_segments())
-            rt.broadcast(w)
-        assert len(seen) <= 2 * 3
-
-
 def test_dropping_a_function_gives_back_what_it_closes_over(runtime: Callable[..., Any]) -> None:
     """A notebook cell that is run again and again."""
     rt = runtime(2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import pickle
 import signal
@@ -11,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from support.places import PLACES
+from support.rank_arrays import assert_same
+from test_comm_collectives import Case, perform
 
 import synk
 from synk.errors import WorkerDied
 
 CHOSEN = [(0, 2), (1, 2), (2,), (0, 1, 2)]
-COUNTS = (1, 50_000)
-"""Elements: through the ring and in one piece, and more than that."""
 
 
 def rows_of(ranks: tuple[int, ...]) -> list[int]:
@@ -25,44 +24,22 @@ def rows_of(ranks: tuple[int, ...]) -> list[int]:
     return [2 * rank for rank in ranks]
 
 
-def everything(comm: Any, count: int) -> bool:
-    """Check each collective and message of this rank, of which there are ``comm.world_size``."""
+def everything(comm: Any, name: str) -> bool:
+    """Check collectives and messages of this rank, of which there are ``comm.world_size``."""
     rank, size = comm.rank, comm.world_size
     assert 0 <= rank < size == len(comm.ranks)
-
-    def of(place: int) -> np.ndarray:
-        return np.random.default_rng(place).integers(-9, 10, size * count).astype("f8")
-
-    mine, everyone = of(rank), [of(place) for place in range(size)]
-    total, blocks = sum(everyone), [each.reshape(size, count) for each in everyone]
-    same = np.testing.assert_array_equal
-    same(comm.all_reduce(mine, "sum"), total)
-    same(comm.all_gather(mine), np.stack(everyone))
-    same(comm.all_gather(mine, axis=0), np.concatenate(everyone))
-    same(comm.reduce_scatter(mine, "sum"), total.reshape(size, count)[rank])
-    same(comm.all_to_all(mine), np.concatenate([each[rank] for each in blocks]))
-    for root in range(size):
-        same(comm.broadcast(mine, root), everyone[root])
-        same(comm.ibroadcast(mine, np.int64(root)).wait(), everyone[root])
-        reduced, gathered = comm.reduce(mine, "max", root), comm.gather(mine, root)
-        assert (reduced is None) == (gathered is None) == (rank != root)
-        if rank == root:
-            same(reduced, np.max(everyone, axis=0))
-            same(gathered, np.concatenate(everyone))
-        same(comm.scatter(mine if rank == root else None, root), blocks[root][rank])
-    after, before, place = (rank + 1) % size, (rank - 1) % size, np.empty(size * count)
-    requests = [comm.irecv(before, 1), comm.irecv(before, 2, out=place), comm.irecv(before, 3, like=place)]
-    started = comm.iall_reduce(mine, "sum")
-    for tag in (3, 2, 1):
-        comm.isend(mine + tag, after, tag)
-    for tag, got in reversed(list(enumerate(comm.wait_all(requests), 1))):
-        same(got, everyone[before] + tag)
-    same(started.wait(), total)
-    comm.isend(mine, after)
-    same(comm.recv(before), everyone[before])
-    comm.barrier()
-    comm.irecv(before, 9)  # a request that nobody waits for
-    comm.isend(mine, after, 9)
+    cases = [Case.drawn(name, number, size) for number in range(18)]
+    assert [text for text, _ in perform(comm, cases) if text] == []
+    comm.held = []
+    after, before = (rank + 1) % size, (rank - 1) % size
+    for count in (1, 50_000):  # through the ring, and more than that
+        requests = [comm.irecv(before, tag) for tag in (1, 2, 3)]
+        for tag in (3, 2, 1):
+            comm.isend(np.full(count, rank + tag), after, tag)
+        for tag, got in enumerate(comm.wait_all(requests), 1):
+            assert_same(got, np.full(count, before + tag))
+        comm.irecv(before, 9)  # a request that nobody waits for
+        comm.isend(np.ones(count), after, 9)
     return True
 
 
@@ -71,20 +48,20 @@ def test_ranks_count_within_their_call(at: Any, place: Any, subtests: Any) -> No
     runtime = at(place)
     x = runtime.shared(np.arange(6.0), sharded=True)
 
-    def body(x: np.ndarray, count: int) -> Any:
+    def body(x: np.ndarray) -> Any:
         comm = synk.comm
-        assert everything(comm, count)
+        assert everything(comm, f"{place} {comm.ranks}")
         return repr((comm.rank, comm.world_size, comm.ranks, comm.ranks[comm.rank], float(x[0])))
 
-    f = runtime.function(body, bcast_inputs="count", outputs=None)
-    for ranks, count in itertools.product(CHOSEN, COUNTS):
+    f = runtime.function(body, outputs=None)
+    for ranks in CHOSEN:
         expected = [
             repr((ranks.index(rank), len(ranks), ranks, rank, 2.0 * rank)) if rank in ranks else None
             for rank in range(3)
         ]
-        with subtests.test(case=f"{count} elements on ranks {ranks}"):
-            assert f(x, count, batch=rows_of(ranks)) == expected
-            assert f.submit(x, count, batch=rows_of(ranks)).result() == expected
+        with subtests.test(case=f"ranks {ranks}"):
+            assert f(x, batch=rows_of(ranks)) == expected
+            assert f.submit(x, batch=rows_of(ranks)).result() == expected
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -114,7 +91,7 @@ def test_a_function_knows_its_rank_its_peers_and_their_rows(at: Any, place: Any)
 def test_a_serial_call_and_one_row_have_one_rank(at: Any, place: Any) -> None:
     rt = at(place)
     f = rt.function(
-        lambda x: (everything(synk.comm, 5), repr((synk.comm.rank, synk.comm.world_size))), outputs=(None, None)
+        lambda x: (everything(synk.comm, "alone"), repr((synk.comm.rank, synk.comm.world_size))), outputs=(None, None)
     )
     for flags, facts in (f.serial(np.zeros(7)), f(np.zeros(1)), f.serial(np.zeros(1)), f.submit(np.zeros(1)).result()):
         assert (flags[0], facts[0]) == (True, "(0, 1)")
