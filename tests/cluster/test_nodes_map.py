@@ -21,7 +21,6 @@ from support.harness import kill_and_wait, pids, same_workers, wait_for, wait_un
 from support.nodes import agents, assert_maps, num_unread
 
 import synk
-from synk._wire.messages import Kind
 from synk.errors import CallCancelled, WorkerDied
 
 
@@ -129,22 +128,6 @@ def test_a_replacement_dies_at_its_first_item(reused: Any) -> None:
 # -- interrupts -------------------------------------------------------------------------------------------------------
 
 
-def test_a_ping_that_overtakes_its_interrupt_ends_the_items(nodes: synk.Runtime, tmp_path: Path) -> None:
-    """To other machines the two go by different ways. An agent that has answered a ping has idle ranks."""
-    workers = nodes._session.workers
-    nodes.timeout = 10.0
-    try:
-        results = nodes.map(stay_but_for_the_first(tmp_path), range(5), batch_size=1)
-        assert next(results) == 0
-        for agent in workers.by_rank:
-            agent.process.channel.ring(Kind.PING, 0, workers.requests.next_sequence(), 0)
-        with pytest.raises(CallCancelled, match="'step' was interrupted"):
-            list(results)
-    finally:
-        nodes.timeout = None
-    assert_maps(nodes)
-
-
 def test_an_iterator_that_is_dropped_ends_its_items(nodes: synk.Runtime, tmp_path: Path) -> None:
     with same_workers(nodes):
         for k in range(3):
@@ -154,18 +137,6 @@ def test_an_iterator_that_is_dropped_ends_its_items(nodes: synk.Runtime, tmp_pat
             assert next(results) == 0
             del results
             assert_maps(nodes)
-
-
-def test_where_and_stacks_show_the_ranks_that_are_at_items(nodes: synk.Runtime, tmp_path: Path) -> None:
-    results = nodes.map(stay_but_for_the_first(tmp_path), range(5), batch_size=1)
-    assert next(results) == 0
-    text, found = nodes.where(), nodes.stacks()
-    assert all(f"rank {rank} (pid" in text for rank in range(4))
-    assert text.count("in step\n") >= 3  # the rank of the first item may have another by now
-    assert sorted(found) == [0, 1, 2, 3]
-    assert sum("in step\n" in each for each in found.values()) >= 3
-    (tmp_path / "open").touch()
-    assert list(results) == [1, 2, 3, 4]
 
 
 # -- beside other things ----------------------------------------------------------------------------------------------

@@ -100,25 +100,6 @@ def test_a_parameter_of_many_workers_costs_its_size_once(shared_runtimes: Any) -
     assert rt.function(lambda x: float(w.value[-1]), outputs="sum")(np.ones(4)) == 4 * 4
 
 
-def test_dropping_a_function_gives_back_what_it_closes_over(runtime: Callable[..., Any]) -> None:
-    """A notebook cell that is run again and again."""
-    rt = runtime(2)
-    memory = rt.function(saboteurs.anonymous_kb, outputs=None)
-
-    def define() -> None:
-        big = np.ones(1 << 19)  # 4 MB
-        assert rt.function(lambda x: x.sum() * big[0], outputs="sum")(np.ones(2)) == 2
-
-    define()
-    gc.collect()
-    before = memory()
-    for _ in range(5):
-        define()
-    gc.collect()
-    memory()
-    assert max(np.subtract(memory(), before)) < 3 * 4096
-
-
 def test_variables_come_and_go_in_another_thread_while_calls_run(
     reused: Callable[..., Any],
 ) -> None:
@@ -154,15 +135,6 @@ def test_variables_come_and_go_in_another_thread_while_calls_run(
         maker.join()
     assert not failures
     assert_same(rt.gather(count), np.full(2, calls))
-
-
-def test_variables_that_no_call_ever_saw_give_their_memory_back(runtime: Callable[..., Any]) -> None:
-    rt = runtime(1)
-    before = sum(descriptors().values())
-    for _ in range(20):
-        rt.shared(np.zeros(1 << 16))
-    gc.collect()
-    assert sum(descriptors().values()) <= before + 8
 
 
 @pytest.mark.parametrize("num_steps", [300, pytest.param(1000, marks=pytest.mark.storm)])
