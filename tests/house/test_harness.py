@@ -357,7 +357,7 @@ def test_a_forked_worker_of_a_node_is_like_one_that_was_started(nurseries: Any) 
 
 
 PROGRAM_OF_WORKERS = """
-    from test_harness import surroundings
+    from house.test_harness import surroundings
 
     with synk.fork(2) as rt:
         ranks = rt.function(surroundings, per_rank=True, outputs=None)()
