@@ -97,6 +97,7 @@ CHOSEN: list[tuple[int | None, list[str] | None, list[str]]] = [
     (1, None, ["gpu:0"]),
     (None, ["gpu:1", "gpu:1"], ["gpu:1", "gpu:1"]),
     (2, ["cpu", "gpu:0"], ["cpu", "gpu:0"]),
+    (2, None, ["gpu:0", "gpu:1"]),
 ]
 NOT_THERE: list[tuple[int | None, list[str] | None, str]] = [
     (3, None, r"num_workers=3, expected at most 2.*\['gpu:0', 'gpu:0'\]"),
