@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pages.test_demos import DEMOS, SMALL
 from support.harness import script
-from test_demos import DEMOS, SMALL
 from test_gpu_path import (  # noqa: F401  (collected here, with the fixtures below)
     LARGE,
     scaler,
