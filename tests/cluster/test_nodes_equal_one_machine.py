@@ -148,14 +148,6 @@ def nested_arguments(rt: Any) -> Any:
     return f(Batch(np.arange(10.0).reshape(5, 2), "train"), {"w": np.array([1.0, 2.0]), "list": [None, 3.0]}, k=2)
 
 
-def tensors(rt: Any) -> Any:
-    torch = pytest.importorskip("torch")
-    f = rt.function(lambda x, w: x * w, bcast_inputs="w", outputs="gather", framework="torch")
-    got = f(torch.arange(12.0, dtype=torch.bfloat16).reshape(6, 2), torch.tensor(3.0))
-    assert got.dtype == torch.bfloat16
-    return got.float().numpy()
-
-
 def no_rows(rt: Any) -> Any:
     ranks = rt.function(lambda: (synk.comm.rank, synk.comm.world_size), outputs=None, per_rank=True)
     empty = rt.function(lambda x: x.sum(axis=0), outputs="sum")(np.empty((0, 3)))
@@ -268,7 +260,7 @@ def raised(act: Callable[[], Any]) -> tuple[str, str]:
 
 PROGRAMS: list[Callable[[Any], Any]] = [
     *(structures_of_outputs, ops_of_the_user, uneven_large_outputs, lists_tables_and_sparse_matrices, nested_arguments),
-    *(tensors, no_rows, repetitions_submissions_and_streams, rows_of_data, captured_objects, settings_of_libraries),
+    *(no_rows, repetitions_submissions_and_streams, rows_of_data, captured_objects, settings_of_libraries),
     *(shared_variables, disagreement),
 ]
 
@@ -287,3 +279,12 @@ def test_random_numbers_are_those_of_one_machine() -> None:
     with synk.Runtime((1, 3), cluster="here", nodes=2, seed=7) as rt:
         draw = rt.function(lambda: synk.comm.rng.random(3), outputs="gather", per_rank=True)
         np.testing.assert_array_equal(draw(), np.concatenate([each.random(3) for each in streams]))
+
+
+def test_tensors(nodes: synk.Runtime) -> None:
+    torch = pytest.importorskip("torch")
+    x = torch.arange(12.0, dtype=torch.bfloat16).reshape(6, 2)
+    f = nodes.function(lambda x, w: x * w, bcast_inputs="w", outputs="gather", framework="torch")
+    got = f(x, torch.tensor(3.0))
+    assert got.dtype == torch.bfloat16
+    assert torch.equal(got, x * 3)

@@ -157,7 +157,7 @@ def test_no_number_is_wrong_and_the_next_call_is_right(
     for name in operations(synk_comm_of(size), [np.zeros(1)] * 3):
         victim = rng.randrange(size)
         lines = eval(call(np.zeros(size), name, victim, None)[victim])
-        for line in rng.sample(lines, min(len(lines), storm_count(4))):
+        for line in rng.sample(lines, min(len(lines), storm_count(3))):
             with subtests.test(case=f"rank {victim} {fault} at {Path(line[0]).name}:{line[1]} in {name}"):
                 before = pids(runtime)
                 try:
