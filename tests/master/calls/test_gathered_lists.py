@@ -60,20 +60,11 @@ def test_rows_of_sharded_variables_in_the_order_of_the_batch(shared_runtimes: An
         rt.function(lambda x: ["one"], outputs="gather")(w, batch=[6, 1, 4, 0])
 
 
+BY_ARRAY = r"np.array\(list\)"
 REFUSED: list[tuple[Callable[[Any], Any], str, type[Exception], str]] = [
-    (lambda x: tuple(x.tolist()), "gather", ValueError, r"got a single number, .* Return np.array\(list\) or the list"),
-    (
-        lambda x: "text",
-        "gather",
-        TypeError,
-        r"got str, .* Return a list with an object for each row, or np.array\(list\)",
-    ),
-    (
-        lambda x: [*map(float, x)],
-        "sum",
-        CollectiveMismatch,
-        r'joined .* under outputs="gather"; of numbers np.array\(list\)',
-    ),
+    (lambda x: tuple(x.tolist()), "gather", ValueError, f"got a single number, .* Return {BY_ARRAY} or the list"),
+    (lambda x: "text", "gather", TypeError, f"got str, .* Return a list with an object for each row, or {BY_ARRAY}"),
+    (lambda x: [*map(float, x)], "sum", CollectiveMismatch, f'joined .* under outputs="gather"; of numbers {BY_ARRAY}'),
     (lambda x: [1] if x[0] == 0 else x, "gather", CollectiveMismatch, "cannot gather the output"),
 ]
 

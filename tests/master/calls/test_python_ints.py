@@ -23,6 +23,7 @@ class Total(synk.Op):
         return sum(values)
 
 
+X, LARGE = np.ones(2), np.ones(60_000)
 OPS: dict[str, tuple[Any, Callable[[Sequence[int]], int]]] = {
     "sum": ("sum", sum),
     "prod": ("prod", math.prod),
@@ -39,18 +40,13 @@ VALUES: dict[str, list[int]] = {
     "long": [10**400, 1, -(10**300)],
     "one row": [2**80],
 }
-FORMS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "alone": (lambda value: value, lambda op: op),
-    "in a tuple": (lambda value: (0.5, value), lambda op: ("avg", op)),
-    "in a dict": (lambda value: {"b": value, "a": np.ones(2)}, lambda op: {"a": "sum", "b": op}),
-    "beside a large array": (lambda value: [value, np.ones(60_000)], lambda op: [op, "sum"]),
+FORMS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "alone": (lambda value: value, lambda op: op, lambda got: got),
+    "in a tuple": (lambda value: (0.5, value), lambda op: ("avg", op), lambda got: got[1]),
+    "in a dict": (lambda value: {"b": value, "a": X}, lambda op: {"a": "sum", "b": op}, lambda got: got["b"]),
+    "beside a large array": (lambda value: [value, LARGE], lambda op: [op, "sum"], lambda got: got[0]),
 }
-FOUND: dict[str, Callable[[Any], Any]] = {
-    "alone": lambda got: got,
-    "in a tuple": lambda got: got[1],
-    "in a dict": lambda got: got["b"],
-    "beside a large array": lambda got: got[0],
-}
+"""What a function returns, its ops, and where the value is in the result."""
 WAYS: dict[str, Callable[..., Any]] = {
     "call": lambda f, *args, **options: f(*args, **options),
     "submit": lambda f, *args, **options: f.submit(*args, **options).result(),
@@ -79,7 +75,7 @@ def test_they_are_combined_exactly(shared_runtimes: Any, subtests: Any, is_whole
         with subtests.test(case=str(case)):
             rows = np.arange(len(VALUES[values]))
             got = WAYS[way](functions[where, name, form], rows, name, values, form, num_slices=num_slices)
-            found = FOUND[form](got)
+            found = FORMS[form][2](got)
             assert (type(found), found) == (int, OPS[name][1](VALUES[values]))
 
 
