@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import traceback
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -33,23 +33,38 @@ def raiser(runtime: Any, errors: dict[int, Callable[[], BaseException]], output:
     return runtime.function(fail, outputs="avg", name="fail")
 
 
-@pytest.mark.parametrize("rank", RANKS)
-def test_B1_raises_on_one_rank_only(shared_runtimes: Any, rank: int) -> None:
+def test_B1_raises_on_one_rank_only(shared_runtimes: Any, subtests: pytest.Subtests) -> None:
     rt = shared_runtimes[4]
+    for rank in range(4):
+        with subtests.test(rank=rank), same_workers(rt):
+            with pytest.raises(ValueError) as caught:
+                raiser(rt, {rank: lambda: ValueError("bad row")})(RANKS)
+            assert (caught.type, str(caught.value)) == (ValueError, "bad row")
+            cause = caught.value.__cause__
+            assert isinstance(cause, RemoteError)
+            assert (cause.rank, cause.type_name) == (rank, "ValueError")
+            assert cause.device
+            shown = "".join(traceback.format_exception(caught.value))
+            assert f"rank {rank} of 4" in shown and "in fail" in shown and "in fail" in cause.traceback_text
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    code: int
+
+    def __reduce__(self) -> Any:
+        return Frozen, (self.code,)
+
+
+def test_B1_a_frozen_class_is_raised_as_it_is(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
     with same_workers(rt):
-        with pytest.raises(ValueError) as caught:
-            raiser(rt, {rank: lambda: ValueError("bad row")})(RANKS)
-        assert caught.type is ValueError
-        assert str(caught.value) == "bad row"
-        cause = caught.value.__cause__
-        assert isinstance(cause, RemoteError)
-        assert cause.rank == rank
-        assert cause.device
-        assert cause.type_name == "ValueError"
-        assert "in fail" in cause.traceback_text
-        shown = "".join(traceback.format_exception(caught.value))
-        assert f"rank {rank} of 4" in shown
-        assert "in fail" in shown
+        try:
+            raiser(rt, {0: lambda: Frozen(7), 1: lambda: Frozen(7)})(RANKS[:2])
+        except Frozen as error:  # pytest.raises would write into it
+            assert error.code == 7
+            assert isinstance(error.__cause__, RemoteError)
+            assert "likewise on 1 more" in str(error.__cause__)
 
 
 def test_B1_an_exception_with_attributes_keeps_them(shared_runtimes: Any) -> None:
@@ -74,30 +89,31 @@ def test_B1_the_remote_chain_of_causes_is_told(shared_runtimes: Any) -> None:
     assert "KeyError: 'inner'" in caught.value.__cause__.traceback_text
 
 
-@pytest.mark.parametrize("output", [1, 1 << 17], ids=["small", "large"])
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_B2_the_users_error_wins_over_the_abort_of_its_peers(shared_runtimes: Any, rank: int, output: int) -> None:
+def test_B2_the_users_error_wins_over_the_abort_of_its_peers(shared_runtimes: Any, subtests: pytest.Subtests) -> None:
+    """Whether they are waiting in a collective, or for the reduction of large outputs, or have nothing to wait for."""
     rt = shared_runtimes[3]
-    with same_workers(rt), pytest.raises(ZeroDivisionError):
-        raiser(rt, {rank: lambda: ZeroDivisionError("mine")}, output)(RANKS[:3])
+    total = rt.function(lambda row: synk.comm.all_reduce(row, "sum"), outputs="first")
 
-
-@pytest.mark.parametrize("size", [1, 1 << 20], ids=["small", "large"])
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_B2_raises_while_the_others_wait_in_a_collective(shared_runtimes: Any, rank: int, size: int) -> None:
-    rt = shared_runtimes[3]
-
-    def meet(row: np.ndarray) -> np.ndarray:
+    def meet(row: np.ndarray, rank: int, size: int) -> np.ndarray:
         if row[0] == rank:
             raise ZeroDivisionError("mine")
         return synk.comm.all_reduce(np.ones(size))
 
-    with same_workers(rt):
-        with pytest.raises(ZeroDivisionError, match="mine") as caught:
-            rt.function(meet, outputs="first")(np.arange(3.0), timeout=20)
-        assert caught.value.__cause__.rank == rank
-        total = rt.function(lambda row: synk.comm.all_reduce(row, "sum"), outputs="first")
-        assert total(np.arange(3.0)) == [3.0]
+    meeting = rt.function(meet, bcast_inputs=("rank", "size"), outputs="first")
+    for rank in range(3):
+        error = {rank: lambda: ZeroDivisionError("mine")}
+        calls = {
+            "no output": lambda error=error: raiser(rt, error)(RANKS[:3]),
+            "large output": lambda error=error: raiser(rt, error, 1 << 17)(RANKS[:3]),
+            "collective": lambda rank=rank: meeting(np.arange(3.0), rank, 1),
+            "large collective": lambda rank=rank: meeting(np.arange(3.0), rank, 1 << 20),
+        }
+        for where, call in calls.items():
+            with subtests.test(where, rank=rank), same_workers(rt):
+                with pytest.raises(ZeroDivisionError, match="mine") as caught:
+                    call()
+                assert caught.value.__cause__.rank == rank
+                assert total(np.arange(3.0)) == [3.0]
 
 
 def test_B3_the_lowest_rank_is_raised_and_the_others_noted(shared_runtimes: Any) -> None:
@@ -116,26 +132,47 @@ def test_B3_the_lowest_rank_is_raised_and_the_others_noted(shared_runtimes: Any)
     assert len(seen) == 1
 
 
-@pytest.mark.parametrize("case", ["lock", "two arguments", "local class with a lock"])
-def test_B4_B5_an_exception_that_cannot_travel_is_described(shared_runtimes: Any, case: str) -> None:
+class Local(saboteurs.HoldsLock):
+    pass
+
+
+class NotesThatExit(Exception):
+    @property
+    def __notes__(self) -> Any:
+        raise SystemExit(3)
+
+
+DESCRIBED: dict[str, Callable[[], BaseException]] = {
+    "B4 a lock": lambda: saboteurs.HoldsLock("with a lock"),
+    "B4 a lock, in a class of the test": lambda: Local("local with a lock"),
+    "B5 two arguments": lambda: saboteurs.TwoArguments("one", "two"),
+    "B7 fails when it is pickled": lambda: saboteurs.Hostile("pickle", saboteurs.raise_value_error),
+    "B7 fails when it is loaded": lambda: saboteurs.Hostile("load", saboteurs.raise_value_error),
+    "B7 fails when it is printed": lambda: saboteurs.Hostile("print", saboteurs.raise_value_error),
+    "B7 exits when it is pickled": lambda: saboteurs.Hostile("pickle", saboteurs.system_exit),
+    "B7 exits when it is loaded": lambda: saboteurs.Hostile("load", saboteurs.system_exit),
+    "B7 exits when it is printed": lambda: saboteurs.Hostile("print", saboteurs.system_exit),
+    "B8 SystemExit": lambda: SystemExit("leave"),
+    "B8 KeyboardInterrupt": lambda: KeyboardInterrupt("leave"),
+    "B8 GeneratorExit": lambda: GeneratorExit("leave"),
+    "B8 BaseException": lambda: saboteurs.Quit("leave"),
+    "B8 notes that exit": lambda: NotesThatExit("no"),
+}
+
+
+def test_B4_B5_B7_B8_what_cannot_travel_is_described(shared_runtimes: Any, subtests: pytest.Subtests) -> None:
+    """Loading happens in the worker first: what cannot be loaded there never reaches the master, nor ends it."""
     rt = shared_runtimes[2]
-
-    class Local(saboteurs.HoldsLock):
-        pass
-
-    make = {
-        "lock": lambda: saboteurs.HoldsLock("with a lock"),
-        "two arguments": lambda: saboteurs.TwoArguments("one", "two"),
-        "local class with a lock": lambda: Local("local with a lock"),
-    }[case]
-    with same_workers(rt):
-        with pytest.raises(RemoteError) as caught:
-            raiser(rt, {1: make})(RANKS[:2])
-        assert caught.value.rank == 1
-        assert type(make()).__name__ in caught.value.type_name
-        assert str(make()) in str(caught.value)
-        assert "in fail" in caught.value.traceback_text
-        assert any("cannot be pickled and loaded again: " in note for note in caught.value.__notes__)
+    for row, make in DESCRIBED.items():
+        with subtests.test(row), same_workers(rt):
+            with pytest.raises(RemoteError) as caught:
+                raiser(rt, {1: make})(RANKS[:2])
+            assert caught.value.rank == 1
+            assert type(make()).__name__ in caught.value.type_name
+            assert "in fail" in caught.value.traceback_text
+            if row.startswith(("B4", "B5")):
+                assert str(make()) in str(caught.value)
+                assert any("cannot be pickled and loaded again: " in note for note in caught.value.__notes__)
 
 
 @pytest.mark.parametrize("nbytes", [1 << 27, pytest.param(1 << 30, marks=pytest.mark.high_memory)])
@@ -148,31 +185,15 @@ def test_B6_an_exception_with_a_huge_payload_is_cut(shared_runtimes: Any, nbytes
         assert len(str(caught.value)) + len(caught.value.traceback_text) < 1 << 20
 
 
-@pytest.mark.parametrize("stage", ["pickle", "load", "print"])
-@pytest.mark.parametrize("action", ["raise", "exit", "segfault", "hang"])
-def test_B7_an_exception_that_fights_back(reused: Fork, stage: str, action: str) -> None:
-    """Loading happens in the worker first: what cannot be loaded there never reaches the master."""
+def test_B7_an_exception_that_takes_its_worker_along(reused: Fork, subtests: pytest.Subtests) -> None:
     rt = reused(2)
-    act = {
-        "raise": saboteurs.raise_value_error,
-        "exit": saboteurs.system_exit,
-        "segfault": saboteurs.segfault,
-        "hang": saboteurs.loop_for_ever,
-    }[action]
-    with pytest.raises((RemoteError, WorkerDied, CallTimeout)) as caught:
-        raiser(rt, {1: lambda: saboteurs.Hostile(stage, act)})(RANKS[:2], timeout=0.5 if action == "hang" else None)
-    if action in ("raise", "exit"):
-        assert caught.type is RemoteError
-    assert_right(rt)
-
-
-@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit, saboteurs.Quit])
-def test_B8_what_is_no_exception_never_ends_the_master(shared_runtimes: Any, kind: type[BaseException]) -> None:
-    rt = shared_runtimes[2]
-    with same_workers(rt):
-        with pytest.raises(RemoteError) as caught:
-            raiser(rt, {0: lambda: kind("leave")})(RANKS[:2])
-        assert kind.__name__ in caught.value.type_name
+    for stage in ("pickle", "load", "print"):
+        for act, error in ((saboteurs.segfault, WorkerDied), (saboteurs.loop_for_ever, (CallTimeout, RemoteError))):
+            with subtests.test(stage, act=act.__name__):
+                fail = raiser(rt, {1: lambda stage=stage, act=act: saboteurs.Hostile(stage, act)})
+                with pytest.raises(error):
+                    fail(RANKS[:2], timeout=0.5 if act is saboteurs.loop_for_ever else None)
+                assert_right(rt)
 
 
 def test_B8_stop_iteration_is_an_exception_like_others(shared_runtimes: Any) -> None:
@@ -279,43 +300,27 @@ def test_B11_a_traceback_pins_nothing(shared_runtimes: Any) -> None:
     assert reference() is None
 
 
-def test_B12_warnings_of_workers_are_shown_once_with_their_rank(
-    runtime: Fork, capfd: pytest.CaptureFixture[str]
-) -> None:
-    rt = runtime(2)
-
-    def warn(row: np.ndarray) -> float:
-        with warnings.catch_warnings():
-            # Workers take over the -W options of this process, which may be "error".
-            warnings.simplefilter("default")
-            warnings.warn("careful", RuntimeWarning, stacklevel=1)
-        return 0.0
-
-    rt.function(warn)(np.arange(2))
-    rt.close()
-    lines = capfd.readouterr().err.splitlines()
-    for rank in range(2):
-        of_rank = [line for line in lines if f"rank {rank}" in line]
-        assert len([line for line in of_rank if "careful" in line]) >= 1
-
-
-def test_B12_warnings_as_errors_hold_in_workers() -> None:
-    script(
+def test_B12_warnings_of_workers_are_shown_with_their_rank_and_may_be_errors() -> None:
+    result = script(
         """
         import warnings
 
-        def warn(row):
-            warnings.warn("careful", UserWarning)
+        def warn(row, kind):
+            warnings.warn("careful", kind)
             return 0.0
 
         with synk.fork(2, backend="numpy") as rt:
+            f = rt.function(warn, bcast_inputs="kind")
+            f(np.arange(2), RuntimeWarning)
             try:
-                rt.function(warn)(np.arange(2))
+                f(np.arange(2), UserWarning)
             except UserWarning as error:
                 print("raised", error)
         """,
         flags=("-W", "error::UserWarning"),
-    ).check("raised careful\n")
+    ).check("raised careful\n", stderr=None)
+    assert [result.stderr.count(f"[rank {rank}] ") > 0 for rank in range(2)] == [True, True]
+    assert result.stderr.count("RuntimeWarning: careful") == 2
 
 
 def test_the_whole_family_is_one(runtime: Fork) -> None:

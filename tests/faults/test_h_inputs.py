@@ -1,11 +1,14 @@
 """H: odd inputs and outputs. The reference is NumPy on the whole array, written here.
 
-One table of input cases, each x {serial, inline, 1, 2, 3 workers} x {sum, avg, min, max, gather, None}; then
-lengths, batches and arguments, row by row. After each refusal the same workers answer the next call.
+One table of inputs, each with every op, in two drawn of {serial, inline, 1, 2, 3 workers}; then lengths, batches and
+arguments, row by row. What is refused for what it is sends nothing to a worker.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from support import saboteurs
-from support.harness import pids, same_workers
+from support.harness import assert_right, nothing_sent, pids, same_workers
 
 from synk.errors import ClosedError
 
@@ -184,42 +187,41 @@ def table(shared_runtimes: Any) -> Iterator[Table]:
     yield Table(shared_runtimes)
 
 
-@pytest.mark.parametrize("op", OPS, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.row}_{case.name.replace(' ', '_')}")
-def test_H_inputs(table: Table, case: Case, op: str | None, shared_runtimes: Any) -> None:
-    for where in WHERE:
-        call = table.call(where, op)
-        error = case.error(op)
-        if error is not None:
-            with pytest.raises(error):
-                call(case.make())
-            continue
-        want = expected(op, case.make(), where)
-        got = call(case.make())
-        if op is None:
-            assert got == want
-            continue
-        assert np.asarray(got).dtype == want.dtype
-        if want.dtype.kind in "fc" and op in ("avg", "sum"):
-            tolerance = {"e": 2e-3, "f": 1e-6, "F": 1e-6}.get(want.dtype.char, 1e-13)
-            np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
-        else:
-            np.testing.assert_array_equal(got, want)
-            assert np.asarray(got).tobytes() == want.tobytes(), "signs of zeros, payloads of NaN, records"
+def check(op: str | None, got: Any, want: Any) -> None:
+    """Assert that a result is NumPy's: to rounding where floats are added up, else bit by bit."""
+    if op is None:
+        assert got == want
+        return
+    assert np.asarray(got).dtype == want.dtype
+    if want.dtype.kind in "fc" and op in ("avg", "sum"):
+        tolerance = {"e": 2e-3, "f": 1e-6, "F": 1e-6}.get(want.dtype.char, 1e-13)
+        np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
+    else:
+        np.testing.assert_array_equal(got, want)
+        assert np.asarray(got).tobytes() == want.tobytes(), "signs of zeros, payloads of NaN, records"
 
 
-def test_H_refusals_leave_the_workers_as_they_were(shared_runtimes: Any, table: Table) -> None:
+def try_input(table: Table, case: Case, op: str | None, where: Any) -> None:
+    """Some inputs are refused for what they are, before anything is sent; others because their rows do not combine."""
+    error = case.error(op)
+    if error is None:
+        check(op, table.call(where, op)(case.make()), expected(op, case.make(), where))
+        return
+    is_silent = case.refused[0][0] == "*"
+    with nothing_sent(table.runtime(where)) if is_silent else contextlib.nullcontext(), pytest.raises(error):
+        table.call(where, op)(case.make())
+
+
+def test_H_every_input_with_every_op(table: Table, shared_runtimes: Any, subtests: pytest.Subtests) -> None:
+    for where, op in itertools.product(WHERE, OPS):
+        table.call(where, op)(PLAIN)
+    for case in CASES:
+        with subtests.test(row=case.row, input=case.name):
+            for op in OPS:
+                for where in random.Random(f"{case.name} {op}").sample(WHERE, 2):
+                    try_input(table, case, op, where)
     for num_workers in (1, 2, 3):
-        rt = shared_runtimes[num_workers]
-        with same_workers(rt):
-            for case in CASES:
-                for op in OPS:
-                    if case.error(op) is not None:
-                        sent = rt.counters["messages_down"]
-                        with pytest.raises(case.error(op)):
-                            table.call(num_workers, op)(case.make())
-                        if case.refused[0][0] == "*":
-                            assert rt.counters["messages_down"] == sent, "refused before anything is sent"
+        assert_right(shared_runtimes[num_workers])
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
@@ -258,55 +260,50 @@ def test_H_any_array_in_any_layout(
     np.testing.assert_array_equal(got, picked)
 
 
-# ----- lengths, arguments, batches
+# ----- rows: how many, and which
 
 
 def test_H1_lengths_differ(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     f = rt.function(lambda x, y: (x * y).sum(), outputs="sum", name="dot")
     with same_workers(rt):
-        sent = rt.counters["messages_down"]
-        with pytest.raises(ValueError, match=r"'dot'.*x with 5 rows.*y with 6"):
+        with nothing_sent(rt), pytest.raises(ValueError, match=r"'dot'.*x with 5 rows.*y with 6"):
             f(np.ones(5), np.ones(6))
-        assert rt.counters["messages_down"] == sent
         assert f(np.ones(5), np.ones(6), batch=5) == 5.0
 
 
-@pytest.mark.parametrize("op", ["first", "prod", None, "callable"])
-def test_H2_no_rows_with_other_ops(shared_runtimes: Any, op: Any) -> None:
+def test_H2_no_rows_with_other_ops(shared_runtimes: Any, subtests: pytest.Subtests) -> None:
     rt = shared_runtimes[2]
-    with same_workers(rt), pytest.raises(ValueError, match=r"no rows|zero rows|0 rows"):
-        rt.function(lambda x: x.sum(), outputs=max if op == "callable" else op)(np.empty(0))
+    for op in ("first", "prod", None, max):
+        with subtests.test(op=str(op)), same_workers(rt), pytest.raises(ValueError, match=r"no rows|zero rows|0 rows"):
+            rt.function(lambda x: x.sum(), outputs=op)(np.empty(0))
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3, 4])
-def test_H3_idle_ranks_do_not_run_and_do_not_vote(shared_runtimes: Any, num_workers: int) -> None:
-    rt = shared_runtimes[num_workers]
-    f = rt.function(
-        lambda x: (x.mean(), x.sum(), x.min(), x.max(), x.prod(), x, len(x)),
-        outputs=("avg", "sum", "min", "max", "prod", "gather", None),
-    )
-    for rows in range(1, 10):
-        x = np.arange(3.0, 3 + rows)
-        mean, total, low, high, product, same, lengths = f(x)
-        np.testing.assert_allclose(mean, x.mean(), rtol=1e-15)
-        assert (total, low, high) == (x.sum(), x.min(), x.max())
-        np.testing.assert_allclose(product, x.prod(), rtol=1e-15)
-        np.testing.assert_array_equal(same, x)
-        assert lengths == [len(part) or None for part in np.array_split(x, num_workers)]
+def test_H3_idle_ranks_do_not_run_and_do_not_vote(shared_runtimes: Any, subtests: pytest.Subtests) -> None:
+    outputs = ("avg", "sum", "min", "max", "prod", "gather", None)
+    for num_workers in (1, 2, 3, 4):
+        f = shared_runtimes[num_workers].function(
+            lambda x: (x.mean(), x.sum(), x.min(), x.max(), x.prod(), x, len(x)), outputs=outputs
+        )
+        with subtests.test(num_workers=num_workers):
+            for rows in range(1, 10):
+                x = np.arange(3.0, 3 + rows)
+                mean, total, low, high, product, same, lengths = f(x)
+                np.testing.assert_allclose([mean, product], [x.mean(), x.prod()], rtol=1e-15)
+                assert (total, low, high) == (x.sum(), x.min(), x.max())
+                np.testing.assert_array_equal(same, x)
+                assert lengths == [len(part) or None for part in np.array_split(x, num_workers)]
 
 
-@pytest.mark.parametrize("mode", ["r", "c"])
-def test_H9_memory_mapped_files(shared_runtimes: Any, tmp_path: Path, mode: Any) -> None:
-    rt = shared_runtimes[2]
+def test_H9_memory_mapped_files(shared_runtimes: Any, tmp_path: Path) -> None:
     path = tmp_path / "rows.npy"
     np.save(path, PLAIN)
-    mapped = np.load(path, mmap_mode=mode)
-    np.testing.assert_array_equal(rt.function(lambda x: 2 * x, outputs="gather")(mapped), 2 * PLAIN)
-    np.testing.assert_array_equal(np.load(path), PLAIN)
+    double = shared_runtimes[2].function(lambda x: 2 * x, outputs="gather")
+    modes: tuple[Any, ...] = ("r", "c")
+    for mode in modes:
+        np.testing.assert_array_equal(double(np.load(path, mmap_mode=mode)), 2 * PLAIN)
+        np.testing.assert_array_equal(np.load(path), PLAIN)
 
-
-# ----- batches
 
 BAD_BATCHES: dict[str, tuple[Any, tuple[type[Exception], ...]]] = {
     "index n": ([7], (IndexError,)),
@@ -327,18 +324,15 @@ BAD_BATCHES: dict[str, tuple[Any, tuple[type[Exception], ...]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", BAD_BATCHES)
-def test_H27_H28_batches_that_name_no_rows(shared_runtimes: Any, kind: str) -> None:
+def test_H27_H28_batches_that_name_no_rows(shared_runtimes: Any, subtests: pytest.Subtests) -> None:
     rt = shared_runtimes[2]
     f = rt.function(lambda x: x, outputs="gather", name="rows")
     f(PLAIN)
-    batch, errors = BAD_BATCHES[kind]
     with same_workers(rt):
-        for rows in (PLAIN, rt.data(PLAIN)):
-            sent = rt.counters["messages_down"]
-            with pytest.raises(errors):
-                f(rows, batch=batch)
-            assert rt.counters["messages_down"] == sent
+        for kind, (batch, errors) in BAD_BATCHES.items():
+            for rows in (PLAIN, rt.data(PLAIN)):
+                with subtests.test(kind, rows=type(rows).__name__), nothing_sent(rt), pytest.raises(errors):
+                    f(rows, batch=batch)
 
 
 GOOD_BATCHES: dict[str, Any] = {
@@ -358,28 +352,36 @@ GOOD_BATCHES: dict[str, Any] = {
     "range": range(1, 6, 2),
     "tuple": (2, 1),
 }
+NO_ROWS: tuple[Any, ...] = (0, [], slice(3, 3), np.zeros(7, bool), np.empty(0, np.int64))
 
 
-@pytest.mark.parametrize("kind", GOOD_BATCHES)
-@pytest.mark.parametrize("where", ["serial", "inline", 1, 2, 3])
-def test_H27_batches_mean_what_numpy_means(table: Table, kind: str, where: Any, shared_runtimes: Any) -> None:
-    batch = GOOD_BATCHES[kind]
-    picked = PLAIN[:batch] if isinstance(batch, (int, np.integer)) else PLAIN[
-        batch if isinstance(batch, slice) else np.asarray(batch)
-    ]  # fmt: skip
-    for rows in (PLAIN, table.runtime(where).data(PLAIN)):
-        np.testing.assert_array_equal(table.call(where, "gather")(rows, batch=batch), picked)
-        np.testing.assert_array_equal(table.call(where, "sum")(rows, batch=batch), picked.sum(axis=0))
+def test_H27_batches_mean_what_numpy_means(table: Table, shared_runtimes: Any, subtests: pytest.Subtests) -> None:
+    def picked(batch: Any) -> np.ndarray:
+        if isinstance(batch, (int, np.integer)):
+            return PLAIN[:batch]
+        return PLAIN[batch if isinstance(batch, slice) else np.asarray(batch)]
 
+    def try_batch(batch: Any, where: Any) -> None:
+        for rows in (PLAIN, table.runtime(where).data(PLAIN)):
+            gathered, total = (table.call(where, op)(rows, batch=batch) for op in ("gather", "sum"))
+            np.testing.assert_array_equal(gathered, picked(batch))
+            np.testing.assert_array_equal(total, picked(batch).sum(axis=0))
 
-@pytest.mark.parametrize("empty", [0, [], slice(3, 3), np.zeros(7, bool), np.empty(0, np.int64)], ids=repr)
-def test_H27_an_empty_batch_is_no_rows(table: Table, empty: Any, shared_runtimes: Any) -> None:
-    for where in WHERE:
-        assert table.call(where, "gather")(PLAIN, batch=empty).shape == (0, 4)
-        np.testing.assert_array_equal(table.call(where, "sum")(PLAIN, batch=empty), np.zeros(4))
+    def try_no_rows(batch: Any, where: Any) -> None:
+        assert table.call(where, "gather")(PLAIN, batch=batch).shape == (0, 4)
+        np.testing.assert_array_equal(table.call(where, "sum")(PLAIN, batch=batch), np.zeros(4))
         for op in ("avg", "min", "max"):
             with pytest.raises(ValueError):
-                table.call(where, op)(PLAIN, batch=empty)
+                table.call(where, op)(PLAIN, batch=batch)
+
+    for kind, batch in GOOD_BATCHES.items():
+        with subtests.test(kind):
+            for where in WHERE:
+                try_batch(batch, where)
+    for batch in NO_ROWS:
+        with subtests.test("no rows", batch=repr(batch)):
+            for where in WHERE:
+                try_no_rows(batch, where)
 
 
 @pytest.mark.high_memory
@@ -432,23 +434,17 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", CALLS)
-def test_H30_arguments_like_a_python_call(shared_runtimes: Any, kind: str) -> None:
+def test_H30_arguments_like_a_python_call(shared_runtimes: Any, subtests: pytest.Subtests) -> None:
     rt = shared_runtimes[2]
 
     def two(x: np.ndarray, y: np.ndarray, z: float = 1.0) -> float:
         return (x * y).sum() * z
 
     f = rt.function(two, bcast_inputs="z", outputs="sum")
-    arguments, keywords = CALLS[kind]
-    with pytest.raises(TypeError) as plain:
-        two(*arguments, **keywords)
-    del plain
     with same_workers(rt):
-        sent = rt.counters["messages_down"]
-        with pytest.raises(TypeError, match="two"):
-            f(*arguments, **keywords)
-        assert rt.counters["messages_down"] == sent
+        for kind, (arguments, keywords) in CALLS.items():
+            with subtests.test(kind), nothing_sent(rt), pytest.raises(TypeError, match="two"):
+                f(*arguments, **keywords)
         assert f(PLAIN, y=PLAIN) == (PLAIN * PLAIN).sum()
         assert f(y=PLAIN, x=PLAIN, z=2.0) == 2 * (PLAIN * PLAIN).sum()
 

@@ -408,6 +408,14 @@ def assert_right(runtime: Any, rows: int = 11) -> None:
 
 
 @contextlib.contextmanager
+def nothing_sent(runtime: Any) -> Iterator[None]:
+    """Assert that the body sends no message to any worker: what it does is refused before."""
+    before = runtime.counters["messages_down"]
+    yield
+    assert runtime.counters["messages_down"] == before, "workers were told of what is refused"
+
+
+@contextlib.contextmanager
 def same_workers(runtime: Any) -> Iterator[list[int]]:
     """After-state *usable*: the same pids answer after the body, and right."""
     before = pids(runtime)
