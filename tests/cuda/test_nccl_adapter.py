@@ -40,6 +40,9 @@ def test_all_reduce_equals_numpy(subtests: pytest.Subtests, binding: Binding, wo
             if op == "avg":
                 communicator.all_reduce(as_buffer(weighted), as_buffer(weighted), op, weight=weights[rank])
             found.append([received, same, weighted])
+        data = np.ones(1)
+        for _ in range(100):  # NCCL has room for few weighted sums at a time, the stub for 64
+            communicator.all_reduce(as_buffer(data), as_buffer(data), "avg", weight=1 / world_size)
         return found
 
     for results in run_ranks(binding, world_size, body):
@@ -129,21 +132,6 @@ def test_counts_beyond_31_bits_arrive_whole(binding: Binding, stub: Stub) -> Non
 # ----- weights
 
 
-def test_weights_of_bfloat16_and_of_many_sums(binding: Binding, stub: Stub) -> None:
-    sent = (np.array([[4.0], [8.0]], "float32").view("uint32") >> 16).astype("uint16")  # the upper half is bfloat16
-
-    def body(communicator: NcclCommunicator) -> list[float]:
-        received, data = np.empty(1, "uint16"), np.ones(8)
-        weight, send = (0.75, 0.25)[communicator.rank], as_buffer(sent[communicator.rank], "bfloat16")
-        communicator.all_reduce(send, as_buffer(received, "bfloat16"), "avg", weight=weight)
-        for _ in range(100):  # the stub has room for 64
-            communicator.all_reduce(as_buffer(data), as_buffer(data), "avg", weight=0.5)
-        assert stub.dll.stub_num_custom_ops(getattr(communicator._comm, "handle", communicator._comm)) == 0
-        return (received.astype("uint32") << 16).view("float32").tolist()
-
-    assert run_ranks(binding, 2, body) == [[5.0], [5.0]]
-
-
 def test_weights_are_rounded_as_numpy_and_torch_do() -> None:
     for value, dtype in itertools.product((0.0, 1.0, 1 / 3, 0.1, 2**-14, 0.999999), FLOATS):
         assert pack_scalar(value, dtype) == np.array(value, dtype).tobytes()
@@ -177,16 +165,13 @@ def test_what_nccl_does_not_have_is_refused(binding: Binding, stub: Stub) -> Non
                 with pytest.raises(error, match="cannot"):
                     reduce(data, data, op)
         x, y = Buffer(64, 4, "float32"), Buffer(64, 5, "float32")
-        refused: list[Callable[[], None]] = [
+        for call in (
             lambda: communicator.all_reduce(x, y, "sum"),
-            lambda: communicator.all_reduce(x, Buffer(64, 4, "float64"), "sum"),
             lambda: communicator.all_gather(x, x),
             lambda: communicator.reduce_scatter(y, y, "sum"),
             lambda: communicator.broadcast(x, 2),
             lambda: communicator.all_reduce(x, x, "sum", weight=0.5),
-            lambda: communicator.all_reduce(x, x, "avg", weight=1.5),
-        ]
-        for call in refused:
+        ):
             with pytest.raises(ValueError, match=r"cannot .*: got"):
                 call()
         with pytest.raises(ZeroDivisionError), communicator.group():
