@@ -1,10 +1,12 @@
 # make alone lists the targets.
 # Everything runs in a virtual environment of this folder, made on first use; an active one is left alone.
 # Another interpreter: make test PYTHON=python3.12.  More arguments for pytest: make test ARGS="-k digits -x".
+# The tests that need an optional package, and no others: make test EXTRA=jax|pytensor|transformers|dpnp|ray.
 
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+EXTRA ?=
 # One test process for each core, up to eight.  make test JOBS=0 runs them all in one, where a debugger can stop.
 JOBS ?= logical
 
@@ -23,48 +25,46 @@ PY := $(VENV)/bin/python
 BASE := $(VENV)/.base-$(VERSION)
 DEMOS := $(VENV)/.demos-$(VERSION)
 TEST := $(VENV)/.test-$(VERSION)
-JAX := $(VENV)/.jax-$(VERSION)
-PYTENSOR := $(VENV)/.pytensor-$(VERSION)
-TRANSFORMERS := $(VENV)/.transformers-$(VERSION)
-DPNP := $(VENV)/.dpnp-$(VERSION)
-RAY := $(VENV)/.ray-$(VERSION)
 DEV := $(VENV)/.dev-$(VERSION)
 DOCS := $(VENV)/.docs-$(VERSION)
 CHECKS := $(VENV)/.checks-$(VERSION)
 BENCH := $(VENV)/.bench-$(VERSION)
 GPU := $(VENV)/.gpu-$(VERSION)
-# An environment of its own, made anew each time: what a user has who installs synk today, on the newest Python at hand.
-NEWEST := build/newest
-NEWEST_PYTHON ?= $(lastword $(PYTHON) $(sort $(wildcard ~/.pyenv/versions/3.1*/bin/python)))
-NEWEST_PACKAGES := -e '.[cluster]' hypothesis ipykernel joblib psutil pytest pytest-timeout pytest-xdist
-NEWEST_TESTS := tests/first_hour/test_first_steps.py tests/first_hour/test_worst_texts.py tests/api/test_worker_frames.py \
+# Environments of their own, made anew each time: what a user has who installs synk today, on the newest Python at hand and the oldest.
+PYENV := $(wildcard $(HOME)/.pyenv/versions)
+NEWEST_PYTHON ?= $(lastword $(PYTHON) $(sort $(wildcard $(PYENV)/3.1*/bin/python)))
+OLDEST_PYTHON ?= $(firstword $(wildcard $(PYENV)/3.10.*/bin/python) python3.10)
+UNPINNED_PACKAGES := -e '.[cluster]' hypothesis ipykernel joblib psutil pytest pytest-timeout pytest-xdist
+UNPINNED_TESTS := tests/first_hour/test_first_steps.py tests/first_hour/test_worst_texts.py tests/api/test_worker_frames.py \
   tests/api/test_tracebacks.py tests/master/code/test_features.py tests/master/code/test_captured.py \
   tests/master/code/test_script_classes.py tests/extensions/test_joblib.py
 # The extra that matches the driver, for the gpu targets.
 CUDA ?= cuda13
 # In variables, because a comma would end an argument of call.
 DEMO_EXTRAS := demos,plot
-DPNP_EXTRAS := test,dpnp
-RAY_EXTRAS := test,ray
 CHECK_EXTRAS := dev,test-jax,test-pytensor
 GPU_EXTRAS = $(CUDA),test
+EXTRAS_jax := test-jax
+EXTRAS_pytensor := test-pytensor
+EXTRAS_transformers := test-transformers
+EXTRAS_dpnp := test,dpnp
+EXTRAS_ray := test,ray
 
-.PHONY: help demo test jax pytensor transformers dpnp dpnp-install ray ray-install bench gpu-test gpu-bench storm faults checks lint quick newest doctest docs smoke clean
+.PHONY: help demo test install soak mutants bench gpu-test gpu-bench storm faults checks lint quick newest oldest doctest docs smoke clean
 
 help:
 	@echo "make demo      a bootstrap, serial and on 1, 2, ... workers: a table, and a picture; then handwritten digits likewise"
 	@echo "make test      the test suite; a part of it: make test ARGS=\"-k digits -x\""
 	@echo "make quick     lint, types, and the tests of what you have changed, in about a minute"
-	@echo "make jax       installs JAX and optax: make test then runs the tests that need them, too"
-	@echo "make pytensor  installs PyTensor, likewise; make transformers: those of Hugging Face"
-	@echo "make dpnp      installs dpnp (2.9 GB) and runs the tests that need it: on OpenCL, on the CPU"
-	@echo "make ray       installs Ray (250 MB) and runs the tests on a cluster of it: several raylets on this machine"
+	@echo "make test EXTRA=NAME   installs an optional package and runs the tests that need it: jax, pytensor, transformers,"
+	@echo "                       dpnp (2.9 GB; OpenCL on the CPU), ray (250 MB; a cluster of several raylets on this machine)"
 	@echo
 	@echo "make bench     measures against peers; make faults: what injected faults do"
-	@echo "make storm     minutes of random kills and interrupts"
+	@echo "make storm     an hour of random kills, interrupts and programs; make soak: the suite three times beside load"
+	@echo "make mutants   faults put into the source, one at a time: which ones do the tests find?"
 	@echo "make gpu-test  the tests that need a GPU; make gpu-bench: its benchmarks (CUDA=cuda12 or cuda13)"
 	@echo "make lint doctest docs smoke   what .ci/run checks besides the tests"
-	@echo "make newest    a quick part of the tests with the newest version of each dependency (NEWEST_PYTHON=python3.13)"
+	@echo "make newest oldest   a quick part of the tests with the newest version of each dependency, on two Pythons"
 	@echo "make clean     removes what the other targets have made"
 	@echo
 	@echo "Each target installs what it needs into $(VENV) when it is first used."
@@ -76,30 +76,40 @@ demo: $(DEMOS)
 
 # One thread each: those of a worker alone would take the cores of the other process's workers, and wait for each other.
 # What failed runs once more at the end, alone; what passes then is listed as FLAKY and does not fail the command.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
+ALONE := $(PY) tests/support/alone.py
+
+ifeq ($(EXTRA),)
 test: $(TEST)
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -p support.once_more -n $(JOBS) --maxprocesses 8 --dist worksteal $(ARGS)
+	@$(PYTEST) -p support.once_more -n $(JOBS) --maxprocesses 8 --dist worksteal $(ARGS)
+else
+test: install
+	@$(TEST_$(EXTRA))
+endif
 
-# From then on `make test` also runs the tests that need these; without them it names the tests as skipped.
-jax: $(JAX)
+OPTIONAL := jax pytensor transformers dpnp ray
+$(if $(filter-out $(OPTIONAL),$(EXTRA)),$(error cannot use EXTRA=$(EXTRA): expected one of $(OPTIONAL)))
 
-pytensor: $(PYTENSOR)
+# From then on `make test` also runs the tests that need the package, if it is jax, pytensor or transformers.
+install: $(if $(EXTRA),$(VENV)/.$(EXTRA)-$(VERSION),$(TEST))
 
-transformers: $(TRANSFORMERS)
-
-dpnp: $(DPNP)
-	@SYNK_TEST_BACKENDS=dpnp OMP_NUM_THREADS=1 $(PY) -m pytest -m dpnp tests/backends $(ARGS)
-
-dpnp-install: $(DPNP)
-
+TEST_jax = $(PYTEST) $$(grep -rl '"jax"' tests --include=test_*.py) $(ARGS)
+TEST_pytensor = $(PYTEST) $$(grep -rl '"pytensor"' tests --include=test_*.py) $(ARGS)
+TEST_transformers = $(PYTEST) $$(grep -rl '"transformers"' tests --include=test_*.py) $(ARGS)
+TEST_dpnp = SYNK_TEST_BACKENDS=dpnp $(PYTEST) -m dpnp tests/backends $(ARGS)
 # In a network of its own: Ray listens on all interfaces. Whether Ray starts at all is tried first.
-ray: $(RAY)
-	@if ! $(PY) tests/support/alone.py true; then \
-	  echo "== make ray: NOT RUN. This machine gives no network namespace, in which Ray could listen."; \
-	elif ! $(PY) tests/support/alone.py $(PY) -c "import ray; ray.init(num_cpus=1, include_dashboard=False)" >/dev/null 2>&1; then \
-	  echo "== make ray: NOT RUN. Ray itself does not start in a network namespace of this machine."; \
-	else OMP_NUM_THREADS=1 $(PY) tests/support/alone.py $(PY) -m pytest -m ray tests/cluster $(ARGS); fi
+TEST_ray = if ! $(ALONE) true; then \
+    echo "== make test EXTRA=ray: NOT RUN. This machine gives no network namespace, in which Ray could listen."; \
+  elif ! $(ALONE) $(PY) -c "import ray; ray.init(num_cpus=1, include_dashboard=False)" >/dev/null 2>&1; then \
+    echo "== make test EXTRA=ray: NOT RUN. Ray itself does not start in a network namespace of this machine."; \
+  else OMP_NUM_THREADS=1 $(ALONE) $(PY) -m pytest -m ray tests/cluster $(ARGS); fi
 
-ray-install: $(RAY)
+# The whole suite three times beside four busy processes; what failed in any run is listed, and fails the command.
+soak: $(TEST)
+	@$(PY) tests/support/soak.py $(ARGS)
+
+mutants: $(TEST)
+	@$(PY) tests/support/mutants.py $(ARGS)
 
 storm: $(TEST)
 	@$(PY) -m pytest -m storm -o faulthandler_timeout=1800 $(ARGS)
@@ -134,14 +144,22 @@ quick: $(DEV) $(TEST)
 
 # Without constraints; and without torch and scikit-learn, which are large.
 newest:
-	@$(NEWEST_PYTHON) -m venv --clear $(NEWEST)
-	@$(NEWEST)/bin/python -m pip install -qq --no-compile $(NEWEST_PACKAGES)
-	@$(NEWEST)/bin/python -c 'import importlib.metadata as m, platform; names = "numpy cloudpickle optree pyzmq joblib ipykernel pytest"; \
-	  print("== newest: Python", platform.python_version(), *(f"{name} {m.version(name)}" for name in names.split()))'
-	@OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n $(JOBS) --maxprocesses 8 --dist worksteal -k "not loky" $(NEWEST_TESTS) $(ARGS)
+	$(call unpinned,$@,$(NEWEST_PYTHON))
+
+oldest:
+	@command -v $(OLDEST_PYTHON) >/dev/null || echo "== make oldest: NOT RUN. There is no Python 3.10 on this machine."
+	$(if $(shell command -v $(OLDEST_PYTHON)),$(call unpinned,$@,$(OLDEST_PYTHON)))
+
+define unpinned
+@$(2) -m venv --clear build/$(1)
+@build/$(1)/bin/python -m pip install -qq --no-compile $(UNPINNED_PACKAGES)
+@build/$(1)/bin/python -c 'import importlib.metadata as m, platform; names = "numpy cloudpickle optree pyzmq joblib ipykernel pytest"; \
+  print("== make $(1): Python", platform.python_version(), *(f"{name} {m.version(name)}" for name in names.split()))'
+@OMP_NUM_THREADS=1 build/$(1)/bin/python -m pytest -n $(JOBS) --maxprocesses 8 --dist worksteal -k "not loky" $(UNPINNED_TESTS) $(ARGS)
+endef
 
 doctest: $(TEST)
-	@$(PY) -m pytest --doctest-modules $(if $(wildcard $(PYTENSOR)),,--ignore=synk/extensions/pytensor.py --ignore=synk/extensions/_pytensor_function.py --ignore=synk/extensions/synkhronos.py) $(if $(wildcard $(RAY)),,--ignore-glob=synk/cluster/ray*.py) synk $(ARGS)
+	@$(PY) -m pytest --doctest-modules $(if $(wildcard $(VENV)/.pytensor-$(VERSION)),,--ignore=synk/extensions/pytensor.py --ignore=synk/extensions/_pytensor_function.py --ignore=synk/extensions/synkhronos.py) $(if $(wildcard $(VENV)/.ray-$(VERSION)),,--ignore-glob=synk/cluster/ray*.py) synk $(ARGS)
 
 docs: $(DOCS)
 	@$(PY) -m sphinx -q -W --keep-going -b html docs docs/_build/html
@@ -187,20 +205,8 @@ $(DEMOS): $(BASE) pyproject.toml
 $(TEST): $(BASE) pyproject.toml constraints.txt
 	$(call install,-c constraints.txt -e '.[test]')
 
-$(JAX): $(TEST)
-	$(call install,-c constraints.txt -e '.[test-jax]')
-
-$(PYTENSOR): $(TEST)
-	$(call install,-c constraints.txt -e '.[test-pytensor]')
-
-$(TRANSFORMERS): $(TEST)
-	$(call install,-c constraints.txt -e '.[test-transformers]')
-
-$(DPNP): $(TEST)
-	$(call install,-c constraints.txt -e '.[$(DPNP_EXTRAS)]')
-
-$(RAY): $(TEST)
-	$(call install,-c constraints.txt -e '.[$(RAY_EXTRAS)]')
+$(OPTIONAL:%=$(VENV)/.%-$(VERSION)): $(VENV)/.%-$(VERSION): $(TEST)
+	$(call install,-c constraints.txt -e '.[$(EXTRAS_$*)]')
 
 $(DOCS): $(BASE) pyproject.toml
 	$(call install,-e '.[docs]')
@@ -210,7 +216,7 @@ $(DEV): $(TEST)
 
 $(CHECKS): $(BASE) pyproject.toml constraints.txt
 	$(call install,-c constraints.txt -e '.[$(CHECK_EXTRAS)]')
-	@touch $(TEST) $(JAX) $(PYTENSOR) $(DEV) $(DOCS)
+	@touch $(TEST) $(VENV)/.jax-$(VERSION) $(VENV)/.pytensor-$(VERSION) $(DEV) $(DOCS)
 
 # A peer that cannot be installed here is listed as missing in the tables; the others still count.
 $(BENCH): $(TEST) benchmarks/requirements.txt

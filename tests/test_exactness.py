@@ -6,20 +6,20 @@ The reference of each op is its kernel on the whole array; it knows nothing of s
 from __future__ import annotations
 
 import enum
-import gc
+import itertools
+import random
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from support.seeds import examples
+from support.harness import same_workers
 
 from synk._pure.ops import OPS
 from synk.errors import CollectiveMismatch
 
 WORKERS = (1, 2, 3, 4)
+WHERE = [*WORKERS, "inline"]
 FLOATS = ("float16", "float32", "float64")
 INTEGERS = ("int8", "uint8", "int16", "int32", "uint32", "int64", "uint64")
 COMPLEX = ("complex64", "complex128")
@@ -100,25 +100,6 @@ def picked_by(batch: Any, x: np.ndarray) -> np.ndarray:
     return x[:batch] if isinstance(batch, int) else x[batch]
 
 
-class Functions:
-    """One function per op on each shared runtime; ``inline`` is the runtime without processes."""
-
-    def __init__(self, runtimes: Any) -> None:
-        self.runtimes = runtimes
-        self._made: dict[tuple[Any, str], Any] = {}
-
-    def __call__(self, where: Any, op: str) -> Any:
-        key = (where, op)
-        if key not in self._made:
-            self._made[key] = self.runtimes[where].function(KERNELS[op], outputs=op, name=op)
-        return self._made[key]
-
-
-@pytest.fixture(scope="module")
-def functions(shared_runtimes: Any) -> Iterator[Functions]:
-    yield Functions(shared_runtimes)
-
-
 def assert_equal(got: Any, want: np.ndarray, op: str) -> None:
     """Equal, and of the same dtype; averages to the rounding of each rank's own one, which is below 64 in size."""
     assert np.asarray(got).dtype == want.dtype
@@ -129,232 +110,150 @@ def assert_equal(got: Any, want: np.ndarray, op: str) -> None:
         np.testing.assert_array_equal(got, want)
 
 
-calls = {
-    "rows": st.integers(1, 50),
-    "columns": st.integers(1, 3),
-    "seed": st.integers(0, 2**20),
-    "batch_kind": st.sampled_from(["none", "count", "slice", "step", "backwards", "list", "array", "mask"]),
-    "num_slices": st.sampled_from([1, 1, 2, 3, 7]),
-    "as_data": st.booleans(),
-}
-thorough = examples(6)
+# ----- the matrix
 
 
-@pytest.mark.parametrize("where", [*WORKERS, "inline"])
-@pytest.mark.parametrize("op", KERNELS)
-@thorough
-@given(data=st.data(), **calls)
-@pytest.mark.sampled(20)
-def test_a_call_equals_numpy_and_the_serial_call(
-    functions: Functions,
-    shared_runtimes: Any,
-    where: Any,
-    op: str,
-    data: st.DataObject,
-    rows: int,
-    columns: int,
-    seed: int,
-    batch_kind: str,
-    num_slices: int,
-    as_data: bool,
-) -> None:
-    dtype = data.draw(st.sampled_from(DTYPES[op]))
-    x = rows_of(dtype, op, rows, columns, seed)
-    batch = pick(batch_kind, rows, np.random.default_rng(seed))
-    f = functions(where, op)
-    rows_in = functions.runtimes[where].data(x) if as_data else x
-    want = reference(op, picked_by(batch, x))
-    assert_equal(f(rows_in, batch=batch, num_slices=num_slices), want, op)
-    assert_equal(f.serial(rows_in, batch=batch), want, op)
+BATCH_KINDS = ("none", "count", "slice", "step", "backwards", "list", "array", "mask")
+WAYS = ("call", "keyword", "submit", "serial")
 
 
-@pytest.mark.parametrize("where", [*WORKERS, "inline"])
-def test_every_row_count_from_0_to_50(functions: Functions, shared_runtimes: Any, where: Any) -> None:
+class Case(NamedTuple):
+    """One call. ``seed``: of its numbers and of its batch; ``batch``: its kind."""
+
+    op: str
+    dtype: str
+    rows: int
+    columns: int
+    batch: str
+    num_slices: int
+    as_data: bool
+    way: str
+    seed: int
+
+
+def drawn_calls(count: int, seed: str) -> Iterator[Case]:
+    """Yield ``count`` random calls of each op and dtype."""
+    pairs = [(op, dtype) for op, dtypes in DTYPES.items() for dtype in dtypes]
+    rng = random.Random(seed)
+    for number, (op, dtype) in enumerate(pairs * count):
+        num_slices = rng.choice([1, 1, 2, 3, 7])
+        is_large = rng.random() < 0.15 and np.dtype(dtype).kind in "iuf"  # the workers reduce
+        rows, columns = (rng.randint(1, 5), 200_003) if is_large else (rng.randint(1, 50), rng.randint(1, 3))
+        yield Case(
+            op, dtype, rows, columns, rng.choice(BATCH_KINDS), num_slices, rng.random() < 0.5, rng.choice(WAYS), number
+        )
+
+
+def called(f: Any, rows: Any, batch: Any, case: Case) -> Any:
+    if case.way == "serial":
+        return f.serial(rows, batch=batch)
+    options = {"batch": batch, "num_slices": case.num_slices}
+    if case.way == "keyword":
+        return f(x=rows, **options)
+    return f.submit(rows, **options).result() if case.way == "submit" else f(rows, **options)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_every_call_equals_numpy(subtests: Any, shared_runtimes: Any, storm_count: Any, where: Any) -> None:
+    rt = shared_runtimes[where]
+    functions = {op: rt.function(kernel, outputs=op, name=op) for op, kernel in KERNELS.items()}
+    for case in drawn_calls(storm_count(3), seed=f"{where}"):
+        with subtests.test(case=str(case)):
+            x = rows_of(case.dtype, case.op, case.rows, case.columns, case.seed)
+            batch = pick(case.batch, case.rows, np.random.default_rng(case.seed))
+            got = called(functions[case.op], rt.data(x) if case.as_data else x, batch, case)
+            assert_equal(got, reference(case.op, picked_by(batch, x)), case.op)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_every_row_count_from_0_to_50(subtests: Any, shared_runtimes: Any, where: Any) -> None:
+    functions = {op: shared_runtimes[where].function(kernel, outputs=op) for op, kernel in KERNELS.items()}
     for rows in range(51):
         x = rows_of("float64", "sum", rows, 2, rows)
-        for op in ("sum", "gather"):
-            np.testing.assert_array_equal(functions(where, op)(x), reference(op, x))
-        for op in ("avg", "min", "max"):
-            if rows == 0:
-                with pytest.raises(ValueError, match="row"):
-                    functions(where, op)(x)
-            else:
-                assert_equal(functions(where, op)(x), reference(op, x), op)
+        with subtests.test(rows=rows):
+            for op in ("sum", "gather", "avg", "min", "max"):
+                if rows or op in ("sum", "gather"):
+                    assert_equal(functions[op](x), reference(op, x), op)
+                else:
+                    with pytest.raises(ValueError, match="row"):
+                        functions[op](x)
 
 
-@pytest.mark.parametrize("num_workers", WORKERS)
-@thorough
-@given(rows=st.integers(1, 30), seed=st.integers(0, 2**20), num_slices=st.sampled_from([1, 2, 5]))
-def test_nested_outputs_each_with_its_op(
-    shared_runtimes: Any, num_workers: int, rows: int, seed: int, num_slices: int
-) -> None:
-    rt = shared_runtimes[num_workers]
-    x = rows_of("float64", "sum", rows, 3, seed)
-    w = np.arange(3.0)
-    f = _nested(rt)
-    loss, parts = f(w, x, num_slices=num_slices)
+# ----- outputs
+
+
+def several(w: np.ndarray, x: np.ndarray) -> Any:
     r = x @ w
-    np.testing.assert_allclose(loss, (r @ r) / rows, rtol=1e-13)
-    np.testing.assert_array_equal(parts["gradient"], r @ x)
-    np.testing.assert_array_equal(parts["residuals"], r)
-    assert parts["worst"] == r.max()
-    serial_loss, serial_parts = f.serial(w, x)
-    np.testing.assert_allclose(loss, serial_loss, rtol=1e-13)
-    np.testing.assert_array_equal(parts["gradient"], serial_parts["gradient"])
+    parts = {"gradient": r @ x, "residuals": r, "worst": r.max()}
+    return (r @ r) / len(x), parts, r[0], "".join(f"{n} " for n in r), {"rows": len(x)}
 
 
-_nested_functions: dict[int, Any] = {}
+SEVERAL = ("avg", {"gradient": "sum", "residuals": "gather", "worst": "max"}, "first", lambda a, b: a + b, None)
 
 
-def _nested(rt: Any) -> Any:
-    def step(w: np.ndarray, x: np.ndarray) -> Any:
-        r = x @ w
-        return (r @ r) / len(x), {"gradient": r @ x, "residuals": r, "worst": r.max()}
-
-    if id(rt) not in _nested_functions:
-        outputs = ("avg", {"gradient": "sum", "residuals": "gather", "worst": "max"})
-        _nested_functions[id(rt)] = rt.function(step, bcast_inputs="w", outputs=outputs)
-    return _nested_functions[id(rt)]
-
-
-@pytest.mark.parametrize("num_workers", WORKERS)
-def test_first_callable_and_none(shared_runtimes: Any, num_workers: int) -> None:
-    """``first`` is rank 0's, a callable folds in rank order, None is one entry per rank."""
-    rt = shared_runtimes[num_workers]
-    f = rt.function(
-        lambda x: (x[0], "".join(f"{n} " for n in x), x.sum(), {"rows": len(x)}),
-        outputs=("first", lambda a, b: a + b, max, None),
-    )
-    for rows in (1, 2, 3, 4, 9):
-        x = np.arange(rows) + 5.0
-        first, folded, largest, each = f(x)
-        parts = [part for part in np.array_split(x, num_workers) if len(part)]
-        assert first == x[0]
-        assert folded == "".join(f"{n} " for n in x)
-        assert largest == max(part.sum() for part in parts)
-        assert each == [{"rows": len(part)} for part in parts] + [None] * (num_workers - len(parts))
-
-
-LARGE = [
-    (op, dtype)
-    for op in KERNELS
-    for dtype in ("float32", "float64", "float16", "int64")
-    if dtype != "int64" or dtype in DTYPES[op]
-]
-
-
-@pytest.mark.parametrize("num_workers", WORKERS)
-@pytest.mark.parametrize(("op", "dtype"), LARGE)
-@pytest.mark.sampled(60)
-def test_large_outputs_take_the_other_path_to_the_same_numbers(
-    shared_runtimes: Any, num_workers: int, op: str, dtype: str
-) -> None:
-    """From 256 KB on the workers reduce, each a chunk: the same result, bit by bit where the numbers are exact."""
-    rt = shared_runtimes[num_workers]
-    columns = 200_003
-    rng = np.random.default_rng(3)
-    x = rng.integers(1, 3, (5, columns)).astype(dtype)
-    x[rng.random(x.shape) < 0.5] = 1
-    f = rt.function(KERNELS[op], outputs=op)
-    assert_equal(f(rt.data(x)), reference(op, x), op)
-
-
-@pytest.mark.parametrize("num_workers", WORKERS)
-def test_a_subset_of_the_outputs_is_the_same_numbers(shared_runtimes: Any, num_workers: int) -> None:
-    rt = shared_runtimes[num_workers]
-    x = rows_of("float64", "sum", 13, 2, 1)
-    f = rt.function(lambda x: (x.sum(axis=0), x.mean(axis=0), x), outputs=("sum", "avg", "gather"))
-    total, mean, same = f(x)
-    np.testing.assert_array_equal(f(x, output_subset=[0])[0], total)
-    got = f(x, output_subset=[2, 0])
-    np.testing.assert_array_equal(got[0], same)
-    np.testing.assert_array_equal(got[1], total)
-    g = rt.function(lambda x: {"total": x.sum(axis=0), "mean": x.mean(axis=0)}, outputs={"total": "sum", "mean": "avg"})
-    np.testing.assert_array_equal(g(x, output_subset=["mean"])["mean"], mean)
+@pytest.mark.parametrize("where", WORKERS)
+def test_each_output_has_its_op(subtests: Any, shared_runtimes: Any, where: int) -> None:
+    """``first`` is rank 0's, a callable folds in rank order, None is one entry per rank; a subset is the same."""
+    f = shared_runtimes[where].function(several, bcast_inputs="w", outputs=SEVERAL)
+    w = np.arange(3.0)
+    for rows in (1, 2, 3, 4, 9, 30):
+        x = rows_of("float64", "sum", rows, 3, rows)
+        counts = [len(part) for part in np.array_split(x, where)]
+        each = [{"rows": count} if count else None for count in counts]
+        expected = (*several(w, x)[:4], each)
+        for options in ({}, {"num_slices": 5}, {"output_subset": [1, 0]}):
+            with subtests.test(rows=rows, options=options):
+                got = f(w, x, **options)
+                loss, parts = got[::-1] if "output_subset" in options else got[:2]
+                np.testing.assert_allclose(loss, expected[0], rtol=1e-13)
+                np.testing.assert_equal(parts, expected[1])
+                if not options:
+                    assert got[2:] == expected[2:]
+        np.testing.assert_allclose(f.serial(w, x)[0], expected[0], rtol=1e-13)
+    by_name = shared_runtimes[where].function(lambda x: {"a": x.sum(), "b": x}, outputs={"a": "sum", "b": "gather"})
+    assert by_name(np.arange(4.0), output_subset=["a"])["a"] == 6.0
 
 
 def test_float16_is_accumulated_in_float32_and_rounded_once(shared_runtimes: Any) -> None:
     """The average of two values that would overflow if they were added in float16."""
-    rt = shared_runtimes[2]
-    average, total = rt.function(lambda x: (np.float16(40_000) * np.ones(2, np.float16),) * 2, outputs=("avg", "sum"))(
-        np.ones(2)
+    f = shared_runtimes[2].function(
+        lambda x: (np.float16(40_000) * np.ones(2, np.float16),) * 2, outputs=("avg", "sum")
     )
+    average, total = f(np.ones(2))
     assert average.tolist() == [40_000.0] * 2
     assert average.dtype == np.float16
     assert np.isinf(total).all()
 
 
-@pytest.mark.parametrize("where", [*WORKERS, "inline"])
-def test_broadcast_arguments_arrive_whole(shared_runtimes: Any, where: Any) -> None:
-    rt = shared_runtimes[where]
-    w = {"layers": [np.arange(6.0).reshape(2, 3), (np.float32(2), None)], "name": "model"}
-    f = rt.function(
-        lambda w, x: (x @ w["layers"][0] * w["layers"][1][0], w["name"]),
-        bcast_inputs=["w"],
-        outputs=("gather", "first"),
-    )
-    x = rows_of("float64", "sum", 7, 2, 0)
-    result, name = f(w, x)
-    np.testing.assert_array_equal(result, x @ w["layers"][0] * 2)
-    assert name == "model"
-
-
-# ----- what random programs have found
-
-
-def test_a_broadcast_none_after_data_that_is_gone(shared_runtimes: Any) -> None:
-    """The short way of a repeated call must not take None for the ``Data`` of before."""
-    rt = shared_runtimes[2]
-    f = rt.function(lambda scale, x: x.sum() * (1 if scale is None else scale[0]), bcast_inputs="scale", outputs="sum")
-    data = rt.data(np.array([3.0]))
-    x = np.arange(5.0)
-    assert f(data, x) == 30.0
-    del data
-    gc.collect()
-    assert f(None, x) == 10.0
-    assert f(None, x) == 10.0
-    with pytest.raises(TypeError, match="x"):
-        f(None, None)
-
-
-@pytest.mark.sampled(60)
-@pytest.mark.parametrize("num_slices", [1, 2])
-@pytest.mark.parametrize("op", ["avg", "sum", "max", "gather"])
-@pytest.mark.parametrize("dtype", [">f8", ">c16", ">f2", ">i4"])
-@pytest.mark.parametrize("size", [3, 50_000])
-def test_outputs_are_in_the_byte_order_of_the_machine(
-    shared_runtimes: Any, num_slices: int, op: str, dtype: str, size: int
-) -> None:
+def test_outputs_are_in_the_byte_order_of_the_machine(subtests: Any, shared_runtimes: Any) -> None:
     """Whatever their size and however the rows divide."""
-    if (op, dtype) in (("avg", ">i4"), ("max", ">c16")):
-        return
-    rt = shared_runtimes[2]
-    table = np.arange(float(size)).astype(dtype)
-    f = rt.function(lambda table, x: table["a"], bcast_inputs="table", outputs=op)
-    for num_rows in (4, 5):
-        got = f({"a": table}, np.ones(num_rows), num_slices=num_slices)
-        assert got.dtype == table.dtype.newbyteorder("=")
-        assert got.dtype.isnative
-        if op in ("avg", "max"):
-            np.testing.assert_array_equal(got, table)
+    cases = itertools.product(["avg", "sum", "max", "gather"], [">f8", ">c16", ">f2", ">i4"], [3, 50_000], [1, 2])
+    for op, dtype, size, num_slices in cases:
+        if (op, dtype) in (("avg", ">i4"), ("max", ">c16")):
+            continue
+        with subtests.test(op=op, dtype=dtype, size=size, num_slices=num_slices):
+            table = np.arange(float(size)).astype(dtype)
+            f = shared_runtimes[2].function(lambda table, x: table["a"], bcast_inputs="table", outputs=op)
+            for num_rows in (4, 5):
+                got = f({"a": table}, np.ones(num_rows), num_slices=num_slices)
+                assert got.dtype == table.dtype.newbyteorder("=")
+                assert got.dtype.isnative
+                if op in ("avg", "max"):
+                    np.testing.assert_array_equal(got, table)
 
 
-@pytest.mark.parametrize("num_rows", [4, 60_000])
-def test_records_keep_their_layout(shared_runtimes: Any, num_rows: int) -> None:
-    """``np.concatenate`` would pack their fields."""
+def test_records_keep_their_layout_and_their_class(subtests: Any, shared_runtimes: Any) -> None:
+    """``np.concatenate`` would pack their fields; rows of a recarray have attributes though the dtypes are equal."""
     rt = shared_runtimes[2]
     dtype = np.dtype({"names": ["a", "b"], "formats": ["f8", "i1"], "offsets": [8, 24], "itemsize": 32})
-    x = np.zeros(num_rows, dtype)
-    x["a"] = np.arange(num_rows)
-    for num_slices in (1, 3):
-        got = rt.function(lambda x: x, outputs="gather")(x, num_slices=num_slices)
-        assert got.dtype == dtype
-        np.testing.assert_array_equal(got["a"], x["a"])
-
-
-def test_records_and_plain_structures_are_told_apart(shared_runtimes: Any) -> None:
-    """NumPy calls their dtypes equal, but the rows of the one have attributes."""
-    rt = shared_runtimes[2]
+    same = rt.function(lambda x: x, outputs="gather")
+    for num_rows, num_slices in itertools.product([4, 60_000], [1, 3]):
+        with subtests.test(num_rows=num_rows, num_slices=num_slices):
+            x = np.zeros(num_rows, dtype)
+            x["a"] = np.arange(num_rows)
+            got = same(x, num_slices=num_slices)
+            assert got.dtype == dtype
+            np.testing.assert_array_equal(got["a"], x["a"])
     f = rt.function(lambda x: type(x[0]).__name__, outputs=None)
     plain = np.zeros(4, [("a", "f8")])
     for _ in range(2):
@@ -366,18 +265,47 @@ class Color(enum.IntEnum):
     RED = 1
 
 
-def test_numbers_that_are_not_combined_keep_their_class(shared_runtimes: Any) -> None:
+def test_numbers_keep_their_class(shared_runtimes: Any) -> None:
+    ops = (None, None, "first", "sum", "sum", "max", "avg")
+    f = shared_runtimes[2].function(
+        lambda x: (Color.RED, x.sum(), 2.5, x.sum(), len(x), np.float16(x.max()), x.min()), outputs=ops
+    )
+    of_each, sums, *rest = f(np.arange(7.0))
+    assert [type(value) for value in (*of_each, *sums)] == [Color] * 2 + [np.float64] * 2
+    assert rest == [2.5, 21.0, 7, 6.0, (0 * 4 + 4 * 3) / 7]
+    assert [type(value) for value in rest] == [float, np.float64, int, np.float16, np.float64]
+    of_each, sums, *rest = f(np.arange(7.0), num_slices=2)
+    assert [type(value) for slices in (*of_each, *sums) for value in slices] == [Color] * 4 + [np.float64] * 4
+    assert rest == [2.5, 21.0, 7, 6.0, (0 * 2 + 2 * 2 + 4 * 2 + 6) / 7]
+    assert [type(value) for value in rest] == [float, np.float64, int, np.float16, np.float64]
+
+
+def rank_of(x: np.ndarray) -> int:
+    return int(x[0])
+
+
+DISAGREEMENTS: dict[str, tuple[str, list[Any], str]] = {
+    "shapes": ("sum", [np.zeros(2), np.zeros(3)], r'rank 0: float64 \(2,\); rank 1: float64 \(3,\).*outputs="gather"'),
+    "large shapes": ("sum", [np.zeros(100_000), np.zeros(100_001)], r"\(100000,\); rank 1: float64 \(100001,\)"),
+    "dtypes": ("max", [np.zeros(2), np.zeros(2, "f4")], r"float64 \(2,\); rank 1: float32 \(2,\)"),
+    "trailing shapes": ("gather", [np.zeros((2, 2)), np.zeros((2, 3))], "the same dtype and trailing shape"),
+    "texts": ("gather", [np.array(["a"]), np.array(["ab"])], r"one width, as in astype\('U20'\)"),
+    "nestings": ("sum", [np.float64(1), (np.float64(1),)], r"rank 0: value; rank 1: \(value,\)"),
+    "keys": ("sum", [{"a": np.float64(1)}, {"b": np.float64(1)}], r"\{'a': value\}; rank 1: \{'b': value\}"),
+    "None on one rank": ("sum", [None, np.float64(1)], "rank 0: None; rank 1: value"),
+}
+
+
+def test_ranks_that_disagree_are_told_before_any_reduction(subtests: Any, shared_runtimes: Any) -> None:
+    """All of them are named, the same workers live on, and no buffer of the failed call is used."""
     rt = shared_runtimes[2]
-    f = rt.function(lambda x: (Color.RED, x.sum(), 2.5), outputs=(None, None, "first"))
-    colors, sums, number = f(np.arange(4.0))
-    assert [type(color) for color in colors] == [Color] * 2
-    assert [(type(value), float(value)) for value in sums] == [(np.float64, 1.0), (np.float64, 5.0)]
-    assert type(number) is float
-    sliced = rt.function(lambda x: x.sum(), outputs=None)(np.arange(4.0), num_slices=2)
-    assert [[(type(value), float(value)) for value in values] for values in sliced] == [
-        [(np.float64, 0.0), (np.float64, 1.0)],
-        [(np.float64, 2.0), (np.float64, 3.0)],
-    ]
+    for name, (op, values, words) in DISAGREEMENTS.items():
+        with subtests.test(name), same_workers(rt), pytest.raises(CollectiveMismatch, match=words):
+            rt.function(lambda x, values=values: values[rank_of(x)], bcast_inputs="values", outputs=op)(np.arange(2))
+    with pytest.raises(CollectiveMismatch, match="got 3 rows for 2 selected ones"):
+        rt.function(lambda x: np.zeros(2 - rank_of(x)), outputs="gather")(
+            rt.shared(np.arange(2), sharded=True), batch=[1, 0]
+        )
 
 
 def test_data_without_bytes(shared_runtimes: Any) -> None:
@@ -385,29 +313,4 @@ def test_data_without_bytes(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     with pytest.raises(ValueError, match="no axes"):
         rt.data(np.array(3.0)).free_memory()
-    empty = rt.data(np.zeros(4, np.dtype([])))
-    assert rt.function(lambda x: len(x), outputs="sum")(empty) == 4
-
-
-def test_texts_of_different_width_get_a_hint(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    f = rt.function(lambda x: np.array([f"row {i}" for i in x]), outputs="gather")
-    with pytest.raises(CollectiveMismatch, match=r"one width, as in astype\('U20'\)"):
-        f(np.array([1, 2, 10, 11]))
-
-
-def test_outputs_may_look_different_in_every_call(shared_runtimes: Any) -> None:
-    """Other shapes, dtypes and structures, again and again: views of slots of an earlier look are never used."""
-    rt = shared_runtimes[2]
-
-    def work(x: Any, n: Any) -> Any:
-        if n % 3 == 0:
-            return np.full(int(n), 1, np.int16)
-        return {"a": np.full(int(n), x.sum()), "b": [str(n)] if n % 2 else None}
-
-    f = rt.function(work, bcast_inputs="n", outputs=None)
-    rng = np.random.default_rng(0)
-    for n in rng.choice([1, 2, 3, 4, 5, 6, 100_000, 200_001, 300_000], 150):
-        for result in f(np.ones(4), np.int64(n)):
-            part = result if n % 3 == 0 else result["a"]
-            assert part.shape == (n,) and (part == (1 if n % 3 == 0 else 2.0)).all()
+    assert rt.function(lambda x: len(x), outputs="sum")(rt.data(np.zeros(4, np.dtype([])))) == 4

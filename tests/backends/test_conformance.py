@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
-import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -65,52 +65,47 @@ def here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, reuse:
     yield Here(name, reuse(("conformance", name), lambda: synk.Runtime(2, **options)))
 
 
-# -- what functions get ----------------------------------------------------------------------------------------------
+# -- arguments -------------------------------------------------------------------------------------------------------
 
 
 def test_functions_get_arrays_of_the_backend(here: Here) -> None:
     def kinds(x: Any, w: Any, nested: Any, *, k: Any) -> Any:
         each = (x, w, nested["a"][0], k)
         libraries = [{cls.__module__.partition(".")[0] for cls in type(array).__mro__} for array in each]
-        return libraries, nested["text"], float(k.sum())
+        return libraries, nested["text"], type(nested["names"]).__module__, float(k.sum())
 
-    w = here.runtime.shared(np.ones(2))
+    w, nested = here.runtime.shared(np.ones(2)), {"a": [np.ones(2)], "text": "words", "names": np.array(["a", "bc"])}
     f = here.runtime.function(kinds, bcast_inputs=("w", "nested", "k"), outputs=None)
-    found, text, total = f(ROWS, w, {"a": [np.ones(2)], "text": "words"}, k=np.arange(3.0))[0]
-    assert len(found) == 4
-    assert all(here.name in each for each in found)
-    assert (text, total) == ("words", 3.0)
-
-
-def test_the_runtime_says_where_it_is(here: Here) -> None:
+    found, text, names, total = f(ROWS, w, nested, k=np.arange(3.0))[0]
+    assert len(found) == 4 and all(here.name in each for each in found)
+    assert (text, names, total) == ("words", "numpy", 3.0)
     assert here.runtime.backend == here.name
     assert here.runtime.info().count(f", {here.name} ") == 2  # each worker names the version
     assert len(here.runtime.devices) == 2
 
 
-def loss_and_grad(w: Any, x: Any, y: Any) -> Any:
-    r = x @ w - y
-    return 0.5 * (r @ r) / len(x), r @ x / len(x)
+def test_arguments_of_all_kinds(here: Here, subtests: Any) -> None:
+    """Arrays, ``Data``, lists and variables, and rows by every kind of index, in slices and submitted."""
 
+    def loss_and_grad(w: Any, x: Any, y: Any) -> Any:
+        r = x @ w - y
+        return 0.5 * (r @ r) / len(x), r @ x / len(x)
 
-@pytest.mark.parametrize("num_slices", [1, 3])
-def test_arguments_of_all_kinds(here: Here, num_slices: int) -> None:
-    """Arrays, ``Data``, lists and variables, and rows by every kind of index."""
-    runtime = here.runtime
-    w, y = np.arange(1.0, 4.0), ROWS.sum(axis=1)
+    runtime, w, y = here.runtime, np.arange(1.0, 4.0), ROWS.sum(axis=1)
     f = runtime.function(loss_and_grad, bcast_inputs="w", outputs="avg")
-    cases = (
-        ((w, ROWS, y), (None, 7, slice(2, 10, 3), slice(None, None, -1), [5, 3, 3, 10, 0], y > 0)),
-        ((runtime.shared(w), runtime.data(ROWS), runtime.data(y)), (None, [9, 1, 1])),
-        ((w, ROWS.tolist(), y.tolist()), (None,)),
-    )
-    for arguments, batches in cases:
-        rows, targets = np.asarray(arguments[1]), np.asarray(arguments[2])
-        for batch in batches:
-            index = slice(None) if batch is None else slice(batch) if isinstance(batch, int) else batch
-            expected = loss_and_grad(w, rows[index], targets[index])
-            for call in (f, f.serial):
-                got = host(call(*arguments, batch=batch, num_slices=num_slices if call is f else 1))
+    forms = {
+        "arrays": (w, ROWS, y),
+        "Data": (runtime.shared(w), runtime.data(ROWS), runtime.data(y)),
+        "lists": (w, ROWS.tolist(), y.tolist()),
+        "shards": (w, runtime.shared(ROWS, sharded=True), y),
+    }
+    batches = (None, 7, slice(2, 10, 3), slice(None, None, -1), [5, 3, 3, 10, 0], y > 0)
+    for form, batch, num_slices in itertools.product(forms, batches, (1, 3)):
+        index = slice(None) if batch is None else slice(batch) if isinstance(batch, int) else batch
+        expected = loss_and_grad(w, ROWS[index], y[index])
+        with subtests.test(form=form, batch=str(batch), num_slices=num_slices):
+            for call in (f, f.serial, lambda *args, **options: f.submit(*args, **options).result()):
+                got = host(call(*forms[form], batch=batch, num_slices=num_slices))
                 np.testing.assert_allclose(got[0], expected[0], rtol=1e-12)
                 np.testing.assert_allclose(got[1], expected[1], rtol=1e-12, atol=1e-14)
 
@@ -125,90 +120,26 @@ def test_calls_that_are_repeated_and_submitted(here: Here) -> None:
     for k in range(4):
         x[:] = ROWS + k
         np.testing.assert_allclose(host(f(x, np.ones(3))), (ROWS + k).sum(axis=0), rtol=1e-12)
-
-
-def test_inputs_of_submitted_calls_are_brought_ahead(here: Here) -> None:
-    """On devices; where the host sees the arrays there is nothing to bring."""
-
-    def read(x: Any, w: Any) -> Any:
-        from synk._wire.cell import cell
-
-        count = cell.worker.executor.inputs.num_ahead  # type: ignore[union-attr]
-        time.sleep(0.01)
-        return x.sum(0) * w, float(count)
-
-    f = here.runtime.function(read, bcast_inputs="w", outputs=("sum", "max"))
-    x = here.runtime.data(ROWS)
-    pending = [f.submit(x, np.full(3, float(k)), batch=[k, 10, 3]) for k in range(8)]
-    counts = []
-    for k, call in enumerate(pending):
-        total, count = host(call.result())
-        np.testing.assert_allclose(total, ROWS[[k, 10, 3]].sum(axis=0) * k, rtol=1e-12, atol=1e-13)
-        counts.append(count)
-    assert (max(counts) > 0) == here.has_devices
-
-
-def test_minibatches_and_items(here: Here) -> None:
-    runtime = here.runtime
-    x, pick = runtime.data(ROWS), runtime.data(np.arange(4.0), minibatch=True)
-    f = runtime.function(lambda x, k: x * k[:, None], outputs="gather")
-    np.testing.assert_array_equal(host(f(x, pick, batch=[9, 0, 3, 3])), ROWS[[9, 0, 3, 3]] * np.arange(4.0)[:, None])
-    assert list(runtime.map(lambda number: number * 2, range(5))) == [0, 2, 4, 6, 8]
+    assert list(here.runtime.map(lambda number: number * 2, range(5))) == [0, 2, 4, 6, 8]
 
 
 # -- ops -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", REDUCE)
-def test_reductions_of_every_dtype(here: Here, op: str) -> None:
-    """Small and large outputs; NaN and infinity as in NumPy."""
-    for dtype in DTYPES:
+def test_reductions_of_every_dtype(here: Here, subtests: Any) -> None:
+    """Small and large outputs, and those of slices; NaN and infinity as in NumPy."""
+    for op, dtype in itertools.product(REDUCE, DTYPES):
         if np.dtype(dtype).kind not in KINDS[op]:
             continue
         f = here.runtime.function(lambda x: x[0], outputs=op)
-        for count in (5, LARGE // np.dtype(dtype).itemsize + 1):
-            parts = (np.arange(2 * count).reshape(2, count) % 7).astype(dtype)
+        for count, num_slices in ((5, 1), (LARGE // np.dtype(dtype).itemsize + 1, 1), (5, 2)):
+            parts = (np.arange(2 * num_slices * count).reshape(2 * num_slices, count) % 7).astype(dtype)
             if parts.dtype.kind == "f":
                 parts[0, 1::1000], parts[1, 2::1000] = np.nan, np.inf
-            with np.errstate(all="ignore"):
-                expected = REDUCE[op](parts)
-            got = host(f(parts))
-            assert got.dtype == expected.dtype, dtype
-            np.testing.assert_array_equal(got, expected, err_msg=dtype)
-
-
-@pytest.mark.parametrize("dtype", ["int32", "uint16", "float16", "float32", "complex64"])
-def test_reductions_over_slices(here: Here, dtype: str) -> None:
-    values = (np.random.default_rng(1).standard_normal((9, 4)) * 20).astype("c8" if dtype[0] == "c" else "f4")
-    parts = np.abs(values).astype(dtype) if dtype[0] == "u" else values.astype(dtype)
-    ops = [op for op in REDUCE if parts.dtype.kind in KINDS[op] and op != "prod"]
-    got = here.runtime.function(lambda x: dict.fromkeys(ops, x[0]), outputs={op: op for op in ops})(
-        parts[:8], num_slices=4
-    )
-    for op, value in host(got).items():
-        assert value.dtype == parts.dtype
-        np.testing.assert_allclose(value, REDUCE[op](parts[:8]), rtol=1e-3 if dtype == "float16" else 1e-6, err_msg=op)
-
-
-@pytest.mark.parametrize("num_slices", [1, 2])
-def test_other_ops(here: Here, num_slices: int) -> None:
-    def body(x: Any) -> dict[str, Any]:
-        return {"gather": x * 2, "first": x[0], "each": (len(x), "words", x[:1]), "folded": x[:1], "number": 2.5}
-
-    def join(a: Any, b: Any) -> Any:
-        return np.concatenate([np.asarray(a), np.asarray(b)])
-
-    outputs = {"gather": "gather", "first": "first", "each": None, "folded": join, "number": "avg"}
-    f = here.runtime.function(body, outputs=outputs)
-    got = host(f(ROWS, num_slices=num_slices))
-    np.testing.assert_array_equal(got["gather"], ROWS * 2)
-    np.testing.assert_array_equal(got["first"], ROWS[0])
-    assert got["number"] == 2.5
-    starts = [0, 6] if num_slices == 1 else [0, 3, 6, 9]
-    np.testing.assert_array_equal(got["folded"], ROWS[starts])
-    if num_slices == 1:
-        assert [each[:2] for each in got["each"]] == [(6, "words"), (5, "words")]
-        np.testing.assert_array_equal(np.stack([each[2] for each in got["each"]]), ROWS[[0, 6], None])
+            with subtests.test(op=op, dtype=dtype, count=count, num_slices=num_slices), np.errstate(all="ignore"):
+                got, expected = host(f(parts, num_slices=num_slices)), REDUCE[op](parts)
+                assert got.dtype == expected.dtype
+                np.testing.assert_allclose(got, expected, rtol=1e-6 if num_slices > 1 else 0)
 
 
 class Median(synk.Op):
@@ -218,42 +149,34 @@ class Median(synk.Op):
         return np.median(np.asarray(value), axis=0)
 
 
-def test_an_op_of_ones_own_gets_arrays_of_the_host(here: Here) -> None:
-    got = here.call(lambda x: x * 1, ROWS, outputs=Median())
-    np.testing.assert_allclose(got, np.median(ROWS, axis=0))
+def test_other_ops(here: Here) -> None:
+    """An op of one's own gets arrays of the host; averages are weighted by rows; without rows one rank runs."""
 
+    def body(x: Any) -> dict[str, Any]:
+        return {
+            "gather": x * 2, "first": x[0], "each": (len(x), "words", x[:1]), "folded": x[:1], "number": 2.5,
+            "median": x * 1, "mean": (x.mean(0), x.mean()),
+        }  # fmt: skip
 
-def test_averages_are_weighted_by_rows(here: Here) -> None:
-    values = np.random.default_rng(3).standard_normal((11, 1))
-    f = here.runtime.function(lambda x: (x.mean(0), x.mean()), outputs="avg")
-    for count in (11, 1):  # with one row one rank does not run
-        for got in host(f(values, batch=count)):
-            np.testing.assert_allclose(got, np.full(np.shape(got), values[:count].mean()), rtol=1e-12)
+    def join(a: Any, b: Any) -> Any:
+        return np.concatenate([np.asarray(a), np.asarray(b)])
 
-
-def test_no_rows(here: Here) -> None:
+    outputs = {"gather": "gather", "first": "first", "each": None, "folded": join, "number": "avg", "median": Median()}
+    f = here.runtime.function(body, outputs={**outputs, "mean": "avg"})
+    for num_slices, starts in ((1, [0, 6]), (2, [0, 3, 6, 9])):
+        got = host(f(ROWS, num_slices=num_slices))
+        np.testing.assert_array_equal(got["gather"], ROWS * 2)
+        np.testing.assert_array_equal(got["first"], ROWS[0])
+        np.testing.assert_array_equal(got["folded"], ROWS[starts])
+        np.testing.assert_allclose(got["median"], np.median(ROWS, axis=0))
+        np.testing.assert_allclose(got["mean"][0], ROWS.mean(axis=0), rtol=1e-12)
+        assert (got["number"], got["mean"][1]) == (2.5, pytest.approx(ROWS.mean()))
+        if num_slices == 1:
+            assert [each[:2] for each in got["each"]] == [(6, "words"), (5, "words")]
+            np.testing.assert_array_equal(np.stack([each[2] for each in got["each"]]), ROWS[[0, 6], None])
     total, rows = here.call(lambda x: (x.sum(0), x * 2), ROWS[:0], outputs=("sum", "gather"))
     np.testing.assert_array_equal(total, np.zeros(3))
     assert rows.shape == (0, 3)
-    with pytest.raises(ValueError, match="no rows"):
-        here.call(lambda x: x.mean(), ROWS[:0], outputs="avg")
-
-
-def test_gradients_are_joined_in_one_buffer(here: Here) -> None:
-    """By the library of the arrays, whatever it calls its functions."""
-
-    def joined(x: Any) -> Any:
-        from synk.extensions.updates import flatten
-
-        (flat,), unflatten = flatten({"w": x[:2], "b": x[2]})
-        return flat, unflatten((flat * 2,))["b"]
-
-    flat, doubled = here.call(joined, ROWS, outputs="first")
-    np.testing.assert_array_equal(flat, np.concatenate([ROWS[2], ROWS[:2].ravel()]))
-    np.testing.assert_array_equal(doubled, ROWS[2] * 2)
-
-
-# -- objects ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -261,104 +184,53 @@ class Box:
     content: Any
 
 
-def test_objects_that_hold_arrays_reach_the_master_on_the_host(here: Here) -> None:
-    boxes = here.runtime.function(lambda x: Box({"rows": x[:1] * 2}), outputs=None)(ROWS)
-    for box, start in zip(boxes, (0, 6), strict=True):
-        kept = box.content["rows"]
-        assert isinstance(kept, np.ndarray) or kept.device.type == "cpu"
-        np.testing.assert_array_equal(np.asarray(kept), ROWS[start : start + 1] * 2)
-
-
-def test_exceptions_that_hold_arrays(here: Here) -> None:
+def test_objects_and_exceptions_bring_their_arrays_to_the_host(here: Here) -> None:
     def fail(x: Any) -> Any:
         error = KeyError("mine")
         error.rows = x[:2] * 1  # type: ignore[attr-defined]
         raise error
 
+    boxes = here.runtime.function(lambda x: Box({"rows": x[:1] * 2}), outputs=None)(ROWS)
+    for box, start in zip(boxes, (0, 6), strict=True):
+        kept = box.content["rows"]
+        assert isinstance(kept, np.ndarray) or kept.device.type == "cpu"
+        np.testing.assert_array_equal(np.asarray(kept), ROWS[start : start + 1] * 2)
     with pytest.raises(KeyError, match="mine") as caught:
         here.runtime.function(fail)(ROWS)
     np.testing.assert_array_equal(np.asarray(caught.value.rows), ROWS[:2])  # type: ignore[attr-defined]
-    cause = caught.value.__cause__
-    assert isinstance(cause, RemoteError)
-    assert cause.device == here.runtime.devices[0]
+    assert isinstance(caught.value.__cause__, RemoteError)
+    assert caught.value.__cause__.device == here.runtime.devices[0]
 
 
-# -- variables -------------------------------------------------------------------------------------------------------
+# -- variables and communication -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [4, LARGE // 8])
-def test_variables(here: Here, count: int) -> None:
-    runtime, start = here.runtime, np.arange(1.0, count + 1)
-    w = runtime.shared(start, name="w")
-
-    def scale(x: Any) -> Any:
-        w.value = w.value * (synk.comm.rank + 1)
-        return x.sum()
-
-    f = runtime.function(scale, outputs="sum")
-    assert f(ROWS) == pytest.approx(ROWS.sum())
-    f(ROWS)
-    np.testing.assert_array_equal(runtime.gather(w), start * np.array([[1], [4]]))
-    runtime.all_reduce(w, "sum")
-    np.testing.assert_array_equal(runtime.gather(w), np.stack([start * 5] * 2))
-    f(ROWS)
-    runtime.broadcast(w)
-    np.testing.assert_array_equal(runtime.get_value(w, 1), start * 5)
-    w.value = start
-    f(ROWS)
-    np.testing.assert_array_equal(runtime.reduce(w, "max", in_place=False), start * 2)
-    runtime.all_gather(w)
-    np.testing.assert_array_equal(runtime.get_value(w, 1), np.concatenate([start, start * 2]))
-
-
-def test_a_failed_call_changes_no_variable(here: Here) -> None:
-    w = here.runtime.shared({"a": np.ones(3), "b": [np.zeros(2)]})
-
-    def body(x: Any) -> Any:
-        w.value = {"a": w.value["a"] + 1, "b": [w.value["b"][0] + 2]}
-        if synk.comm.rank == 1 and len(x) == 5:
-            raise KeyError("no")
-        return x.sum()
-
-    f = here.runtime.function(body, outputs="sum")
-    with pytest.raises(KeyError):
-        f(ROWS)
-    np.testing.assert_array_equal(w.value["a"], np.ones(3))
-    f(ROWS[:4])
-    np.testing.assert_array_equal(w.value["a"], np.full(3, 2.0))
-    np.testing.assert_array_equal(w.value["b"][0], np.full(2, 2.0))
-
-
-@pytest.mark.parametrize("num_slices", [1, 3])
-def test_updates(here: Here, num_slices: int) -> None:
-    """Slices see the old value; the new ones are reduced by the op, on each rank."""
+def test_variables(here: Here, subtests: Any) -> None:
     runtime = here.runtime
-    mean, largest = runtime.shared(np.zeros(3)), runtime.shared(np.zeros(3))
+    for count in (4, LARGE // 8):
+        start = np.arange(1.0, count + 1)
+        w = runtime.shared(start, name="w")
 
-    def body(x: Any) -> Any:
-        return x.sum(0), (mean.value + x.mean(0), x[0] * 1)
+        def scale(x: Any) -> Any:
+            w.value = w.value * (synk.comm.rank + 1)  # noqa: B023
+            return x.sum()
 
-    f = runtime.function(body, outputs="sum", updates=((mean, "avg"), (largest, "max")))
-    x = ROWS[:10]
-    for _ in range(2):
-        before = runtime.gather(mean)
-        np.testing.assert_allclose(host(f(x, num_slices=num_slices)), x.sum(axis=0), rtol=1e-12)
-        own = x.reshape(2, 5, 3).mean(axis=1)
-        np.testing.assert_allclose(runtime.gather(mean), before + own, rtol=1e-12, atol=1e-14)
-    if num_slices == 1:
-        np.testing.assert_array_equal(runtime.gather(largest), x[[0, 5]])
-
-
-def test_shards(here: Here) -> None:
-    runtime = here.runtime
+        f = runtime.function(scale, outputs="sum")
+        with subtests.test(count=count):
+            f(ROWS)
+            f(ROWS)
+            np.testing.assert_array_equal(runtime.gather(w), start * np.array([[1], [4]]))
+            runtime.all_reduce(w, "sum")
+            np.testing.assert_array_equal(runtime.gather(w), np.stack([start * 5] * 2))
+            f(ROWS)
+            runtime.broadcast(w)
+            np.testing.assert_array_equal(runtime.get_value(w, 1), start * 5)
+            w.value = start
+            f(ROWS)
+            np.testing.assert_array_equal(runtime.reduce(w, "max", in_place=False), start * 2)
+            runtime.all_gather(w)
+            np.testing.assert_array_equal(runtime.get_value(w, 1), np.concatenate([start, start * 2]))
     rows = runtime.shared(ROWS, sharded=True, name="rows")
-    f = runtime.function(lambda x: (x * 2, x.sum(0)), outputs=("gather", "sum"))
-    for batch in (None, [10, 0, 4]):
-        index = slice(None) if batch is None else batch
-        doubled, total = host(f(rows, batch=batch))
-        np.testing.assert_array_equal(doubled, ROWS[index] * 2)
-        np.testing.assert_allclose(total, ROWS[index].sum(axis=0), rtol=1e-12)
-    np.testing.assert_allclose(host(f.serial(rows))[1], ROWS.sum(axis=0), rtol=1e-12)
 
     def add(x: Any) -> Any:
         rows.value = rows.value + 1
@@ -368,7 +240,36 @@ def test_shards(here: Here) -> None:
     np.testing.assert_array_equal(rows.value, ROWS + 1)
 
 
-# -- communication ---------------------------------------------------------------------------------------------------
+def test_updates_and_failed_calls(here: Here) -> None:
+    """Slices see the old value; the new ones are reduced by the op, on each rank. A failed call changes nothing."""
+    runtime, x = here.runtime, ROWS[:10]
+    mean, largest = runtime.shared(np.zeros(3)), runtime.shared(np.zeros(3))
+    nest = runtime.shared({"a": np.ones(3), "b": [np.zeros(2)]})
+
+    def body(x: Any) -> Any:
+        return x.sum(0), (mean.value + x.mean(0), x[0] * 1)
+
+    def assign(x: Any) -> Any:
+        nest.value = {"a": nest.value["a"] + 1, "b": [nest.value["b"][0] + 2]}
+        if synk.comm.rank == 1 and len(x) == 5:
+            raise KeyError("no")
+        return x.sum()
+
+    f = runtime.function(body, outputs="sum", updates=((mean, "avg"), (largest, "max")))
+    for num_slices in (1, 3):
+        before = runtime.gather(mean)
+        np.testing.assert_allclose(host(f(x, num_slices=num_slices)), x.sum(axis=0), rtol=1e-12)
+        own = x.reshape(2, 5, 3).mean(axis=1)
+        np.testing.assert_allclose(runtime.gather(mean), before + own, rtol=1e-12, atol=1e-14)
+        if num_slices == 1:
+            np.testing.assert_array_equal(runtime.gather(largest), x[[0, 5]])
+    g = runtime.function(assign, outputs="sum")
+    with pytest.raises(KeyError):
+        g(ROWS)
+    np.testing.assert_array_equal(nest.value["a"], np.ones(3))
+    g(ROWS[:4])
+    np.testing.assert_array_equal(nest.value["a"], np.full(3, 2.0))
+    np.testing.assert_array_equal(nest.value["b"][0], np.full(2, 2.0))
 
 
 def test_collectives_of_a_function(here: Here) -> None:
@@ -408,143 +309,41 @@ def test_collectives_of_a_function(here: Here) -> None:
             np.testing.assert_allclose(got[rank][name], value, rtol=1e-12, err_msg=name)
 
 
-def test_collectives_of_every_dtype(here: Here) -> None:
+def test_collectives_of_every_dtype(here: Here, subtests: Any) -> None:
     for dtype in DTYPES:
         parts = (np.arange(10).reshape(2, 5) % 7).astype(dtype)
         op = "max" if dtype == "bool" else "sum"
-        total, stack = here.call(
-            lambda x, op: (synk.comm.all_reduce(x[0], op), synk.comm.all_gather(x[0])),
-            parts, op, bcast_inputs="op", outputs="first",
-        )  # fmt: skip
-        assert total.dtype == stack.dtype == parts.dtype
-        np.testing.assert_array_equal(total, REDUCE[op](parts), err_msg=dtype)
-        np.testing.assert_array_equal(stack, parts)
-
-
-def test_ranks_that_disagree_are_told(here: Here) -> None:
-    with pytest.raises(CollectiveMismatch):
-        here.runtime.function(lambda x: synk.comm.all_reduce(x[: synk.comm.rank + 1], "sum"), outputs=None)(ROWS)
-    with pytest.raises(ValueError, match="out"):
-        here.runtime.function(lambda x: synk.comm.all_reduce(x, "sum", out=x[:1] * 1), outputs=None)(ROWS[:10])
-    assert here.call(lambda x: synk.comm.all_reduce(x.sum(), "sum"), ROWS, outputs="first") == pytest.approx(ROWS.sum())
+        with subtests.test(dtype=dtype):
+            total, stack = here.call(
+                lambda x, op: (synk.comm.all_reduce(x[0], op), synk.comm.all_gather(x[0])),
+                parts, op, bcast_inputs="op", outputs="first",
+            )  # fmt: skip
+            assert total.dtype == stack.dtype == parts.dtype
+            np.testing.assert_array_equal(total, REDUCE[op](parts))
+            np.testing.assert_array_equal(stack, parts)
 
 
 # -- errors and deaths -----------------------------------------------------------------------------------------------
 
+REFUSED: list[tuple[Any, Any, type[Exception], str]] = [
+    (lambda x: x[0] > 0, "sum", TypeError, r"cannot sum .*: got dtype bool"),
+    (lambda x: x[0] > 0, "avg", TypeError, r"cannot average .*: got dtype bool"),
+    (lambda x: x[0] + 1j, "max", TypeError, r"cannot take the max of .*: got dtype complex128"),
+    (lambda x: x, "sum", ValueError, r"\(6, 3\).*\(5, 3\)"),
+    (lambda x: synk.comm.all_reduce(x[: synk.comm.rank + 1], "sum"), None, CollectiveMismatch, ""),
+    (lambda x: synk.comm.all_reduce(x[:5] * 1, "sum", out=x[:1] * 1), None, ValueError, "out"),
+]
 
-def test_text_stays_on_the_host(here: Here) -> None:
-    """As rows of a device it is an error that names the dtype; in a broadcast object it arrives as it is."""
-    text = np.array(["a", "bc", "d"])
+
+def test_what_has_no_meaning_is_refused(here: Here, subtests: Any) -> None:
+    """Text as rows of a device, too: the error names the dtype."""
+    for number, (body, op, error, words) in enumerate(REFUSED):
+        with subtests.test(number=number, words=words), pytest.raises(error, match=words or None):
+            here.runtime.function(body, outputs=op)(ROWS)
     if here.has_devices:
         with pytest.raises(TypeError, match="<U2"):
-            here.runtime.function(lambda x: 1.0)(text)
-    f = here.runtime.function(
-        lambda x, names: (type(names["a"]).__module__, len(names["a"])), bcast_inputs="names", outputs="first"
-    )
-    assert f(ROWS, {"a": text}) == ("numpy", 3)
-
-
-def test_what_has_no_meaning_is_refused(here: Here) -> None:
-    for body, op, message in (
-        (lambda x: x[0] > 0, "sum", r"cannot sum .*: got dtype bool"),
-        (lambda x: x[0] > 0, "avg", r"cannot average .*: got dtype bool"),
-        (lambda x: x[0] + 1j, "max", r"cannot take the max of .*: got dtype complex128"),
-    ):
-        with pytest.raises(TypeError, match=message):
-            here.runtime.function(body, outputs=op)(ROWS)
-    with pytest.raises(ValueError, match=r"\(6, 3\).*\(5, 3\)"):
-        here.runtime.function(lambda x: x, outputs="sum")(ROWS)
-
-
-@with_torch
-def test_a_framework_of_ones_own(here: Here) -> None:
-    def body(x: Any, w: Any) -> Any:
-        import torch
-
-        assert isinstance(x, torch.Tensor)
-        return torch.nn.functional.relu(x @ w["w"]).sum(0)
-
-    w = np.random.default_rng(4).standard_normal((3, 2))
-    f = here.runtime.function(body, bcast_inputs="w", outputs="sum", framework="torch")
-    np.testing.assert_allclose(host(f(ROWS, {"w": w})), np.maximum(ROWS @ w, 0).sum(axis=0), rtol=1e-12)
-    np.testing.assert_allclose(host(f(ROWS, {"w": w}, num_slices=2)), np.maximum(ROWS @ w, 0).sum(axis=0), rtol=1e-12)
-
-
-def small_model() -> Any:
-    import torch
-
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1)).double()
-
-
-@with_torch
-@pytest.mark.parametrize("count", [5, LARGE // 2 + 1])
-@pytest.mark.parametrize("num_slices", [1, 3])
-def test_bfloat16(here: Here, count: int, num_slices: int) -> None:
-    """It accumulates in float32 and is rounded once, as torch does it."""
-    import torch
-
-    x = torch.from_numpy(np.random.default_rng(5).standard_normal((6, count))).to(torch.bfloat16)
-    f = here.runtime.function(
-        lambda x: {"sum": x[0], "avg": x[0], "max": x[0]}, outputs={"sum": "sum", "avg": "avg", "max": "max"},
-        framework="torch",
-    )  # fmt: skip
-    parts = x[:: 3 // num_slices].float()
-    expected = {"sum": parts.sum(0), "avg": parts.mean(0), "max": parts.max(0).values}
-    for name, value in f(x, num_slices=num_slices).items():
-        assert torch.equal(value, expected[name].to(torch.bfloat16)), name
-
-
-@with_torch
-def test_a_model_and_its_gradients(here: Here) -> None:
-    """Each call divides a batch; torch follows to the device where it can."""
-    import torch
-
-    x = torch.from_numpy(ROWS)
-    model, serial = small_model(), small_model()
-    parallel = synk.torch.DataParallel(model, runtime=here.runtime)
-    for each in (parallel, serial):
-        (each(x) ** 2).mean().backward()
-    for parameter, expected in zip(model.parameters(), serial.parameters(), strict=True):
-        torch.testing.assert_close(parameter.grad, expected.grad)
-
-
-@with_torch
-def test_a_training_loop(here: Here) -> None:
-    import torch
-
-    x = torch.from_numpy(ROWS)
-
-    def step(model: Any, optimizer: Any, x: Any) -> Any:
-        optimizer.zero_grad()
-        loss = (model(x) ** 2).mean()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    model, serial = small_model(), small_model()
-    optimizer = torch.optim.Adam(serial.parameters(), lr=0.1)
-    replicated = synk.torch.replicate(model, torch.optim.Adam(model.parameters(), lr=0.1), runtime=here.runtime)
-    train = replicated.function(step)
-    for _ in range(4):
-        np.testing.assert_allclose(host(train(x)), host(step(serial, optimizer, x)), rtol=1e-12)
-    for parameter, expected in zip(model.parameters(), serial.parameters(), strict=True):
-        torch.testing.assert_close(parameter, expected)
-
-
-@with_torch
-def test_autograd_goes_through_the_collectives(here: Here) -> None:
-    def slope(x: Any) -> Any:
-        import torch
-
-        w = torch.tensor([2.0, 3.0], dtype=torch.float64, requires_grad=True)
-        total = synk.torch.all_reduce((x[0, :2] * w).sum(), "sum")
-        (total * (synk.comm.rank + 1)).backward()
-        return w.grad
-
-    got = here.runtime.function(slope, outputs=None, framework="torch")(ROWS[:2])
-    for rank in range(2):
-        np.testing.assert_allclose(host(got[rank]), 3 * ROWS[rank, :2], rtol=1e-12)
+            here.runtime.function(lambda x: 1.0)(np.array(["a", "bc", "d"]))
+    assert here.call(lambda x: synk.comm.all_reduce(x.sum(), "sum"), ROWS, outputs="first") == pytest.approx(ROWS.sum())
 
 
 def test_after_a_death_values_that_agreed_are_back(here: Here) -> None:
@@ -629,19 +428,75 @@ def test_the_master_imports_no_array_library(name: str, monkeypatch: pytest.Monk
     assert (result.returncode, result.stdout.strip()) == (0, "[]"), result.stderr
 
 
+# -- torch on the backend --------------------------------------------------------------------------------------------
+
+
+@with_torch
+def test_bfloat16(here: Here, subtests: Any) -> None:
+    """It accumulates in float32 and is rounded once, as torch does it."""
+    import torch
+
+    ops = {op: op for op in ("sum", "avg", "max")}
+    f = here.runtime.function(lambda x: dict.fromkeys(ops, x[0]), outputs=ops, framework="torch")
+    for count, num_slices in itertools.product((5, LARGE // 2 + 1), (1, 3)):
+        x = torch.from_numpy(np.random.default_rng(5).standard_normal((6, count))).to(torch.bfloat16)
+        parts = x[:: 3 // num_slices].float()
+        expected = {"sum": parts.sum(0), "avg": parts.mean(0), "max": parts.max(0).values}
+        with subtests.test(count=count, num_slices=num_slices):
+            for name, value in f(x, num_slices=num_slices).items():
+                assert torch.equal(value, expected[name].to(torch.bfloat16)), name
+
+
+@with_torch
+def test_models_and_their_gradients(here: Here) -> None:
+    """Each call divides a batch; torch follows to the device where it can, and goes through the collectives."""
+    import torch
+
+    x = torch.from_numpy(ROWS)
+
+    def small_model() -> Any:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1)).double()
+
+    def step(model: Any, optimizer: Any, x: Any) -> Any:
+        optimizer.zero_grad()
+        loss = (model(x) ** 2).mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    def slope(x: Any) -> Any:
+        w = torch.tensor([2.0, 3.0], dtype=torch.float64, requires_grad=True)
+        total = synk.torch.all_reduce((x[0, :2] * w).sum(), "sum")
+        (total * (synk.comm.rank + 1)).backward()
+        return w.grad
+
+    model, serial = small_model(), small_model()
+    for each in (synk.torch.DataParallel(model, runtime=here.runtime), serial):
+        (each(x) ** 2).mean().backward()
+    for parameter, expected in zip(model.parameters(), serial.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad)
+    optimizer = torch.optim.Adam(serial.parameters(), lr=0.1)
+    replicated = synk.torch.replicate(model, torch.optim.Adam(model.parameters(), lr=0.1), runtime=here.runtime)
+    train = replicated.function(step)
+    for _ in range(4):
+        np.testing.assert_allclose(host(train(x)), host(step(serial, optimizer, x)), rtol=1e-12)
+    for parameter, expected in zip(model.parameters(), serial.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected)
+    got = here.runtime.function(slope, outputs=None, framework="torch")(ROWS[:2])
+    for rank in range(2):
+        np.testing.assert_allclose(host(got[rank]), 3 * ROWS[rank, :2], rtol=1e-12)
+
+
 # -- choosing a backend ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["opencl", "sycl"])
-def test_opencl_names_dpnp(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"got backend='{name}'.*use backend='dpnp' \(pip install"):
-        synk.Runtime(1, backend=name)
-
-
-@pytest.mark.parametrize("name", ["numpyy", "", None, ["numpy"]])
-def test_a_name_that_is_no_backend(name: Any) -> None:
-    with pytest.raises(ValueError, match=r"expected one of \('auto', 'numpy', 'cupy', 'dpnp', 'torch'\)\.$"):
-        synk.Runtime(1, backend=name)
+def test_a_name_that_is_no_backend(subtests: Any) -> None:
+    expected = r"expected one of \('auto', 'numpy', 'cupy', 'dpnp', 'torch'\)\.$"
+    use_dpnp = "use backend='dpnp' \\(pip install"
+    for name, words in {"opencl": use_dpnp, "sycl": use_dpnp, "numpyy": expected, "": expected, None: expected}.items():
+        with subtests.test(name=name), pytest.raises(ValueError, match=words):
+            synk.Runtime(1, backend=name)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", [name for name in BACKENDS if name not in ("numpy", "cupy")])

@@ -13,7 +13,7 @@ from support import each_backend
 from support.each_backend import PARAMETERS
 from support.harness import PACKAGE_FOLDER
 
-from synk.backends import Backend, NcclBackend, _dpnp, backend_module
+from synk.backends import Backend, _dpnp, backend_module
 from synk.backends._assignment import choose_named
 from synk.backends._listing import list_devices
 from synk.errors import UnsupportedError
@@ -33,17 +33,11 @@ def opened(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
             del sys.modules[name]
 
 
-def test_arrays_of_the_backend_and_of_numpy_are_known(opened: Backend) -> None:
+def test_arrays_are_known_and_copied(opened: Backend) -> None:
     host = np.arange(6.0).reshape(2, 3)
     array = opened.from_host(host)
-    assert opened.is_array(array)
-    assert opened.is_array(host)
+    assert opened.is_array(array) and opened.is_array(host)
     assert not any(opened.is_array(value) for value in (1.0, np.float64(1), [1.0], "text", None))
-
-
-def test_copies(opened: Backend) -> None:
-    host = np.arange(6.0).reshape(2, 3)
-    array = opened.from_host(host)
     with opened.running():
         own = opened.own_copy(array)
         assert type(own) is type(array)
@@ -75,14 +69,6 @@ def test_copies_beside_the_work(opened: Backend) -> None:
             np.testing.assert_array_equal(backend.host_copy(backend.take(own, np.array([9, 0]))), host[[9, 0]])
 
 
-@pytest.mark.parametrize("opened", ["cupy"], indirect=True)
-def test_addresses_of_a_device(opened: Backend) -> None:
-    backend: Any = opened
-    device: NcclBackend = backend
-    array = backend.from_host(np.arange(8.0))
-    assert device.address(array[2:]) - device.address(array) == 16
-
-
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_places(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decided in the master, where no array library is imported."""
@@ -106,43 +92,37 @@ def test_places(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 FOUND = ("gpu:0", "gpu:1")
+CHOSEN: list[tuple[int | None, list[str] | None, list[str]]] = [
+    (None, None, ["gpu:0", "gpu:1"]),
+    (1, None, ["gpu:0"]),
+    (None, ["gpu:1", "gpu:1"], ["gpu:1", "gpu:1"]),
+    (2, ["cpu", "gpu:0"], ["cpu", "gpu:0"]),
+]
+NOT_THERE: list[tuple[int | None, list[str] | None, str]] = [
+    (3, None, r"num_workers=3, expected at most 2.*\['gpu:0', 'gpu:0'\]"),
+    (None, ["gpu:2"], "got 'gpu:2' in devices, expected one of: gpu:0, gpu:1"),
+    (3, ["cpu"], "num_workers=3 and 1 devices"),
+    (None, [], "0 devices"),
+]
 
 
-@pytest.mark.parametrize(
-    ("num_workers", "devices", "chosen"),
-    [
-        (None, None, ["gpu:0", "gpu:1"]),
-        (1, None, ["gpu:0"]),
-        (None, ["gpu:1", "gpu:1"], ["gpu:1", "gpu:1"]),
-        (2, ["cpu", "gpu:0"], ["cpu", "gpu:0"]),
-    ],
-)
-def test_devices_by_name(num_workers: int | None, devices: list[str] | None, chosen: list[str]) -> None:
-    assert choose_named(FOUND, num_workers, devices) == chosen
+def test_devices_by_name(subtests: Any) -> None:
+    for num_workers, devices, chosen in CHOSEN:
+        assert choose_named(FOUND, num_workers, devices) == chosen
+    for num_workers, devices, message in NOT_THERE:
+        with subtests.test(message=message), pytest.raises(ValueError, match=message):
+            choose_named(FOUND, num_workers, devices)
+    no_names: tuple[Any, ...] = ("cpu", [0], [["cpu"]], 2, {"cpu": 1})
+    for given in no_names:
+        with (
+            subtests.test(given=str(given)),
+            pytest.raises(TypeError, match=r"expected a sequence of names, such as \['cpu', 'cpu'\]"),
+        ):
+            backend_module("torch").place(None, given)
 
 
-@pytest.mark.parametrize(
-    ("num_workers", "devices", "message"),
-    [
-        (3, None, r"num_workers=3, expected at most 2.*\['gpu:0', 'gpu:0'\]"),
-        (None, ["gpu:2"], "got 'gpu:2' in devices, expected one of: gpu:0, gpu:1"),
-        (3, ["cpu"], "num_workers=3 and 1 devices"),
-        (None, [], "0 devices"),
-    ],
-)
-def test_devices_that_are_not_there(num_workers: Any, devices: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        choose_named(FOUND, num_workers, devices)
-
-
-@pytest.mark.parametrize("devices", ["cpu", [0], [["cpu"]], 2, {"cpu": 1}])
-def test_devices_that_are_no_names(devices: Any) -> None:
-    with pytest.raises(TypeError, match=r"expected a sequence of names, such as \['cpu', 'cpu'\]"):
-        backend_module("torch").place(None, devices)
-
-
-def test_devices_of_sycl() -> None:
-    """One device may be listed by several drivers, and OpenCL's CPU is selected by its kind alone."""
+def test_devices_of_sycl_and_opencl() -> None:
+    """One device may be listed by several drivers; OpenCL's CPU is selected by its kind alone, and ranks divide it."""
     cpu, by_opencl = ("cpu", "opencl", "opencl:0"), ("gpu", "opencl", "opencl:1")
     by_level_zero = [("gpu", "level_zero", f"level_zero:{k}") for k in range(2)]
     assert _dpnp._selectors([cpu]) == {"cpu": "*:cpu"}
@@ -150,18 +130,9 @@ def test_devices_of_sycl() -> None:
     expected = {"gpu:0": "level_zero:0", "gpu:1": "level_zero:1"}
     assert _dpnp._selectors([by_opencl, *by_level_zero]) == expected
     assert _dpnp._selectors([]) == {}
-
-
-@pytest.mark.parametrize(
-    ("allowed", "devices", "expected"),
-    [
-        ([0, 1, 2, 5], ["cpu"] * 3, ((0, 1), (2,), (5,))),
-        ([3, 4], ["cpu"] * 3, ((3,), (4,), (3,))),
-        ([3, 4], ["gpu:0", "cpu"], ((3, 4), (3, 4))),
-    ],
-)
-def test_ranks_of_opencl_divide_the_cores(allowed: list[int], devices: list[str], expected: Any) -> None:
-    assert _dpnp._divided(allowed, devices) == expected
+    assert _dpnp._divided([0, 1, 2, 5], ["cpu"] * 3) == ((0, 1), (2,), (5,))
+    assert _dpnp._divided([3, 4], ["cpu"] * 3) == ((3,), (4,), (3,))
+    assert _dpnp._divided([3, 4], ["gpu:0", "cpu"]) == ((3, 4), (3, 4))
 
 
 @pytest.mark.parametrize("code", ["raise ImportError('no such library')", "import sys; sys.exit(3)"])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,63 +19,244 @@ from support.harness import (
     Scenario,
     armed,
     assert_right,
-    ctrl_c_when,
     descendants,
     failpoint,
     kill_and_wait,
     pids,
+    process_stat,
     same_workers,
     script,
     wait_for,
     wait_until_dead,
 )
+from support.nodes import agents, assert_maps, assert_talks, total
 
 import synk
 from synk.cluster.agent_process import AgentProcess
 from synk.errors import CallCancelled, CallTimeout, ClosedError, RemoteError, SerializationError, WorkerDied
 
-pytestmark = pytest.mark.sampled(90, together=0)  # each test over one division of the ranks among nodes
-NODES = ("1+3", "2+2")
-FIRST = {"1+3": [0, 1], "2+2": [0, 2]}
-"""The first rank of each node."""
-
-
-def agents(runtime: Any) -> list[int]:
-    """Return the pid of each node's agent."""
-    return [worker.process.pid for worker in runtime._session.workers.by_rank]
-
-
-def in_flight(runtime: Any) -> bool:
-    return any(
-        request.pending and request.phase == "call" for request in list(runtime._session.workers.requests.values())
-    )
+# ----- a table: what the ranks are doing, what happens on one of them
 
 
 class Refused(ValueError):
     """An exception of the user's own."""
 
 
-@pytest.fixture(params=NODES)
-def nodes(request: pytest.FixtureRequest, reused: Any) -> synk.Runtime:
-    runtime: synk.Runtime = reused(request.param)
-    return runtime
+@dataclass(frozen=True)
+class Fault:
+    """What happens on one rank, while the others go on for minutes.
+
+    An exception ends the call of the other node. For its own node, and for the items of a map that come before, it
+    waits: so the others, or all but one rank of the other node, end when it has been raised.
+    """
+
+    name: str
+    victim: int
+    master: int
+    flag: str
+
+    def happen(self, is_item: bool = False) -> None:
+        rank = synk.comm.rank
+        if rank != self.victim:
+            while self.name == "exception" and (is_item or rank != 3 - self.victim):
+                if os.path.exists(self.flag):
+                    return
+                time.sleep(0.005)
+            time.sleep(600)
+        if self.name == "exception":
+            Path(self.flag).touch()
+            raise Refused("no data")
+        number = signal.SIGSTOP if "freezes" in self.name else signal.SIGKILL
+        if self.name == "Ctrl-C":
+            os.kill(self.master, signal.SIGINT)
+        else:
+            os.kill(os.getppid() if "agent" in self.name else os.getpid(), number)
+        time.sleep(600)
 
 
-def test_an_exception_has_its_type_and_names_rank_and_node(nodes: synk.Runtime) -> None:
-    def refuse(x: np.ndarray) -> np.ndarray:
-        if 6.0 in x:
-            raise Refused("six")
-        return x
+def compute(runtime: synk.Runtime, fault: Fault) -> Any:
+    return runtime.function(lambda x: fault.happen(), outputs=None)(np.zeros(4))
 
-    with same_workers(nodes):
-        f = nodes.function(refuse, outputs="gather")
-        with pytest.raises(Refused, match="six") as caught:
-            f(np.arange(8.0))
-        cause = caught.value.__cause__
-        assert isinstance(cause, RemoteError)
-        position = 3 - FIRST["1+3" if nodes.devices[1] == "node1:cpu:0" else "2+2"][1]
-        assert (cause.rank, cause.device) == (3, f"node1:cpu:{position}")
-        assert "rank 3 of 4" in str(cause)
+
+def talk(runtime: synk.Runtime, fault: Fault) -> Any:
+    """All ranks wait for one by wire, or by way of one that does."""
+
+    def step(x: np.ndarray) -> Any:
+        if synk.comm.rank == fault.victim:
+            fault.happen()
+        return synk.comm.all_reduce(np.ones(300_000), "sum")[0]
+
+    return runtime.function(step, outputs=None)(np.zeros(4))
+
+
+def take_items(runtime: synk.Runtime, fault: Fault) -> Any:
+    """Each rank is at an item."""
+    return list(runtime.map(lambda n: fault.happen(is_item=True), range(9), batch_size=1))
+
+
+def change_an_object(runtime: synk.Runtime, fault: Fault) -> Any:
+    """A part of what the call was to change has been changed, on some ranks. It is on all of them, or on none."""
+    log = runtime.resident([])
+
+    def step(x: np.ndarray) -> None:
+        log.value.append(1.0)
+        fault.happen()
+
+    try:
+        runtime.function(step, outputs=None, changes=[log])(np.zeros(4))
+    except WorkerDied as error:
+        assert error.step_counted is False  # type: ignore[attr-defined]
+        raise
+    finally:
+        found = [log.get(rank) for rank in range(4)]
+        assert found in ([[]] * 4, [[1.0]] * 4)
+        runtime.function(lambda x: log.value.append(2.0), outputs=None, changes=[log])(np.zeros(4))
+        assert [log.get(rank) for rank in range(4)] == [[*found[0], 2.0]] * 4
+
+
+DOING = {each.__name__: each for each in (compute, talk, take_items, change_an_object)}
+FAULTS: dict[str, type[BaseException]] = {
+    "worker dies": WorkerDied,
+    "agent dies": WorkerDied,
+    "worker freezes": CallCancelled,
+    "agent freezes": CallCancelled,
+    "exception": Refused,
+    "Ctrl-C": KeyboardInterrupt,
+}
+CASES = [
+    (doing, fault, (0, 3)[number % 2])
+    for number, (doing, fault) in enumerate(itertools.product(DOING, FAULTS))
+    if "freezes" not in fault or (doing, fault) in (("talk", "worker freezes"), ("take_items", "agent freezes"))
+]
+
+
+@pytest.mark.parametrize("division", ["1+3", "2+2"])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_whatever_happens_on_a_rank_is_told_and_the_next_call_is_right(
+    reused: Any, division: str, subtests: Any, tmp_path: Path
+) -> None:
+    runtime = reused(division)
+    for number, (doing, name, victim) in enumerate(CASES):
+        victim = 3 - victim if division == "2+2" else victim
+        with subtests.test(case=f"{name} while ranks {doing}, rank {victim}"):
+            check(runtime, doing, Fault(name, victim, os.getpid(), str(tmp_path / f"{number}")))
+
+
+def check(runtime: Any, doing: str, happening: Fault) -> None:
+    fault, victim = happening.name, happening.victim
+    workers, masters = pids(runtime), agents(runtime)
+    node = int(runtime.devices[victim][4])
+    fellows = {rank for rank in range(4) if runtime.devices[rank].startswith(f"node{node}:")}
+    if "freezes" in fault:  # it does not heed the interrupt, so it is replaced
+        frozen = workers[victim] if fault == "worker freezes" else masters[node]
+        ended = threading.Thread(target=lambda: (wait_for(lambda: state_of(frozen) == "T"), runtime.interrupt()))
+        ended.start()
+    with pytest.raises(FAULTS[fault]) as caught:
+        DOING[doing](runtime, happening)
+    error: Any = caught.value
+    if fault == "worker dies":
+        assert (error.ranks, error.nodes, error.pids) == ((victim,), (), (workers[victim],))
+        assert f"rank {victim} of 4" in str(error) and "SIGKILL" in str(error)
+    if fault == "agent dies":
+        assert (error.nodes, error.pids) == ((node,), (masters[node],))
+        assert f"node {node} of 2" in str(error) and "SIGKILL" in str(error)
+    if fault == "exception":
+        assert isinstance(error.__cause__, RemoteError)
+        assert (error.__cause__.rank, error.__cause__.device) == (victim, runtime.devices[victim])
+        assert ("for item" in str(error.__cause__)) == (doing == "take_items")
+    if "freezes" in fault:
+        ended.join()
+    assert_talks(runtime)
+    assert_maps(runtime)
+    replaced = fellows if "agent" in fault else {victim} if "worker" in fault else set()
+    assert {rank for rank, pid in enumerate(pids(runtime)) if pid != workers[rank]} == replaced
+    assert [mine == his for mine, his in zip(agents(runtime), masters)] == [
+        number != node or "agent" not in fault for number in range(2)
+    ]
+    assert all(wait_until_dead(workers[rank]) for rank in replaced)
+
+
+def state_of(pid: int) -> str:
+    found = process_stat(pid)
+    return "" if found is None else found[1]
+
+
+# ----- while nothing runs
+
+
+def by_call(runtime: synk.Runtime, box: dict[str, Any]) -> None:
+    """A function that was sent before, with what it captures now."""
+    assert box["f"](np.arange(4.0)) == 6.0 * box["scale"]
+
+
+def by_new_function(runtime: synk.Runtime, box: dict[str, Any]) -> None:
+    assert runtime.function(lambda x: x.sum() + 1, outputs="sum")(np.arange(4.0)) == 10.0
+
+
+def by_map(runtime: synk.Runtime, box: dict[str, Any]) -> None:
+    """Its items find the resident object also on workers that are new."""
+    log = box["log"]
+    found = list(runtime.map(lambda n: n + len(log.value), range(20), batch_size=1))
+    assert found == [n + len(box["expected"]) for n in range(20)]
+
+
+def by_step(runtime: synk.Runtime, box: dict[str, Any]) -> None:
+    box["step"](np.ones(4), 1.0)
+    box["expected"].append(1.0)
+
+
+VICTIMS = {"worker 0": (0,), "worker 3": (3,), "two workers": (0, 3), "node 0": (), "node 1": ()}
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_workers_and_nodes_that_die_while_idle_are_started_again(nodes: synk.Runtime, subtests: Any) -> None:
+    """With the functions, what those capture, and the objects that the others have."""
+    box: dict[str, Any] = {"scale": 1.0, "log": nodes.resident([]), "expected": []}
+    log, scale = box["log"], {"is": 1.0}
+
+    def step(x: np.ndarray, amount: float) -> float:
+        log.value.append(amount)
+        return float(x.sum())
+
+    box["f"] = nodes.function(lambda x: x.sum() * scale["is"], outputs="sum")
+    box["step"] = nodes.function(step, outputs="sum", bcast_inputs="amount", changes=[log])
+    by_call(nodes, box)
+    by_step(nodes, box)
+    following = itertools.cycle([by_call, by_new_function, by_map, by_step])
+    for victim in [*VICTIMS, *reversed(VICTIMS)]:
+        go_on = next(following)
+        with subtests.test(case=f"{victim} dies, {go_on.__name__}"):
+            box["scale"] = scale["is"] = scale["is"] + 1
+            workers = pids(nodes)
+            of_nodes = [agents(nodes)[int(victim[-1])]] if "node" in victim else []
+            kill_and_wait(*of_nodes, *(workers[rank] for rank in VICTIMS[victim]))
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                go_on(nodes, box)
+            name = victim if "node" in victim else f"rank {VICTIMS[victim][0]} "
+            assert any(name in str(each.message) and "started again" in str(each.message) for each in told)
+            assert [log.get(rank) for rank in range(4)] == [box["expected"]] * 4
+            by_call(nodes, box)
+
+
+def test_a_worker_that_died_while_idle_is_joined_again(nodes: synk.Runtime) -> None:
+    """If the next call does not communicate, nobody notices. One that does says so, and the next one works."""
+    silent, talks = nodes.function(np.sum, outputs="sum"), nodes.function(total, outputs="first")
+    assert (silent(np.arange(4.0)), talks(np.arange(4.0))) == (6.0, 6.0)
+    kill_and_wait(pids(nodes)[3])
+    with pytest.warns(RuntimeWarning, match="was started again"):
+        assert silent(np.arange(4.0)) == 6.0
+    assert talks(np.arange(4.0)) == 6.0
+    kill_and_wait(pids(nodes)[3])
+    with pytest.raises(WorkerDied, match="rank 3: its worker ended while idle"), pytest.warns(RuntimeWarning):
+        talks(np.arange(4.0))
+    assert_talks(nodes)
+    kill_and_wait(agents(nodes)[1])
+    with pytest.warns(RuntimeWarning, match="node 1 .*was started again"):
+        assert talks(np.arange(4.0)) == 6.0
+
+
+# ----- other ends of calls
 
 
 def test_the_lowest_rank_of_all_nodes_wins(nodes: synk.Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,100 +271,7 @@ def test_the_lowest_rank_of_all_nodes_wins(nodes: synk.Runtime, monkeypatch: pyt
     assert [note[:6] for note in caught.value.__notes__[1:]] == ["rank 1", "rank 2", "rank 3"]
 
 
-def test_a_call_that_fails_on_one_node_ends_on_the_other(nodes: synk.Runtime) -> None:
-    """The first node would go on for minutes."""
-
-    def refuse(x: np.ndarray) -> None:
-        if synk.comm.rank == 0:
-            time.sleep(600)
-        if synk.comm.rank == 3:
-            raise Refused("three")
-
-    with same_workers(nodes), pytest.raises(Refused, match="three"):
-        nodes.function(refuse, outputs=None)(np.arange(8.0))
-
-
-@pytest.mark.parametrize("rank", [0, 3])
-@pytest.mark.parametrize("step", ["call.before_function", "call.published", "call.after_reply"])
-@pytest.mark.sampled(90)
-def test_a_worker_dies(nodes: synk.Runtime, reused: Any, rank: int, step: str) -> None:
-    before = pids(nodes)
-    f = nodes.function(lambda x: (os.getpid(), x.sum()), outputs=(None, "sum"))
-    arm = nodes.function(_arm, bcast_inputs=("rank", "step"), outputs=None, per_rank=True)
-    arm(rank, step)
-    if step == "call.after_reply":  # it has answered, and is missed by the next call only
-        f(np.arange(4.0))
-        wait_until_dead(before[rank])
-        with pytest.warns(RuntimeWarning, match=f"rank {rank} .*was started again"):
-            found, total = f(np.arange(4.0))
-    else:
-        with pytest.raises(WorkerDied, match=f"rank {rank} of 4 .*SIGKILL") as caught:
-            f(np.arange(4.0))
-        assert (caught.value.ranks, caught.value.nodes) == ((rank,), ())
-        assert caught.value.pids == (before[rank],)
-        found, total = f(np.arange(4.0))
-    assert total == 6.0
-    assert [mine == his for mine, his in zip(found, before)] == [each != rank for each in range(4)]
-    assert_right(nodes)
-
-
-def test_a_worker_that_died_while_idle_is_told_of_though_a_function_is_loaded_first(nodes: synk.Runtime) -> None:
-    kill_and_wait(pids(nodes)[3])
-    with pytest.warns(RuntimeWarning, match="rank 3 .*was started again"):
-        assert nodes.function(lambda x: x.sum() + 1, outputs="sum")(np.arange(4.0)) == 10.0
-
-
-def _arm(rank: int, step: str) -> None:
-    """Have the worker of a rank kill itself at a step of its next call."""
-    from synk._wire.cell import cell
-    from synk._worker import failpoints
-
-    reach, is_over = failpoints.arm([(step, rank, 1, "kill")], cell.worker.number), []
-
-    def reach_after_this_call(name: str) -> None:
-        if is_over:
-            reach(name)
-        elif name == "call.after_reply":
-            is_over.append(True)
-
-    cell.worker.failpoint = reach_after_this_call
-
-
-@pytest.mark.parametrize("node", [0, 1])
-@pytest.mark.sampled(90)
-def test_an_agent_dies_in_a_call(nodes: synk.Runtime, node: int) -> None:
-    """Its workers end with it, the other node's call is ended, and the next call starts another agent."""
-    before, workers = agents(nodes), pids(nodes)
-    f = nodes.function(lambda x: time.sleep(600 * x[0]), outputs=None)
-    f(np.zeros(8))  # so that the call is all that is in flight
-    killed = threading.Thread(target=lambda: (wait_for(lambda: in_flight(nodes)), kill_and_wait(before[node])))
-    killed.start()
-    with pytest.raises(WorkerDied, match=rf"node {node} of 2 .*ended with SIGKILL during") as caught:
-        f(np.ones(8))
-    killed.join()
-    ranks = tuple(nodes._session.nodes.topology.ranks_of(node))
-    assert (caught.value.nodes, caught.value.ranks, caught.value.pids) == ((node,), ranks, (before[node],))
-    for rank in ranks:
-        wait_until_dead(workers[rank])
-    assert_right(nodes)
-    after = pids(nodes)
-    assert [mine == his for mine, his in zip(after, workers)] == [rank not in ranks for rank in range(4)]
-    assert agents(nodes)[1 - node] == before[1 - node]
-
-
-def test_an_agent_dies_between_two_calls(nodes: synk.Runtime) -> None:
-    """The new one learns of functions that were sent before, with what they have captured."""
-    box = {"scale": 2.0}
-    f = nodes.function(lambda x: x * box["scale"], outputs="gather")
-    np.testing.assert_array_equal(f(np.arange(5.0)), 2 * np.arange(5.0))
-    box["scale"] = 3.0
-    kill_and_wait(agents(nodes)[1])
-    with pytest.warns(RuntimeWarning, match="node 1 .*was started again"):
-        np.testing.assert_array_equal(f(np.arange(5.0)), 3 * np.arange(5.0))
-    assert_right(nodes)
-
-
-def test_a_call_with_retry_is_run_again(nodes: synk.Runtime, tmp_path: Any) -> None:
+def test_a_call_with_retry_is_run_again(nodes: synk.Runtime, tmp_path: Path) -> None:
     flag = tmp_path / "died"
 
     def die_once(x: np.ndarray) -> Any:
@@ -192,58 +283,20 @@ def test_a_call_with_retry_is_run_again(nodes: synk.Runtime, tmp_path: Any) -> N
     assert nodes.function(die_once, outputs="sum", retry=1)(np.arange(8.0)) == 28.0
 
 
-def test_a_time_limit(nodes: synk.Runtime) -> None:
+def test_time_limits_and_interrupts_from_another_thread(nodes: synk.Runtime) -> None:
     f = nodes.function(lambda x: time.sleep(600 * x[0]), outputs=None)
+    wait = nodes.function(lambda x: total(x) if synk.comm.rank != 3 else time.sleep(600), outputs=None)
     f(np.zeros(4))  # so that nothing but the function takes time
-    with same_workers(nodes), pytest.raises(CallTimeout, match=r"did not end in time on node 0, 1 of 2"):
-        f(np.ones(4), timeout=0.5)
-
-
-def test_a_worker_that_does_not_heed_an_interrupt_is_replaced(nodes: synk.Runtime) -> None:
-    """Its agent kills it; the agent itself lives on."""
-    before, workers = agents(nodes), pids(nodes)
-
-    def stop(x: np.ndarray) -> None:
-        if 7.0 in x:
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-    f = nodes.function(stop, outputs=None)
-    f(np.zeros(8))
-    with pytest.raises(CallTimeout):
-        f(np.arange(8.0), timeout=0.5)
-    assert_right(nodes)
-    after = pids(nodes)
-    assert [mine == his for mine, his in zip(after, workers)] == [True, True, True, False]
-    assert agents(nodes) == before
-
-
-def test_an_agent_that_is_frozen_is_replaced(nodes: synk.Runtime) -> None:
-    before = agents(nodes)
-    f = nodes.function(lambda x: x.sum(), outputs="sum")
-    f(np.arange(8.0))
-    os.kill(before[1], signal.SIGSTOP)
-    with pytest.raises(CallTimeout, match="1 of 2"):
-        f(np.arange(8.0), timeout=0.5)
-    assert f(np.arange(8.0)) == 28.0
-    after = agents(nodes)
-    assert after[0] == before[0]
-    assert after[1] != before[1]
-
-
-def test_ctrl_c(nodes: synk.Runtime) -> None:
-    f = nodes.function(lambda x: time.sleep(600 * x[0]), outputs=None)
-    f(np.zeros(8))
-    with same_workers(nodes), pytest.raises(KeyboardInterrupt), ctrl_c_when(lambda: in_flight(nodes)):
-        f(np.ones(8))
-
-
-def test_an_interrupt_from_another_thread(nodes: synk.Runtime) -> None:
-    f = nodes.function(lambda x: time.sleep(600), outputs=None)
     with same_workers(nodes):
-        call = f.submit(np.arange(8.0))
+        with pytest.raises(CallTimeout, match=r"did not end in time on node 0, 1 of 2"):
+            f(np.ones(4), timeout=0.5)
+        with pytest.raises(CallTimeout):
+            wait(np.ones(4), timeout=0.5)
+        call = f.submit(np.ones(8))
         nodes.interrupt()
         with pytest.raises(CallCancelled):
             call.result()
+    assert_talks(nodes)
 
 
 def test_where_shows_the_ranks_of_all_nodes(nodes: synk.Runtime) -> None:
@@ -256,50 +309,31 @@ def test_where_shows_the_ranks_of_all_nodes(nodes: synk.Runtime) -> None:
     assert isinstance(call.exception(), CallCancelled)
 
 
-class NotThere:
-    """Cannot be loaded on a worker."""
+class OnlyIn:
+    """Can be loaded in one process, or in any other one."""
+
+    def __init__(self, pid: int, is_there: bool) -> None:
+        self.pid, self.is_there = pid, is_there
 
     def __reduce__(self) -> Any:
-        return _load_only_in, (os.getpid(),)
+        return _load, (self.pid, self.is_there)
 
 
-def _load_only_in(pid: int) -> None:
-    if os.getpid() != pid:
-        raise ImportError("not there")
+def _load(pid: int, is_there: bool) -> OnlyIn:
+    if (os.getpid() == pid) != is_there:
+        raise ImportError("not here")
+    return OnlyIn(pid, is_there)
 
 
-def test_a_function_that_workers_cannot_load(nodes: synk.Runtime) -> None:
-    captured = NotThere()
+def test_what_cannot_be_sent_or_loaded(nodes: synk.Runtime) -> None:
+    here, captured = os.getpid(), OnlyIn(os.getpid(), True)
     with same_workers(nodes):
-        f = nodes.function(lambda x: (captured, x)[1], outputs="gather")
-        with pytest.raises(SerializationError, match="not there"):
-            f(np.arange(4.0))
-
-
-def test_results_that_cannot_be_pickled_or_loaded(nodes: synk.Runtime) -> None:
-    with same_workers(nodes):
+        with pytest.raises(SerializationError, match="not here"):
+            nodes.function(lambda x: (captured, x)[1], outputs="gather")(np.arange(4.0))
         with pytest.raises(SerializationError, match=r"cannot send the result of .* from rank 0"):
             nodes.function(lambda x: (value for value in x), outputs=None)(np.arange(4.0))
-        here = os.getpid()
-        unloadable = nodes.function(lambda x: _Elsewhere(here), outputs=None)
         with pytest.raises(SerializationError, match=r"cannot load a result of .* from rank 0"):
-            unloadable(np.arange(4.0))
-
-
-class _Elsewhere:
-    """Can be loaded anywhere but in the program."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-
-    def __reduce__(self) -> Any:
-        return _load_elsewhere, (self.pid,)
-
-
-def _load_elsewhere(pid: int) -> _Elsewhere:
-    if os.getpid() == pid:
-        raise ImportError("not here")
-    return _Elsewhere(pid)
+            nodes.function(lambda x: OnlyIn(here, False), outputs=None)(np.arange(4.0))
 
 
 def test_a_runtime_closes_if_workers_of_a_node_die_too_often() -> None:
@@ -315,55 +349,53 @@ def test_a_runtime_closes_if_workers_of_a_node_die_too_often() -> None:
             f(np.array([0, 0]))
 
 
-def test_failpoints_of_workers_that_start() -> None:
+def test_a_worker_or_an_agent_that_does_not_come_up_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with armed(failpoint("start.ready", 3)):
         rt = synk.Runtime((1, 3), cluster="here", nodes=2)
     with rt, pytest.raises(synk.errors.StartupError, match="rank 3 of 4 did not come up"):
         rt.function(lambda x: x, outputs="gather")(np.arange(4))
 
+    started = AgentProcess.start
 
-# -- the end of programs ----------------------------------------------------------------------------------------------
+    def start(self: AgentProcess, setup: dict[str, Any], *others: Any) -> None:
+        self._module = "cluster.loop" if self.rank == 0 else "cluster.missing"  # type: ignore[misc]
+        started(self, setup, *others)
+
+    monkeypatch.setattr(AgentProcess, "start", start)
+    rt = synk.Runtime(2, cluster="here", nodes=2)
+    with rt, pytest.raises(synk.errors.StartupError, match=r"^cannot start the workers: node 1 of 2 did not come up"):
+        rt.function(lambda x: x, outputs="gather")(np.arange(4))
+
+
+# ----- the end of programs
 
 PROGRAM = """
 rt = synk.fork(2, cluster="here", nodes=2)
 f = synk.function(lambda x: x.sum(), outputs="sum")
 assert f(np.arange(8.0)) == 28.0
 """
-
-
-@pytest.mark.parametrize(
-    "end",
-    [
-        "synk.close()",
-        "pass",
-        "f.submit(np.arange(8.0))",
-        "rt.close(); rt.close()",
-        "del rt",
-        "os._exit(0)",
-    ],
+ENDS = {"f.submit(np.arange(8.0))": 0, "rt.close(); rt.close()": 0, "os._exit(0)": 0, "raise SystemExit(3)": 3}
+BUSY = (
+    'synk.function(lambda x: time.sleep(600), outputs=None).submit(np.arange(8.0)); print("there", flush=True)',
+    'found = rt.map(lambda n: time.sleep(600 * n) or "there", range(9), batch_size=1); print(next(found), flush=True)',
 )
-@pytest.mark.sampled(90)
-def test_programs_that_end_leave_nothing(end: str) -> None:
-    script(PROGRAM + end).check("")
 
 
-def test_a_program_that_ends_by_an_exception_leaves_nothing() -> None:
-    result = script(PROGRAM + "raise SystemExit(3)")
-    result.check("", returncode=3)
+def test_programs_that_end_leave_nothing(subtests: Any) -> None:
+    for end, returncode in ENDS.items():
+        with subtests.test(case=end):
+            script(PROGRAM + end).check("", returncode=returncode)
 
 
-@pytest.mark.parametrize("is_busy", [False, True], ids=["idle", "in a call"])
-@pytest.mark.sampled(90)
-def test_a_program_that_is_killed_leaves_nothing(is_busy: bool) -> None:
+def test_programs_that_are_killed_leave_nothing(subtests: Any) -> None:
     """The kernel ends the agents, and their ends end the workers."""
-    last = 'synk.function(lambda x: time.sleep(600), outputs=None).submit(np.arange(8.0)); print("there", flush=True)'
-    code = PROGRAM + (last if is_busy else 'print("there", flush=True)') + "; time.sleep(600)"
-    with Scenario(code) as scenario:
-        scenario.wait_for_line("there")
-        os.kill(scenario.process.pid, signal.SIGKILL)
-        result = scenario.finish()
-    assert result.returncode == -signal.SIGKILL
-    assert not result.leftovers
+    for busy in BUSY:
+        with subtests.test(case=busy), Scenario(f"{PROGRAM}{busy}; time.sleep(600)") as scenario:
+            scenario.wait_for_line("there")
+            os.kill(scenario.process.pid, signal.SIGKILL)
+            result = scenario.finish()
+            assert result.returncode == -signal.SIGKILL
+            assert not result.leftovers
 
 
 def test_nothing_is_left_after_close(runtime: Callable[..., Any]) -> None:
@@ -381,7 +413,7 @@ def test_nothing_is_left_after_close(runtime: Callable[..., Any]) -> None:
 
 def test_no_socket_has_a_port_or_lies_in_a_folder(nodes: synk.Runtime) -> None:
     """All are ends of pairs that were inherited, but for the inlets of workers, which leave no file."""
-    assert_right(nodes)
+    assert_talks(nodes)
     net = Path("/proc/net")
     with_port = {line.split()[9] for kind in ("tcp", "tcp6", "udp", "udp6") for line in _lines_of(net / kind)}
     named = {line.split()[6]: line.split()[7] for line in _lines_of(net / "unix") if len(line.split()) > 7}
@@ -404,14 +436,25 @@ def _sockets_of(pid: int) -> set[str]:
     return {link[8:-1] for link in links if link.startswith("socket:[")}
 
 
-def test_an_agent_that_cannot_start_is_named_as_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    started = AgentProcess.start
-
-    def start(self: AgentProcess, setup: dict[str, Any], *others: Any) -> None:
-        self._module = "cluster.loop" if self.rank == 0 else "cluster.missing"  # type: ignore[misc]
-        started(self, setup, *others)
-
-    monkeypatch.setattr(AgentProcess, "start", start)
-    rt = synk.Runtime(2, cluster="here", nodes=2)
-    with rt, pytest.raises(synk.errors.StartupError, match=r"^cannot start the workers: node 1 of 2 did not come up"):
-        rt.function(lambda x: x, outputs="gather")(np.arange(4))
+def test_without_pyzmq_all_else_works(tmp_path: Path) -> None:
+    (tmp_path / "zmq.py").write_text("raise ImportError('no zmq here')\n", encoding="utf-8")
+    script(
+        f"""
+        sys.path.insert(0, {str(tmp_path)!r})
+        rt = synk.Runtime(1, cluster="here", nodes=2)
+        f = rt.function(lambda x: x.sum(), outputs="sum")
+        assert f(np.arange(4.0)) == 6.0
+        talk = rt.function(lambda x: synk.comm.all_reduce(x.sum(), "sum"), outputs="first")
+        for _ in range(2):
+            try:
+                talk(np.arange(4.0))
+            except synk.errors.UnsupportedError as error:
+                assert "synkhronos[cluster]" in str(error), error
+            else:
+                raise AssertionError
+        assert f(np.arange(4.0)) == 6.0
+        assert talk.serial(np.arange(4.0)) == 6.0
+        assert "is not used" in rt.info()
+        rt.close()
+        """
+    ).check("")

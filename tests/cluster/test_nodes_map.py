@@ -5,13 +5,10 @@ What maps give, and one rank for each node, is tested with those of one machine 
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import os
 import random
 import signal
-import sys
-import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,46 +17,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.harness import (
-    Scenario,
-    assert_right,
-    ctrl_c_when,
-    kill_and_wait,
-    pids,
-    same_workers,
-    wait_for,
-    wait_until_dead,
-)
+from support.harness import kill_and_wait, pids, same_workers, wait_for, wait_until_dead
+from support.nodes import agents, assert_maps, num_unread
 
 import synk
-from synk._wire.channel import DOORBELL
-from synk._wire.messages import Kind
-from synk.errors import CallCancelled, CallTimeout, ClosedError, RemoteError, WorkerDied
-
-pytestmark = pytest.mark.sampled(90, together=0)  # each test over one division of the ranks among nodes
-pytestmark = pytest.mark.sampled(90, together=0)  # each test over one division of the ranks among nodes
-NODES = ("1+3", "2+2")
-
-
-@pytest.fixture(params=NODES)
-def nodes(request: pytest.FixtureRequest, reused: Any) -> synk.Runtime:
-    runtime: synk.Runtime = reused(request.param)
-    return runtime
-
-
-def agents(runtime: Any) -> list[int]:
-    """Return the pid of each node's agent."""
-    return [worker.process.pid for worker in runtime._session.workers.by_rank]
-
-
-def square(n: int) -> int:
-    return n * n
-
-
-def assert_maps(runtime: synk.Runtime) -> None:
-    """All ranks take items."""
-    assert list(runtime.map(square, range(50), batch_size=1)) == [n * n for n in range(50)]
-    assert_right(runtime)
+from synk.errors import CallCancelled, WorkerDied
 
 
 def stay(gate: Path, *, but: Callable[[int], bool] = lambda n: False) -> Callable[[int], int]:
@@ -108,23 +70,6 @@ def test_items_go_to_the_next_free_rank_of_any_node(nodes: synk.Runtime, tmp_pat
     assert sorted(got + list(results)) == list(range(12))
 
 
-def test_an_exception_names_item_rank_and_node(nodes: synk.Runtime, tmp_path: Path) -> None:
-    def fail(n: int) -> float:
-        (tmp_path / str(synk.comm.rank)).touch()
-        while len(list(tmp_path.iterdir())) < 4:  # until every rank is at an item
-            time.sleep(0.005)
-        if synk.comm.rank == 3:
-            raise LookupError("three")
-        return n
-
-    with same_workers(nodes), pytest.raises(LookupError, match="three") as caught:
-        list(nodes.map(fail, range(40), batch_size=1))
-    cause = caught.value.__cause__
-    assert isinstance(cause, RemoteError)
-    assert (cause.rank, cause.device) == (3, nodes.devices[3])
-    assert "rank 3 of 4" in str(cause) and "for item" in str(cause)
-
-
 def test_results_before_an_exception_on_another_node_are_given(nodes: synk.Runtime, tmp_path: Path) -> None:
     """The item that fails is answered first."""
 
@@ -141,27 +86,6 @@ def test_results_before_an_exception_on_another_node_are_given(nodes: synk.Runti
         for n in nodes.map(step, range(8), batch_size=1):
             got.append(n)
     assert got == [0, 1, 2]
-
-
-@pytest.mark.parametrize("item", [0, 3], ids=["first node", "last node"])
-@pytest.mark.sampled(90)
-def test_a_worker_dies_and_its_node_has_other_items(nodes: synk.Runtime, tmp_path: Path, item: int) -> None:
-    """As on one machine all items in flight are lost, and all other workers live on."""
-    before = agents(nodes)
-    workers = pids(nodes)
-    results = nodes.map(stay(tmp_path), range(9), batch_size=1)
-    kills = threading.Thread(
-        target=lambda: (wait_for(are_at(tmp_path, 4)), kill_and_wait(workers[rank_of(tmp_path, item)]))
-    )
-    kills.start()
-    with pytest.raises(WorkerDied, match=rf"rank \d of 4 .*SIGKILL during 'step' \(item {item}\)") as caught:
-        list(results)
-    kills.join()
-    dead = rank_of(tmp_path, item)
-    assert (caught.value.ranks, caught.value.nodes, caught.value.pids) == ((dead,), (), (workers[dead],))
-    assert_maps(nodes)
-    assert [mine == his for mine, his in zip(pids(nodes), workers)] == [rank != dead for rank in range(4)]
-    assert agents(nodes) == before
 
 
 def test_a_worker_dies_idle_while_its_node_is_at_items(nodes: synk.Runtime, tmp_path: Path) -> None:
@@ -183,52 +107,6 @@ def test_a_worker_dies_idle_while_its_node_is_at_items(nodes: synk.Runtime, tmp_
     assert [mine == his for mine, his in zip(pids(nodes), before)].count(False) == 1
 
 
-def test_a_death_that_is_read_together_with_other_answers(
-    reused: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its item's time, which begins with the answer to the item before it, does not begin anew."""
-    monkeypatch.setattr("synk._master.flight.chunks.LONG_NS", 10**15)  # items wait behind others, whatever those take
-    rt = reused("2+1")
-    total = rt.function(lambda x: x.sum(), outputs="sum")
-
-    def step(n: int) -> int:
-        """Return at once on rank 0. On the others the first item stays, and rank 2 dies at the next one."""
-        rank = synk.comm.rank
-        if rank and not (tmp_path / str(rank)).exists():
-            (tmp_path / str(rank)).touch()
-            while not (tmp_path / f"open {rank}").exists():
-                time.sleep(0.005)
-        elif rank == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return n
-
-    results = rt.map(step, itertools.count(), batch_size=1, ordered=False)
-    ranks: list[int] = []
-    while ranks.count(2) < 2 or 0 not in ranks:
-        next(results)
-        chunks = rt._session.queue.chunks  # None: nothing is in flight
-        ranks = [] if chunks is None else [chunk.rank for chunk in chunks._in_flight]
-    assert ranks[0] == 1  # so this answer is waited for, and comes behind that of rank 0
-    (tmp_path / "open 2").touch()
-    assert wait_for(lambda: num_unread(rt, 1) == 2)
-    (tmp_path / "open 1").touch()
-    assert wait_for(lambda: num_unread(rt, 0) == len(ranks) - 2)
-    assert total(np.arange(6.0), timeout=10.0) == 15.0
-    with pytest.raises(WorkerDied, match=r"SIGKILL during 'step' \(item \d+\)"):
-        list(results)
-    assert_maps(rt)
-
-
-def num_unread(rt: synk.Runtime, node: int) -> int:
-    """Return how many answers of a node the head has not read."""
-    return num_waiting(rt._session.workers.by_rank[node].process.channel.read_fd)
-
-
-def num_waiting(fd: int) -> int:
-    """Return how many messages nobody has read from a pipe."""
-    return int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder) // DOORBELL.size
-
-
 def test_a_replacement_dies_at_its_first_item(reused: Any) -> None:
     """The warning that it was started again comes with its death."""
     rt = reused("1+1")
@@ -244,157 +122,10 @@ def test_a_replacement_dies_at_its_first_item(reused: Any) -> None:
     assert_maps(rt)
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_a_worker_dies_while_its_node_waits_to_replace_another(
-    reused: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The node waits for its item, which ends so."""
-    monkeypatch.setattr("synk._master.flight.chunks.LONG_NS", 10**15)  # items wait behind others, whatever those take
-    rt = reused("1+2")
-    agent = rt._session.workers.by_rank[1].process
-
-    def step(n: int) -> int:
-        """Return at once on rank 2. The others stay, and then rank 1 dies."""
-        rank = synk.comm.rank
-        while rank != 2 and not (tmp_path / "open").exists():
-            time.sleep(0.005)
-        os.kill(os.getpid(), signal.SIGKILL if rank == 1 else 0)
-        return n
-
-    def items() -> Iterator[int]:
-        yield from range(3)
-        os.kill(before[2], signal.SIGKILL)
-        assert wait_for(lambda: "ended with SIGKILL" in rt.where())  # its agent has seen it
-        yield 3
-        assert wait_for(lambda: num_waiting(agent.channel.write_fd) == 0)  # its agent waits to send it item 3
-        (tmp_path / "open").touch()
-        yield from range(4, 9)
-
-    before = pids(rt)
-    rt.timeout = 10.0
-    try:
-        with pytest.raises(WorkerDied, match=r"rank 1 of 3 .*SIGKILL during 'step' \(item 1\)"):
-            list(rt.map(step, items(), batch_size=1))
-    finally:
-        rt.timeout = None
-    assert_maps(rt)
-
-
-def test_a_worker_that_does_not_heed_an_interrupt_is_replaced(nodes: synk.Runtime, tmp_path: Path) -> None:
-    """Its agent kills it; the agent and the ranks beside it live on."""
-    before, workers = agents(nodes), pids(nodes)
-
-    def stop(n: int) -> int:
-        (tmp_path / f"{n} at {synk.comm.rank}").touch()
-        os.kill(os.getpid(), signal.SIGSTOP if n == 3 else 0)
-        time.sleep(600)
-        return n
-
-    results = nodes.map(stop, range(4), batch_size=1)
-    thread = threading.Thread(target=lambda: (wait_for(are_at(tmp_path, 4)), nodes.interrupt()))
-    thread.start()
-    with pytest.raises(CallCancelled):
-        list(results)
-    thread.join()
-    assert_maps(nodes)
-    stopped = rank_of(tmp_path, 3)
-    assert [mine == his for mine, his in zip(pids(nodes), workers)] == [rank != stopped for rank in range(4)]
-    assert agents(nodes) == before
-
-
 # -- one node ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("node", [0, 1])
-@pytest.mark.sampled(90)
-def test_an_agent_dies(nodes: synk.Runtime, tmp_path: Path, node: int) -> None:
-    before, workers = agents(nodes), pids(nodes)
-    kills = threading.Thread(target=lambda: (wait_for(are_at(tmp_path, 4)), kill_and_wait(before[node])))
-    kills.start()
-    with pytest.raises(WorkerDied, match=rf"node {node} of 2 .*SIGKILL during 'step' \(item \d+\)") as caught:
-        list(nodes.map(stay(tmp_path), range(9), batch_size=1))
-    kills.join()
-    ranks = tuple(nodes._session.nodes.topology.ranks_of(node))
-    assert (caught.value.nodes, caught.value.ranks) == ((node,), ranks)
-    for rank in ranks:
-        wait_until_dead(workers[rank])
-    assert_maps(nodes)
-    assert agents(nodes)[1 - node] == before[1 - node]
-
-
-def test_an_agent_dies_between_two_maps_of_a_function(nodes: synk.Runtime) -> None:
-    """The new one is told what the function captures now."""
-    box = {"scale": 2}
-
-    def scaled(n: int) -> int:
-        return n * box["scale"]
-
-    assert list(nodes.map(scaled, range(9), batch_size=1)) == [2 * n for n in range(9)]
-    box["scale"] = 3
-    kill_and_wait(agents(nodes)[1])
-    with pytest.warns(RuntimeWarning, match="node 1 .*was started again"):
-        assert list(nodes.map(scaled, range(9), batch_size=1)) == [3 * n for n in range(9)]
-
-
-def test_an_agent_that_is_frozen_is_replaced(reused: Any) -> None:
-    nodes = reused("1+3")
-    before = agents(nodes)
-
-    def square(n: int) -> int:
-        time.sleep(0.02)  # rank 0 cannot take them all
-        return n * n
-
-    assert list(nodes.map(square, range(4))) == [0, 1, 4, 9]
-    os.kill(before[1], signal.SIGSTOP)
-    nodes.timeout = 0.5
-    try:
-        with pytest.raises(CallTimeout, match=r"'square' \(item \d+\) did not end in time on rank \d of 4"):
-            list(nodes.map(square, range(50), batch_size=1))
-    finally:
-        nodes.timeout = None
-    assert_maps(nodes)
-    after = agents(nodes)
-    assert (after[0], after[1] == before[1]) == (before[0], False)
-
-
-def test_a_runtime_closes_if_workers_of_a_node_die_too_often() -> None:
-    with synk.Runtime(1, cluster="here", nodes=2, max_restarts=1) as rt:
-
-        def die(n: int) -> None:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        for _ in range(2):
-            with pytest.raises(WorkerDied):
-                list(rt.map(die, range(1)))
-        with pytest.raises(ClosedError, match="workers died 2 times"):
-            list(rt.map(die, range(1)))
-        assert rt.is_closed
-
-
 # -- interrupts -------------------------------------------------------------------------------------------------------
-
-
-def test_ctrl_c_while_all_ranks_are_at_items(nodes: synk.Runtime, tmp_path: Path) -> None:
-    with same_workers(nodes):
-        with pytest.raises(KeyboardInterrupt), ctrl_c_when(are_at(tmp_path, 4)):
-            list(nodes.map(stay(tmp_path), range(30), batch_size=1))
-        assert_maps(nodes)
-
-
-def test_a_ping_that_overtakes_its_interrupt_ends_the_items(nodes: synk.Runtime, tmp_path: Path) -> None:
-    """To other machines the two go by different ways. An agent that has answered a ping has idle ranks."""
-    workers = nodes._session.workers
-    nodes.timeout = 10.0
-    try:
-        results = nodes.map(stay_but_for_the_first(tmp_path), range(5), batch_size=1)
-        assert next(results) == 0
-        for agent in workers.by_rank:
-            agent.process.channel.ring(Kind.PING, 0, workers.requests.next_sequence(), 0)
-        with pytest.raises(CallCancelled, match="'step' was interrupted"):
-            list(results)
-    finally:
-        nodes.timeout = None
-    assert_maps(nodes)
 
 
 def test_an_iterator_that_is_dropped_ends_its_items(nodes: synk.Runtime, tmp_path: Path) -> None:
@@ -408,32 +139,7 @@ def test_an_iterator_that_is_dropped_ends_its_items(nodes: synk.Runtime, tmp_pat
             assert_maps(nodes)
 
 
-def test_where_and_stacks_show_the_ranks_that_are_at_items(nodes: synk.Runtime, tmp_path: Path) -> None:
-    results = nodes.map(stay_but_for_the_first(tmp_path), range(5), batch_size=1)
-    assert next(results) == 0
-    text, found = nodes.where(), nodes.stacks()
-    assert all(f"rank {rank} (pid" in text for rank in range(4))
-    assert text.count("in step\n") >= 3  # the rank of the first item may have another by now
-    assert sorted(found) == [0, 1, 2, 3]
-    assert sum("in step\n" in each for each in found.values()) >= 3
-    (tmp_path / "open").touch()
-    assert list(results) == [1, 2, 3, 4]
-
-
 # -- beside other things ----------------------------------------------------------------------------------------------
-
-
-def test_resident_objects(nodes: synk.Runtime) -> None:
-    """They are there on workers that were replaced, too."""
-    kept = nodes.resident({"k": 5})
-
-    def add(n: int) -> int:
-        return n + int(kept.value["k"])
-
-    assert list(nodes.map(add, range(20), batch_size=1)) == [n + 5 for n in range(20)]
-    kill_and_wait(pids(nodes)[3])
-    with pytest.warns(RuntimeWarning, match="rank 3 .*was started again"):
-        assert list(nodes.map(add, range(20), batch_size=1)) == [n + 5 for n in range(20)]
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -505,36 +211,22 @@ def test_messages_that_meet_on_their_way(reused: Any, tmp_path: Path, monkeypatc
         np.testing.assert_array_equal(found, row + n)
 
 
-def test_a_program_that_is_killed_in_a_map_leaves_nothing() -> None:
-    code = """
-    rt = synk.fork(2, cluster="here", nodes=2)
-    results = rt.map(lambda n: time.sleep(600 if n else 0) or n, range(9), batch_size=1)
-    assert next(results) == 0
-    print("there", flush=True)
-    time.sleep(600)
-    """
-    with Scenario(code) as scenario:
-        scenario.wait_for_line("there")
-        os.kill(scenario.process.pid, signal.SIGKILL)
-        result = scenario.finish()
-    assert not result.leftovers
-
-
 # -- at random --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.storm) for seed in range(2, 20))])
-@pytest.mark.sampled(90)
-def test_whatever_dies_results_are_right_as_far_as_they_come(reused: Any, tmp_path: Path, seed: int) -> None:
-    rng = random.Random(seed)
-    rt = reused(rng.choice(NODES))
-    for k in range(6):
+def test_whatever_dies_results_are_right_as_far_as_they_come(
+    reused: Any, tmp_path: Path, storm_count: Callable[[int], int], subtests: Any
+) -> None:
+    for seed in range(storm_count(12)):
+        rng = random.Random(seed)
+        rt = reused(("1+3", "2+2")[seed % 2])
         length, size = rng.randrange(1, 60), rng.choice([None, 1, 2, 7])
         fatal, fault = rng.randrange(length), rng.choice(["in an item", *_FAULTS])
-        got = results_until(rt, length, size, fatal, fault, tmp_path / str(k))
-        assert got == [(n, bytes(n) * 100) for n in range(len(got))]
-    assert_maps(rt)
+        with subtests.test(case=f"{seed}: {fault} at {fatal} of {length}"):
+            got = results_until(rt, length, size, fatal, fault, tmp_path / str(seed))
+            assert got == [(n, bytes(n) * 100) for n in range(len(got))]
+            assert_maps(rt)
 
 
 _FAULTS: dict[str, Callable[[synk.Runtime, random.Random], None]] = {

@@ -17,48 +17,43 @@ import synk.profiler
 from synk._wire.cell import cell
 from synk.errors import StartupError, UnsupportedError
 
-
-@pytest.fixture
-def nodes(shared_runtimes: Any) -> synk.Runtime:
-    runtime: synk.Runtime = shared_runtimes["1+3"]
-    return runtime
-
-
 OPTIONS = {
     "backend": "torch", "devices": [0], "inline": True, "transfer_guard": "raise",
     "balance": "measured",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options_of_fork_that_need_one_machine(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"cannot fork with cluster='here': got {name}="):
-        synk.Runtime(1, cluster="here", nodes=2, **{name: OPTIONS[name]})
+ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    ({"cluster": "nowhere", "nodes": 2}, "got cluster='nowhere', expected None, 'here'"),
+    ({"cluster": "10.0.0.1:6379", "nodes": 0}, "got nodes=0"),
+    ({"cluster": "here"}, "got nodes=None, expected how many nodes"),
+    ({"cluster": "here", "nodes": 0}, "got nodes=0"),
+    ({"cluster": "here", "nodes": (2, 1)}, r"got nodes=\(2, 1\)"),
+    ({"cluster": "here", "nodes": (1, 2, 3)}, r"got nodes=\(1, 2, 3\)"),
+    ({"cluster": "here", "nodes": (1, 2.5)}, r"got nodes=\(1, 2.5\).*such as \(2, 4\)"),
+    ({"nodes": 2}, "got nodes=2 and no cluster="),
+]
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"cluster": "nowhere", "nodes": 2}, "got cluster='nowhere', expected None, 'here'"),
-        ({"cluster": "10.0.0.1:6379", "nodes": 0}, "got nodes=0"),
-        ({"cluster": "here"}, "got nodes=None, expected how many nodes"),
-        ({"cluster": "here", "nodes": 0}, "got nodes=0"),
-        ({"cluster": "here", "nodes": (2, 1)}, r"got nodes=\(2, 1\)"),
-        ({"cluster": "here", "nodes": (1, 2, 3)}, r"got nodes=\(1, 2, 3\)"),
-        ({"cluster": "here", "nodes": (1, 2.5)}, r"got nodes=\(1, 2.5\).*such as \(2, 4\)"),
-        ({"nodes": 2}, "got nodes=2 and no cluster="),
-    ],
-)
-def test_arguments_of_fork(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        synk.Runtime(1, **options)
+def test_arguments_and_options_of_fork(subtests: Any) -> None:
+    for options, text in ARGUMENTS:
+        with subtests.test(case=text), pytest.raises(ValueError, match=text):
+            synk.Runtime(1, **options)
+    for name, value in OPTIONS.items():
+        text = f"cannot fork with cluster='here': got {name}="
+        with subtests.test(case=text), pytest.raises(UnsupportedError, match=text):
+            synk.Runtime(1, cluster="here", nodes=2, **{name: value})
+    with pytest.raises(TypeError, match=r"got num_workers=\(1, 3\), expected an integer or None"):
+        synk.Runtime((1, 3))
 
 
-@pytest.mark.parametrize(
-    ("nodes", "counts"),
-    [(None, (4, 2, 1)), (2, (4, 2)), ((1, 2), (4, 2)), ((2, 9), (4, 2, 1)), ((4, 9), None), (4, None)],
-)
-def test_how_many_machines_of_a_cluster_are_used(monkeypatch: pytest.MonkeyPatch, nodes: Any, counts: Any) -> None:
+MACHINES: list[tuple[Any, Any]] = [
+    *((None, (4, 2, 1)), (2, (4, 2)), ((1, 2), (4, 2)), ((2, 9), (4, 2, 1)), ((4, 9), None), (4, None)),
+]
+"""How many nodes are asked for, and the ranks of those that are used; None: too few."""
+
+
+def test_how_many_machines_of_a_cluster_are_used(monkeypatch: pytest.MonkeyPatch, subtests: Any) -> None:
     class Opened(Exception):
         pass
 
@@ -67,11 +62,14 @@ def test_how_many_machines_of_a_cluster_are_used(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("synk.cluster.forking.machines_of", lambda address, insecure: [4, 2, 1])
     monkeypatch.setattr("synk.cluster.forking.ClusterSession", opened)
-    with pytest.raises(StartupError if counts is None else Opened) as caught:
-        synk.Runtime(cluster="10.0.0.1:6379", nodes=nodes)
-    assert (
-        str(caught.value).startswith("cannot fork on 4 nodes: ") if counts is None else caught.value.args == (counts,)
-    )
+    for nodes, counts in MACHINES:
+        with subtests.test(case=f"nodes={nodes}"):
+            with pytest.raises(StartupError if counts is None else Opened) as caught:
+                synk.Runtime(cluster="10.0.0.1:6379", nodes=nodes)
+            if counts is None:
+                assert str(caught.value).startswith("cannot fork on 4 nodes: ")
+            else:
+                assert caught.value.args == (counts,)
 
 
 def test_a_cluster_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,22 +86,13 @@ def test_frozen_programs(monkeypatch: pytest.MonkeyPatch) -> None:
         synk.Runtime(1, cluster="here", nodes=2)
 
 
-def test_one_number_of_workers_without_nodes() -> None:
-    with pytest.raises(TypeError, match=r"got num_workers=\(1, 3\), expected an integer or None"):
-        synk.Runtime((1, 3))
-
-
-def test_process_groups_of_torch(nodes: synk.Runtime) -> None:
-    pytest.importorskip("torch")
-    f = nodes.function(lambda: synk.torch.process_group(), outputs=None, per_rank=True)
-    with pytest.raises(UnsupportedError, match="cannot make a process group over several nodes"):
-        f()
-
-
-def test_data_parallel_modules(nodes: synk.Runtime) -> None:
+def test_process_groups_and_data_parallel_modules_of_torch(nodes: synk.Runtime) -> None:
     torch = pytest.importorskip("torch")
     import synk.torch
 
+    f = nodes.function(lambda: synk.torch.process_group(), outputs=None, per_rank=True)
+    with pytest.raises(UnsupportedError, match="cannot make a process group over several nodes"):
+        f()
     with pytest.raises(UnsupportedError, match=r"wrap a Linear in DataParallel over nodes.*synk\.torch\.replicate"):
         synk.torch.DataParallel(torch.nn.Linear(2, 1), runtime=nodes)
 
@@ -125,7 +114,7 @@ def test_traces_and_guards() -> None:
     ).check("")
 
 
-def test_one_node_is_no_cluster_for_its_ranks(shared_runtimes: Any) -> None:
+def test_one_node_is_no_cluster_for_its_ranks() -> None:
     with synk.Runtime(2, cluster="here", nodes=1) as rt:
         f = rt.function(lambda x: synk.comm.all_reduce(x.sum(), "sum"), outputs="first")
         assert f(np.arange(4.0)) == 6.0

@@ -23,18 +23,16 @@ from synk.cuda._nccl import NcclCommunicator
 from synk.cuda._nccl_bindings import Binding, load_binding
 
 STUB_SOURCE = Path(__file__).with_name("stub_nccl.c")
-NAMED = "-Wl,-soname,libnccl.so.2"
 
 
-def build_stub(folder: Path, *flags: str) -> Path:
+def build_stub(folder: Path) -> Path:
     """Compile the stub into ``folder`` and return the library's path.
 
-    Without the flag ``NAMED`` it lacks NCCL's name for the dynamic linker, so that a torch that is imported into the
-    same process later is not linked to it.
+    It lacks NCCL's name for the dynamic linker, so that a torch that is imported into the same process later is not
+    linked to it.
     """
     library = folder / "libnccl.so.2"
-    compiler = os.environ.get("CC", "cc")
-    command = [compiler, *flags, "-shared", "-fPIC", "-O1", "-pthread"]
+    command = [os.environ.get("CC", "cc"), "-shared", "-fPIC", "-O1", "-pthread"]
     subprocess.run([*command, "-o", str(library), str(STUB_SOURCE), "-lm"], check=True)
     return library
 
@@ -94,8 +92,7 @@ class Stub:
 def give_nccl4py(stub: Stub) -> None:
     """Have nccl4py load the stub, for all tests of this process: it loads one library, the first time it is called.
 
-    By itself it takes a library of NCCL's name, which another package of this process may have loaded before. How it
-    gets the right one is tested in processes of their own.
+    By itself it takes a library of NCCL's name, which another package of this process may have loaded before.
     """
     found = types.SimpleNamespace(_handle_uint=stub.dll._handle, abs_path=str(stub.path))
     with pytest.MonkeyPatch.context() as patch:

@@ -4,8 +4,7 @@
  * operations and each result is computed from all ranks' buffers, so the results are real. Every call is recorded with
  * the arguments that arrived. The stub_* functions at the end make it slow, stuck, in progress or failing.
  * What is imitated of NCCL on purpose: NaN loses in min and max, a communicator in progress refuses the next operation,
- * custom ops are bound to one dtype, counts and dtypes of the ranks are not compared. With -DOLD_NCCL it lacks what came
- * after NCCL 2.7.
+ * custom ops are bound to one dtype, counts and dtypes of the ranks are not compared.
  */
 #include <math.h>
 #include <pthread.h>
@@ -58,11 +57,7 @@ static char last_error[256];
 static unsigned last_config_size, last_config_version;
 
 /* Knobs. */
-#ifdef OLD_NCCL
-enum { VERSION = 2708 };
-#else
 enum { VERSION = 23203 };
-#endif
 static int version = VERSION, is_computing = 1, fail_code, delay_ms, init_polls, launch_polls, is_abort_stuck;
 static int is_stuck; /* calls that would block wait for this to become 0 */
 static pthread_cond_t unstuck = PTHREAD_COND_INITIALIZER;
@@ -286,14 +281,12 @@ static int join(Comm **out, int size, UniqueId *id, int rank, int is_blocking) {
 
 int ncclCommInitRank(Comm **out, int size, UniqueId id, int rank) { return join(out, size, &id, rank, 1); }
 
-#ifndef OLD_NCCL
 int ncclCommInitRankConfig(Comm **out, int size, UniqueId id, int rank, Config *config) {
   if (config->magic != 0xcafebeef) return refuse(INVALID_ARGUMENT, "the configuration was not initialised");
   last_config_size = config->size, last_config_version = config->version;
   return join(out, size, &id, rank, config->blocking);
 }
 
-#endif
 
 int ncclCommInitAll(Comm **out, int size, const int *devices) { (void)out, (void)size, (void)devices; return INVALID_USAGE; }
 
@@ -324,9 +317,7 @@ int ncclCommCount(Comm *comm, int *out) { *out = comm->world->size; return SUCCE
 int ncclCommCuDevice(Comm *comm, int *out) { (void)comm; *out = 0; return SUCCESS; }
 int ncclCommUserRank(Comm *comm, int *out) { *out = comm->rank; return SUCCESS; }
 const char *ncclGetErrorString(int status) { (void)status; return "an error of the stub"; }
-#ifndef OLD_NCCL
 const char *ncclGetLastError(Comm *comm) { (void)comm; return last_error; }
-#endif
 
 int ncclGroupStart(void) { depth++; return SUCCESS; }
 
@@ -357,7 +348,6 @@ int ncclAllGather(const void *send, void *recv, size_t count, int dtype, Comm *c
 int ncclSend(void) { return refuse(INVALID_ARGUMENT, "the stub has no messages"); }
 int ncclRecv(void) { return refuse(INVALID_ARGUMENT, "the stub has no messages"); }
 
-#ifndef OLD_NCCL
 int ncclRedOpCreatePreMulSum(int *op, void *scalar, int dtype, int residence, Comm *comm) {
   if (residence != 1) return refuse(INVALID_ARGUMENT, "the scalar must be in host memory");
   for (int i = 0; i < MAX_CUSTOM; i++) {
@@ -376,7 +366,6 @@ int ncclRedOpDestroy(int op, Comm *comm) {
   return SUCCESS;
 }
 
-#endif
 
 /* Control, for the tests. */
 

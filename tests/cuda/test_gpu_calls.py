@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import pytest
 from support.harness import script
-from test_demos import DEMOS, SMALL
 from test_gpu_path import (  # noqa: F401  (collected here, with the fixtures below)
     LARGE,
     scaler,
@@ -41,7 +40,7 @@ from test_gpu_path import (  # noqa: F401  (collected here, with the fixtures be
     test_variables_are_on_the_device_until_they_are_read,
 )
 from test_gpu_submitted import (  # noqa: F401
-    num_ahead,
+    gate,
     test_inputs_are_brought_ahead_and_are_right,
     test_torch_and_slices_and_large_outputs,
     test_variables_on_devices_between_submitted_calls,
@@ -52,6 +51,8 @@ from synk.cuda._devices import visible_devices
 from synk.cuda._nvml import discover
 
 pytestmark = pytest.mark.gpu
+
+DEMOS = sorted((Path(__file__).resolve().parents[2] / "demos").glob("[0-9]*.py"))
 
 
 class RealGpus:
@@ -69,11 +70,18 @@ class RealGpus:
         self.opened.append(synk.Runtime(num_workers, backend="cupy", **options))
         return self.opened[-1]
 
+    def reused(self, num_workers: int) -> synk.Runtime:
+        """Return a runtime of this test's own, where the tests over stand-ins share them."""
+        return self(num_workers)
+
+    def close(self) -> None:
+        while self.opened:
+            self.opened.pop().close()
+
 
 def closing(made: RealGpus) -> Iterator[RealGpus]:
     yield made
-    while made.opened:
-        made.opened.pop().close()
+    made.close()
 
 
 def nccl_version() -> tuple[int, ...]:
@@ -280,26 +288,33 @@ def test_jax_functions(gpu: Any) -> None:
 
 @pytest.mark.parametrize("path", DEMOS, ids=lambda path: path.stem)
 def test_demos_run_unchanged(path: Path) -> None:
-    size = ["--size", "small"] if path.name in SMALL else []
+    size = ["--size", "small"] if '"--size"' in path.read_text(encoding="utf-8") else []
     subprocess.run([sys.executable, str(path), *size], check=True, timeout=150, cwd=path.parents[1])
 
 
 def test_replicated_training_is_that_of_one_process(gpus: Any) -> None:
     """The master's model stays on the host, the ranks' are on their devices."""
     torch = pytest.importorskip("torch")
-    from test_replicate import batches, largest_difference, mlp, plain_step
+    from support.models import batches, mlp
 
     def build() -> tuple[Any, Any]:
         model = mlp()
         return model, torch.optim.Adam(model.parameters(), lr=0.01)
 
+    def plain_step(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
     plain, objects = build(), build()
-    rep = synk.torch.replicate(*objects, runtime=gpus(3))
-    step = rep.function(plain_step)
+    step = synk.torch.replicate(*objects, runtime=gpus(3)).function(plain_step)
     for x, y in batches(20):
         assert abs(float(step(x, y)) - float(plain_step(*plain, x, y).detach())) < 1e-9
-    assert largest_difference(objects, plain) < 1e-9
-    assert all(parameter.device.type == "cpu" for parameter in objects[0].parameters())
+    for ours, expected in zip(objects[0].parameters(), plain[0].parameters(), strict=True):
+        assert ours.device.type == "cpu"
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-9)
 
 
 @pytest.mark.multi_gpu
@@ -340,14 +355,10 @@ def test_a_bucket_is_reduced_before_the_last_gradient_is_there(monkeypatch: pyte
         return first.elapsed_time(last)
 
     monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
-    made = RealGpus(True, is_shared=False)
-    try:
+    with contextlib.closing(RealGpus(True, is_shared=False)) as made:
         rep = synk.torch.replicate(model, runtime=made(2))
         elapsed_ms = rep.function(body, outputs=None)(torch.randn(512, 2048))
         assert min(elapsed_ms) > 0
-    finally:
-        for runtime in made.opened:
-            runtime.close()
 
 
 def test_the_demo_of_resnet_trains() -> None:

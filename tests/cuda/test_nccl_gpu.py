@@ -27,6 +27,7 @@ import cloudpickle
 import numpy as np
 import psutil
 import pytest
+from nccl_cases import NUMPY_REDUCTIONS, SUPPORTED, random_array
 from nccl_gpu_rank import Rank
 
 from synk._pure.ops import REDUCE_OPS
@@ -39,22 +40,6 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ANSWER_LIMIT_S = 120.0
-INTEGERS = ("int8", "uint8", "int32", "uint32", "int64", "uint64")
-FLOATS = ("float16", "float32", "float64")
-COMPLEXES = ("complex64", "complex128")
-SUPPORTED = [
-    *((op, dtype) for op in ("sum", "prod", "min", "max") for dtype in INTEGERS + FLOATS),
-    *(("avg", dtype) for dtype in FLOATS + COMPLEXES),
-    *(("sum", dtype) for dtype in COMPLEXES),
-    *((op, "bool") for op in ("min", "max")),
-]
-NUMPY_REDUCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "sum": lambda values: np.add.reduce(values),
-    "prod": lambda values: np.multiply.reduce(values),
-    "min": lambda values: np.minimum.reduce(values),
-    "max": lambda values: np.maximum.reduce(values),
-    "avg": lambda values: np.mean(values, axis=0),
-}
 
 
 class RankProcess:
@@ -153,15 +138,6 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     """Two ranks on one GPU."""
     with joined([0, 0], request.param) as group:
         yield group
-
-
-def random_array(shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:
-    """Return small integers in ``dtype``: every sum and product of a few of them is exact."""
-    rng = np.random.default_rng(seed)
-    values = rng.integers(0 if dtype in ("bool", "uint8", "uint32", "uint64") else -2, 3, shape)
-    if dtype in COMPLEXES:
-        return (values + 1j * rng.integers(-2, 3, shape)).astype(dtype)
-    return values.astype(dtype)
 
 
 def test_every_op_and_dtype_equals_numpy(ranks: Ranks) -> None:

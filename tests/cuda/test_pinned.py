@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from support import fake_gpus
+from support.harness import wait_for
 
 from synk._pure.arrays import address_of
 from synk._wire.memory import PAGE_NBYTES, Segment
 from synk.cuda import _pinned
 from synk.cuda._pinned import PinnedRing, PinnedSegments
+
+CHUNK = 2 * PAGE_NBYTES
 
 
 @pytest.fixture
@@ -36,49 +38,36 @@ def segment() -> Iterator[Segment]:
     made.close()
 
 
-def settle(pinned: PinnedSegments, nbytes: int) -> None:
-    """Wait until ``nbytes`` are registered."""
-    for _ in range(5000):
-        if pinned.registered_nbytes == nbytes:
-            return
-        threading.Event().wait(0.001)
-    raise AssertionError(f"{pinned.registered_nbytes} bytes are registered, expected {nbytes}")
-
-
 @pytest.fixture
 def pinned(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[PinnedSegments]:
-    monkeypatch.setattr(_pinned, "CHUNK_NBYTES", 2 * PAGE_NBYTES)
+    monkeypatch.setattr(_pinned, "CHUNK_NBYTES", CHUNK)
     made = PinnedSegments(cuda.runtime, 0, True)
     yield made
     made.close()
 
 
-def test_only_the_chunks_that_are_used_are_registered(pinned: PinnedSegments, segment: Segment) -> None:
-    pinned.add(segment)
+def settle(pinned: PinnedSegments, nbytes: int) -> None:
+    """Wait until ``nbytes`` are registered."""
+    assert wait_for(lambda: pinned.registered_nbytes == nbytes), pinned.registered_nbytes
+
+
+def test_chunks_are_registered_when_they_are_used(pinned: PinnedSegments, segment: Segment, cuda: Any) -> None:
+    """Memory that is no segment is one piece; a segment that goes is unregistered."""
+    array = np.zeros(10 * PAGE_NBYTES, np.uint8)
+    for _ in range(2):
+        assert pinned.pieces(address_of(array), array.nbytes) == [(0, array.nbytes)]
+        pinned.add(segment)
     start = address_of(segment.buffer)
     assert pinned.registered_nbytes == 0
     assert pinned.pieces(start + 100, 50) == [(0, 50)]
-    settle(pinned, 2 * PAGE_NBYTES)
-    chunk = 2 * PAGE_NBYTES
-    assert pinned.pieces(start + chunk - 10, chunk + 20) == [(0, 10), (10, chunk), (10 + chunk, 10)]
-    settle(pinned, 3 * chunk)
-
-
-def test_memory_that_is_no_segment_is_one_piece(pinned: PinnedSegments, segment: Segment) -> None:
-    array = np.zeros(10 * PAGE_NBYTES, np.uint8)
-    assert pinned.pieces(address_of(array), array.nbytes) == [(0, array.nbytes)]
-    pinned.add(segment)
-    assert pinned.pieces(address_of(array), array.nbytes) == [(0, array.nbytes)]
-
-
-def test_a_segment_that_goes_is_unregistered(pinned: PinnedSegments, segment: Segment, cuda: Any) -> None:
-    pinned.add(segment)
-    pinned.pieces(address_of(segment.buffer), segment.nbytes)
-    settle(pinned, segment.nbytes)
+    settle(pinned, CHUNK)
+    assert [pinned.is_pinned(start, nbytes) for nbytes in (0, CHUNK, CHUNK + 1)] == [True, True, False]
+    assert pinned.pieces(start + CHUNK - 10, CHUNK + 20) == [(0, 10), (10, CHUNK), (10 + CHUNK, 10)]
+    settle(pinned, 3 * CHUNK)
     pinned.forget(segment)
     assert cuda.runtime.registered() == {}
     pinned.forget(segment)
-    assert pinned.pieces(address_of(segment.buffer), 100) == [(0, 100)]
+    assert pinned.pieces(start, 100) == [(0, 100)]
 
 
 def test_a_segment_that_lies_where_another_lay_is_registered_anew(pinned: PinnedSegments, cuda: Any) -> None:
@@ -99,13 +88,8 @@ def test_a_refusal_is_said_once_and_copies_go_on(
 ) -> None:
     monkeypatch.setenv("SYNK_FAKE_REFUSE", "1")
     pinned.add(segment)
-    whole = (address_of(segment.buffer), segment.nbytes)
-    chunk = 2 * PAGE_NBYTES
-    assert pinned.pieces(*whole) == [(k * chunk, chunk) for k in range(4)]
-    for _ in range(5000):
-        if pinned.refusal:
-            break
-        threading.Event().wait(0.001)
+    assert pinned.pieces(address_of(segment.buffer), segment.nbytes) == [(k * CHUNK, CHUNK) for k in range(4)]
+    assert wait_for(lambda: pinned.refusal)
     pinned.close()
     assert "801" in pinned.refusal
     assert len(caplog.records) == 1
@@ -114,22 +98,22 @@ def test_a_refusal_is_said_once_and_copies_go_on(
 
 def test_a_read_only_mapping_needs_the_devices_support(cuda: Any, segment: Segment) -> None:
     twin = segment.shared_view()
-    assert not twin.buffer.flags.writeable
-    without = PinnedSegments(cuda.runtime, 0, False)
-    without.add(twin)
-    without.pieces(address_of(twin.buffer), 100)
-    without.close()
-    assert without.registered_nbytes == 0
+    for has_read_only, nbytes in ((False, 0), (True, twin.nbytes)):
+        pinned = PinnedSegments(cuda.runtime, 0, has_read_only)
+        pinned.add(twin)
+        pinned.pieces(address_of(twin.buffer), 100)
+        settle(pinned, nbytes)
+        pinned.close()
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 7, 1000])
-def test_rows_through_the_ring(cuda: Any, monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
+def test_rows_through_the_ring(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_pinned, "RING_NBYTES", 100)
-    rows = np.random.default_rng(0).integers(0, 255, (num_rows, 3)).astype(np.int32)
-    out = np.zeros_like(rows)
+    for num_rows in (0, 1, 7, 1000):
+        rows = np.random.default_rng(0).integers(0, 255, (num_rows, 3)).astype(np.int32)
+        out = np.zeros_like(rows)
 
-    def write(start: int, stop: int, piece: np.ndarray) -> None:
-        piece[...] = rows[start:stop]
+        def write(start: int, stop: int, piece: np.ndarray, rows: np.ndarray = rows) -> None:
+            piece[...] = rows[start:stop]
 
-    PinnedRing(cuda).copy_rows(rows.shape, rows.dtype, address_of(out), cuda.Stream(non_blocking=True), write)
-    np.testing.assert_array_equal(out, rows)
+        PinnedRing(cuda).copy_rows(rows.shape, rows.dtype, address_of(out), cuda.Stream(non_blocking=True), write)
+        np.testing.assert_array_equal(out, rows)

@@ -43,7 +43,15 @@ def test_results_are_those_of_the_calls(rt: synk.Runtime) -> None:
     assert parallel([]) == []
     seen = set(parallel(joblib.delayed(lambda n: (n, os.getpid())[1])(n) for n in range(20)))
     assert os.getpid() not in seen and len(seen) <= 2
+    x = np.zeros(1 << 18)
+    for n in range(4):
+        x[-1] = n
+        assert parallel([joblib.delayed(np.sum)(x)] * 3) == [float(n)] * 3, "an array that is changed in between"
     assert_right(rt)
+    with joblib.parallel_config(backend="synk"):
+        assert [joblib.effective_n_jobs(n) for n in (-1, -2, 1, 2, 50)] == [2, 1, 1, 2, 2]
+        with pytest.raises(ValueError, match="n_jobs=0"):
+            joblib.Parallel(n_jobs=0)(joblib.delayed(abs)(n) for n in range(3))
 
 
 def test_scores_are_those_of_loky(rt: synk.Runtime) -> None:
@@ -63,13 +71,6 @@ def test_scores_are_those_of_loky(rt: synk.Runtime) -> None:
             np.testing.assert_array_equal(cross_val_score(LogisticRegression(max_iter=20), X, Y, cv=3), scores)
 
 
-def test_an_array_that_is_changed_between_two_times(rt: synk.Runtime) -> None:
-    x = np.zeros(1 << 18)
-    for n in range(4):
-        x[-1] = n
-        assert parallel([joblib.delayed(np.sum)(x)] * 3) == [float(n)] * 3
-
-
 def test_exceptions_come_out(rt: synk.Runtime) -> None:
     with same_workers(rt):
         with pytest.raises(ZeroDivisionError) as raised:
@@ -83,19 +84,14 @@ def test_exceptions_come_out(rt: synk.Runtime) -> None:
         assert_right(rt)
 
 
-def test_a_worker_that_dies(rt: synk.Runtime) -> None:
+def test_deaths_ctrl_c_and_time_limits(rt: synk.Runtime, tmp_path: Path) -> None:
+    def stay(n: int) -> None:
+        (tmp_path / str(n)).touch()
+        signal.pause()
+
     with pytest.raises(WorkerDied, match="ended with SIGKILL"):
         parallel(joblib.delayed(lambda n: os.kill(os.getpid(), signal.SIGKILL) if n == 3 else n)(n) for n in range(9))
     assert parallel(joblib.delayed(abs)(-n) for n in range(5)) == list(range(5))
-
-
-def test_ctrl_c_and_time_limits(rt: synk.Runtime, tmp_path: Path) -> None:
-    def stay(n: int) -> None:
-        import time
-
-        (tmp_path / str(n)).touch()
-        time.sleep(60)
-
     with same_workers(rt):
         with pytest.raises(KeyboardInterrupt), ctrl_c_when(lambda: len(list(tmp_path.iterdir())) == 2):
             parallel(joblib.delayed(stay)(n) for n in range(8))
@@ -118,9 +114,8 @@ def test_tasks_in_tasks_and_calls_beside_them(rt: synk.Runtime) -> None:
 
     assert parallel(calls(), batch_size=1) == list(range(6))
 
+    def powers(x: np.ndarray) -> np.ndarray:  # in a worker the backend has one job
+        with joblib.parallel_config(backend="synk"):
+            return np.array(joblib.Parallel()(joblib.delayed(pow)(int(n), 2) for n in x))
 
-def test_the_number_of_jobs(rt: synk.Runtime) -> None:
-    with joblib.parallel_config(backend="synk"):
-        assert [joblib.effective_n_jobs(n) for n in (-1, -2, 1, 2, 50)] == [2, 1, 1, 2, 2]
-        with pytest.raises(ValueError, match="n_jobs=0"):
-            joblib.Parallel(n_jobs=0)(joblib.delayed(abs)(n) for n in range(3))
+    assert rt.function(powers, outputs="gather")(np.arange(4)).tolist() == [0, 1, 4, 9]

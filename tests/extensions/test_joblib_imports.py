@@ -1,25 +1,19 @@
-"""joblib knows the backend whichever of the two is imported first, and how; without joblib nothing is imported."""
+"""joblib knows the backend whichever of the two is imported first, and how; synk alone imports nothing of it."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
-import joblib
-import numpy as np
 from support.harness import PACKAGE_FOLDER
-
-import synk
 
 ORDERS = {
     "joblib first": "import joblib, synk",
     "synk first": "import synk, joblib",
     "its module first": "import joblib.parallel; import synk",
-    "its module last": "import synk; from joblib.parallel import Parallel",
     "only its backends first": "import joblib._parallel_backends; import synk",
     "by scikit-learn": "import synk; import sklearn",
     "reloaded": "import synk, joblib, importlib; importlib.reload(joblib.parallel); importlib.reload(joblib)",
-    "reloaded, joblib first": "import joblib, synk, importlib; importlib.reload(joblib.parallel)",
     "synk reloaded": "import synk, importlib; importlib.reload(synk); import joblib",
     "imported a second time": "import synk, joblib; forget('joblib'); import joblib",
     "synk imported a second time": "import synk; forget('synk'); import synk, joblib",
@@ -51,15 +45,6 @@ def check(order):
     assert type(backend).__module__ == "synk.extensions.joblib", backend
     joblib.parallel_config(backend="threading").unregister()
 
-def without():
-    sys.modules["joblib"] = None
-    import synk
-    try:
-        import joblib
-    except ImportError:
-        pass
-    assert not any(name.startswith("synk.extensions") for name in sys.modules)
-
 def nothing_else():
     import synk
     assert "joblib" not in sys.modules and "synk.extensions" not in sys.modules
@@ -67,7 +52,7 @@ def nothing_else():
 import asyncio, multiprocessing.pool, cloudpickle, numpy, optree, scipy.sparse, scipy.stats  # for all forks
 assert "synk" not in sys.modules and "joblib" not in sys.modules
 cases = {{name: lambda order=order: check(order) for name, order in {ORDERS!r}.items()}}
-for name, case in {{**cases, "without joblib": without, "synk alone": nothing_else}}.items():
+for name, case in {{**cases, "synk alone": nothing_else}}.items():
     if (pid := os.fork()) == 0:
         try:
             case()
@@ -86,14 +71,3 @@ def test_the_backend_is_known_in_any_order_of_imports() -> None:
         [sys.executable, "-c", PROGRAM], cwd=PACKAGE_FOLDER, capture_output=True, text=True, check=True
     )
     assert (done.stdout, done.stderr) == ("", "")
-
-
-def test_a_worker_knows_the_backend() -> None:
-    """There it has one job, as for tasks that have tasks of their own."""
-
-    def powers(x: np.ndarray) -> np.ndarray:
-        with joblib.parallel_config(backend="synk"):
-            return np.array(joblib.Parallel()(joblib.delayed(pow)(int(n), 2) for n in x))
-
-    with synk.fork(2, backend="numpy"):
-        assert synk.function(powers, outputs="gather")(np.arange(4)).tolist() == [0, 1, 4, 9]

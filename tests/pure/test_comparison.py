@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
-import pytest
 from support.rank_arrays import OPS, is_reducible, numbers, reduced
 
 from synk._pure.comparison import MISSING, Tolerance, combine, difference, fitting_ops, is_same
@@ -22,108 +22,86 @@ class Refusing:
     __hash__ = None  # type: ignore[assignment]
 
 
-PAIRS: list[tuple[Any, Any, bool]] = [
-    (1.0, 1.0, True),
-    (1.0, 1.0 + 4 * EPS, True),
-    (1.0, 1.001, False),
-    (1, 1.0, True),
-    (np.nan, np.nan, True),
-    (np.nan, 1.0, False),
-    (np.inf, np.inf, True),
-    (np.inf, -np.inf, False),
-    (1e300, np.inf, False),
-    (np.array([1e-20, 1e10]), np.array([0.0, 1e10]), True),  # judged by the size of the whole output
-    (np.array([1e-20]), np.array([0.0]), True),
-    (np.array([1.0, 2.0]), np.array([[1.0, 2.0]]), False),
-    (np.float32(1.0), np.float32(1.0001), True),
-    (np.float64(1.0), np.float64(1.0001), False),
-    (np.float64(1.0), np.float32(1.0001), True),  # by the precision of the less precise one
-    (np.array([True]), np.array([False]), False),
-    (np.array([3]), np.array([4]), False),
-    (1 + 2j, 1 + 2j + 1e-12, True),
-    (1 + 2j, 1 - 2j, False),
-    ("a", "a", True),
-    ("a", "b", False),
-    (np.array(["a", "b"]), np.array(["a", "b"]), True),
-    (np.array(["a", "b"]), np.array(["a", "c"]), False),
-    ([1.0, "x"], [1.0 + EPS, "x"], True),
-    ([1.0], [1.0, 2.0], False),
-    ({"a": 1}, {"a": 1}, True),
-    (None, None, True),
-    (None, 0, False),
-    (Refusing(), 1, False),
-    (MISSING, MISSING, False),
-    (np.zeros((0, 3)), np.zeros((0, 3)), True),
-    (np.zeros((0, 3)), np.zeros((0, 2)), False),
+NAN, INF = float("nan"), float("inf")
+SAME: list[tuple[Any, Any]] = [
+    (1.0, 1.0), (1.0, 1.0 + 4 * EPS), (1, 1.0), (NAN, NAN), (INF, INF), (1 + 2j, 1 + 2j + 1e-12), (None, None),
+    ("a", "a"), (np.array([1e-20, 1e10]), np.array([0.0, 1e10])), (np.array([1e-20]), np.array([0.0])),
+    (np.float32(1.0), np.float32(1.0001)), (np.float64(1.0), np.float32(1.0001)),
+    (np.array(["a", "b"]), np.array(["a", "b"])), ([1.0, "x"], [1.0 + EPS, "x"]), ({"a": 1}, {"a": 1}),
+    (np.zeros((0, 3)), np.zeros((0, 3))),
+]  # fmt: skip
+"""Judged by the size of the whole output, and by the precision of the less precise one."""
+OTHER: list[tuple[Any, Any]] = [
+    (1.0, 1.001), (NAN, 1.0), (INF, -INF), (1e300, INF), (1 + 2j, 1 - 2j), ("a", "b"), (None, 0), (Refusing(), 1),
+    (MISSING, MISSING), (np.array([1.0, 2.0]), np.array([[1.0, 2.0]])), (np.float64(1.0), np.float64(1.0001)),
+    (np.array([True]), np.array([False])), (np.array([3]), np.array([4])), ([1.0], [1.0, 2.0]),
+    (np.array(["a", "b"]), np.array(["a", "c"])), (np.zeros((0, 3)), np.zeros((0, 2))),
+]  # fmt: skip
+
+
+def test_equal_outputs(subtests: Any) -> None:
+    for pairs, expected in ((SAME, True), (OTHER, False)):
+        for one, other in pairs:
+            with subtests.test(one=repr(one), other=str(other)):
+                assert is_same(one, other, ROUNDING) is expected
+
+
+def test_a_given_tolerance_is_that_of_allclose(subtests: Any) -> None:
+    dtypes = ("float32", "float64", "int64", "complex128")
+    for rtol, atol, dtype, by in itertools.product((0.0, 1e-3, 0.5), (0.0, 1e-2), dtypes, (0, 1e-4, 5e-3, 1)):
+        serial = numbers(dtype, (20,), 0)
+        value = (serial + by).astype(dtype)
+        with subtests.test(rtol=rtol, atol=atol, dtype=dtype, by=by):
+            assert is_same(value, serial, Tolerance(rtol, atol)) == np.allclose(value, serial, rtol=rtol, atol=atol)
+
+
+def test_the_largest_difference(subtests: Any) -> None:
+    """NaN on one side alone is no difference of zero."""
+    for dtype in ("float16", "float64", "int8", "uint64", "complex64", "bool"):
+        one, other = numbers(dtype, (3, 4), 0), numbers(dtype, (3, 4), 1)
+        wide = np.complex128 if np.dtype(dtype).kind == "c" else np.float64
+        with subtests.test(dtype=dtype):
+            assert difference(one, other) == np.abs(one.astype(wide) - other.astype(wide)).max()
+            for value, serial in ((one, other[:2]), ("a", one), (MISSING, one)):
+                assert np.isnan(difference(value, serial))
+    nan, plain = np.array([1.0, np.nan]), np.array([1.0, 2.0])
+    assert difference(np.zeros(0), np.zeros(0)) == difference(nan, nan.copy()) == 0
+    assert difference(nan, plain) == difference(plain, nan) == np.inf
+
+
+def test_parts_make_the_whole(subtests: Any) -> None:
+    dtypes = ("float32", "float64", "int32", "uint8", "complex128", "bool")
+    for dtype, op, rows in itertools.product(dtypes, OPS, ((1, 1), (3, 1), (2, 5, 1))):
+        parts = [numbers(dtype, (3,), seed) for seed in range(len(rows))]
+        with subtests.test(dtype=dtype, op=op, rows=rows):
+            found = combine(ALL_OPS[op], parts, rows)
+            if is_reducible(op, dtype):
+                expected = reduced(op, parts, rows)
+                np.testing.assert_allclose(found, expected, rtol=1e-6)
+                assert op in fitting_ops(parts, rows, expected, ROUNDING)
+                other = ~expected if dtype == "bool" else expected + expected.dtype.type(77)
+                assert op not in fitting_ops(parts, rows, other, ROUNDING)
+            else:
+                assert found is MISSING
+                assert op not in fitting_ops(parts, rows, parts[0], ROUNDING)
+
+
+FITTING: list[tuple[Any, Any, Any, set[str]]] = [
+    ([3.0, 12.0], [2, 3], 15.0, {"sum"}),
+    ([3.0, 13.0], [2, 3], 9.0, {"avg"}),
+    ([1.0, 2.0], [1, 1], 2.0, {"max", "prod"}),
+    ([1.0, 2.0], [1, 1], 1.0, {"min", "first"}),
+    ([2.0, 2.0], [1, 1], 2.0, {"avg", "min", "max", "first"}),
+    ([np.arange(2), np.arange(1)], [2, 1], np.array([0, 1, 0]), {"gather"}),
+    ([["a"], ["b", "c"]], [1, 2], ["a", "b", "c"], {"gather"}),
+    (["a", "a"], [1, 1], "a", {"first"}),
+    ([np.zeros(2), np.zeros(3)], [1, 1], np.zeros(2), {"first"}),
+    ([], [], 1.0, set()),
 ]
 
 
-@pytest.mark.parametrize(("one", "other", "expected"), PAIRS, ids=range(len(PAIRS)))
-def test_equal_outputs(one: Any, other: Any, expected: bool) -> None:
-    assert is_same(one, other, ROUNDING) is expected
-
-
-@pytest.mark.sampled(20)
-@pytest.mark.parametrize("rtol", [0.0, 1e-3, 0.5])
-@pytest.mark.parametrize("atol", [0.0, 1e-2])
-@pytest.mark.parametrize("dtype", ["float32", "float64", "int64", "complex128"])
-def test_a_given_tolerance_is_that_of_allclose(rtol: float, atol: float, dtype: str) -> None:
-    serial = numbers(dtype, (20,), 0)
-    for by in (0, 1e-4, 5e-3, 1):
-        value = (serial + by).astype(dtype)
-        assert is_same(value, serial, Tolerance(rtol, atol)) == np.allclose(value, serial, rtol=rtol, atol=atol)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float64", "int8", "uint64", "complex64", "bool"])
-def test_the_largest_difference(dtype: str) -> None:
-    one, other = numbers(dtype, (3, 4), 0), numbers(dtype, (3, 4), 1)
-    wide = np.complex128 if np.dtype(dtype).kind == "c" else np.float64
-    assert difference(one, other) == np.abs(one.astype(wide) - other.astype(wide)).max()
-    assert difference(np.zeros(0), np.zeros(0)) == 0
-    for value, serial in ((one, other[:2]), ("a", one), (MISSING, one)):
-        assert np.isnan(difference(value, serial))
-
-
-def test_nan_on_one_side_alone_is_no_difference_of_zero() -> None:
-    nan = np.array([1.0, np.nan])
-    assert difference(nan, nan.copy()) == 0
-    assert difference(nan, np.array([1.0, 2.0])) == difference(np.array([1.0, 2.0]), nan) == np.inf
-
-
-@pytest.mark.sampled(60)
-@pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "uint8", "complex128", "bool"])
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("rows", [(1, 1), (3, 1), (2, 5, 1)], ids=str)
-def test_parts_make_the_whole(dtype: str, op: str, rows: tuple[int, ...]) -> None:
-    parts = [numbers(dtype, (3,), seed) for seed in range(len(rows))]
-    found = combine(ALL_OPS[op], parts, rows)
-    if is_reducible(op, dtype):
-        expected = reduced(op, parts, rows)
-        np.testing.assert_allclose(found, expected, rtol=1e-6)
-        assert op in fitting_ops(parts, rows, expected, ROUNDING)
-        other = ~expected if dtype == "bool" else expected + expected.dtype.type(77)
-        assert op not in fitting_ops(parts, rows, other, ROUNDING)
-    else:
-        assert found is MISSING
-        assert op not in fitting_ops(parts, rows, parts[0], ROUNDING)
-
-
-@pytest.mark.parametrize(
-    ("parts", "rows", "whole", "ops"),
-    [
-        ([3.0, 12.0], [2, 3], 15.0, {"sum"}),
-        ([3.0, 13.0], [2, 3], 9.0, {"avg"}),
-        ([1.0, 2.0], [1, 1], 2.0, {"max", "prod"}),
-        ([1.0, 2.0], [1, 1], 1.0, {"min", "first"}),
-        ([2.0, 2.0], [1, 1], 2.0, {"avg", "min", "max", "first"}),
-        ([np.arange(2), np.arange(1)], [2, 1], np.array([0, 1, 0]), {"gather"}),
-        ([["a"], ["b", "c"]], [1, 2], ["a", "b", "c"], {"gather"}),
-        (["a", "a"], [1, 1], "a", {"first"}),
-        ([np.zeros(2), np.zeros(3)], [1, 1], np.zeros(2), {"first"}),
-        ([], [], 1.0, set()),
-    ],
-    ids=range(10),
-)
-def test_the_ops_that_fit(parts: Any, rows: Any, whole: Any, ops: set[str]) -> None:
+def test_the_ops_that_fit(subtests: Any) -> None:
     told = {"avg", "sum", "prod", "min", "max", "gather", "first"}
-    assert told.intersection(fitting_ops(parts, rows, whole, ROUNDING)) == ops
+    for parts, rows, whole, ops in FITTING:
+        with subtests.test(parts=str(parts), whole=str(whole)):
+            assert told.intersection(fitting_ops(parts, rows, whole, ROUNDING)) == ops

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import resource
-import signal
 import subprocess
 import sys
 import threading
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.harness import PACKAGE_FOLDER
+from support import harness
 
 from synk._pure import files
 
@@ -64,7 +63,7 @@ print(number, *seen)
 
 
 def test_killed_at_any_instruction_it_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(PACKAGE_FOLDER)}
+    environment = {**os.environ, "PYTHONPATH": str(harness.PACKAGE_FOLDER)}
     command = [sys.executable, "-c", SCENARIO, str(tmp_path / "file")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
@@ -78,6 +77,7 @@ def write(value: bytes, file: Any) -> None:
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_part(tmp_path: Path) -> None:
+    """Also where the kernel refuses to write beyond a limit, as on a full disk: some of the bytes are there by then."""
     target = tmp_path / "file"
     files.save(target, lambda: OLD, write, wait=True)
 
@@ -89,88 +89,64 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_part(tmp_path: Path) -> N
         files.save(target, lambda: NEW, fail, wait=True)
     with pytest.raises(ZeroDivisionError):
         files.save(target, lambda: 1 // 0, fail, wait=True)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(NEW) // 2, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            files.save(target, lambda: NEW, write, wait=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert target.read_bytes() == OLD
     assert os.listdir(tmp_path) == ["file"]
     with pytest.raises(FileNotFoundError):
         files.save(tmp_path / "none" / "file", lambda: NEW, write, wait=True)
 
 
-def test_a_file_for_which_there_is_no_room_leaves_the_old_one(tmp_path: Path) -> None:
-    """The kernel refuses to write beyond a limit, as it does on a full disk: some of the bytes are there by then."""
-    files.save(tmp_path / "file", lambda: OLD, write, wait=True)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(NEW) // 2, hard))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            files.save(tmp_path / "file", lambda: NEW, write, wait=True)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert (tmp_path / "file").read_bytes() == OLD
-    assert os.listdir(tmp_path) == ["file"]
-
-
-def test_in_the_background_the_last_one_to_save_is_the_last_one_written(tmp_path: Path) -> None:
-    target = tmp_path / "file"
-    go_on = threading.Event()
+def test_in_the_background_the_last_one_to_save_is_the_last_one_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error is told at once; where no thread can be started it is written at once, and nothing stays locked."""
+    target, go_on = tmp_path / "file", threading.Event()
 
     def slow(value: bytes, file: Any) -> None:
         go_on.wait()
         file.write(value)
 
-    first = files.save(target, lambda: OLD, slow, wait=False)
-    assert first is not None
-    assert not first.done()
-    assert not target.exists()
-    threading.Timer(0.1, go_on.set).start()
-    second = files.save(target, lambda: NEW, write, wait=False)  # waits for the first
-    assert second is not None
-    assert first.result() is None
-    second.result()
-    assert target.read_bytes() == NEW
-    assert os.listdir(tmp_path) == ["file"]
-
-
-def test_an_error_in_the_background_is_told_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def fail(value: bytes, file: Any) -> None:
         raise OSError(28, "No space left on device")
-
-    saved = files.save(tmp_path / "file", lambda: NEW, fail, wait=False)
-    assert saved is not None
-    with pytest.raises(OSError, match="No space"):
-        saved.result()
-    assert "was not saved: OSError: [Errno 28]" in caplog.text
-    assert os.listdir(tmp_path) == []
-
-
-def test_where_no_thread_can_be_started_it_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the part would stay locked, and the next save of this file would wait for it without an end."""
 
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    saved = files.save(tmp_path / "file", lambda: NEW, write, wait=False)
-    assert saved is not None
-    assert saved.done()
-    assert (tmp_path / "file").read_bytes() == NEW
-    assert os.listdir(tmp_path) == ["file"]
-    files.save(tmp_path / "file", lambda: OLD, write, wait=True)
-    assert (tmp_path / "file").read_bytes() == OLD
+    def save(value: bytes, how: Any = write) -> Any:
+        return files.save(target, lambda: value, how, wait=False)
 
-
-def test_a_part_that_a_killed_program_has_left_is_taken(tmp_path: Path) -> None:
-    (tmp_path / "file.part").write_bytes(b"longer than what is written now" * 10_000)
-    files.save(tmp_path / "file", lambda: OLD, write, wait=True)
-    assert (tmp_path / "file").read_bytes() == OLD
+    first = save(OLD, slow)
+    assert not first.done() and not target.exists()
+    go_on.set()
+    second = save(NEW)  # waits for the first
+    assert first.result() is second.result() is None
+    assert target.read_bytes() == NEW
+    with pytest.raises(OSError, match="No space"):
+        save(OLD, fail).result()
+    assert "was not saved: OSError: [Errno 28]" in caplog.text
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        for value in (OLD, NEW):
+            assert save(value).done()
+            assert target.read_bytes() == value
     assert os.listdir(tmp_path) == ["file"]
 
 
 def test_ctrl_c_ends_the_wait_for_another_writer(tmp_path: Path) -> None:
-    part = files._Part(tmp_path / "file")
+    part, main = files._Part(tmp_path / "file"), threading.get_ident()
+
+    def is_in_the_file() -> bool:
+        return sys._current_frames()[main].f_code.co_filename == files.__file__
+
     gc.disable()  # what Ctrl-C raises while Python calls back for an object that it collects, Python drops
     try:
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt), harness.ctrl_c_when(is_in_the_file):
             files.save(tmp_path / "file", lambda: NEW, write, wait=True)
     finally:
         gc.enable()
@@ -178,13 +154,15 @@ def test_ctrl_c_ends_the_wait_for_another_writer(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_a_link_stays_a_link_and_modes_are_the_programs(tmp_path: Path) -> None:
+def test_links_modes_and_parts_of_killed_programs(tmp_path: Path) -> None:
+    """A link stays a link, the mode is the program's, and a part that was left is taken."""
     (tmp_path / "real").mkdir()
-    link = tmp_path / "link"
+    (tmp_path / "real" / "file.part").write_bytes(b"longer than what is written now" * 10_000)
+    link, plain = tmp_path / "link", tmp_path / "plain"
     link.symlink_to(tmp_path / "real" / "file")
-    files.save(link, lambda: NEW, write, wait=True)
+    files.save(link, lambda: OLD, write, wait=True)
     assert link.is_symlink()
-    assert (tmp_path / "real" / "file").read_bytes() == NEW
-    plain = tmp_path / "plain"
+    assert (tmp_path / "real" / "file").read_bytes() == OLD
+    assert os.listdir(tmp_path / "real") == ["file"]
     plain.write_bytes(b"")
     assert (tmp_path / "real" / "file").stat().st_mode == plain.stat().st_mode

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.rank_arrays import DEFINED_FOR, UFUNCS
+from support.seeds import examples
 
 from synk._pure.ops import EACH, OPS, REDUCE_OPS
 from synk._pure.output_ops import each_op, in_blocks, match_ops, ops_of, wanted_leaves
@@ -41,6 +42,7 @@ def outputs_and_results(draw: Any, depth: int = 3) -> tuple[Any, Any]:
     return draw(st.sampled_from(NAMES)), draw(below)
 
 
+@examples(50)
 @given(outputs_and_results())
 def test_an_op_stands_for_all_leaves_below_it(case: tuple[Any, Any]) -> None:
     outputs, result = case
@@ -50,76 +52,69 @@ def test_an_op_stands_for_all_leaves_below_it(case: tuple[Any, Any]) -> None:
     assert list(each_op(ops_of(outputs, "'f'"))) == [OPS[name] for name in each_op(outputs)]
 
 
-@pytest.mark.parametrize(
-    ("outputs", "result", "words"),
-    [
-        (("sum", "sum"), 0.0, r"its result is a single value, but outputs is \('sum', 'sum'\)"),
-        (("sum",), (0.0, 0.0), r"its result is 2 values, but outputs is \('sum',\)"),
-        ({"a": "sum"}, {"b": 0.0}, r"a dict with the keys \['b'\], but outputs is \{'a': 'sum'\}"),
-        ({"a": "sum"}, (0.0,), "1 values"),
-        (("sum",), {"a": 0.0}, "a dict with the keys"),
-        (("sum", ("max",)), (0.0, 0.0), r"its result\[1\] is a single value, but outputs\[1\] is \('max',\)"),
-        ({"a": ("sum", "max")}, {"a": (0.0,)}, r"its result\['a'\] is 1 values"),
-    ],
-)
-def test_outputs_that_are_no_prefix_of_the_result(outputs: Any, result: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        match_ops(outputs, skeleton(result), len(flatten(result)[0]), "'f'")
+NO_PREFIX: list[tuple[Any, Any, str]] = [
+    (("sum", "sum"), 0.0, r"its result is a single value, but outputs is \('sum', 'sum'\)"),
+    (("sum",), (0.0, 0.0), r"its result is 2 values, but outputs is \('sum',\)"),
+    ({"a": "sum"}, {"b": 0.0}, r"a dict with the keys \['b'\], but outputs is \{'a': 'sum'\}"),
+    ({"a": "sum"}, (0.0,), "1 values"),
+    (("sum",), {"a": 0.0}, "a dict with the keys"),
+    (("sum", ("max",)), (0.0, 0.0), r"its result\[1\] is a single value, but outputs\[1\] is \('max',\)"),
+    ({"a": ("sum", "max")}, {"a": (0.0,)}, r"its result\['a'\] is 1 values"),
+]
+MEANT = {
+    "mean": "'avg'", "SUM": "'sum'", "concat": "'gather'", "all": "'min'", "any": "'max'", "list": "None",
+    "gahter": "'gather'", "frist": "'first'", "xyz": "",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("word", "meant"),
-    [
-        ("mean", "'avg'"), ("SUM", "'sum'"), ("concat", "'gather'"), ("all", "'min'"), ("any", "'max'"),
-        ("list", "None"), ("gahter", "'gather'"), ("frist", "'first'"), ("xyz", ""),
-    ],
-)  # fmt: skip
-def test_a_misspelt_op_is_told_what_was_meant(word: str, meant: str) -> None:
-    with pytest.raises(ValueError, match=f"got op '{word}', expected one of") as raised:
-        ops_of(word, "'f'")
-    assert (f"Did you mean {meant}?" if meant else "callable or a synk.Op.") in str(raised.value)
-    assert meant or "Did you mean" not in str(raised.value)
-
-
-@pytest.mark.parametrize("op", [operator.add, max, min, lambda a, b: a, lambda a, b, c=1: a, lambda *values: values])
-def test_a_callable_that_combines_two_values(op: Any) -> None:
-    assert not isinstance(ops_of(op, "'f'"), str)
-
-
-@pytest.mark.parametrize("op", [lambda a: a, lambda a, b, c: a, lambda: 0, lambda a, axis=None: a, sum])
-def test_a_callable_that_does_not(op: Any) -> None:
-    with pytest.raises(TypeError, match=r"as an op, expected op\(a, b\)"):
-        ops_of(op, "'f'")
-
-
-def test_what_is_no_op() -> None:
-    assert ops_of(None, "'f'") is EACH
+def test_what_does_not_fit_is_told(subtests: Any) -> None:
+    """Ops that are no prefix of the result, misspelt ones, and callables that do not combine two values."""
+    for outputs, result, words in NO_PREFIX:
+        with subtests.test(words=words), pytest.raises(ValueError, match=words):
+            match_ops(outputs, skeleton(result), len(flatten(result)[0]), "'f'")
+    for word, meant in MEANT.items():
+        with subtests.test(word=word):
+            with pytest.raises(ValueError, match=f"got op '{word}', expected one of") as raised:
+                ops_of(word, "'f'")
+            assert (f"Did you mean {meant}?" if meant else "callable or a synk.Op.") in str(raised.value)
+            assert meant or "Did you mean" not in str(raised.value)
     for outputs in (3, b"sum", {"sum"}):
-        with pytest.raises(TypeError, match="expected an op, or a tuple, list or dict of ops"):
+        with (
+            subtests.test(outputs=str(outputs)),
+            pytest.raises(TypeError, match="expected an op, or a tuple, list or dict of ops"),
+        ):
             ops_of(outputs, "'f'")
+    bad: list[Any] = [lambda a: a, lambda a, b, c: a, lambda: 0, lambda a, axis=None: a, sum]
+    for number, op in enumerate(bad):
+        with subtests.test(bad=number), pytest.raises(TypeError, match=r"as an op, expected op\(a, b\)"):
+            ops_of(op, "'f'")
+    for op in (operator.add, max, min, lambda a, b: a, lambda a, b, c=1: a, lambda *values: values):
+        assert not isinstance(ops_of(op, "'f'"), str)
+    assert ops_of(None, "'f'") is EACH
 
 
-@pytest.mark.parametrize(
-    ("result", "subset", "expected"),
-    [
-        ((0.0, 0.0, 0.0), None, None),
-        ((0.0, 0.0, 0.0), (), set()),
-        ((0.0, 0.0, 0.0), (2, 0), {0, 2}),
-        ((0.0, 0.0, 0.0), (-1,), {2}),
-        ((0.0, (0.0, 0.0)), (1,), {1, 2}),
-        ({"a": 0.0, "b": (0.0, 0.0)}, ("b",), {1, 2}),
-        ((0.0,), (1,), IndexError),
-        ((0.0,), ("a",), IndexError),
-        (0.0, (0,), IndexError),
-        ({"a": 0.0}, ("b",), KeyError),
-    ],
-)
-def test_the_leaves_of_a_subset(result: Any, subset: Any, expected: Any) -> None:
-    if isinstance(expected, type):
-        with pytest.raises(expected, match="cannot select output"):
-            wanted_leaves(skeleton(result), subset, "f")
-    else:
-        assert wanted_leaves(skeleton(result), subset, "f") == expected
+SUBSETS: list[tuple[Any, Any, Any]] = [
+    ((0.0, 0.0, 0.0), None, None),
+    ((0.0, 0.0, 0.0), (), set()),
+    ((0.0, 0.0, 0.0), (2, 0), {0, 2}),
+    ((0.0, 0.0, 0.0), (-1,), {2}),
+    ((0.0, (0.0, 0.0)), (1,), {1, 2}),
+    ({"a": 0.0, "b": (0.0, 0.0)}, ("b",), {1, 2}),
+    ((0.0,), (1,), IndexError),
+    ((0.0,), ("a",), IndexError),
+    (0.0, (0,), IndexError),
+    ({"a": 0.0}, ("b",), KeyError),
+]
+
+
+def test_the_leaves_of_a_subset(subtests: Any) -> None:
+    for result, subset, expected in SUBSETS:
+        with subtests.test(result=str(result), subset=subset):
+            if isinstance(expected, type):
+                with pytest.raises(expected, match="cannot select output"):
+                    wanted_leaves(skeleton(result), subset, "f")
+            else:
+                assert wanted_leaves(skeleton(result), subset, "f") == expected
 
 
 def test_ops_in_blocks_may_be_a_named_tuple() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
-import pytest
 from support.rank_arrays import FLOATS, INTEGERS, REDUCIBLE, assert_same, numbers, reduced
 
 from synk._pure.ops import REDUCTIONS
@@ -60,79 +61,56 @@ def normal(dtype: str, shape: Shape, seed: int) -> np.ndarray:
     return np.asarray(np.random.default_rng(seed).normal(size=shape)).astype(dtype)
 
 
-@pytest.mark.sampled(60)
-@pytest.mark.parametrize("shape", [(), (0, 3), (40,), (6, 5)])
-@pytest.mark.parametrize(("op", "dtype"), REDUCIBLE)
-def test_two_levels_are_one(op: str, dtype: str, shape: Shape) -> None:
-    """Of whole numbers, of which no sum is rounded; integers wrap around the same, too."""
-    values = arrays(dtype, shape)
-    if op == "prod":
-        values = [np.where(value == 0, np.ones_like(value), value) for value in values]
-    got = two_levels(op, values)
-    assert_same(got, one_level(op, values))
-    assert_same(got, reduced(op, values, FLAT), is_rounded=op == "avg")
-
-
-@pytest.mark.parametrize("op", ["avg", "sum"])
-def test_partials_change_no_float16_and_finished_values_change_many(op: str) -> None:
-    values = arrays("float16", (10_000,), normal)
-    expected = one_level(op, values)
-    assert_same(two_levels(op, values), expected)
-    assert_same(expected, reduced("avg", values, FLAT) if op == "avg" else expected)
-    changed = np.mean(finished_between(op, values) != expected)
-    assert 0.1 < changed < 0.6
-
-
-@pytest.mark.sampled(20)
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("op", ["avg", "sum", "prod", "min", "max"])
-def test_what_is_no_number_stays_none(op: str, dtype: str) -> None:
-    values = arrays(dtype, (8,), normal)
-    values[3][0], values[9][1], values[0][2], values[1][2] = np.nan, np.inf, np.inf, -np.inf
-    with np.errstate(all="ignore"):
-        got = two_levels(op, values)
-        assert_same(got, one_level(op, values), is_rounded=True)
-        assert_same(got, reduced(op, values, FLAT), is_rounded=True)
-    assert np.isnan(got[0])
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_rounding_is_that_of_another_order(dtype: str) -> None:
-    values = arrays(dtype, (1000,), normal)
-    assert_same(two_levels("avg", values), reduced("avg", values, FLAT), is_rounded=True)
-
-
-def test_integers_wrap_around() -> None:
+def test_two_levels_are_one(subtests: Any) -> None:
+    """Of whole numbers, of which no sum is rounded; integers wrap around the same, too. Slices are added up alike."""
+    for (op, dtype), shape in itertools.product(REDUCIBLE, ((), (0, 3), (6, 5))):
+        values = arrays(dtype, shape)
+        if op == "prod":
+            values = [np.where(value == 0, np.ones_like(value), value) for value in values]
+        with subtests.test(op=op, dtype=dtype, shape=shape):
+            got, expected = two_levels(op, values), one_level(op, values)
+            assert_same(got, expected)
+            assert_same(got, reduced(op, values, FLAT), is_rounded=op == "avg")
+            accumulator = Accumulator(REDUCTIONS[op], "a value")
+            for value, num_rows in zip(values, FLAT, strict=True):
+                accumulator.add(value, num_rows)
+            assert_same(accumulator.result(), expected)
     for dtype in INTEGERS:
         values = [np.full(3, np.iinfo(dtype).max - k, dtype) for k in range(len(FLAT))]
         assert_same(two_levels("sum", values), reduced("sum", values))
 
 
-# ----- slices, ranks and the quiet call: one arithmetic
+def test_partials_change_no_float16_and_finished_values_change_many() -> None:
+    for op in ("avg", "sum"):
+        values = arrays("float16", (10_000,), normal)
+        expected = one_level(op, values)
+        assert_same(two_levels(op, values), expected)
+        assert_same(expected, reduced("avg", values, FLAT) if op == "avg" else expected)
+        assert 0.1 < np.mean(finished_between(op, values) != expected) < 0.6
 
 
-@pytest.mark.sampled(60)
-@pytest.mark.parametrize(("op", "dtype"), REDUCIBLE)
-@pytest.mark.parametrize("is_weighted", [False, True])
-def test_ranks_are_reduced_so(op: str, dtype: str, is_weighted: bool) -> None:
-    values = arrays(dtype, (50,))
-    rows = FLAT if is_weighted else (1,) * len(FLAT)
-    out = np.empty_like(values[0])
-    REDUCTIONS[op].reduce_into(values, FLAT if is_weighted else None, out)
-    assert_same(out, finished(op, partial_of(op, values, rows), sum(rows), out.dtype))
-    reduction = REDUCTIONS[op].equal_reduction(values)
-    assert (reduction is None) == (dtype == "float16")
-    if reduction is not None and not is_weighted:
-        combine_two, parts, divisor = reduction
-        partial = functools.reduce(combine_two, parts)
-        assert_same(partial / divisor if divisor > 1 else partial, out)
+def test_what_is_no_number_stays_none(subtests: Any) -> None:
+    """And rounding is that of another order."""
+    for op, dtype in itertools.product(("avg", "sum", "prod", "min", "max"), FLOATS):
+        values = arrays(dtype, (8,), normal)
+        values[3][0], values[9][1], values[0][2], values[1][2] = np.nan, np.inf, np.inf, -np.inf
+        with subtests.test(op=op, dtype=dtype), np.errstate(all="ignore"):
+            got = two_levels(op, values)
+            assert_same(got, one_level(op, values), is_rounded=True)
+            assert_same(got, reduced(op, values, FLAT), is_rounded=True)
+            assert np.isnan(got[0])
 
 
-@pytest.mark.sampled(20)
-@pytest.mark.parametrize(("op", "dtype"), REDUCIBLE)
-def test_slices_are_accumulated_so(op: str, dtype: str) -> None:
-    values = arrays(dtype, (50,))
-    accumulator = Accumulator(REDUCTIONS[op], "a value")
-    for value, num_rows in zip(values, FLAT, strict=True):
-        accumulator.add(value, num_rows)
-    assert_same(accumulator.result(), one_level(op, values))
+def test_ranks_are_reduced_so(subtests: Any) -> None:
+    for (op, dtype), is_weighted in itertools.product(REDUCIBLE, (False, True)):
+        values, rows = arrays(dtype, (50,)), FLAT if is_weighted else (1,) * len(FLAT)
+        with subtests.test(op=op, dtype=dtype, is_weighted=is_weighted):
+            out = np.empty_like(values[0])
+            REDUCTIONS[op].reduce_into(values, FLAT if is_weighted else None, out)
+            assert_same(out, finished(op, partial_of(op, values, rows), sum(rows), out.dtype))
+            reduction = REDUCTIONS[op].equal_reduction(values)
+            assert (reduction is None) == (dtype == "float16")
+            if reduction is not None and not is_weighted:
+                combine_two, parts, divisor = reduction
+                partial = functools.reduce(combine_two, parts)
+                assert_same(partial / divisor if divisor > 1 else partial, out)

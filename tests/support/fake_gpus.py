@@ -51,3 +51,8 @@ class Gpus:
         """Return a runtime that may have served other tests."""
         kind = "gpus", self.has_nccl, num_workers
         return self._reuse(kind, lambda: synk.Runtime(num_workers, max_restarts=10**9))
+
+    def close(self) -> None:
+        """Close those that serve no other tests."""
+        while self.opened:
+            self.opened.pop().close()

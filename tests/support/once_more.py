@@ -74,6 +74,7 @@ class OnceMore:
         yield
         for report in self._flaky:
             terminalreporter.write_line(f"FLAKY {report.nodeid}", yellow=True)
+            terminalreporter.write_line(report.head_line or "")  # which names the case of a table
             terminalreporter.write_line(report.longreprtext)
             for title, content in report.sections:
                 terminalreporter.write_sep("-", title)

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-ALWAYS = ("tests/test_layout.py", "tests/test_messages.py")
+ALWAYS = ("tests/house/test_layout.py", "tests/house/test_messages.py")
 LONGEST_S = 40
 MOST_FILES = 20
 """Of those that only use what has changed: to collect more would take longer than to run them."""
@@ -141,7 +141,7 @@ def chosen(files: set[str]) -> list[str]:
 
     examples = [file for file, text in present.items() if ">>> " in text]
     with_blocks = [Path(page).stem for page in concerned(pages) if "```py" in pages[page]]
-    blocks = [f"tests/test_docs.py::test_examples_run[{stem}]" for stem in with_blocks]
+    blocks = [f"tests/pages/test_docs.py::test_examples_run[{stem}]" for stem in with_blocks]
     counts = {file: sum(text.count(name) for name in wanted) for file, text in tests.items()}
     nearest = sorted(filter(counts.__getitem__, tests), key=lambda file: (-counts[file], len(tests[file])))
     return list(dict.fromkeys([*ALWAYS, *concerned(tests), *examples, *blocks, *nearest[:MOST_FILES]]))

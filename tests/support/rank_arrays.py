@@ -93,6 +93,13 @@ def numbers(dtype: Any, shape: tuple[int, ...], seed: int) -> np.ndarray:
     return np.asarray(array).astype(dtype)
 
 
+def picked(batch: Any, array: np.ndarray) -> np.ndarray:
+    """Return the rows that ``batch`` stands for: none are left out by None, a number takes the first ones."""
+    if batch is None or isinstance(batch, int):
+        return array[:batch]
+    return array[np.array(batch, int) if isinstance(batch, list) else batch]
+
+
 def accumulated(op: str, step: Callable[[np.ndarray], np.ndarray], rows: np.ndarray, num_slices: int) -> np.ndarray:
     """Return what a rank stores for ``updates=[(w, op)]``: ``step`` of each slice of its rows, accumulated."""
     slices = [part for part in np.array_split(rows, num_slices) if len(part)] or [rows]

@@ -1,145 +1,172 @@
-"""What a function captures of torch: an optimizer is refused, a module may be read."""
+"""Models and their classes between the program and the ranks: what is captured, and which methods a pass runs."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from support.harness import kill_and_wait, pids
 
 import synk
-from synk._wire.cell import cell
-from synk._worker.held.residents import Reading
 
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.filterwarnings("ignore:rank . .pid:RuntimeWarning")
 
-def test_a_closure_over_an_optimizer_is_refused_when_it_is_built(shared_runtimes: Any) -> None:
+
+def test_an_optimizer_is_refused(shared_runtimes: Any) -> None:
+    """Where a function is built, or at the call before which it came into a global; ``replicate`` is named."""
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-
-    def step(x: Any) -> Any:
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    for build in (shared_runtimes[2].function, synk.function, synk.wrap):
-        for fn in (step, lambda x: scheduler.get_last_lr()[0]):
-            with pytest.raises(TypeError, match=r"refers to a torch optimizer \(SGD\)") as caught:
+    for build in (shared_runtimes[2].function, synk.function):
+        for fn in (lambda x: optimizer.zero_grad(), lambda x: scheduler.get_last_lr()[0]):
+            with pytest.raises(TypeError, match=r"refers to a torch optimizer \(SGD\).*replicate\(model, optimizer\)"):
                 build(fn, framework="torch")
-            assert "synk.torch.replicate(model, optimizer)" in str(caught.value)
-            assert "synk.resident" in str(caught.value)
-
-
-def test_a_global_that_becomes_an_optimizer_is_refused_at_the_next_call(shared_runtimes: Any) -> None:
     space: dict[str, Any] = {"tool": 3.0}
     exec("def f(x): return x.sum() * (tool if isinstance(tool, float) else 0)", space)
     f = shared_runtimes[2].function(space["f"], outputs="sum")
-    assert f(np.ones(4)) == 12.0
-    space["tool"] = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
-    with pytest.raises(TypeError, match="refers to a torch optimizer"):
-        f(np.ones(4))
-    space["tool"] = 2.0
-    assert f(np.ones(4)) == 8.0
+    for tool, expected in ((3.0, 12.0), (optimizer, None), (2.0, 8.0)):
+        space["tool"] = tool
+        if expected is None:
+            with pytest.raises(TypeError, match="refers to a torch optimizer"):
+                f(np.ones(4))
+        else:
+            assert f(np.ones(4)) == expected
 
 
-@pytest.mark.parametrize("kind", [1, 2, "inline"])
-def test_a_module_that_is_only_read_is_allowed_and_follows_the_masters(shared_runtimes: Any, kind: Any) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)).double().eval()
-    predict = shared_runtimes[kind].function(lambda x: model(x), framework="torch", outputs="gather")
-    x = torch.randn(6, 3, dtype=torch.float64)
-    for _ in range(3):
-        with torch.no_grad():
-            assert torch.allclose(predict(x).detach(), model(x), rtol=0, atol=1e-12)
-            model[0].weight.mul_(0.5)  # is sent
-
-
-CHANGES = {
-    "parameter": lambda model: model[0].weight.detach().mul_(2.0),
-    "replaced data": lambda model: setattr(model[0].bias, "data", torch.zeros(4)),
-    "batch norm": lambda model: model.train()(torch.ones(4, 3)),
-    "in place": lambda model: torch.nn.init.zeros_(model[2].bias),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_the_first_call_that_changes_a_captured_module_ends_with_an_error(shared_runtimes: Any, change: str) -> None:
-    rt = shared_runtimes[2]
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)).eval()
-    act, other = CHANGES[change], rt.function(lambda x: x.sum(), outputs="sum")
-
-    def step(x: Any, is_changing: bool) -> Any:
-        if is_changing:
-            act(model)
-        return x.sum()
-
-    f = rt.function(step, bcast_inputs="is_changing", outputs="sum", framework="torch")
-    assert float(f(torch.ones(4), False)) == 4.0
-    for is_changing in (True, False):  # the copies differ from now on
-        with pytest.raises(TypeError, match="of a torch module that it captured") as caught:
-            f(torch.ones(4), is_changing)
-        assert "synk.torch.replicate" in str(caught.value)
-        assert "synk.resident" in str(caught.value)
-    assert other(np.ones(4)) == 4.0
-    again = rt.function(step, bcast_inputs="is_changing", outputs="sum", framework="torch")
-    assert float(again(torch.ones(4), False)) == 4.0
-
-
-@pytest.mark.parametrize("kind", [2, "inline"])
-def test_what_other_functions_and_failed_calls_change_is_not_blamed_on_a_reader(
-    shared_runtimes: Any, kind: Any
-) -> None:
-    rt = shared_runtimes[kind]
-    model = torch.nn.Linear(3, 1)
-    counter = rt.resident([0])
-
-    def read(x: Any, fails: bool) -> Any:
-        if fails:
-            torch.nn.init.zeros_(model.weight)
-            raise RuntimeError("no")
-        return x.sum()
-
-    def train(counter: Any) -> None:
-        counter[0] += 1
-        torch.nn.init.ones_(model.weight)
-
-    f = rt.function(read, bcast_inputs="fails", outputs="sum", framework="torch")
-    g = rt.function(train, bcast_inputs="counter", outputs=None, changes=[counter])
-    for _ in range(3):
-        assert float(f(torch.ones(4), False)) == float(f(torch.ones(4), False)) == 4.0
-        g(counter)
-        assert float(f(torch.ones(4), False)) == 4.0
-        with pytest.raises(RuntimeError):
-            f(torch.ones(4), True)
-
-
-def test_gradients_of_a_captured_module_may_be_taken(shared_runtimes: Any) -> None:
-    model = torch.nn.Linear(3, 1).double()
+def test_a_module_may_be_read_and_differentiated_and_follows_the_programs(shared_runtimes: Any) -> None:
+    layers = torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)
+    model, x = torch.nn.Sequential(*layers).double().eval(), torch.randn(5, 3, dtype=torch.float64)
 
     def gradient(x: Any) -> Any:
         model.zero_grad()
         model(x).mean().backward()
-        return model.weight.grad.clone()
+        return model[0].weight.grad.clone()
 
-    x = torch.randn(5, 3, dtype=torch.float64)
-    found = shared_runtimes[2].function(gradient, framework="torch")(x)
-    model(x).mean().backward()
-    assert torch.allclose(found, model.weight.grad, rtol=0, atol=1e-14)
+    for workers in (1, 2, "inline"):
+        predict = shared_runtimes[workers].function(lambda x: model(x), framework="torch", outputs="gather")
+        find = shared_runtimes[workers].function(gradient, framework="torch")
+        for _ in range(3):
+            found = find(x)
+            assert torch.allclose(found, gradient(x), rtol=0, atol=1e-14)
+            with torch.no_grad():
+                assert torch.allclose(predict(x).detach(), model(x), rtol=0, atol=1e-12)
+                model[0].weight.mul_(0.5)  # is sent
 
 
-def test_what_others_change_is_not_blamed_on_a_reader_however_many_messages_came_between(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = torch.nn.Linear(3, 1)
-    read = Reading(lambda: 1, [model], "read")
-    for num_messages in (
-        1,
-        1 + 2**16 + 1,
-    ):  # in messages they have 16 bits, and these two look like neighbours
-        monkeypatch.setattr(cell, "worker", SimpleNamespace(sequence=num_messages & 0xFFFF, num_messages=num_messages))
-        assert read() == 1
-        torch.nn.init.zeros_(model.weight)
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "parameter": lambda model: model[0].weight.detach().mul_(2.0),
+    "replaced data": lambda model: setattr(model[0].bias, "data", torch.zeros(4)),
+    "batch norm": lambda model: model.train()(torch.ones(4, 3)),
+}
+
+
+def test_a_call_that_changes_a_captured_module_ends_with_an_error(subtests: Any, shared_runtimes: Any) -> None:
+    """So does each later one, as the copies differ; other functions, and the same one built anew, go on."""
+    rt = shared_runtimes[2]
+    other = rt.function(lambda x: x.sum(), outputs="sum")
+    for name, change in CHANGES.items():
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)).eval()
+
+        def step(x: Any, is_changing: bool, model: Any = model, change: Any = change) -> Any:
+            if is_changing:
+                change(model)
+            return x.sum()
+
+        with subtests.test(change=name):
+            f = rt.function(lambda x, c, step=step: step(x, c), bcast_inputs="c", outputs="sum", framework="torch")
+            assert float(f(torch.ones(4), False)) == 4.0
+            for is_changing in (True, False):
+                with pytest.raises(TypeError, match=r"of a torch module that it captured.*synk\.torch\.replicate"):
+                    f(torch.ones(4), is_changing)
+            assert other(np.ones(4)) == 4.0
+            again = rt.function(lambda x, c, step=step: step(x, c), bcast_inputs="c", outputs="sum", framework="torch")
+            assert float(again(torch.ones(4), False)) == 4.0
+
+
+# ----- the classes of models
+
+X = torch.ones(4, 2)
+
+
+def by_replicate(model: Any, runtime: Any) -> Callable[[], float]:
+    step = synk.torch.replicate(model, runtime=runtime).function(lambda model, x: model(x).mean(), trains=False)
+    return lambda: step(X).item()
+
+
+def by_data_parallel(model: Any, runtime: Any) -> Callable[[], float]:
+    parallel = synk.torch.DataParallel(model, runtime=runtime)
+    return lambda: parallel(X).mean().item()
+
+
+@pytest.mark.parametrize("way", [by_replicate, by_data_parallel])
+def test_a_pass_runs_the_methods_of_now(subtests: Any, reused: Any, shared_runtimes: Any, way: Any) -> None:
+    """Of the class of a part, with what they read; also on a worker that was started again."""
+    settings = {"scale": 1.0}
+
+    class Part(torch.nn.Module):
+        offset = 0.0
+
+        def forward(self, x: Any) -> Any:
+            return x * settings["scale"] + self.offset
+
+    for runtime in (reused(2), shared_runtimes["inline"]):
+        with subtests.test(workers=runtime.world_size):
+            layer = torch.nn.Linear(2, 2)
+            torch.nn.init.ones_(layer.weight)
+            torch.nn.init.zeros_(layer.bias)
+            run, own = way(torch.nn.Sequential(layer, Part()), runtime), Part.forward
+            for settings["scale"] in (1.0, 2.0):
+                assert run() == 2 * settings["scale"]
+            Part.offset = 10.0
+            assert run() == 14.0
+            if runtime.world_size == 2:
+                kill_and_wait(pids(runtime)[1])
+            Part.forward = lambda self, x: x * 0 + settings["scale"] + 5
+            assert run() == 7.0
+            Part.forward, Part.offset = own, 0.0
+            assert run() == 4.0
+
+
+# ----- memory that several tensors share
+
+
+def _transposed(model: Any) -> None:
+    model[1].weight.data = model[0].weight.data.t()
+
+
+def _one_of_all(model: Any) -> None:
+    flat = torch.cat([each.data.reshape(-1) for each in model.parameters()])
+    for each, part in zip(model.parameters(), flat.split([each.numel() for each in model.parameters()])):
+        each.data = part.view_as(each)
+    model.register_buffer("flat", flat)
+
+
+def _interleaved(model: Any) -> None:
+    table = torch.randn(4, 8)
+    model[0].weight.data, model[1].weight.data = table[:, :4], table[:, 4:]
+
+
+def test_tensors_that_overlap_are_refused_by_name(shared_runtimes: Any) -> None:
+    rt, x = shared_runtimes[2], torch.randn(5, 4)
+    made = lambda: torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))  # noqa: E731
+    for tie in (_transposed, _one_of_all):
+        model, later = made(), made()
+        tie(model)
+        with pytest.raises(ValueError, match=r"got '.*' and '.*' that share memory .* the same Parameter"):
+            synk.torch.replicate(model, runtime=rt)
+        with pytest.raises(ValueError, match=r"cannot make DataParallel of 'Sequential': got .* that share memory"):
+            synk.torch.DataParallel(model, runtime=rt)
+        rep = synk.torch.replicate(later, runtime=rt)
+        tie(later)
+        with pytest.raises(ValueError, match="that share memory"):
+            rep.function(lambda model, x: model(x), trains=False, outputs="gather")(x)
+    model = made()
+    _interleaved(model)  # lie between each other and share nothing
+    expected = model(x).detach()
+    run = synk.torch.replicate(model, runtime=rt).function(lambda model, x: model(x), trains=False, outputs="gather")
+    assert torch.allclose(run(x), expected, atol=1e-6)
+    assert torch.allclose(synk.torch.DataParallel(torch.nn.Sequential(*model), runtime=rt)(x), expected, atol=1e-6)

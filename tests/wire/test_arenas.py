@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.harness import Child, assert_right, descriptors, kill_and_wait, mapped_memfds, pids, script
+from support.harness import Child, assert_right, descriptors, mapped_memfds, pids, script
 
 from synk._wire import arenas as _arenas
 from synk._wire import mapping as _mapping
@@ -91,30 +91,6 @@ def test_thousands_of_small_values_fit_into_1024_descriptors() -> None:
         """,
         timeout=180,
     ).check("")
-
-
-def test_a_function_cannot_write_into_a_small_input(shared_runtimes: Any) -> None:
-    for where in (1, 2, "inline"):
-        rt = shared_runtimes[where]
-        data, other = rt.data(np.arange(4.0)), rt.data(np.arange(4.0))
-
-        def write(x: np.ndarray) -> float:
-            x[0] = 7
-            return 0.0
-
-        with pytest.raises(ValueError, match="read-only"):
-            rt.function(write)(data)
-        np.testing.assert_array_equal(data.data, other.data)
-
-
-def test_a_worker_that_was_started_again_has_them_too(reused: Fork) -> None:
-    rt = reused(2)
-    data, w = [rt.data(np.full(9, float(k))) for k in range(3)], rt.shared(np.arange(5.0))
-    f = rt.function(lambda *xs: sum(x.sum() for x in xs) + w.value.sum(), outputs="sum")
-    before = f(*data)
-    kill_and_wait(pids(rt)[1])
-    with pytest.warns(RuntimeWarning, match="started again"):
-        assert f(*data) == before
 
 
 def test_memory_comes_back_and_new_values_begin_with_zeros(runtime: Fork) -> None:

@@ -10,6 +10,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from types import ModuleType
+from typing import Any
 
 import pytest
 from support import memory_model
@@ -115,9 +116,10 @@ class TestTheMemory:
         assert explore(Protocol((writer, reader), {}, check)) is None
 
 
-@pytest.mark.parametrize("name", PROTOCOLS)
-def test_no_order_of_the_steps_does_harm(name: str) -> None:
-    assert explore(PROTOCOLS[name]) is None
+def test_no_order_of_the_steps_does_harm(subtests: Any) -> None:
+    for name, protocol in PROTOCOLS.items():
+        with subtests.test(case=name):
+            assert explore(protocol) is None
 
 
 def test_an_array_that_others_read_needs_a_second_meeting() -> None:
@@ -186,17 +188,18 @@ def describe(origin: Origin) -> str:
     return next(f"{origin[0]} {step.name}" for program in PROGRAMS for step in program if step.origin == origin)
 
 
-@pytest.mark.parametrize("fence", FENCES, ids=lambda fence: f"{fence[0]}-{fence[1]}")
-def test_a_fence_that_is_dropped_is_missed(fence: Origin) -> None:
-    assert is_found(without(fence), lambda program: fence in fences(program))
+def test_a_fence_that_is_dropped_is_missed(subtests: Any) -> None:
+    for fence in FENCES:
+        with subtests.test(case=f"{fence[0]} {fence[1]}"):
+            assert is_found(without(fence), lambda program, fence=fence: fence in fences(program))
 
 
-ORDERED = [pair for pair in PAIRS if tuple(map(describe, pair)) not in UNORDERED]
-
-
-@pytest.mark.parametrize("pair", ORDERED, ids=lambda pair: " before ".join(map(describe, pair)))
-def test_stores_that_change_places_are_noticed(pair: tuple[Origin, Origin]) -> None:
-    assert is_found(swapped(*pair), lambda program: pair in ordered_stores(program))
+def test_stores_that_change_places_are_noticed(subtests: Any) -> None:
+    for pair in PAIRS:
+        names = tuple(map(describe, pair))
+        with subtests.test(case=" before ".join(names)):
+            if names not in UNORDERED:
+                assert is_found(swapped(*pair), lambda program, pair=pair: pair in ordered_stores(program))
 
 
 def test_every_pair_that_may_change_places_exists() -> None:
@@ -261,9 +264,10 @@ def source_outline(name: str) -> tuple[str, ...]:
     return collapsed(outline(MODULES[name.split(".")[0]], name, CALLS))
 
 
-@pytest.mark.parametrize("name", sorted(MODEL))
-def test_the_source_takes_the_steps_of_the_model(name: str) -> None:
-    assert MODEL[name] == {source_outline(name)}
+def test_the_source_takes_the_steps_of_the_model(subtests: Any) -> None:
+    for name in sorted(MODEL):
+        with subtests.test(case=name):
+            assert MODEL[name] == {source_outline(name)}
 
 
 # What else touches shared words, and why no protocol has it.
@@ -333,15 +337,16 @@ COLLECTIVES = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(COLLECTIVES))
-def test_every_collective_meets_between_writing_and_reading(name: str) -> None:
+def test_every_collective_meets_between_writing_and_reading(subtests: Any) -> None:
     calls = (
         *("meet_steps", "_publish_shares", "_fold_share", "copy_steps", "show", "read_steps", "_read_pieces"),
         *("_read_head", "rest_steps", "_meet", "_take_block", "_take", "_copy_long", "_go_on"),
         *("steps", "all_gather_steps", "broadcast_steps"),
     )
-    module = {"Shm": _shm_collectives, "Exc": _exchange, "Sho": _short_collectives}[name[:3]]
-    assert collapsed(outline(module, name, calls)) == COLLECTIVES[name]
+    for name, steps in COLLECTIVES.items():
+        module = {"Shm": _shm_collectives, "Exc": _exchange, "Sho": _short_collectives}[name[:3]]
+        with subtests.test(case=name):
+            assert collapsed(outline(module, name, calls)) == steps
 
 
 # -- the documents ----------------------------------------------------------------------------------------------------

@@ -69,39 +69,39 @@ F4 = (np.dtype("f4"),)
 SHAPE = ((3, 2),)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [np.zeros((3, 2), "f4"), np.zeros((7, 2), "f4"), np.zeros((0, 2), "f4"), np.zeros((3, 2), "f2"),
-     np.zeros((3, 2), "i2"), np.zeros((3, 2), ">f4"), np.asfortranarray(np.zeros((3, 2), "f4")), [[1, 2.5]]],
-)  # fmt: skip
-def test_a_value_with_the_axes_and_a_dtype_that_fits_is_taken(value: Any) -> None:
-    (array,) = check_value("w", [value], F4, SHAPE, is_sharded=False)
-    np.testing.assert_array_equal(array, value)
+FITTING = [
+    np.zeros((3, 2), "f4"),
+    np.zeros((7, 2), "f4"),
+    np.zeros((0, 2), "f4"),
+    np.zeros((3, 2), "f2"),
+    np.zeros((3, 2), "i2"),
+    np.zeros((3, 2), ">f4"),
+    np.asfortranarray(np.zeros((3, 2), "f4")),
+    [[1, 2.5]],
+]
+WRONG: list[tuple[Any, type[Exception], str]] = [
+    (np.zeros((3, 2)), TypeError, r"'w': got dtype float64, expected float32.*astype\('float32'\)"),
+    (np.zeros((3, 2), "c8"), TypeError, "complex64"),
+    (np.zeros((3, 2), "U1"), TypeError, "<U1"),
+    (np.zeros(3, "f4"), ValueError, r"1 axes \(3,\), expected 2 \(3, 2\)"),
+    (np.zeros((3, 2, 1), "f4"), ValueError, "3 axes"),
+    (np.float32(1), ValueError, "0 axes"),
+    (np.zeros((2, 3), "f4"), ValueError, r"shape \(2, 3\), expected \(rows, 2\): only axis 0"),
+    ([[1j, 0]], TypeError, "complex128"),
+]
 
 
-@pytest.mark.parametrize(
-    ("value", "error", "words"),
-    [
-        (np.zeros((3, 2)), TypeError, r"'w': got dtype float64, expected float32.*astype\('float32'\)"),
-        (np.zeros((3, 2), "c8"), TypeError, "complex64"),
-        (np.zeros((3, 2), "U1"), TypeError, "<U1"),
-        (np.zeros(3, "f4"), ValueError, r"1 axes \(3,\), expected 2 \(3, 2\)"),
-        (np.zeros((3, 2, 1), "f4"), ValueError, "3 axes"),
-        (np.float32(1), ValueError, "0 axes"),
-        (np.zeros((2, 3), "f4"), ValueError, r"shape \(2, 3\), expected \(rows, 2\): only axis 0"),
-        ([[1j, 0]], TypeError, "complex128"),
-    ],
-)
-def test_a_value_that_does_not_fit_is_an_error(value: Any, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        check_value("w", [value], F4, SHAPE, is_sharded=False)
-
-
-@pytest.mark.parametrize("value", [1.5, [1.5], np.nan])
-def test_numbers_are_not_truncated_to_integers(value: Any) -> None:
-    shape = (np.shape(value),)
-    with pytest.raises(TypeError, match="float64, expected int64"):
-        check_value("n", [value], (np.dtype("i8"),), shape, is_sharded=False)
+def test_a_value_with_the_axes_and_a_dtype_that_fits_is_taken(subtests: Any) -> None:
+    for number, value in enumerate(FITTING):
+        with subtests.test(case=number):
+            (array,) = check_value("w", [value], F4, SHAPE, is_sharded=False)
+            np.testing.assert_array_equal(array, value)
+    for value, error, words in WRONG:
+        with subtests.test(case=words), pytest.raises(error, match=words):
+            check_value("w", [value], F4, SHAPE, is_sharded=False)
+    for value in (1.5, [1.5], np.nan):  # numbers are not truncated to integers
+        with pytest.raises(TypeError, match="float64, expected int64"):
+            check_value("n", [value], (np.dtype("i8"),), (np.shape(value),), is_sharded=False)
 
 
 def test_the_leaf_is_named_where_there_are_several() -> None:
@@ -111,12 +111,8 @@ def test_the_leaf_is_named_where_there_are_several() -> None:
         )
 
 
-@pytest.mark.parametrize("is_sharded", [True, False])
-def test_shards_have_as_many_rows_in_each_leaf(is_sharded: bool) -> None:
-    two = (np.dtype("f8"),) * 2
-    value = [np.zeros((2, 3)), np.zeros(4)]
-    if is_sharded:
-        with pytest.raises(ValueError, match=r"'data'.*2.*4"):
-            check_value("data", value, two, ((5, 3), (5,)), is_sharded=True)
-    else:
-        assert len(check_value("data", value, two, ((5, 3), (5,)), is_sharded=False)) == 2
+def test_shards_have_as_many_rows_in_each_leaf() -> None:
+    two, value = (np.dtype("f8"),) * 2, [np.zeros((2, 3)), np.zeros(4)]
+    with pytest.raises(ValueError, match=r"'data'.*2.*4"):
+        check_value("data", value, two, ((5, 3), (5,)), is_sharded=True)
+    assert len(check_value("data", value, two, ((5, 3), (5,)), is_sharded=False)) == 2

@@ -1,89 +1,94 @@
-"""The rows of a call and those of each rank. The oracle is NumPy's indexing of the row numbers. No process."""
+"""Which argument belongs to which parameter, and which rows fit. The oracle is ``inspect.Signature.bind``."""
 
 from __future__ import annotations
 
-from functools import partial
+import inspect
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from synk._master.calls.arguments import padded
-from synk._master.calls.binding import RowCount, choose_rows, index_arrays, own_rows, ranks_with_rows, select
-from synk._master.calls.staging import aligned, capacity_for
-from synk._pure.shards import shard_bounds
+from synk._master.calls.signature import Signature
 
-EVEN = partial(shard_bounds, world_size=3)
-
-BATCHES: dict[str, Any] = {
-    "none": None,
-    "a number": 5,
-    "a slice": slice(2, 9),
-    "every third": slice(None, None, 3),
-    "backwards": slice(None, None, -1),
-    "an empty slice": slice(4, 4),
-    "a list": [3, 1, 1, 0, -1],
-    "an empty list": [],
-    "an array": np.array([9, 2, 4]),
-    "a mask": np.arange(11) % 4 == 1,
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "two": lambda w, x: 0,
+    "a default": lambda w, x=1: 0,
+    "by position only": eval("lambda w, /, x: 0"),
+    "a keyword": lambda w, *, k: 0,
+    "a keyword with a default": lambda w, *, k=1: 0,
+    "any number": lambda w, *rest: 0,
+    "any keywords": lambda w, **more: 0,
+    "everything": lambda w, x=1, *rest, k=2, **more: 0,
+    "none": lambda: 0,
 }
+KEYWORDS = [("x", 10), ("k", 11), ("other", 12), ("w", 13)]
+CALLS = [
+    (args, dict(kwargs))
+    for args in ((), (1,), (1, 2), (1, 2, 3, 4))
+    for count in range(3)
+    for kwargs in itertools.combinations(KEYWORDS, count)
+]
 
 
-@pytest.mark.sampled(60)
-@pytest.mark.parametrize("name", BATCHES)
-@pytest.mark.parametrize("num_parts", [1, 2, 3, 16])
-@pytest.mark.parametrize("num_inputs", [1, 3])
-def test_ranks_divide_the_chosen_rows(name: str, num_parts: int, num_inputs: int) -> None:
-    batch = BATCHES[name]
-    expected = np.arange(11)[slice(batch) if isinstance(batch, int) else slice(None) if batch is None else batch]
-    rows = [RowCount(f"x{k}", 11, False) for k in range(num_inputs)]
-    selection, bounds, owned = choose_rows(rows, (), batch, None, partial(shard_bounds, world_size=num_parts), "f")
-    assert selection is not None and owned is None
-    assert len(bounds) == num_parts
-    parts = [selection.positions()[low:high] for low, high in bounds]
-    np.testing.assert_array_equal(np.concatenate(parts), expected)
-    assert sorted(map(len, parts)) == sorted(map(len, np.array_split(expected, num_parts)))
-    assert ranks_with_rows(bounds) == [rank for rank, part in enumerate(parts) if len(part)]
-    whole, of_shards, of_minibatch = index_arrays(selection, owned, rows)
-    assert of_shards is None and of_minibatch is None
-    chosen = np.arange(11)[selection.start :: selection.step][: selection.count] if whole is None else whole
-    if selection.step > 0:
-        np.testing.assert_array_equal(chosen, expected)
+def test_arguments_are_bound_as_python_binds_them(subtests: Any) -> None:
+    for name, (args, kwargs) in itertools.product(FUNCTIONS, CALLS):
+        signature, oracle = Signature(FUNCTIONS[name], (), "f"), inspect.signature(FUNCTIONS[name])
+        with subtests.test(name, args=args, kwargs=kwargs):
+            try:
+                expected = oracle.bind(*args, **kwargs)
+            except TypeError:
+                with pytest.raises(TypeError, match=r"^f\(\) "):
+                    signature.bind(args, kwargs)
+                continue
+            found = signature.bind(args, kwargs)
+            by_position = [value for _, keyword, _, value in found if not keyword]
+            by_keyword = {keyword: value for _, keyword, _, value in found if keyword}
+            assert oracle.bind(*by_position, **by_keyword) == expected
+            assert [value for *_, value in found] == [*args, *kwargs.values()]
+            assert len({label for label, *_ in found}) == len(found)
 
 
-@pytest.mark.parametrize("batch", [[0, 11], [-12], 2.5, "rows", np.zeros((2, 2), int), np.zeros(3, bool)], ids=str)
-def test_a_batch_that_fits_no_rows(batch: Any) -> None:
-    with pytest.raises((TypeError, ValueError, IndexError), match="'f'"):
-        select([RowCount("x", 11, False)], batch, "f")
+BROADCAST: list[tuple[str, Any, Any, Any, list[str]]] = [
+    ("two", "w", (1, 2), {}, ["w"]),
+    ("two", ["w", "x"], (1,), {"x": 2}, ["w", "x"]),
+    ("two", (), (1, 2), {}, []),
+    ("any number", "rest", (1, 2, 3), {}, ["rest[0]", "rest[1]"]),
+    ("any keywords", "more", (1,), {"a": 2, "b": 3}, ["a", "b"]),
+    ("any keywords", "a", (1,), {"a": 2, "b": 3}, ["a"]),
+    ("everything", ["k", "x"], (1, 2, 3), {"k": 4, "z": 5}, ["x", "k"]),
+]
 
 
-def test_inputs_of_different_lengths() -> None:
+def test_what_is_broadcast(subtests: Any) -> None:
+    for name, bcast, args, kwargs, broadcast in BROADCAST:
+        with subtests.test(name, bcast=bcast):
+            found = Signature(FUNCTIONS[name], bcast, "f").bind(args, kwargs)
+            assert [label for label, _, is_broadcast, _ in found if is_broadcast] == broadcast
+    for bcast in ("y", ["w", "y"], ("y",)):
+        with pytest.raises(ValueError, match=r"got bcast_inputs \['y'.*expected names of its parameters \['w', 'x'\]"):
+            Signature(FUNCTIONS["two"], bcast, "f")
+    with pytest.raises(TypeError, match="got bcast_inputs=3, expected the name of a parameter"):
+        Signature(FUNCTIONS["two"], 3, "f")  # type: ignore[arg-type]
+
+
+def test_a_builtin_without_a_signature_takes_all_by_position() -> None:
+    with pytest.raises(ValueError, match="no signature"):
+        inspect.signature(max)
+    found = Signature(max, (), "max").bind((1, 2), {"key": 3})
+    assert found == [("argument 0", "", False, 1), ("argument 1", "", False, 2), ("key", "key", False, 3)]
+
+
+def test_rows_that_do_not_fit(subtests: Any, shared_runtimes: Any) -> None:
+    rt, five, six = shared_runtimes[2], np.arange(5.0), np.arange(6.0)
+    f = rt.function(lambda x, y: x @ y[: len(x)], outputs="sum")
     with pytest.raises(ValueError, match=r"x with 5 rows.* y with 6"):
-        select([RowCount("x", 5, False), RowCount("y", 6, False)], None, "f")
-    assert select([RowCount("x", 5, False), RowCount("y", 6, False)], 5, "f") is not None, "the common rows"
-    mini = [RowCount("x", 11, False), RowCount("y", 3, True)]
-    assert select(mini, [2, 4, 6], "f") is not None
-    with pytest.raises(IndexError, match="batch picks 4 rows, and minibatch input y has 3"):
-        select(mini, [2, 4, 6, 8], "f")
-
-
-def test_no_input_has_rows() -> None:
-    assert choose_rows((), (), None, None, EVEN, "f") == (None, [], None)
+        f(five, six)
+    assert f(five, six, batch=5) == five @ five, "the common rows"
+    for batch in ([0, 5], [-7], 2.5, "rows", np.zeros((2, 2), int), np.zeros(3, bool)):
+        with subtests.test(batch=str(batch)), pytest.raises((TypeError, ValueError, IndexError), match="'<lambda>'"):
+            f(five, six, batch=batch)
+    whole = rt.function(lambda w: w.sum(), bcast_inputs="w", outputs="first")
     with pytest.raises(ValueError, match="batch was given, but no argument is scattered"):
-        choose_rows((), (), 3, None, EVEN, "f")
-    with pytest.raises(ValueError, match="shard_batch was given, but no argument is a sharded variable"):
-        choose_rows([RowCount("x", 4, False)], (), None, [1], EVEN, "f")
-    assert own_rows((), 3, "f") == ([(0, 0)] * 3, "")
-
-
-@pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 65, 4095, 4096, 4097, 1 << 20])
-def test_memory_for_arguments(nbytes: int) -> None:
-    capacity = capacity_for(nbytes)
-    assert capacity >= max(nbytes, 256) and np.log2(capacity) % 1 == 0
-    assert capacity == 256 or capacity < 2 * nbytes
-    for offset in (0, 7, 64, 5000):
-        start, alignment = aligned(offset, nbytes), 4096 if nbytes >= 1 << 20 else 64
-        assert start % alignment == 0 and offset <= start < offset + alignment
-    data = bytes(range(256)) * 4
-    room = padded(data, len(data) + nbytes)
-    assert room.tobytes() == data + bytes(nbytes)
+        whole(five, batch=3)

@@ -1,21 +1,17 @@
-"""The invariants of one call, each counted: messages, bytes, copies, mappings.
+"""What one call sends, copies, maps and goes through, each counted.
 
-``runtime.counters`` holds what the master sent and received since the start: ``messages_down``, ``messages_up``,
+``runtime.counters`` holds what the program sent and received since the start: ``messages_down``, ``messages_up``,
 ``bytes_down``, ``bytes_up`` and ``bytes_pickled``.
 """
 
 from __future__ import annotations
 
-import array
-import ast
-import fcntl
 import gc
+import importlib
 import itertools
-import os
+import operator
 import re
-import subprocess
 import sys
-import termios
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,50 +20,48 @@ from typing import Any
 import numpy as np
 import pytest
 from support import saboteurs
-from support.harness import PACKAGE_FOLDER, assert_right, mapped_memfds, same_workers, wait_for
+from support.harness import PACKAGE_FOLDER, mapped_memfds, pids, script, wait_for
 
 import synk
 
-COUNTERS = {"messages_down", "messages_up", "bytes_down", "bytes_up", "bytes_pickled"}
 WORKERS = (1, 2, 3)
 BIG = np.random.default_rng(0).normal(size=(1 << 16, 16))
 """8 MB."""
 
 
-class Counted(dict[str, int]):
-    """What one or more calls sent."""
-
-
 @contextmanager
-def counted(rt: Any) -> Iterator[Counted]:
+def counted(rt: Any) -> Iterator[dict[str, int]]:
     """Count the messages and bytes of the body."""
     before = dict(rt.counters)
-    sent = Counted()
+    sent: dict[str, int] = {}
     yield sent
     sent.update({name: rt.counters[name] - before[name] for name in before})
 
 
-def test_the_counters_are_those_promised(shared_runtimes: Any) -> None:
-    assert set(shared_runtimes[2].counters) >= COUNTERS
+# ----- messages
+
+WAYS: dict[str, Callable[..., Any]] = {
+    "call": lambda f, *xs: f(*xs),
+    "submit": lambda f, *xs: f.submit(*xs).result(),
+    "batch": lambda f, *xs: f(*xs, batch=[8, 0, 3]),
+    "slices": lambda f, *xs: f(*xs, num_slices=2),
+}
 
 
-@pytest.mark.sampled(20)
-@pytest.mark.parametrize("num_workers", WORKERS)
-@pytest.mark.parametrize("num_inputs", [1, 5])
-@pytest.mark.parametrize("num_outputs", [1, 7])
-def test_one_message_each_way_per_rank(
-    shared_runtimes: Any, num_workers: int, num_inputs: int, num_outputs: int
-) -> None:
+@pytest.mark.parametrize("where", [*WORKERS, "inline"])
+def test_one_message_each_way_per_rank(subtests: Any, shared_runtimes: Any, where: Any) -> None:
     """Whatever the number of inputs and outputs, from the first call after ``distribute`` on."""
-    rt = shared_runtimes[num_workers]
-    f = rt.function(lambda *xs: (sum(x.sum() for x in xs),) * num_outputs, outputs="sum")
-    rt.distribute()
-    inputs = [rt.data(np.arange(9.0)) for _ in range(num_inputs)]
-    for _ in range(3):
-        with counted(rt) as sent:
-            assert f(*inputs)[0] == 36.0 * num_inputs
-        assert sent["messages_down"] == num_workers
-        assert sent["messages_up"] == num_workers
+    rt = shared_runtimes[where]
+    for num_inputs, num_outputs, as_data, way in itertools.product((1, 5), (1, 7), (True, False), WAYS):
+        with subtests.test(num_inputs=num_inputs, num_outputs=num_outputs, as_data=as_data, way=way):
+            f = rt.function(lambda *xs, n=num_outputs: (sum(x.sum() for x in xs),) * n, bcast_inputs="n", outputs="sum")
+            rt.distribute()
+            x = np.arange(9.0)
+            inputs = [rt.data(x) if as_data else x for _ in range(num_inputs)]
+            for _ in range(3):
+                with counted(rt) as sent:
+                    assert WAYS[way](f, *inputs)[0] == (11.0 if way == "batch" else 36.0) * num_inputs
+                assert (sent["messages_down"], sent["messages_up"]) == (rt.world_size, rt.world_size)
 
 
 @pytest.mark.parametrize("num_workers", WORKERS)
@@ -85,116 +79,92 @@ def test_a_repeated_call_is_a_few_bytes_and_pickles_nothing(shared_runtimes: Any
     assert sent["bytes_up"] <= 64 * num_workers * 20
 
 
-@pytest.mark.parametrize("kind", ["data", "plain", "broadcast", "broadcast structure", "batch", "output"])
-def test_array_bytes_cross_through_segments_only(shared_runtimes: Any, kind: str) -> None:
+def test_array_bytes_cross_through_segments_only(subtests: Any, shared_runtimes: Any) -> None:
     """Not one byte of an 8 MB array is pickled or written to a pipe, even the first time."""
     rt = shared_runtimes[2]
-    total = rt.function(lambda w, x: x.sum() + w["a"][0].sum(), bcast_inputs="w", outputs="sum")
+    data, small = rt.data(BIG), np.ones((4, 4))
+
+    def total(w: Any, x: np.ndarray) -> Any:
+        return x.sum() + w["a"][0].sum()
+
+    few, many = {"a": [np.ones(2)]}, {"a": [BIG]}
+    f = rt.function(total, bcast_inputs="w", outputs="sum")
+    whole = rt.function(lambda w, x: w.sum(), bcast_inputs="w", outputs="sum")
     same = rt.function(lambda x: x, outputs="gather")
     rt.distribute()
-    small = np.ones((4, 4))
-    data = rt.data(BIG)
-    weights = {"a": [BIG if kind == "broadcast structure" else np.ones(2)]}
-    act: dict[str, Callable[[], Any]] = {
-        "data": lambda: total(weights, data),
-        "plain": lambda: total(weights, BIG),
-        "broadcast": lambda: rt.function(lambda w, x: w.sum(), bcast_inputs="w", outputs="sum")(BIG, small),
-        "broadcast structure": lambda: total(weights, small),
-        "batch": lambda: total(weights, data, batch=np.arange(0, 60_000, 2)),
+    acts: dict[str, Callable[[], Any]] = {
+        "data": lambda: f(few, data),
+        "plain": lambda: f(few, BIG),
+        "broadcast structure": lambda: f(many, small),
+        "batch": lambda: f(few, data, batch=np.arange(0, 60_000, 2)),
+        "broadcast": lambda: whole(BIG, small),
         "output": lambda: same(data),
     }
-    with counted(rt) as sent:
-        act[kind]()
-    assert sent["bytes_pickled"] < 20_000
-    assert sent["bytes_down"] < 20_000
-    assert sent["bytes_up"] < 20_000
+    for name, act in acts.items():
+        with subtests.test(name):
+            with counted(rt) as sent:
+                act()
+            assert max(sent[kind] for kind in ("bytes_pickled", "bytes_down", "bytes_up")) < 20_000
 
 
-def test_a_broadcast_object_is_pickled_once_for_all_ranks(shared_runtimes: Any) -> None:
-    pickled = {}
-    for num_workers in (1, 3):
-        rt = shared_runtimes[num_workers]
-        f = rt.function(lambda w, x: x.sum(), bcast_inputs="w", outputs="sum")
-        f({"a": 1}, np.ones(4))
-        with counted(rt) as sent:
-            f({"a": "x" * 100_000}, np.ones(4))
-        pickled[num_workers] = sent["bytes_pickled"]
-        assert sent["messages_down"] == num_workers
-    assert pickled[3] < 1.5 * pickled[1]
-
-
-def test_making_and_resizing_data_sends_nothing(shared_runtimes: Any) -> None:
+def test_what_sends_nothing(shared_runtimes: Any) -> None:
+    """To make, resize and drop data, to define functions, to distribute what is there; new functions go together."""
     rt = shared_runtimes[2]
     total = rt.function(lambda x: x.sum(), outputs="sum")
     data = rt.data(np.ones(10))
     total(data)
     with counted(rt) as sent:
         data.set_value(np.ones(100_000))
-        data.set_length(200_000)
+        data.set_length(50)
         data[3] = 7.0
-        data.set_shape((50, 3)) if data.ndim == 2 else data.set_length(50)
-        other = rt.data(np.ones((3, 3)))
-        other.free_memory()
-        del other
+        rt.data(np.ones((3, 3))).free_memory()
         gc.collect()
+        functions = [rt.function(lambda x, k=k: x.sum() * k, bcast_inputs="k", outputs="sum") for k in range(5)]
     assert set(sent.values()) == {0}
+    for expected in (2, 0):
+        with counted(rt) as sent:
+            rt.distribute()
+        assert sent["messages_down"] == expected
+    assert [f(np.ones(3)) for f in functions] == [0.0, 3.0, 6.0, 9.0, 12.0]
     assert total(data) == 56.0
 
 
-def test_defining_a_function_sends_nothing_until_it_is_needed(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    with counted(rt) as sent:
-        functions = [rt.function(lambda x, k=k: x.sum() * k, bcast_inputs="k", outputs="sum") for k in range(5)]
-    assert sent["messages_down"] == 0
-    with counted(rt) as sent:
-        rt.distribute()
-    assert sent["messages_down"] == 2, "all new functions go in one message to each rank"
-    with counted(rt) as sent:
-        rt.distribute()
-    assert sent["messages_down"] == 0
-    assert [f(np.ones(3)) for f in functions] == [0.0, 3.0, 6.0, 9.0, 12.0]
+# ----- memory
 
 
-def test_a_worker_holds_no_copy_of_its_rows(shared_runtimes: Any) -> None:
-    """The private memory of the workers does not grow with the input: 64 MB through, nothing here."""
+def place_of(x: np.ndarray) -> str:
+    """Return the line of this process's memory map in which an array lies."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        low, high = (int(word, 16) for word in line.split()[0].split("-"))
+        if low <= x.ctypes.data < high:
+            return line
+    raise AssertionError("the rows lie nowhere")
+
+
+def test_a_rank_sees_its_own_rows_and_holds_no_copy(subtests: Any, shared_runtimes: Any) -> None:
+    """A read-only view on a segment, of this rank's rows alone: its private memory does not grow with the input."""
     rt = shared_runtimes[2]
-    measure = saboteurs.anonymous_kb
-    f = rt.function(lambda x: (x.sum(), measure()), outputs=("sum", None))
-    before = max(f(rt.data(np.ones((1000, 16))))[1])
+    f = rt.function(lambda x: (place_of(x), x.flags.writeable, len(x), saboteurs.anonymous_kb()), outputs=None)
+    f(rt.data(np.ones((1000, 16))))
+    before = max(memory for *_, memory in f(np.ones((1000, 16))))
     data = rt.data(shape=(1 << 19, 16), dtype="float64")
-    total, after = f(data)
-    assert total == 0.0
-    assert max(after) < before + 2048
-    total, after = f(np.ones((1 << 19, 16)))
-    assert total == 1 << 23
-    assert max(after) < before + 2048, "nor of a plain array"
+    for name, rows, batch, count in (
+        ("data", data, None, 1 << 18),
+        ("a plain array", np.ones((1 << 19, 16)), None, 1 << 18),
+        ("a batch in a row", data, slice(1, 101), 50),
+    ):
+        with subtests.test(name):
+            for place, is_writeable, num_rows, memory in f(rows, batch=batch):
+                assert "/memfd:synk" in place and " r--p " in place
+                assert (is_writeable, num_rows) == (False, count)
+                assert memory < before + 2048
 
 
-def test_a_rank_sees_only_its_own_rows_without_a_copy(shared_runtimes: Any) -> None:
-    """Inside the function: a read-only view on the segment, contiguous, of the rows of this rank."""
-    rt = shared_runtimes[2]
-    data = rt.data(BIG)
-
-    def describe(x: np.ndarray) -> tuple[bool, bool, bool, int]:
-        address = x.ctypes.data
-        with open("/proc/self/maps", encoding="utf-8") as file:
-            for line in file:
-                low, high = (int(word, 16) for word in line.split()[0].split("-"))
-                if low <= address < high:
-                    return "/memfd:synk" in line, " r--p " in line, x.flags.writeable, len(x)
-        raise AssertionError("the rows lie nowhere")
-
-    f = rt.function(describe, outputs=None)
-    for rows in (data, BIG):
-        assert f(rows) == [(True, True, False, len(BIG) // 2)] * 2
-    contiguous = f(data, batch=slice(1, 101))
-    assert contiguous == [(True, True, False, 50)] * 2, "a contiguous batch is a view as well"
-
-
-def test_the_master_makes_no_second_copy_of_data(shared_runtimes: Any) -> None:
+def test_the_program_makes_no_copy_of_data_and_uses_its_segments_again(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     data = rt.data(shape=(1 << 19, 16), dtype="float64")
     total = rt.function(lambda x: x.sum(), outputs="sum")
+    big = rt.function(lambda k, x: np.full(100_000, k), bcast_inputs="k", outputs="max")
     total(data)
     before, mapped = saboteurs.anonymous_kb(), mapped_memfds()
     for _ in range(5):
@@ -203,110 +173,47 @@ def test_the_master_makes_no_second_copy_of_data(shared_runtimes: Any) -> None:
         total(data, batch=np.arange(1000))
     assert saboteurs.anonymous_kb() < before + 2048
     assert len(mapped_memfds() - mapped) <= 1, "at most a staging segment for the indices"
-
-
-def test_plain_arrays_are_staged_into_the_same_segment_again(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    total = rt.function(lambda x: x.sum(), outputs="sum")
     total(BIG)
-    mapped = mapped_memfds()
-    with counted(rt) as sent:
-        for number in range(10):
-            assert total(BIG[: len(BIG) - number]) == pytest.approx(BIG[: len(BIG) - number].sum())
-    assert mapped_memfds() == mapped
-    assert sent["bytes_pickled"] < 20_000
-
-
-def test_large_results_lie_on_buffers_that_are_used_again(shared_runtimes: Any) -> None:
-    """A loop that drops each result maps nothing new; one that keeps them gets a buffer for each."""
-    rt = shared_runtimes[2]
-    big = rt.function(lambda k, x: np.full(100_000, k), bcast_inputs="k", outputs="max")
-    x = np.ones(4)
     for number in range(4):
-        big(float(number), x)
+        big(float(number), np.ones(4))
     mapped = mapped_memfds()
-    for number in range(20):
-        assert big(float(number), x)[0] == number
+    for number in range(10):
+        assert total(BIG[: len(BIG) - number]) == pytest.approx(BIG[: len(BIG) - number].sum())
+        assert big(float(number), np.ones(4))[0] == number
     assert mapped_memfds() == mapped
-    kept = [big(float(number), x) for number in range(5)]
+    kept = [big(float(number), np.ones(4)) for number in range(5)]
     assert [result[-1] for result in kept] == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
-def test_unwanted_outputs_are_neither_reduced_nor_sent(shared_runtimes: Any) -> None:
-    """Even ones that could be neither: they are not looked at."""
+def test_unwanted_outputs_are_neither_combined_nor_sent(shared_runtimes: Any) -> None:
+    """Even ones that could not be combined: they are not looked at."""
     rt = shared_runtimes[2]
-
-    def mixed(x: np.ndarray) -> tuple[float, Any, np.ndarray]:
-        return x.sum(), np.ones(1 + int(x[0])), np.ones(1 << 16)
-
-    f = rt.function(mixed, outputs=("sum", "avg", "sum"))
-    x = np.arange(4.0)
-    with same_workers(rt):
-        with pytest.raises(ValueError):
-            f(x)
-        assert f(x, output_subset=[0])[0] == 6.0
-        mapped = mapped_memfds()
-        with counted(rt) as sent:
-            f(x, output_subset=[0])
-        assert sent["messages_up"] == 2
-        assert mapped_memfds() == mapped
+    f = rt.function(lambda x: (x.sum(), np.ones(1 + int(x[0])), np.ones(1 << 16)), outputs="sum")
+    f(np.arange(4.0), output_subset=[0])
+    mapped = mapped_memfds()
+    with counted(rt) as sent:
+        assert f(np.arange(4.0), output_subset=[0])[0] == 6.0
+    assert sent["messages_up"] == 2
+    assert mapped_memfds() == mapped
 
 
-def test_ranks_agree_before_any_reduction(shared_runtimes: Any) -> None:
-    """All of them are named, after all have finished; no buffer of the failed call is used."""
-    rt = shared_runtimes[3]
-
-    def odd(row: np.ndarray) -> tuple[float, np.ndarray]:
-        return 1.0, np.ones(100_000 + int(row[0]))
-
-    with same_workers(rt):
-        with pytest.raises(ValueError) as caught:
-            rt.function(odd, outputs="sum")(np.arange(3))
-        for rank in range(3):
-            assert f"{100_000 + rank}" in str(caught.value)
-    assert_right(rt)
+def test_an_idle_worker_sleeps(shared_runtimes: Any) -> None:
+    """Between calls a worker waits in the kernel: it is asleep, in poll or read, not spinning."""
+    for pid in pids(shared_runtimes[2]):
+        stat = Path(f"/proc/{pid}/stat")
+        assert wait_for(lambda stat=stat: stat.read_text().rpartition(")")[2].split()[0] == "S")
 
 
-def test_inline_and_one_worker_run_the_same_path(shared_runtimes: Any) -> None:
-    """The same results, types, errors, and the same messages."""
-    outcomes = []
-    for where in ("inline", 1):
-        rt = shared_runtimes[where]
-        seen: list[Any] = []
-        with counted(rt) as sent:
-            f = rt.function(
-                lambda w, x: {"a": x @ w, "b": (x.sum(), len(x), None)},
-                bcast_inputs="w",
-                outputs={"a": "gather", "b": ("avg", "sum", "first")},
-                name="f",
-            )
-            for batch in (None, 3, slice(1, 5), [4, 0]):
-                for slices in (1, 2):
-                    result = f(np.ones(3), np.arange(18.0).reshape(6, 3), batch=batch, num_slices=slices)
-                    seen.append((result["a"].tolist(), float(result["b"][0]), int(result["b"][1]), result["b"][2]))
-                    seen.append([type(part) for part in (result, result["a"], *result["b"])])
-            for arguments in ((np.ones(2), np.ones((6, 3))), (np.ones(3), 3.0), (np.ones(3),)):
-                with pytest.raises((ValueError, TypeError)) as caught:
-                    f(*arguments)
-                seen.append((caught.type, str(caught.value)))
-        outcomes.append((seen, sent["messages_down"], sent["messages_up"]))
-    assert outcomes[0] == outcomes[1]
+# ----- what a call costs in functions
 
 
-def functions_of(act: Callable[[], Any], *, of_settings: bool = False) -> list[tuple[str, str]]:
-    """Return the functions of the package, with their files, that a call goes through in this process.
-
-    Those that read the settings of libraries depend on what is imported, and are counted apart. To wait for all ranks
-    counts once: how often the master wakes until the last has answered is the machine's affair.
-    """
+def functions_of(act: Callable[[], Any]) -> list[tuple[str, str]]:
+    """Return the functions of the package, with their files, that ``act`` goes through in this process."""
     met: list[tuple[str, str]] = []
 
     def look(frame: Any, event: str, argument: Any) -> None:
         if event == "call" and "/synk/_" in frame.f_code.co_filename:
-            function = (frame.f_code.co_filename.rpartition("/synk/")[2], frame.f_code.co_name)
-            is_setting = function[0] == "_wire/settings.py"
-            if is_setting == of_settings and (function[1] not in ("wait", "waiting") or function not in met[-2:]):
-                met.append(function)
+            met.append((frame.f_code.co_filename.rpartition("/synk/")[2], frame.f_code.co_name))
 
     sys.setprofile(look)
     try:
@@ -316,289 +223,50 @@ def functions_of(act: Callable[[], Any], *, of_settings: bool = False) -> list[t
     return met
 
 
-class Apart(list[Any]):
-    """A list that travels as one object."""
+def step(w: np.ndarray, x: np.ndarray, y: np.ndarray) -> tuple[Any, Any]:
+    residual = x @ w - y
+    return residual @ residual / len(x), x.T @ residual / len(x)
 
 
-def tracer(rt: Any) -> Any:
-    """Return a function that begins, or ends, to note what the ranks go through, with ``step`` for the user's own."""
+MOST_FUNCTIONS = 140
+"""Of a repeated call: half of what a call goes through that is not known yet."""
 
-    def look(is_begin: bool) -> list[tuple[str, str]]:
-        import sys
-
-        met: list[tuple[str, str]] = sys.__dict__.setdefault("_met", [])
-        if is_begin:
-            met.clear()
-
-        def note(frame: Any, event: str, argument: Any) -> None:
-            if event == "call" and "/synk/_" in frame.f_code.co_filename:
-                met.append((frame.f_code.co_filename.rpartition("/synk/")[2], frame.f_code.co_name))
-            elif event == "call" and frame.f_code.co_name == "step":
-                met.append(("", "step"))
-
-        sys.setprofile(note if is_begin else None)
-        return met
-
-    return rt.function(lambda is_begin: Apart(look(is_begin)), bcast_inputs="is_begin", outputs=None)
+REPEATED: dict[str, Callable[..., Any]] = {
+    "plain": lambda f, k, x, y: f(np.full(5, k), x, y),
+    "keywords and batch": lambda f, k, x, y: f(np.full(5, k), x, y=y, batch=6),
+    "other batches": lambda f, k, x, y: f(
+        np.full(5, k), x, y=y, batch=[6, 5, slice(1, 7), slice(6, None, -1)][int(k) % 4]
+    ),
+    "submit": lambda f, k, x, y: f.submit(np.full(5, k), x, y).result(),
+}
 
 
-def test_a_repeated_call_goes_through_few_functions(shared_runtimes: Any) -> None:
-    """Nothing has changed since the last one; what a busy machine adds (a long wait) is in some calls only."""
-    rt = shared_runtimes[2]
-
-    def step(w: np.ndarray, x: np.ndarray, y: np.ndarray) -> tuple[Any, Any]:
-        residual = x @ w - y
-        return residual @ residual / len(x), x.T @ residual / len(x)
-
-    trace = tracer(rt)
-    f = rt.function(step, bcast_inputs="w", outputs=("avg", "avg"))
-    x, y = rt.data(np.ones((8, 5))), rt.data(np.ones(8))
-    for number in range(5):
-        f(np.full(5, float(number)), x, y)
-    master = min((functions_of(lambda k=k: f(np.full(5, float(k)), x, y)) for k in range(12)), key=len)
-    reads = functions_of(lambda: f(np.ones(5), x, y), of_settings=True)
-    assert [name for _, name in reads].count("read") == 1
-    assert len(reads) <= 17, reads
-    assert len(master) <= 28, master
-    assert len({file for file, _ in master}) <= 14, master
-    assert len(set(master)) >= len(master) - 1, "a stage is entered twice; two ranks are rung"
-    if sys.version_info < (3, 11):
-        pytest.skip("the profiler of Python 3.10 holds on to the arguments, so the worker's calls are ordinary ones")
-    trace(True)
-    for number in range(12):
-        f(np.full(5, float(number)), x, y)
-    for met in trace(False):
-        starts = [k for k, (_, name) in enumerate(met) if name == "step"]
-        calls = [met[start + 1 : end] for start, end in itertools.pairwise(starts)]
-        worker = min(calls, key=len)
-        assert len(worker) <= 15, worker
-        assert len({file for file, _ in worker}) <= 10, worker
-        assert len(set(worker)) == len(worker), "a stage is entered twice"
+def test_a_repeated_call_goes_through_few_functions(subtests: Any, shared_runtimes: Any) -> None:
+    """Of the program, and inline of the rank as well; what a busy machine adds (a long wait) is in some calls only."""
+    for where, (name, call) in itertools.product((2, "inline"), REPEATED.items()):
+        with subtests.test(name, where=where):
+            rt = shared_runtimes[where]
+            x, y = rt.data(np.ones((8, 5))), rt.data(np.ones(8))
+            f = rt.function(step, bcast_inputs="w", outputs="avg")
+            gc.collect()
+            counts = [len(functions_of(lambda k=k, call=call: call(f, float(k), x, y))) for k in range(20)]  # noqa: B023
+            assert min(counts[8:]) <= MOST_FUNCTIONS, counts
 
 
-def test_a_rank_knows_a_call_from_its_second_time_on(shared_runtimes: Any) -> None:
-    """It takes the same way, whether the master has compiled the call or not: the first call of a plan is compiled."""
-    rt = shared_runtimes[2]
-    x = rt.data(np.ones((8, 5)))
-    trace = tracer(rt)
-
-    def make(number: int) -> Any:
-        def step(x: np.ndarray) -> tuple[Any, Any]:
-            return x.sum() + number, x.sum(axis=0)
-
-        return rt.function(step, outputs=("sum", "sum"))
-
-    functions = [make(number) for number in range(6)]
-    trace(True)
-    for f in functions:
-        assert [f(x)[0] for _ in range(2)] == [f(x)[0]] * 2
-    for met in trace(False):
-        starts = [k for k, (_, name) in enumerate(met) if name == "wait"]
-        messages = [met[start:end] for start, end in itertools.pairwise(starts)]
-        calls = [met for met in messages if ("", "step") in met]
-        assert len(calls) == 18
-        second = min(calls[1::3], key=len)
-        assert len(second) <= 28, second
-        assert len({file for file, _ in second if file.startswith("_worker")}) <= 9, second
-        assert set(second) == set(min(calls[2::3], key=len))
-
-
-@pytest.mark.parametrize("batches", [[6], [6, 5, slice(1, 7), slice(6, None, -1)]])
-def test_a_call_with_keywords_a_variable_and_a_batch_goes_through_few_functions(
-    shared_runtimes: Any, batches: list[Any]
-) -> None:
-    """The variable is read and assigned, and what the user's code calls of it counts; no stage is entered twice."""
-    rt = shared_runtimes[2]
-    w = rt.shared(np.ones(5))
-    rows, targets = rt.data(np.ones((8, 5))), rt.data(np.ones(8))
-
-    def step(x: np.ndarray, y: np.ndarray) -> tuple[Any, Any]:
-        residual = x @ w.value - y
-        w.value = w.value * 0.5
-        return residual @ residual / len(x), x.T @ residual / len(x)
-
-    trace = tracer(rt)
-    f = rt.function(step, outputs=("avg", "avg"))
-    following = itertools.cycle(batches)
-
-    def call() -> None:
-        f(rows, y=targets, batch=next(following))
-
-    for _ in range(8):
-        call()
-    is_same = len(batches) == 1
-    master = min((functions_of(call) for _ in range(16)), key=len)
-    assert len(master) <= (33 if is_same else 55), master
-    assert len({file for file, _ in master}) <= (16 if is_same else 19), master
-    master = [step for step in master if step[0] != "_wire/channel.py"]
-    stages = (
-        "call_again",
-        "fits",
-        "values",
-        "send",
-        "stage",
-        "ring",
-        "complete",
-        "hear",
-        "conclude",
-        "build",
-        "commit",
-    )
-    assert [sum(name == stage for _, name in master) for stage in stages] == [1] * len(stages)
-    trace(True)
-    for _ in range(16):
-        call()
-    for met in trace(False):
-        starts = [k for k, (_, name) in enumerate(met) if name == "step"]
-        worker = min((met[start + 1 : end] for start, end in itertools.pairwise(starts)), key=len)
-        assert len(worker) <= (37 if is_same else 45), worker
-        assert len({file for file, _ in worker}) <= 13, worker
-        stages = ("handle", "resolve", "run_call", "run", "arguments", "repeat", "fill", "leave_call", "are_touched")
-        assert [sum(name == stage for _, name in worker) for stage in stages] == [1] * len(stages)
-
-
-def test_a_call_with_tensors_and_a_number_goes_through_few_functions(shared_runtimes: Any) -> None:
-    """What brings a step of training to the workers, without what it does there."""
-    torch = pytest.importorskip("torch")
-    rt = shared_runtimes[2]
-
-    def step(lr: float, x: Any, y: Any) -> Any:
-        return (x * lr * y).sum()
-
-    trace = tracer(rt)
-    f = rt.function(step, bcast_inputs="lr", framework="torch", outputs="avg")
-    x, y = torch.ones(8, 5), torch.ones(8, 5)
-    following = itertools.count(1)
-
-    def call() -> None:
-        number = next(following)
-        assert float(f(float(number), x, y)) == 20 * number
-
-    for _ in range(5):
-        call()
-    master = min((functions_of(call) for _ in range(12)), key=len)
-    assert len(master) <= 44, master
-    assert len({file for file, _ in master}) <= 18, master
-    trace(True)
-    for _ in range(12):
-        call()
-    for met in trace(False):
-        starts = [k for k, (_, name) in enumerate(met) if name == "step"]
-        worker = min((met[start + 1 : end] for start, end in itertools.pairwise(starts)), key=len)
-        assert len(worker) <= 32, worker
-        stages = ("handle", "run_call", "run", "load_objects", "arguments", "repeat", "fill", "are_touched")
-        assert [sum(name == stage for _, name in worker) for stage in stages] == [1] * len(stages)
-
-
-def test_a_replicated_step_goes_through_few_functions(shared_runtimes: Any) -> None:
-    """In the master: a look at its own objects, and a quiet call."""
-    torch = pytest.importorskip("torch")
-    rt = shared_runtimes[2]
-    model = torch.nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    rep = synk.torch.replicate(model, optimizer, runtime=rt)
-
-    @rep.function
-    def step(model: Any, optimizer: Any, x: Any) -> Any:
-        optimizer.zero_grad()
-        loss = model(x).mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    x = torch.ones(8, 3)
-    for _ in range(5):
-        step(x)
-    waited = min((functions_of(lambda: step(x)) for _ in range(12)), key=len)
-    submitted = min((functions_of(lambda: step.submit(x).result()) for _ in range(12)), key=len)
-    for master, most in ((waited, 42), (submitted, 69)):
-        assert not {"launch", "bind", "collecting"} & {name for _, name in master}
-        assert len(master) <= most, master
-    pending = [step.submit(x) for _ in range(12)]  # each begins when the one before has ended
-    met = functions_of(lambda: pending.append(step.submit(x)))
-    assert not {"launch", "bind", "collecting"} & {name for _, name in met}
-    before = float(pending[0].result())
-    assert all(float(each.result()) < before for each in pending[1:])
-    assert rep.num_steps == 42
-
-
-def test_a_call_with_slices_enters_each_stage_once(shared_runtimes: Any) -> None:
-    """It is new each time. This way has to be plain, not short."""
-    rt = shared_runtimes[2]
-    w = rt.shared(np.ones(5))
-    rows, targets = rt.data(np.ones((8, 5))), rt.data(np.ones(8))
-
-    def step(x: np.ndarray, y: np.ndarray) -> tuple[Any, Any]:
-        residual = x @ w.value - y
-        return residual @ residual / len(x), x.T @ residual / len(x)
-
-    trace = tracer(rt)
-    f = rt.function(step, outputs=("avg", "avg"))
-    for _ in range(4):
-        f(rows, y=targets, batch=6, num_slices=2)
-    master = min((functions_of(lambda: f(rows, y=targets, batch=6, num_slices=2)) for _ in range(8)), key=len)
-    stages = ("run_call", "launch", "_divide", "plan_call", "_send_new", "stage", "write_bounds", "complete", "build")
-    assert [sum(name == stage for _, name in master) for stage in stages] == [1] * len(stages)
-    trace(True)
-    for _ in range(8):
-        f(rows, y=targets, batch=6, num_slices=2)
-    for met in trace(False):
-        calls = [k for k, (_, name) in enumerate(met) if name == "handle"]
-        worker = min((met[start:end] for start, end in itertools.pairwise(calls)), key=len)
-        stages = ("handle", "guarded", "run_call", "run", "run_slices", "publish", "leave_call", "ring", "tidy")
-        assert [sum(name == stage for _, name in worker) for stage in stages] == [1] * len(stages)
-
-
-def num_arrived(fd: int) -> int:
-    """Return how many bytes can be read from a pipe."""
-    waiting = array.array("i", [0])
-    fcntl.ioctl(fd, termios.FIONREAD, waiting)
-    return waiting[0]
-
-
-def test_a_submitted_call_goes_through_few_functions(shared_runtimes: Any) -> None:
-    """From ``submit`` to the result, with two others in flight.
-
-    All replies are there when the result is asked for. While the master waits for one rank, the other may answer the
-    next call as well, and to take that costs three functions more: in every call, where one rank is always ahead.
-    """
-    rt = shared_runtimes[2]
-    f = rt.function(lambda w, x: (x @ w).sum(), bcast_inputs="w", outputs="sum")
-    x = rt.data(np.ones((8, 5)))
-    met = []
-    pending: list[Any] = []
-
-    def have_replied() -> bool:
-        # To start a call takes in the replies that are there; a call of which they were the last has no request left.
-        requests = [each._request for each in pending if each._request is not None]
-        owed = {worker.rank: sum(worker.rank in request.pending for request in requests) for worker in workers}
-        return all(num_arrived(worker.process.channel.read_fd) == 8 * owed[worker.rank] for worker in workers)
-
-    workers = rt._session.workers.by_rank
-    for number in range(30):
-        functions = functions_of(lambda n=number: pending.append(f.submit(np.full(5, float(n)), x)))
-        if len(pending) == 3:
-            assert wait_for(have_replied)
-            oldest = pending.pop(0)
-            functions += functions_of(oldest.result)
-            assert oldest.result() == 40.0 * (number - 2)
-        met.append(functions)
-    fewest = min(met[15:], key=len)
-    assert len(fewest) <= 48, fewest
-    assert len({file for file, _ in fewest}) <= 20, fewest
-    assert not {"launch", "bind", "collecting"} & {name for _, name in fewest}
-    for each in pending:
-        each.result()
-
-
-def test_an_idle_worker_sleeps(shared_runtimes: Any) -> None:
-    """Between calls a worker waits in the kernel: it is asleep, in poll or read, not spinning."""
-    from support.harness import pids
-
-    rt = shared_runtimes[2]
-    for pid in pids(rt):
-        stat = Path(f"/proc/{pid}/stat")
-        assert wait_for(lambda stat=stat: stat.read_text().rpartition(")")[2].split()[0] == "S")
+def test_the_work_of_a_call_grows_with_its_outputs(subtests: Any, shared_runtimes: Any) -> None:
+    """And not with the square of their number."""
+    makers: list[Callable[[int], Any]] = [
+        lambda n: [str(number) for number in range(n)],
+        lambda n: {str(number): ("a", ["b"]) for number in range(n)},
+        lambda n: [np.full(2, number) for number in range(n)],
+    ]
+    for (number, make), num_slices in itertools.product(enumerate(makers), (1, 2)):
+        with subtests.test(number=number, num_slices=num_slices):
+            f = shared_runtimes["inline"].function(lambda x, make=make: make(len(x)), outputs=None)
+            f(np.zeros(2), num_slices=num_slices)
+            calls = [lambda n=n, f=f, k=num_slices: f(np.zeros(n * k), num_slices=k) for n in (30, 120)]
+            few, many = (len(functions_of(call)) for call in calls)
+            assert many < 6 * few
 
 
 # ----- the path as the design page shows it
@@ -616,29 +284,19 @@ def test_the_design_page_shows_functions_that_exist() -> None:
     paths = shown_paths()
     assert [len(path) for path in paths] == [18, 19]
     for file, name in itertools.chain(*paths):
-        tree: ast.AST = ast.parse((PACKAGE_FOLDER / "synk" / file).read_text(encoding="utf-8"))
-        for part in name.split("."):
-            found = [
-                node for node in ast.iter_child_nodes(tree)
-                if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == part
-            ]  # fmt: skip
-            assert found, f"{file}: {name}"
-            tree = found[-1]
+        module = importlib.import_module(f"synk.{file.removesuffix('.py').replace('/', '.')}")
+        assert callable(operator.attrgetter(name)(module)), f"{file}: {name}"
 
 
-@pytest.mark.parametrize("is_quiet", [True, False])
-def test_a_call_takes_the_path_that_the_design_page_shows(shared_runtimes: Any, is_quiet: bool) -> None:
-    rt = shared_runtimes[2]
-    f = rt.function(lambda x: x.sum(), outputs="sum")
-    x = np.arange(6.0)
-    for _ in range(3 if is_quiet else 0):
-        f(x)
-    # A quiet one among several: what was dropped in earlier tests may be collected just now.
-    called = min((functions_of(lambda: f(x)) for _ in range(8 if is_quiet else 1)), key=len)
-    shown = [(file, name.rpartition(".")[2]) for file, name in shown_paths()[0 if is_quiet else 1]]
-    shown = [step for step in shown if not step[0].startswith("_worker")]
-    steps = iter(called)
-    assert [step for step in shown if step not in steps] == [], "these did not come, or not in this order"
+def test_a_call_takes_the_path_that_the_design_page_shows(shared_runtimes: Any) -> None:
+    f = shared_runtimes[2].function(lambda x: x.sum(), outputs="sum")
+    first = functions_of(lambda: f(np.arange(6.0)))
+    # One among several: what was dropped in earlier tests may be collected just now.
+    repeated = min((functions_of(lambda: f(np.arange(6.0))) for _ in range(10)), key=len)
+    for called, path in zip((repeated, first), shown_paths(), strict=True):
+        shown = [(file, name.rpartition(".")[2]) for file, name in path if not file.startswith("_worker")]
+        steps = iter(called)
+        assert [each for each in shown if each not in steps] == [], "these did not come, or not in this order"
 
 
 # ----- what is imported
@@ -653,45 +311,23 @@ new = {name.partition(".")[0] for name in set(sys.modules) - before}
 heavy = {"cupy", "torch", "jax", "mpi4py", "pynccl", "scipy", "pandas", "numba", "multiprocessing", "asyncio", "ctypes"}
 print(sorted(new & heavy))
 """
-    environment = {**os.environ, "PYTHONPATH": str(PACKAGE_FOLDER)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    script(code, has_prelude=False).check("[]\n")
 
 
-def test_a_worker_imports_nothing_of_the_master_s_half() -> None:
+def test_a_worker_imports_nothing_of_the_program_s_half() -> None:
     """It would double what a worker imports, and an import is held together against interrupts."""
 
-    def communicate(x: np.ndarray) -> str:
-        assert issubclass(synk.errors.CallTimeout, Exception) and synk.__version__
+    def look(x: np.ndarray) -> tuple[str, str]:
         synk.comm.all_reduce(x, "sum")
-        synk.comm.barrier()
-        return " ".join(name for name in sys.modules if name.startswith(("synk._master", "synk._api")))
-
-    def look_up(x: np.ndarray) -> tuple[str, str, str, str]:
-        before, names = set(synk.__all__) - set(vars(synk)), dir(synk)
-        assert not hasattr(synk, "frok")
-        everything: dict[str, Any] = {}
-        exec("from synk import *", everything)
+        assert set(synk.__all__) <= set(dir(synk)) and not hasattr(synk, "frok")
+        imported = " ".join(name for name in sys.modules if name.startswith(("synk._master", "synk._api")))
         try:
-            everything["fork"]()
+            synk.fork()
         except synk.errors.ReentrancyError as error:
-            return " ".join(before), " ".join(names), " ".join(everything), str(error)
+            return imported, str(error)
         raise AssertionError("a worker has forked")
 
-    def differentiate(x: np.ndarray) -> str:
-        import torch
-
-        value = torch.ones(2, requires_grad=True)
-        synk.torch.all_reduce(value, "sum").sum().backward()
-        assert "DataParallel" in dir(synk.torch) and not hasattr(synk.torch, "frok")
-        return communicate(x)
-
     with synk.fork(2, backend="numpy") as rt:
-        imported = rt.function(communicate, outputs=None)(np.ones(2))
-        with_torch = rt.function(differentiate, outputs=None)(np.ones(2))
-        before, names, found, refusal = rt.function(look_up, outputs="first")(np.ones(2))
-    assert imported == with_torch == ["", ""]
-    assert {"Data", "fork", "function"} <= set(before.split()) and "comm" not in before
-    assert set(synk.__all__) <= set(names.split())
-    assert set(synk.__all__) <= set(found.split())
+        imported, refusal = rt.function(look, outputs="first")(np.ones(2))
+    assert imported == ""
     assert "cannot fork inside worker rank 0" in refusal

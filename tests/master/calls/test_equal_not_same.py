@@ -1,4 +1,7 @@
-"""What compares equal and can still be told apart: a repeated call sees it as a function that is called first does."""
+"""What compares equal and can still be told apart: a repeated call sees it as a function that is called first does.
+
+The oracle is the same function, called here.
+"""
 
 from __future__ import annotations
 
@@ -13,93 +16,81 @@ import pytest
 
 X = np.arange(4.0)
 WHERE = [2, "inline"]
-rate = 0.0
+rate: Any = 0.0
 
 
 class Level(enum.IntEnum):
     ONE = 1
 
 
-class Point(tuple):
-    """Built from its elements, where most classes of tuples are built from one sequence."""
-
-    def __new__(cls, *elements: Any) -> Point:
-        return tuple.__new__(cls, elements)
-
-
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("zeros", [(0.0, -0.0), (0j, -0j), (math.nan, -math.nan)], ids=str)
-def test_captured_zeros_have_signs(shared_runtimes: Any, where: Any, zeros: tuple[Any, Any]) -> None:
-    global rate
-    one, other = zeros
-    a_dict, a_list, a_space = {"v": one}, [one, 1], types.SimpleNamespace(v=one)
-
-    def f(x: Any) -> list[str]:
-        return [repr((rate, a_dict, a_list, a_space.v, a_tuple))]
-
-    for value in (one, other, one, other):
-        rate, a_dict["v"], a_list[0], a_space.v = value, value, value, value
-        a_tuple = (value,)
-        if value is one and "call" not in locals():
-            call = shared_runtimes[where].function(f, outputs="first")
-        for _ in range(2):
-            assert call(X) == f(X)
-
-
 KEYS: list[Any] = [1, True, 1.0, np.int64(1), Level.ONE, 1]
 
 
 @pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("is_whole", [False, True])
-def test_keys_of_arguments_keep_their_types(shared_runtimes: Any, where: Any, is_whole: bool) -> None:
-    rt = shared_runtimes[where]
-    call = rt.function(lambda d: repr(list(d)), outputs="first", bcast_inputs=["d"] if is_whole else [])
-    deep = rt.function(lambda d: repr(list(d["a"])), outputs="first")
-    for key in KEYS:
-        for _ in range(2):
-            assert call({key: X}) == repr([key])
-            assert deep({"a": {key: X}}) == repr([key])
+def test_captured_zeros_have_signs(subtests: Any, shared_runtimes: Any, where: Any) -> None:
+    global rate
+    a_dict: dict[str, Any] = {"v": 0.0}
+    a_list, a_space, a_tuple = [0.0, 1], types.SimpleNamespace(v=0.0), (0.0,)
+
+    def f(x: Any) -> list[str]:
+        return [repr((rate, a_dict, a_list, a_space.v, a_tuple))]
+
+    call = shared_runtimes[where].function(f, outputs="first")
+    for zeros in ((0.0, -0.0), (0j, -0j), (math.nan, -math.nan)):
+        for value in zeros * 2:
+            with subtests.test(value=value):
+                rate, a_dict["v"], a_list[0], a_space.v, a_tuple = value, value, value, value, (value,)
+                for _ in range(2):
+                    assert call(X) == f(X)
 
 
 @pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("wrap", [lambda d: d, lambda d: [d], lambda d: (d, {"z": d})], ids=["flat", "list", "deep"])
-def test_dicts_that_are_returned_keep_their_order(shared_runtimes: Any, where: Any, wrap: Callable[[Any], Any]) -> None:
-    rt = shared_runtimes[where]
-
-    def f(x: Any, names: Any) -> Any:
-        return wrap({name: x.sum() * k for k, name in enumerate(names)})
-
-    call = rt.function(f, outputs="sum", bcast_inputs="names")
-    serial = rt.function(f, outputs="first", bcast_inputs="names").serial
-    for names in ("ab", "ba", "ba", "ab", "ab", "cab", "abc", "ba"):
-        assert repr(call(X, tuple(names))).replace("np.float64", "") == repr(f(X, names)).replace("np.float64", "")
-        assert repr(serial(X, tuple(names))).replace("np.float64", "") == repr(f(X, names)).replace("np.float64", "")
-
-
-@pytest.mark.parametrize("where", WHERE)
-def test_what_has_no_keys_is_returned_as_ever(shared_runtimes: Any, where: Any) -> None:
-    results = [None, [None], ((), []), {}, [{}], ({}, None), None, [(1.0, [2.0])], "text", [("text", {"a": None})]]
-    call = shared_runtimes[where].function(lambda x: results[int(x[0])], outputs="first")
-    for number, result in enumerate(results):
-        for _ in range(2):
-            assert call(np.full(2, number)) == result
-
-
-@pytest.mark.parametrize("where", WHERE)
-def test_keys_that_are_returned_keep_their_types(shared_runtimes: Any, where: Any) -> None:
-    keys = KEYS
-    call = shared_runtimes[where].function(lambda x: {keys[int(x[0])]: "a text"}, outputs="first")
+def test_keys_keep_their_types(subtests: Any, shared_runtimes: Any, where: Any) -> None:
+    """Of arguments, at the top or deeper, and of what is returned."""
+    rt, keys = shared_runtimes[where], KEYS
+    calls: list[tuple[Any, Callable[[Any], Any]]] = [
+        (rt.function(lambda d: repr(list(d)), outputs="first"), lambda key: {key: X}),
+        (rt.function(lambda d: repr(list(d)), outputs="first", bcast_inputs="d"), lambda key: {key: X}),
+        (rt.function(lambda d: repr(list(d["a"])), outputs="first"), lambda key: {"a": {key: X}}),
+    ]
+    returned = rt.function(lambda x: {keys[int(x[0])]: "a text"}, outputs="first")
     for number, key in enumerate(KEYS):
-        for _ in range(2):
-            assert repr(call(np.full(2, number))) == repr({key: "a text"})
+        with subtests.test(number=number):
+            for call, argument in calls * 2:
+                assert call(argument(key)) == repr([key])
+            for _ in range(2):
+                assert repr(returned(np.full(2, number))) == repr({key: "a text"})
+
+
+WRAPS: list[Callable[[Any], Any]] = [lambda d: d, lambda d: [d], lambda d: (d, {"z": d})]
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_dicts_that_are_returned_keep_their_order(subtests: Any, shared_runtimes: Any, where: Any) -> None:
+    def total(wrap: Any, x: Any, names: Any) -> Any:
+        return wrap({name: int(x.sum()) * k for k, name in enumerate(names)})
+
+    for number, wrap in enumerate(WRAPS):
+        f = shared_runtimes[where].function(
+            lambda x, names, wrap=wrap: total(wrap, x, names), outputs="sum", bcast_inputs=("names", "wrap")
+        )
+        for names in ("ab", "ba", "ba", "ab", "ab", "cab", "abc", "ba"):
+            with subtests.test(number=number, names=names):
+                for call in (f, f.serial):
+                    assert repr(call(X, tuple(names))) == repr(total(wrap, X, names))
+
+
+class Point(tuple):
+    """Built from its elements, where most classes of tuples are built from one sequence."""
+
+    def __new__(cls, *elements: Any) -> Any:
+        return tuple.__new__(cls, elements)
 
 
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("lengths", [(1, 2, 1), (2, 1, 2)])
 def test_a_tuple_that_is_built_from_its_elements(shared_runtimes: Any, where: Any, lengths: tuple[int, ...]) -> None:
-    class Pair(Point):
-        """Of this test alone: what is known of a class is remembered."""
-
+    own = type("Own", (Point,), {})  # what is known of a class is remembered
     call = shared_runtimes[where].function(lambda p: float(sum(len(part) for part in p)), outputs="sum")
     for length in lengths:
-        assert call(Pair(*[X] * length)) == call.serial(Pair(*[X] * length)) == 4.0 * length
+        assert call(own(*[X] * length)) == call.serial(own(*[X] * length)) == 4.0 * length

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import collections
 import datetime
 import decimal
 import enum
 import hashlib
 import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from support.seeds import WHOLE_OR_SAMPLE, drawn
+from support.seeds import drawn
 
 import synk
+import synk.torch
+
+torch = pytest.importorskip("torch")
 
 DAY = datetime.date(2024, 2, 29)
 MOMENT = datetime.datetime(2024, 2, 29, 23, 59, 59, 999999)
@@ -47,6 +52,7 @@ EXACT: dict[str, list[Any]] = {
     "durations": [datetime.timedelta(microseconds=-1), datetime.timedelta(days=9)],
     "dates of NumPy": [np.datetime64("2024-02-29T12:00"), np.datetime64("1970-01-01T00:00:01")],
     "numbers without axes": [np.array(1.5), np.float64(2), 3],
+    "tensors without axes": [torch.tensor(1.0), torch.tensor(2.5)],
     "tuples": [("a", 1, True), ("", 2**63 - 1, False)],
     "tuples with dates": [(DAY, 0.5), (DAY, 1)],
 }
@@ -119,69 +125,155 @@ def called(take: Any, entry: Any, rows: list[Any], place: str) -> list[Any]:
     return take(rows, batch=batch)
 
 
-@pytest.mark.parametrize("is_whole", WHOLE_OR_SAMPLE)
-def test_a_list_arrives_exactly(shared_runtimes: Any, is_whole: bool) -> None:
+def test_a_list_arrives_exactly(shared_runtimes: Any, subtests: Any) -> None:
     functions = functions_of(shared_runtimes[2])
-    for name, shape, place in drawn(itertools.product(EXACT, SHAPES, PLACES), is_whole):
+    for name, shape, place in drawn(itertools.product(EXACT, SHAPES, PLACES), False):
         if shape != "flat" and name.startswith("tuples"):
             continue
-        for rows in (EXACT[name], EXACT[name][:1], EXACT[name] * 3):
-            got = called(*functions, shaped(rows, shape), place)
-            assert told_apart(plain(got)) == told_apart(plain(shaped(rows, shape))), (name, shape, place)
+        with subtests.test(name=name, shape=shape, place=place):
+            for rows in (EXACT[name], EXACT[name][:1], EXACT[name] * 3):
+                got = called(*functions, shaped(rows, shape), place)
+                assert told_apart(plain(got)) == told_apart(plain(shaped(rows, shape)))
 
 
-@pytest.mark.parametrize("is_whole", WHOLE_OR_SAMPLE)
-def test_a_list_that_no_array_holds_is_refused_by_name(shared_runtimes: Any, is_whole: bool) -> None:
+def test_a_list_that_no_array_holds_is_refused_by_name(shared_runtimes: Any, subtests: Any) -> None:
     functions = functions_of(shared_runtimes[2])
-    for name, shape, place in drawn(itertools.product(REFUSED, SHAPES, PLACES), is_whole):
+    for name, shape, place in drawn(itertools.product(REFUSED, SHAPES, PLACES), False):
         if shape != "flat" and name.startswith(("tuples", "named")):
             continue
         label = r"x\['rows'\]" if place == "entry" else "x"
-        with pytest.raises(TypeError, match=rf"cannot share {label} of 'f': got "):
+        with (
+            subtests.test(name=name, shape=shape, place=place),
+            pytest.raises(TypeError, match=rf"cannot share {label} of 'f': got "),
+        ):
             called(*functions, shaped(REFUSED[name], shape), place)
-            pytest.fail(f"{name}, {shape}, {place}")
 
 
-@pytest.mark.parametrize("name", ["text with integer", "bool with integer", "bytes that end in a NUL"])
-def test_the_way_out_keeps_each_element(shared_runtimes: Any, name: str) -> None:
-    series = pytest.importorskip("pandas").Series(REFUSED[name], dtype=object)
-    f = shared_runtimes[2].function(lambda x: [(type(each).__name__, each) for each in x], outputs="gather")
-    assert f(series) == [(type(each).__name__, each) for each in REFUSED[name]]
-
-
-@pytest.mark.parametrize("name", ["text with integer", "bool with integer", "bytes that end in a NUL"])
-def test_data_and_variables_have_the_same_rule(shared_runtimes: Any, name: str) -> None:
-    runtime = shared_runtimes[2]
-    with pytest.raises(TypeError, match="cannot share Data 'ids': got a list"):
-        runtime.data(REFUSED[name], name="ids")
+def test_data_and_variables_have_the_same_rule_and_a_series_is_the_way_out(shared_runtimes: Any) -> None:
+    series, rt = pytest.importorskip("pandas").Series, shared_runtimes[2]
+    f = rt.function(lambda x: [(type(each).__name__, each) for each in x], outputs="gather")
+    for name in ("text with integer", "bool with integer", "bytes that end in a NUL"):
+        with pytest.raises(TypeError, match="cannot share Data 'ids': got a list"):
+            rt.data(REFUSED[name], name="ids")
+        assert f(series(REFUSED[name], dtype=object)) == [(type(each).__name__, each) for each in REFUSED[name]]
     with pytest.raises(TypeError, match="cannot share variable 'ids': got a str"):
-        runtime.shared("a\0", name="ids")
+        rt.shared("a\0", name="ids")
 
 
-def test_verify_hands_over_the_list(shared_runtimes: Any) -> None:
+def test_verify_hands_over_the_list(shared_runtimes: Any, subtests: Any) -> None:
+    """With the rows of the batch; the array where the function raises on the list."""
     runtime = shared_runtimes[2]
     total = runtime.function(lambda x: float(sum(x)), outputs="sum")
-    report = total.verify([1.0, 2.0, 4.0])
-    assert report and "The plain function got lists as they are." in report.notes
-    doubled = runtime.function(lambda x: x * 2, outputs="gather").verify([1.0, 2.0, 4.0])
-    assert not doubled  # a list times two is another thing
+    for rows, batch in itertools.product(
+        ([1.5, 2.5, 3.5, 4.5], (1.5, 2.5, 4.0), range(4)), (None, 2, slice(1, 3), [2, 0])
+    ):
+        with subtests.test(rows=str(rows), batch=str(batch)):
+            report = total.verify(rows, batch=batch)
+            assert report and report.outputs[0].plain_verdict == "equal", report
+            assert "The plain function got lists as they are." in report.notes
+    doubled = runtime.function(lambda x: x * 2, outputs="gather")
+    assert not doubled.verify([1.0, 2.0]), "a list times two is another thing"
     array = runtime.function(lambda x: x.sum(), outputs="sum").verify([1.0, 2.0, 4.0])
     assert array and "because it raised AttributeError on the list itself" in " ".join(array.notes)
 
-
-@pytest.mark.parametrize("batch", [None, 2, slice(1, 4), [3, 0]])
-@pytest.mark.parametrize("rows", [[1.5, 2.5, 3.5, 4.5], (1.5, 2.5, 3.5, 4.5), range(4)])
-def test_verify_picks_the_rows_of_a_list(shared_runtimes: Any, rows: Any, batch: Any) -> None:
-    total = shared_runtimes[2].function(lambda x: float(sum(x)), outputs="sum")
-    report = total.verify(rows, batch=batch)
-    assert report and report.outputs[0].plain_verdict == "equal", report
-
-
-def test_verify_tells_of_a_function_that_raises_on_both(shared_runtimes: Any) -> None:
     def only_on_workers(x: Any) -> float:
-        if synk.comm is None or not isinstance(x, np.ndarray) or x.flags.writeable:
+        if not isinstance(x, np.ndarray) or x.flags.writeable:
             raise LookupError("no worker")
         return float(x.sum())
 
-    report = shared_runtimes[2].function(only_on_workers, outputs="sum").verify([1.0, 2.0])
+    report = runtime.function(only_on_workers, outputs="sum").verify([1.0, 2.0])
     assert not report and "raised LookupError: no worker" in " ".join(report.notes)
+
+
+# -- a list of arrays can mean rows or structure ----------------------------------------------------------------------
+
+X = np.arange(12.0).reshape(6, 2)
+T = torch.arange(12.0).reshape(6, 2)
+OF_ARRAYS: dict[str, Any] = {
+    "arrays": [X, X + 1],
+    "one array": [X],
+    "arrays of other lengths": [X, X[:2]],
+    "tensors": [T, T + 1],
+    "tuples of arrays": [(X, X), (X, X)],
+    "lists of arrays": [[X, X], [X, X]],
+    "dicts of tensors": [{"x": T}, {"x": T}],
+    "an array beside numbers": [1.0, X],
+    "deque of arrays": collections.deque([X, X]),
+}
+VERBS: dict[str, Callable[[Any, Any], Any]] = {
+    "call": lambda f, value: f(value),
+    "submit": lambda f, value: f.submit(value).result(),
+    "serial": lambda f, value: f.serial(value),
+    "rows": lambda f, value: sum(f.rows(value, batch_size=2)),
+}
+
+
+def total(x: Any) -> Any:
+    return np.asarray(x).sum()
+
+
+def test_a_list_of_arrays_is_refused_where_rows_are_divided(shared_runtimes: Any, subtests: Any) -> None:
+    """By each verb, at its place, with what to write instead. Data has no structure at all."""
+    rt = shared_runtimes[2]
+    f = rt.function(total, outputs="sum")
+    for kind, value in OF_ARRAYS.items():
+        of = "tensors" if "tensors" in kind else "arrays"
+        text = f"got a {type(value).__name__} of {of}"
+        for verb, place in itertools.product(VERBS, ("x", "x['a']")):
+            with subtests.test(kind=kind, verb=verb, place=place):
+                with pytest.raises(TypeError, match=text) as caught:
+                    VERBS[verb](f, value if place == "x" else {"a": value, "b": X})
+                library = "torch" if of == "tensors" else "np"
+                for words in (f"{place} of 'total'", f"{library}.stack({place}) if", f"tuple({place}) to divide"):
+                    assert words in str(caught.value)
+                assert ("total(*x) if" in str(caught.value)) == (place == "x" and verb != "rows")
+        with subtests.test(kind=kind, verb="Data"):
+            for given, words in ((value, text), (tuple(value), "got a tuple")):
+                with pytest.raises(TypeError, match=rf"{words}.*\.stack\(\.\.\.\) if each of them is one row"):
+                    rt.data(given)
+                with pytest.raises(TypeError, match=rf" of {of}, which can mean rows or structure"):
+                    rt.data(np.zeros((2, 6, 2))).set_value(given)
+    rep = synk.torch.replicate(torch.nn.Linear(2, 1), runtime=rt)
+    step = rep.function(lambda model, pair: model(pair[0]).mean(), name="step")
+    for call in (step, step.submit, step.serial):
+        with pytest.raises(TypeError, match=r"cannot scatter pair of 'step': got a list of tensors.*step\(\*pair\)"):
+            call([T, T])
+    with pytest.raises(TypeError, match="cannot scatter y of 'f': got a list of arrays"):
+        list(rt.function(lambda x, y: 0.0, name="f").stream([(X, [X, X])]))
+
+
+def test_lists_that_are_not_divided_stay_what_they_are(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    pair = [X, X + 1]
+
+    def spread(parts: list[Any]) -> Any:
+        assert type(parts) is list
+        return parts[0].mean() - parts[-1].mean()
+
+    assert list(rt.map(spread, [pair, pair])) == [spread(pair)] * 2, "the items of a map"
+    assert list(rt.map(np.mean, pair)) == [X.mean(), X.mean() + 1], "the iterable of a map"
+    whole = rt.function(lambda parts, x: spread(parts) + 0 * x.mean(), bcast_inputs="parts")
+    assert whole(pair, X) == spread(pair)
+    assert rt.function(lambda x: spread(pair) + 0 * x.mean())(X) == spread(pair), "captured"
+    assert [len(rank) for rank in rt.function(lambda x: [x, x + 1], outputs=None)(X)] == [2, 2], "returned"
+    f = rt.function(lambda x, y: (x * y).sum(), outputs="sum")
+    assert list(f.stream([[X, X + 1], [X, X]])) == [(X * (X + 1)).sum(), (X * X).sum()], "a batch of a loader"
+    assert rt.function(lambda x: x[0].mean() - x[-1].mean())(tuple(pair)) == spread(pair), "what the error names"
+    assert rt.function(lambda x: x.mean())(np.stack(pair)) == np.mean(pair)
+    assert rt.function(lambda x, y: x.mean() - y.mean())(*pair) == spread(pair)
+
+
+def test_lists_for_a_model(shared_runtimes: Any) -> None:
+    class Both(torch.nn.Module):
+        def forward(self, parts: Any, scale: Any = None) -> Any:
+            return parts[0] + parts[1] * (1.0 if scale is None else scale[0])
+
+    model = synk.torch.DataParallel(Both(), runtime=shared_runtimes[2])
+    with pytest.raises(TypeError, match=r"cannot scatter args\[0\] of 'Both': got a list of ten.*model\(\*args\[0\]"):
+        model([T, T])
+    with pytest.raises(TypeError, match=r"cannot scatter parts\['a'\] of 'Both': got a list of arrays"):
+        model(T, parts={"a": [X]})
+    assert torch.equal(model((T, T)), T + T)
+    assert torch.equal(model((T, T), [2.0]), T + 2 * T), "numbers go whole to each rank"
+    whole = synk.torch.DataParallel(Both(), bcast_inputs="scale", runtime=shared_runtimes[2])
+    assert torch.equal(whole((T, T), [torch.ones(2)]), T + T)

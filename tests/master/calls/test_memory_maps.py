@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.harness import census, descriptors, replaced_workers, settled_census
+from support.harness import census, descriptors, pids, replaced_workers, settled_census
 
 import synk
 from synk.errors import WorkerDied
@@ -25,54 +26,54 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture(params=[2, "inline"])
-def rt(request: Any, shared_runtimes: Any) -> Any:
-    return shared_runtimes[request.param]
-
-
-def staged(rt: Any, f: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[int, Any]:
-    """Return how many bytes a call copied through the master, and its result."""
-    before = rt._session.counters["bytes_staged"]
-    result = f(*args, **kwargs)
-    return rt._session.counters["bytes_staged"] - before, result
-
-
 def copies(rt: Any) -> Any:
-    return rt.function(lambda x: x * 1, outputs="gather")
+    return rt.function(lambda x: x * 1, outputs="gather", name="copies")
 
 
-@pytest.mark.parametrize("mode", ["r", "r+"])
-def test_the_workers_map_the_file(rt: Any, path: Path, mode: str) -> None:
-    x, copy = np.load(path, mmap_mode=mode), copies(rt)
-    plain = np.load(path)
-    for view, expected in [
-        (x, plain),
-        (x[1:-3], plain[1:-3]),
-        (x.reshape(-1, 8), plain.reshape(-1, 8)),
-        (np.asarray(x)[10:], plain[10:]),
-    ]:
-        nbytes, result = staged(rt, copy, view)
-        np.testing.assert_array_equal(result, expected)
-        assert nbytes == 0 and type(result) is not np.memmap
-    np.testing.assert_array_equal(copy.serial(x), plain)
+def staged(rt: Any, f: Any, *args: Any, **kwargs: Any) -> tuple[int, Any]:
+    """Return how many bytes a call copied through the program, and its result."""
+    before = rt.counters["bytes_staged"]
+    result = f(*args, **kwargs)
+    return rt.counters["bytes_staged"] - before, result
 
 
-def test_with_the_options_of_a_call(rt: Any, path: Path) -> None:
-    x, plain, copy = np.load(path, mmap_mode="r"), np.load(path), copies(rt)
-    for batch in (slice(7, 190_000), slice(None, None, -3), [5, 4, 199_999, 5], 9):
-        nbytes, result = staged(rt, copy, x, batch=batch)
-        np.testing.assert_array_equal(result, plain[batch if batch != 9 else slice(0, 9)])
-        assert nbytes < 1000
-    np.testing.assert_array_equal(copy(x, num_slices=3), plain)
-    nbytes, result = staged(rt, lambda: copy.submit(x).result())
-    assert nbytes == 0 and np.array_equal(result, plain)
+@pytest.mark.parametrize("where", [2, "inline"])
+def test_what_is_a_range_of_a_file_is_mapped(subtests: Any, shared_runtimes: Any, path: Path, where: Any) -> None:
+    """Views among them, and with any batch. Nothing of it is copied by the program; what is no range of its file is."""
+    rt, plain = shared_runtimes[where], np.load(path)
+    copy, x, own = copies(rt), np.load(path, mmap_mode="r"), np.load(path, mmap_mode="c")
+    own[3] = 77.0
+    mapped = {
+        "read-only": (x, plain),
+        "writeable": (np.load(path, mmap_mode="r+"), plain),
+        "a range": (x[1:-3], plain[1:-3]),
+        "another shape": (x.reshape(-1, 8), plain.reshape(-1, 8)),
+        "an array of it": (np.asarray(x)[10:], plain[10:]),
+    }
+    views = {"reversed": x[::-1], "columns": x[:, 1:], "reversed columns": x[:, ::-1], "copy on write": own}
+    copied = {name: (view, np.array(view)) for name, view in views.items()}
+    for name, (view, expected) in {**mapped, **copied}.items():
+        with subtests.test(name):
+            nbytes, result = staged(rt, copy, view)
+            np.testing.assert_array_equal(result, expected)
+            assert nbytes == (0 if name in mapped else expected.nbytes)
+            assert type(result) is np.ndarray
+    for batch in (slice(7, 190_000), slice(None, None, -3), [5, 4, 199_999, 5], slice(9)):
+        with subtests.test(batch=str(batch)):
+            nbytes, result = staged(rt, copy, x, batch=batch)
+            np.testing.assert_array_equal(result, plain[batch])
+            assert nbytes < 1000
+    for call in (copy.serial, lambda x: copy(x, num_slices=3), lambda x: copy.submit(x).result()):
+        np.testing.assert_array_equal(call(x), plain)
+    np.testing.assert_array_equal(copy(x.view(">i8")), plain.view(">i8"))
     dot = rt.function(lambda d, w: d["x"] @ w.T[:, :2], bcast_inputs="w", outputs="gather")
     nbytes, result = staged(rt, dot, {"x": x, "scale": 2}, w=x)
     assert nbytes == 0
     np.testing.assert_allclose(result, plain @ plain.T[:, :2])
 
 
-def test_records_and_raw_files(rt: Any, tmp_path: Path) -> None:
+def test_records_in_raw_files(shared_runtimes: Any, tmp_path: Path) -> None:
+    rt = shared_runtimes[2]
     dtype = np.dtype([("a", "i4"), ("b", "f8"), ("c", "i4")])
     raw = np.memmap(tmp_path / "raw", dtype, "w+", offset=16, shape=300_000)
     raw["a"], raw["b"] = np.arange(300_000), 0.5
@@ -81,102 +82,68 @@ def test_records_and_raw_files(rt: Any, tmp_path: Path) -> None:
     assert nbytes == 0
 
 
-def test_what_is_written_between_calls_is_seen(rt: Any, path: Path) -> None:
-    x = np.load(path, mmap_mode="r+")
+def test_what_is_written_is_seen_by_calls_that_come_later(shared_runtimes: Any, path: Path) -> None:
+    """And not by those that were submitted before."""
+    rt, x = shared_runtimes[2], np.load(path, mmap_mode="r+")
     read_only = np.load(path, mmap_mode="r")
     total = rt.function(lambda x: x.sum(), outputs="sum")
+    pending = []
     for value in (1.0, 2.0, 3.0):
         x[:] = value
-        assert staged(rt, total, x) == (0, value * x.size)
-        assert staged(rt, total, read_only) == (0, value * x.size)
-
-
-def test_a_submitted_call_works_on_what_was_there(shared_runtimes: Any, path: Path) -> None:
-    rt, x = shared_runtimes[2], np.load(path, mmap_mode="r+")
-    total = rt.function(lambda x: x.sum(), outputs="sum")
-    calls = []
-    for value in (1.0, 2.0, 3.0):
-        x[:] = value
-        calls.append(total.submit(x))
+        assert staged(rt, total, x) == staged(rt, total, read_only) == (0, value * x.size)
+        pending.append(total.submit(x))
     x[:] = 9.0
-    assert [call.result() for call in calls] == [x.size, 2.0 * x.size, 3.0 * x.size]
+    assert [call.result() for call in pending] == [x.size, 2.0 * x.size, 3.0 * x.size]
 
 
-@pytest.mark.parametrize("framework", [None, "torch"])
-def test_a_function_that_writes_changes_no_file(shared_runtimes: Any, path: Path, framework: str | None) -> None:
+def test_a_function_that_writes_changes_no_file(shared_runtimes: Any, path: Path) -> None:
+    pytest.importorskip("torch")
     rt, x, plain = shared_runtimes[2], np.load(path, mmap_mode="r+"), np.load(path)
 
     def spoil(x: Any) -> Any:
         x *= 0
         return x.sum()
 
-    if framework:
-        pytest.importorskip("torch")
-        f = rt.function(spoil, outputs="sum", framework=framework)
-        assert float(f(x)) == float(f(x)) == 0.0
-        total = rt.function(lambda x: x.sum(axis=0), outputs="sum", framework=framework)
-        np.testing.assert_allclose(np.asarray(total(x)), plain.sum(axis=0))
-    else:
-        with pytest.raises(ValueError, match="read-only"):
-            rt.function(spoil, outputs="sum")(x)
+    with pytest.raises(ValueError, match="read-only"):
+        rt.function(spoil, outputs="sum")(x)
+    f = rt.function(spoil, outputs="sum", framework="torch")
+    assert float(f(x)) == float(f(x)) == 0.0
+    total = rt.function(lambda x: x.sum(axis=0), outputs="sum", framework="torch")
+    np.testing.assert_allclose(np.asarray(total(x)), plain.sum(axis=0))
     np.testing.assert_array_equal(np.load(path), plain)
 
 
-def removed(path: Path) -> None:
-    path.unlink()
+# ----- files that change
 
 
-def replaced(path: Path) -> None:
-    np.save(path.with_name("other.npy"), np.zeros((ROWS, COLUMNS)))
-    os.replace(path.with_name("other.npy"), path)
+CHANGES: dict[str, Callable[[Path], Any]] = {
+    "removed": Path.unlink,
+    "replaced": lambda path: (np.save(f"{path}.npy", np.zeros((ROWS, COLUMNS))), os.replace(f"{path}.npy", path)),
+    "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
+    "empty elsewhere": lambda path: (path.unlink(), path.touch()),
+}
 
 
-def a_pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
+def test_a_name_that_means_another_file(subtests: Any, shared_runtimes: Any, path: Path) -> None:
+    """What the workers have mapped stays mapped; what they have not, and workers that start now, get a copy."""
+    rt, plain = shared_runtimes[2], np.load(path)
+    for (name, change), is_known in itertools.product(CHANGES.items(), (False, True)):
+        with subtests.test(change=name, is_known=is_known):
+            path.unlink(missing_ok=True)
+            np.save(path, plain)
+            x, copy = np.load(path, mmap_mode="r"), copies(rt)
+            if is_known:
+                copy(x)
+            change(path)
+            for _ in range(2):
+                nbytes, result = staged(rt, copy, x)
+                np.testing.assert_array_equal(result, plain)
+                assert nbytes == (0 if is_known else plain.nbytes)
 
 
-def emptied_elsewhere(path: Path) -> None:
-    path.unlink()
-    path.touch()
-
-
-@pytest.mark.parametrize("change", [removed, replaced, a_pipe, emptied_elsewhere])
-@pytest.mark.parametrize("is_known", [False, True])
-def test_a_name_that_means_another_file(
-    shared_runtimes: Any, path: Path, change: Callable[[Path], None], is_known: bool
-) -> None:
-    rt, x, plain = shared_runtimes[2], np.load(path, mmap_mode="r"), np.load(path)
-    copy = copies(rt)
-    if is_known:
-        copy(x)
-    change(path)
-    for _ in range(2):
-        nbytes, result = staged(rt, copy, x)
-        np.testing.assert_array_equal(result, plain)
-        assert nbytes == (0 if is_known else plain.nbytes)
-
-
-def test_copy_on_write_is_copied(rt: Any, path: Path) -> None:
-    x, plain = np.load(path, mmap_mode="c"), np.load(path)
-    x[3] = plain[3] = 77.0
-    nbytes, result = staged(rt, copies(rt), x)
-    np.testing.assert_array_equal(result, plain)
-    assert nbytes == plain.nbytes
-
-
-def test_what_is_no_range_of_its_file_is_copied(rt: Any, path: Path) -> None:
-    x, plain, copy = np.load(path, mmap_mode="r"), np.load(path), copies(rt)
-    for view in (np.s_[::-1], np.s_[:, 1:], np.s_[:, ::-1]):
-        nbytes, result = staged(rt, copy, x[view])
-        np.testing.assert_array_equal(result, plain[view])
-        assert nbytes == plain[view].nbytes
-    swapped = x.view(">i8")
-    np.testing.assert_array_equal(copy(swapped), plain.view(">i8"))
-
-
-def test_a_file_that_was_cut(rt: Any, path: Path) -> None:
-    x, copy = np.load(path, mmap_mode="r"), copies(rt)
+@pytest.mark.parametrize("where", [2, "inline"])
+def test_a_file_that_was_cut(shared_runtimes: Any, path: Path, where: Any) -> None:
+    x, copy = np.load(path, mmap_mode="r"), copies(shared_runtimes[where])
     copy(x)
     os.truncate(path, 3_000_000)
     with pytest.raises(ValueError, match=r"memory map of .*rows.npy, which has 3000000 bytes by now, expected 6400128"):
@@ -194,40 +161,29 @@ def test_a_file_that_is_cut_during_a_call(shared_runtimes: Any, path: Path) -> N
     f = rt.function(cut, bcast_inputs="path", outputs="sum")
     with replaced_workers(rt, [0, 1]), pytest.raises(WorkerDied, match=r"SIGBUS.*has become shorter"):
         f(x, path=str(path))
-    np.testing.assert_array_equal(copies(rt)(np.arange(4.0)), np.arange(4.0))
 
 
-def test_a_worker_that_was_started_later_maps_it_too(shared_runtimes: Any, path: Path) -> None:
-    rt, x, plain = shared_runtimes[2], np.load(path, mmap_mode="r"), np.load(path)
-    copy = copies(rt)
-    copy(x)
-    path.unlink()
-    rt.restart()
-    nbytes, result = staged(rt, copy, x)
-    assert nbytes == 0 and np.array_equal(result, plain)
-
-
-def test_a_mapping_that_is_gone_is_let_go(path: Path) -> None:
+def test_mappings_end_with_their_arrays_and_with_the_runtime(path: Path) -> None:
+    """A worker that was started later maps a file, too, whose name is gone by then."""
+    outside = np.load(path, mmap_mode="r")
+    before = census()
     with synk.fork(1) as rt:
         copy = copies(rt)
-        copy(np.zeros(3))
-        before = descriptors()[str(path)]
+        copy(outside)
+        num_open = descriptors()[str(path)]
         for _ in range(3):
             x = np.load(path, mmap_mode="r")
             copy(x)
             del x
         gc.collect()
         copy(np.zeros(3))
-        pid = rt.pids[0] if hasattr(rt, "pids") else rt._session.workers.by_rank[0].process.pid
-        assert descriptors()[str(path)] == before
-        assert str(path) not in Path(f"/proc/{pid}/maps").read_text()
-    assert np.load(path).shape == (ROWS, COLUMNS)
-
-
-def test_nothing_is_left_of_a_closed_runtime(path: Path) -> None:
-    x = np.load(path, mmap_mode="r")
-    before = census()
-    with synk.fork(1) as rt:
-        copies(rt)(x)
+        assert descriptors()[str(path)] == num_open
+        worker = Path(f"/proc/{pids(rt)[0]}/maps").read_text()
+        assert worker.count(str(path)) <= 1
+        elsewhere = path.rename(path.with_name("elsewhere"))
+        rt.restart()
+        nbytes, result = staged(rt, copy, outside)
+        assert nbytes == 0 and np.array_equal(result, outside)
+        elsewhere.rename(path)
+    del result
     assert not settled_census(before).leftovers(before)
-    np.testing.assert_array_equal(x, np.load(path))

@@ -1,12 +1,14 @@
-"""Nested arguments: each rank gets the same nesting with its rows.
+"""Arguments of dicts, tuples, dataclasses: each rank gets the same nesting with its rows, or whole where broadcast.
 
-The oracle is the function itself, called by Python on the nesting with the rows that NumPy picks.
+The oracle is plain Python: the nesting itself, with the rows that NumPy picks.
 """
 
 from __future__ import annotations
 
-import collections
+import copy
 import dataclasses
+import itertools
+import random
 import types
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -14,13 +16,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from support.seeds import examples
+from support.seeds import WHOLE_OR_SAMPLE
+from support.told import told
 
 from synk.errors import SerializationError
 
-EVERYWHERE = (pytest.param(1, marks=pytest.mark.storm), 2, 3, "inline")  # one worker is as one inline
+WHERE = (1, 2, 3, "inline")
+X = np.arange(6.0)
 
 
 class Pair(NamedTuple):
@@ -52,127 +54,176 @@ class Frozen:
 
 
 class Records(dict):  # type: ignore[type-arg]
-    """A dict of a class of its own."""
+    """A dict whose keys are attributes as well."""
 
     def __getattr__(self, name: str) -> Any:
-        return self[name]
+        return of_key(self, name)
 
 
 class Encoding(UserDict):  # type: ignore[type-arg]
-    """As the batches of Hugging Face: a UserDict whose keys are attributes as well."""
+    """As the batches of Hugging Face."""
 
     def __getattr__(self, name: str) -> Any:
-        return self.data[name]
+        return of_key(vars(self).get("data", {}), name)
 
 
-@pytest.mark.sampled(20)
-@pytest.mark.parametrize("where", EVERYWHERE)
-@pytest.mark.parametrize("num_rows", [7, 6, 2, 1])
-def test_every_container_comes_as_itself(shared_runtimes: Any, where: Any, num_rows: int) -> None:
-    rt = shared_runtimes[where]
-    x, y = np.arange(num_rows * 2.0).reshape(num_rows, 2), np.arange(num_rows)
-    containers = [
-        {"x": x, "y": y},
-        OrderedDict(y=y, x=x),
-        defaultdict(list, x=x),
-        Records(x=x, y=y),
-        Encoding({"x": x}),
-        Pair(x, y),
-        Batch(x, y),
-        Frozen(x=x),
-        (x, y),
-        (x,),
+def of_key(items: Any, name: str) -> Any:
+    if name in items:
+        return items[name]
+    raise AttributeError(name)
+
+
+# -- any nesting ------------------------------------------------------------------------------------------------------
+
+SINGLE = (None, "text", b"bytes", 3, True, 0.5, np.float32(0.5), np.array(4), {}, (None, {"a": None}))
+"""Values without rows: they go whole to every rank."""
+
+
+def nesting(draw: random.Random, rows: int, depth: int = 3, *, is_whole: bool = False) -> Any:
+    """Return a random nesting of arrays with ``rows`` rows and single values; one that is not divided has lists too."""
+
+    def part() -> Any:
+        return nesting(draw, rows, depth - 1, is_whole=is_whole)
+
+    def array(*dtypes: str, shapes: tuple[tuple[int, ...], ...] = ((), (2,), (0,), (2, 3))) -> np.ndarray:
+        numbers = np.random.default_rng(draw.randrange(99)).integers(0, 100, (rows, *draw.choice(shapes)))
+        return numbers.astype(draw.choice(dtypes or ("f8", "f4", "i4", "?", "U3", "c8", "M8[s]")))
+
+    leaves = [
+        *[array] * 3,
+        lambda: array("f8", "i8", "?", "U3", shapes=((),)).tolist(),
+        lambda: draw.choice(SINGLE),
     ]
-    kind = rt.function(lambda value: type(value), outputs="first")
-    text = rt.function(lambda value: str(value), outputs=None)
-    for container in containers:
-        assert kind(container) is type(container)
-        assert text.serial(container)[0] == str(container)
-    edges = np.array_split(np.arange(num_rows), where if where != "inline" else 1)
-    expected = [str(Batch(x[rows], y[rows])) if len(rows) else None for rows in edges]
-    assert text(Batch(x, y)) == expected, "built by its constructor from the rank's rows: num_rows is theirs"
+    containers: list[Callable[[], Any]] = [
+        lambda: {draw.choice(("a", "b", 1, (2, 3), True)): part() for _ in range(draw.randrange(4))},
+        lambda: (array(), *(part() for _ in range(draw.randrange(3)))),
+        lambda: OrderedDict(y=part(), x=part()),
+        lambda: defaultdict(list, x=part()),
+        lambda: Records(a=part(), b=part()),
+        lambda: Encoding({"x": part()}),
+        lambda: Pair(part(), part()),
+        lambda: Batch(array(), part()),
+        lambda: Frozen(x=part()),
+    ]
+    if is_whole:
+        containers.append(lambda: [part() for _ in range(draw.randrange(4))])
+        leaves.append(lambda: np.asfortranarray(np.arange(12.0).reshape(3, 4)[::2]))
+    return draw.choice((*containers, *leaves) if depth else leaves)()
 
 
-def test_attributes_and_methods_are_those_of_the_class(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    total = rt.function(lambda fields: fields.x.sum() + fields["y"].sum(), outputs="sum")
-    for cls in (Records, Encoding):
-        assert total(cls({"x": np.arange(5.0), "y": np.ones(5)})) == 15.0
+def with_rows(value: Any, rows: Any) -> Any:
+    """Return a nesting with the given rows of its leaves, as plain Python would take them."""
+    if isinstance(value, list) or (isinstance(value, np.ndarray) and value.ndim):
+        return np.asarray(value)[rows]
+    if dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value) if field.init]
+        return dataclasses.replace(value, **{name: with_rows(getattr(value, name), rows) for name in names})  # type: ignore[type-var]
+    if isinstance(value, Mapping):
+        again: Any = copy.copy(value)
+        for key, part in value.items():
+            again[key] = with_rows(part, rows)
+        return again
+    if isinstance(value, tuple):
+        parts = [with_rows(part, rows) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return value
 
 
-def test_what_is_rows_and_what_is_structure(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    x = np.arange(4.0)
-    f = rt.function(lambda value: value, outputs="gather")
-    np.testing.assert_array_equal(f([[1, 2], [3, 4]]), [[1, 2], [3, 4]], "a list of numbers is rows")
-    np.testing.assert_array_equal(f((1, 2.5, 3)), [1, 2.5, 3], "and so is a tuple of numbers")
-    np.testing.assert_array_equal(f(("a", "bc")), ["a", "bc"])
-    np.testing.assert_array_equal(f([(1, 2), (3, 4), (5, 6)]), [[1, 2], [3, 4], [5, 6]])
-    for pair in ((x, x + 1), ([1, 2], [3, 4]), ((1, 2), (3, 4)), ([[1, 2], [3, 4]], (1, 2))):
-        result = f(pair)
-        assert type(result) is tuple
-        for one, other in zip(result, pair, strict=True):
-            np.testing.assert_array_equal(one, other)
+def picked(batch: Any, rows: Any) -> Any:
+    return rows if batch is None else rows[:batch] if isinstance(batch, int) else rows[batch]
 
 
-def test_single_values_go_whole_to_every_rank(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    f = rt.function(lambda fields: {key: repr(value) for key, value in fields.items()}, outputs=None)
-    values = {
-        "none": None, "text": "abc", "bytes": b"abc", "int": 3, "flag": True, "number": 0.5, "numpy": np.float32(0.5),
-        "zero-dim": np.array(4), "data": rt.data(np.array(2.5)), "empty": {}, "nothing": (None, {"a": None}),
-    }  # fmt: skip
-    expected = {key: repr(value) for key, value in values.items()} | {"data": repr(np.array(2.5))}
-    result = f({"x": np.ones(2), **values})
-    assert result == [{"x": repr(np.ones(1))} | expected] * 2
+@pytest.mark.parametrize("is_whole", WHOLE_OR_SAMPLE)
+def test_each_rank_gets_the_nesting_with_its_rows(shared_runtimes: Any, subtests: Any, is_whole: bool) -> None:
+    """One function meets all of them, each of them twice by the plan of the first."""
+    functions = {where: shared_runtimes[where].function(told, outputs=None) for where in WHERE}
+    for seed in range(1000 if is_whole else 80):
+        draw = random.Random(seed)
+        where, rows = draw.choice(WHERE), draw.randrange(1, 8)
+        value = {"rows": np.arange(rows), "value": nesting(draw, rows)}
+        batch = draw.choice((None, None, rows - 1 or None, slice(None, None, -1), [0, rows - 1, 0], [True] * rows))
+        batch = np.array(batch) if batch == [True] * rows else batch
+        positions = picked(batch, np.arange(rows))
+        with subtests.test(seed=seed, where=where, batch=str(batch)):
+            shares = np.array_split(positions, 1 if where == "inline" else where)
+            expected = [told(with_rows(value, share)) if len(share) else None for share in shares]
+            f = functions[where]
+            for _ in range(2):
+                assert f(value, batch=batch) == expected
+            assert f.submit(value, batch=batch).result() == expected
+            assert f.serial(value, batch=batch)[0] == told(with_rows(value, positions))
 
 
-def test_texts_are_rows(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    f = rt.function(lambda fields: (fields["text"], len(fields["text"])), outputs=("gather", None))
-    for texts in (["a", "bcd", "e"], ["longer than before"] * 3):
-        result, lengths = f({"text": texts, "label": [0, 1, 2]})
-        assert (result.tolist(), lengths) == (texts, [2, 1])
+@pytest.mark.parametrize("is_whole", WHOLE_OR_SAMPLE)
+def test_a_broadcast_argument_comes_as_it_is(shared_runtimes: Any, subtests: Any, is_whole: bool) -> None:
+    def look(p: Any, x: Any) -> Any:
+        return told(p)
+
+    functions = {where: shared_runtimes[where].function(look, bcast_inputs="p", outputs="first") for where in WHERE}
+    for seed in range(500 if is_whole else 40):
+        draw = random.Random(seed)
+        where, value = draw.choice(WHERE), nesting(draw, 3, is_whole=True)
+        with subtests.test(seed=seed, where=where):
+            for _ in range(3):
+                assert functions[where](value, X) == told(value)
+            f = functions[where]
+            assert f.submit(value, X).result() == f.serial(value, X) == f(value, X, num_slices=2) == told(value)
 
 
-BATCHES = [None, 5, slice(1, 20, 3), slice(None, None, -1), [3, 3, -1, 0], np.arange(23) % 2 == 0]
+A, B = np.ones(6), np.ones((6, 1))
+LOOK_ALIKE: list[Any] = [
+    {"a": A}, {"a": B}, {"b": A}, {"a": A, "n": 1}, {"n": 1, "a": A}, {"a": A, "n": True}, {"a": A, "n": None},
+    {"a": A, "n": 2}, OrderedDict(a=A), Records(a=A), {1: A}, {True: A}, (A,), (A, A), Pair(A, A), {"a": (A,)},
+    Batch(A), Frozen(x=A), A, A.tolist(), {"a": A.tolist()}, {"a": A.astype("f4")},
+]  # fmt: skip
 
 
-@pytest.mark.sampled(20)
-@pytest.mark.parametrize("batch", BATCHES, ids=str)
-@pytest.mark.parametrize("where", EVERYWHERE)
-def test_leaves_of_every_kind_with_every_option(shared_runtimes: Any, where: Any, batch: Any) -> None:
-    rt = shared_runtimes[where]
+@pytest.mark.parametrize("is_broadcast", [False, True])
+def test_each_call_sees_what_is_passed_this_time(shared_runtimes: Any, is_broadcast: bool) -> None:
+    """Also the order of the keys, their types, what is None, and the class."""
+
+    def look(p: Any, x: Any) -> Any:
+        return told(p)
+
+    f = shared_runtimes[2].function(look, bcast_inputs="p" if is_broadcast else (), outputs="first")
+    for value in (*LOOK_ALIKE, *LOOK_ALIKE[::-1]):
+        expected = told(value if is_broadcast else with_rows(value, slice(3)))
+        for _ in range(3):
+            assert f(value, X) == expected
+
+
+# -- options, leaves that are not the caller's ------------------------------------------------------------------------
+
+BATCHES = (None, 5, slice(1, 20, 3), slice(None, None, -1), [3, 3, -1, 0], np.arange(23) % 2 == 0)
+KINDS = ("array", "list", "Data", "sharded")
+
+
+def test_leaves_of_every_kind_with_every_option(shared_runtimes: Any, subtests: Any) -> None:
     x, y = np.random.default_rng(0).normal(size=(23, 3)), np.arange(23)
-    picked = x if batch is None else x[:batch] if isinstance(batch, int) else x[batch]
-    rows = y if batch is None else y[:batch] if isinstance(batch, int) else y[batch]
-    mini = rt.data(picked.copy(), minibatch=True)
 
     def compute(scale: Any, fields: Any, *, extra: Any) -> Any:
         return {"rows": fields["x"] * scale + extra[1], "sum": (fields["pair"].x * extra[0][:, None]).sum(axis=0)}
 
-    f = rt.function(compute, bcast_inputs="scale", outputs={"rows": "gather", "sum": "sum"})
-    arguments = (2.0, {"x": rt.data(x), "pair": Pair(x.tolist(), None)})
-    expected = compute(2.0, {"x": picked, "pair": Pair(picked, None)}, extra=(rows, picked))
-    for call in (f, f.serial, lambda *args, **options: f.submit(*args, **options).result()):
-        for slices in (1, 3):
-            result = call(*arguments, extra=(y, mini), batch=batch, num_slices=slices)
-            np.testing.assert_allclose(result["rows"], expected["rows"])
-            np.testing.assert_allclose(result["sum"], expected["sum"])
-    assert f.verify(*arguments, extra=(y, mini), batch=batch)
-
-
-@pytest.mark.parametrize("where", EVERYWHERE)
-def test_sharded_variables_among_the_leaves(shared_runtimes: Any, where: Any) -> None:
-    rt = shared_runtimes[where]
-    x, y = np.random.default_rng(0).normal(size=(9, 2)), np.arange(9.0)
-    shared = rt.shared(x, sharded=True)
-    f = rt.function(lambda fields: fields["x"] * fields["y"][:, None], outputs="gather")
-    for batch in (None, [8, 0, 3], slice(2, 7)):
-        rows = slice(None) if batch is None else batch
-        expected = x[rows] * y[rows][:, None]
-        for call in (f, f.serial, lambda *args, **options: f.submit(*args, **options).result()):
-            np.testing.assert_array_equal(call({"x": shared, "y": y}, batch=batch), expected)
+    functions = {
+        where: shared_runtimes[where].function(
+            compute, bcast_inputs="scale", outputs={"rows": "gather", "sum": "sum"}, name="compute"
+        )
+        for where in WHERE
+    }
+    cases = list(itertools.product(WHERE, KINDS, KINDS, range(len(BATCHES)), (1, 3)))
+    for where, kind, other, number, num_slices in random.Random(0).sample(cases, 60):
+        rt, batch = shared_runtimes[where], BATCHES[number]
+        leaves = {"array": x, "list": x.tolist(), "Data": rt.data(x), "sharded": rt.shared(x, sharded=True)}
+        arguments = (2.0, {"x": leaves[kind], "pair": Pair(leaves[other], None), "zero": rt.data(np.array(2.5))})
+        rows = picked(batch, x)
+        expected = compute(2.0, {"x": rows, "pair": Pair(rows, None)}, extra=(picked(batch, y), rows))
+        with subtests.test(where=where, kinds=(kind, other), batch=str(batch), num_slices=num_slices):
+            f = functions[where]
+            for call in (f, f.serial, lambda *args, f=f, **options: f.submit(*args, **options).result()):
+                result = call(*arguments, extra=(y, x), batch=batch, num_slices=num_slices)
+                np.testing.assert_allclose(result["rows"], expected["rows"])
+                np.testing.assert_allclose(result["sum"], expected["sum"])
+    assert functions[2].verify(2.0, {"x": x, "pair": Pair(x, None)}, extra=(y, x), batch=[3, 3, -1, 0])
 
 
 def test_a_submitted_call_sees_what_the_one_before_assigned_to_a_leaf(shared_runtimes: Any) -> None:
@@ -198,120 +249,129 @@ def test_no_rows_at_all(shared_runtimes: Any) -> None:
         rt.function(lambda fields: fields["x"].mean())({"x": np.zeros(0)})
 
 
-def test_the_structure_may_change_from_call_to_call(shared_runtimes: Any) -> None:
-    """Also the order of the keys, what is None, and the class: the function sees what was passed this time."""
+def test_buffers_that_are_used_again_and_shared_by_two_places(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
-    f = rt.function(lambda fields: repr(fields), outputs=None)
-    x = np.arange(4.0)
-    kinds: list[Callable[[Any], Any]] = [
-        lambda a: {"x": a, "y": a},
-        lambda a: {"y": a, "x": a},
-        lambda a: {"x": a, "y": None},
-        lambda a: {"x": a, "y": 3},
-        lambda a: {"x": a, "y": 4},
-        lambda a: OrderedDict(x=a, y=a),
-        lambda a: (a, a),
-        lambda a: Pair(a, a),
-        lambda a: a,
-        lambda a: [a.tolist(), a.tolist()],
-        lambda a: {"x": {"y": {"z": (a, {"w": [*a]})}}},
-    ]
-    for shift in range(3):
-        for kind in (*kinds, *kinds[::-1]):
-            whole = kind(x + shift)
-            if isinstance(whole, list):
-                whole = np.array(whole)
-            halves = [kind(part) for part in np.split(x + shift, 2)] if not isinstance(whole, np.ndarray) else None
-            if halves is None:
-                halves = np.split(whole, 2)
-            if shift % 2 and not isinstance(whole, np.ndarray):
-                assert f.submit(whole).result()[0] == repr(_as_arrays(halves[0]))
-            assert f(whole) == [repr(_as_arrays(half)) for half in halves]
-
-
-def _as_arrays(value: Any) -> Any:
-    """Return a nesting with its lists as the arrays that a function gets."""
-    if isinstance(value, list):
-        return np.array(value)
-    if isinstance(value, Pair):
-        return Pair(*map(_as_arrays, value))
-    if isinstance(value, tuple):
-        return tuple(map(_as_arrays, value))
-    if isinstance(value, dict):
-        return type(value)({key: _as_arrays(part) for key, part in value.items()})
-    return value
-
-
-def test_one_array_in_two_places_and_buffers_used_again(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    f = rt.function(lambda fields: (fields["x"] + fields["same"], fields["n"]), outputs=("gather", None))
-    buffer = np.zeros(100)
+    f = rt.function(
+        lambda p, fields: (fields["x"] + fields["same"] + p["w"], fields["n"], p["w"] is p["again"]),
+        bcast_inputs="p",
+        outputs=("gather", None, None),
+    )
+    buffer, weight = np.zeros(100), np.zeros(())
     results, calls = [], []
     for number in range(9):
-        buffer[:] = number
-        results.append(f({"x": buffer, "same": buffer, "n": number}))
-        calls.append(f.submit({"x": buffer, "same": buffer, "n": number}))
-        buffer[:] = -1  # what was submitted has been copied
+        buffer[:], weight[()] = number, number
+        arguments = {"w": weight, "again": weight}, {"x": buffer, "same": buffer, "n": number}
+        results.append(f(*arguments))
+        calls.append(f.submit(*arguments))
+        buffer[:], weight[()] = -1, -1  # what was submitted has been copied
     for number, (result, call) in enumerate(zip(results, calls)):
-        for rows, names in (result, call.result()):
-            assert (rows == 2 * number).all()
+        for rows, names, is_one in (result, call.result()):
+            assert (rows == 3 * number).all()
             assert names == [number] * 2
+            assert is_one == [True] * 2, "an array in two places is one there, too"
 
 
-@pytest.mark.parametrize("where", [2, "inline"])
-def test_inputs_that_are_kept_stay_as_they_were(shared_runtimes: Any, where: Any) -> None:
-    rt = shared_runtimes[where]
+def test_what_a_function_keeps_or_writes_is_its_own(shared_runtimes: Any) -> None:
+    """And rows are read-only."""
     kept: list[Any] = []
 
-    def keep(fields: Any) -> Any:
-        kept.append(fields)
-        return [float(each["x"][0]) for each in kept]
+    def keep(p: Any, fields: Any) -> Any:
+        kept.append((fields["x"], p["w"]))
+        p["w"] = p["w"] + 1
+        p["layers"].append(1)
+        return [float(each[0]) for pair in kept for each in pair], len(p["layers"])
 
-    f = rt.function(keep, outputs="first")
-    for number in range(4):
-        assert f({"x": np.full(6, float(number))}) == [float(k) for k in range(number + 1)]
-
-
-def test_a_leaf_is_read_only(shared_runtimes: Any) -> None:
     def write(fields: Any) -> None:
         fields["x"] += 1
 
-    with pytest.raises(ValueError, match="read-only"):
-        shared_runtimes[2].function(write, outputs=None)({"x": np.ones(4)})
+    for where in (2, "inline"):
+        f = shared_runtimes[where].function(keep, bcast_inputs="p", outputs=None)
+        for number in range(4):
+            params = {"w": np.full(2, 9.0 + number), "layers": [np.zeros(1)]}
+            found, num_layers = f(params, {"x": np.full(6, float(number))})[0]
+            assert (found, num_layers) == ([float(each) for k in range(number + 1) for each in (k, 9 + k)], 2)
+            assert (params["w"][0], len(params["layers"])) == (9 + number, 1)
+        with pytest.raises(ValueError, match="read-only"):
+            shared_runtimes[where].function(write, outputs=None)({"x": np.ones(4)})
 
 
-def test_row_shaped_outputs_are_told(shared_runtimes: Any) -> None:
-    from synk.errors import OpMismatch
+def test_broadcast_objects_keep_what_no_constructor_takes(shared_runtimes: Any, tmp_path: Any) -> None:
+    """Attributes that were added, a structure that holds itself, maps of files, masks."""
+    batch = Batch(np.ones(2))
+    batch.extra = np.zeros(1)  # type: ignore[attr-defined]
+    np.save(tmp_path / "a.npy", np.arange(4.0))
+    loop: dict[str, Any] = {"a": np.ones(1)}
+    loop["self"] = loop
+    f = shared_runtimes[2].function(
+        lambda p, loop, x: (told(p), p["masked"].mask.tolist(), loop["self"] is loop),
+        bcast_inputs=("p", "loop"),
+        outputs="first",
+    )
+    value = {
+        "batch": batch,
+        "file": np.load(tmp_path / "a.npy"),
+        "masked": np.ma.masked_array([1.0, 2.0], [True, False]),
+    }
+    expected = told(value)
+    value["file"] = np.load(tmp_path / "a.npy", mmap_mode="r")
+    for _ in range(3):
+        assert f(value, loop, X) == (expected, [True, False], True)
 
-    f = shared_runtimes[2].function(lambda fields: fields["x"] * 2)
-    with pytest.raises(OpMismatch, match="gather"):
-        f({"x": np.arange(8.0), "name": "n"})
+
+# -- classes ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_class_of_the_script_is_the_same_class_on_the_workers(shared_runtimes: Any) -> None:
-    """Classes without a module that workers could import."""
+def test_containers_are_of_the_same_class_on_the_workers(shared_runtimes: Any, tmp_path: Any) -> None:
+    """Also those of a script, which workers cannot import. A mapping that cannot be built comes as a dict."""
     rt = shared_runtimes[2]
     module = types.ModuleType("__main__")
     code = "import dataclasses\n@dataclasses.dataclass\nclass Local:\n    x: object\n    y: object = None\n"
     exec(code, vars(module))
     local: Any = vars(module)["Local"]
-    f = rt.function(lambda fields: (type(fields) is local, fields.x.sum()), outputs=(None, "sum"))
+    f = rt.function(lambda value: type(value), outputs="first")
+    for value in (Records(x=X, y=X), Encoding({"x": X}), Pair(X, X), Batch(X), Frozen(x=X), defaultdict(list, x=X)):
+        assert f(value) is type(value)
+    g = rt.function(lambda fields: (type(fields) is local, fields.x.sum()), outputs=(None, "sum"))
     for number in range(3):
-        assert f(local(np.arange(5.0) + number)) == ([True] * 2, 10.0 + 5 * number)
-
-
-def test_mappings_that_cannot_be_built_come_as_dicts(shared_runtimes: Any, tmp_path: Any) -> None:
-    rt = shared_runtimes[2]
+        assert g(local(np.arange(5.0) + number)) == ([True] * 2, 10.0 + 5 * number)
     np.savez(tmp_path / "arrays.npz", x=np.arange(4), y=np.ones((4, 2)))
-    f = rt.function(lambda fields: (type(fields), {key: fields[key] for key in fields}), outputs=("first", "gather"))
     with np.load(tmp_path / "arrays.npz") as arrays:
-        kind, rows = f(arrays)
-    assert kind is dict
-    np.testing.assert_array_equal(rows["x"], np.arange(4))
-    assert rows["y"].shape == (4, 2)
+        assert f(arrays) is dict
+        np.testing.assert_array_equal(rt.function(lambda fields: fields["x"], outputs="gather")(arrays), np.arange(4))
 
 
-# -- refused in the master --------------------------------------------------------------------------------------------
+def test_a_class_that_is_changed_in_place_is_seen(shared_runtimes: Any) -> None:
+    @dataclasses.dataclass
+    class Own:
+        w: Any
+
+        def value(self) -> Any:
+            return self.w * 2
+
+    f = shared_runtimes[2].function(lambda p, x: p.value(), bcast_inputs="p", outputs="first")
+    for _ in range(3):
+        assert f(Own(np.ones(2)), X).tolist() == [2, 2]
+    Own.value = lambda self: self.w * 3  # type: ignore[method-assign]
+    for _ in range(3):
+        assert f(Own(np.ones(2)), X).tolist() == [3, 3]
+
+
+# -- what is rows, and what is refused --------------------------------------------------------------------------------
+
+
+def test_what_is_rows_and_what_is_structure(shared_runtimes: Any, subtests: Any) -> None:
+    f = shared_runtimes[2].function(lambda value: value, outputs="gather")
+    for value in (
+        [[1, 2], [3, 4]], (1, 2.5, 3), ("a", "bc"), [(1, 2), (3, 4), (5, 6)], (X, X + 1), ([1, 2], [3, 4]),
+        ((1, 2), (3, 4)), ([[1, 2], [3, 4]], (1, 2)), {"text": ["a", "bcd", "e"], "label": [0, 1, 2]},
+    ):  # fmt: skip
+        with subtests.test(value=str(value)):
+            is_rows = isinstance(value, list) or (type(value) is tuple and not np.ndim(value[0]))
+            parts: Any = [value] if is_rows else value.values() if isinstance(value, dict) else value
+            result = f(value)
+            found = [result] if is_rows else result.values() if isinstance(value, dict) else result
+            assert is_rows or type(result) is type(value)
+            assert [told(each) for each in found] == [told(np.asarray(part)) for part in parts]
 
 
 @dataclasses.dataclass
@@ -335,117 +395,52 @@ class Endless(Mapping):  # type: ignore[type-arg]
         return 1
 
 
-X = np.arange(6.0)
-REFUSED: list[tuple[Any, type[Exception], str]] = [
-    ({"x": X, "mask": np.ones(5)}, ValueError, r"x\['x'\] with 6 rows and x\['mask'\] with 5"),
-    ({"x": X, "t": (X, [1, 2])}, ValueError, r"x\['x'\] with 6 rows and x\['t'\]\[1\] with 2"),
-    (Batch(X, X[:3]), ValueError, r"x\.x with 6 rows and x\.y with 3"),
-    ({"x": X, "set": {1, 2}}, TypeError, r"cannot share x\['set'\] of 'f': got dtype object \(from set\)"),
-    ({"x": X, "y": [[1, 2], [3]]}, TypeError, r"cannot share x\['y'\] of 'f': got a list whose entries differ"),
-    ({"x": X, "y": [X, X[:2]]}, TypeError, r"cannot scatter x\['y'\] of 'f': got a list of arrays.*tuple\(x\['y'\]\)"),
-    ([np.ones((6, 2)), X], TypeError, r"cannot scatter x of 'f': got a list of arrays"),
-    ({"x": X, "y": object()}, TypeError, r"x\['y'\]"),
-    (np.random.SeedSequence(1).spawn(6), TypeError, r"got seeds as Python objects \(from list\).*generate_state"),
-    ({"x": X, "y": np.array(np.random.SeedSequence(1).spawn(6))}, TypeError, r"x\['y'\].*got seeds.*generate_state"),
-    ({"x": X, "y": (k for k in range(6))}, TypeError, r"x\['y'\].*generator"),
-    ({"x": X, "y": np.array([1, None])}, TypeError, r"x\['y'\]"),
-    ({}, TypeError, r"cannot scatter x of 'f': got a dict in which nothing has rows.*bcast_inputs='x'"),
-    ({"a": 1, "b": None, "c": "text"}, TypeError, "got a dict in which nothing has rows"),
-    (Pair(1, 2), TypeError, "got a Pair in which nothing has rows"),
-    (Initialised(X, 3), TypeError, r"cannot scatter x of 'f': the dataclass Initialised cannot be built.*seed"),
-    (Endless(), ValueError, "holds itself"),
-    ({"x": X, "m": np.ma.masked_array(X, X > 2)}, TypeError, r"x\['m'\].*MaskedArray.*filled"),
+class Unsendable:
+    """A key that no pickler takes."""
+
+    def __reduce_ex__(self, *_: Any) -> Any:
+        raise RuntimeError("stays here")
+
+
+SEEDS = np.random.SeedSequence(1)
+REFUSED: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
+    (lambda rts: {"x": X, "mask": np.ones(5)}, ValueError, r"x\['x'\] with 6 rows and x\['mask'\] with 5"),
+    (lambda rts: {"x": X, "t": (X, [1, 2])}, ValueError, r"x\['x'\] with 6 rows and x\['t'\]\[1\] with 2"),
+    (lambda rts: Batch(X, X[:3]), ValueError, r"x\.x with 6 rows and x\.y with 3"),
+    (lambda rts: {"x": X, "set": {1, 2}}, TypeError, r"cannot share x\['set'\] of 'f': got dtype object \(from set\)"),
+    (lambda rts: {"x": X, "y": [[1, 2], [3]]}, TypeError, r"share x\['y'\] of 'f': got a list whose entries differ"),
+    (lambda rts: {"x": X, "y": object()}, TypeError, r"x\['y'\]"),
+    (lambda rts: SEEDS.spawn(6), TypeError, r"got seeds as Python objects \(from list\).*generate_state"),
+    (lambda rts: {"x": X, "y": np.array(SEEDS.spawn(6))}, TypeError, r"x\['y'\].*got seeds.*generate_state"),
+    (lambda rts: {"x": X, "y": (k for k in range(6))}, TypeError, r"x\['y'\].*generator"),
+    (lambda rts: {"x": X, "y": np.array([1, None])}, TypeError, r"x\['y'\]"),
+    (lambda rts: {}, TypeError, r"cannot scatter x of 'f': got a dict in which nothing has rows.*bcast_inputs='x'"),
+    (lambda rts: {"a": 1, "b": None, "c": "text"}, TypeError, "got a dict in which nothing has rows"),
+    (lambda rts: Pair(1, 2), TypeError, "got a Pair in which nothing has rows"),
+    (lambda rts: Initialised(X, 3), TypeError, r"scatter x of 'f': the dataclass Initialised cannot be built.*seed"),
+    (lambda rts: Endless(), ValueError, "holds itself"),
+    (lambda rts: {"x": X, "w": rts[2].shared(X)}, ValueError, r"cannot pass x\['w'\] of 'f'.*replicated; pass it as"),
+    (lambda rts: {"w": rts[1].data(X)}, ValueError, r"x\['w'\] of 'f'.*another runtime"),
+    (lambda rts: {Unsendable(): X}, SerializationError, r"structure of the arguments of 'f'.*stays here"),
+]
+REFUSED_WHOLE: list[tuple[Callable[[Any], Any], str]] = [
+    (lambda rts: {"w": X, "bad": (n for n in range(3))}, r"p\['bad'\]"),
+    (lambda rts: {"w": X, "there": rts[2].shared(X)}, "cannot pickle"),
+    (lambda rts: {"w": X, "there": rts[2].data(X)}, "cannot pickle"),
 ]
 
 
-@pytest.mark.parametrize("case", range(len(REFUSED)))
-def test_mistakes_are_named_by_their_place_before_anything_is_sent(shared_runtimes: Any, case: int) -> None:
-    rt = shared_runtimes[2]
-    value, error, text = REFUSED[case]
-    f = rt.function(lambda x: 1.0, name="f")
-    f(X)  # sends the function, and what earlier tests have dropped
-    before = dict(rt.counters)
-    for call in (f, f.submit, f.serial):
-        with pytest.raises(error, match=text):
-            call(value)
-    assert rt.counters["messages_down"] == before["messages_down"]
-
-
-def test_replicas_and_data_of_other_runtimes_are_refused_as_leaves(shared_runtimes: Any) -> None:
+def test_mistakes_are_named_by_their_place(shared_runtimes: Any, subtests: Any) -> None:
     rt = shared_runtimes[2]
     f = rt.function(lambda x: 1.0, name="f")
-    with pytest.raises(ValueError, match=r"cannot pass x\['w'\] of 'f'.*replicated; pass it as an argument of its own"):
-        f({"x": X, "w": rt.shared(X)})
-    with pytest.raises(ValueError, match=r"x\['w'\] of 'f'.*another runtime"):
-        f({"w": shared_runtimes[1].data(X)})
-
-
-def test_a_class_that_cannot_be_sent_is_named(shared_runtimes: Any) -> None:
-    def refuse(*_: Any) -> Any:
-        raise RuntimeError("stays here")
-
-    class Key:
-        __reduce_ex__ = refuse
-
-    rt = shared_runtimes[2]
-    with pytest.raises(SerializationError, match=r"structure of the arguments of 'f'.*stays here"):
-        rt.function(lambda x: 1.0, name="f")({Key(): X})
-    assert rt.function(lambda x: x["x"].sum(), outputs="sum")({"x": X}) == 15.0
-
-
-# -- any nesting ------------------------------------------------------------------------------------------------------
-
-
-def nestings(rows: int) -> st.SearchStrategy[Any]:
-    """Return nestings whose leaves are recipes of arrays, or single values."""
-    arrays = st.tuples(
-        st.sampled_from(["f8", "i4", "?", "U3", "c8"]), st.sampled_from([(), (2,), (0,), (2, 3)]), st.integers(0, 99)
-    ).map(lambda recipe: _numbers(rows, *recipe))
-    leaves = arrays | arrays.map(lambda array: array.tolist() if array.ndim == 1 else array)
-    values = leaves | st.none() | st.integers() | st.text(max_size=3)
-    return st.recursive(
-        values,
-        lambda inner: st.one_of(
-            st.dictionaries(st.text(max_size=2) | st.integers(0, 3), inner, max_size=3),
-            st.lists(inner, min_size=1, max_size=3).map(lambda parts: (*parts, {})),
-            st.tuples(inner, inner).map(lambda pair: Pair(*pair)),
-            st.tuples(inner, inner).map(lambda pair: Records(zip("ab", pair))),
-        ),
-        max_leaves=8,
-    ).map(lambda value: {"rows": _numbers(rows, "f8", (), 7), "value": value})
-
-
-def _numbers(rows: int, dtype: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 100, (rows, *shape)).astype(dtype)
-
-
-def _with_rows(value: Any, rows: Any) -> Any:
-    """Return a nesting with the given rows of its leaves, as plain Python would take them."""
-    if isinstance(value, list):
-        return np.asarray(value)[rows]
-    if isinstance(value, np.ndarray):
-        return value[rows]
-    if isinstance(value, Pair):
-        return Pair(*[_with_rows(part, rows) for part in value])
-    if isinstance(value, tuple):
-        return tuple(_with_rows(part, rows) for part in value)
-    if isinstance(value, dict):
-        return type(value)({key: _with_rows(part, rows) for key, part in value.items()})
-    return value
-
-
-@examples(15)
-@given(data=st.data())
-def test_any_nesting(shared_runtimes: Any, data: st.DataObject) -> None:
-    rt = shared_runtimes[data.draw(st.sampled_from([1, 2, 3]))]
-    num_rows = data.draw(st.integers(1, 5))
-    value = data.draw(nestings(num_rows))
-    batch = data.draw(st.none() | st.lists(st.integers(0, num_rows - 1), min_size=1, max_size=6))
-    positions = np.arange(num_rows) if batch is None else np.array(batch)
-    f = rt.function(repr, outputs=None)
-    expected = [
-        repr(_with_rows(value, rows)) if len(rows) else None for rows in np.array_split(positions, rt.world_size)
-    ]
-    assert f(value, batch=batch) == expected
-    assert f(value, batch=batch) == expected, "again, by the plan of the first"
-    assert collections.Counter(f.submit(value, batch=batch).result()) == collections.Counter(expected)
+    g = rt.function(lambda p, x: 1.0, bcast_inputs="p", name="g")
+    for make, error, text in REFUSED:
+        with subtests.test(text=text):
+            value = make(shared_runtimes)
+            for call in (f, f.submit, f.serial):
+                with pytest.raises(error, match=text):
+                    call(value)
+    for make, text in REFUSED_WHOLE:
+        with subtests.test(broadcast=text), pytest.raises(SerializationError, match=text):
+            g(make(shared_runtimes), X)
+    assert f({"x": X}) == g({"w": X}, X) == 1.0

@@ -1,18 +1,167 @@
-"""Outputs that are not arrays: what is plain and short lies in the rank's slot, all else comes in the reply."""
+"""Under op None each rank returns one object of any kind, or None; "first" and an op of its own take objects, too.
+
+The oracle is the plain function, called for the rows of each rank.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import math
+import itertools
 import os
-import signal
-from typing import Any
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from support.harness import kill_and_wait
+from support.seeds import WHOLE_OR_SAMPLE, drawn
+from support.told import told
 
 import synk
-from synk.errors import WorkerDied
+from synk.errors import CollectiveMismatch, SerializationError
+
+
+class Pair(NamedTuple):
+    """A named tuple."""
+
+    a: Any
+    b: Any
+
+
+@dataclass
+class Fit:
+    """Something that only a pickler of classes can send."""
+
+    slope: float
+
+
+# -- one object for each rank -----------------------------------------------------------------------------------------
+
+LONG = 200_000
+"""More characters than there is a place for."""
+BIG = 40_000
+"""Rows of 8 bytes, more than goes through the slots."""
+
+FORMS: dict[str, Callable[[Any], Any]] = {
+    "list of floats": lambda x: [float(value) for value in x],
+    "list of texts": lambda x: [str(value) for value in x],
+    "list of arrays": lambda x: [x[:1], x],
+    "list of long texts": lambda x: [f"{number} " * 20_000 for number in range(30)],
+    "empty list": lambda x: [],
+    "tuple": lambda x: (float(x[0]), len(x)),
+    "tuple of arrays": lambda x: (x, x.sum(), x[:1] > 0),
+    "named tuple": lambda x: Pair(len(x), {"rows": x.tolist()}),
+    "dict by rows": lambda x: {int(value): float(value) for value in x},
+    "dict of arrays": lambda x: {"b": x, "a": {"mean": x.mean(), "parts": [x, (x,)]}},
+    "default dict": lambda x: defaultdict(list, {"rows": x.tolist()}),
+    "deque": lambda x: deque(x.tolist()),
+    "set": lambda x: set(x.tolist()),
+    "text": lambda x: "rows" * len(x),
+    "texts of all lengths": lambda x: "t" * [0, 10, LONG, 3, LONG + 1, 90_000, 130_000][int(x[0])],
+    "bytes": lambda x: b"\x00.\xff" * len(x),
+    "int": lambda x: 10 ** (30 * len(x)),
+    "a number of NumPy": lambda x: x.astype(np.float32)[0],
+    "array": lambda x: x * 2,
+    "array of objects": lambda x: np.array(["a", "bc"], dtype=object),
+    "large array": lambda x: np.tile(x, BIG),
+    "an object": lambda x: Fit(float(x[0])),
+    "objects in a nest": lambda x: [Fit(1.0), {"fit": Fit(2.0), "set": {1, 2}}],
+    "None": lambda x: None,
+    "bool": lambda x: bool(x[0] > 2),
+    "another kind for each": lambda x: [7, {"a": 1}, "text", None, (1, 2), Fit(1.0), [x]][int(x[0])],
+    "another key for each": lambda x: {"abcdefg"[int(x[0])]: x, "z": None},
+    "another class for each": lambda x: [Pair(1, x), (1, x), [1, x]][int(x[0]) % 3],
+    "deep for some": lambda x: (x, None if x[0] == 2 else {"k": [x[:1], "s"] if x[0] > 1 else 3}),
+    "large for some": lambda x: [np.tile(x, BIG), (np.tile(x, BIG), 1), [3]][int(x[0]) % 3],
+    "None for some": lambda x: None if x[0] > 1 else {"b": 1, "a": {2}},
+}
+PLACES: dict[str, tuple[Callable[[Any, Any], Any], Any, Callable[[Any], Any]]] = {
+    "alone": (lambda value, x: value, None, lambda result: result),
+    "in a tuple": (lambda value, x: (1.5, value), ("avg", None), lambda result: result[1]),
+    "in a list": (lambda value, x: [value, len(x), value], [None, "sum", None], lambda result: result[2]),
+    "in a dict": (lambda value, x: {"z": value, "a": 1}, {"a": "sum", "z": None}, lambda result: result["z"]),
+    "in a named tuple": (lambda value, x: Pair(value, 1.0), (None, "sum"), lambda result: result.a),
+    "beside large rows": (
+        lambda value, x: (value, np.tile(x[:, None], BIG)), (None, "gather"), lambda result: result[0],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_whole", WHOLE_OR_SAMPLE)
+def test_each_rank_returns_what_it_likes_from_call_to_call(shared_runtimes: Any, subtests: Any, is_whole: bool) -> None:
+    """One function for each place: what it returned before says nothing of what it returns now."""
+
+    def run(x: Any, form: str, place: str) -> Any:
+        return PLACES[place][0](FORMS[form](x), x)
+
+    functions = {
+        (place, workers): shared_runtimes[workers].function(
+            run, bcast_inputs=("form", "place"), outputs=outputs, name="run"
+        )
+        for place, (_, outputs, _) in PLACES.items()
+        for workers in (1, 2, 3, "inline")
+    }
+    kept = []
+    for case in drawn(itertools.product(FORMS, PLACES, (1, 2, 3, "inline"), (1, 2, 5, 6), (1, 2)), is_whole, 160):
+        form, place, workers, rows, num_slices = case
+        make, (_, _, found), num_ranks = FORMS[form], PLACES[place], 1 if workers == "inline" else workers
+        x = np.arange(1.0, rows + 1)
+        shares = [part for part in np.array_split(x, num_ranks) if len(part)]
+        values = [make(part) for part in shares]
+        if num_slices > 1:
+            values = [[make(cut) for cut in np.array_split(part, num_slices) if len(cut)] for part in shares]
+        expected = told(values + [None] * (num_ranks - len(shares)))
+        f = functions[place, workers]
+        with subtests.test(case=str(case)):
+            for call in (f, f, lambda *args, f=f, **options: f.submit(*args, **options).result()):
+                result = call(x, form, place, num_slices=num_slices)
+                assert told(found(result)) == expected
+                if place == "beside large rows":
+                    np.testing.assert_array_equal(result[1][:, 0], x)
+            kept.append((found(result), expected))
+    assert all(told(value) == expected for value, expected in kept), "a later call has changed a result"
+
+
+def only(rank: int, value: Callable[[], Any]) -> Any:
+    """Return a value on one rank, None on the others."""
+    return value() if synk.comm.rank == rank else None
+
+
+def test_who_returns_none_may_change_from_call_to_call(shared_runtimes: Any) -> None:
+    f = shared_runtimes[3].function(
+        lambda k, x: (only(k, lambda: x.sum()), x.sum()), bcast_inputs="k", outputs=(None, "sum")
+    )
+    for rank in (0, 1, 2, 5, 1, 0, 1, 2, 5, 1):
+        parts, total = f(rank, np.arange(6.0))
+        assert total == 15.0
+        assert parts == [value if each == rank else None for each, value in enumerate([1.0, 5.0, 9.0])]
+    g = shared_runtimes[3].function(
+        lambda x: defaultdict(list, s=x.sum(), n=only(0, lambda: (1, {"k": [3]})), t="text"),
+        outputs={"s": "sum", "n": None, "t": "first"},
+    )
+    expected = defaultdict(list, s=15.0, n=[(1, {"k": [3]}), None, None], t="text")
+    result = g(np.arange(6.0))
+    assert (type(result), result) == (defaultdict, expected), "a dict that ranks fill differently keeps its kind"
+    report = f.verify(1, np.arange(6.0))
+    assert [output.name for output in report.outputs] == ["[0]", "[1]"], "paired by their place"
+    assert [output.matching for output in report.outputs] == [(), ()]
+
+
+def test_a_subset_of_outputs_needs_an_op_for_each(shared_runtimes: Any) -> None:
+    f = shared_runtimes[2].function(lambda x: (1, [2] * synk.comm.rank), outputs=None, name="f")
+    with pytest.raises(TypeError, match=r"cannot select outputs of 'f': got output_subset and op None"):
+        f(np.zeros(2), output_subset=[0])
+    g = shared_runtimes[2].function(
+        lambda x: {"a": "text", "b": x.sum(), "c": [1, synk.comm.rank]}, outputs=dict.fromkeys("abc")
+    )
+    full = {"a": ["text"] * 2, "b": [2.0, 2.0], "c": [[1, 0], [1, 1]]}
+    for subset in (["a"], ["c", "a"], ["b"], ["a"], list("abc")):
+        for _ in range(2):
+            assert g(np.ones(4), output_subset=subset) == {key: full[key] for key in subset}
+
+
+# -- ops of one's own -------------------------------------------------------------------------------------------------
 
 
 class Joined(synk.Op):
@@ -22,142 +171,8 @@ class Joined(synk.Op):
         return "+".join(values)
 
 
-class Fit:
-    """Something that only a pickler of classes can send."""
-
-    def __init__(self, slope: float) -> None:
-        self.slope = slope
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Fit) and other.slope == self.slope
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-LONG = "x" * 200_000  # more than there is a place for
-VALUES = [
-    *("", "text", "a longer text than the one before" * 3, "text", "grün", b"\x00.\xff", True, 0, -1, 1 << 80, 1 << 63),
-    *(1.5, math.inf, 2 - 1j, "text", LONG, "short", LONG, LONG + "y", "y" * 90_000, "y" * 130_000, ""),
-    *(Fit(2.0), "text", Fit(3.0), Fit(3.0), np.float32(1.5), np.int64(3), np.array(["a", "bc"], dtype=object)),
-    *(np.arange(3), "text", range(3), {1, 2}),
-]
-NESTED = [
-    *([1, "two", [3.0, "four"]], [1, "two"], {"a": "text", "n": 1}, {"a": "other", "n": 1 << 70}, ("one", 2)),
-    *([["one", 2], ["three"]], {"b": {"c": ["d"] * 40}}, {"a": "text", "n": 1}, {"a": LONG, "n": True}, ("one", 2)),
-    [f"{number} " * 20_000 for number in range(30)],  # more together than there is room for
-]
-
-
-def is_same(one: Any, other: Any) -> bool:
-    """Whether two values are equal and of one type, down to their parts."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, np.ndarray):
-        return one.dtype == other.dtype and one.tolist() == other.tolist()
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(is_same, one, other))
-    if isinstance(one, dict):
-        return list(one) == list(other) and is_same(list(one.values()), list(other.values()))
-    return bool(one == other)
-
-
-def of_rank(values: Any, number: int, rank: int) -> Any:
-    """What a rank returns: each begins at another place of the list."""
-    return values[(number + 5 * rank) % len(values)]
-
-
-@pytest.mark.parametrize("where", [1, 2, 3, "inline"])
-def test_each_rank_returns_what_it_likes_from_call_to_call(shared_runtimes: Any, where: Any) -> None:
-    rt = shared_runtimes[where]
-
-    def f(x: Any, number: Any) -> Any:
-        return of_rank(VALUES, int(number[0]), synk.comm.rank)
-
-    each = rt.function(f, bcast_inputs="number", outputs=None)
-    first = rt.function(f, bcast_inputs="number", outputs="first")
-    kept = []
-    for number in range(2 * len(VALUES)):
-        args = np.ones(rt.world_size), np.array([number])
-        expected = [of_rank(VALUES, number, rank) for rank in range(rt.world_size)]
-        for _ in range(2):  # the second is like the one before
-            got = each(*args)
-            assert is_same(got, expected), (number, got, expected)
-        assert is_same(first(*args), expected[0])
-        kept.append((got, expected))
-    assert all(is_same(got, expected) for got, expected in kept)
-
-
-@pytest.mark.parametrize("where", [2, 3, "inline"])
-def test_structures_of_texts_and_arrays(shared_runtimes: Any, where: Any) -> None:
-    rt = shared_runtimes[where]
-    size = rt.world_size
-
-    def f(x: Any, text: Any, number: Any) -> Any:
-        word = text * (synk.comm.rank + 1)
-        return {"word": word, "sum": x.sum(), "more": (number, [word, None], x), "none": None}
-
-    ops = {"word": None, "sum": "sum", "more": (None, None, "gather"), "none": "first"}
-    call = rt.function(f, bcast_inputs=["text", "number"], outputs=ops)
-    x = np.arange(2.0 * size)
-    for text in ("a", "bc", "d" * 300, "e", "f" * 150_000, "g"):
-        for number in (1, 2.5, "three"):
-            got = call(x, text, number)
-            words = [text * (rank + 1) for rank in range(size)]
-            assert got["word"] == words and got["sum"] == x.sum() and got["none"] is None
-            numbers, listed, rows = got["more"]
-            assert is_same(numbers, [number] * size)
-            assert listed == [[word, None] for word in words]
-            np.testing.assert_array_equal(rows, x)
-            got["more"][1][0].clear()  # it is the caller's
-
-
-def test_a_list_has_an_object_for_each_row(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[3]
-    call = rt.function(lambda x: [f"row {value:g}" * int(value + 1) for value in x], outputs="gather")
-    for num_rows in (7, 3, 30, 7):
-        x = np.arange(float(num_rows))
-        for _ in range(2):
-            assert call(x) == [f"row {value:g}" * int(value + 1) for value in x]
-
-
-@pytest.mark.parametrize("num_slices", [1, 3])
-def test_with_slices_submitted_and_on_some_ranks(shared_runtimes: Any, num_slices: int) -> None:
-    rt = shared_runtimes[3]
-    call = rt.function(lambda x: f"{x.sum():g}", outputs=Joined())
-    f = rt.function(lambda x: f"{x.sum():g}" * 3, outputs=None)
-    x = np.arange(9.0)
-    expected = [f"{part.sum():g}" * 3 for part in np.split(x, 3)]
-    pending = [f.submit(x) for _ in range(6)]
-    assert [each.result() for each in pending] == [expected] * 6
-    assert f(x[:2]) == ["000", "111", None]
-    assert f(x) == expected
-    for _ in range(3):
-        parts = [f"{part.sum():g}" for part in np.split(x, 3 * num_slices)]
-        assert call(x, num_slices=num_slices) == "+".join(parts)
-
-
-def test_what_is_simple_and_short_takes_no_message(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    texts = ["a first text", "another", "", "a third one, longer"]
-    call = rt.function(lambda x: (texts[int(x[0])], {"n": [1, (texts[int(x[0])], 0.5)]}), outputs=None)
-    call(np.zeros(4))
-    call(np.zeros(4))
-    before = dict(rt.counters)
-    for number, text in enumerate(texts):
-        assert call(np.full(4, float(number))) == [(text, {"n": [1, (text, 0.5)]})] * 2
-    assert rt.counters["bytes_up"] - before["bytes_up"] == 8 * rt.world_size * len(texts)  # doorbells
-
-
-@pytest.mark.parametrize("where", [2, "inline"])
-def test_nested_values_change_from_call_to_call(shared_runtimes: Any, where: Any) -> None:
-    rt = shared_runtimes[where]
-    f = rt.function(lambda x, number: NESTED[int(number[0]) % len(NESTED)], bcast_inputs="number", outputs="first")
-    for number in (*range(2 * len(NESTED)), *(0, 0, 2, 2, 3, 3)):
-        assert is_same(f(np.ones(2), np.array([number])), NESTED[number % len(NESTED)])
-
-
 class Small(synk.Op):
-    """Accepts few dtypes."""
+    """Accepts one dtype."""
 
     def check(self, dtype: np.dtype, what: str) -> None:
         if dtype != np.int64:
@@ -167,79 +182,77 @@ class Small(synk.Op):
         return values
 
 
-@pytest.mark.parametrize("numbers", [(1, 1, 2.5), (1, 1, True), (1, 1 << 80, 0.5)])
-def test_each_number_is_checked(shared_runtimes: Any, numbers: Any) -> None:
-    f = shared_runtimes[2].function(lambda x: numbers[int(x[0])], outputs=Small())
-    for number, value in enumerate(numbers[:2]):
-        assert f(np.full(2, number)) == [value] * 2
-    with pytest.raises(TypeError, match=r"the output of .* has dtype"):
-        f(np.full(2, 2))
+def test_ops_of_ones_own_combine_objects(shared_runtimes: Any) -> None:
+    f = shared_runtimes[3].function(lambda x: f"{x.sum():g}", outputs=Joined())
+    x = np.arange(9.0)
+    for num_slices in (1, 3, 1):
+        parts = [f"{part.sum():g}" for part in np.split(x, 3 * num_slices)]
+        assert f(x, num_slices=num_slices) == f.submit(x, num_slices=num_slices).result() == "+".join(parts)
+    for other in (2.5, True):  # each number is checked, not only the first
+        g = shared_runtimes[2].function(
+            lambda x, other=other: (1, 1, other)[int(x[0])], outputs=Small(), bcast_inputs="other"
+        )
+        assert g(np.full(2, 0)) == g(np.full(2, 1)) == [1, 1]
+        with pytest.raises(TypeError, match=r"the output of .* has dtype"):
+            g(np.full(2, 2))
 
 
-def test_one_rank_returns_more_than_before(shared_runtimes: Any) -> None:
-    """Its place must grow while the other's stays, and the slot with it."""
-    f = shared_runtimes[2].function(lambda x: "t" * int(x[0]), outputs=None)
-    for length in (10, 10, 100, 10, 50_000, 100_000, 10):
-        assert f(np.array([10, length])) == ["t" * 10, "t" * length]
-        assert f(np.array([length, 10])) == ["t" * length, "t" * 10]
+# -- what is refused, and deaths --------------------------------------------------------------------------------------
 
 
-def test_only_some_outputs_and_verified(shared_runtimes: Any) -> None:
-    f = shared_runtimes[2].function(
-        lambda x: {"a": "text", "b": x.sum(), "c": [1, "more"]}, outputs=dict.fromkeys("abc")
-    )
-    x = np.ones(4)
-    f.verify(x)
-    for subset in (["a"], ["c", "a"], ["b"], ["a"]):
-        full = {"a": ["text"] * 2, "b": [2.0, 2.0], "c": [[1, "more"]] * 2}
-        for _ in range(2):
-            assert f(x, output_subset=subset) == {key: full[key] for key in subset}
-        assert f(x) == full
+class Loud(str):
+    """A text that says itself how it is pickled."""
+
+    def __reduce__(self) -> Any:
+        raise ValueError("not me")
+
+
+DIFFER = CollectiveMismatch, "expected one structure on all ranks"
+REFUSED: list[tuple[Callable[[Any], Any], Any, tuple[type[Exception], str]]] = [
+    (lambda x: only(0, lambda: x.sum()), "sum", DIFFER),
+    (lambda x: (x, only(0, lambda: x)), "gather", DIFFER),
+    (lambda x: (only(0, lambda: (1, x.sum())), 1.0), ((None, "sum"), "sum"), DIFFER),
+    (lambda x: ([1] * synk.comm.rank, x.sum()), ("sum", None), DIFFER),
+    (lambda x: ((1, 2) if synk.comm.rank else 3, x.sum()), ("first", "sum"), DIFFER),
+    (
+        lambda x: ("name", 3, (each for each in x)),
+        (None, None, None),
+        (SerializationError, r"\(output 2\): TypeError: cannot pickle 'generator'"),
+    ),
+    (lambda x: Loud("text"), None, (SerializationError, r"\(the output\): ValueError: not me")),
+]
+
+
+def test_what_is_refused_is_named(shared_runtimes: Any, subtests: Any) -> None:
+    rt = shared_runtimes[2]
+    for fn, outputs, (error, words) in REFUSED:
+        with subtests.test(outputs=str(outputs), words=words), pytest.raises(error, match=words):
+            rt.function(fn, outputs=outputs)(np.arange(4.0))
+    call = rt.function(lambda x: Loud("text") if x[0] else "text", outputs=None)
+    for _ in range(2):
+        assert call(np.zeros(2)) == ["text"] * 2
+        with pytest.raises(SerializationError, match="not me"):
+            call(np.ones(2))
 
 
 def test_a_worker_dies_between_two_texts(reused: Any) -> None:
     rt = reused(2)
-    f = rt.function(lambda x: f"text {x[0]:g}", outputs=None)
+    f = rt.function(lambda x: (f"text {x[0]:g}", os.getpid()), outputs=(None, None))
     for victim in (0, 1):
-        assert f(np.arange(2.0)) == ["text 0", "text 1"]
-        os.kill(rt._session.workers.by_rank[victim].process.pid, signal.SIGKILL)
-        with contextlib.suppress(WorkerDied):  # unless it is missed before the call
-            f(np.arange(2.0))
-        assert f(np.arange(2.0)) == ["text 0", "text 1"]
+        texts, pids = f(np.arange(2.0))
+        assert texts == ["text 0", "text 1"]
+        kill_and_wait(pids[victim])
+        with pytest.warns(RuntimeWarning, match=f"rank {victim} .* was started again"):
+            assert f(np.arange(2.0))[0] == ["text 0", "text 1"]
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_over_nodes_and_where_a_rank_returns_none(nodes: int) -> None:
-    with synk.Runtime(2, cluster="here", nodes=nodes) as rt:
-        f = rt.function(
-            lambda x: (None if x[0] % 2 else "even", x.sum(), 3, "same"), outputs=(None, "sum", None, "first")
-        )
-        g = rt.function(lambda x: (None if x[0] % 2 else "even", x.copy()), outputs=(None, None))
-        for _ in range(3):
-            x = np.arange(float(rt.world_size))
-            words = ["even", None] * nodes
-            assert f(x) == (words, x.sum(), [3] * len(x), "same")
-            texts, arrays = g(x)
-            assert texts == words
-            np.testing.assert_array_equal(arrays, x[:, None])
-
-
-def test_what_cannot_be_pickled_is_named(shared_runtimes: Any) -> None:
-    f = shared_runtimes[2].function(lambda x: ("name", 3, (each for each in x)), outputs=(None, None, None))
-    with pytest.raises(synk.errors.SerializationError, match=r"\(output 2\): TypeError: cannot pickle 'generator'"):
-        f(np.ones(2))
-
-
-def test_a_class_of_ones_own_is_pickled_as_before(shared_runtimes: Any) -> None:
-    """Only pickles of plain types may lie in a slot: loading them runs nobody's code."""
-
-    class Loud(str):
-        def __reduce__(self) -> Any:
-            raise ValueError("not me")
-
-    call = shared_runtimes[2].function(lambda x: Loud("text") if x[0] else "text", outputs=None)
+def test_over_nodes(reused: Any) -> None:
+    rt = reused("1+1")
+    f = rt.function(
+        lambda x: (None if x[0] % 2 else "even", x.sum(), 3, "same", x.copy()),
+        outputs=(None, "sum", None, "first", None),
+    )
     for _ in range(3):
-        assert call(np.zeros(2)) == ["text"] * 2
-    with pytest.raises(synk.errors.SerializationError, match=r"\(the output\): ValueError: not me"):
-        call(np.ones(2))
-    assert call(np.zeros(2)) == ["text"] * 2
+        assert told(f(np.arange(2.0))) == told(
+            (["even", None], np.float64(1), [3, 3], "same", [np.zeros(1), np.ones(1)])
+        )

@@ -45,6 +45,12 @@ FORMS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "in a dict": (lambda value: {"b": value, "a": np.ones(2)}, lambda op: {"a": "sum", "b": op}),
     "beside a large array": (lambda value: [value, np.ones(60_000)], lambda op: [op, "sum"]),
 }
+FOUND: dict[str, Callable[[Any], Any]] = {
+    "alone": lambda got: got,
+    "in a tuple": lambda got: got[1],
+    "in a dict": lambda got: got["b"],
+    "beside a large array": lambda got: got[0],
+}
 WAYS: dict[str, Callable[..., Any]] = {
     "call": lambda f, *args, **options: f(*args, **options),
     "submit": lambda f, *args, **options: f.submit(*args, **options).result(),
@@ -58,27 +64,23 @@ def combine(rows: Any, of_values: Callable[[Sequence[int]], int], table: list[in
 
 
 @pytest.mark.parametrize("is_whole", WHOLE_OR_SAMPLE)
-@pytest.mark.parametrize("where", WHERE, ids=str)
-def test_they_are_combined_exactly(shared_runtimes: Any, reused: Any, where: Any, is_whole: bool) -> None:
-    runtime = reused(where) if isinstance(where, str) and "+" in where else shared_runtimes[where]
-    table = itertools.product(OPS, VALUES, FORMS, WAYS, (1, 3))
-    functions: dict[tuple[str, str], Any] = {}
-
+def test_they_are_combined_exactly(shared_runtimes: Any, subtests: Any, is_whole: bool) -> None:
     def run(rows: Any, name: str, values: str, form: str) -> Any:
         return FORMS[form][0](combine(rows, OPS[name][1], VALUES[values]))
 
-    for case in drawn(table, is_whole, 40):
-        name, values, form, way, num_slices = case
-        op, of_values = OPS[name]
-        if (name, form) not in functions:
-            functions[name, form] = runtime.function(
-                run, bcast_inputs=("name", "values", "form"), outputs=FORMS[form][1](op)
-            )
-        rows = np.arange(len(VALUES[values]))
-        got = WAYS[way](functions[name, form], rows, name, values, form, num_slices=num_slices)
-        found = got if form == "alone" else got["b"] if isinstance(got, dict) else got[1 if form == "in a tuple" else 0]
-        expected = of_values(VALUES[values])
-        assert (type(found), found) == (int, expected), case
+    functions = {
+        (where, name, form): shared_runtimes[where].function(
+            run, bcast_inputs=("name", "values", "form"), outputs=FORMS[form][1](OPS[name][0]), name="run"
+        )
+        for where, name, form in itertools.product(WHERE, OPS, FORMS)
+    }
+    for case in drawn(itertools.product(WHERE, OPS, VALUES, FORMS, WAYS, (1, 3)), is_whole, 150):
+        where, name, values, form, way, num_slices = case
+        with subtests.test(case=str(case)):
+            rows = np.arange(len(VALUES[values]))
+            got = WAYS[way](functions[where, name, form], rows, name, values, form, num_slices=num_slices)
+            found = FOUND[form](got)
+            assert (type(found), found) == (int, OPS[name][1](VALUES[values]))
 
 
 @pytest.mark.parametrize("op", ["sum", "prod", "max"])
@@ -89,37 +91,32 @@ def test_a_reproducible_sum_is_exact(shared_runtimes: Any, op: str) -> None:
     assert f(rows) == combine(rows, of_values, values)
 
 
-def test_an_enumeration_and_other_subclasses_count_as_ints(shared_runtimes: Any) -> None:
+def test_subclasses_count_as_ints_and_numpys_integers_wrap(shared_runtimes: Any) -> None:
     class Count(int):
         pass
 
     found = shared_runtimes[2].function(lambda rows: Count(2**63), outputs="sum")(np.arange(2))
     assert (type(found), found) == (int, 2**64)
-
-
-@pytest.mark.parametrize("num_slices", [1, 2])
-def test_integers_of_numpy_wrap_as_numpys(shared_runtimes: Any, num_slices: int) -> None:
     values = np.array([2**62, 2**62, 2**62, 2**62, 5])
     f = shared_runtimes[2].function(lambda x: x.sum(), outputs="sum")
-    found = f(values, num_slices=num_slices)
-    assert (type(found), found) == (np.int64, values.sum())
+    for num_slices in (1, 2):
+        found = f(values, num_slices=num_slices)
+        assert (type(found), found) == (np.int64, values.sum())
 
 
-@pytest.mark.parametrize("num_slices", [1, 2])
-@pytest.mark.parametrize("dtype", ["int8", "int64", "uint64"])
-@pytest.mark.parametrize("first", [True, False])
-def test_ints_beside_integers_of_numpy(shared_runtimes: Any, first: bool, dtype: str, num_slices: int) -> None:
+def test_ints_beside_integers_of_numpy(shared_runtimes: Any, subtests: Any) -> None:
     """As ``sum([])`` is beside ``sum(array)``: they count as NumPy's where they fit, else the error says so."""
-    f = shared_runtimes[2].function(
-        lambda x, large: large if bool(x[0] == 0) == first else x.sum(dtype=dtype),
-        bcast_inputs="large", outputs="sum", name="f",
-    )  # fmt: skip
     rows = np.array([0, 0, 1, 1])
-    found = f(rows, 3, num_slices=num_slices)
-    per_call = num_slices * 3
-    assert (found.dtype, found) == (np.dtype(dtype), per_call + (2 if first else 0))
-    with pytest.raises(OverflowError, match=rf"the output of 'f': got an int of 71 bits beside .* {dtype}"):
-        f(rows, 2**70 // num_slices, num_slices=num_slices)
+    for first, dtype, num_slices in itertools.product((True, False), ("int8", "int64", "uint64"), (1, 2)):
+        f = shared_runtimes[2].function(
+            lambda x, large, first=first, dtype=dtype: large if bool(x[0] == 0) == first else x.sum(dtype=dtype),
+            bcast_inputs=("large", "first", "dtype"), outputs="sum", name="f",
+        )  # fmt: skip
+        with subtests.test(first=first, dtype=dtype, num_slices=num_slices):
+            found = f(rows, 3, num_slices=num_slices)
+            assert (found.dtype, found) == (np.dtype(dtype), num_slices * 3 + (2 if first else 0))
+            with pytest.raises(OverflowError, match=rf"the output of 'f': got an int of 71 bits beside .* {dtype}"):
+                f(rows, 2**70 // num_slices, num_slices=num_slices)
 
 
 def test_other_mixtures_are_told(shared_runtimes: Any) -> None:

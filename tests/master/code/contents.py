@@ -15,7 +15,7 @@ import warnings
 import zlib
 from collections import deque
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -24,34 +24,9 @@ MOST_ELEMENTS = 24
 """Of arrays and collections that are written out; larger ones are summed up."""
 
 
-class Point(NamedTuple):
-    """Holds something that changes, and cannot be changed itself."""
-
-    k: list[int]
-    n: int
-
-
 def text(obj: Any) -> str:
     """Return what ``obj`` holds, all the way down; the second time an object is met, the number of the first."""
     return _Reader().read(obj)
-
-
-def unwrap(obj: Any, wraps: tuple[str, ...]) -> Any:
-    """Return what was wrapped, from outside in."""
-    for each in wraps:
-        if each in ("dict", "OrderedDict", "defaultdict", "UserDict"):
-            obj = obj["k"]
-        elif each in ("list", "tuple"):
-            obj = obj[1]
-        elif each in ("deque", "objects"):
-            obj = obj[0]
-        elif each == "partial":
-            obj = obj.args[0]
-        elif each == "closure":
-            obj = obj()
-        else:
-            obj = obj.k() if each == "class" else obj.k
-    return obj
 
 
 class _Reader:
@@ -167,8 +142,8 @@ def _public(table: Any) -> dict[str, Any]:
 
 
 def _is_ours(cls: type) -> bool:
-    """Whether a class was made by the tests or a script. Not told by ``__qualname__``: copies by value lose it."""
-    return cls.__module__ in ("kinds", "programs", "__main__")
+    """Whether a class was made by a script. Not told by ``__qualname__``: copies by value lose it."""
+    return cls.__module__ == "__main__"
 
 
 def _summed_up(lines: list[str]) -> str:

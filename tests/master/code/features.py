@@ -18,10 +18,6 @@ import synk
 
 FEATURES: dict[str, str] = {
     # -- annotations
-    "annotations": """
-        def rate(x: int, *more: float, named: "str" = "a") -> list[int]: return [x]
-        def feature(x): return rate(x), rate.__annotations__
-        """,
     "annotations that name nothing": """
         import typing
         if typing.TYPE_CHECKING:
@@ -47,14 +43,6 @@ FEATURES: dict[str, str] = {
         def feature(x):
             return rate(x).x, Later.__annotations__["next"] is Later, rate.__annotations__["x"] is Later
         """,
-    "annotations of a class": """
-        class Model:
-            rate: int = 1
-            steps: "list[int]"
-        class More(Model):
-            name: str
-        def feature(x): return Model.__annotations__, More.__annotations__, More().rate
-        """,
     "annotations of a class that name nothing, 3.14": """
         import dataclasses, typing
         if typing.TYPE_CHECKING:
@@ -72,12 +60,13 @@ FEATURES: dict[str, str] = {
             return Model(x), Model(x).scaled(3), texts, [field.name for field in dataclasses.fields(Model)]
         """,
     "annotations that are changed": """
-        class Model: rate: int = 1
-        def scaled(x: int): return x
+        class Base: steps: "list[int]"
+        class Model(Base): rate: int = 1
+        def scaled(x: int, *more: float, named: "str" = "a") -> list[int]: return x
         scaled.__annotations__["x"] = float
         scaled.__annotations__["more"] = "int"
         Model.__annotations__["rate"] = "float"
-        def feature(x): return scaled.__annotations__, Model.__annotations__
+        def feature(x): return scaled.__annotations__, Model.__annotations__, Base.__annotations__
         """,
     "postponed annotations": """
         from __future__ import annotations
@@ -90,12 +79,6 @@ FEATURES: dict[str, str] = {
             total: typing.ClassVar[int] = 3
         def scaled(x: Tensor) -> Tensor: return x
         def feature(x): return Model(x), Model.__annotations__, scaled(x), scaled.__annotations__
-        """,
-    "annotated": """
-        from typing import Annotated, Literal, Optional, Union, get_type_hints
-        def scaled(x: Annotated[int, "unit"], y: Optional[int], z: Union[int, str], v: Literal["a"]) -> int | None:
-            return x
-        def feature(x): return get_type_hints(scaled, include_extras=True)
         """,
     # -- generics
     "generic class": """
@@ -122,8 +105,11 @@ FEATURES: dict[str, str] = {
             )
         """,
     "type parameters of a function, 3.12": """
-        def first[T: (int, float)](items: list[T]) -> T: return items[0]
-        def feature(x): return first([x, 1]), str(first.__type_params__), first.__type_params__[0].__constraints__
+        class Base: pass
+        def first[T: (int, float), S: Base](items: list[T]) -> T | S: return items[0]
+        def feature(x):
+            one, two = first.__type_params__
+            return first([x, 1]), str(one), one.__constraints__, two.__bound__ is Base
         """,
     "typed decorator, 3.12": """
         import functools
@@ -137,11 +123,6 @@ FEATURES: dict[str, str] = {
         def scaled(x: int) -> int: return x
         def feature(x): return scaled(x), packed(x, 1), inspect_names(logged)
         def inspect_names(fn): return [str(each) for each in fn.__type_params__]
-        """,
-    "bound of a type parameter, 3.12": """
-        class Base: pass
-        def first[T: Base](item: T) -> T: return item
-        def feature(x): return first(x), first.__type_params__[0].__bound__ is Base
         """,
     "default of a type parameter, 3.13": """
         class Box[T = int]:
@@ -166,15 +147,6 @@ FEATURES: dict[str, str] = {
         P, R, Unit = ParamSpec("P"), TypeVar("R", bound=int), NewType("Unit", int)
         def feature(x): return str(P), R.__bound__, Unit(x), Unit.__name__, str(list[R])
         """,
-    "protocol": """
-        from typing import Protocol, runtime_checkable
-        @runtime_checkable
-        class Scaled(Protocol):
-            def scale(self, x: int) -> int: ...
-        class Model:
-            def scale(self, x): return x
-        def feature(x): return isinstance(Model(), Scaled), isinstance(x, Scaled)
-        """,
     "typed dict": """
         from typing import NamedTuple, TypedDict
         class Options(TypedDict, total=False):
@@ -188,14 +160,6 @@ FEATURES: dict[str, str] = {
                 Options(rate=x), Options.__optional_keys__, Point(x), Point(x).total(),
                 Point._field_defaults, Point(1)._asdict(),
             )
-        """,
-    "generic named tuple, 3.11": """
-        from typing import Generic, NamedTuple, TypeVar
-        T = TypeVar("T")
-        class Pair(NamedTuple, Generic[T]):
-            a: T
-            b: T
-        def feature(x): return Pair[int](x, 1)
         """,
     # -- functools
     "partialmethod": """
@@ -224,32 +188,12 @@ FEATURES: dict[str, str] = {
             last = partialmethod(scaled, Placeholder, 5)
         def feature(x): return take(x), Model().last(x), partial(take, 3)()
         """,
-    "functools": """
-        import functools
-        @functools.total_ordering
-        class Model:
-            def __init__(self, x): self.x = x
-            def __eq__(self, other): return self.x == other.x
-            def __lt__(self, other): return self.x < other.x
-            @functools.cached_property
-            def twice(self): return 2 * self.x
-            @functools.lru_cache
-            def cached(self, y): return y
-            __hash__ = None
-        @functools.cache
-        def power(x): return x ** 2
-        def feature(x): return Model(1) >= Model(0), Model(x).twice, power(3)
-        """,
     # -- classes
     "static attributes, 3.13": """
         class Model:
             def __init__(self, x): self.x = x
             def later(self): self.y = 1
-        def feature(x): return sorted(Model.__static_attributes__), Model(x).x
-        """,
-    "first line, 3.13": """
-        class Model: pass
-        def feature(x): return Model.__firstlineno__, Model.__module__, Model.__qualname__
+        def feature(x): return sorted(Model.__static_attributes__), Model.__firstlineno__, Model.__qualname__
         """,
     "slots": """
         import dataclasses
@@ -276,19 +220,6 @@ FEATURES: dict[str, str] = {
         def feature(x):
             point = Point(x)
             return weakref.ref(point)() is point, point, dataclasses.replace(point, z=1)
-        """,
-    "made dataclass": """
-        import collections, dataclasses
-        Point = dataclasses.make_dataclass("Point", [("x", int), ("y", int, 2)])
-        Pair = collections.namedtuple("Pair", "a b", defaults=(3,))
-        def feature(x): return Point(x), Pair(x), dataclasses.astuple(Point(x))
-        """,
-    "documented field, 3.14": """
-        import dataclasses
-        @dataclasses.dataclass
-        class Point:
-            x: int = dataclasses.field(doc="the unit", default=1)
-        def feature(x): return Point(), dataclasses.fields(Point)[0].doc
         """,
     "metaclass": """
         class Meta(type):
@@ -428,12 +359,6 @@ FEATURES: dict[str, str] = {
                 str(Wrong(3)),
             )
         """,
-    "subclass of a path, 3.12": """
-        import pathlib
-        class Own(pathlib.PurePosixPath):
-            def last(self): return self.name
-        def feature(x): return Own("/a/b").last(), Own("/a") / "c"
-        """,
     "deprecated, 3.13": """
         from warnings import catch_warnings, deprecated, simplefilter
         @deprecated("use another", category=None)
@@ -448,63 +373,16 @@ FEATURES: dict[str, str] = {
             return old(x), old.__deprecated__, Old.__deprecated__, len(found), found[0].category
         """,
     "override, 3.12": """
-        from typing import final, overload, override
+        from typing import final, override
         class Base:
             def shown(self): return 0
         @final
         class Model(Base):
             @override
             def shown(self): return 1
-        @overload
-        def scaled(x: int) -> int: ...
-        @overload
-        def scaled(x: str) -> str: ...
-        def scaled(x): return x
-        def feature(x): return Model().shown(), Model.shown.__override__, Model.__final__, scaled(x)
-        """,
-    "copy.replace, 3.13": """
-        import copy
-        class Point:
-            def __init__(self, x, y): self.x, self.y = x, y
-            def __replace__(self, **changes): return Point(**{**vars(self), **changes})
-        def feature(x): return vars(copy.replace(Point(1, 2), x=5))
+        def feature(x): return Model().shown(), Model.shown.__override__, Model.__final__
         """,
     # -- syntax of functions
-    "parameters": """
-        def scaled(a, /, b, c=3, *rest, d, e=5, **more): return a, b, c, rest, d, e, more
-        def feature(x): return scaled(1, 2, d=4), scaled(1, 2, 3, 4, d=4, f=6), scaled.__kwdefaults__
-        """,
-    "match": """
-        def told(value):
-            match value:
-                case {"a": [first, *rest], **more}: return first, rest, more
-                case int() | float() as number if number > 1: return number
-                case _: return None
-        def feature(x): return told({"a": [1, 2], "b": 3}), told(3), told("")
-        """,
-    "with, walrus, comprehensions": """
-        import contextlib
-        @contextlib.contextmanager
-        def held(x): yield x
-        def feature(x):
-            with (held(1) as a, held(2) as b):
-                table = {k: [v for v in range(k)] for k in range(3)}
-            return a, b, table, (n := 10) + n, [*(i for i in range(2))], {*[1, 2]}
-        """,
-    "except groups, 3.11": """
-        def feature(x):
-            found = []
-            try:
-                raise ExceptionGroup("all", [ValueError(1), KeyError(2)])
-            except* ValueError as group:
-                found += [str(each) for each in group.exceptions]
-            except* KeyError as group:
-                found += [str(each) for each in group.exceptions]
-            return found
-        """,
-    "nested f-strings, 3.12": """
-        def feature(x): return f"{f"{1 + 1}"!r:>5} {[f"{y}" for y in "ab"]}"
-        """,
     "template strings, 3.14": """
         from string.templatelib import Interpolation, Template
         name, rate = "a", 0.5
@@ -512,16 +390,6 @@ FEATURES: dict[str, str] = {
         def feature(x):
             made = t"rate {rate:.2f} of {name!r}"
             return list(made), list(held), isinstance(held, Template), made.interpolations[0].format_spec
-        """,
-    "lambdas and closures": """
-        def made(n):
-            def raised(by):
-                nonlocal n
-                n += by
-                return n
-            return raised, lambda: n
-        raised, read = made(3)
-        def feature(x): return raised(2) - raised(0), (lambda *a, **k: (a, k))(1, b=2), (lambda y=read: callable(y))()
         """,
     "coroutines": """
         import asyncio
@@ -533,23 +401,6 @@ FEATURES: dict[str, str] = {
         async def main():
             async with Source() as found: return [each async for each in numbers()] + [found]
         def feature(x): return asyncio.run(main())
-        """,
-    "generators": """
-        def outer():
-            got = yield from inner()
-            yield got
-        def inner():
-            yield 1
-            return 2
-        def feature(x): return [*outer()], [*(y for y in inner())]
-        """,
-    "attributes of a function": """
-        def scaled(x): return scaled.calls, scaled.__doc__, scaled.__name__, scaled.__qualname__
-        scaled.calls, scaled.__doc__, scaled.__name__, scaled.__qualname__ = 3, "Own.", "other", "more.other"
-        def feature(x): return scaled(x)
-        """,
-    "unpacking comprehensions, 3.15": """
-        def feature(x): return [*each for each in [[1], [2, 3]]]
         """,
     "lazy imports, 3.15": """
         lazy import fractions

@@ -1,1113 +1,502 @@
-"""The table of kinds of captured objects: how each is made, and changed in place again and again.
+"""The table of kinds of captured objects: a program that makes one, and a line that changes it again and again.
 
-A maker returns the object and ``change()``, after which the object's text (``contents.text``) is not what it was.
-Classes and helpers are made inside the makers, so that they travel by value; modules have their own tests.
+The program binds ``held``. After each ``change`` the object reads (``contents.text``) otherwise than before; ``n`` in
+it is the number of the change, from 1 on. Classes are made by the programs, so that they travel by value; modules have
+their own tests.
 """
 
 from __future__ import annotations
 
-import array
-import collections
-import ctypes
-import dataclasses
-import decimal
-import functools
-import io
 import itertools
-import random
-import types
-import typing
-import warnings
-from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque
+import re
+import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
+
+from contents import text
+
+PRELUDE = """
+import array, collections, ctypes, dataclasses, decimal, functools, io, itertools, random, types, typing, warnings
+from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from tempfile import TemporaryFile
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 from contents import text
 
-Made = tuple[Any, Callable[[], Any]]
+KB, MB = 1024, 1024 * 1024
 
-AT_ONCE, IN_TURN, BY_PICKLE = "at once", "in turn", "by pickle"
-"""When a change is seen. ``IN_TURN``: within ``bound`` calls, else an error that tells of it. ``BY_PICKLE``: by
-``serial`` and ``verify``, and by calls when there is time, with a warning."""
+def array_of(nbytes): return np.arange(nbytes // 8, dtype=np.float64) % 1000
 
-TURN_NBYTES = 64 * 1024
-COLLECTION_BOUND = 300
-"""Calls within which a change in a collection beyond 1000 nodes is seen or told."""
+def read_only(array):
+    array = array.view()
+    array.flags.writeable = False
+    return array
 
-
-@dataclass(frozen=True)
-class Kind:
-    """A kind of captured object."""
-
-    name: str
-    make: Callable[[], Made]
-    sees: str = AT_ONCE
-    bound: int = 0
-    needs: str = ""
-    read: Callable[[Any], str] = text
-
-
-KINDS: dict[str, Kind] = {}
-
-
-def kind(sees: str = AT_ONCE, **options: Any) -> Callable[[Callable[[], Made]], Callable[[], Made]]:
-    """Enter a maker under its own name."""
-
-    def enter(make: Callable[[], Made]) -> Callable[[], Made]:
-        name = make.__name__.strip("_").replace("_", " ")
-        KINDS[name] = Kind(name, make, sees, **options)
-        return make
-
-    return enter
-
-
-def simple(name: str, make: Callable[[], Any], change: Callable[[Any, int], Any], **options: Any) -> None:
-    """Enter an object by an expression, and a change of it that gets the number of the change, from 1 on."""
-
-    def make_both() -> Made:
-        obj, numbers = make(), itertools.count(1)
-        return obj, lambda: change(obj, next(numbers))
-
-    KINDS[name] = Kind(name, make_both, **options)
-
-
-def put(container: Any, key: Any, value: Any) -> None:
-    container[key] = value
-
-
-def add(container: Any, key: Any, value: Any = 1) -> None:
-    container[key] += value
-
-
-# ----- arrays
-
-_DAY = np.timedelta64(1, "D")
-
-
-def array_of(nbytes: int) -> np.ndarray:
-    return np.arange(nbytes // 8, dtype=np.float64) % 1000
-
-
-def reshape(array: np.ndarray, rows: int) -> None:
-    """Change the shape in place, which NumPy 2.5 deprecates."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        array.shape = (rows, -1)
-
-
-def in_turn(nbytes: int) -> dict[str, Any]:
-    return {"sees": IN_TURN, "bound": -(-nbytes // TURN_NBYTES) + 1}
-
-
-def read_only(array: np.ndarray) -> np.ndarray:
-    view = array.view()
-    view.flags.writeable = False
-    return view
-
-
-def of_file(size: int) -> np.memmap:
+def of_file(size):
     with TemporaryFile() as file:  # the mapping outlives it
         return np.memmap(file, "f8", "w+", 0, (size,))
 
-
-KB, MB = 1024, 1024 * 1024
-simple("array, item", lambda: np.zeros(4), lambda a, n: add(a, 1))
-simple("array, item to NaN and back", lambda: np.zeros(4), lambda a, n: (put(a, 0, np.nan), add(a, 1)))
-simple("array of 8 KB, last item", lambda: array_of(8 * KB), lambda a, n: add(a, -1))
-simple("array of 64 KB, one item", lambda: array_of(64 * KB), lambda a, n: add(a, 1000 + 7 * n))
-simple("array of 100 KB, dense", lambda: array_of(100 * KB), lambda a, n: np.add(a, 1, out=a))
-simple("array of 100 KB, sparse", lambda: array_of(100 * KB), lambda a, n: add(a, 701 * n), **in_turn(100 * KB))
-simple("array of 10 MB, dense", lambda: array_of(10 * MB), lambda a, n: np.add(a, 1, out=a))
-simple("array of 10 MB, sparse", lambda: array_of(10 * MB), lambda a, n: add(a, 100_003 * n), **in_turn(10 * MB))
-simple("array, 0-d", lambda: np.array(1.0), lambda a, n: add(a, ()))
-simple("array, Fortran order", lambda: np.asfortranarray(np.zeros((3, 4))), lambda a, n: add(a, (1, 2)))
-simple("array, strided view", lambda: np.zeros(20)[::3], lambda a, n: add(a, 2))
-simple("array, strided view, in its base", lambda: np.zeros(20)[::3], lambda a, n: add(a.base, 3))
-simple("array, read-only view, in its base", lambda: np.broadcast_to(np.zeros(1), 5), lambda a, n: add(a.base, 0))
-simple("array, read-only, in its base", lambda: read_only(np.zeros(4)), lambda a, n: add(a.base, 1))
-simple("array of a file", lambda: of_file(4), lambda a, n: add(a, 1))
-simple("array of a file, dense", lambda: of_file(9999), lambda a, n: a.fill(n))
-simple("array, structured", lambda: np.zeros(3, [("a", "i4"), ("b", "f8")]), lambda a, n: add(a["b"], 1))
-simple("array, texts", lambda: np.array(["aaa", "bbb"]), lambda a, n: put(a, 0, f"{n:03}"))
-simple("array, dates", lambda: np.zeros(3, "M8[D]"), lambda a, n: add(a, 1, _DAY), read=lambda a: text(a.astype("i8")))
-simple("array, masked: data", lambda: np.ma.masked_array([1.0, 2], [0, 1]), lambda a, n: add(a.data, 0))
-simple(
-    "array, masked: mask",
-    lambda: np.ma.masked_array(np.zeros(9), np.zeros(9, bool)),
-    lambda a, n: put(a, n % 9, np.ma.masked),
-)
-simple("array, shape", lambda: np.zeros(64), lambda a, n: reshape(a, 2**n))
-
-
-def object_array(*values: Any) -> np.ndarray:
-    result = np.empty(len(values), object)
-    for position, value in enumerate(values):  # asked as a whole, dicts with attributes pass for arrays
-        result[position] = value
-    return result
-
-
-simple("array of objects, shape", lambda: object_array(*"abcdefgh" * 8), lambda a, n: reshape(a, 2**n))
-simple("array of objects, item", lambda: object_array("a", None), lambda a, n: put(a, 1, n))
-simple("array of objects, in an element", lambda: object_array({"k": 1}, "a"), lambda a, n: add(a[0], "k"))
-
-
-@kind()
-def array_subclass_with_attribute() -> Made:
-    class Named(np.ndarray):
-        unit = "m"
-
-        def __reduce__(self) -> Any:
-            return _named, (type(self), np.asarray(self).copy(), self.unit)
-
-    obj = _named(Named, np.zeros(3), "m")
-    return obj, lambda: setattr(obj, "unit", obj.unit + "m")
-
-
-def _named(cls: Any, data: np.ndarray, unit: str) -> Any:
-    obj = data.view(cls)
-    obj.unit = unit
-    return obj
-
-
-# ----- collections
-
-simple("list, item", lambda: [1, 2, 3], lambda a, n: add(a, 1))
-simple("list, append", lambda: [1], lambda a, n: a.append(n))
-simple("list, pop", lambda: [*range(20)], lambda a, n: a.pop())
-simple("list, order", lambda: ["a", "b", "c", "d", "e"], lambda a, n: a.append(a.pop(0)))
-simple("list, equal element of another type", lambda: [1, 2], lambda a, n: put(a, 0, [1.0, True, 1, 1 + 0j][n % 4]))
-simple("list, a long text", lambda: ["a" * 1000], lambda a, n: put(a, 0, "a" * 999 + str(n)))
-simple("list, nested", lambda: [[1, [2]], 3], lambda a, n: a[0][1].append(n))
-simple("list, element replaced by an equal one", lambda: [[1], [1]], lambda a, n: (put(a, 0, [1]), add(a[0], 0, n)))
-simple("list, two names become one", lambda: [[1], [1]], lambda a, n: (put(a, 0, a[1]), a[1].append(n)))
-simple("list, in itself", lambda: (lambda a: a.append(a) or a)([1]), lambda a, n: add(a, 0))
-simple("list of 12 000, append", lambda: [*range(12_000)], lambda a, n: a.append(n))
-simple(
-    "list of 12 000, item",
-    lambda: [*range(12_000)],
-    lambda a, n: add(a, 117 * n, 0.5),
-    sees=IN_TURN,
-    bound=COLLECTION_BOUND,
-)
-simple("tuple holding a list", lambda: (1, [2]), lambda a, n: a[1].append(n))
-simple("dict, value", lambda: {"a": 1, "b": 2}, lambda a, n: add(a, "b"))
-simple("dict, key added", lambda: {"a": 1}, lambda a, n: put(a, n, n))
-simple("dict, key removed", lambda: dict.fromkeys(range(20)), lambda a, n: a.popitem())
-simple("dict, key renamed", lambda: {"rate 0": 0.1, "b": 2}, lambda a, n: put(a, f"rate {n}", a.pop(f"rate {n - 1}")))
-simple(
-    "dict, last key renamed",
-    lambda: {"b": 2, "k0": object},
-    lambda a, n: put(a, f"k{n}", a.pop(f"k{n - 1}")),
-    read=lambda a: repr([*a]),
-)
-simple(
-    "dict, order",
-    lambda: {"a": 1, "b": 2, "c": 3, "d": 4, "e": 5},
-    lambda a, n: (k := next(iter(a))) and put(a, k, a.pop(k)),
-)
-simple("dict, values swapped", lambda: {"a": 1, "b": 2, "c": 3}, lambda a, n: a.update(a=a["b"] + 3, b=a["a"]))
-simple("dict, key True", lambda: {True: 1, None: 2}, lambda a, n: add(a, True), read=lambda a: repr(a[True]))
-simple("dict, key None", lambda: {True: 1, None: 2}, lambda a, n: add(a, None), read=lambda a: repr(a[None]))
-simple("dict, key 1 becomes True", lambda: {1: 0}, lambda a, n: put(a, [1, True, 1.0][n % 3], a.popitem()[1] + 1))
-simple("dict, tuple key", lambda: {(1, "a"): 1}, lambda a, n: add(a, (1, "a")))
-simple("dict, nested", lambda: {"a": {"b": {"c": 1}}}, lambda a, n: add(a["a"]["b"], "c"))
-simple(
-    "dict of 12 000, value",
-    lambda: dict.fromkeys(range(12_000), 0),
-    lambda a, n: add(a, 4999 * n % 12_000),
-    sees=IN_TURN,
-    bound=COLLECTION_BOUND,
-)
-simple(
-    "dict of 12 000, constant key",
-    lambda: dict.fromkeys(range(12_000), 0),
-    lambda a, n: add(a, 7),
-    read=lambda a: repr(a[7]),
-    sees=IN_TURN,
-    bound=COLLECTION_BOUND,
-)
-simple("dict of 12 000, key added", lambda: dict.fromkeys(range(12_000), 0), lambda a, n: put(a, f"new {n}", n))
-simple("dict view", lambda: UserDict(a=1), lambda a, n: put(a, n, n), read=lambda a: repr([*a.items()]))
-
-
-@kind(read=lambda obj: repr([*obj.items()]))
-def read_only_view_of_a_dict() -> Made:
-    behind = {"a": 1}
-    return types.MappingProxyType(behind), lambda: add(behind, "a")
-
-
-simple("set, add", lambda: {1}, lambda a, n: a.add(n + 1))
-simple("set, one for another", lambda: {"0", "x"}, lambda a, n: (a.discard(str(n - 1)), a.add(str(n))))
-simple("frozenset in a list", lambda: [frozenset({1})], lambda a, n: put(a, 0, a[0] | {n + 1}))
-simple("deque, append", lambda: deque([1], maxlen=3), lambda a, n: a.append(n))
-simple("deque, rotate", lambda: deque([1, 2, 3, 4, 5, 6]), lambda a, n: a.rotate(1))
-simple("deque, in an element", lambda: deque([[1]]), lambda a, n: a[0].append(n))
-simple("bytearray", lambda: bytearray(b"abc"), lambda a, n: add(a, 1))
-simple(
-    "bytearray of 100 KB",
-    lambda: bytearray(100 * KB),
-    lambda a, n: add(a, 5003 * n),
-    read=lambda a: str(sum(a)),
-    **in_turn(100 * KB),
-)
-simple("OrderedDict, move_to_end", lambda: OrderedDict(a=1, b=2, c=3, d=4), lambda a, n: a.move_to_end(next(iter(a))))
-simple("OrderedDict, value", lambda: OrderedDict(a=1), lambda a, n: add(a, "a"))
-simple("defaultdict, value", lambda: defaultdict(int), lambda a, n: add(a, "a"))
-simple("defaultdict of lists", lambda: defaultdict(list, a=[1]), lambda a, n: a["a"].append(n))
-simple(
-    "defaultdict, its factory",
-    lambda: defaultdict(int),
-    lambda a, n: setattr(a, "default_factory", [float, str, bool, list, int][n % 5]),
-    read=lambda a: repr(a.default_factory()),
-)
-simple("Counter", lambda: Counter("aab"), lambda a, n: a.update("b"))
-simple("UserDict", lambda: UserDict(a=1), lambda a, n: add(a, "a"))
-simple("UserDict, nested", lambda: UserDict(a={"b": [1]}), lambda a, n: a["a"]["b"].append(n))
-simple("UserList", lambda: UserList([1]), lambda a, n: a.append(n))
-simple("ChainMap, first", lambda: ChainMap({"a": 1}, {"b": 2}), lambda a, n: put(a, "a", a["a"] + 1))
-simple("ChainMap, last", lambda: ChainMap({"a": 1}, {"b": 2}), lambda a, n: add(a.maps[1], "b"))
-simple("ChainMap, another map", lambda: ChainMap({"a": 1}), lambda a, n: a.maps.append({n: n}))
-simple(
-    "array.array", lambda: array.array("d", [1, 2]), lambda a, n: add(a, 0), sees=BY_PICKLE, read=lambda a: repr([*a])
-)
-simple(
-    "ctypes number",
-    lambda: ctypes.c_double(1),
-    lambda a, n: setattr(a, "value", n + 1),
-    sees=BY_PICKLE,
-    read=lambda a: repr(a.value),
-)
-simple("BytesIO", lambda: io.BytesIO(), lambda a, n: a.write(b"a"), sees=BY_PICKLE, read=lambda a: repr(a.getvalue()))
-
-
-simple(
-    "decimal context",
-    lambda: decimal.Context(prec=5),
-    lambda a, n: setattr(a, "prec", 5 + n),
-    read=lambda a: str(a.divide(decimal.Decimal(1), decimal.Decimal(3))),
-)
-
-
-@kind()
-def dict_subclass() -> Made:
-    class AttrDict(dict):
-        __getattr__ = dict.__getitem__
-        __setattr__ = dict.__setitem__
-
-    obj = AttrDict(rate=1, name="a")
-    return obj, lambda: setattr(obj, "rate", obj.rate + 1)
-
-
-@kind(read=lambda obj: repr(obj.inner.rate))
-def dict_subclass_by_attributes() -> Made:
-    class AttrDict(dict):
-        def __getattr__(self, name: str) -> Any:
-            try:
-                return self[name]
-            except KeyError:
-                raise AttributeError(name) from None
-
-    obj = AttrDict(inner=AttrDict(rate=1))
-    return obj, lambda: add(obj["inner"], "rate")
-
-
-@kind()
-def dict_subclass_with_attributes_of_its_own() -> Made:
-    class Config(dict):
-        pass
-
-    obj = Config(a=1)
-    obj.version = 1
-    return obj, lambda: setattr(obj, "version", obj.version + 1)
-
-
-@kind()
-def list_subclass() -> Made:
-    class Path(list):
-        pass
-
-    obj = Path([1])
-    obj.log = []
-    return obj, lambda: (obj.append(1), obj.log.append(2))
-
-
-@kind()
-def set_subclass() -> Made:
-    class Tags(set):
-        pass
-
-    obj = Tags({1})
-    return obj, lambda: obj.add(len(obj) + 1)
-
-
-@kind()
-def namedtuple_holding_a_list() -> Made:
-    point = collections.namedtuple("point", "x y")
-    obj = point(1, [2])
-    return obj, lambda: obj.y.append(3)
-
-
-@kind(BY_PICKLE, read=lambda obj: repr([*obj, *vars(obj).items()]))
-def array_array_with_an_attribute() -> Made:
-    class Named(array.array):
-        pass
-
-    obj = Named("d", [1.0])
-    obj.unit = "m"
-    return obj, lambda: (add(obj, 0), setattr(obj, "unit", obj.unit + "m"))
-
-
-@kind()
-def namedtuple_holding_an_instance() -> Made:
-    class Point(typing.NamedTuple):
-        x: Any
-
-    obj = Point(SimpleNamespace(k=[1]))
-    return obj, lambda: obj.x.k.append(3)
-
-
-# ----- instances and classes
-
-simple("SimpleNamespace", lambda: SimpleNamespace(a=1), lambda a, n: setattr(a, "a", n + 1))
-simple("SimpleNamespace, attribute added", lambda: SimpleNamespace(), lambda a, n: setattr(a, f"a{n}", n))
-simple(
-    "SimpleNamespace, attribute removed",
-    lambda: SimpleNamespace(**{f"a{n}": n for n in range(1, 20)}),
-    lambda a, n: delattr(a, f"a{n}"),
-)
-simple("SimpleNamespace, by vars()", lambda: SimpleNamespace(a=1), lambda a, n: add(vars(a), "a"))
-simple("exception", lambda: ValueError("a", [1]), lambda a, n: a.args[1].append(n), read=lambda a: repr(a.args))
-
-
-@kind()
-def dataclass_field() -> Made:
-    @dataclasses.dataclass
-    class Config:
-        rate: float = 1.0
-
-    obj = Config()
-    return obj, lambda: setattr(obj, "rate", obj.rate + 1)
-
-
-@kind()
-def dataclasses_in_a_list() -> Made:
-    @dataclasses.dataclass
-    class Layer:
-        width: int
-
-    obj = [Layer(1), Layer(2)]
-    return obj, lambda: setattr(obj[1], "width", obj[1].width + 1)
-
-
-@kind()
-def frozen_dataclass_holding_a_list() -> Made:
-    @dataclasses.dataclass(frozen=True)
-    class Config:
-        rates: list
-
-    obj = Config([1])
-    return obj, lambda: obj.rates.append(2)
-
-
-@kind()
-def dataclass_with_slots() -> Made:
-    @dataclasses.dataclass(slots=True)
-    class Config:
-        rate: float = 1.0
-
-    obj = Config()
-    return obj, lambda: setattr(obj, "rate", obj.rate + 1)
-
-
-@kind()
-def class_with_slots() -> Made:
-    class Base:
-        __slots__ = ("rate",)
-
-    class Slots(Base):
-        __slots__ = ("items",)
-
-    obj = Slots()
-    obj.rate, obj.items = 1, [1]
-    return obj, lambda: (setattr(obj, "rate", obj.rate + 1), obj.items.append(2))
-
-
-@kind()
-def slots_filled_later_and_emptied() -> Made:
-    class Slots:
-        __slots__ = ("a", "b", "c", "d", "e", "f", "g", "h")
-
-    obj, names = Slots(), iter("abcdefgh")
-    return obj, lambda: setattr(obj, next(names), 1)
-
-
-def plain_class() -> Any:
-    class Model:
-        kept = 0
-
-        def scaled(self) -> Any:
-            return self.kept
-
-    return Model
-
-
-@kind()
-def instance_attribute() -> Made:
-    obj = plain_class()()
-    return obj, lambda: setattr(obj, "kept", obj.kept + 1)
-
-
-@kind()
-def instance_in_a_circle() -> Made:
-    obj = plain_class()()
-    obj.child = SimpleNamespace(parent=obj, items=[1])
-    return obj, lambda: obj.child.items.append(1)
-
-
-@kind()
-def class_attribute() -> Made:
-    obj = plain_class()
-    return obj, lambda: setattr(obj, "kept", obj.kept + 1)
-
-
-@kind()
-def class_attribute_behind_an_instance() -> Made:
-    obj = plain_class()()
-    return obj, lambda: setattr(type(obj), "kept", obj.kept + 1)
-
-
-@kind()
-def list_in_a_class() -> Made:
-    obj = plain_class()
-    obj.items = [1]
-    return obj, lambda: obj.items.append(2)
-
-
-@kind()
-def class_attribute_of_a_base() -> Made:
-    base = plain_class()
-
-    class Derived(base):
-        pass
-
-    return Derived(), lambda: setattr(base, "kept", base.kept + 1)
-
-
-@kind()
-def method_replaced() -> Made:
-    obj, numbers = plain_class()(), itertools.count(1)
-
-    def change() -> None:
-        number = next(numbers)
-        type(obj).scaled = lambda self: number
-
-    return obj, change
-
-
-@kind(read=lambda obj: repr(obj()))
-def dunder_replaced() -> Made:
-    obj, numbers = plain_class()(), itertools.count(1)
-    type(obj).__call__ = lambda self: 0
-
-    def change() -> None:
-        number = next(numbers)
-        type(obj).__call__ = lambda self: number
-
-    return obj, change
-
-
-@kind()
-def metaclass_attribute() -> Made:
-    class Meta(type):
-        factor = 1
-
-    class Model(metaclass=Meta):
-        pass
-
-    return Model, lambda: setattr(Meta, "factor", Meta.factor + 1)
-
-
-@kind()
-def class_of_an_object() -> Made:
-    def numbered(number: int) -> Any:
-        class Model:
-            factor = number
-
-        return Model
-
-    obj, numbers = numbered(0)(), itertools.count(1)
-    obj.w = 1
-    return obj, lambda: setattr(obj, "__class__", numbered(next(numbers)))
-
-
-@kind()
-def bases_of_a_class() -> Made:
-    def base(number: int) -> Any:
+def objects(*values):
+    array = np.empty(len(values), object)
+    for position, value in enumerate(values): array[position] = value
+    return array
+
+def reshape(array, rows):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of NumPy 2.5
+        array.shape = (rows, -1)
+
+class Model:
+    kept = 0
+    def scaled(self): return self.kept
+    def __getitem__(self, k): return k
+
+def helper(a=1, *, b=2): return a, b, getattr(helper, "rate", 0)
+"""
+
+SIMPLE: dict[str, tuple[str, ...]] = {
+    # -- arrays
+    "array, item": ("np.zeros(4)", "held[1] += 1"),
+    "array, item to NaN and back": ("np.zeros(4)", "held[0] = np.nan; held[1] += 1"),
+    "array of 8 KB, last item": ("array_of(8 * KB)", "held[-1] += 1"),
+    "array of 100 KB, dense": ("array_of(100 * KB)", "held += 1"),
+    "array of 100 KB, sparse": ("array_of(100 * KB)", "held[701 * n] += 1"),
+    "array of 10 MB, dense": ("array_of(10 * MB)", "held += 1"),
+    "array of 10 MB, sparse": ("array_of(10 * MB)", "held[100_003 * n] += 1"),
+    "array, 0-d": ("np.array(1.0)", "held[()] += 1"),
+    "array, Fortran order": ("np.asfortranarray(np.zeros((3, 4)))", "held[1, 2] += 1"),
+    "array, strided view": ("np.zeros(20)[::3]", "held[2] += 1"),
+    "array, strided view, in its base": ("np.zeros(20)[::3]", "held.base[3] += 1"),
+    "array, read-only view, in its base": ("np.broadcast_to(np.zeros(1), 5)", "held.base[0] += 1"),
+    "array, read-only, in its base": ("read_only(np.zeros(4))", "held.base[1] += 1"),
+    "array of a file": ("of_file(4)", "held[1] += 1"),
+    "array of a file, dense": ("of_file(9999)", "held.fill(n)"),
+    "array, structured": ("np.zeros(3, [('a', 'i4'), ('b', 'f8')])", "held['b'][1] += 1"),
+    "array, texts": ("np.array(['aaa', 'bbb'])", "held[0] = f'{n:03}'"),
+    "array, dates": ("np.zeros(3, 'M8[D]')", "held[1] += np.timedelta64(1, 'D')", "text(held.astype('i8'))"),
+    "array, masked: data": ("np.ma.masked_array([1.0, 2], [0, 1])", "held.data[0] += 1"),
+    "array, masked: mask": ("np.ma.masked_array(np.zeros(9), np.zeros(9, bool))", "held[n % 9] = np.ma.masked"),
+    "array, shape": ("np.zeros(64)", "reshape(held, 2**n)"),
+    "array of objects, item": ("objects('a', None)", "held[1] = n"),
+    "array of objects, in an element": ("objects({'k': 1}, 'a')", "held[0]['k'] += 1"),
+    # -- collections
+    "list, item": ("[1, 2, 3]", "held[1] += 1"),
+    "list, pop": ("[*range(20)]", "held.pop()"),
+    "list, order": ("['a', 'b', 'c', 'd', 'e']", "held.append(held.pop(0))"),
+    "list, equal element of another type": ("[1, 2]", "held[0] = [1.0, True, 1, 1 + 0j][n % 4]"),
+    "list, a long text": ("['a' * 1000]", "held[0] = 'a' * 999 + str(n)"),
+    "list, nested": ("[[1, [2]], 3]", "held[0][1].append(n)"),
+    "list, element replaced by an equal one": ("[[1], [1]]", "held[0] = [1]; held[0][0] += n"),
+    "list, two names become one": ("[[1], [1]]", "held[0] = held[1]; held[1].append(n)"),
+    "list, in itself": ("(lambda a: a.append(a) or a)([1])", "held[0] += 1"),
+    "list of 12 000, append": ("[*range(12_000)]", "held.append(n)"),
+    "list of 12 000, item": ("[*range(12_000)]", "held[117 * n] += 0.5"),
+    "list of 1600 small arrays": ("[np.zeros(3) for _ in range(1600)]", "held[1500][0] += 1"),
+    "tuple holding a list": ("(1, [2])", "held[1].append(n)"),
+    "dict, value": ("{'a': 1, 'b': 2}", "held['b'] += 1"),
+    "dict, key added": ("{'a': 1}", "held[n] = n"),
+    "dict, key removed": ("dict.fromkeys(range(20))", "held.popitem()"),
+    "dict, key renamed": ("{'rate 0': 0.1, 'b': 2}", "held[f'rate {n}'] = held.pop(f'rate {n - 1}')"),
+    "dict, last key renamed": ("{'b': 2, 'k0': object}", "held[f'k{n}'] = held.pop(f'k{n - 1}')", "repr([*held])"),
+    "dict, order": ("{'a': 1, 'b': 2, 'c': 3, 'd': 4, 'e': 5}", "k = next(iter(held)); held[k] = held.pop(k)"),
+    "dict, values swapped": ("{'a': 1, 'b': 2, 'c': 3}", "held.update(a=held['b'] + 3, b=held['a'])"),
+    "dict, key True": ("{True: 1, None: 2}", "held[True] += 1", "repr(held[True])"),
+    "dict, key None": ("{True: 1, None: 2}", "held[None] += 1", "repr(held[None])"),
+    "dict, key 1 becomes True": ("{1: 0}", "held[[1, True, 1.0][n % 3]] = held.popitem()[1] + 1"),
+    "dict, nested": ("{'a': {'b': {'c': 1}}}", "held['a']['b']['c'] += 1"),
+    "dict of 12 000, value": ("dict.fromkeys(range(12_000), 0)", "held[4999 * n % 12_000] += 1"),
+    "dict of 12 000, key added": ("dict.fromkeys(range(12_000), 0)", "held[f'new {n}'] = n"),
+    "dict view": ("UserDict(a=1)", "held[n] = n", "repr([*held.items()])"),
+    "set, add": ("{1}", "held.add(n + 1)"),
+    "set, one for another": ("{'0', 'x'}", "held.discard(str(n - 1)); held.add(str(n))"),
+    "frozenset in a list": ("[frozenset({1})]", "held[0] = held[0] | {n + 1}"),
+    "deque, append": ("deque([1], maxlen=3)", "held.append(n)"),
+    "deque, rotate": ("deque([1, 2, 3, 4, 5, 6])", "held.rotate(1)"),
+    "deque, in an element": ("deque([[1]])", "held[0].append(n)"),
+    "bytearray": ("bytearray(b'abc')", "held[1] += 1"),
+    "bytearray of 100 KB": ("bytearray(100 * KB)", "held[5003 * n] += 1", "str(sum(held))"),
+    "OrderedDict, move_to_end": ("OrderedDict(a=1, b=2, c=3, d=4)", "held.move_to_end(next(iter(held)))"),
+    "defaultdict, value": ("defaultdict(int)", "held['a'] += 1"),
+    "defaultdict of lists": ("defaultdict(list, a=[1])", "held['a'].append(n)"),
+    "defaultdict, its factory": ("defaultdict(str)", "held.default_factory = [str, int][n % 2]", "str(held)"),
+    "Counter": ("Counter('aab')", "held.update('b')"),
+    "UserDict": ("UserDict(a=1)", "held['a'] += 1"),
+    "ChainMap, last": ("ChainMap({'a': 1}, {'b': 2})", "held.maps[1]['b'] += 1"),
+    "ChainMap, another map": ("ChainMap({'a': 1})", "held.maps.append({n: n})"),
+    "array.array": ("array.array('d', [1, 2])", "held[0] += 1", "repr([*held])"),
+    "memoryview": ("memoryview(np.arange(4.0))", "held[0] += 1", "repr([*held])"),
+    "ctypes number": ("ctypes.c_double(1)", "held.value += n", "repr(held.value)"),
+    "BytesIO": ("io.BytesIO()", "held.write(b'a')", "repr(held.getvalue())"),
+    "decimal context": ("decimal.Context(prec=5)", "held.prec = 5 + n", "str(held.sqrt(2))"),
+    # -- instances, functions, generators
+    "SimpleNamespace": ("SimpleNamespace(a=1)", "held.a += 1"),
+    "SimpleNamespace, attribute added": ("SimpleNamespace()", "setattr(held, f'a{n}', n)"),
+    "SimpleNamespace, attribute removed": ("SimpleNamespace(**dict.fromkeys('abcdef'))", "delattr(held, ' abcdef'[n])"),
+    "exception": ("ValueError('a', [1])", "held.args[1].append(n)", "repr(held.args)"),
+    "instance, attribute": ("Model()", "held.kept += 1"),
+    "class, attribute": ("Model", "held.kept += 1"),
+    "class, attribute, behind an instance": ("Model()", "Model.kept += 1"),
+    "class, method": ("Model()", "Model.scaled = eval(f'lambda self: {n}')"),
+    "class, dunder": ("Model()", "Model.__getitem__ = eval(f'lambda self, k: {n + 1}')", "repr(held[0])"),
+    "class, list in it": ("Model", "held.items = [*getattr(held, 'items', ())]; held.items.append(n)"),
+    "function, attribute": ("helper", "held.rate = n"),
+    "function, list in an attribute": ("helper", "held.rate = getattr(held, 'rate', []); held.rate.append(n)"),
+    "function, defaults": ("helper", "held.__defaults__ = (n + 1,)"),
+    "function, keyword defaults": ("helper", "held.__kwdefaults__['b'] += 1"),
+    "function, mutable default": ("lambda seen=[1]: [*seen]", "held.__defaults__[0].append(n)"),
+    "function, code": ("lambda: 0", "held.__code__ = eval(f'lambda: {n}').__code__"),
+    "function, variable of its closure": ("(lambda k: lambda: k)(0)", "held.__closure__[0].cell_contents = n"),
+    "function, list in its closure": ("(lambda k: lambda: [*k])([1])", "held.__closure__[0].cell_contents.append(n)"),
+    "partial of lists": ("functools.partial(len, [1], b=[1])", "held.args[0].append(1); held.keywords['b'].append(n)"),
+    "partial, keywords": ("functools.partial(lambda b: 0, b=1)", "held.keywords['b'] += 1"),
+    "bound method": ("Model().scaled", "held.__self__.kept += 1"),
+    "bound method of a built-in": ("[1].__getitem__", "held.__self__.append(n)", "repr(held(slice(None)))"),
+    "module made by hand": ("types.ModuleType('made_by_hand')", "held.rate = n"),
+    "numpy Generator": ("np.random.default_rng(1)", "held.random()"),
+    "numpy RandomState": ("np.random.RandomState(1)", "held.random_sample()"),
+    "numpy Generator, its bit generator set": (
+        "np.random.default_rng(1)", "held.bit_generator.state = np.random.default_rng(n + 1).bit_generator.state",
+    ),
+    "random.Random": ("random.Random(1)", "held.random()"),
+    "random.Random, seed": ("random.Random(0)", "held.seed(n)"),
+}  # fmt: skip
+
+PROGRAMS: dict[str, str] = {
+    # -- classes of its own behind the objects
+    "array subclass with an attribute": """
+        class Named(np.ndarray):
+            unit = "m"
+            def __reduce__(self): return named, (type(self), np.asarray(self).copy(), self.unit)
+        def named(cls, data, unit):
+            held = data.view(cls)
+            held.unit = unit
+            return held
+        held = named(Named, np.zeros(3), "m")
+        change: held.unit += "m"
+        """,
+    "array subclass by NumPy's guide": """
+        class Named(np.ndarray):
+            def __array_finalize__(self, obj): self.unit = getattr(obj, "unit", "")
+        held = np.arange(3.0).view(Named)
+        held.offsets = [1.0]
+        change: held.unit += "m"; held.offsets.append(n); held[0] += 1
+        read: repr((held.unit, held.offsets, held.tolist()))
+        """,
+    "array.array with an attribute": """
+        class Named(array.array): pass
+        held = Named("d", [1.0])
+        held.unit = "m"
+        change: held[0] += 1; held.unit += "m"
+        read: repr([*held, *vars(held).items()])
+        """,
+    "read-only view of a dict": """
+        behind = {"a": 1}
+        held = types.MappingProxyType(behind)
+        change: behind["a"] += 1
+        read: repr([*held.items()])
+        """,
+    "dict subclass": """
+        class AttrDict(dict):
+            __getattr__, __setattr__ = dict.__getitem__, dict.__setitem__
+        held = AttrDict(rate=1, name="a")
+        change: held.rate += 1
+        """,
+    "dict subclass, by attributes": """
+        class AttrDict(dict):
+            def __getattr__(self, name):
+                try: return self[name]
+                except KeyError: raise AttributeError(name) from None
+        held = AttrDict(inner=AttrDict(rate=1))
+        change: held["inner"]["rate"] += 1
+        read: repr(held.inner.rate)
+        """,
+    "dict subclass with attributes of its own": """
+        class Config(dict): pass
+        held = Config(a=1)
+        held.version = 1
+        change: held.version += 1
+        """,
+    "dict subclass whose state is a list of its own": """
+        class Config(dict):
+            def __reduce__(self): return Config, (), (self.log,), None, iter(self.items())
+            def __setstate__(self, state): (self.log,) = state
+        held = Config(a=1)
+        held.log = [1]
+        change: held.log.append(n)
+        """,
+    "containers that are never true": """
+        class Table(dict):
+            def __bool__(self): return False
+        class Row(list):
+            def __bool__(self): return False
+        held = [Table(), Row()]
+        change: held[0][n] = n; held[1].append(n)
+        """,
+    "list and set subclasses": """
+        class Path(list): pass
+        class Tags(set): pass
+        held = Path([1, Tags({1})])
+        held.log = []
+        change: held.append(n); held[1].add(n + 1); held.log.append(n)
+        """,
+    "namedtuples": """
+        class Point(typing.NamedTuple):
+            x: typing.Any
+        Pair = collections.namedtuple("Pair", "x y")
+        held = Pair([1], Point(SimpleNamespace(k=[1])))
+        change: held.x.append(n); held.y.x.k.append(n)
+        """,
+    "namedtuple with an attribute": """
+        class Point(collections.namedtuple("Point", "x y")): pass
+        held = Point([1], {})
+        held.label = "a"
+        change: held.x.append(n); held.y[n] = 0
+        """,
+    "dataclasses": """
+        @dataclasses.dataclass
+        class Layer:
+            width: int = 1
+        @dataclasses.dataclass(frozen=True)
+        class Config:
+            rates: list
+        @dataclasses.dataclass(slots=True)
+        class Small:
+            rate: float = 1.0
+        held = [Layer(), Config([1]), Small()]
+        change: held[1].rates.append(n) if n % 3 == 1 else setattr(held[n % 3], ["width", "", "rate"][n % 3], n)
+        """,
+    "slots": """
         class Base:
-            factor = number
-
-        return Base
-
-    class Model(base(0)):
-        pass
-
-    numbers = itertools.count(1)
-    return Model(), lambda: setattr(Model, "__bases__", (base(next(numbers)),))
-
-
-@kind(read=lambda obj: repr(obj.scaled))
-def helper_of_a_property() -> Made:
-    rates = [1]
-
-    def helper() -> Any:
-        return [*rates]
-
-    class Model:
-        scaled = property(lambda self: helper())
-
-    return Model(), lambda: rates.append(2)
-
-
-@kind(read=lambda obj: repr(obj.scaled))
-def helper_of_a_descriptor() -> Made:
-    class Descriptor:
-        def __init__(self, rate: int) -> None:
-            self.rate = rate
-
-        def __get__(self, obj: Any, owner: Any = None) -> Any:
-            return self.rate
-
-    held = Descriptor(1)
-
-    class Model:
-        scaled = held
-
-    return Model(), lambda: setattr(held, "rate", held.rate + 1)
-
-
-@kind(read=lambda obj: repr(obj()))
-def dunder_from_a_descriptor() -> Made:
-    class Descriptor:
+            __slots__ = ("rate",)
+        class Slots(Base):
+            __slots__ = ("items", "a", "b", "c")
+        held = Slots()
+        held.rate, held.items = 1, [1]
+        change: held.rate += 1; held.items.append(n); setattr(held, "abc"[n % 3], n)
+        """,
+    "slots, filled and emptied": """
+        class Slots:
+            __slots__ = ("a", "b", "c")
+        held = Slots()
+        change: hasattr(held, "a") and delattr(held, "a") or setattr(held, "abc"[n % 2 and n % 3], n)
+        """,
+    "instance in a circle": """
+        held = Model()
+        held.child = SimpleNamespace(parent=held, items=[1])
+        change: held.child.items.append(n)
+        """,
+    "attribute of a base": """
+        class Derived(Model): pass
+        held = Derived()
+        change: Model.kept += 1
+        """,
+    "attribute of a metaclass": """
+        class Meta(type):
+            factor = 1
+        class Own(metaclass=Meta): pass
+        held = Own
+        change: Meta.factor += 1
+        """,
+    "class of an object": """
+        def numbered(number): return type("Own", (), {"__module__": "__main__", "factor": number})
+        held = numbered(0)()
+        held.w = 1
+        change: held.__class__ = numbered(n)
+        """,
+    "bases of a class": """
+        def numbered(number): return type("Base", (), {"__module__": "__main__", "factor": number})
+        class Own(numbered(0)): pass
+        held = Own()
+        change: Own.__bases__ = (numbered(n),)
+        """,
+    "descriptors": """
+        rates = [1]
+        def shown(): return [*rates]
+        class Descriptor:
+            rate = 0
+            def __get__(self, obj, owner=None): return self.rate
+        class Calling(Descriptor):
+            def __get__(self, obj, owner=None): return lambda: self.rate
+        of_class, of_call = Descriptor(), Calling()
+        class Own:
+            rate, scaled, held, __call__ = 0, property(lambda self: shown()), of_class, of_call
+            bound = functools.partialmethod(lambda self, factor: [*factor], rates)
+            made, counted = staticmethod(lambda: [*rates]), classmethod(lambda cls: cls.rate)
+        held = Own()
+        change: rates.append(n) if n % 2 else setattr([of_class, of_call, Own][n // 2 % 3], "rate", n)
+        read: repr((held.scaled, held.held, held(), held.bound(), held.made(), held.counted()))
+        """,
+    "instance with __getattr__": """
+        class Proxy:
+            def __init__(self): self.__dict__["_held"] = {"rate": 1}
+            def __getattr__(self, name):
+                if name.startswith("_"): raise AttributeError(name)
+                return self._held[name]
+        held = Proxy()
+        change: vars(held)["_held"]["rate"] += 1
+        read: repr(held.rate)
+        """,
+    "instance with __getstate__": """
+        class Own:
+            w = ()
+            def __getstate__(self): return {"w": [*self.w]}
+            def __setstate__(self, state): self.w = state["w"]
+        held = Own()
+        held.w = [1]
+        change: held.w.append(n)
+        """,
+    "instance with __reduce__": """
+        class Own:
+            def __init__(self, rate): self.rate = rate
+            def __reduce__(self): return Own, (self.rate,)
+        held = Own(1)
+        change: held.rate += 1
+        """,
+    "instance with __reduce__ and its attributes": """
+        class Own:
+            def __init__(self, rates): self.rates = rates
+            def __reduce__(self): return Own, (self.rates,), self.__dict__
+        held = Own([1])
+        change: held.rates.append(n)
+        """,
+    "instance with __getnewargs__ that returns its list": """
+        class Own:
+            def __new__(cls, rates):
+                held = object.__new__(cls)
+                held.rates = rates
+                return held
+            def __getnewargs__(self): return (self.rates,)
+        held = Own([1])
+        change: held.rates.append(n)
+        """,
+    "instance whose constructor copies a list": """
+        class Own:
+            def __init__(self, rates): self.rates = [*rates]
+            def __reduce__(self): return Own, (self.rates,)
+        held = Own([1])
+        change: held.rates.append(n)
+        """,
+    # -- what functions name
+    "global of a helper of a helper": """
+        rate, rates = 1, [1]
+        def inner(): return rate, [*rates], [*globals()["rates"]]
+        def held(): return inner()
+        change: rate += 1; rates.append(n)
+        """,
+    "helper wrapped by functools": """
         rate = 1
-
-        def __get__(self, obj: Any, owner: Any = None) -> Any:
-            return lambda: self.rate
-
-    held = Descriptor()
-
-    class Model:
-        __call__ = held
-
-    return Model(), lambda: setattr(held, "rate", held.rate + 1)
-
-
-@kind(read=lambda obj: repr(obj.bound()))
-def partialmethod() -> Made:
-    rates = [1]
-
-    class Model:
-        def scaled(self, factor: Any) -> Any:
-            return [*factor]
-
-        bound = functools.partialmethod(scaled, rates)
-
-    return Model(), lambda: rates.append(2)
-
-
-@kind(read=lambda obj: repr(obj.made()) + repr(obj.counted()))
-def static_and_class_methods() -> Made:
-    rates = [1]
-
-    class Model:
-        count = 1
-
-        @staticmethod
-        def made() -> Any:
-            return [*rates]
-
-        @classmethod
-        def counted(cls) -> Any:
-            return cls.count
-
-    return Model(), lambda: (rates.append(2), setattr(Model, "count", Model.count + 1))
-
-
-@kind(read=lambda obj: repr(obj.rate))
-def instance_with_getattr() -> Made:
-    class Proxy:
-        def __init__(self) -> None:
-            self.__dict__["_held"] = {"rate": 1}
-
-        def __getattr__(self, name: str) -> Any:
-            if name.startswith("_"):
-                raise AttributeError(name)
-            return self._held[name]
-
-    obj = Proxy()
-    return obj, lambda: add(vars(obj)["_held"], "rate")
-
-
-@kind(BY_PICKLE)
-def instance_with_getstate() -> Made:
-    class Model:
-        def __init__(self) -> None:
-            self.w = [1]
-
-        def __getstate__(self) -> Any:
-            return {"w": [*self.w]}
-
-        def __setstate__(self, state: Any) -> None:
-            self.w = state["w"]
-
-    obj = Model()
-    return obj, lambda: obj.w.append(1)
-
-
-@kind(BY_PICKLE)
-def instance_with_reduce() -> Made:
-    class Model:
-        def __init__(self, rate: Any) -> None:
-            self.rate = rate
-
-        def __reduce__(self) -> Any:
-            return Model, (self.rate,)
-
-    obj = Model(1)
-    return obj, lambda: setattr(obj, "rate", obj.rate + 1)
-
-
-@kind()
-def instance_with_reduce_and_its_attributes() -> Made:
-    class Model:
-        def __init__(self, rates: list) -> None:
-            self.rates = rates
-
-        def __reduce__(self) -> Any:
-            return Model, (self.rates,), self.__dict__
-
-    obj = Model([1])
-    return obj, lambda: obj.rates.append(2)
-
-
-@kind()
-def instance_with_getnewargs_that_returns_its_list() -> Made:
-    class Model:
-        def __new__(cls, rates: list) -> Any:
-            obj = object.__new__(cls)
-            obj.rates = rates
-            return obj
-
-        def __getnewargs__(self) -> Any:
-            return (self.rates,)
-
-    obj = Model([1])
-    return obj, lambda: obj.rates.append(2)
-
-
-@kind()
-def instance_whose_constructor_copies_a_list() -> Made:
-    class Model:
-        def __init__(self, rates: list) -> None:
-            self.rates = [*rates]
-
-        def __reduce__(self) -> Any:
-            return Model, (self.rates,)
-
-    obj = Model([1])
-    return obj, lambda: obj.rates.append(2)
-
-
-@kind()
-def namedtuple_with_an_attribute() -> Made:
-    class Point(collections.namedtuple("Point", "x y")):
-        pass
-
-    obj = Point([1], {})
-    obj.label = "a"
-    return obj, lambda: (obj.x.append(2), put(obj.y, len(obj.x), 0))
-
-
-@kind()
-def dict_subclass_whose_state_is_a_list_of_its_own() -> Made:
-    class Config(dict):
-        def __reduce__(self) -> Any:
-            return Config, (), (self.log,), None, iter(self.items())
-
-        def __setstate__(self, state: Any) -> None:
-            (self.log,) = state
-
-    obj = Config(a=1)
-    obj.log = [1]
-    return obj, lambda: obj.log.append(2)
-
-
-# ----- functions
-
-
-def helper_with_a_rate() -> Any:
-    def helper(a: int = 1, *, b: int = 2) -> Any:
-        return a, b, getattr(helper, "rate", 0)
-
-    return helper
-
-
-@kind()
-def function_attribute() -> Made:
-    obj, numbers = helper_with_a_rate(), itertools.count(3)
-    return obj, lambda: setattr(obj, "rate", next(numbers))
-
-
-@kind()
-def function_attribute_holding_a_list() -> Made:
-    obj = helper_with_a_rate()
-    obj.rate = [1]
-    return obj, lambda: obj.rate.append(2)
-
-
-@kind()
-def defaults_of_a_function() -> Made:
-    obj, numbers = helper_with_a_rate(), itertools.count(3)
-    return obj, lambda: setattr(obj, "__defaults__", (next(numbers),))
-
-
-@kind()
-def keyword_defaults_of_a_function() -> Made:
-    obj = helper_with_a_rate()
-    return obj, lambda: add(obj.__kwdefaults__, "b")
-
-
-@kind()
-def mutable_default_of_a_function() -> Made:
-    def obj(seen: list = [1]) -> Any:  # noqa: B006
-        return [*seen]
-
-    return obj, lambda: obj.__defaults__[0].append(2)
-
-
-@kind()
-def code_of_a_function() -> Made:
-    obj, numbers = (lambda: 0), itertools.count(1)
-    return obj, lambda: setattr(obj, "__code__", eval(f"lambda: {next(numbers)}").__code__)
-
-
-@kind()
-def variable_of_a_closure() -> Made:
-    rate = 1
-
-    def obj() -> Any:
-        return rate
-
-    def change() -> None:
-        nonlocal rate
-        rate += 1
-
-    return obj, change
-
-
-@kind()
-def list_in_a_closure() -> Made:
-    rates = [1]
-    return (lambda: [*rates]), lambda: rates.append(1)
-
-
-def script(source: str) -> dict[str, Any]:
-    """Run a program's text in globals of its own, as a script or a notebook does."""
-    table: dict[str, Any] = {"__name__": "__main__", "np": np}
-    exec(source, table)
-    return table
-
-
-@kind()
-def global_of_a_helper_of_a_helper() -> Made:
-    main = script("rate = 1\ndef inner(): return rate\ndef helper(): return inner()")
-    return main["helper"], lambda: add(main, "rate")
-
-
-@kind()
-def list_that_is_a_global_of_a_helper() -> Made:
-    main = script("rates = [1]\ndef helper(): return [*rates]")
-    return main["helper"], lambda: main["rates"].append(1)
-
-
-@kind()
-def global_read_by_globals() -> Made:
-    main = script("rates = [1]\ndef helper(): return [*globals()['rates']] if rates else 0")
-    return main["helper"], lambda: main["rates"].append(1)
-
-
-@kind(read=lambda obj: repr(obj(np.arange(3)).tolist()))
-def vectorize_whose_function_reads_a_global() -> Made:
-    main = script("rate = 1\ndef g(x): return x * rate\nobj = np.vectorize(g)")
-    return main["obj"], lambda: add(main, "rate")
-
-
-@kind()
-def helper_wrapped_by_functools() -> Made:
-    main = script(
-        "import functools\nrate = 1\ndef wrapped(f):\n    @functools.wraps(f)\n    def inner(): return f()\n"
-        "    return inner\n@wrapped\ndef helper(): return rate"
-    )
-    return main["helper"], lambda: add(main, "rate")
-
-
-@kind()
-def partial_of_a_list() -> Made:
-    rates = [1]
-    obj = functools.partial(lambda a, b: 0, rates, b={"k": rates})
-    return obj, lambda: rates.append(1)
-
-
-@kind()
-def partial_keywords() -> Made:
-    obj = functools.partial(lambda b: 0, b=1)
-    return obj, lambda: add(obj.keywords, "b")
-
-
-@kind()
-def bound_method() -> Made:
-    model = plain_class()()
-    return model.scaled, lambda: setattr(model, "kept", model.kept + 1)
-
-
-@kind(read=lambda obj: repr(obj(slice(None))))
-def bound_method_of_a_built_in() -> Made:
-    rates = [1]
-    return rates.__getitem__, lambda: rates.append(1)
-
-
-@kind()
-def module_made_by_hand() -> Made:
-    obj = types.ModuleType("made_by_hand")
-    obj.rate = 1
-    return obj, lambda: setattr(obj, "rate", obj.rate + 1)
-
-
-@kind()
-def list_in_a_module_made_by_hand() -> Made:
-    obj = types.ModuleType("made_by_hand")
-    obj.rates = [1]
-    return obj, lambda: obj.rates.append(1)
-
-
-# ----- generators, and libraries'
-
-simple("numpy Generator", lambda: np.random.default_rng(1), lambda a, n: a.random())
-simple("numpy RandomState", lambda: np.random.RandomState(1), lambda a, n: a.random_sample(), sees=BY_PICKLE)
-simple(
-    "numpy Generator, its bit generator set",
-    lambda: np.random.default_rng(1),
-    lambda a, n: setattr(a.bit_generator, "state", np.random.default_rng(n + 1).bit_generator.state),
-)
-simple("random.Random", lambda: random.Random(1), lambda a, n: a.random())
-simple("random.Random, seed", lambda: random.Random(0), lambda a, n: a.seed(n))
-
-
-@kind(needs="scipy.sparse")
-def sparse_data() -> Made:
-    import scipy.sparse
-
-    obj = scipy.sparse.csr_array(np.eye(3))
-    return obj, lambda: add(obj.data, 1)
-
-
-@kind(needs="scipy.sparse")
-def sparse_structure() -> Made:
-    import scipy.sparse
-
-    obj = scipy.sparse.lil_array((4, 4))
-    places = itertools.product(range(4), range(4))
-    return obj, lambda: put(obj, next(places), 1)
-
-
-@kind(BY_PICKLE, needs="sklearn")
-def estimator_fitted_again() -> Made:
-    from sklearn.linear_model import LinearRegression
-
-    x, numbers = np.arange(8.0).reshape(4, 2) ** 2, itertools.count(2)
-    obj = LinearRegression().fit(x, x[:, 0])
-    return obj, lambda: obj.fit(x, x[:, 0] * next(numbers))
-
-
-@kind(BY_PICKLE, needs="sklearn", read=lambda obj: repr(obj.predict(np.eye(2)).tolist()))
-def forest_fitted_again() -> Made:
-    from sklearn.tree import DecisionTreeRegressor
-
-    x, numbers = np.eye(2), itertools.count(2)
-    obj = DecisionTreeRegressor(random_state=0).fit(x, x[:, 0])
-    return obj, lambda: obj.fit(x, x[:, 0] * next(numbers))
-
-
-@kind(BY_PICKLE, needs="sklearn")
-def estimator_fitted_on() -> Made:
-    from sklearn.linear_model import SGDRegressor
-
-    x, numbers = np.eye(2), itertools.count(2)
-    obj = SGDRegressor(random_state=0).fit(x, x[:, 0])
-    return obj, lambda: obj.partial_fit(x, x[:, 0] * next(numbers))
-
-
-@kind(needs="pandas", read=lambda obj: text(obj.to_numpy()))
-def frame_value() -> Made:
-    import pandas
-
-    obj = pandas.DataFrame({"a": [1.0, 2.0], "b": [3.0, 4.0]})
-    return obj, lambda: add(obj.loc, (0, "a"))
-
-
-@kind(needs="pandas", read=lambda obj: repr([*obj.columns]) + text(obj.to_numpy()))
-def frame_column() -> Made:
-    import pandas
-
-    obj = pandas.DataFrame({"a": [1.0, 2.0]})
-    return obj, lambda: put(obj, f"b{obj.shape[1]}", 1.0)
-
-
-def torch_tensor(nbytes: int = 32) -> Any:
-    import torch
-
-    return torch.zeros(nbytes // 4)
-
-
-simple("tensor, in place", torch_tensor, lambda a, n: a.add_(1), needs="torch")
-simple("tensor, item", torch_tensor, lambda a, n: put(a, 1, n), needs="torch")
-simple("tensor, by .data", torch_tensor, lambda a, n: a.data.add_(1), needs="torch", sees=IN_TURN, bound=2)
-simple("tensor, by .numpy()", torch_tensor, lambda a, n: add(a.numpy(), 1), needs="torch", sees=IN_TURN, bound=2)
-simple(
-    "tensor of 256 KB, by .numpy()", lambda: torch_tensor(256 * KB), lambda a, n: add(a.numpy(), 5003 * n),
-    needs="torch", read=lambda a: repr(a.sum().item()), **in_turn(256 * KB),
-)  # fmt: skip
-VIEW = {"needs": "torch", "sees": IN_TURN, "bound": 2, "read": lambda a: repr(a.tolist())}
-simple("tensor, every other element, by .data", lambda: torch_tensor()[::2], lambda a, n: a.data.add_(1), **VIEW)
-simple("tensor, every other element, by .numpy()", lambda: torch_tensor()[::2], lambda a, n: add(a.numpy(), 1), **VIEW)
-simple("tensor, transposed", lambda: torch_tensor().reshape(2, 4).t(), lambda a, n: add(a.numpy(), (1, 1)), **VIEW)
-simple("tensor, windows", lambda: torch_tensor().unfold(0, 3, 1), lambda a, n: a.data[0].add_(1), **VIEW)
-simple("tensor, conjugate", lambda: (torch_tensor() + 1j).conj(), lambda a, n: a.data.mul_(2), **VIEW)
-simple("tensor, negative", lambda: (torch_tensor() + 1j).conj().imag, lambda a, n: a.data.mul_(2), **VIEW)
-simple("tensor, expanded", lambda: torch_tensor(4).expand(3), lambda a, n: a.data[:1].add_(1), **VIEW)
-simple(
-    "tensor of 128 KB, every other element", lambda: torch_tensor(256 * KB)[::2],
-    lambda a, n: add(a.numpy(), 5003 * n), needs="torch", read=lambda a: repr(a.sum().item()), **in_turn(256 * KB),
-)  # fmt: skip
-simple(
-    "tensor, attribute", torch_tensor, lambda a, n: setattr(a, "scale", n), needs="torch",
-    read=lambda a: repr(getattr(a, "scale", 0)),
-)  # fmt: skip
-
-
-def _generator() -> Any:
-    import torch
-
-    return torch.Generator().manual_seed(1)
-
-
-def _draw(generator: Any) -> Any:
-    import torch
-
-    return torch.rand(1, generator=generator)
-
-
-GENERATOR = {"needs": "torch", "read": lambda a: repr(a.get_state().tolist())}
-simple("torch generator, seed", _generator, lambda a, n: a.manual_seed(n + 1), **GENERATOR)
-simple("torch generator, draws", _generator, lambda a, n: _draw(a), **GENERATOR)
-
-
-def read_module(model: Any) -> str:
-    state = {key: value.tolist() for key, value in model.state_dict().items()}
-    return repr([state, [module.training for module in model.modules()]])
-
-
-def torch_model() -> Any:
-    import torch
-
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1))
-
-
-def _data(model: Any) -> Any:
-    return model[0].weight.data
-
-
-MODEL = {"needs": "torch", "read": read_module}
-simple(
-    "torch module, parameter",
-    torch_model,
-    lambda a, n: _data(a).copy_(_data(a) + n),
-    **{**MODEL, "sees": IN_TURN, "bound": 2},
-)
-simple(
-    "torch module, parameter without grad",
-    torch_model,
-    lambda a, n: a.load_state_dict({k: v + 1 for k, v in a.state_dict().items()}),
-    **MODEL,
-)
-simple("torch module, buffer", torch_model, lambda a, n: a[1].running_mean.fill_(n), **MODEL)
-simple(
-    "torch module, training flag", torch_model, lambda a, n: (a.train(n % 2 == 0), a[1].running_var.fill_(n)), **MODEL
-)
-simple(
-    "torch module, flag of a part",
-    lambda: __import__("torch").nn.Sequential(*[__import__("torch").nn.Dropout() for _ in range(20)]),
-    lambda a, n: a[n].eval(),
-    **MODEL,
-)
-simple(
-    "torch module, attribute of a parameter", torch_model, lambda a, n: setattr(a[0].weight, "scale", n),
-    needs="torch", read=lambda a: repr(getattr(a[0].weight, "scale", 0)),
-)  # fmt: skip
-simple("torch module, part", torch_model, lambda a, n: a.add_module(f"more{n}", torch_model()), **MODEL)
-
-
-# ----- nested in each other
-
-
-def boxed(**attributes: Any) -> Any:
-    box = plain_class()()
-    vars(box).update(attributes)
-    return box
-
-
-WRAPS: dict[str, Callable[[Any], Any]] = {
-    "list": lambda obj: [0, obj],
-    "tuple": lambda obj: (0, obj),
-    "dict": lambda obj: {"a": 0, "k": obj},
-    "deque": lambda obj: deque([obj, 0]),
-    "instance": lambda obj: boxed(k=obj),
-    "namespace": lambda obj: SimpleNamespace(k=obj),
-    "partial": lambda obj: functools.partial(len, obj),
-    "closure": lambda obj: lambda: obj,
-    "objects": lambda obj: object_array(obj, None),
-    "class": lambda obj: type("Holder", (), {"__module__": "__main__", "k": staticmethod(lambda: obj)}),
-    "OrderedDict": lambda obj: OrderedDict(k=obj),
-    "defaultdict": lambda obj: defaultdict(list, k=obj),
-    "UserDict": lambda obj: UserDict(k=obj),
+        def wrapped(f):
+            @functools.wraps(f)
+            def inner(): return f()
+            return inner
+        @wrapped
+        def held(): return rate
+        change: rate += 1
+        """,
+    "vectorize whose function reads a global": """
+        rate = 1
+        def scaled(x): return x * rate
+        held = np.vectorize(scaled)
+        change: rate += 1
+        read: repr(held(np.arange(3)).tolist())
+        """,
+    # -- libraries'
+    "scipy.sparse, data and structure": """
+        import scipy.sparse
+        held = [scipy.sparse.csr_array(np.eye(3)), scipy.sparse.lil_array((4, 4))]
+        change: held[0].data += 1; held[1][n % 4, n // 4] = n
+        """,
+    "sklearn, fitted again and fitted on": """
+        from sklearn.linear_model import LinearRegression, SGDRegressor
+        from sklearn.tree import DecisionTreeRegressor
+        x = np.eye(2)
+        held = [LinearRegression(), DecisionTreeRegressor(random_state=0), SGDRegressor(random_state=0)]
+        change: [getattr(model, way)(x, [n, 0.0]) for model, way in zip(held, ["fit", "fit", "partial_fit"])]
+        read: text([model.predict(x) if hasattr(model, "n_features_in_") else None for model in held])
+        """,
+    "pandas, value and column": """
+        import pandas
+        held = pandas.DataFrame({"a": [1.0, 2.0], "b": [3.0, 4.0]})
+        change: held.loc[0, "a"] += 1; held[f"b{n}"] = 1.0
+        read: repr([*held.columns]) + text(held.to_numpy())
+        """,
 }
 
+TORCH: dict[str, tuple[str, ...]] = {
+    "tensor, in place": ("torch.zeros(8)", "held.add_(1)"),
+    "tensor, by .data": ("torch.zeros(8)", "held.data.add_(1)"),
+    "tensor, by .numpy()": ("torch.zeros(8)", "held.numpy()[1] += 1"),
+    "tensor of 256 KB, by .numpy()": ("torch.zeros(64 * KB)", "held.numpy()[5003 * n] += 1", "repr(held.sum().item())"),
+    "tensor, every other element": ("torch.zeros(8)[::2]", "held.data.add_(1)", "repr(held.tolist())"),
+    "tensor, conjugate": ("(torch.zeros(8) + 1j).conj()", "held.data.mul_(2)", "repr(held.tolist())"),
+    "tensor, expanded": ("torch.zeros(1).expand(3)", "held.data[:1].add_(1)", "repr(held.tolist())"),
+    "tensor, attribute": ("torch.zeros(8)", "held.scale = n", "repr(getattr(held, 'scale', 0))"),
+    "torch generator, seed": ("torch.Generator()", "held.manual_seed(n + 1)", "repr(held.get_state().tolist())"),
+    "torch generator, draws": ("torch.Generator()", "torch.rand(1, generator=held)", "repr(held.get_state().tolist())"),
+    "torch module, parameter": ("model()", "held[0].weight.data.add_(n)", "state(held)"),
+    "torch module, its state loaded": ("model()", "held.load_state_dict(model().state_dict())", "state(held)"),
+    "torch module, buffer": ("model()", "held[1].running_mean.fill_(n)", "state(held)"),
+    "torch module, training flags": ("model()", "held[n % 2].train(not held[n % 2].training)", "state(held)"),
+    "torch module, attribute of a parameter": ("model()", "held[0].weight.k = n", "repr(vars(held[0].weight))"),
+    "torch module, part": ("model()", "held.add_module(f'more{n}', model())", "state(held)"),
+}  # fmt: skip
 
-NESTINGS = (
-    ("list",),
-    ("dict",),
-    ("instance",),
-    ("closure",),
-    ("objects",),
-    ("class",),
-    ("tuple", "list"),
-    ("namespace", "dict"),
-    ("partial", "closure"),
-    ("UserDict", "list"),
-    ("instance", "dict", "list"),
-    ("list", "tuple", "namespace"),
-    ("defaultdict", "deque", "instance"),
-    ("closure", "OrderedDict", "objects"),
-    ("instance", "instance", "instance"),
-)
+TORCH_PRELUDE = """
+import torch
+
+def model(): return torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1))
+
+def state(model):
+    return repr([{k: v.tolist() for k, v in model.state_dict().items()}, [part.training for part in model.modules()]])
+"""
+
+KINDS = [*SIMPLE, *PROGRAMS]
+
+LATE = {
+    "array of 100 KB, sparse", "array of 10 MB, sparse", "list of 12 000, item", "list of 1600 small arrays",
+    "dict of 12 000, value", "bytearray of 100 KB", "array.array", "ctypes number", "BytesIO", "numpy RandomState",
+    "array.array with an attribute", "instance with __getstate__", "instance with __reduce__",
+    "sklearn, fitted again and fitted on", "tensor, by .data", "tensor, by .numpy()", "tensor of 256 KB, by .numpy()",
+    "tensor, every other element", "tensor, conjugate", "tensor, expanded", "torch module, parameter",
+}  # fmt: skip
+"""Kinds of which a call may miss a change until ``refresh``. None, once captured state is compared in full."""
 
 
-def nested(obj: Any, wraps: tuple[str, ...]) -> Any:
-    """Return ``obj`` in containers, named from outside in."""
-    for each in reversed(wraps):
-        obj = WRAPS[each](obj)
-    return obj
+class Made:
+    """One object of a kind.
+
+    Attributes
+    ----------
+    held : object
+    read : callable
+        ``read(held)`` returns its contents.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.names: dict[str, Any] = {"__name__": "__main__"}
+        exec(PRELUDE + (TORCH_PRELUDE if name in TORCH else ""), self.names)
+        program, self._change, read = _parts(name)
+        exec(program, self.names)
+        self.held = self.names["held"]
+        self.read: Callable[[Any], str] = eval(f"lambda held: {read}", self.names) if read else text
+        self._numbers = itertools.count(1)
+
+    def change(self) -> None:
+        """Change the object."""
+        self.names["n"] = next(self._numbers)
+        exec(self._change, self.names)
+
+
+def _parts(name: str) -> tuple[str, str, str]:
+    """Return the program of a kind, the line that changes the object and the expression that reads it, or ""."""
+    if name in PROGRAMS:
+        lines = textwrap.dedent(PROGRAMS[name]).splitlines()
+        change, read = (
+            " ".join(line.removeprefix(start) for line in lines if line.startswith(start))
+            for start in ("change: ", "read: ")
+        )
+        return "\n".join(line for line in lines if not re.match("change: |read: ", line)), change, read
+    expression, change, *read = {**SIMPLE, **TORCH}[name]
+    return f"held = {expression}", change, "".join(read)

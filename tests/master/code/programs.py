@@ -1,13 +1,11 @@
 """Random programs that change what their functions capture, between calls that are compared with plain Python.
 
 A program is a list of lines of Python, so a listing of it can be read, cut short and run again. The functions read all
-they capture (``contents.text``): each stale leaf, order, type or alias shows. ``python -m tests.master.code.programs``
-``[--from SEED] [COUNT]`` runs many and prints how often each thing was met.
+they capture (``contents.text``): each stale leaf, order, type or alias shows.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import gc
@@ -15,7 +13,6 @@ import importlib
 import itertools
 import os
 import random
-import re
 import sys
 import tempfile
 import textwrap
@@ -23,23 +20,16 @@ import time
 import warnings
 from collections import Counter, UserDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+from support import harness
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]  # for ``python -m``
-
-from support import harness  # noqa: E402
-
-import synk  # noqa: E402
+import synk
 
 X = np.arange(5.0)
-StaleCaptureError = getattr(synk.errors, "StaleCaptureError", ZeroDivisionError)
-StaleCaptureWarning = getattr(synk.errors, "StaleCaptureWarning", UserWarning)
-
 MODULE = "state = [1]\ntable = {'k': 1.0, 'more': [2]}\nrate = 1\ndef helper():\n    return [rate, table, state]\n"
 """What the file of a module holds; its name in a program is ``held_module``, and another one in each run."""
 
@@ -102,21 +92,9 @@ class Reader:
 ITEMS = (dict, UserDict)
 SEQUENCES = (list, deque)
 NUM_CELLS = 16_000
-"""Of a large array, which is compared by samples and in turn."""
+"""Of a large array: a call may miss that one has changed, so such a change is followed by ``refresh``."""
 NUM_ELEMENTS = 2000
-"""Of a large list, which is compared by its length and in turn."""
-
-
-@dataclass
-class Program:
-    """Lines of Python, and how often each kind of step is among them."""
-
-    seed: int
-    lines: list[str] = field(default_factory=list)
-    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
-
-    def listing(self) -> str:
-        return textwrap.indent("\n".join(self.lines), "    ")
+"""Of a large list, likewise."""
 
 
 class Invalid(Exception):
@@ -133,27 +111,26 @@ class Mismatch(AssertionError):
 class Generator:
     """Makes a program by running it, without workers, so as to know what there is to change."""
 
-    def __init__(self, seed: int, num_steps: int, has_modules: bool) -> None:
+    def __init__(self, seed: int, num_steps: int) -> None:
         self.rng = random.Random(seed)
-        self.program = Program(seed)
+        self.lines: list[str] = []
         self.bench = Bench(None)
         self.numbers = itertools.count(2)
         self.roots: list[str] = []
         self.functions: list[str] = []
-        self.has_modules = has_modules and self.rng.random() < 0.6
+        self.has_modules = self.rng.random() < 0.6
         with self.bench:
             self._begin()
-            while len(self.program.lines) < num_steps:
+            while len(self.lines) < num_steps:
                 self._step()
             self._do("results()")
             for name in self.functions:
                 self._do(f"check({name!r}, 'call')")
                 self._do(f"check({name!r}, 'serial')")
 
-    def _do(self, line: str, *counted: tuple[str, str]) -> None:
+    def _do(self, line: str) -> None:
         self.bench.run(line)
-        self.program.lines.append(line)
-        self.program.counts.update(counted)
+        self.lines.append(line)
 
     def _begin(self) -> None:
         for name in "abc"[: self.rng.randint(1, 3)]:
@@ -183,8 +160,7 @@ class Generator:
             (2, self._delete),
             (3, lambda: self._define(f"f{len(self.functions)}") if len(self.functions) < 4 else self._change()),
             (2, lambda: self._define(self.rng.choice(self.functions))),
-            (2, lambda: self._do(f"refresh({self.rng.choice(self.functions)!r})", ("step", "refresh"))),
-            (0.15, lambda: self._do(f"kill({self.rng.randrange(3)})", ("step", "kill"))),
+            (0.15, lambda: self._do(f"kill({self.rng.randrange(3)})")),
         )
         weights, choices = zip(*steps, strict=True)
         self.rng.choices(choices, weights)[0]()
@@ -194,11 +170,11 @@ class Generator:
     def _check(self) -> None:
         verb = self.rng.choices([*VERBS, "verify"], [10, 3, 3, 3, 2, 2])[0]
         for _ in range(self.rng.choice([1, 1, 1, 3])):
-            self._do(f"check({self.rng.choice(self.functions)!r}, {verb!r})", ("verb", verb))
+            self._do(f"check({self.rng.choice(self.functions)!r}, {verb!r})")
 
     def _submit(self) -> None:
         for _ in range(self.rng.randint(2, 3)):
-            self._do(f"submit({self.rng.choice(self.functions)!r})", ("verb", "submit, others in flight"))
+            self._do(f"submit({self.rng.choice(self.functions)!r})")
             for _ in range(self.rng.randint(0, 2)):
                 self._change()
         self._do("results()")
@@ -209,22 +185,17 @@ class Generator:
         name, between = self.rng.choice(self.functions), []
         for _ in range(self.rng.randint(1, 4)):
             self._change()
-            between.append(self.program.lines.pop())
-        self._do_again(f"stream({name!r}, {between!r})")
-
-    def _do_again(self, line: str) -> None:
-        """Note a line whose changes were made already."""
-        self.program.lines.append(line)
-        self.program.counts["verb", "stream, changes between"] += 1
+            between.append(self.lines.pop())
+        self.lines.append(f"stream({name!r}, {between!r})")  # whose changes were made just now
 
     def _rebind(self) -> None:
         name = self.rng.choice(self.roots)
         value = self.rng.choice([self._expression(3), self.rng.choice(self.roots)])
-        self._do(f"{name} = {value}", ("step", "rebind"))
+        self._do(f"{name} = {value}")
 
     def _delete(self) -> None:
         name = self.rng.choice(self.roots)
-        self._do(f"del {name}", ("step", "delete"))
+        self._do(f"del {name}")
         self._do(f"check({self.rng.choice(self.functions)!r}, 'call')")
         self._do(f"{name} = {self._expression(2)}")
 
@@ -250,7 +221,7 @@ class Generator:
             styles["helper of a module"] = f"def {name}(x): return [text((m.helper(), {held}))] * len(x)"
             styles["getattr of a module"] = f"def {name}(x): return [text((getattr(m, 'state'), m.rate))] * len(x)"
         style = self.rng.choice([*styles])
-        self._do(styles[style], ("captured by", style))
+        self._do(styles[style])
         if name not in self.functions:
             self.functions.append(name)
 
@@ -261,9 +232,7 @@ class Generator:
         for path, obj in places[:8]:
             lines = self._changes(path, obj)
             if lines:
-                depth = str(path.count("[") + path.count(".") + path.count("("))
-                counted = ("changed", type(obj).__name__), ("depth", depth)
-                self._do(self.rng.choice(lines), *counted)
+                self._do(self.rng.choice(lines))
                 return
         self._rebind()
 
@@ -435,9 +404,9 @@ def _leads_to(obj: Any, target: Any) -> bool:
     return False
 
 
-def generate(seed: int, num_steps: int = 30, *, has_modules: bool = True) -> Program:
+def generate(seed: int, num_steps: int = 30) -> list[str]:
     """Return the program of a seed."""
-    return Generator(seed, num_steps, has_modules).program
+    return Generator(seed, num_steps).lines
 
 
 # ----- running
@@ -471,14 +440,8 @@ class Bench:
         self._module = f"held_module_{self._number}"
         self._folder = _modules_folder().name
         self._functions: dict[str, tuple[Any, Any]] = {}
-        self._pending: list[tuple[str, Any, Any, Any, bool, int]] = []
-        self._words: Counter[str] = Counter()  # by function, how often a late change was told, or asked for
-        self._told: set[str] = set()
-        self._has_late = False
-        self._late: dict[str, int] = {}  # by function, how many calls may still be stale
-        self._stale: set[str] = set()  # functions whose calls were stale, of which no word was said yet
-        self.warned: list[warnings.WarningMessage] = []
-        actions = (self.check, self.submit, self.results, self.stream, self.refresh, self.kill, self.late)
+        self._pending: list[tuple[str, Any, Any]] = []
+        actions = (self.check, self.submit, self.results, self.stream, self.kill, self.late)
         self.names: dict[str, Any] = {"__name__": "__main__", **{each.__name__: each for each in actions}}
         exec(PRELUDE, self.names)
 
@@ -491,7 +454,7 @@ class Bench:
 
     def __exit__(self, *exc_info: object) -> None:
         with contextlib.suppress(Exception):
-            for _, _, call, *_ in self._pending:
+            for _, call, _ in self._pending:
                 call.result()
         self._functions.clear()
         self.names.clear()
@@ -500,9 +463,6 @@ class Bench:
 
     def run(self, line: str) -> None:
         """Run one line."""
-        is_dense = "out=" in line or "[...]" in line  # it hides what was changed before it
-        if is_dense or re.match(r"del [a-c]$|[a-c] = ", line):  # what was stale may be gone
-            self._stale.clear()
         try:
             exec(line.replace("held_module", self._module), self.names)
         except Mismatch:
@@ -521,13 +481,11 @@ class Bench:
         want = _outcome(lambda: plain(X))
         if self.rt is not None:
             act = {**VERBS, "verify": self._verified}[verb]
-            self._compare(name, verb, lambda: act(self.rt, f, plain), want, is_full=verb in ("serial", "verify"))
+            self._compare(name, verb, lambda: act(self.rt, f, plain), want)
 
     def _verified(self, rt: Any, f: Any, plain: Any) -> list[str]:
-        """Verify, and call. A report that is true is no word of stale values."""
+        """Verify, and call."""
         report = f.verify(X)
-        if not report:
-            self._stale.discard(f.name)
         return VERBS["call"](rt, f, plain) if _is_right(report) else [str(report)]
 
     def submit(self, name: str) -> None:
@@ -538,27 +496,13 @@ class Bench:
             return
         if len(self._pending) == 3:
             self.results()
-        try:
-            call = f.submit(X)
-        except StaleCaptureError as error:
-            self._accept(error)
-            call = f.submit(X)
-        self._hear()
-        self._pending.append((name, plain, call, want, self._late.get(name, 0) > 0, self._words[name]))
+        self._pending.append((name, f.submit(X), want))
 
     def results(self) -> None:
         """Compare the results of what was submitted."""
         pending, self._pending = self._pending, []
-        for name, plain, call, want, is_late, num_words in pending:
-            is_told = is_late and self._words[name] > num_words  # this call came before the word
-            late, stale = {**self._late}, {*self._stale}
-            if is_told:
-                self._late[name] = 1
+        for name, call, want in pending:
             self._compare(name, "submit", call.result, want)
-            if is_told:
-                self._late, self._stale = late, stale
-            if self.names.get(name) is not plain:  # a function of this name that is gone
-                self._stale.discard(name)
 
     def stream(self, name: str, between: Sequence[str]) -> None:
         """Run lines between the batches of a stream."""
@@ -577,25 +521,8 @@ class Bench:
             list(batches())
             return
         self.results()
-        results = f.stream(batches())
-        for number in range(len(between) + 1):
-            try:
-                got: Any = next(results)
-            except StaleCaptureError as error:
-                self._accept(error)
-                return
-            warned, self.warned[:] = [*self.warned], []  # perhaps of a later batch
+        for number, got in enumerate(f.stream(batches())):
             self._compare(name, f"stream, batch {number}", lambda got=got: got, wants[number])
-            self.warned[:] = warned
-        self._hear()
-
-    def refresh(self, name: str) -> None:
-        """Say that something was changed in place."""
-        _, f = self._function(name)
-        if self.rt is not None:
-            f.refresh()
-            self._words[name] += 1
-            self._late.pop(name, None)
 
     def kill(self, rank: int) -> None:
         """End a worker; the next call starts another."""
@@ -605,13 +532,11 @@ class Bench:
             harness.pids(self.rt)
 
     def late(self, obj: Any, act: str, *args: Any) -> None:
-        """Change a large array or list where it may be found only after some calls."""
+        """Change a large array or list where calls may miss it, and say so."""
         getattr(obj, act)(*args)
-        self._told.clear()
-        self._has_late = True
-        num_windows = obj.nbytes // (64 * 1024) if isinstance(obj, np.ndarray) else 1
-        bound = 2 + 64 * num_windows  # for all that a function may hold
-        self._late = dict.fromkeys([*self._functions, "later"], bound)
+        for _, f in self._functions.values():
+            if f is not None:
+                f.refresh()
 
     # -- comparing
 
@@ -620,52 +545,18 @@ class Bench:
         if known is None or known[0] is not plain:
             f = None if self.rt is None else self.rt.function(plain, outputs="gather", name=name)
             known = self._functions[name] = plain, f
-            self._stale.discard(name)  # of another function of this name
         return known
 
-    def _compare(self, name: str, verb: str, act: Callable[[], Any], want: Any, *, is_full: bool = False) -> None:
+    def _compare(self, name: str, verb: str, act: Callable[[], Any], want: Any) -> None:
         got = _outcome(act)
-        if isinstance(got, StaleCaptureError):
-            self._accept(got)
-            got = _outcome(act)
-        self._hear()
-        if _is_same(got, want):
-            if name in self._stale and is_full:
-                raise Mismatch(f"{name} by {verb}: right again, and no word of the stale values before")
-            return
-        if not is_full and self._late.get(name, 0) > 0:
-            self._late[name] -= 1
-            self._stale.add(name)
-            return
-        raise Mismatch(f"{name} by {verb}\n  got  {_shown(got, want)}\n  want {_shown(want, got)}")
-
-    def _hear(self) -> None:
-        """Take in warnings of late changes."""
-        for each in self.warned:
-            text = str(each.message)
-            if isinstance(each.message, StaleCaptureWarning) and "changed in place" in text:
-                name = text.split("'")[1]
-                self._told.add(name)
-                self._words[name] += 1
-                self._late.pop(name, None)
-                self._stale: set[str] = set()  # functions whose calls were stale, of which no word was said yet
-        self.warned.clear()
-
-    def _accept(self, error: BaseException) -> None:
-        """Take in that a function tells of a late change: once. Others that hold the array may tell of it, too."""
-        name = str(error).split("'")[1]
-        if name in self._told or not self._has_late:
-            raise Mismatch(f"nothing large was changed in place: {error}")
-        self._told.add(name)
-        self._words[name] += 1
-        self._late.pop(name, None)
-        self._stale.clear()
+        if not _is_same(got, want):
+            raise Mismatch(f"{name} by {verb}\n  got  {_shown(got, want)}\n  want {_shown(want, got)}")
 
 
 def _is_right(report: Any) -> bool:
-    """Whether a report is true, but for aliases of objects in modules: these are not copied with the plain function.
+    """Whether a report is true, but for aliases of objects in modules, which are not copied with the plain function.
 
-    And but for what it says to be stale: the calls behind it are right.
+    What it says to have changed unseen is no matter here: the calls behind it are right.
     """
     return all(output.verdict == "equal" for output in report.outputs)
 
@@ -693,8 +584,8 @@ def _shown(value: Any, other: Any) -> str:
 
 def run(lines: Sequence[str], rt: Any) -> tuple[int, str] | None:
     """Run lines; return the number of the line that went wrong, and what it said. An invalid program is fine."""
-    with Bench(rt) as bench, warnings.catch_warnings(record=True) as bench.warned:
-        warnings.simplefilter("always")
+    with Bench(rt) as bench, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of large objects, and of workers that were started again
         for number, line in enumerate(lines):
             try:
                 bench.run(line)
@@ -724,54 +615,24 @@ def shortened(lines: list[str], rt: Any, max_s: float = 20.0) -> list[str]:
     return lines
 
 
-def failure(program: Program, rt: Any) -> str:
-    """Run a program; return "" or a report with its seed and the lines that are needed to go wrong."""
-    found = run(program.lines, rt)
+def failure(seed: int, rt: Any) -> str:
+    """Run the program of a seed; return "" or a report with the lines that are needed to go wrong."""
+    lines = generate(seed)
+    found = run(lines, rt)
     if found is None:
         return ""
-    lines = shortened(program.lines[: found[0] + 1], rt)
+    lines = shortened(lines[: found[0] + 1], rt)
     again = run(lines, rt) or (0, f"not again, but: {found[1]}")
-    listing = Program(program.seed, lines).listing()
-    return f"seed {program.seed}, {rt.world_size} workers: {again[1]}\n{listing}"
+    return f"seed {seed}, {rt.world_size} workers: {again[1]}\n" + textwrap.indent("\n".join(lines), "    ")
 
 
-def run_seeds(seeds: range, runtime_of: Callable[[int], Any], counts: Counter[tuple[str, str]]) -> list[str]:
+def run_seeds(seeds: range, runtime_of: Callable[[int], Any]) -> list[str]:
     """Run the programs of many seeds; return the reports of those that went wrong, at most ten."""
     failures: list[str] = []
     for seed in seeds:
-        program = generate(seed)
-        counts.update(program.counts)
-        counts["programs", "with a module" if "import held_module as m" in program.lines else "alone"] += 1
-        failures += filter(None, [failure(program, runtime_of((2, 2, 2, 1, 3)[seed % 5]))])
+        failures += filter(None, [failure(seed, runtime_of((2, 2, 2, 1, 3)[seed % 5]))])
         if seed % 50 == 0:
             gc.collect()
         if len(failures) == 10:
             break
     return failures
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.master.code.programs")
-    parser.add_argument("count", nargs="?", type=int, default=1000)
-    parser.add_argument("--from", dest="start", type=int, default=0)
-    arguments = parser.parse_args()
-    counts: Counter[tuple[str, str]] = Counter()
-    with contextlib.ExitStack() as stack:
-        runtimes: dict[int, Any] = {}
-
-        def runtime_of(num_workers: int) -> Any:
-            if num_workers not in runtimes:
-                made = synk.Runtime(num_workers, backend="numpy", max_restarts=10**9)
-                runtimes[num_workers] = stack.enter_context(made)
-            return runtimes[num_workers]
-
-        started = time.monotonic()
-        failures = run_seeds(range(arguments.start, arguments.start + arguments.count), runtime_of, counts)
-    for (dimension, value), count in sorted(counts.items()):
-        print(f"{dimension:12} {value:30} {count:8}")
-    print(f"{time.monotonic() - started:.1f} s, {len(failures)} failures", *failures, sep="\n\n")
-    sys.exit(bool(failures))
-
-
-if __name__ == "__main__":
-    main()

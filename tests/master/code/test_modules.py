@@ -8,12 +8,14 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
+import random
 import re
 import sys
+import textwrap
 import threading
+import types
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import numpy as np
 import pytest
 from contents import text
 from support import harness
+from support.edited_module import LIBRARY
 
 import synk
 
@@ -34,19 +37,6 @@ VERBS: dict[str, Callable[[Any, Any, Any], list[str]]] = {
     "map": lambda rt, f, plain: [*rt.map(lambda item: plain([item])[0], X)],
     "stream": lambda rt, f, plain: [row for rows in f.stream([X[:1], X[1:]]) for row in rows],
 }
-
-
-@dataclass(frozen=True)
-class Case:
-    """Modules, a program that reads them in ``held()``, and lines that change them.
-
-    Names of modules begin with ``users_`` and get a number, so that each test has its own.
-    """
-
-    files: dict[str, str]
-    program: str
-    changes: tuple[str, ...]
-
 
 CONFIG = {"users_config": "k = 1\ntable = None\nsettings = {'lr': 1, 'layers': [1]}\ndef read(): return k, settings\n"}
 HELPERS = {
@@ -140,7 +130,7 @@ import users_classes
 Layer = users_classes.Layer
 run, fixed, named, size, inner = (vars(Layer)[name] for name in ('run', 'fixed', 'named', 'size', 'Inner'))
 inner_run, step, cached = inner.run, users_classes.step, users_classes.cached
-def held():
+def shown():
     layer = Layer()
     return (
         layer.run(), layer.other(), layer.fixed(), layer.named(), layer.size, layer.Inner().run(), users_classes.step(),
@@ -159,197 +149,106 @@ def put_back():
     users_classes.step, users_classes.cached = step, cached
 """
 
-CASES = {
-    "array bound": Case(
-        CONFIG,
-        "import users_config\ndef held(): return users_config.table",
-        ("users_config.table = np.zeros(3)", "users_config.table[1] = 5", "users_config.table = np.ones(2)"),
+CASES: dict[str, tuple[dict[str, str], str, str, str]] = {
+    "names bound, removed and new": (
+        CONFIG, "import users_config as m", "(m.table, getattr(m, 'k', 0), getattr(m, 'new', 0))",
+        "m.table = np.zeros(3); m.table[1] = 5; m.table = np.ones(2); m.k += 1; vars(m)['k'] = 5; del m.k; m.k = 3; "
+        "m.new = [1]; m.new.append(2)",
     ),
-    "number bound": Case(
-        CONFIG,
-        "import users_config\ndef held(): return users_config.read()",
-        ("users_config.k = 2", "users_config.k += 1"),
+    "in place, behind a function of the module": (
+        CONFIG, "import users_config\nfrom users_config import read, settings", "(read(), users_config.settings)",
+        "settings['lr'] = 5; settings['layers'].append(2); settings['rate'] = settings.pop('lr'); "
+        "users_config.settings['layers'].append(3)",
     ),
-    "by vars()": Case(
-        CONFIG,
-        "import users_config\ndef held(): return users_config.read()",
-        ("vars(users_config)['k'] = 5", "vars(users_config)['k'] = 6"),
+    "imported in the body": (
+        CONFIG, "def imported():\n    import users_config\n    return users_config.k, users_config.settings",
+        "imported()", "import users_config; users_config.k = 7; users_config.settings['lr'] = 3",
     ),
-    "dict and list in place": Case(
-        CONFIG,
-        "import users_config\ndef held(): return users_config.settings",
-        (
-            "users_config.settings['lr'] = 5",
-            "users_config.settings['layers'].append(2)",
-            "users_config.settings['new'] = 1",
-        ),
+    "names imported in the body": (
+        CONFIG, "def imported():\n    from users_config import k, settings as s\n    return k, s", "imported()",
+        "import users_config; users_config.k = 7; users_config.settings['layers'].append(3)",
     ),
-    "in place, behind a function of the module": Case(
-        CONFIG,
-        "from users_config import read, settings\ndef held(): return read()",
-        ("settings['lr'] = 5", "settings['layers'].append(2)", "settings['rate'] = settings.pop('lr')"),
+    "imported in the body by its name": (
+        CONFIG, "import importlib", "importlib.import_module('users_config').settings",
+        "import users_config; users_config.settings['lr'] = 3; users_config.settings = {}",
     ),
-    "name removed and back": Case(
-        CONFIG,
-        "import users_config\ndef held(): return getattr(users_config, 'k', 'none')",
-        ("del users_config.k", "users_config.k = 3"),
+    "found in sys.modules": (
+        CONFIG, "import sys, users_config", "sys.modules['users_config'].settings",
+        "users_config.settings['lr'] = 3; users_config.settings = {}",
     ),
-    "new name": Case(
-        CONFIG,
-        "import users_config\ndef held(): return getattr(users_config, 'new', None)",
-        ("users_config.new = [1]", "users_config.new.append(2)"),
+    "module in a dict": (
+        CONFIG, "import users_config\nmodules = {'m': users_config}", "getattr(modules['m'], 'settings')",
+        "users_config.settings['lr'] = 3; users_config.settings = [1]; users_config.settings.append(2)",
     ),
-    "imported in the body": Case(
-        CONFIG,
-        "def held():\n    import users_config\n    return users_config.k, users_config.table, users_config.settings",
-        (
-            "import users_config; users_config.k = 7",
-            "users_config.table = np.ones(2)",
-            "users_config.settings['lr'] = 3",
-        ),
+    "function and table bound": (
+        HELPERS, "import users_helpers as m\nfrom users_helpers import run\nrate = 5\ndef my_step(): return rate",
+        "(m.run(), run())",
+        "m.init(); m.init(2); m.table.append(3); m.step = my_step; rate = 6; m.step = lambda: 9; "
+        "m.step.__code__ = (lambda: 8).__code__",
     ),
-    "names imported in the body": Case(
-        CONFIG,
-        "def held():\n    from users_config import k, settings as s\n    return k, s",
-        ("import users_config; users_config.k = 7", "users_config.settings['layers'].append(3)"),
+    "class, method and instance": (
+        HELPERS, "import users_helpers as m\nfrom users_helpers import Layer\nlayer = Layer()",
+        "(layer.run(), Layer().run(), m.layer.run())",
+        "Layer.factor = 3; Layer.items.append(2); Layer.items = []; m.layer.w.append(2); m.layer.factor = 2; "
+        "m.Layer.run = lambda self: ('mine', self.w); layer.w.append(3); m.Layer.run = lambda self: len(self.w)",
     ),
-    "imported in the body by its name": Case(
-        CONFIG,
-        "import importlib\ndef held(): return importlib.import_module('users_config').settings",
-        ("import users_config; users_config.settings['lr'] = 3", "users_config.settings = {}"),
+    "registry, closure, and what a function holds": (
+        HELPERS, "import users_helpers as m", "(m.apply(), m.with_default(), m.count())",
+        "m.registry['one'] = lambda: 1; m.registry['two'] = lambda: 2; m.with_default.rate = 3; "
+        "m.with_default.__defaults__ = (7,); m.count.advance(); m.count.advance()",
     ),
-    "found in sys.modules": Case(
-        CONFIG,
-        "import sys, users_config\ndef held(): return sys.modules['users_config'].settings",
-        ("users_config.settings['lr'] = 3", "users_config.settings = {}"),
+    "a module's __getattr__": (
+        HIDDEN, "import users_hidden", "users_hidden.k",
+        "users_hidden._values['k'] = 5; users_hidden._values = {'k': 6}; users_hidden.k = 7",
     ),
-    "module in a dict": Case(
-        CONFIG,
-        "import users_config\nmodules = {'m': users_config}\ndef held(): return getattr(modules['m'], 'settings')",
-        ("users_config.settings['lr'] = 3", "users_config.settings = [1]", "users_config.settings.append(2)"),
+    "submodule": (
+        PACKAGE, "import users_package.sub", "(users_package.sub.table, users_package.sub.k, users_package.k)",
+        "users_package.sub.k = 2; users_package.sub.table.append(2); users_package.k = 3",
     ),
-    "init()": Case(
-        HELPERS,
-        "import users_helpers\ndef held(): return users_helpers.run()",
-        ("users_helpers.init()", "users_helpers.init(2)", "users_helpers.table.append(3)"),
+    "submodule, behind another": (
+        PACKAGE, "from users_package import sub, user", "user.helper()",
+        "sub.k = 2; sub.table.append(2); sub.table = [7]; user.table.append(5)",
     ),
-    "function bound": Case(
-        HELPERS,
-        "import users_helpers\nrate = 5\ndef my_step(): return rate\ndef held(): return users_helpers.run()",
-        ("users_helpers.step = my_step", "rate = 6", "users_helpers.step = lambda: 9"),
+    "two modules that share an object": (
+        PAIR, "import users_a, users_b", "(users_a.table, users_b.read(), users_b.other)",
+        "users_b.other = users_a.table; users_a.table.append(2); users_b.own.append(3); users_b.own = 5",
     ),
-    "function bound, read by a name of the program": Case(
-        HELPERS,
-        "from users_helpers import run\nimport users_helpers\ndef held(): return run()",
-        ("users_helpers.step = lambda: 7", "users_helpers.step.__code__ = (lambda: 8).__code__"),
+    "an object of the program in a module": (
+        PAIR, "import users_a, users_b\nmine = [1]", "(mine, users_a.table, users_b.other)",
+        "users_a.table = users_b.other = mine; mine.append(2); users_b.other.append(3)",
     ),
-    "method bound": Case(
-        HELPERS,
-        "import users_helpers\nlayer = users_helpers.Layer()\ndef held(): return layer.run()",
-        (
-            "users_helpers.Layer.run = lambda self: ('mine', self.w)",
-            "layer.w.append(3)",
-            "users_helpers.Layer.run = lambda self: len(self.w)",
-        ),
+    "nested class, enum": (
+        CLASSES, "from users_classes import Config, Level",
+        "(Config.Train().run(), Config.instance.run(), Level.HIGH.weight(), Level(1).name, getattr(Level, 'unit', 0))",
+        "Config.Train.lr = 5; Config.Train.steps.append(2); Config.Train.run = lambda self: self.lr; "
+        "Config.instance.lr = 7; Level.weight = lambda self: -self.value; Level.unit = [1]; Level.unit.append(2)",
     ),
-    "class attribute": Case(
-        HELPERS,
-        "from users_helpers import Layer\nlayer = Layer()\ndef held(): return layer.run()",
-        ("Layer.factor = 3", "Layer.items.append(2)", "Layer.items = []"),
+    "what methods hold": (
+        CLASSES, "from users_classes import Layer", "(Layer().size, Layer().decorated(), Layer().with_default())",
+        "Layer.size.fget.unit = 'km'; Layer.decorated.by['k'] = 5; "
+        "Layer.with_default.__defaults__[0].append(2); Layer.with_default.__defaults__ = ([3],)",
     ),
-    "instance in the module": Case(
-        HELPERS,
-        "import users_helpers\ndef held(): return users_helpers.layer.run()",
-        ("users_helpers.layer.w.append(2)", "users_helpers.layer.factor = 2", "users_helpers.layer.w = 3"),
-    ),
-    "registry": Case(
-        HELPERS,
-        "import users_helpers\ndef held(): return users_helpers.apply()",
-        ("users_helpers.registry['one'] = lambda: 1", "users_helpers.registry['two'] = lambda: 2"),
-    ),
-    "defaults and attributes of a function": Case(
-        HELPERS,
-        "import users_helpers\ndef held(): return users_helpers.with_default()",
-        ("users_helpers.with_default.rate = 3", "users_helpers.with_default.__defaults__ = (7,)"),
-    ),
-    "closure made in the module": Case(
-        HELPERS,
-        "import users_helpers\ndef held(): return users_helpers.count()",
-        ("users_helpers.count.advance()", "users_helpers.count.advance()"),
-    ),
-    "a module's __getattr__": Case(
-        HIDDEN,
-        "import users_hidden\ndef held(): return users_hidden.k",
-        ("users_hidden._values['k'] = 5", "users_hidden._values = {'k': 6}", "users_hidden.k = 7"),
-    ),
-    "from import, next to the module": Case(
-        CONFIG,
-        "import users_config\nfrom users_config import settings\ndef held(): return settings, users_config.settings",
-        ("settings['lr'] = 5", "users_config.settings['layers'].append(2)", "users_config.settings = {}"),
-    ),
-    "submodule": Case(
-        PACKAGE,
-        "import users_package.sub\ndef held(): return users_package.sub.table, users_package.sub.k, users_package.k",
-        ("users_package.sub.k = 2", "users_package.sub.table.append(2)", "users_package.k = 3"),
-    ),
-    "submodule, behind another": Case(
-        PACKAGE,
-        "from users_package import sub, user\ndef held(): return user.helper()",
-        ("sub.k = 2", "sub.table.append(2)", "sub.table = [7]", "user.table.append(5)"),
-    ),
-    "two modules that share an object": Case(
-        PAIR,
-        "import users_a, users_b\ndef held(): return users_a.table, users_b.read(), users_b.other",
-        ("users_b.other = users_a.table", "users_a.table.append(2)", "users_b.own.append(3)", "users_b.own = 5"),
-    ),
-    "an object of the program in a module": Case(
-        PAIR,
-        "import users_a, users_b\nmine = [1]\ndef held(): return mine, users_a.table, users_b.other",
-        ("users_a.table = users_b.other = mine", "mine.append(2)", "users_b.other.append(3)"),
-    ),
-    "nested class": Case(
-        CLASSES,
-        "from users_classes import Config\ndef held(): return Config.Train().run(), Config.instance.run()",
-        (
-            "Config.Train.lr = 5",
-            "Config.Train.steps.append(2)",
-            "Config.Train.run = lambda self: self.lr",
-            "Config.instance.lr = 7",
-        ),
-    ),
-    "enum": Case(
-        CLASSES,
-        "from users_classes import Level\n"
-        "def held(): return Level.HIGH.weight(), Level(1).name, len(Level), getattr(Level, 'unit', 0)",
-        ("Level.weight = lambda self: -self.value", "Level.unit = [1]", "Level.unit.append(2)"),
-    ),
-    "what methods hold": Case(
-        CLASSES,
-        "from users_classes import Layer\ndef held(): return Layer().size, Layer().decorated(), Layer().with_default()",
-        (
-            "Layer.size.fget.unit = 'km'",
-            "Layer.decorated.by['k'] = 5",
-            "Layer.with_default.__defaults__[0].append(2)",
-            "Layer.with_default.__defaults__ = ([3],)",
-        ),
-    ),
-    "imported in a method": Case(
+    "imported in a method": (
         {**CLASSES, "users_classes": CLASSES["users_classes"].replace(", users_parts\nclass", "\nclass")},
-        "from users_classes import Layer\ndef held(): return Layer().late()",
-        ("import users_parts; users_parts.k = 5", "users_parts.k = [6]", "users_parts.k.append(7)"),
+        "from users_classes import Layer", "Layer().late()",
+        "import users_parts; users_parts.k = 5; users_parts.k = [6]; users_parts.k.append(7)",
     ),
-    "patched and put back": Case(CLASSES, PUT_BACK, ("patch()", "put_back()", "patch()", "put_back()")),
-    "methods that change places": Case(
-        CLASSES,
-        PUT_BACK,
-        ("Layer.run, Layer.other = Layer.other, Layer.run", "Layer.run, Layer.other = Layer.other, Layer.run"),
+    "patched and put back": (
+        CLASSES, PUT_BACK, "shown()",
+        "patch(); put_back(); patch(); put_back(); Layer.run, Layer.other = Layer.other, Layer.run; "
+        "Layer.run, Layer.other = Layer.other, Layer.run",
     ),
-    "beside what cannot be sent": Case(
-        UNSENDABLE,
-        "import users_lock\ndef held(): return users_lock.read()",
-        ("users_lock.k.append(2)", "users_lock.k = 5"),
+    "beside what cannot be sent": (
+        UNSENDABLE, "import users_lock", "users_lock.read()", "users_lock.k.append(2); users_lock.k = 5",
     ),
-}
+}  # fmt: skip
+"""The files of modules, a program, what its function reads, and lines that change that, one after the other.
+
+Names of modules begin with ``users_`` and get a number, so that each program has its own.
+"""
+
+TWO_OBJECTS = ("an object of the program in a module", "in place, behind a function of the module")
+"""Cases with two objects in an inline runtime: its module is the program's, and what the function captured a copy."""
 
 
 class Program:
@@ -369,6 +268,12 @@ class Program:
 
     def run(self, line: str) -> None:
         exec(self.own(line), self.names)
+
+    def edit(self, name: str, contents: str) -> Any:
+        """Write another text into the file of a module and load it again. Return the module."""
+        module = sys.modules[self.own(name)]
+        Path(module.__file__ or "").write_text(contents)
+        return importlib.reload(module)
 
     def forget(self) -> None:
         """Take the modules out of this process."""
@@ -395,53 +300,49 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         each.forget()
 
 
-READS = "\ndef reads(x): return [text(held())] * len(x)\n"
+Programs = Callable[..., Program]
 
 
-@pytest.mark.sampled(60)
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("num_workers", WORKERS)
-@pytest.mark.parametrize("first_call", ["before the changes", "after the first change", "after all changes"])
-def test_what_is_changed_in_modules_reaches_the_workers(
-    shared_runtimes: Any, program: Callable[..., Program], name: str, num_workers: Any, first_call: str
-) -> None:
-    if num_workers == "inline" and name in ("an object of the program in a module", "from import, next to the module"):
-        pytest.skip("the module is the program's own there, and what the function captured a copy: two objects")
-    case, rt = CASES[name], shared_runtimes[num_workers]
-    main = program(case.files, case.program + READS)
-    plain = main.names["reads"]
-    f, verbs = rt.function(plain, outputs="gather"), itertools.cycle(VERBS)
-
-    def check(after: str) -> None:
-        for verb in (next(verbs), "call"):
-            want = plain(X)
-            got = VERBS[verb](rt, f, plain)
-            assert got == want, f"{after}, by {verb}\n  got  {got[0]}\n  want {want[0]}"
-
-    if first_call == "before the changes":
-        check("no change")
-    for number, change in enumerate(case.changes):
-        main.run(change)
-        if first_call != "after all changes" or number == len(case.changes) - 1:
-            check(change)
+def of_case(program: Programs, name: str) -> Program:
+    files, source, held, _ = CASES[name]
+    return program(files, f"{source}\ndef reads(x): return [text({held})] * len(x)\n")
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_submitted_calls_see_modules_as_they_were(
-    shared_runtimes: Any, program: Callable[..., Program], name: str
-) -> None:
-    case = CASES[name]
-    main = program(case.files, case.program + READS)
-    plain, f = main.names["reads"], shared_runtimes[2].function(main.names["reads"], outputs="gather")
-    want, calls = [], []
-    for change in ("pass", *case.changes)[:3]:
-        main.run(change)
-        want.append(plain(X))
-        calls.append(f.submit(X))
-    assert [call.result() for call in calls] == want
+def changes_of(name: str) -> list[str]:
+    return CASES[name][-1].split("; ")
 
 
-def test_one_object_by_two_names_is_one_on_each_worker(shared_runtimes: Any, program: Callable[..., Program]) -> None:
+def test_what_is_changed_in_modules_reaches_the_workers(subtests: Any, shared_runtimes: Any, program: Programs) -> None:
+    """Each case on two runtimes, by all verbs in turn."""
+    rng, verbs = random.Random(60), itertools.cycle(VERBS)
+    for name, first_call in itertools.product(CASES, ["before the changes", "after one", "after all"]):
+        where = rng.choice(WORKERS[:3] if name in TWO_OBJECTS else WORKERS)
+        with subtests.test(case=name, first_call=first_call, workers=where):
+            rt, main, changes = shared_runtimes[where], of_case(program, name), changes_of(name)
+            plain = main.names["reads"]
+            f = rt.function(plain, outputs="gather")
+            for number, change in enumerate(["pass", *changes]):
+                main.run(change)
+                if number >= {"before the changes": 0, "after one": 1, "after all": len(changes)}[first_call]:
+                    for verb in (next(verbs), "call"):
+                        got, want = VERBS[verb](rt, f, plain), plain(X)
+                        assert got == want, f"{change}, by {verb}\n  got  {got[0]}\n  want {want[0]}"
+
+
+def test_submitted_calls_see_modules_as_they_were(subtests: Any, shared_runtimes: Any, program: Programs) -> None:
+    for name in random.Random(61).sample([*CASES], 12):
+        with subtests.test(case=name):
+            main = of_case(program, name)
+            plain, f = main.names["reads"], shared_runtimes[2].function(main.names["reads"], outputs="gather")
+            want, calls = [], []
+            for change in ["pass", *changes_of(name)][:3]:
+                main.run(change)
+                want.append(plain(X))
+                calls.append(f.submit(X))
+            assert [call.result() for call in calls] == want
+
+
+def test_one_object_by_two_names_is_one_on_each_worker(shared_runtimes: Any, program: Programs) -> None:
     """What is appended through one name is read through the other, by functions of the program and of the module."""
     files = {"users_m": "state = [0]\ndef grow(): state.append(1)\n"}
     source = """
@@ -463,37 +364,30 @@ def test_one_object_by_two_names_is_one_on_each_worker(shared_runtimes: Any, pro
     assert by_module(X) == [4, 4]
 
 
-@pytest.mark.parametrize("order", ["changed, then killed", "killed, then changed"])
 def test_a_worker_that_was_started_again_has_the_modules_of_now(
-    runtime: Callable[..., Any], program: Callable[..., Program], order: str
+    subtests: Any, runtime: Callable[..., Any], program: Programs
 ) -> None:
-    rt = runtime(2, max_restarts=10)
-    mains = {name: program(case.files, case.program + READS) for name, case in CASES.items()}
+    """Whether they were changed before or after its end."""
+    rt = runtime(2)
+    mains = {name: of_case(program, name) for name in CASES}
     functions = {name: rt.function(main.names["reads"], outputs="gather") for name, main in mains.items()}
-    failures = []
-    for name, f in functions.items():
-        if order.startswith("changed"):
-            mains[name].run(CASES[name].changes[0])
+    for name in [*CASES][::2]:
+        mains[name].run(changes_of(name)[0])
+    for f in functions.values():
         f(X)
-    for step in (1, 2):
+    for step in (0, 1):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
             harness.kill_and_wait(harness.pids(rt)[1])
             harness.pids(rt)
         for name, f in functions.items():
-            if order.startswith("killed"):
-                for change in CASES[name].changes[step - 1 : step]:
-                    mains[name].run(change)
-            want = mains[name].names["reads"](X)
-            if (got := f(X)) != want:
-                rows = [row for row in range(len(X)) if got[row] != want[row]]
-                failures.append(f"{name}, step {step}, rows {rows}\n  got  {got[rows[0]]}\n  want {want[0]}")
-    assert not failures, f"{len(failures)} failures\n" + "\n".join(failures)
+            if name in [*CASES][1::2]:
+                mains[name].run(changes_of(name)[step])
+            with subtests.test(case=name, step=step):
+                assert f(X) == mains[name].names["reads"](X)
 
 
-def test_what_a_rank_has_changed_in_a_module_stays_its_own(
-    shared_runtimes: Any, program: Callable[..., Program]
-) -> None:
+def test_what_a_rank_has_changed_in_a_module_stays_its_own(shared_runtimes: Any, program: Programs) -> None:
     files = {"users_m": "seen, k, cache = 0, 1, {}\ndef count():\n    global seen\n    seen += 1\n    return seen\n"}
     main = program(
         files, "import users_m\ndef f(x):\n    users_m.cache['x'] = 1\n    return users_m.count(), users_m.k"
@@ -508,7 +402,7 @@ def test_what_a_rank_has_changed_in_a_module_stays_its_own(
     assert [f(X), f(X)] == [(101, 5), (102, 5)]
 
 
-def test_a_module_that_makes_something_of_each_process(shared_runtimes: Any, program: Callable[..., Program]) -> None:
+def test_a_module_that_makes_something_of_each_process(shared_runtimes: Any, program: Programs) -> None:
     """What the import makes in a worker, and the program has not touched, is the worker's."""
     files = {"users_m": "import os, threading\nlock, k = threading.Lock(), 1\ndef pid(): return os.getpid(), k\n"}
     main = program(files, "import users_m\ndef f(x):\n    with users_m.lock: return users_m.pid()")
@@ -521,7 +415,7 @@ def test_a_module_that_makes_something_of_each_process(shared_runtimes: Any, pro
 
 
 def test_a_module_that_calls_a_library_by_ctypes(
-    shared_runtimes: Any, program: Callable[..., Program], caplog: pytest.LogCaptureFixture
+    shared_runtimes: Any, program: Programs, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its types are made by each import; pickled ones can neither be loaded nor bound."""
     source = """
@@ -541,7 +435,7 @@ def read(x): return k * Pointer(Pair((1, 2), (3, 4))[1]).contents.y
 
 @pytest.mark.parametrize("num_workers", (2, "inline"))
 def test_an_argument_of_a_modules_class_has_the_methods_of_now(
-    shared_runtimes: Any, program: Callable[..., Program], num_workers: Any
+    shared_runtimes: Any, program: Programs, num_workers: Any
 ) -> None:
     """The function names neither the class nor its module."""
     source = "k = 1\nclass Model:\n    def rate(self): return k\n"
@@ -572,7 +466,7 @@ def load_only_in(pid: int) -> Any:
 
 
 def test_what_workers_cannot_load_into_a_module_is_told(
-    shared_runtimes: Any, program: Callable[..., Program], caplog: pytest.LogCaptureFixture
+    shared_runtimes: Any, program: Programs, caplog: pytest.LogCaptureFixture
 ) -> None:
     main = program({"users_m": "k, thing = 1, None\n"}, "import users_m\ndef f(x): return users_m.k, users_m.thing")
     main.names["here"] = OnlyHere()
@@ -583,9 +477,7 @@ def test_what_workers_cannot_load_into_a_module_is_told(
     assert "keeps what its own import of a module has made" in caplog.text
 
 
-def test_a_submodule_that_only_workers_have_imported_stays(
-    shared_runtimes: Any, program: Callable[..., Program]
-) -> None:
+def test_a_submodule_that_only_workers_have_imported_stays(shared_runtimes: Any, program: Programs) -> None:
     """What the program has removed from a package goes; what only the worker has imported into it does not."""
     source = "import users_p\ndef f(x):\n    import users_p.sub\n    return users_p.sub.k, hasattr(users_p, 'extra')"
     main = program({"users_p/__init__": "extra = 1\n", "users_p/sub": "k = 7\n"}, source)
@@ -596,21 +488,75 @@ def test_a_submodule_that_only_workers_have_imported_stays(
 
 
 @pytest.mark.parametrize("num_workers", [2, 1])
-def test_a_reload_that_did_not_arrive_is_sent_again(
-    shared_runtimes: Any, program: Callable[..., Program], num_workers: int
-) -> None:
+def test_a_reload_that_did_not_arrive_is_sent_again(shared_runtimes: Any, program: Programs, num_workers: int) -> None:
     """The call that would bring it fails over something else that it captured."""
-    main = program(
-        {"users_m": "def step(): return 1\n"},
-        "import users_m\nheld = []\ndef f(x): return [users_m.step() + len(held)] * len(x)",
-    )
+    source = "import users_m\nheld = []\ndef f(x): return [users_m.step() + len(held)] * len(x)"
+    main = program({"users_m": "def step(): return 1\n"}, source)
     f = shared_runtimes[num_workers].function(main.names["f"], outputs="gather")
     assert f(X) == [1] * 4
-    path = Path(sys.modules[main.own("users_m")].__file__ or "")
-    path.write_text("def step(): return 100\n")
-    importlib.reload(sys.modules[main.own("users_m")])
+    main.edit("users_m", "def step(): return 100\n")
     main.names["held"].append(threading.Lock())
     with pytest.raises(synk.errors.SerializationError):
         f(X)
     main.names["held"][:] = [5]
     assert f(X) == [101] * 4
+
+
+def test_a_module_that_is_reloaded(shared_runtimes: Any, program: Programs) -> None:
+    source = """
+    import users_m
+    model, colour = users_m.Model(), users_m.Colour.RED
+    def f(x): return users_m.helper(x) + users_m.registry["plus"](x) + model.step(x)
+    def kinds(x): return isinstance(model, users_m.Model), colour is users_m.Colour.RED, users_m.Colour.RED
+    """
+    main = program({"users_m": LIBRARY}, textwrap.dedent(source))
+    f = shared_runtimes[2].function(main.names["f"], outputs="gather")
+    kinds = shared_runtimes[2].function(main.names["kinds"], outputs=None)
+
+    def check() -> None:
+        np.testing.assert_array_equal(f(X), main.names["f"](X))
+
+    check()
+    kinds(X)
+    library = main.edit("users_m", LIBRARY.replace("x * rate", "x * rate + 100").replace("x + 1", "x + 50"))
+    check()
+    assert kinds(X) == [(True, True, library.Colour.RED)] * 2
+    main.run("users_m.rate = 3.0")
+    check()
+    main.edit("users_m", LIBRARY.replace("x * self.w", "x * self.w + 7"))
+    main.run("model = users_m.Model()")
+    check()
+
+
+def test_functions_of_a_module_that_is_reloaded(shared_runtimes: Any, program: Programs) -> None:
+    """They are found by module and name, with other code and parameters; an array of their name is not taken."""
+    source = (
+        "import synk\ndef plain(x):\n    return x + 1\n@synk.function(outputs='gather')\ndef f(x):\n    return x - 1\n"
+    )
+    main = program({"users_m": source}, "import users_m\nfrom users_m import plain, f")
+    plain = shared_runtimes[2].function(main.names["plain"], outputs="gather")
+    np.testing.assert_array_equal(plain(X), X + 1)
+    with synk.fork(2, backend="numpy"):
+        f = main.names["f"]
+        np.testing.assert_array_equal(f(X), X - 1)
+        main.edit("users_m", source.replace("x - 1", "x - 2"))
+        np.testing.assert_array_equal(f(X), X - 2)
+        np.testing.assert_array_equal(f.submit(X).result(), X - 2)
+        main.edit("users_m", source.replace("(x)", "(x, y)").replace("x + 1", "x + y").replace("x - 1", "x * y"))
+        np.testing.assert_array_equal(f(X, X), X * X)
+    np.testing.assert_array_equal(plain(X, X), 2 * X)
+    main.run("users_m.plain = np.arange(3)")
+    np.testing.assert_array_equal(plain(X, X), 2 * X)
+
+
+def test_a_large_module_that_was_made_by_hand(shared_runtimes: Any) -> None:
+    """Calls see at once what functions name."""
+    module: Any = types.ModuleType("made_by_hand_with_many_names")
+    exec("rate = 0\ndef read(): return rate", vars(module))
+    vars(module).update({f"name_{number}": number for number in range(3000)})
+    f = shared_runtimes[2].function(lambda x: [(module.read(), module.name_7)] * len(x), outputs="gather")
+    for number in range(1, 9):
+        for _ in range(3):
+            assert f(X)[0] == (number - 1, 7)
+        module.rate = number
+        assert f(X)[0] == (number, 7)

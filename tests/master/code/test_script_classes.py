@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import functools
 import gc
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-
-from synk._master.calls.callee import _NUM_CLASSES
 
 X = np.ones(2)
 WORKERS = (2, "inline")
@@ -51,12 +50,10 @@ def test_an_attribute_that_equals_the_bases_is_the_class_own(shared_runtimes: An
 
 def test_an_attribute_that_is_removed_between_two_functions_is_gone(shared_runtimes: Any) -> None:
     s, rt = script(), shared_runtimes[2]
-    s.Model.factor = 3
     f = rt.function(lambda x: x * s.Model.factor, outputs="gather")
-    assert f(X).tolist() == [3.0, 3.0]
-    s.Model.factor = 4
-    s.Model.more = 1
-    assert f(X).tolist() == [4.0, 4.0]
+    for factor in (3, 4):
+        s.Model.factor, s.Model.more = factor, 1
+        assert f(X).tolist() == [factor, factor]
     del f
     gc.collect()
     del s.Model.factor, s.Model.more
@@ -64,43 +61,52 @@ def test_an_attribute_that_is_removed_between_two_functions_is_gone(shared_runti
     assert g(X).tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("num_workers", WORKERS)
-@pytest.mark.parametrize("way", ["argument", "map", "submit", "verify"])
 def test_what_brings_a_class_again_does_not_make_a_function_stale_that_captured_it(
-    shared_runtimes: Any, num_workers: Any, way: str
+    subtests: Any, shared_runtimes: Any
 ) -> None:
-    s, rt = script(), shared_runtimes[num_workers]
-    captured = rt.function(lambda x: x * s.Model().rate(), outputs="gather")
-    passed = rt.function(lambda x, model: x * model.rate(), outputs="gather", bcast_inputs="model")
-    both = rt.function(lambda x, model: x * model.rate() * s.Model().rate(), outputs="gather", bcast_inputs="model")
+    for where, way in itertools.product(WORKERS, ["argument", "map", "submit", "verify", "resident object"]):
+        with subtests.test(way=way, workers=where):
+            s, rt = script(), shared_runtimes[where]
+            captured = rt.function(lambda x: x * s.Model().rate(), outputs="gather")  # noqa: B023
+            passed = rt.function(lambda x, model: x * model.rate(), outputs="gather", bcast_inputs="model")
+            bring = bringer(rt, s, way, passed)
+            for rate in range(1, 5):
+                s.settings["rate"] = rate
+                if rate == 3:
+                    s.Model.factor = 7
+                wanted = [s.Model().rate()] * 2
+                assert captured(X).tolist() == wanted
+                assert bring() == wanted
+                assert captured(X).tolist() == wanted
+                assert passed(X, s.Model()).tolist() == wanted
+            del s.Model.factor
+            assert bring() == captured(X).tolist() == [4, 4]
+            s.Model.rate = lambda self: 7
+            assert bring() == captured(X).tolist() == [7, 7]
 
-    def bring() -> Any:
-        model = s.Model()
-        if way == "map":
-            return [*rt.map(lambda model: model.rate(), [model, model])]
-        if way == "submit":
-            return passed.submit(X, model).result().tolist()
-        if way == "verify":
-            assert passed.verify(X, model)
-        return passed(X, model).tolist()
 
-    for rate in range(1, 5):
-        s.settings["rate"] = rate
-        if rate == 3:
-            s.Model.factor = 7
-        wanted = [s.Model().rate()] * 2
-        assert captured(X).tolist() == wanted
-        assert bring() == wanted
-        assert captured(X).tolist() == wanted
-        assert both(X, s.Model()).tolist() == [wanted[0] ** 2] * 2
-    del s.Model.factor
-    assert bring() == captured(X).tolist() == [4, 4]
+def bringer(rt: Any, s: SimpleNamespace, way: str, passed: Any) -> Callable[[], Any]:
+    """Return what brings the class once more, and returns the rate of an object of it."""
+    resident = rt.resident(s.Model())
+
+    def verified() -> Any:
+        assert passed.verify(X, s.Model())
+        return passed(X, s.Model()).tolist()
+
+    ways: dict[str, Callable[[], Any]] = {
+        "argument": lambda: passed(X, s.Model()).tolist(),
+        "map": lambda: [*rt.map(lambda model: model.rate(), [s.Model(), s.Model()])],
+        "submit": lambda: passed.submit(X, s.Model()).result().tolist(),
+        "verify": verified,
+        "resident object": lambda: passed(X, resident).tolist(),
+    }
+    return ways[way]
 
 
 @pytest.mark.parametrize("num_workers", WORKERS)
-def test_a_result_leaves_the_programs_class_as_it_is(shared_runtimes: Any, num_workers: Any) -> None:
+def test_a_result_and_an_exception_leave_the_programs_class_as_it_is(shared_runtimes: Any, num_workers: Any) -> None:
     s, rt = script(), shared_runtimes[num_workers]
-    own = s.Model.rate
+    own, own_of_failed = s.Model.rate, s.Failed.rate
     f = rt.function(lambda x: s.Model(), outputs=None)
     pending = f.submit(X)
     s.Model.factor = 2
@@ -110,72 +116,17 @@ def test_a_result_leaves_the_programs_class_as_it_is(shared_runtimes: Any, num_w
     s.settings["rate"] = 3
     assert [each.rate() for each in found] == [6] * len(found)
 
-
-@pytest.mark.parametrize("num_workers", WORKERS)
-def test_an_exception_leaves_the_programs_class_as_it_is(shared_runtimes: Any, num_workers: Any) -> None:
-    s, rt = script(), shared_runtimes[num_workers]
-    own = s.Failed.rate
-
     def fail(x: np.ndarray) -> np.ndarray:
-        if s.settings["rate"] == 1:
+        if s.settings["rate"] == 3:
             raise s.Failed("no")
         return x * s.Failed().rate()
 
-    f = rt.function(fail, outputs="gather")
+    g = rt.function(fail, outputs="gather")
     with pytest.raises(s.Failed):
-        f(X)
-    assert s.Failed.rate is own
+        g(X)
+    assert s.Failed.rate is own_of_failed
     s.settings["rate"] = 2
-    assert f(X).tolist() == [2.0, 2.0]
-
-
-def test_a_method_of_a_dataclass_among_the_arguments_sees_what_changes(shared_runtimes: Any) -> None:
-    settings = {"rate": 1.0}
-
-    @dataclass
-    class Config:
-        w: np.ndarray
-        factor = 1.0
-
-        def rate(self) -> float:
-            return settings["rate"] * self.factor
-
-    rt = shared_runtimes[2]
-    f = rt.function(lambda x, config: x * config.rate() + config.w[0], outputs="gather", bcast_inputs="config")
-    config = Config(np.zeros(2))
-    for rate in (1.0, 2.0, 3.0):
-        settings["rate"] = rate
-        assert f(X, config).tolist() == [rate, rate]
-    Config.factor = 10.0
-    assert f(X, config).tolist() == [30.0, 30.0]
-
-
-@pytest.mark.parametrize("num_workers", WORKERS)
-def test_a_resident_object_leaves_a_class_that_was_captured_as_it_is(shared_runtimes: Any, num_workers: Any) -> None:
-    s, rt = script(), shared_runtimes[num_workers]
-    rt.restart()  # what is known of the workers begins anew
-    f = rt.function(lambda x: x * s.Model().rate(), outputs="gather")
-    assert f(X).tolist() == [1.0, 1.0]
-    model = rt.resident(s.Model())
-    use = rt.function(lambda x, model: x * model.factor, outputs="gather", bcast_inputs="model")
-    assert use(X, model).tolist() == [1.0, 1.0]
-    s.settings["rate"] = 2
-    assert f(X).tolist() == [2.0, 2.0]
-    s.Model.factor = 3
-    assert f(X).tolist() == [6.0, 6.0]
-
-
-@pytest.mark.parametrize("num_workers", WORKERS)
-def test_a_resident_object_has_the_methods_of_now(shared_runtimes: Any, num_workers: Any) -> None:
-    s, rt = script(), shared_runtimes[num_workers]
-    model = rt.resident(s.Model())
-    passed = rt.function(lambda x, model: x * model.rate(), outputs="gather", bcast_inputs="model")
-    captured = rt.function(lambda x: x * model.value.rate(), outputs="gather")
-    for rate in (1, 2):
-        s.settings["rate"] = rate
-        assert passed(X, model).tolist() == captured(X).tolist() == [rate, rate]
-    s.Model.rate = lambda self: 7
-    assert passed(X, model).tolist() == captured(X).tolist() == [7, 7]
+    assert g(X).tolist() == [2.0, 2.0]
 
 
 def test_objects_with_slots_come_back(shared_runtimes: Any) -> None:
@@ -198,25 +149,22 @@ def test_a_class_that_a_worker_has_made_comes_as_it_is_there(shared_runtimes: An
     made: dict[str, Any] = {}
 
     def make(x: np.ndarray) -> Any:
-        if "class" not in made:
-            made["class"] = type("Made", (), {"calls": 0})
-        made["class"].calls += 1
-        return made["class"]()
+        cls = made.setdefault("class", type("Made", (), {"calls": 0}))
+        cls.calls += 1
+        return cls()
 
     f = shared_runtimes[2].function(make, outputs=None)
-    for number in (1, 2, 3):
-        assert f(X)[0].calls == number
+    assert [f(X)[0].calls for _ in range(3)] == [1, 2, 3]
 
 
-def test_a_class_that_is_defined_again_and_again_is_forgotten(shared_runtimes: Any) -> None:
-    f = shared_runtimes[2].function(lambda x, model: x * model.rate(), outputs="gather", bcast_inputs="model")
-    first = script()
-    assert f(X, first.Model()).tolist() == [1.0, 1.0]
-    for _ in range(_NUM_CLASSES):
-        f._callee.meet_classes([type("Other", (), {})])
-    assert len(f._callee.classes) <= _NUM_CLASSES
-    first.settings["rate"] = 2
-    assert f(X, first.Model()).tolist() == [2.0, 2.0]
+def test_a_class_that_was_an_argument_before_many_others(shared_runtimes: Any) -> None:
+    f = shared_runtimes[2].function(lambda x, models: x * models[0].rate(), outputs="gather", bcast_inputs="models")
+    s = script()
+    assert f(X, [s.Model()]).tolist() == [1.0, 1.0]
+    others = [type("Other", (), {"__module__": "__main__", "rate": lambda self: 5})() for _ in range(300)]
+    assert f(X, others).tolist() == [5.0, 5.0]
+    s.settings["rate"] = 2
+    assert f(X, [s.Model()]).tolist() == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("num_workers", WORKERS)
@@ -239,8 +187,7 @@ def test_a_cached_property_travels_by_every_way(shared_runtimes: Any, num_worker
     assert [fresh(X).tolist(), given(X, Model()).tolist()] == [[5.0, 5.0]] * 2
     assert [*rt.map(lambda m: m.scale, [Model(), Model()])] == [5.0, 5.0]
     got = rt.function(lambda x: Model(), outputs="first")(X)
-    assert type(got) is Model
-    assert got.scale == 5.0
+    assert type(got) is Model and got.scale == 5.0
     cls: Any = Model
     cls.scale = functools.cached_property(lambda self: 7.0)
     cls.scale.__set_name__(Model, "scale")

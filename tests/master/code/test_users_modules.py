@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import os
 import subprocess
 import sys
 import zipfile
@@ -15,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import synk
 from synk._master.code.modules import is_users_module
 
 _numbers = itertools.count()
@@ -55,21 +53,18 @@ def dotted(file: str) -> str:
     return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-@pytest.mark.parametrize("metadata", METADATA)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_installed_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, metadata: str) -> None:
-    is_users, make = METADATA[metadata]
-    name = f"found_{next(_numbers)}"
-    files = [file.format(name) for file in LAYOUTS[layout]]
-    for place, expected in (("plain", is_users), ("lib/site-packages", False), ("lib/dist-packages", False)):
-        folder = tmp_path / place
-        write(folder, {**dict.fromkeys(files, "value = 1\n"), **make(name, files)})
-        monkeypatch.syspath_prepend(folder)
-        module = importlib.import_module(dotted(files[-1]))
-        assert str(folder) in module.__file__  # type: ignore[operator]
-        assert is_users_module(module.__name__) == expected, place
-        for each in [each for each in sys.modules if each.partition(".")[0] == name]:
-            del sys.modules[each]
+def test_installed_or_not(subtests: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for layout, metadata in itertools.product(LAYOUTS, METADATA):
+        is_users, make = METADATA[metadata]
+        for place, expected in (("plain", is_users), ("lib/site-packages", False), ("lib/dist-packages", False)):
+            with subtests.test(layout=layout, metadata=metadata, place=place), monkeypatch.context() as patch:
+                name = f"found_{next(_numbers)}"
+                folder, files = tmp_path / name / place, [file.format(name) for file in LAYOUTS[layout]]
+                write(folder, {**dict.fromkeys(files, "value = 1\n"), **make(name, files)})
+                patch.syspath_prepend(folder)
+                module = importlib.import_module(dotted(files[-1]))
+                assert str(folder) in module.__file__  # type: ignore[operator]
+                assert is_users_module(module.__name__) == expected
 
 
 def test_what_is_never_the_users() -> None:
@@ -95,40 +90,27 @@ def total(x):
 """
 
 
-def test_what_an_installed_package_holds_is_its_own_on_each_worker(
-    reused: Any, tmp_path: Path, monkeypatch: Any
+def test_a_package_that_pip_has_installed_is_its_own_on_each_worker(
+    shared_runtimes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is not compared or sent: neither what the program changes there nor what could not be pickled."""
+    """With ``--target``. It is not compared or sent: neither what the program changes there nor what has no pickle."""
+    pytest.importorskip("pip")
     name = f"found_{next(_numbers)}"
-    files = {f"{name}/__init__.py": LIBRARY, f"{name}-1.0.dist-info/RECORD": f"{name}/__init__.py,,\n"}
-    write(tmp_path, files)
-    monkeypatch.syspath_prepend(tmp_path)
+    metadata, wheel, target = f"{name}-1.0.dist-info", tmp_path / f"{name}-1.0-py3-none-any.whl", tmp_path / "target"
+    with zipfile.ZipFile(wheel, "w") as file:
+        file.writestr(f"{name}/__init__.py", LIBRARY)
+        file.writestr(f"{metadata}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        file.writestr(f"{metadata}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{metadata}/RECORD", "")
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(target), str(wheel)]
+    subprocess.run(pip, check=True, capture_output=True)
+    monkeypatch.syspath_prepend(target)
     library: Any = importlib.import_module(name)
-    rt, x = reused(2), np.arange(6.0)
+    assert not is_users_module(name)
+    rt, x = shared_runtimes[2], np.arange(6.0)
     f = rt.function(lambda x: (library.total(x), len(library.calls)), outputs="sum")
     for call in range(1, 4):
         library.calls.append("of the program")
         assert f(x) == (x.sum(), 2 * call)
     library.handlers["more"] = (each for each in [])
     assert f(x) == (x.sum(), 8)
-
-
-def test_a_package_that_pip_has_installed(tmp_path: Path) -> None:
-    """With ``--target``, on ``PYTHONPATH``."""
-    pytest.importorskip("pip")
-    metadata = "installed_here-1.0.dist-info"
-    wheel, target = tmp_path / "installed_here-1.0-py3-none-any.whl", tmp_path / "target"
-    with zipfile.ZipFile(wheel, "w") as file:
-        file.writestr("installed_here/__init__.py", LIBRARY)
-        file.writestr(f"{metadata}/METADATA", "Metadata-Version: 2.1\nName: installed_here\nVersion: 1.0\n")
-        file.writestr(f"{metadata}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        file.writestr(f"{metadata}/RECORD", "")
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(target), str(wheel)]
-    subprocess.run(pip, check=True, capture_output=True)
-    program = "import installed_here as here; from synk._master.code.modules import is_users_module as is_users\n"
-    path = f"{target}:{Path(synk.__file__).parents[1]}"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{program}print(here.__file__, is_users('installed_here'))"],
-        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert done.stdout == f"{target}/installed_here/__init__.py False\n"

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import gc
-import os
 import pickle
 import random
-import signal
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.gates import Gate
 from support.harness import arm, failpoint, kill_and_wait, pids, script
+from support.tables import combinations
 
 import synk
+from synk.errors import CallCancelled, CallTimeout, ClosedError, ReentrancyError, SerializationError, WorkerDied
 
 Reused = Callable[..., synk.Runtime]
-KINDS = [1, 2, 4, "inline", "1+3"]
+pytestmark = pytest.mark.filterwarnings("ignore:rank . .pid:RuntimeWarning")
 on_one_machine_and_two = pytest.mark.parametrize("kind", [2, "1+1"])
 
 
@@ -45,6 +49,16 @@ def make_step(rt: synk.Runtime, log: synk.Resident, **options: Any) -> Any:
     return rt.function(step, outputs="sum", changes=[log], name="step", **options)
 
 
+def make_passed_step(rt: synk.Runtime, *changes: synk.Resident) -> Any:
+    """Return ``step(x, log)``, which does what that of ``make_step`` does to the log that it is passed."""
+
+    def step(x: np.ndarray, log: Log) -> float:
+        log.add(float(synk.comm.all_reduce(x.sum(), "sum")))
+        return float(x.sum())
+
+    return rt.function(step, outputs="sum", bcast_inputs="log", changes=changes)
+
+
 def logs(rt: synk.Runtime, log: synk.Resident) -> list[list[float]]:
     """Return what each rank has been told, and check each against its sum."""
     found = [log.get(rank) for rank in range(rt.world_size)]
@@ -56,339 +70,130 @@ def logs(rt: synk.Runtime, log: synk.Resident) -> list[list[float]]:
 # ----- the object itself
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [1, 2, "inline", "1+3", "2+2"])
+def test_any_sequence_of_calls_is_that_of_one_object(shared_runtimes: Any, kind: Any) -> None:  # noqa: C901
+    """Called, passed, submitted, serially, on trial, with rows for some ranks only, and set anew."""
+    rng, rt = random.Random(f"{kind}"), shared_runtimes[kind]
+    residents, models = [rt.resident(Log(), name=f"log{k}") for k in range(2)], [Log(), Log()]
+    steps, passed = [make_step(rt, log) for log in residents], make_passed_step(rt, *residents)
+    pending: list[tuple[Any, float]] = []
+    for _ in range(80):
+        which, x = rng.randrange(2), np.arange(float(rng.randrange(1, 7)))
+        action = rng.choice(["call", "call", "pass", "submit", "serial", "verify", "get", "set", "result"])
+        if action in ("call", "pass", "submit", "serial"):
+            models[which].add(x.sum())
+        match action:
+            case "call":
+                assert steps[which](x) == x.sum()
+            case "pass":
+                assert passed(x, residents[which]) == x.sum()
+            case "serial":
+                assert steps[which].serial(x) == x.sum()
+            case "submit":
+                pending.append((steps[which].submit(x), x.sum()))
+            case "verify":  # works on a copy
+                assert steps[which].verify(x)
+            case "get":
+                assert residents[which].get(rng.randrange(rt.world_size)).calls == models[which].calls
+            case "set":
+                models[which] = Log()
+                residents[which].set(models[which])
+            case "result" if pending:
+                call, value = pending.pop(0)
+                assert call.result() == value
+    for call, value in pending:
+        assert call.result() == value
+    for log, model in zip(residents, models):
+        assert logs(rt, log) == [model.calls] * rt.world_size
+
+
+@pytest.mark.parametrize("kind", [2, "inline", "1+3"])
 def test_every_rank_has_one_that_all_functions_mean(shared_runtimes: Any, kind: Any) -> None:
     rt = shared_runtimes[kind]
-    original = Log()
-    log = rt.resident(original)
-    step = make_step(rt, log)
-    for k in range(5):
-        step(np.full(8, k))
-    assert logs(rt, log) == [[0.0, 8.0, 16.0, 24.0, 32.0]] * rt.world_size
+    original, x = Log(), np.zeros(rt.world_size)
+    log, other = rt.resident(original), rt.resident(Log(), name="other")
+    make_step(rt, log)(np.ones(8))
     assert original.calls == []  # a copy was sent
-    later = rt.function(lambda x: log.value.total + 0 * x.sum(), outputs=None)
-    assert later(np.zeros(rt.world_size)) == [80.0] * rt.world_size
-    assert log.name == "Log"
-    assert rt.resident(original, name="other").name == "other"
+    assert rt.function(lambda x: log.value.total + 0 * x.sum(), outputs=None)(x) == [8.0] * rt.world_size
+    is_log = rt.function(lambda x, each: each is log.value, bcast_inputs="each", outputs=None)
+    for _ in range(2):
+        assert is_log(x, log) == [True] * rt.world_size and is_log(x, each=other) == [False] * rt.world_size
+    log.set(Log())
+    assert is_log(x, log) == [True] * rt.world_size
+    assert (log.name, other.name) == ("Log", "other")
     with pytest.raises(IndexError, match=f"got rank {rt.world_size}, expected 0 to {rt.world_size - 1}"):
         log.get(rt.world_size)
 
 
-def make_passed_step(rt: synk.Runtime, *changes: synk.Resident) -> Any:
-    """Return ``step(x, log)``, which does what that of ``make_step`` does to the log that it is passed."""
-
-    def step(x: np.ndarray, log: Log) -> float:
-        log.add(float(synk.comm.all_reduce(x.sum(), "sum")))
-        return float(x.sum())
-
-    return rt.function(step, outputs="sum", bcast_inputs="log", changes=changes)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_function_gets_the_ranks_own_as_a_broadcast_argument(shared_runtimes: Any, kind: Any) -> None:
-    rt = shared_runtimes[kind]
-    num_ranks = rt.world_size
-    first, second = rt.resident(Log()), rt.resident(Log())
-    step = make_passed_step(rt, first, second)
-    for k in range(4):
-        assert step(np.full(8, k), first) == 8.0 * k
-    if kind != "1+3":
-        assert step._callee.plans.compiled[0] is not None  # the later ones had nothing new
-    step(np.ones(8), log=second)
-    step(np.ones(8), second)
-    step.submit(np.ones(8), first).result()
-    assert logs(rt, first) == [[0.0, 8.0, 16.0, 24.0, 8.0]] * num_ranks
-    assert logs(rt, second) == [[8.0, 8.0]] * num_ranks
-    is_first = rt.function(lambda x, log: log is first.value, bcast_inputs="log", outputs=None)
-    x = np.zeros(num_ranks)
-    for _ in range(2):
-        assert [is_first(x, first), is_first(x, second)] == [[True] * num_ranks, [False] * num_ranks]
-    first.set(Log())
-    assert is_first(x, first) == [True] * num_ranks
-    step(np.ones(8), first)
-    assert logs(rt, first) == [[8.0]] * num_ranks
-    assert step.verify(np.ones(8), first)  # on a copy
-    assert logs(rt, first) == [[8.0]] * num_ranks
-
-
-def test_a_passed_object_is_in_one_state_after_whatever_happens(reused: Reused) -> None:
-    """Ranks without rows, a serial call, an exception, deaths: as where the function closes over it."""
-    rt = reused(3)
+def make_watched(rt: synk.Runtime) -> tuple[synk.Resident, Any]:
+    """Return a log, and a function that changes it and has its rank remember it weakly."""
     log = rt.resident(Log())
-    step = make_passed_step(rt, log)
-    step(np.ones(2), log)
-    step.serial(np.ones(3), log)
-    assert logs(rt, log) == [[2.0, 3.0]] * 3
 
-    def fail(x: np.ndarray, log: Log) -> float:
-        log.add(1.0)
-        if synk.comm.rank == 1:
-            raise ArithmeticError("here")
+    def watch(x: np.ndarray) -> float:
+        log.value.add(0.0)
+        sys.watched_resident = weakref.ref(log.value)  # type: ignore[attr-defined]
         return 0.0
 
-    with pytest.raises(ArithmeticError):
-        rt.function(fail, bcast_inputs="log", changes=log)(np.ones(3), log)
-    known = logs(rt, log)
-    assert known == [known[0]] * 3
-    for rank in (0, 2):
-        kill_and_wait(pids(rt)[rank])
-        with pytest.warns(RuntimeWarning, match=f"rank {rank} "):
-            step(np.full(3, rank), log)
-        assert logs(rt, log) == [[*known[0], 3.0 * rank]] * 3
-        known = logs(rt, log)
-
-
-@pytest.mark.filterwarnings("ignore:rank . .pid:RuntimeWarning")
-def test_where_it_cannot_be_passed_is_said_before_anything_is_sent(reused: Reused, runtime: Any) -> None:
-    rt, other = reused(1), runtime(1)
-    log, foreign = rt.resident(Log(), name="log"), other.resident(Log(), name="foreign")
-    step = make_passed_step(rt, log)
-    step(np.ones(2), log)
-    scattered = rt.function(lambda x, log: 0.0)
-    wrapped = rt.function(lambda x, box: 0.0, bcast_inputs="box")
-    before = dict(rt.counters)
-    with pytest.raises(ValueError, match="log of '<lambda>': resident object 'log' has no rows; add 'log' to bcast"):
-        scattered(np.ones(2), log)
-    with pytest.raises(ValueError, match=r"x\['b'\] of '<lambda>': resident object 'log' has no rows; pass it as an"):
-        scattered({"a": np.ones(2), "b": log}, np.ones(2))
-    with pytest.raises(synk.errors.SerializationError, match="pass it as an argument of its own that bcast_inputs"):
-        wrapped(np.ones(2), {"log": log})
-    with pytest.raises(ValueError, match="log of 'step': resident object 'foreign' belongs to another runtime"):
-        step(np.ones(2), foreign)
-    other.close()
-    with pytest.raises(synk.errors.ClosedError, match="the runtime of resident object 'foreign' was closed"):
-        step(np.ones(2), foreign)
-    assert rt.counters == before
-    step(np.ones(2), log)
-    kill_and_wait(pids(rt)[0])
-    read = rt.function(lambda x, log: log.total, bcast_inputs="log", outputs=None)
-    for call in (read, step):
-        with pytest.raises(synk.errors.WorkerDied, match="the state of resident object 'log' is lost"):
-            call(np.ones(2), log)
-    log.set(Log())
-    step(np.ones(2), log)
-    assert logs(rt, log) == [[2.0]]
-
-
-def test_several_in_one_tuple_keep_what_they_share(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    inner = [0]
-    pair = rt.resident((inner, {"same": inner}))
-
-    @rt.function(outputs=None, changes=pair)
-    def step(x: np.ndarray) -> tuple[int, bool]:
-        first, second = pair.value
-        first.append(len(x))
-        return len(second["same"]), first is second["same"]
-
-    assert step(np.zeros(4)) == [(2, True)] * 2
-    first, second = pair.get(1)
-    assert first is second["same"]
-
-
-def test_a_function_on_trial_works_on_a_copy(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    log = rt.resident(Log())
-    step = make_step(rt, log)
-    assert step.verify(np.ones(4))
-    assert logs(rt, log) == [[], []]
-    step(np.ones(4))
-    step.verify(np.ones(4))
-    assert logs(rt, log) == [[4.0], [4.0]]
-
-
-def test_it_is_set_anew(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    log = rt.resident(Log())
-    step = make_step(rt, log)
-    step(np.ones(4))
-    other = Log()
-    other.add(0.5)
-    log.set(other)
-    step(np.ones(6))
-    assert logs(rt, log) == [[0.5, 6.0]] * 2
-
-
-def test_a_loop_of_quiet_calls_frees_what_was_dropped(runtime: Any) -> None:
-    rt = runtime(2)
-
-    def count(x: np.ndarray) -> np.ndarray:
-        from synk._wire.cell import cell
-
-        return np.array([len(cell.worker.residents._objects)])
-
-    counted = rt.function(count, outputs="gather")
-    log, rows = rt.resident(Log()), rt.data(np.zeros(2))
-    log.get(0)
-    for _ in range(6):
-        assert counted(rows).tolist() == [1, 1]
-    del log
-    gc.collect()
-    assert [counted(rows).tolist() for _ in range(3)][-1] == [0, 0]
-
-
-def test_a_submitted_step_that_is_interrupted_while_nobody_waits_leaves_the_ranks_alike(reused: Any) -> None:
-    """One rank was through it, and the other in the midst of it."""
-    rt = reused(2)
-    log = rt.resident(Log())
-
-    def step(x: np.ndarray) -> float:
-        if len(x) and x[0] == 1.0:  # of rank 1
-            time.sleep(60)
-        log.value.add(1.0)
-        return 0.0
-
-    slow = rt.function(step, outputs=None, changes=[log])
-    add = make_step(rt, log)
-    add(np.ones(2))
-    pending = slow.submit(np.arange(2.0))
-    time.sleep(0.3)  # rank 0 is through it by then; were it not, the ranks would be alike all the same
-    rt.interrupt()
-    with pytest.raises((KeyboardInterrupt, synk.errors.CallCancelled)):
-        pending.result()
-    add(np.ones(4))
-    first, second = logs(rt, log)
-    assert first == second
-    assert first[0] == 2.0 and first[-1] == 4.0
+    return log, rt.function(watch, outputs="sum", changes=[log])
 
 
 @on_one_machine_and_two
-def test_it_is_dropped_on_the_workers_with_the_last_that_refers_to_it(reused: Reused, kind: Any) -> None:
-    rt = reused(kind)
-    log = rt.resident(Log())
-    number = log._referent.id
-    step = make_step(rt, log)
-
-    def is_here(x: np.ndarray) -> bool:
-        from synk._wire.cell import cell
-
-        return number in cell.worker.residents._objects
-
-    found = rt.function(is_here, outputs=None)
-    step(np.ones(4))
-    assert found(np.zeros(2)) == [True, True]
+def test_it_is_dropped_on_the_workers_with_the_last_that_refers_to_it(shared_runtimes: Any, kind: Any) -> None:
+    """Also where nothing but one repeated call follows."""
+    rt = shared_runtimes[kind]
+    rows = rt.data(np.zeros(2))
+    is_alive = rt.function(lambda x: sys.watched_resident() is not None, outputs=None)  # type: ignore[attr-defined]
+    log, step = make_watched(rt)
+    step(rows)
     del log
-    rt.info()  # an operation, at whose beginning what was dropped is freed
-    assert found(np.zeros(2)) == [True, True], "the function still refers to it"
-    del step
-    for _ in range(2):  # the function, then what was sent with it
+    for _ in range(4):
         gc.collect()
-        rt.info()
-    assert found(np.zeros(2)) == [False, False]
+        assert is_alive(rows) == [True, True], "the function still refers to it"
+    del step
+    gc.collect()
+    assert [is_alive(rows) for _ in range(8)][-1] == [False, False]
 
 
-@on_one_machine_and_two
-def test_its_own_dump_and_load(shared_runtimes: Any, kind: Any) -> None:
-    """They are used for the ranks that lag behind, and the object stays the same one."""
-    rt = shared_runtimes[kind]
-
-    def load(log: Log, calls: list[float]) -> None:
-        log.calls, log.total = list(calls), sum(calls)
-        log.loaded = True  # type: ignore[attr-defined]
-
-    log = rt.resident(Log(), dump=lambda log: log.calls, load=load)
-    step = make_step(rt, log)
-    step(np.ones(1))  # rank 1 has no rows
-    assert logs(rt, log) == [[1.0], [1.0]]
-    assert [hasattr(log.get(rank), "loaded") for rank in range(2)] == [False, True]
-
-
-def test_state_dict_is_used_where_it_exists(shared_runtimes: Any) -> None:
+def test_a_module_and_its_optimizer_stay_one_pair(shared_runtimes: Any, tmp_path: Path) -> None:
+    """By ``state_dict``, where a rank had no rows and through a file. The oracle is torch alone."""
     torch = pytest.importorskip("torch")
     rt = shared_runtimes[2]
-    torch.manual_seed(1)
-    model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    both = rt.resident((model, optimizer), name="both")
 
-    @rt.function(framework="torch", outputs="sum", changes=[both])
-    def step(x: Any) -> Any:
-        own_model, own_optimizer = both.value
-        own_optimizer.zero_grad()
-        own_model(torch.ones(2, 3)).square().sum().backward()  # the same on all ranks
-        own_optimizer.step()
-        return x.sum()
+    def make() -> tuple[Any, Any]:
+        torch.manual_seed(1)
+        model = torch.nn.Linear(3, 2)
+        return model, torch.optim.Adam(model.parameters(), lr=0.1)
 
-    for rows in (4, 1, 4):
-        step(np.ones((rows, 1)))
+    def advance(model: Any, optimizer: Any) -> None:
         optimizer.zero_grad()
         model(torch.ones(2, 3)).square().sum().backward()
         optimizer.step()
+
+    def trainer(pair: Any) -> Any:
+        def step(x: Any) -> Any:
+            advance(*pair.value)
+            return x.sum()
+
+        return rt.function(step, framework="torch", outputs="sum", changes=[pair])
+
+    first, second, (model, optimizer) = rt.resident(make(), name="both"), rt.resident(make()), make()
+    train, train_again = trainer(first), trainer(second)
+    for rows in (4, 1, 4):
+        train(np.ones((rows, 1)))
+        advance(model, optimizer)
+    first.save(tmp_path / "pair.npz")
+    second.load(tmp_path / "pair.npz")
+    for step in (train, train_again):
+        step(np.ones((4, 1)))
+    advance(model, optimizer)
     for rank in range(2):
-        own_model, own_optimizer = both.get(rank)
-        assert torch.equal(own_model.weight, model.weight)
+        own_model, own_optimizer = first.get(rank)
+        assert torch.equal(own_model.weight, model.weight) and torch.equal(second.get(rank)[0].weight, model.weight)
         assert own_optimizer.param_groups[0]["params"][0] is own_model.weight
-        assert int(own_optimizer.state[own_model.weight]["step"]) == 3
+        assert int(own_optimizer.state[own_model.weight]["step"]) == 4
 
 
-# ----- calls that not all ranks take part in
-
-
-@pytest.mark.sampled(20)
-@pytest.mark.parametrize("kind", [4, "2+2"])
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5])
-def test_ranks_without_rows_catch_up(shared_runtimes: Any, kind: Any, rows: int) -> None:
-    rt = shared_runtimes[kind]
-    log = rt.resident(Log())
-    step = make_step(rt, log)
-    for number in (4, rows, 8, rows, rows):
-        step(np.ones(number))
-    assert logs(rt, log) == [[4.0, rows, 8.0, rows, rows]] * 4
-
-
-def test_a_serial_call_is_a_step_of_one_worker(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    log = rt.resident(Log())
-    step = make_step(rt, log)
-    step(np.ones(4))
-    step.serial(np.ones(6))
-    step(np.ones(2))
-    assert logs(rt, log) == [[4.0, 6.0, 2.0]] * 2
-
-
-@pytest.mark.parametrize("kind", [1, 2, "inline", "1+3", "2+2"])
-def test_any_sequence_of_calls_is_that_of_one_object(shared_runtimes: Any, kind: Any) -> None:
-    rng = random.Random(f"{kind}")
-    rt = shared_runtimes[kind]
-    logs_, models = [rt.resident(Log(), name=f"log{k}") for k in range(2)], [Log(), Log()]
-    steps = [make_step(rt, log) for log in logs_]
-    pending: list[Any] = []
-    for _ in range(60):
-        which, rows = rng.randrange(2), rng.randrange(1, 6)
-        action = rng.choice(["call", "call", "submit", "serial", "get", "set", "result"])
-        x = np.arange(float(rows))
-        if action in ("call", "submit", "serial"):
-            models[which].add(x.sum())
-        if action == "call":
-            assert steps[which](x) == x.sum()
-        elif action == "serial":
-            assert steps[which].serial(x) == x.sum()
-        elif action == "submit":
-            pending.append((steps[which].submit(x), x.sum()))
-        elif action == "get":
-            assert logs_[which].get(rng.randrange(rt.world_size)).calls == models[which].calls
-        elif action == "set":
-            models[which] = Log()
-            logs_[which].set(models[which])
-        elif pending:
-            call, value = pending.pop(0)
-            assert call.result() == value
-    for call, value in pending:
-        assert call.result() == value
-    for log, model in zip(logs_, models):
-        assert logs(rt, log) == [model.calls] * rt.world_size
-
-
-# ----- submitted calls
-
-
-def test_submitted_steps_follow_one_another(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    log = rt.resident(Log())
-    step = make_step(rt, log)
-    calls = [step.submit(np.full(4, k)) for k in range(6)]
-    assert [call.result() for call in calls] == [4.0 * k for k in range(6)]
-    assert logs(rt, log) == [[4.0 * k for k in range(6)]] * 2
+# ----- calls that fail
 
 
 def test_a_submitted_step_is_not_begun_after_one_that_failed(shared_runtimes: Any) -> None:
@@ -403,122 +208,18 @@ def test_a_submitted_step_is_not_begun_after_one_that_failed(shared_runtimes: An
     first = failing.submit(np.ones(4))
     second, third, unrelated = step.submit(np.ones(4)), step.submit(np.ones(4)), another.submit(np.ones(4))
     for call in (second, third):
-        with pytest.raises(
-            synk.errors.CallCancelled, match="'step' was not begun: one of 'failing' that was submitted"
-        ):
+        with pytest.raises(CallCancelled, match="'step' was not begun: one of 'failing' that was submitted"):
             call.result()
     assert unrelated.result() == 4.0
     with pytest.raises(ArithmeticError):
         first.result()
     assert step.submit(np.ones(4)).result() == 4.0  # the caller knows now
-    assert logs(rt, log) == [[4.0]] * 2
-    assert logs(rt, other) == [[4.0]] * 2
-
-
-# ----- faults
-
-
-STEPS = [
-    "call.received", "call.before_function", "call.after_function", "call.published", "call.before_reply",
-    "call.after_reply",
-]  # fmt: skip
-
-
-@on_one_machine_and_two
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("where", STEPS)
-@pytest.mark.filterwarnings("ignore:rank . .pid:RuntimeWarning")
-@pytest.mark.sampled(4)
-def test_a_step_counts_once_wherever_a_worker_dies(reused: Reused, kind: Any, where: str, rank: int) -> None:
-    """``step_counted`` says whether to repeat it, and is right."""
-    rt = reused(kind)
-    log = rt.resident(Log())
-    step = make_step(rt, log)
-    step(np.ones(4))
-    arm(rt, failpoint(where, rank))
-    for amount in (2.0, 3.0):
-        while True:
-            try:
-                step(np.full(4, amount))
-                break
-            except synk.errors.WorkerDied as error:
-                if error.step_counted:
-                    break
-    assert logs(rt, log) == [[4.0, 8.0, 12.0]] * 2
-
-
-@on_one_machine_and_two
-def test_a_submitted_step_says_whether_it_counted(reused: Reused, kind: Any) -> None:
-    rt = reused(kind)
-    log = rt.resident(Log())
-
-    def step(x: np.ndarray) -> None:
-        log.value.add(1.0)
-        if synk.comm.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        while True:
-            pass
-
-    call = rt.function(step, outputs=None, changes=[log]).submit(np.ones(2))
-    with pytest.raises(synk.errors.WorkerDied) as caught:
-        call.result()
-    assert caught.value.step_counted is False  # type: ignore[attr-defined]
-    assert any("'Log'" in note for note in caught.value.__notes__)
-    assert logs(rt, log)[0] == logs(rt, log)[1]
-
-
-@pytest.mark.filterwarnings("ignore:rank . .pid:RuntimeWarning")
-def test_a_worker_that_dies_while_idle_catches_up(reused: Reused) -> None:
-    rt = reused(2)
-    log = rt.resident(Log())
-    step = make_step(rt, log)
-    step(np.ones(4))
-    for rank in (0, 1):
-        kill_and_wait(pids(rt)[rank])
-        step(np.ones(4))
-    assert logs(rt, log) == [[4.0] * 3] * 2
-
-
-@pytest.mark.filterwarnings("ignore:rank . .pid:RuntimeWarning")
-def test_where_no_rank_has_the_state_it_is_lost_and_said_so(reused: Reused) -> None:
-    rt = reused(2)
-    log = rt.resident(Log(), name="log")
-    unchanged = rt.resident([1, 2], name="unchanged")
-    step = make_step(rt, log)
-    read = rt.function(lambda x: log.value.total, outputs="first")
-    step(np.ones(4))
-    kill_and_wait(*pids(rt))
-    for call in (lambda: step(np.ones(4)), lambda: read(np.ones(4)), log.get):
-        with pytest.raises(synk.errors.WorkerDied, match="the state of resident object 'log' is lost"):
-            call()
-    assert unchanged.get(1) == [1, 2]  # no call changed it: what it began with is its state
-    assert rt.function(lambda x: x.sum(), outputs="sum")(np.ones(4)) == 4.0
-    log.set(Log())
-    step(np.ones(2))
-    assert logs(rt, log) == [[2.0]] * 2
-
-
-@pytest.mark.filterwarnings("ignore:rank . .pid:RuntimeWarning")
-def test_the_state_of_the_last_call_is_lost_with_the_only_rank_that_ran_it(reused: Reused) -> None:
-    """The others are one call behind: to go on with them would undo a call that was said to have ended well."""
-    rt = reused(2)
-    log = rt.resident(Log(), name="log")
-    step = make_step(rt, log)
-    step(np.ones(4))
-    step(np.ones(1))  # rank 0 alone
-    kill_and_wait(pids_of(rt)[0])
-    with pytest.raises(synk.errors.WorkerDied, match="is lost"):
-        step(np.ones(4))
-    log.set(Log())
-
-
-def pids_of(rt: synk.Runtime) -> list[int]:
-    """Return the workers' pids without an operation, which would settle what ranks have."""
-    return [each.process.pid for each in rt._session.workers.by_rank]
+    assert logs(rt, log) == logs(rt, other) == [[4.0]] * 2
 
 
 @on_one_machine_and_two
 def test_an_exception_leaves_all_ranks_alike(shared_runtimes: Any, kind: Any) -> None:
+    """``step_counted`` says whether the call counts. It does where a rank came to its end."""
     rt = shared_runtimes[kind]
     log = rt.resident(Log(), name="log")
 
@@ -528,63 +229,75 @@ def test_an_exception_leaves_all_ranks_alike(shared_runtimes: Any, kind: Any) ->
         log.value.add(1.0)
         return 0.0
 
-    failing = rt.function(half, changes=[log])
-    with pytest.raises(ArithmeticError) as caught:
-        failing(np.ones(4))
-    # Rank 0 came to the end of the call, so that is what all have now.
-    assert caught.value.step_counted is True  # type: ignore[attr-defined]
-    assert any("'log' came through the call before it ended" in note for note in caught.value.__notes__)
-    assert logs(rt, log) == [[1.0]] * 2
-
     def torn(x: np.ndarray) -> float:
         log.value.add(float(synk.comm.rank))
         raise ArithmeticError("on purpose")
 
-    tearing = rt.function(torn, changes=[log])
-    with pytest.raises(ArithmeticError) as caught:
-        tearing(np.ones(4))
-    assert caught.value.step_counted is False  # type: ignore[attr-defined]
-    assert any("'log' may hold a part of what the call was to change" in note for note in caught.value.__notes__)
-    assert logs(rt, log) == [[1.0, 0.0]] * 2  # what rank 0 has
+    for fn, is_counted, note, expected in (
+        (half, True, "'log' came through the call before it ended", [1.0]),
+        (torn, False, "'log' may hold a part of what the call was to change", [1.0, 0.0]),  # what rank 0 has
+    ):
+        with pytest.raises(ArithmeticError) as caught:
+            rt.function(fn, changes=[log])(np.ones(4))
+        assert caught.value.step_counted is is_counted  # type: ignore[attr-defined]
+        assert any(note in each for each in caught.value.__notes__)
+        assert logs(rt, log) == [expected] * 2
 
 
 @on_one_machine_and_two
-def test_a_timeout_leaves_all_ranks_alike(reused: Reused, kind: Any) -> None:
+def test_a_time_limit_leaves_all_ranks_alike_and_tears_no_shielded_section(reused: Reused, kind: Any) -> None:
+    """The limit falls into the section on every rank, and each comes to its end."""
     rt = reused(kind)
     log = rt.resident(Log(), name="log")
     step = make_step(rt, log)
     step(np.ones(4))
 
-    def slow(x: np.ndarray) -> float:
-        log.value.add(float(synk.comm.rank))
-        while True:
+    def stay(seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
             time.sleep(0.01)
 
-    with pytest.raises(synk.errors.CallTimeout) as caught:
-        rt.function(slow, changes=[log])(np.ones(4), timeout=1.0)
+    def slow(x: np.ndarray) -> float:
+        with synk.comm.shielded():
+            log.value.add(1.0)
+            stay(0.8)
+            log.value.add(2.0)
+        stay(3600)
+        return 0.0
+
+    with pytest.raises(CallTimeout) as caught:
+        rt.function(slow, changes=[log])(np.ones(4), timeout=0.4)
     assert caught.value.step_counted is False
     step(np.ones(4))
-    assert logs(rt, log) == [[4.0, 0.0, 4.0]] * 2
+    first, second = logs(rt, log)
+    assert first == second
+    assert first in ([4.0, 1.0, 2.0, 4.0], [4.0, 4.0])  # the latter where the ranks did not begin in time
 
 
-def test_a_shielded_section_is_not_torn(reused: Reused) -> None:
-    """A time limit falls into it on every rank, and each comes to its end."""
-    rt = reused(2)
+def test_a_submitted_step_that_is_interrupted_while_nobody_waits(reused: Reused, tmp_path: Path) -> None:
+    """One rank was through it, and the other in the midst of it."""
+    rt, gate = reused(2), Gate(tmp_path)
     log = rt.resident(Log())
 
     def step(x: np.ndarray) -> float:
-        with synk.comm.shielded():
-            log.value.add(1.0)
-            until = time.monotonic() + 1.5
-            while time.monotonic() < until:
-                time.sleep(0.01)
-            log.value.add(2.0)
-        log.value.add(3.0)
+        if x[0] == 1.0:  # of rank 1
+            gate.wait("rank 1")
+        log.value.add(1.0)
+        gate.arrive("end")
         return 0.0
 
-    with pytest.raises(synk.errors.CallTimeout):
-        rt.function(step, changes=[log])(np.ones(4), timeout=1.0)
-    assert logs(rt, log) == [[1.0, 2.0]] * 2
+    add = make_step(rt, log)
+    add(np.ones(2))
+    pending = rt.function(step, outputs=None, changes=[log]).submit(np.arange(2.0))
+    for name in ("end", "rank 1"):
+        gate.wait_for(name)
+    rt.interrupt()
+    with pytest.raises((KeyboardInterrupt, CallCancelled)):
+        pending.result()
+    add(np.ones(4))
+    first, second = logs(rt, log)
+    assert first == second
+    assert first[0] == 2.0 and first[-1] == 4.0
 
 
 def test_ctrl_c_at_any_moment_leaves_all_ranks_alike(storm_count: Callable[[int], int]) -> None:
@@ -627,19 +340,86 @@ def test_ctrl_c_at_any_moment_leaves_all_ranks_alike(storm_count: Callable[[int]
     ).check("")
 
 
-@on_one_machine_and_two
-def test_restart_keeps_the_state(reused: Reused, kind: Any) -> None:
-    rt = reused(kind)
-    log, unchanged = rt.resident(Log()), rt.resident([1], name="unchanged")
-    step = make_step(rt, log)
+# ----- deaths
+
+
+STEPS = [
+    "call.received", "call.before_function", "call.after_function", "call.published", "call.before_reply",
+    "call.after_reply",
+]  # fmt: skip
+
+
+def test_a_step_counts_once_wherever_a_worker_dies(subtests: pytest.Subtests, reused: Reused) -> None:
+    """``step_counted`` says whether to repeat it, and is right."""
+    for kind, where, rank, is_submitted in combinations(8, (2, "1+1"), STEPS, (0, 1), (False, True)):
+        rt = reused(kind)
+        log = rt.resident(Log())
+        step = make_step(rt, log)
+        step(np.ones(4))
+        with subtests.test(kind=kind, where=where, rank=rank, is_submitted=is_submitted):
+            arm(rt, failpoint(where, rank))
+            for amount in (2.0, 3.0):
+                while True:
+                    try:
+                        step.submit(np.full(4, amount)).result() if is_submitted else step(np.full(4, amount))
+                        break
+                    except WorkerDied as error:
+                        if error.step_counted:
+                            break
+            assert logs(rt, log) == [[4.0, 8.0, 12.0]] * 2
+
+
+def test_a_worker_that_dies_while_idle_catches_up_and_a_restart_keeps_the_state(reused: Reused) -> None:
+    rt = reused(2)
+    log, unchanged, expected = rt.resident(Log()), rt.resident([1], name="unchanged"), [4.0]
+    step, passed = make_step(rt, log), make_passed_step(rt, log)
     step(np.ones(4))
+    for rank in (0, 1):
+        for again in (lambda: step(np.ones(6)), lambda: passed(np.ones(6), log)):
+            kill_and_wait(pids(rt)[rank])
+            again()
+            expected.append(6.0)
+            assert logs(rt, log) == [expected] * 2
     rt.restart()
     assert unchanged.get(1) == [1]
-    step(np.ones(6))
-    assert logs(rt, log) == [[4.0, 6.0]] * 2
+    step(np.ones(2))
+    assert logs(rt, log) == [[*expected, 2.0]] * 2
 
 
-@pytest.mark.filterwarnings("ignore:rank . .pid:RuntimeWarning")
+def test_where_no_rank_has_the_state_it_is_lost_and_said_so(reused: Reused, tmp_path: Path) -> None:
+    rt = reused(2)
+    log = rt.resident(Log(), name="log", dump=dump_log, load=load_log)
+    unchanged = rt.resident([1, 2], name="unchanged")
+    step, passed = make_step(rt, log), make_passed_step(rt, log)
+    read = rt.function(lambda x: log.value.total, outputs="first")
+    step(np.ones(4))
+    log.save(tmp_path / "log.npz")
+    kill_and_wait(*pids(rt))
+    for call in (lambda: step(np.ones(4)), lambda: read(np.ones(4)), lambda: passed(np.ones(4), log), log.get):
+        with pytest.raises(WorkerDied, match="the state of resident object 'log' is lost"):
+            call()
+    assert unchanged.get(1) == [1, 2]  # no call changed it: what it began with is its state
+    assert rt.function(lambda x: x.sum(), outputs="sum")(np.ones(4)) == 4.0
+    log.load(tmp_path / "log.npz")
+    step(np.ones(2))
+    assert logs(rt, log) == [[4.0, 2.0]] * 2
+    log.set(Log())
+    assert logs(rt, log) == [[]] * 2
+
+
+def test_the_state_of_the_last_call_is_lost_with_the_only_rank_that_ran_it(reused: Reused) -> None:
+    """The others are one call behind: to go on with them would undo a call that was said to have ended well."""
+    rt = reused(2)
+    log = rt.resident(Log(), name="log")
+    step, first = make_step(rt, log), pids(rt)[0]
+    step(np.ones(4))
+    step(np.ones(1))  # rank 0 alone
+    kill_and_wait(first)
+    with pytest.raises(WorkerDied, match="is lost"):
+        step(np.ones(4))
+    log.set(Log())
+
+
 def test_what_a_broken_restart_has_kept_does_not_undo_later_calls(reused: Reused) -> None:
     """The states are fetched one by one. The second cannot be, so the restart ends with the first one kept."""
     rt = reused(2)
@@ -652,7 +432,7 @@ def test_what_a_broken_restart_has_kept_does_not_undo_later_calls(reused: Reused
         rt.restart()
     step(np.ones(6))
     kill_and_wait(*pids(rt))
-    with pytest.raises(synk.errors.WorkerDied, match="the state of resident object 'log' is lost"):
+    with pytest.raises(WorkerDied, match="the state of resident object 'log' is lost"):
         step(np.ones(4))
     log.set(Log())
     other.set(Log())
@@ -672,79 +452,56 @@ def _refuse() -> None:
     raise ArithmeticError("not here")
 
 
-def test_wrong_uses(shared_runtimes: Any, runtime: Any) -> None:
-    rt = shared_runtimes[2]
-    log = rt.resident(Log(), name="log")
-    with pytest.raises(synk.errors.SerializationError, match="cannot send resident object 'lock' to the workers"):
-        rt.resident(threading.Lock())
-    with pytest.raises(ArithmeticError, match="not here"):
-        rt.resident(Unloadable())
-    with pytest.raises(TypeError, match="only one of dump and load"):
-        rt.resident([], dump=list)
-    with pytest.raises(TypeError, match="got Log in changes"):
-        rt.function(lambda x: x, changes=Log())
-    with pytest.raises(ValueError, match="got retry=1 with updates= or changes="):
-        rt.function(lambda x: x, changes=[log], retry=1)
-    with pytest.raises(ValueError, match="got num_slices=2, expected 1"):
-        make_step(rt, log)(np.ones(4), num_slices=2)
-    with pytest.raises(AttributeError, match="lives on the workers"):
-        print(log.value)
-    with pytest.raises(TypeError, match="cannot pickle resident object 'log'"):
-        pickle.dumps(log)
-    other = runtime(1)
-    with pytest.raises(ValueError, match="resident object 'log' belongs to another runtime"):
-        other.function(lambda x: log.value.total, outputs="first")(np.ones(2))
+def test_wrong_uses_are_refused_before_anything_is_sent(
+    subtests: pytest.Subtests, shared_runtimes: Any, runtime: Any
+) -> None:
+    rt, other = shared_runtimes[2], runtime(1)
+    log, foreign, x = rt.resident(Log(), name="log"), other.resident(Log(), name="foreign"), np.ones(4)
+    step, passed = make_step(rt, log), make_passed_step(rt, log)
+    scattered = rt.function(lambda x, log: 0.0)
+    wrapped = rt.function(lambda x, box: 0.0, bcast_inputs="box")
+    closed_over = rt.function(lambda x: foreign.value.total, outputs="first")
+    passed(x, log)
+    cases: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
+        "unpicklable": (
+            SerializationError,
+            "cannot send resident object 'lock'",
+            lambda: rt.resident(threading.Lock()),
+        ),
+        "dump without load": (TypeError, "only one of dump and load", lambda: rt.resident([], dump=list)),
+        "no resident": (TypeError, "got Log in changes", lambda: rt.function(lambda x: x, changes=Log())),
+        "retry": (ValueError, "got retry=1 with updates= or", lambda: rt.function(lambda x: x, changes=[log], retry=1)),
+        "slices": (ValueError, "got num_slices=2, expected 1", lambda: step(x, num_slices=2)),
+        "read here": (AttributeError, "lives on the workers", lambda: log.value),
+        "pickled": (TypeError, "cannot pickle resident object 'log'", lambda: pickle.dumps(log)),
+        "closed over elsewhere": (ValueError, "'foreign' belongs to another runtime", lambda: closed_over(x)),
+        "scattered": (ValueError, "'log' has no rows; add 'log' to bcast", lambda: scattered(x, log)),
+        "nested": (ValueError, r"x\['b'\] of '<lambda>': resident", lambda: scattered({"a": x, "b": log}, x)),
+        "in a box": (SerializationError, "pass it as an argument of its own", lambda: wrapped(x, {"log": log})),
+        "passed elsewhere": (ValueError, "'foreign' belongs to another runtime", lambda: passed(x, foreign)),
+    }
+    for name, (error, text, act) in cases.items():
+        before = rt.counters["messages_down"]
+        with subtests.test(name):
+            with pytest.raises(error, match=text):
+                act()
+            assert rt.counters["messages_down"] == before
     other.close()
-    with pytest.raises(synk.errors.ClosedError):
-        other.resident([])
-    assert logs(rt, log) == [[], []]
+    for use in (lambda: passed(x, foreign), foreign.get, lambda: foreign.set(Log()), lambda: other.resident([])):
+        with pytest.raises(ClosedError):
+            use()
+    with pytest.raises(ReentrancyError):
+        rt.function(lambda x: synk.resident([]))(x)
+    assert logs(rt, log) == [[4.0]] * 2
 
 
 @on_one_machine_and_two
 def test_an_object_that_does_not_load_leaves_the_runtime_as_it_was(reused: Reused, kind: Any) -> None:
     rt = reused(kind)
     for _ in range(2):
-        with pytest.raises(ArithmeticError):
+        with pytest.raises(ArithmeticError, match="not here"):
             rt.resident(Unloadable())
         assert rt.function(lambda x: x.sum(), outputs="sum")(np.ones(4)) == 4.0
-
-
-def test_inside_a_function_none_can_be_made(shared_runtimes: Any) -> None:
-    def inner(x: np.ndarray) -> None:
-        synk.resident([])
-
-    with pytest.raises(synk.errors.ReentrancyError):
-        shared_runtimes[2].function(inner)(np.ones(2))
-
-
-def test_it_ends_with_its_runtime(runtime: Any) -> None:
-    rt = runtime(2)
-    log = rt.resident(Log())
-    rt.close()
-    with pytest.raises(synk.errors.ClosedError):
-        log.get()
-    with pytest.raises(synk.errors.ClosedError):
-        log.set(Log())
-
-
-def test_a_fork_of_the_master_leaves_it_alone(runtime: Any) -> None:
-    rt = runtime(2)
-    log = rt.resident(Log())
-    step = make_step(rt, log)
-    step(np.ones(4))
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            log.get()
-        except synk.errors.ReentrancyError:
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    step(np.ones(4))
-    assert logs(rt, log) == [[4.0, 4.0]] * 2
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 # ----- files
@@ -758,40 +515,27 @@ def load_log(log: Log, state: Any) -> None:
     log.total, log.calls = state["total"], state["calls"].tolist()
 
 
-@pytest.mark.parametrize("kinds", [(2, 3), ("1+1", 3), (3, "1+1")])
-def test_a_state_goes_into_a_file_and_back_on_any_workers(shared_runtimes: Any, tmp_path: Any, kinds: Any) -> None:
-    one, other = [shared_runtimes[kind] for kind in kinds]
-    log = one.resident(Log(), dump=dump_log, load=load_log)
-    step = make_step(one, log)
-    step(np.arange(5.0))
-    saved = log.save(tmp_path / "log.npz", wait=False)
-    step(np.arange(7.0))
-    assert saved is not None
-    saved.result()
-    again = other.resident(Log(), dump=dump_log, load=load_log)
-    make_step(other, again)(np.arange(3.0))
-    again.load(tmp_path / "log.npz")
-    assert logs(other, again) == [[10.0]] * other.world_size
-    make_step(other, again)(np.arange(2.0))  # a rank without rows gets the state of the others
-    assert logs(other, again) == [[10.0, 1.0]] * other.world_size
+def test_a_state_goes_into_a_file_and_back_on_any_workers(shared_runtimes: Any, tmp_path: Path) -> None:
+    for kinds in ((2, 3), ("1+1", 3), (3, "1+1")):
+        one, other = [shared_runtimes[kind] for kind in kinds]
+        log = one.resident(Log(), dump=dump_log, load=load_log)
+        step = make_step(one, log)
+        step(np.arange(5.0))
+        saved = log.save(tmp_path / "log.npz", wait=False)
+        step(np.arange(7.0))
+        assert saved is not None
+        saved.result()
+        again = other.resident(Log(), dump=dump_log, load=load_log)
+        make_step(other, again)(np.arange(3.0))
+        again.load(tmp_path / "log.npz")
+        assert logs(other, again) == [[10.0]] * other.world_size
+        make_step(other, again)(np.arange(2.0))  # a rank without rows gets the state of the others
+        assert logs(other, again) == [[10.0, 1.0]] * other.world_size
     with np.load(tmp_path / "log.npz") as file:
         assert file["0"].tolist() == [10.0]
 
 
-def test_a_state_that_was_lost_comes_back_from_a_file(runtime: Any, tmp_path: Any) -> None:
-    rt = runtime(2)  # of its own: on another one the objects of other tests would be lost, too
-    log = rt.resident(Log(), dump=dump_log, load=load_log)
-    step = make_step(rt, log)
-    step(np.arange(5.0))
-    log.save(tmp_path / "log.npz")
-    kill_and_wait(*pids(rt))
-    with pytest.warns(RuntimeWarning), pytest.raises(synk.errors.WorkerDied, match="is lost"):
-        step(np.arange(5.0))
-    log.load(tmp_path / "log.npz")
-    assert logs(rt, log) == [[10.0]] * 2
-
-
-def test_what_does_not_load_without_running_code_is_refused(shared_runtimes: Any, tmp_path: Any) -> None:
+def test_what_does_not_load_without_running_code_is_refused(shared_runtimes: Any, tmp_path: Path) -> None:
     rt = shared_runtimes[2]
     plain = rt.resident(Log())
     for use in (plain.save, plain.load):
@@ -804,33 +548,3 @@ def test_what_does_not_load_without_running_code_is_refused(shared_runtimes: Any
     (tmp_path / "log.npz").write_bytes(pickle.dumps(Log()))
     with pytest.raises(ValueError, match="cannot load"):
         odd.load(tmp_path / "log.npz")
-
-
-def test_modules_and_optimizers_have_dump_and_load_of_their_own(shared_runtimes: Any, tmp_path: Any) -> None:
-    torch = pytest.importorskip("torch")
-    rt = shared_runtimes[2]
-
-    def make() -> Any:
-        torch.manual_seed(0)
-        model = torch.nn.Linear(3, 1)
-        return rt.resident((model, torch.optim.Adam(model.parameters(), lr=0.1)))
-
-    def train(pair: Any, count: int) -> None:
-        @rt.function(changes=[pair], framework="torch", per_rank=True, outputs=None)
-        def step() -> None:
-            model, optimizer = pair.value
-            optimizer.zero_grad()
-            model(torch.ones(3)).sum().backward()
-            optimizer.step()
-
-        for _ in range(count):
-            step()
-
-    first, second = make(), make()
-    train(first, 3)
-    first.save(tmp_path / "pair.npz")
-    second.load(tmp_path / "pair.npz")
-    train(first, 2)
-    train(second, 2)
-    for rank in range(2):
-        assert torch.equal(first.get(rank)[0].weight, second.get(rank)[0].weight)

@@ -6,96 +6,81 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.rank_arrays import OPS, REDUCIBLE, accumulated, assert_same, everywhere, numbers
+from support.rank_arrays import REDUCIBLE, accumulated, assert_same, everywhere, numbers
+from support.tables import combinations
 
-WORKERS = (1, 2, 3, 4)
-EVERYWHERE = (3, "inline", "1+3", *(pytest.param(where, marks=pytest.mark.storm) for where in (1, 2, 4)))
-
-
-def step(old: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Return the new value for some rows, of the dtype of the old one."""
-    if x.dtype == bool:
-        return old ^ x.any(axis=0)
-    return old + x.sum(axis=0, dtype=x.dtype)
+EVERYWHERE = (1, 2, 3, 4, "inline", "1+3")
 
 
-def followed(rt: Any, parts: list[np.ndarray], new: list[Any]) -> list[Any]:
-    """Return the values of all ranks: those without rows follow the first rank."""
-    return [value if len(part) else new[0] for part, value in zip(parts, new, strict=True)]
+def make_step() -> Any:
+    """Return a function of the old value and some rows that gives the new value, of the same dtype.
+
+    It travels by value.
+    """
+
+    def step(old: np.ndarray, x: np.ndarray) -> np.ndarray:
+        return old ^ x.any(axis=0) if x.dtype == bool else old + x.sum(axis=0, dtype=x.dtype)
+
+    return step
 
 
-@pytest.mark.parametrize(
-    ("where", "op", "dtype"),
-    [(where, *pair) for where in (3, "inline") for pair in REDUCIBLE]
-    + [(where, op, "float32") for where in (1, 2, 4) for op in OPS],
-)
-@pytest.mark.sampled(60)
 def test_new_values_are_accumulated_over_slices_that_all_see_the_old(
-    shared_runtimes: Any, where: Any, op: str, dtype: str
+    subtests: pytest.Subtests, shared_runtimes: Any
 ) -> None:
-    rt = shared_runtimes[where]
-    w = rt.shared(numbers(dtype, (3,), 0), name="w")
-    step = _step()
-    f = rt.function(lambda x: (w.value, step(w.value, x)), updates=[(w, op)], outputs=None)
-    expected = everywhere(rt, w)
-    for rows, num_slices in ((8, 1), (11, 3), (2, 5), (5, 2)):
-        x = numbers(dtype, (rows, 3), rows)
-        seen = f(x, num_slices=num_slices)
-        parts = np.array_split(x, rt.world_size)
-        for part, old, values in zip(parts, expected, seen, strict=True):
-            if len(part):
-                assert_same(values, [old] * min(num_slices, len(part)) if num_slices > 1 else old)
-        new = [
-            accumulated(op, lambda rows, old=old: step(old, rows), part, num_slices)
-            for old, part in zip(expected, parts, strict=True)
-        ]
-        got = everywhere(rt, w)
-        assert_same(got, followed(rt, parts, new), is_rounded=op == "avg")
-        expected = got
+    """Ranks without rows follow the first one."""
+    for where, (op, dtype) in combinations(50, EVERYWHERE, REDUCIBLE):
+        rt, step = shared_runtimes[where], make_step()
+        with subtests.test(where=where, op=op, dtype=dtype):
+            w = rt.shared(numbers(dtype, (3,), 0), name="w")
+            f = rt.function(lambda x: (w.value, step(w.value, x)), updates=[(w, op)], outputs=None)  # noqa: B023
+            expected = everywhere(rt, w)
+            for rows, num_slices in ((8, 1), (11, 3), (2, 5), (5, 2)):
+                x = numbers(dtype, (rows, 3), rows)
+                parts = np.array_split(x, rt.world_size)
+                seen = f(x, num_slices=num_slices)
+                for part, old, values in zip(parts, expected, seen, strict=True):
+                    if len(part):
+                        assert_same(values, [old] * min(num_slices, len(part)) if num_slices > 1 else old)
+                new = [
+                    accumulated(op, lambda rows, old=old: step(old, rows), part, num_slices)  # noqa: B023
+                    for old, part in zip(expected, parts, strict=True)
+                ]
+                got = everywhere(rt, w)
+                followed = [value if len(part) else new[0] for part, value in zip(parts, new, strict=True)]
+                assert_same(got, followed, is_rounded=op == "avg")
+                expected = got
 
 
-def _step() -> Any:
-    """Return ``step`` as a function that travels by value."""
-    scope: dict[str, Any] = {"__name__": "__main__", "np": np}
-    import inspect
-
-    exec(inspect.getsource(step), scope)
-    return scope["step"]
-
-
-@pytest.mark.parametrize("where", EVERYWHERE)
-def test_with_one_slice_the_value_is_stored_bit_by_bit(shared_runtimes: Any, where: Any) -> None:
+def test_with_one_slice_the_value_is_stored_bit_by_bit(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
     """No weight is applied where there is nothing to average: no rounding, no overflow."""
-    rt = shared_runtimes[where]
-    rng = np.random.default_rng(0)
-    for dtype in ("f2", "f4", "f8"):
-        new = (rng.normal(size=200) * 100).astype(dtype)
+    for where, dtype in combinations(9, (3, "inline", "1+3"), ("f2", "f4", "f8")):
+        rt, new = shared_runtimes[where], (np.random.default_rng(0).normal(size=200) * 100).astype(dtype)
         new[0], new[1] = np.finfo(dtype).max, np.finfo(dtype).tiny
-        w = rt.shared(np.zeros(200, dtype))
-        f = rt.function(lambda x: (0.0, new), updates=w)  # noqa: B023
-        for rows in (1, 3, 49, 200):
-            w.value = np.zeros(200, dtype)
-            f(np.ones(rows))
-            assert_same(everywhere(rt, w), [new] * rt.world_size)
+        with subtests.test(where=where, dtype=dtype):
+            w = rt.shared(np.zeros(200, dtype))
+            f = rt.function(lambda x: (0.0, new), updates=w)  # noqa: B023
+            for rows in (1, 3, 49, 200):
+                w.value = np.zeros(200, dtype)
+                f(np.ones(rows))
+                assert_same(everywhere(rt, w), [new] * rt.world_size)
 
 
-@pytest.mark.sampled(20)
-@pytest.mark.parametrize("where", EVERYWHERE)
-@pytest.mark.parametrize("op", ["avg", "sum", "max"])
-def test_a_call_without_rows_updates_as_well(shared_runtimes: Any, where: Any, op: str) -> None:
-    rt = shared_runtimes[where]
-    w = rt.shared(np.full(2, 5.0))
-    rowless = rt.function(lambda: (0.0, w.value + 1), updates=[(w, op)], outputs="first")
-    rowless()
-    rowless(num_slices=3)
-    assert_same(everywhere(rt, w), [np.full(2, 7.0)] * rt.world_size)
-    f = rt.function(lambda x: (x.sum(), w.value + len(x) + 1), updates=[(w, op)], outputs="sum")
-    assert f(np.ones(4), batch=0) == 0
-    assert f(np.ones(4), batch=[], num_slices=2) == 0
-    assert_same(everywhere(rt, w), [np.full(2, 9.0)] * rt.world_size)
+def test_a_call_without_rows_updates_as_well(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
+    for where, op in combinations(9, (3, "inline", "1+3"), ("avg", "sum", "max")):
+        rt = shared_runtimes[where]
+        with subtests.test(where=where, op=op):
+            w = rt.shared(np.full(2, 5.0))
+            rowless = rt.function(lambda: (0.0, w.value + 1), updates=[(w, op)], outputs="first")  # noqa: B023
+            rowless()
+            rowless(num_slices=3)
+            assert_same(everywhere(rt, w), [np.full(2, 7.0)] * rt.world_size)
+            f = rt.function(lambda x: (x.sum(), w.value + len(x) + 1), updates=[(w, op)], outputs="sum")  # noqa: B023
+            assert f(np.ones(4), batch=0) == 0
+            assert f(np.ones(4), batch=[], num_slices=2) == 0
+            assert_same(everywhere(rt, w), [np.full(2, 9.0)] * rt.world_size)
 
 
-@pytest.mark.parametrize("where", EVERYWHERE)
+@pytest.mark.parametrize("where", [3, "inline", "1+3"])
 def test_several_variables_each_with_its_op(shared_runtimes: Any, where: Any) -> None:
     rt = shared_runtimes[where]
     total, largest = rt.shared(0.0, name="total"), rt.shared(np.full(2, -np.inf), name="largest")
@@ -119,26 +104,17 @@ def test_several_variables_each_with_its_op(shared_runtimes: Any, where: Any) ->
         assert_same(everywhere(rt, counts), [np.array([len(part)]) for part in parts])
 
 
-@pytest.mark.sampled(20)
-@pytest.mark.parametrize("where", [1, 3, "inline", "1+3"])
-@pytest.mark.parametrize("kind", ["variable", "pair", "list", "tuple"])
-def test_the_ways_to_name_one_variable(shared_runtimes: Any, where: Any, kind: str) -> None:
-    rt = shared_runtimes[where]
+def test_the_ways_to_name_one_variable(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
     w = rt.shared(np.zeros(2))
-    updates = {"variable": w, "pair": [(w, "sum")], "list": [w], "tuple": (w,)}[kind]
-    for returns in (lambda value: value, lambda value: (value,), lambda value: [value]):
-        f = rt.function(lambda x: (0.0, returns(w.value + 1)), updates=updates)  # noqa: B023
-        f(np.ones(4))
-    assert_same(everywhere(rt, w), [np.full(2, 3.0)] * rt.world_size)
+    for updates in (w, [(w, "sum")], [w], (w,)):
+        w.value = np.zeros(2)
+        for returns in (lambda value: value, lambda value: (value,), lambda value: [value]):
+            rt.function(lambda x: (0.0, returns(w.value + 1)), updates=updates)(np.ones(4))  # noqa: B023
+        assert_same(everywhere(rt, w), [np.full(2, 3.0)] * 2)
 
 
-@pytest.mark.sampled(20)
-@pytest.mark.parametrize("where", [1, 2, "inline", "1+3"])
-@pytest.mark.parametrize("op", ["avg", "sum", "max"])
-def test_a_function_may_fill_one_buffer_for_all_slices(shared_runtimes: Any, where: Any, op: str) -> None:
-    rt = shared_runtimes[where]
-    w, x = rt.shared(np.zeros(2)), numbers("f8", (12, 2), 0)
-
+def test_a_function_may_fill_one_buffer_for_all_slices(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
     def refill() -> Any:
         buffer = np.zeros(2)
 
@@ -148,97 +124,19 @@ def test_a_function_may_fill_one_buffer_for_all_slices(shared_runtimes: Any, whe
 
         return f
 
-    f = rt.function(refill(), updates=[(w, op)], outputs=op)
-    result = f(x, num_slices=3)
-    slices = [np.array_split(part, 3) for part in np.array_split(x, rt.world_size)]
-    reduce = {"avg": np.mean, "sum": np.sum, "max": np.max}[op]
-    sums = [[part.sum(axis=0) for part in own] for own in slices]
-    assert_same(everywhere(rt, w), [reduce(own, axis=0) for own in sums], is_rounded=True)
-    assert_same(result, reduce([value for own in sums for value in own], axis=0), is_rounded=True)
-    again = refill()
-    first = rt.function(lambda x: again(x)[0], outputs="first")
-    assert_same(first(x, num_slices=3), sums[0][0])
-
-
-# ----- misuse
-
-
-@pytest.fixture
-def w(shared_runtimes: Any) -> Any:
-    """Return a variable on two workers."""
-    return shared_runtimes[2].shared(np.ones(2), name="w")
-
-
-@pytest.mark.sampled(20)
-@pytest.mark.parametrize(
-    ("result", "error", "words"),
-    [
-        (1.0, TypeError, r"got a result of type float, expected \(outputs, new_values\)"),
-        ((1.0, 2.0, 3.0), TypeError, "type tuple"),
-        ((0.0, (np.ones(2), np.ones(2))), ValueError, "'w'.*axes"),
-        ((0.0, {"w": np.ones(2)}), ValueError, "'w'.*structure"),
-        ((0.0, np.ones((2, 2))), ValueError, "'w'.*axes"),
-        ((0.0, np.ones(2, complex)), TypeError, "'w'.*complex128"),
-        ((0.0, "text"), TypeError, "'w'|update"),
-        ((0.0, None), (TypeError, ValueError), "'w'"),
-    ],
-)
-@pytest.mark.parametrize("num_slices", [1, 2])
-def test_a_wrong_result_is_an_error_and_the_next_call_is_right(
-    shared_runtimes: Any, w: Any, result: Any, error: type[Exception], words: str, num_slices: int
-) -> None:
-    rt = shared_runtimes[2]
-    wrong = rt.function(lambda x: result, updates=[w])
-    with pytest.raises(error, match=words):
-        wrong(np.ones(4), num_slices=num_slices)
-    assert_same(everywhere(rt, w), [np.ones(2)] * 2)
-    right = rt.function(lambda x: (0.0, w.value + 1), updates=[w])
-    right(np.ones(4), num_slices=num_slices)
-    assert_same(everywhere(rt, w), [np.full(2, 2.0)] * 2)
-
-
-def test_as_many_new_values_as_updates(shared_runtimes: Any, w: Any) -> None:
-    rt = shared_runtimes[2]
-    v = rt.shared(np.ones(2))
-    for values in ([np.ones(2)], [np.ones(2)] * 3, np.ones(2), {"w": 1}):
-        with pytest.raises(ValueError, match="one for each of the 2 updates"):
-            rt.function(lambda x: (0.0, values), updates=[w, v])(np.ones(4))  # noqa: B023
-
-
-def test_new_values_of_all_slices_have_one_shape_and_structure(shared_runtimes: Any, w: Any) -> None:
-    rt = shared_runtimes[2]
-    tree = rt.shared({"a": np.zeros(2), "b": np.zeros(2)}, name="tree")
-    by_rows = rt.function(lambda x: (0.0, np.ones(len(x))), updates=[w])
-    with pytest.raises(ValueError, match=r"update of 'w'.*slice"):
-        by_rows(np.ones(10), num_slices=3)
-
-    def mixed(x: np.ndarray) -> Any:
-        full = {"a": np.ones(2), "b": np.ones(2)}
-        return 0.0, ([full] if x[0] == 0 else [{"a": np.ones(2)}])
-
-    with pytest.raises(ValueError, match=r"'tree'.*structure"):
-        rt.function(mixed, updates=[tree])(np.arange(4.0), num_slices=2)
-    assert_same(everywhere(rt, tree), [{"a": np.zeros(2), "b": np.zeros(2)}] * 2)
-
-    def shrinking(x: np.ndarray) -> Any:
-        """The first slice of each rank is complete: a missing leaf must not be taken for one that adds nothing."""
-        return 0.0, [{"a": np.ones(2), "b": np.ones(2)} if x[0] % 2 == 0 else {"a": np.ones(2)}]
-
-    with pytest.raises(ValueError, match=r"accumulate the update of 'tree'.*structure"):
-        rt.function(shrinking, updates=[tree])(np.arange(4.0), num_slices=2)
-    assert_same(everywhere(rt, tree), [{"a": np.zeros(2), "b": np.zeros(2)}] * 2)
-
-
-@pytest.mark.parametrize(
-    ("op", "dtype"),
-    [("avg", "i8"), ("avg", "?"), ("sum", "?"), ("prod", "?"), ("min", "c16"), ("sum", "S3"), ("avg", "M8[s]")],
-)
-def test_an_op_without_a_meaning_for_the_dtype_is_refused(shared_runtimes: Any, op: str, dtype: str) -> None:
-    rt = shared_runtimes[2]
-    w = rt.shared(np.zeros(2, dtype), name="state")
-    with pytest.raises(TypeError, match="state"):
-        rt.function(lambda x: (0.0, w.value), updates=[(w, op)])(np.ones(4), num_slices=2)
-    assert_same(everywhere(rt, w), [np.zeros(2, dtype)] * 2)
+    for where, op in combinations(6, (1, 2, "inline", "1+3"), ("avg", "sum", "max")):
+        rt, x = shared_runtimes[where], numbers("f8", (12, 2), 0)
+        with subtests.test(where=where, op=op):
+            w = rt.shared(np.zeros(2))
+            result = rt.function(refill(), updates=[(w, op)], outputs=op)(x, num_slices=3)
+            slices = [np.array_split(part, 3) for part in np.array_split(x, rt.world_size)]
+            reduce = {"avg": np.mean, "sum": np.sum, "max": np.max}[op]
+            sums = [[part.sum(axis=0) for part in own] for own in slices]
+            assert_same(everywhere(rt, w), [reduce(own, axis=0) for own in sums], is_rounded=True)
+            assert_same(result, reduce([value for own in sums for value in own], axis=0), is_rounded=True)
+            again = refill()
+            first = rt.function(lambda x: again(x)[0], outputs="first")  # noqa: B023
+            assert_same(first(x, num_slices=3), sums[0][0])
 
 
 def test_with_one_slice_any_dtype_is_stored_as_it_is(shared_runtimes: Any) -> None:
@@ -250,24 +148,85 @@ def test_with_one_slice_any_dtype_is_stored_as_it_is(shared_runtimes: Any) -> No
     assert_same(everywhere(rt, n), [np.full(2, 3)] * 2)
     f(np.ones(6), num_slices=2)
     assert_same(everywhere(rt, n), [np.full(2, 5)] * 2)
+    for op, dtype in [("avg", "i8"), ("avg", "?"), ("sum", "?"), ("prod", "?"), ("min", "c16"), ("sum", "S3")]:
+        w = rt.shared(np.zeros(2, dtype), name="state")
+        with pytest.raises(TypeError, match="state"):
+            rt.function(lambda x: (0.0, w.value), updates=[(w, op)])(np.ones(4), num_slices=2)  # noqa: B023
+        assert_same(everywhere(rt, w), [np.zeros(2, dtype)] * 2)
 
 
-@pytest.mark.parametrize(
-    ("updates", "error", "words"),
-    [
+def test_torch_tensors_are_read_updated_and_assigned(shared_runtimes: Any) -> None:
+    rt = shared_runtimes["inline"]
+    w = rt.shared({"a": np.ones((2, 2)), "b": np.zeros(2, "f4")})
+    rows = np.arange(6.0).reshape(3, 2)
+    x = rt.shared(rows, sharded=True)
+
+    def update(x: Any) -> Any:
+        assert type(x).__name__ == type(w.value["a"]).__name__ == "Tensor"
+        return x.sum(dim=0), [{"a": w.value["a"] + len(x), "b": w.value["b"] + x.sum(dim=0).float()}]
+
+    def assign(x: Any) -> Any:
+        w.value = {"a": w.value["a"] * 2, "b": w.value["b"] * 2}
+        return x.sum(dim=0)
+
+    f = rt.function(update, updates=[w], outputs="sum", framework="torch")
+    assert_same(f(x), np.array([6.0, 9.0]))
+    assert_same(everywhere(rt, w), [{"a": np.full((2, 2), 4.0), "b": rows.sum(axis=0).astype("f4")}])
+    g = rt.function(assign, outputs="sum", framework="torch")
+    assert_same(g(x, batch=[2, 0, 1]), np.array([6.0, 9.0]))
+    assert_same(everywhere(rt, w), [{"a": np.full((2, 2), 8.0), "b": rows.sum(axis=0).astype("f4") * 2}])
+
+
+# ----- misuse
+
+WRONG_RESULTS: list[tuple[Any, Any, str]] = [
+    (1.0, TypeError, r"got a result of type float, expected \(outputs, new_values\)"),
+    ((1.0, 2.0, 3.0), TypeError, "type tuple"),
+    ((0.0, (np.ones(2), np.ones(2))), ValueError, "'w'.*axes"),
+    ((0.0, {"w": np.ones(2)}), ValueError, "'w'.*structure"),
+    ((0.0, np.ones((2, 2))), ValueError, "'w'.*axes"),
+    ((0.0, np.ones(2, complex)), TypeError, "'w'.*complex128"),
+    ((0.0, "text"), TypeError, "'w'|update"),
+    ((0.0, None), (TypeError, ValueError), "'w'"),
+]
+
+
+def test_a_wrong_result_is_an_error_and_the_next_call_is_right(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    w, v = rt.shared(np.ones(2), name="w"), rt.shared(np.ones(2), name="v")
+    right = rt.function(lambda x: (0.0, np.ones(2)), updates=[w])
+    for result, error, words in WRONG_RESULTS:
+        for num_slices in (1, 2):
+            with subtests.test(result=str(result), num_slices=num_slices):
+                with pytest.raises(error, match=words):
+                    rt.function(lambda x: result, updates=[w])(np.ones(4), num_slices=num_slices)  # noqa: B023
+                assert_same(everywhere(rt, w), [np.ones(2)] * 2)
+                right(np.ones(4), num_slices=num_slices)
+    for values in ([np.ones(2)], [np.ones(2)] * 3, np.ones(2), {"w": 1}):
+        with pytest.raises(ValueError, match="one for each of the 2 updates"):
+            rt.function(lambda x: (0.0, values), updates=[w, v])(np.ones(4))  # noqa: B023
+    for updates, error, words in (
         ([3], TypeError, "got int in updates"),
         (["w"], TypeError, "got str in updates"),
-        ("op gather", ValueError, "op 'gather'"),
-        ("op None", ValueError, "op None"),
-    ],
-)
-def test_updates_are_checked_when_the_function_is_built(
-    shared_runtimes: Any, w: Any, updates: Any, error: type[Exception], words: str
-) -> None:
-    if isinstance(updates, str):
-        updates = [(w, {"op gather": "gather", "op None": None}[updates])]
-    with pytest.raises(error, match=words):
-        shared_runtimes[2].function(lambda x: (0.0, 0.0), updates=updates)
+        ([(w, "gather")], ValueError, "op 'gather'"),
+        ([(w, None)], ValueError, "op None"),
+    ):
+        with pytest.raises(error, match=words):
+            rt.function(lambda x: (0.0, 0.0), updates=updates)
+
+
+def test_new_values_of_all_slices_have_one_shape_and_structure(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    w, tree = rt.shared(np.ones(2), name="w"), rt.shared({"a": np.zeros(2), "b": np.zeros(2)}, name="tree")
+    full, part = {"a": np.ones(2), "b": np.ones(2)}, {"a": np.ones(2)}
+    with pytest.raises(ValueError, match=r"update of 'w'.*slice"):
+        rt.function(lambda x: (0.0, np.ones(len(x))), updates=[w])(np.ones(10), num_slices=3)
+    with pytest.raises(ValueError, match=r"'tree'.*structure"):
+        rt.function(lambda x: (0.0, [full if x[0] == 0 else part]), updates=[tree])(np.arange(4.0), num_slices=2)
+    # The first slice of each rank is complete: a missing leaf must not be taken for one that adds nothing.
+    with pytest.raises(ValueError, match=r"accumulate the update of 'tree'.*structure"):
+        rt.function(lambda x: (0.0, [full if x[0] % 2 == 0 else part]), updates=[tree])(np.arange(4.0), num_slices=2)
+    assert_same(everywhere(rt, tree), [{"a": np.zeros(2), "b": np.zeros(2)}] * 2)
 
 
 @pytest.mark.parametrize("where", [2, "inline", "1+3"])
@@ -292,26 +251,3 @@ def test_direct_assignment_and_updates_exclude_each_other(shared_runtimes: Any, 
     assert_same(everywhere(rt, v), [np.ones(2)] * rt.world_size)
     f(np.ones(8), num_slices=1)
     assert_same(everywhere(rt, v), [np.full(2, 2.0)] * rt.world_size)
-
-
-def test_torch_tensors_are_read_updated_and_assigned(shared_runtimes: Any) -> None:
-    rt = shared_runtimes["inline"]
-    w = rt.shared({"a": np.ones((2, 2)), "b": np.zeros(2, "f4")})
-    x = rt.shared(np.arange(6.0).reshape(3, 2), sharded=True)
-
-    def update(x: Any) -> Any:
-        assert type(x).__name__ == type(w.value["a"]).__name__ == "Tensor"
-        return x.sum(dim=0), [{"a": w.value["a"] + len(x), "b": w.value["b"] + x.sum(dim=0).float()}]
-
-    def assign(x: Any) -> Any:
-        w.value = {"a": w.value["a"] * 2, "b": w.value["b"] * 2}
-        return x.sum(dim=0)
-
-    shards = np.array_split(np.arange(6.0).reshape(3, 2), rt.world_size)
-    f = rt.function(update, updates=[w], outputs="sum", framework="torch")
-    assert_same(f(x), np.array([6.0, 9.0]))
-    expected = [{"a": np.ones((2, 2)) + len(s), "b": s.sum(axis=0).astype("f4")} for s in shards]
-    assert_same(everywhere(rt, w), expected)
-    g = rt.function(assign, outputs="sum", framework="torch")
-    assert_same(g(x, batch=[2, 0, 1]), np.array([6.0, 9.0]))
-    assert_same(everywhere(rt, w), [{key: value * value.dtype.type(2) for key, value in e.items()} for e in expected])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-import itertools
 import os
 import random
 import subprocess
@@ -16,29 +15,23 @@ from typing import Any
 import numpy as np
 import pytest
 from support import harness
+from support.tables import combinations
 
 import synk
 
 pytestmark = pytest.mark.own_start  # workers that are forked have the seed of the process that forks them
 
 X = np.arange(6.0)
-
+FRUIT = "{'apple', 'pear', 'plum', 'fig', 'lime', 'date', 'kiwi'}"
 SOURCES = {
-    "set": "{'apple', 'pear', 'plum', 'fig', 'lime', 'date', 'kiwi'}",
-    "frozenset": "frozenset(['apple', 'pear', 'plum', 'fig', 'lime', 'date', 'kiwi'])",
+    "set": FRUIT,
+    "frozenset": f"frozenset({FRUIT})",
     "str": "'apple'",
     "bytes": "b'apple'",
     "date": "datetime.date(2024, 2, 29)",
     "tuple": "('user', 7, b'x', ('deep',))",
 }
-OF_MODULE = {
-    "set": {"apple", "pear", "plum", "fig", "lime", "date", "kiwi"},
-    "frozenset": frozenset(["apple", "pear", "plum", "fig", "lime", "date", "kiwi"]),
-    "str": "apple",
-    "bytes": b"apple",
-    "date": datetime.date(2024, 2, 29),
-    "tuple": ("user", 7, b"x", ("deep",)),
-}
+OF_MODULE = {kind: eval(source, {"datetime": datetime}) for kind, source in SOURCES.items()}
 
 
 def shown(value: Any) -> str:
@@ -46,12 +39,13 @@ def shown(value: Any) -> str:
     return repr(list(value)) if isinstance(value, (set, frozenset)) else repr(hash(value))
 
 
-def by_interpreter(source: str, seed: str) -> str:
-    """Return what a new interpreter with that seed of hashes shows for the source of a value."""
-    program = f"import datetime\nprint(hash({source}))"
-    environment = {**os.environ, "PYTHONHASHSEED": seed}
+def by_interpreter(seed: str) -> dict[str, str]:
+    """Return what a new interpreter with that seed of hashes shows; the order of a set depends on its history too."""
+    hashes = ", ".join(f"{kind!r}: repr(hash({source}))" for kind, source in SOURCES.items() if "set" not in kind)
+    environment, program = {**os.environ, "PYTHONHASHSEED": seed}, f"import datetime\nprint({{{hashes}}})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
-    return done.stdout.strip()
+    found: dict[str, str] = eval(done.stdout)
+    return found
 
 
 def captured(kind: str) -> tuple[Callable[..., str], tuple[Any, ...]]:
@@ -76,9 +70,6 @@ def _same(value: Any) -> Any:
     return value
 
 
-PLACES = {"captured": captured, "literal": literal, "of a module": of_module, "broadcast": broadcast}
-
-
 def in_calls(rt: synk.Runtime, fn: Any, more: tuple[Any, ...]) -> list[str]:
     f = rt.function(fn, outputs=None, bcast_inputs="box" if more else ())
     return [*f(X, *more), *f.submit(X, *more).result(), *f.serial(X, *more)[:1]]
@@ -100,48 +91,21 @@ def through_comm(rt: synk.Runtime, fn: Any, more: tuple[Any, ...]) -> list[str]:
     return list(rt.function(compared, outputs=None, bcast_inputs="more")(X, *more))
 
 
-VERBS = {"calls": in_calls, "maps": in_maps, "comm": through_comm}
-ALL = list(itertools.product(SOURCES, PLACES, VERBS))
-
-
-def differing(rt: synk.Runtime, combinations: list[tuple[str, str, str]], seed: str) -> list[str]:
-    """Return the combinations in which two ranks differ, or a hash is not that of an interpreter with the seed."""
-    oracle = {kind: by_interpreter(source, seed) for kind, source in SOURCES.items() if "set" not in kind}
-    wrong = []
-    for kind, place, verb in combinations:
-        fn, more = PLACES[place](kind)
-        got = VERBS[verb](rt, fn, more)
-        if set(got) != {oracle.get(kind, got[0])}:
-            wrong.append(f"{kind}, {place}, in {verb}: {got}, expected {oracle.get(kind, 'one order')}")
-    return wrong
-
-
-def test_hashes_are_the_same_on_all_ranks(runtime: Any) -> None:
-    rt = runtime(3, seed=7)
-    chosen = random.Random(2).sample(ALL, 24)
-    assert not (wrong := differing(rt, chosen, "7")), "\n".join(wrong)
-
-
-@pytest.mark.storm
 @pytest.mark.filterwarnings("ignore:rank . .pid:RuntimeWarning")
-@pytest.mark.parametrize("seed", [0, 1, 2**32 + 5, 2**70])
-def test_all_of_them(runtime: Any, seed: int) -> None:
-    rt = runtime(3, seed=seed)
-    for _ in range(2):
-        assert not (wrong := differing(rt, ALL, str(seed % 2**32))), "\n".join(wrong)
-        harness.kill_and_wait(harness.pids(rt)[1])
-
-
-@pytest.mark.filterwarnings("ignore:rank . .pid:RuntimeWarning")
-def test_new_workers_have_the_hashes_of_the_old_ones(runtime: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a set was changed meanwhile, so that the old ones have changed theirs and a new one has not."""
-    rt = runtime(3)
-    names, rng = {f"name {number}" for number in range(5)}, random.Random(3)
-    look = rt.function(lambda x: f"{list(names)} {hash('apple')} {hash(('user', b'x'))}", outputs=None)
-    first = look(X)
-    assert len(set(first)) == 1
+def test_hashes_are_the_same_on_all_ranks_and_those_that_replace_them(
+    subtests: pytest.Subtests, runtime: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rt, oracle = runtime(3, seed=7), by_interpreter("7")
+    places, verbs = (captured, literal, of_module, broadcast), (in_calls, in_maps, through_comm)
     monkeypatch.setenv("PYTHONHASHSEED", "5")  # for runtimes to come
-    hashes = first[0].partition("]")[2]
+    for kind, place, verb in combinations(30, SOURCES, places, verbs):
+        with subtests.test(kind=kind, place=place.__name__, verb=verb.__name__):
+            fn, more = place(kind)
+            got = verb(rt, fn, more)
+            assert set(got) == {oracle.get(kind, got[0])}
+    # A set is changed meanwhile, so that the old workers have changed theirs and a new one has not.
+    names, rng = {f"name {number}" for number in range(5)}, random.Random(3)
+    look = rt.function(lambda x: f"{list(names)} {hash('apple')}", outputs=None)
     for number in range(12):
         names.symmetric_difference_update(f"name {rng.randrange(40)}" for _ in range(rng.randrange(1, 9)))
         if number % 4 == 1:
@@ -149,45 +113,31 @@ def test_new_workers_have_the_hashes_of_the_old_ones(runtime: Any, monkeypatch: 
         elif number == 7:
             rt.restart()
         got = look(X)
-        assert len(set(got)) == 1
-        assert got[0].partition("]")[2] == hashes
+        assert len(set(got)) == 1 and got[0].endswith(f"] {oracle['str']}")
 
 
-def test_names_in_the_order_of_a_set_meet_each_other(runtime: Any) -> None:
-    """The program that goes wrong without it: ranks that reduce by names, in the order of a set of them."""
-    rt = runtime(3)
-    values = {name: float(len(name)) for name in ("weight", "bias", "a", "scale-of-all", "no")}
-
-    def summed(x: Any) -> dict[str, float]:
-        return {name: float(synk.comm.all_reduce(np.array([values[name]]), "sum")[0]) for name in set(values)}
-
-    for got in rt.function(lambda x: repr(sorted(summed(x).items())), outputs=None)(X):
-        assert got == repr(sorted((name, 3 * value) for name, value in values.items()))
-
-
-@pytest.mark.parametrize("seed", [None, 7])
-def test_the_users_own_seed_is_kept(runtime: Any, monkeypatch: pytest.MonkeyPatch, seed: int | None) -> None:
-    monkeypatch.setenv("PYTHONHASHSEED", "123")
-    rt = runtime(2, seed=seed)
-    expected = by_interpreter("'apple'", "123")
-    assert rt.function(lambda x: repr(hash("apple")), outputs=None)(X) == [expected] * 2
-
-
-@pytest.mark.parametrize("given", ["", "random"])
-def test_no_seed_of_the_users_own(runtime: Any, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+@pytest.mark.parametrize(("given", "seed", "expected"), [("123", 7, "123"), ("123", None, "123"), ("random", 9, "9")])
+def test_the_users_own_seed_is_kept(
+    runtime: Any, monkeypatch: pytest.MonkeyPatch, given: str, seed: int | None, expected: str
+) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", given)
-    rt = runtime(2, seed=9)
-    assert rt.function(lambda x: repr(hash("apple")), outputs=None)(X) == [by_interpreter("'apple'", "9")] * 2
+    rt = runtime(1, seed=seed)
+    assert rt.function(lambda x: repr(hash("apple")), outputs=None)(X) == [by_interpreter(expected)["str"]]
 
 
 def test_the_ranks_of_all_nodes(runtime: Any) -> None:
+    """Ranks that reduce by names, in the order of a set of them, meet each other."""
     rt = runtime([1, 2], backend="auto", cluster="here", nodes=2, seed=7)
-    fn, _ = literal("set")
-    got = rt.function(lambda x: f"{fn(x)} {hash('apple')}", outputs=None)(X)
-    assert len(set(got)) == 1
-    assert got[0].endswith(by_interpreter("'apple'", "7"))
+    values = {name: float(len(name)) for name in ("weight", "bias", "a", "scale-of-all", "no")}
+
+    def summed(x: Any) -> str:
+        sums = {name: float(synk.comm.all_reduce(np.array([values[name]]), "sum")[0]) for name in set(values)}
+        return f"{sorted(sums.items())} {hash('apple')}"
+
+    expected = f"{sorted((name, 3 * value) for name, value in values.items())} {by_interpreter('7')['str']}"
+    assert rt.function(summed, outputs=None)(X) == [expected] * 3
     rt.restart()
-    assert rt.function(lambda x: f"{fn(x)} {hash('apple')}", outputs=None)(X) == got
+    assert rt.function(summed, outputs=None)(X) == [expected] * 3
 
 
 def test_a_rank_in_the_program_has_the_programs_hashes() -> None:

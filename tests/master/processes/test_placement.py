@@ -41,36 +41,34 @@ def limits(placed: Placement) -> list[int]:
     return [each.pop() for each in found]
 
 
-@pytest.mark.parametrize(("count", "expected"), ((1, 8), (2, 4), (3, 2), (8, 1), (16, 1)))
-def test_ranks_share_the_cores(count: int, expected: int) -> None:
-    on_cores = on_cpu(*(f"cpu:{rank}" for rank in range(count)))
-    assert limits(on_cores) == limits(placement(count)) == [expected] * count
+def test_ranks_share_the_cores() -> None:
+    for count, expected in ((1, 8), (2, 4), (3, 2), (8, 1), (16, 1)):
+        on_cores = on_cpu(*(f"cpu:{rank}" for rank in range(count)))
+        assert limits(on_cores) == limits(placement(count)) == [expected] * count
 
 
-@pytest.mark.parametrize(
-    ("cpus", "expected"),
-    (
+def test_ranks_share_the_cores_that_they_are_bound_to() -> None:
+    for cpus, expected in (
         (((0, 1, 2, 3), (4, 5, 6, 7)), [4, 4]),  # each near its own cores
         (((0, 1, 2, 3), (0, 1, 2, 3), (4, 5, 6, 7)), [2, 2, 4]),
         (((0, 1, 2), (2, 3)), [1, 1]),
         (((0,), (0,)), [1, 1]),
-    ),
-)
-def test_ranks_share_the_cores_that_they_are_bound_to(cpus: tuple[tuple[int, ...], ...], expected: list[int]) -> None:
-    assert limits(placement(len(cpus), cpus)) == expected
+    ):
+        assert limits(placement(len(cpus), cpus)) == expected
 
 
 def test_a_device_keeps_its_own_variables() -> None:
     assert [placement(2).environment(rank)["DEVICE"] for rank in range(2)] == ["0", "1"]
 
 
-@pytest.mark.parametrize("variable", VARIABLES)
-def test_a_limit_of_the_user_stays(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
-    monkeypatch.setenv(variable, "3")
-    on_device = Placement("cupy", DeviceAssignment(("cuda:0",), ({variable: "3"},)))
-    for placed in (on_cpu("cpu:0"), on_device):
-        environment = placed.environment(0)
-        assert {name: environment[name] for name in VARIABLES if name in environment} == {variable: "3"}
+def test_a_limit_of_the_user_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in VARIABLES:
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, "3")
+            on_device = Placement("cupy", DeviceAssignment(("cuda:0",), ({variable: "3"},)))
+            for placed in (on_cpu("cpu:0"), on_device):
+                environment = placed.environment(0)
+                assert {name: environment[name] for name in VARIABLES if name in environment} == {variable: "3"}
 
 
 def test_workers_are_told_ranks_that_count_those_of_other_machines() -> None:

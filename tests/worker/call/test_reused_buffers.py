@@ -7,20 +7,23 @@ same Python code run serially, with a copy of each result.
 from __future__ import annotations
 
 import copy
+import itertools
 import os
-from collections import deque
+import random
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from support.harness import wait_for
-from support.seeds import examples
+from support.seeds import seeds
 from support.stateful import KINDS, LARGE, METHODS, SMALL, Box, Model, stepper
 
 import synk
+
+BATCHES: list[Any] = [None, None, 3, slice(None, None, -1), [2, 0, 2]]
 
 
 @pytest.fixture(params=["0", "60000000"], ids=["is asked", "meets"])
@@ -54,18 +57,18 @@ def assert_equal(got: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
-@pytest.mark.sampled(90)
-def test_submitted_calls_return_what_each_of_them_computed(reused: Any, patience: str, num_workers: int) -> None:
+def test_submitted_calls_return_what_each_of_them_computed(
+    subtests: Any, reused: Any, patience: str, num_workers: int
+) -> None:
     rt = reused(num_workers)
-    for method in METHODS:
-        for op in ("avg", "sum", "max", "first", "gather"):
-            if op == "gather" and method == "twice":  # a number has no rows
-                continue
+    for method, op in itertools.product(METHODS, ("avg", "sum", "max", "first", "gather")):
+        if op == "gather" and method == "twice":  # a number has no rows
+            continue
+        with subtests.test(method=method, op=op):
             f = rt.function(getattr(Model(LARGE), method), outputs=op)
             pending = [f.submit(np.ones(num_workers)) for _ in range(8)]
-            results = [call.result() for call in pending]
-            for got, right in zip(results, serial(method, 8), strict=True):
-                assert_equal(got, combined(right, op, num_workers))
+            for call, right in zip(pending, serial(method, 8), strict=True):
+                assert_equal(call.result(), combined(right, op, num_workers))
 
 
 def test_a_torch_parameter_that_is_trained_in_place(shared_runtimes: Any, tmp_path: Path) -> None:
@@ -104,42 +107,27 @@ def test_each_rank_has_its_own_step(reused: Any, patience: str) -> None:
         assert [(part[0], part[-1]) for part in each] == [(k, k), (10.0 + k, 10.0 + k)]
 
 
-def test_an_object_that_a_function_changes_and_returns_again(reused: Any) -> None:
-    rt = reused(2)
-    seen: deque[float] = deque()
-
-    def note(x: Any) -> Any:
-        seen.append(float(x[0]))
-        return seen
-
-    f = rt.function(note, outputs=None)
-    pending = [f.submit(np.full(2, float(k))) for k in range(6)]
-    for k, call in enumerate(pending):
-        assert call.result() == [deque(map(float, range(k + 1)))] * 2
-
-
-@pytest.mark.parametrize("where", ["inline", 2])
-@pytest.mark.parametrize("op", [None, "first", "sum", lambda a, b: a + b], ids=["none", "first", "sum", "callable"])
-def test_each_slice_counts_with_what_it_returned(shared_runtimes: Any, where: Any, op: Any) -> None:
-    """Arrays, and objects that are none, which the function changes in the next slice."""
-    rt = shared_runtimes[where]
+def filler(op: Any) -> Callable[[Any], Any]:
+    """Return a function that changes one array in each slice, and returns it or an object that holds it."""
     box = Box(np.zeros(2))
 
     def work(x: Any) -> Any:
         box.value[:] = x[0]
         return box.value if op == "sum" else box
 
-    f = rt.function(work, outputs=op)
+    return work
+
+
+def test_each_slice_counts_with_what_it_returned(subtests: Any, shared_runtimes: Any) -> None:
     x = np.arange(6.0)[::-1]
-    got = f(x, num_slices=6)
-    if op == "sum":
-        np.testing.assert_array_equal(got, np.full(2, x.sum()))
-    elif op == "first":
-        assert got == Box(np.full(2, 5.0))
-    elif op is None:
-        assert [part for rank in got for part in rank] == [Box(np.full(2, value)) for value in x]
-    else:
-        assert got == Box(np.full(2, x.sum()))
+    for where, op in itertools.product(("inline", 2), (None, "first", "sum", lambda a, b: a + b)):
+        with subtests.test(where=where, op=str(op)):
+            got = shared_runtimes[where].function(filler(op), outputs=op)(x, num_slices=6)
+            if op is None:
+                assert [part for rank in got for part in rank] == [Box(np.full(2, value)) for value in x]
+            else:
+                value = np.full(2, 5.0 if op == "first" else x.sum())
+                np.testing.assert_array_equal(got if op == "sum" else got.value, value)
 
 
 def test_a_tensor_stays_one_over_slices(shared_runtimes: Any) -> None:
@@ -149,149 +137,45 @@ def test_a_tensor_stays_one_over_slices(shared_runtimes: Any) -> None:
     assert all(isinstance(part, torch.Tensor) for part in parts) and [float(part) for part in parts] == [0, 1, 2, 3]
 
 
-def test_no_room_for_a_copy_is_an_error_of_the_call_before(reused: Any) -> None:
-    """Its outputs are lost then, and nothing else is."""
-    rt = reused(1)
-
-    def spoil(x: Any) -> None:
-        from synk._worker.call import large_outputs, outputs
-
-        def refuse(backend: Any, holder: Any, position: int) -> Any:
-            raise MemoryError("no room")
-
-        outputs.own = large_outputs.own = refuse
-
-    f = rt.function(Model(LARGE).step, outputs="sum")
-    rt.function(spoil, outputs=None)(np.ones(1))
-    first, second = f.submit(np.ones(1)), f.submit(np.ones(1))
-    with pytest.raises(MemoryError, match="no room"):
-        first.result()
-    assert second.result()[0] == 3.0
-    assert [call.result()[0] for call in [f.submit(np.ones(1))]] == [4.0]
-
-
-@pytest.mark.parametrize("method", ["step", "part", "kept", "fresh"])
-def test_only_what_the_function_still_refers_to_is_copied(reused: Any, method: str) -> None:
-    rt = reused(2)
-
-    def count(x: Any) -> int:
-        """Replace the question whether a copy is needed by one that counts; return the number of copies so far."""
-        from synk._worker.call import large_outputs as ownership
-
-        if not hasattr(ownership, "copies"):
-            ownership.copies = []
-            ask = ownership.is_only_reference
-
-            def asked(holder: Any, position: int) -> bool:
-                answer = ask(holder, position)
-                ownership.copies.append(not answer)
-                return answer
-
-            ownership.is_only_reference = asked
-        return sum(ownership.copies)
-
-    counter = rt.function(count, outputs=None)
-    counter(np.ones(2))
-    for op in ("gather", "sum"):
-        f = rt.function(getattr(Model(LARGE), method), outputs=op)
-        before = counter(np.ones(2))
-        for call in [f.submit(np.ones(2)) for _ in range(3)]:
-            call.result()
-        copies = [after - earlier for after, earlier in zip(counter(np.ones(2)), before)]
-        assert copies == [0, 0] if method == "fresh" else min(copies) > 0
-
-
-# ----- anything between anything
-
-
-OPERATIONS = st.lists(
-    st.tuples(
-        st.sampled_from(["submit", "submit", "call", "collect", "drop", "assign"]),
-        st.integers(0, len(KINDS) - 1),
-        st.sampled_from([None, None, 3, slice(None, None, -1), [2, 0, 2]]),
-        st.sampled_from([1, 1, 2, 3]),
-        st.booleans(),
-    ),
-    min_size=1,
-    max_size=14,
-)
+# ----- any sequence
 
 
 class Reference:
     """The functions in plain Python: what each rank returns for its rows, slice by slice."""
 
-    def __init__(self, num_ranks: int, sizes: list[int]) -> None:
-        self.steps = [[stepper(size, kind) for kind, size in zip(KINDS, sizes)] for _ in range(num_ranks)]
+    def __init__(self, num_ranks: int, size: int) -> None:
+        self.steps = [{kind: stepper(size, kind) for kind in KINDS} for _ in range(num_ranks)]
 
-    def __call__(self, which: int, x: np.ndarray, batch: Any, num_slices: int) -> list[list[Any]]:
+    def __call__(self, kind: str, x: np.ndarray, batch: Any, num_slices: int) -> list[Any]:
         rows = x if batch is None else x[:batch] if isinstance(batch, int) else x[batch]
-        parts = np.array_split(rows, len(self.steps))
-        return [
-            [copy.deepcopy(steps[which](piece)) for piece in np.array_split(part, num_slices) if len(piece)]
-            for steps, part in zip(self.steps, parts)
-        ]
+        found: list[Any] = []
+        for steps, part in zip(self.steps, np.array_split(rows, len(self.steps)), strict=True):
+            pieces = np.array_split(part, min(num_slices, len(part)))
+            values = [copy.deepcopy(steps[kind](piece)) for piece in pieces]
+            found.append(values if num_slices > 1 else values[0])
+        return found
 
 
-def assert_ranks(got: Any, expected: list[list[Any]], num_slices: int) -> None:
-    """Compare a result of op None: by rank what it has returned, by slice if there are any."""
-    for own, slices in zip(got, expected):
-        for k, right in enumerate(slices):
-            assert_part(own[k] if num_slices > 1 else own, right)
-
-
-def assert_part(got: Any, right: Any) -> None:
-    if isinstance(right, dict):
-        for key, value in right.items():
-            assert_part(got[key], value)
-    elif isinstance(right, tuple):
-        for mine, value in zip(got, right, strict=True):
-            assert_part(mine, value)
-    elif isinstance(right, (str, Box)):
-        assert got == right
-    else:
-        np.testing.assert_array_equal(got, right)
-
-
-@examples(15)
-@given(
-    operations=OPERATIONS,
-    sizes=st.lists(st.sampled_from([SMALL, LARGE // 2, LARGE]), min_size=len(KINDS), max_size=len(KINDS)),
-    num_ranks=st.sampled_from([1, 2]),
-    seed=st.integers(0, 99),
-)
-def test_calls_of_all_kinds_between_one_another(
-    shared_runtimes: Any, operations: Any, sizes: list[int], num_ranks: int, seed: int
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("seed", seeds(2, 20))
+def test_any_sequence_of_calls_equals_plain_python(
+    subtests: Any, shared_runtimes: Any, num_ranks: int, seed: int
 ) -> None:
-    rt = shared_runtimes[num_ranks]
-    rng = np.random.default_rng(seed)
-    functions = [rt.function(stepper(size, kind), outputs=None, name=kind) for kind, size in zip(KINDS, sizes)]
-    reference = Reference(num_ranks, sizes)
-    variable, total = rt.shared(np.zeros(2)), 0.0
-
-    def add(x: Any) -> None:
-        variable.value = variable.value + x.mean()
-
-    assign = rt.function(add, outputs=None)
-    waiting: deque[tuple[Any, list[list[Any]], int]] = deque()
-    kept: list[tuple[Any, list[list[Any]], int]] = []
-    for action, which, batch, num_slices, as_data in operations:
-        x = rng.integers(0, 9, 4).astype(float)
-        source = rt.data(x) if as_data else x
-        if action == "submit":
-            call = functions[which].submit(source, batch=batch, num_slices=num_slices)
-            waiting.append((call, reference(which, x, batch, num_slices), num_slices))
-        elif action == "call":
-            got = functions[which](source, batch=batch, num_slices=num_slices)
-            kept.append((got, reference(which, x, batch, num_slices), num_slices))
-        elif action == "collect" and waiting:
-            call, expected, slices = waiting.popleft()
-            kept.append((call.result(), expected, slices))
-        elif action == "drop":
-            del kept[: len(kept) // 2]
-        elif action == "assign":
-            assign(np.full(2, float(which)))
-            total += which
-    kept += [(call.result(), expected, slices) for call, expected, slices in waiting]
-    for got, expected, slices in kept:
-        assert_ranks(got, expected, slices)
-    np.testing.assert_array_equal(variable.value, np.full(2, total))
+    """Of functions that return their buffers, views, inputs and objects in all ways; results are kept to the end."""
+    rt, rng = shared_runtimes[num_ranks], random.Random(f"{num_ranks} {seed}")
+    size = rng.choice([SMALL, LARGE // 2, LARGE])
+    functions = {kind: rt.function(stepper(size, kind), outputs=None, name=kind) for kind in KINDS}
+    reference, results = Reference(num_ranks, size), list[tuple[str, Any, Any]]()
+    for _ in range(40):
+        kind, batch, num_slices = rng.choice(KINDS), rng.choice(BATCHES), rng.choice([1, 1, 2, 3])
+        x = np.array([float(rng.randrange(9)) for _ in range(4)])
+        source = rt.data(x) if rng.random() < 0.5 else x
+        is_submitted = rng.random() < 0.6
+        call = functions[kind].submit if is_submitted else functions[kind]
+        got = call(source, batch=batch, num_slices=num_slices)
+        results.append(
+            (kind, got.result if is_submitted else partial(list, got), reference(kind, x, batch, num_slices))
+        )
+    for number, (kind, result, expected) in enumerate(results):
+        with subtests.test(kind, number=number):
+            np.testing.assert_equal(result(), expected)

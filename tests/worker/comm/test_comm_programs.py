@@ -7,18 +7,17 @@ With one send left out somebody must be: every rank then has an error, and none 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 from support.harness import same_workers
+from support.places import PLACES
+from support.rank_arrays import assert_same
 
 import synk
 from synk.errors import CollectiveMismatch
-
-Count = Callable[[int], int]
 
 # Nothing, a number, less than a line and more, more than the rings of two and of three ranks.
 COUNTS = (0, 1, 4, 5, 1000, 45_000, 140_000)
@@ -35,7 +34,7 @@ class Event:
     count: int = 0
 
 
-def program(seed: int, size: int) -> list[list[Event]]:
+def program(seed: str, size: int) -> list[list[Event]]:
     """Return what each rank does."""
     rng = random.Random(seed)
     timed: list[tuple[float, int, Event]] = []
@@ -78,7 +77,9 @@ def _is_later(sends: list[Event], send: Event, other: Event) -> bool:
 
 
 def values(number: int, count: int) -> np.ndarray:
-    return np.arange(count, dtype=np.float64) + 1000 * number
+    """Return a message: of some dtype, of one axis or two."""
+    array = (np.arange(count) + 7 * number).astype(("f8", "i8", "f4", "u2", "c16")[number % 5])
+    return array.reshape(-1, 2) if number % 3 == 0 and count % 2 == 0 else array
 
 
 def run(events: list[Event], size: int, *, is_whole: bool) -> int:
@@ -92,14 +93,14 @@ def run(events: list[Event], size: int, *, is_whole: bool) -> int:
         elif event.kind == "isend":
             array = values(number, event.count)
             comm.isend(array, event.peer, event.tag)
-            array[:] = -1
+            array[...] = 1
         elif event.kind == "irecv":
-            like = np.empty(event.count) if number % 2 else None
-            requests[key] = comm.irecv(event.peer, event.tag, like=like)
+            place = {} if number % 4 < 2 or not is_whole else {("like", "out")[number % 2]: values(number, event.count)}
+            requests[key] = comm.irecv(event.peer, event.tag, **place)
         elif event.kind == "wait":
             got = requests["irecv", number].wait()
             if is_whole:
-                np.testing.assert_array_equal(got, values(number, event.count))
+                assert_same(got, values(number, event.count))
         elif event.kind == "start":
             requests[key] = comm.iall_reduce(np.full(event.count, comm.rank + number), "sum")
         else:
@@ -108,33 +109,29 @@ def run(events: list[Event], size: int, *, is_whole: bool) -> int:
     return 1
 
 
-@pytest.mark.parametrize("where", [2, 3, "inline"])
-def test_random_programs_give_what_they_must(
-    shared_runtimes: Any, where: Any, storm_count: Callable[[int], int]
-) -> None:
-    rt = shared_runtimes[where]
-    size = rt.world_size
-    f = rt.function(
+@pytest.mark.parametrize("place", PLACES)
+def test_random_programs_give_what_they_must(at: Any, place: Any, storm_count: Any, subtests: Any) -> None:
+    runtime = at(place)
+    size = runtime.world_size
+    f = runtime.function(
         lambda x, programs: run(programs[synk.comm.rank], size, is_whole=True), bcast_inputs="programs", outputs="sum"
     )
-    for seed in range(storm_count(8)):
-        assert f(np.zeros(size), program(seed, size)) == size, seed
+    for number in range(storm_count(8)):
+        with subtests.test(case=number):
+            assert f(np.zeros(size), program(f"{place} {number}", size)) == size
 
 
-@pytest.mark.parametrize("where", [2, 3])
-def test_a_send_that_is_left_out_is_an_error_and_nobody_hangs(
-    shared_runtimes: Any, where: Any, storm_count: Callable[[int], int]
-) -> None:
-    rt = shared_runtimes[where]
-    size = rt.world_size
-    f = rt.function(
+@pytest.mark.parametrize("place", [2, "little memory", "1+2"])
+def test_a_send_that_is_left_out_is_an_error_and_nobody_hangs(at: Any, place: Any, storm_count: Any) -> None:
+    runtime = at(place)
+    size = runtime.world_size
+    f = runtime.function(
         lambda x, programs: run(programs[synk.comm.rank], size, is_whole=False), bcast_inputs="programs", outputs="sum"
     )
-    rng = random.Random(where)
-    for seed in range(storm_count(3)):
-        programs = program(seed, size)
+    for number in range(storm_count(3)):
+        programs = program(f"{place} {number}", size)
         sends = [(rank, event) for rank in range(size) for event in programs[rank] if "send" in event.kind]
-        rank, event = rng.choice(sends)
+        rank, event = random.Random(number).choice(sends)
         programs[rank].remove(event)
-        with same_workers(rt), pytest.raises(CollectiveMismatch, match="cannot"):
+        with same_workers(runtime), pytest.raises(CollectiveMismatch, match="cannot"):
             f(np.zeros(size), programs)

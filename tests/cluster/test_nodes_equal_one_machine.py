@@ -1,0 +1,289 @@
+"""Calls over nodes give what they give on one machine with as many workers, and what NumPy gives on the whole input."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.rank_arrays import assert_same, everywhere
+from support.seeds import examples
+from test_exactness import DTYPES, KERNELS, assert_equal, pick, picked_by, reference, rows_of
+
+import synk
+
+Pair = collections.namedtuple("Pair", "low high")
+X = np.arange(7.0)
+
+
+@pytest.fixture(scope="module")
+def functions(shared_runtimes: Any) -> Callable[[Any, str], Any]:
+    made: dict[tuple[Any, str], Any] = {}
+
+    def function(where: Any, op: str) -> Any:
+        if (where, op) not in made:
+            made[where, op] = shared_runtimes[where].function(KERNELS[op], outputs=op, name=op)
+        return made[where, op]
+
+    return function
+
+
+@examples(60)
+@given(
+    nodes=st.sampled_from(("1+3", "2+2")),
+    op=st.sampled_from(sorted(KERNELS)),
+    rows=st.integers(1, 20),
+    columns=st.integers(1, 3),
+    seed=st.integers(0, 2**20),
+    batch_kind=st.sampled_from(["none", "none", "count", "slice", "step", "backwards", "list", "array", "mask"]),
+    num_slices=st.sampled_from([1, 1, 2, 3]),
+    data=st.data(),
+)
+def test_calls_equal_numpy_and_one_machine(
+    functions: Any, nodes: str, op: str, rows: int, columns: int, seed: int, batch_kind: str, num_slices: int, data: Any
+) -> None:
+    """Every op and dtype, batch, number of slices; also fewer rows than ranks. On one machine: bit for bit."""
+    dtype = data.draw(st.sampled_from(DTYPES[op]))
+    x = rows_of(dtype, op, rows, columns, seed)
+    batch = pick(batch_kind, rows, np.random.default_rng(seed))
+    got = functions(nodes, op)(x, batch=batch, num_slices=num_slices)
+    assert_equal(got, reference(op, picked_by(batch, x)), op)
+    on_one = functions(4, op)(x, batch=batch, num_slices=num_slices)
+    assert np.asarray(got).tobytes() == np.asarray(on_one).tobytes()
+    assert_equal(functions(nodes, op).serial(x, batch=batch), reference(op, picked_by(batch, x)), op)
+
+
+def test_large_reductions_of_nodes(nodes: synk.Runtime, subtests: Any) -> None:
+    """From 256 KB on the workers of a node reduce, each its chunk; the head merges the partial results of the nodes."""
+    rng = np.random.default_rng(3)
+    for op, dtype in itertools.product(["avg", "sum", "prod", "min", "max"], ["float16", "float32", "int32"]):
+        if (op, dtype) == ("avg", "int32"):
+            continue
+        x = rng.integers(-2, 3, (7, 140_000)).astype(dtype)
+        f = nodes.function(lambda x, op=op: (KERNELS[op](x), x[:, :2]), bcast_inputs="op", outputs=(op, "gather"))
+        for turn in range(3):  # the ranks put their parts in place without being asked from the second call on
+            with subtests.test(case=f"{op} of {dtype}, call {turn}"):
+                large, small = f(x)
+                assert_equal(large, reference(op, x), op)
+                np.testing.assert_array_equal(small, x[:, :2])
+
+
+# ----- programs that are run on one machine and over nodes
+
+
+class Median(synk.Op):
+    concatenates = True
+
+    def finish(self, value: Any) -> Any:
+        return np.median(value, axis=0)
+
+
+class Weighted(synk.Op):
+    def combine(self, values: list[Any], rows: list[int]) -> Any:
+        return sum(value * count for value, count in zip(values, rows))
+
+
+@dataclass
+class Batch:
+    x: Any
+    label: str
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+class Model:
+    scale = 1.0
+
+
+def structures_of_outputs(rt: Any) -> Any:
+    f = rt.function(
+        lambda x, k: (x * k, {"mean": x.mean(), "n": len(x)}, [x.max(), None], Pair(x.min(), str(len(x)))),
+        bcast_inputs="k",
+        outputs=("gather", {"mean": "avg", "n": None}, "max", ("min", "first")),
+    )
+    found = f(X, 2.0)
+    assert type(found[3]) is Pair
+    return found, f(X[:2], 1.0)[1], f(X, 2.0, output_subset=[0])
+
+
+def ops_of_the_user(rt: Any) -> Any:
+    f = rt.function(
+        lambda x: (float(x.max()), x, float(x.mean())), outputs=(lambda a, b: max(a, b), Median(), Weighted())
+    )
+    return [f(np.arange(10.0), num_slices=num_slices) for num_slices in (1, 2)]
+
+
+def uneven_large_outputs(rt: Any) -> Any:
+    grown = rt.function(lambda x: np.repeat(x, 30_000 if x[0] else 10)[:, None], outputs="gather")
+    return grown(np.array([1.0, 2.0, 0.0, 0.0, 3.0, 4.0, 0.0]))
+
+
+def lists_tables_and_sparse_matrices(rt: Any) -> Any:
+    pandas, sparse = pytest.importorskip("pandas"), pytest.importorskip("scipy.sparse")
+    table = pandas.DataFrame({"a": X, "b": np.arange(7)}, index=list("abcdefg"))
+    matrix = sparse.random(9, 5, 0.4, format="csr", random_state=1)
+    return [
+        rt.function(lambda x: [f"{value:g}" for value in x], outputs="gather")(X),
+        rt.function(lambda frame: frame * 2, outputs="gather")(table).reset_index().to_dict("list"),
+        rt.function(lambda m: np.asarray(m.sum(axis=0)).ravel(), outputs="sum")(matrix),
+    ]
+
+
+def nested_arguments(rt: Any) -> Any:
+    f = rt.function(
+        lambda fields, weights, *, k: (fields.x @ weights["w"] + weights["list"][1] * k, fields.label),
+        bcast_inputs=("weights", "k"),
+        outputs=("gather", "first"),
+    )
+    return f(Batch(np.arange(10.0).reshape(5, 2), "train"), {"w": np.array([1.0, 2.0]), "list": [None, 3.0]}, k=2)
+
+
+def tensors(rt: Any) -> Any:
+    torch = pytest.importorskip("torch")
+    f = rt.function(lambda x, w: x * w, bcast_inputs="w", outputs="gather", framework="torch")
+    got = f(torch.arange(12.0, dtype=torch.bfloat16).reshape(6, 2), torch.tensor(3.0))
+    assert got.dtype == torch.bfloat16
+    return got.float().numpy()
+
+
+def no_rows(rt: Any) -> Any:
+    ranks = rt.function(lambda: (synk.comm.rank, synk.comm.world_size), outputs=None, per_rank=True)
+    empty = rt.function(lambda x: x.sum(axis=0), outputs="sum")(np.empty((0, 3)))
+    return empty, ranks(), raised(lambda: rt.function(lambda x: x.mean(), outputs="avg")(np.empty(0)))
+
+
+def repetitions_submissions_and_streams(rt: Any) -> Any:
+    counts: list[int] = []
+    f = rt.function(lambda x: (counts.append(1), x.sum(), len(counts))[1:], outputs=("sum", "max"))
+    total, talk = rt.function(np.sum, outputs="sum"), rt.function(lambda x: synk.comm.all_reduce(x.sum(), "sum"))
+    x, calls = np.ones(4), []
+    for k in range(5):
+        x[:] = k  # a submitted call has the values of the moment
+        calls += [total.submit(x), talk.submit(x)]
+    blocks = rt.function(lambda x: x.sum(axis=0), outputs="sum", reproducible=True, block_rows=64)
+    rows = np.random.default_rng(1).normal(size=(1000, 2))
+    return [
+        f.repeat(3, np.arange(5.0)),
+        [float(call.result()) for call in calls],
+        list(total.stream(np.full(4, k) for k in range(4))),
+        list(total.rows(np.arange(10.0), batch_size=4)),
+        blocks(rows).tobytes(),
+    ]
+
+
+def rows_of_data(rt: Any) -> Any:
+    """They are those that it has at that moment."""
+    x, twice = rt.data(np.arange(30.0).reshape(10, 3)), rt.function(lambda x: x * 2, outputs="gather")
+    found = []
+    for turn, batch in enumerate([None, 4, slice(8, 2, -2), [7, 1, 3], [9, 9, 0, 4, 2], np.arange(10) % 3 == 0, []]):
+        found.append(twice(x, batch=batch))
+        x[2] = -turn
+    chosen = rt.data(np.arange(6.0).reshape(3, 2), minibatch=True)
+    add = rt.function(lambda x, y: x + 100 * y, outputs="gather")
+    y = rt.data(np.arange(20.0).reshape(10, 2))
+    found += [add(y, chosen, batch=batch) for batch in ([7, 1, 3], slice(9, 3, -2), 3)]
+    f = rt.function(lambda x, w: x @ w, outputs="gather", bcast_inputs="w")
+    call = f.submit(y, rt.data(np.ones(2)))
+    y.set_value(np.zeros((3, 2)))
+    return found, call.result(), f(*f.build_inputs(y, np.ones(2)))
+
+
+def captured_objects(rt: Any) -> Any:
+    """A call computes with what they hold in the program then; what only a rank has changed stays its own."""
+    small, numbers, model, seen, table = np.zeros(3), [1.0], Model(), [], np.zeros(100_000)
+    box = {"offset": 0.0}
+
+    def compute(x: np.ndarray) -> Any:
+        seen.append(1)
+        return x * model.scale + small[0] + sum(numbers) + box["offset"] + table.sum(), len(seen)
+
+    f, found = rt.function(compute, outputs=("gather", "min")), []
+    for _ in range(3):
+        found.append(f(X))
+        small[0] += 1
+        numbers.append(2.0)
+        model.scale *= 2
+        box["offset"] = -5.0
+        table[:] += 1
+    compute.__code__ = (lambda x: (x * small[0] + model.scale + numbers[0] + len(box) + table[0], len(seen))).__code__
+    return found, f(X), f.serial(X)[0]
+
+
+def settings_of_libraries(rt: Any) -> Any:
+    f = rt.function(lambda x: 1 / x, outputs="gather")
+    with np.errstate(divide="raise"):
+        error = raised(lambda: f(X))
+    with np.errstate(divide="ignore"):
+        return error[0], f(X)
+
+
+def shared_variables(rt: Any) -> Any:
+    """Assigned by ranks, set for one rank, by submitted calls, on trial, with ranks that have no rows."""
+    w, s = rt.shared(np.zeros(3)), rt.shared(np.arange(9.0), sharded=True)
+    nested = rt.shared(Point(np.zeros((0, 2)), {"a": [np.ones(2)]}))
+
+    def add(x: np.ndarray) -> Any:
+        w.value = w.value + x.sum() + synk.comm.rank
+        nested.value = nested.value._replace(y={"a": [nested.value.y["a"][0] + synk.comm.rank]})
+        return w.value.sum()
+
+    f, found = rt.function(add, outputs=None), []
+    double = rt.function(lambda: setattr(s, "value", s.value * 2), outputs=None, per_rank=True)
+    for rows in (4, 1, 2, 3, 7):
+        found.append((f(np.ones(rows)), everywhere(rt, w), [tuple(each) for each in everywhere(rt, nested)]))
+        rt.set_value(w, np.full(3, 10.0 * rows), rank=3)
+        found.append([everywhere(rt, w), [call.result() for call in [f.submit(np.ones(4)) for _ in range(3)]]])
+        f.verify(np.ones(4))
+        double()
+        found.append([everywhere(rt, w), s.value, rt.function(lambda x: x.sum(), outputs="sum")(s, batch=[8, 1, 4])])
+    w.value = np.full(3, 5.0)
+    return found, list(rt.map(lambda n: float(w.value[0]), range(12), batch_size=1))
+
+
+def disagreement(rt: Any) -> Any:
+    f = rt.function(lambda x: np.zeros(1 + int(x[0] == 6)), outputs="sum")
+    g = rt.function(lambda x: (1.0, 2.0) if x[0] < 4 else {"a": 1.0}, outputs="max")
+    h = rt.function(lambda x: np.zeros(100_000 + int(x[0] == 6)), outputs="sum")
+    errors = [raised(lambda call=call: call(np.arange(8.0))) for call in (f, g, h)]
+    assert "rank 2: float64 (1,); rank 3: float64 (2,)" in errors[0][1]
+    return errors[:1], [name for name, _ in errors], h(np.arange(4.0)).sum()
+
+
+def raised(act: Callable[[], Any]) -> tuple[str, str]:
+    """Return the name of the exception that it raises, and what that says."""
+    with pytest.raises(Exception) as caught:
+        act()
+    return type(caught.value).__name__, str(caught.value)
+
+
+PROGRAMS: list[Callable[[Any], Any]] = [
+    *(structures_of_outputs, ops_of_the_user, uneven_large_outputs, lists_tables_and_sparse_matrices, nested_arguments),
+    *(tensors, no_rows, repetitions_submissions_and_streams, rows_of_data, captured_objects, settings_of_libraries),
+    *(shared_variables, disagreement),
+]
+
+
+@pytest.mark.parametrize("division", ["1+3", "2+2"])
+def test_programs_give_what_they_give_on_one_machine(shared_runtimes: Any, division: str, subtests: Any) -> None:
+    for program in PROGRAMS:
+        with subtests.test(case=program.__name__):
+            expected, found = program(shared_runtimes[4]), program(shared_runtimes[division])
+            if pickle.dumps(found) != pickle.dumps(expected):
+                assert_same(found, expected)
+
+
+def test_random_numbers_are_those_of_one_machine() -> None:
+    streams = [np.random.default_rng(each) for each in np.random.SeedSequence(7).spawn(4)]
+    with synk.Runtime((1, 3), cluster="here", nodes=2, seed=7) as rt:
+        draw = rt.function(lambda: synk.comm.rng.random(3), outputs="gather", per_rank=True)
+        np.testing.assert_array_equal(draw(), np.concatenate([each.random(3) for each in streams]))

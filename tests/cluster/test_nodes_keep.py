@@ -1,0 +1,283 @@
+"""What nodes keep and what travels to them: variables, resident objects, functions, ``on_restart``, prints and logs.
+
+What they are, and what calls do to them, is tested with those of one machine.
+"""
+
+from __future__ import annotations
+
+import ast
+import gc
+import itertools
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from support.harness import kill_and_wait, pids
+from support.nodes import agents
+from support.rank_arrays import assert_same, everywhere
+
+import synk
+from synk.errors import RemoteError, StartupError, WorkerDied
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+X = np.ones(4)
+
+# ----- shared variables
+
+
+def test_values_and_rows_travel_when_they_have_changed(nodes: synk.Runtime) -> None:
+    w, rows = nodes.shared(np.ones(1 << 17)), np.arange(float(1 << 18)).reshape(-1, 4)
+    x, picked = nodes.shared(rows, sharded=True), np.random.default_rng(1).permutation(len(rows))[:100]
+    f = nodes.function(lambda x: x.sum() + w.value[0], outputs=None)
+    total = nodes.function(lambda x: x.sum(axis=0), outputs="sum")
+
+    def sent(call: Callable[[], Any]) -> int:
+        before = nodes.counters["bytes_down"]
+        call()
+        return int(nodes.counters["bytes_down"] - before)
+
+    for value in (1.0, 2.0):
+        w.value = np.full(1 << 17, value)
+        assert f(np.zeros(4)) == [value] * 4
+        assert sent(lambda: f(np.zeros(4))) < 1 << 16
+        w.value = np.full(1 << 17, value)
+        assert sent(lambda: f(np.zeros(4))) > 1 << 20
+    for batch in (None, picked, slice(10, 1000, 7)):
+        total(x, batch=batch)
+        assert sent(lambda batch=batch: total(x, batch=batch)) < 1 << 14  # type: ignore[misc]
+
+
+def test_no_value_is_lost_with_a_worker_or_a_node_and_none_is_half_assigned(nodes: synk.Runtime, subtests: Any) -> None:
+    """Neither one that ranks have assigned, nor a shard; a call that a node dies in changes nothing on the other."""
+    w, s = nodes.shared(np.zeros(3)), nodes.shared(np.arange(9.0), sharded=True)
+
+    def add(x: np.ndarray, victim: int) -> float:
+        w.value = w.value + x.sum() + synk.comm.rank
+        if synk.comm.rank == victim:
+            os.kill(os.getppid(), 9)
+        return 0.0
+
+    f = nodes.function(add, outputs="sum", bcast_inputs="victim")
+    double = nodes.function(lambda: setattr(s, "value", s.value * 2), outputs=None, per_rank=True)
+    f(np.arange(4.0), -1)
+    for number, victim in enumerate(("node 0", "node 1", "worker 3")):
+        with subtests.test(case=victim):
+            values = everywhere(nodes, w)
+            if victim != "worker 3":
+                with pytest.raises(WorkerDied):
+                    f(np.ones(4), 3 * number)
+                assert_same(everywhere(nodes, w), values)
+            kill_and_wait(pids(nodes)[3] if victim == "worker 3" else agents(nodes)[number])
+            double()
+            assert_same(s.value, 2.0 ** (number + 1) * np.arange(9.0))
+            assert_same(everywhere(nodes, w), values)
+            f(np.arange(4.0), -1)
+            assert_same(everywhere(nodes, w), [value + 2.0 * rank for rank, value in enumerate(values)])
+
+
+def test_a_node_that_is_not_in_the_next_call_learns_that_the_one_before_it_was_committed(nodes: synk.Runtime) -> None:
+    v, w = nodes.shared(np.zeros(1)), nodes.shared(np.zeros(1))
+
+    def counter(variable: Any) -> Any:
+        return nodes.function(lambda x: setattr(variable, "value", variable.value + 1), outputs=None)
+
+    count, other = counter(v), counter(w)
+    for _ in range(3):
+        count(np.ones(4))
+        other(np.ones(1))  # on rank 0 alone
+    assert_same(everywhere(nodes, v), [np.full(1, 3.0)] * 4)
+    assert_same(everywhere(nodes, w), [np.full(1, 3.0)] * 4)
+
+
+# ----- resident objects
+
+
+def make_step(rt: synk.Runtime, log: synk.Resident) -> Any:
+    """Return a function by which every rank with rows adds the same amount to its list."""
+
+    def step(x: np.ndarray, amount: float) -> float:
+        log.value.append(amount)
+        return float(x.sum())
+
+    return rt.function(step, outputs="sum", bcast_inputs="amount", changes=[log], name="step")
+
+
+def logs(rt: synk.Runtime, log: synk.Resident) -> list[list[float]]:
+    return [log.get(rank) for rank in range(rt.world_size)]
+
+
+def test_where_no_rank_has_the_state_it_is_lost_and_said_so(reused: Any) -> None:
+    rt = reused("1+3")
+    log, unchanged = rt.resident([], name="log"), rt.resident([1, 2], name="unchanged")
+    step = make_step(rt, log)
+    read = rt.function(lambda x: len(log.value), outputs="first")
+    step(X, 1.0)
+    step(np.ones(1), 2.0)  # rank 0 alone, which is a node of its own
+    kill_and_wait(agents(rt)[0])
+    for call in (lambda: step(X, 1.0), lambda: read(X), log.get):
+        with pytest.raises(WorkerDied, match="the state of resident object 'log' is lost"):
+            call()
+    assert unchanged.get(3) == [1, 2]
+    log.set([])
+    step(X, 3.0)
+    assert logs(rt, log) == [[3.0]] * 4
+
+
+@pytest.mark.parametrize("operation", ["call", "new function", "get", "join"])
+def test_a_worker_dies_when_the_head_has_just_asked(
+    reused: Any, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its replacement lacks the object. So its node refuses what needs it, or is asked again when nodes are joined."""
+    rt = reused("1+3")
+    log = rt.resident([], name="log")
+    step = make_step(rt, log)
+    step(X, 1.0)
+    victims, ranks = [pids(rt)[3]], rt._session.ranks
+    usual = ranks.prepare
+
+    def prepare(deadline: float | None) -> bool:
+        found: bool = usual(deadline)
+        while victims:
+            kill_and_wait(victims.pop())
+        return found
+
+    monkeypatch.setattr(ranks, "prepare", prepare)
+    expected = [1.0]
+    if operation == "join":
+        rt._session.group.break_up(rt._session.workers)
+    else:
+        with pytest.raises(WorkerDied, match="a worker of node 1 ended while idle and was replaced") as caught:
+            if operation == "get":
+                log.get(3)
+            else:
+                (step if operation == "call" else make_step(rt, log))(X, 2.0)
+        expected += [2.0] * bool(getattr(caught.value, "step_counted", False))  # on the other node
+    step(X, 3.0)
+    assert logs(rt, log) == [[*expected, 3.0]] * 4
+
+
+class OfTheProgram(list[float]):
+    def __reduce__(self) -> Any:
+        return _load_in, (os.getpid(),)
+
+
+def _load_in(pid: int) -> list[float]:
+    if os.getpid() != pid:
+        raise LookupError("not here")
+    return []
+
+
+def test_an_object_that_cannot_be_loaded_and_one_that_is_made_late(reused: Any) -> None:
+    """The error names the device and its node. What the head knew of the nodes before is out of date."""
+    rt = reused("1+3")
+    with pytest.raises(Exception, match="not here") as caught:
+        rt.resident(OfTheProgram())
+    cause = caught.value.__cause__
+    assert isinstance(cause, RemoteError)
+    assert (cause.rank, cause.device) == (0, "node0:cpu:0")
+    count = rt.function(len, outputs=None)
+    log = rt.resident([])
+    make_step(rt, log)(X, 1.0)
+    del log
+    gc.collect()
+    count(X)
+    kill_and_wait(pids(rt)[3])
+    count(X)
+    assert logs(rt, rt.resident([])) == [[]] * 4
+
+
+# ----- on_restart
+
+ran: list[Any] = []
+"""On a worker: what on_restart has noted there."""
+label = ["first"]
+
+
+def prepare() -> None:
+    if label[0] == "none":
+        raise FileNotFoundError("no checkpoint")
+    ran.append((synk.comm.rank, os.getpid(), label[0]))
+
+
+def by_call(rt: synk.Runtime) -> None:
+    assert rt.function(lambda x: x.sum(), outputs="sum")(np.arange(6.0)) == 15.0
+
+
+def by_map(rt: synk.Runtime) -> None:
+    assert len(list(rt.map(lambda n: len(ran), range(9), batch_size=1))) == 9
+
+
+def by_resident(rt: synk.Runtime) -> None:
+    rt.resident([1])
+
+
+def test_each_replacement_runs_on_restart_first_as_it_is_in_the_program_then(runtime: Any, subtests: Any) -> None:
+    rt = runtime((1, 2), cluster="here", nodes=2, on_restart=prepare, max_restarts=10**9, backend="auto")
+    own = rt.function(lambda: repr([each for each in ran if each[1] == os.getpid()]), outputs=None, per_rank=True)
+
+    def notes() -> list[list[Any]]:
+        """Return what each rank has noted of its own process."""
+        return [ast.literal_eval(text) for text in own()]
+
+    assert notes() == [[]] * 3  # workers of the start do not run it
+    for number, (go_on, is_node) in enumerate(itertools.product((by_call, by_map, by_resident), (False, True))):
+        with subtests.test(case=f"a {'node' if is_node else 'worker'}, {go_on.__name__}"):
+            before, living = pids(rt), notes()[1]
+            label[0] = f"label {number}"
+            kill_and_wait(agents(rt)[1] if is_node else before[2])
+            go_on(rt)
+            after = pids(rt)
+            assert [mine == his for mine, his in zip(after, before)] == [True, not is_node, False]
+            assert notes()[1:] == [[(1, after[1], label[0])] if is_node else living, [(2, after[2], label[0])]]
+    label[0] = "none"
+    kill_and_wait(pids(rt)[2])
+    with pytest.raises(StartupError, match=r"rank 2 of 3: on_restart ended with FileNotFoundError: no checkpoint"):
+        by_call(rt)
+    label[0] = "last"
+    rt.restart()  # all workers replace others then
+    assert [[each[2] for each in found] for found in notes()] == [["last"]] * 3
+
+
+# ----- functions, prints, logs, counts
+
+
+def test_functions_that_are_dropped_leave_the_ranks() -> None:
+    def count() -> int:
+        from synk._wire.cell import cell
+
+        return len(cell.worker.held.functions)
+
+    with synk.Runtime((1, 2), cluster="here", nodes=2) as rt:
+        num_held = rt.function(count, outputs=None, per_rank=True)
+        before = num_held()
+        functions = [rt.function(lambda x, k=k: x + k, outputs="gather", bcast_inputs="k") for k in range(5)]
+        for k, f in enumerate(functions):
+            np.testing.assert_array_equal(f(X), X + k)
+        assert num_held() == [count + 5 for count in before]
+        del functions, f
+        gc.collect()
+        num_held()  # the message that tells the ranks
+        assert num_held() == before
+        by_call(rt)
+        assert rt.profile.records["count"].num_calls == 4
+        assert sorted(rt.profile.records["count"].ranks) == [0, 1, 2]
+
+
+def test_what_ranks_print_and_log(nodes: synk.Runtime, capfd: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def talk(x: np.ndarray) -> None:
+        print("rank", synk.comm.rank)
+        print("trouble", file=sys.stderr)
+        logging.getLogger("mine").warning("row %d", x[0])
+
+    with caplog.at_level(logging.INFO):
+        nodes.function(talk, outputs=None)(np.arange(4))
+    printed = capfd.readouterr()
+    assert sorted(printed.out.splitlines()) == [f"[rank {rank}] rank {rank}" for rank in range(4)]
+    assert sorted(printed.err.splitlines()) == [f"[rank {rank}] trouble" for rank in range(4)]
+    mine = sorted(caplog.records, key=lambda record: record.rank)  # type: ignore[attr-defined]
+    assert [record.getMessage() for record in mine] == [f"[rank {rank}] row {rank}" for rank in range(4)]
+    assert [record.processName for record in mine] == [f"rank {rank}" for rank in range(4)]

@@ -1,0 +1,379 @@
+"""The harness itself: it finds whatever a process of ours leaves behind, and counts nothing of another program's."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import harness
+from support.harness import (
+    PACKAGE_FOLDER,
+    SHM_FOLDER,
+    TESTS_FOLDER,
+    Census,
+    Scenario,
+    assert_right,
+    census,
+    children,
+    kill_and_wait,
+    kill_in,
+    pids,
+    script,
+    settled_census,
+)
+
+import synk
+
+Fork = Callable[..., Any]
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    """Return where a test may make a file in /dev/shm; it is removed at the end."""
+    if not os.access(SHM_FOLDER, os.W_OK):
+        pytest.skip(f"{SHM_FOLDER} cannot be written to")
+    made = Path(SHM_FOLDER, f"test-{uuid.uuid4().hex}")
+    yield made
+    made.unlink(missing_ok=True)
+
+
+def left_files(before: Census) -> list[str]:
+    """Return the leftovers that are files in /dev/shm."""
+    return [line for line in census().leftovers(before) if line.startswith(f"{SHM_FOLDER}/")]
+
+
+class AnotherProgram:
+    """A program that nobody of this process's tree is a parent of: it makes a file, and lives until it is told to end.
+
+    Use as a context manager.
+    """
+
+    CODE = """
+        import os, sys
+        if os.fork():
+            os._exit(0)
+        os.setsid()
+        fd = os.open(sys.argv[1], os.O_CREAT | os.O_RDWR, 0o600)
+        print(os.getpid(), flush=True)
+        sys.stdin.read()
+    """
+
+    def __init__(self, path: Path) -> None:
+        command = [sys.executable, "-c", textwrap.dedent(self.CODE), str(path)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._process.wait()  # its child goes on
+        assert self._process.stdout is not None
+        self.pid = int(self._process.stdout.readline())
+
+    def __enter__(self) -> AnotherProgram:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        assert self._process.stdout.read() == b""  # the end of the file is the end of the program
+        self._process.stdout.close()
+
+
+# ----- what is ours is found
+
+
+def test_the_census_sees_what_it_should() -> None:
+    """Each kind of leftover is found, and gone when it is gone."""
+    before = census()
+    child = subprocess.Popen(["sleep", "60"])
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait, name="a left thread")
+    thread.start()
+    fd = os.memfd_create("synk-test")
+    try:
+        left = "\n".join(census().leftovers(before))
+        assert f"process {child.pid} (sleep)" in left
+        assert "thread a left thread" in left
+        assert "memfd:synk-test" in left
+    finally:
+        os.close(fd)
+        stop.set()
+        thread.join()
+        child.kill()
+        child.wait()
+    assert settled_census(before).leftovers(before) == []
+
+
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_a_named_file_of_this_process_is_found_until_it_is_removed(path: Path, is_mapped: bool) -> None:
+    before = census()
+    fd = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    if is_mapped:
+        os.ftruncate(fd, mmap.PAGESIZE)
+        mapping = mmap.mmap(fd, mmap.PAGESIZE)
+        os.close(fd)
+        assert left_files(before) == [str(path)]
+        mapping.close()
+    else:
+        assert left_files(before) == [str(path)]
+        os.close(fd)
+    assert left_files(before) == [str(path)], "it was ours when it was held"
+    path.unlink()
+    assert left_files(before) == []
+    path.touch()
+    assert left_files(before) == [], "another file of that name"
+
+
+def test_a_named_file_of_a_killed_worker_is_found(runtime: Fork, path: Path) -> None:
+    before = census()
+    rt = runtime(2)
+
+    def hold(row: Any) -> None:
+        if row[0] == 0:
+            synk.held_by_a_test = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)  # type: ignore[attr-defined]
+
+    rt.function(hold, outputs=None)([0, 1])
+    kill_and_wait(pids(rt)[0])
+    with pytest.warns(RuntimeWarning):
+        assert_right(rt)
+    rt.close()
+    assert settled_census(before).leftovers(before) == [str(path)]
+
+
+@pytest.mark.usefixtures("path")  # skipped where there is no such folder
+def test_segments_with_a_name_would_be_found(runtime: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If synk's own segments had names, and nobody removed them, a test that does no more than call would fail."""
+    names: list[str] = []
+
+    def memfd_create(*_: Any) -> int:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    def named_file(**options: Any) -> Any:
+        fd, name = tempfile.mkstemp(**options)
+        names.append(name)
+        return open(fd, "w+b")
+
+    before = census()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "memfd_create", memfd_create)
+        patch.setattr(tempfile, "TemporaryFile", named_file)
+        rt = runtime(2)
+        assert_right(rt)
+        rt.close()
+    try:
+        left = settled_census(before).leftovers(before)
+        assert left and set(left) <= set(names)
+    finally:
+        for name in names:
+            os.unlink(name)
+    assert not settled_census(before).leftovers(before)
+
+
+@pytest.mark.parametrize("end", ["sys.exit(0)", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_a_named_file_of_a_scenario_is_found(path: Path, end: str) -> None:
+    with Scenario(f"""
+        fd = os.open({str(path)!r}, os.O_CREAT | os.O_RDWR, 0o600)
+        print("made", flush=True)
+        sys.stdin.read()
+        {end}
+    """, stdin=subprocess.PIPE) as scenario:  # fmt: skip
+        scenario.wait_for_line("made")
+        scenario.process.stdin.close()  # type: ignore[union-attr]
+        assert scenario.finish().leftovers == (str(path),)
+
+
+# ----- what is another program's is not
+
+
+def test_a_file_of_another_program_is_not_counted(path: Path) -> None:
+    before = census()
+    with AnotherProgram(path):
+        assert path.exists()
+        assert left_files(before) == []
+    assert path.exists()
+    assert left_files(before) == []
+
+
+def test_a_file_of_another_program_is_not_counted_for_a_scenario(path: Path) -> None:
+    with Scenario("print('ready', flush=True); sys.stdin.read()", stdin=subprocess.PIPE) as scenario:
+        scenario.wait_for_line("ready")
+        with AnotherProgram(path):
+            scenario.process.stdin.close()  # type: ignore[union-attr]
+            scenario.finish().check("ready\n")
+    assert path.exists()
+
+
+def test_a_file_that_another_program_holds_too_is_not_a_leftover(path: Path) -> None:
+    before = census()
+    with AnotherProgram(path):
+        fd = os.open(path, os.O_RDWR)
+        os.close(os.dup(fd))
+        held = census()
+        os.close(fd)
+        assert str(path) in held.shm
+        assert left_files(before) == []
+
+
+def test_a_timer_kills_the_child_that_it_was_made_for() -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    timer = kill_in(0.0, child.pid)
+    timer.start()
+    assert child.wait() == -signal.SIGKILL
+    timer.join()
+    gone = subprocess.Popen(["true"])
+    timer = kill_in(0.0, gone.pid)
+    assert gone.wait() == 0
+    timer.run()
+    kill_in(0.0, gone.pid).run()
+
+
+# ----- a folder of shared memory that nobody else has
+
+ALONE = """
+    mount -t tmpfs tmpfs /dev/shm || exit
+    "$@"
+    echo "status $?"
+    ls -A /dev/shm
+"""
+KILLS = """
+    import os, warnings
+    import numpy as np, synk
+    from support.harness import assert_right, kill_and_wait, pids
+    warnings.simplefilter("ignore")  # the deaths
+    rt = synk.fork(2, backend="numpy")
+    data = rt.data(np.arange(1000.0))
+    large = rt.function(lambda x: np.full(1 << 17, x.sum()), outputs="sum")
+    large(data)
+    kill_and_wait(pids(rt)[0])
+    assert_right(rt)
+    kill_and_wait(*pids(rt))
+    large(data)
+"""
+ENDS = {
+    "is killed": ("os.kill(os.getpid(), 9)", ["status 137"]),
+    "leaks": (
+        "rt.close(); print(os.listdir('/dev/shm')); open('/dev/shm/left', 'w').close()",
+        ["[]", "status 0", "left"],
+    ),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_where_nobody_else_can_make_a_name_there_is_none(end: str) -> None:
+    """In a mount of its own every name is the program's, however short its life was and whoever has died since."""
+    own_mount = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--mount", "--user", "--map-root-user"]
+    last, expected = ENDS[end]
+    program = [sys.executable, "-c", textwrap.dedent(KILLS) + last]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE_FOLDER), str(TESTS_FOLDER)])}
+    if shutil.which("unshare") is None or subprocess.run([*own_mount, "true"], capture_output=True).returncode:
+        pytest.skip("this system grants no mount of one's own")
+    run = subprocess.run(
+        [*own_mount, "sh", "-c", ALONE, "sh", *program], env=environment, capture_output=True, text=True
+    )
+    assert run.stdout.splitlines() == expected, run.stderr
+
+
+# ----- workers that a nursery has forked
+
+
+def surroundings() -> dict[str, object]:
+    """Return what a worker finds around it, without what differs between any two of them or of their runtimes."""
+    numbers = dict.fromkeys(os.listdir("/proc/self/fd"))
+    for number in numbers:
+        with contextlib.suppress(OSError):  # that of the listing itself
+            numbers[number] = re.sub(r"\d+", "", os.readlink(f"/proc/self/fd/{number}"))
+    with open("/proc/self/status", encoding="ascii") as file:
+        status = dict(line.rstrip("\n").split(":\t") for line in file)
+    return {
+        "descriptors": sorted(filter(None, numbers.values())),
+        "parent": os.getppid(),
+        "leads": (os.getsid(0) == os.getpid(), os.getpgrp() == os.getpid()),
+        "folder": os.getcwd(),
+        "path": sys.path,
+        "argv": sys.argv,
+        "environment": {name: text for name, text in os.environ.items() if name != "PYTHONHASHSEED"},
+        "masks": {name: status[name] for name in ("SigBlk", "SigIgn", "Umask", "Seccomp")},
+        "caught": int(status["SigCgt"], 16) & 0x7FFFFFFF,  # 32 and 33 are the C library's own, from its first thread on
+        "limits": [resource.getrlimit(number) for number in range(16)],
+        "oom": Path("/proc/self/oom_score_adj").read_text(),
+        "cores": os.sched_getaffinity(0),
+        "threads": os.listdir("/proc/self/task") == [str(os.getpid())],
+        "streams": [
+            (each.encoding, each.errors, each.line_buffering, each.isatty()) for each in (sys.stdout, sys.stderr)
+        ],
+        "hooks": (
+            sys.breakpointhook.__qualname__,
+            sys.excepthook.__qualname__,
+            signal.getsignal(signal.SIGINT).__name__,
+        ),
+        "flags": repr(sys.flags),
+        "master's half": sorted(name for name in sys.modules if name.startswith(("synk._master", "synk._api"))),
+    }
+
+
+@pytest.mark.parametrize("has_torch", [False, True])
+def test_a_forked_worker_is_like_one_that_was_started(nurseries: Any, runtime: Fork, has_torch: bool) -> None:
+    found = []
+    for choice in (None, has_torch):
+        nurseries.choose(choice)
+        rt = runtime(2)
+        drawn = rt.function(lambda: (random.random(), np.random.rand()), per_rank=True, outputs=None)()
+        assert len({number for each in drawn for number in each}) == 4
+        found.append(rt.function(surroundings, per_rank=True, outputs=None)())
+        with pytest.raises(synk.errors.WorkerDied, match="exit 3"):
+            rt.function(lambda: os._exit(3), per_rank=True, outputs=None)()
+        rt.close()
+    assert found[1] == found[0]
+
+
+def test_a_forked_worker_of_a_node_is_like_one_that_was_started(nurseries: Any) -> None:
+    """It has imported more: its nursery is a copy of the agent."""
+    found = []
+    for choice in (None, False):
+        nurseries.choose(choice)
+        before = set(children(os.getpid()))
+        with synk.Runtime(1, cluster="here", nodes=2) as rt:
+            ranks = rt.function(surroundings, per_rank=True, outputs=None)()
+            agents = set(children(os.getpid())) - harness.lasting_processes - before
+            assert {rank.pop("parent") for rank in ranks} == agents
+            for rank in ranks:
+                rank.pop("master's half")
+            found.append(ranks)
+    assert found[1] == found[0]
+
+
+PROGRAM_OF_WORKERS = """
+    from house.test_harness import surroundings
+
+    with synk.fork(2) as rt:
+        ranks = rt.function(surroundings, per_rank=True, outputs=None)()
+        for rank in ranks:
+            assert rank.pop("parent") == os.getpid()
+            assert rank.pop("argv") == sys.argv
+            assert rank["path"].pop(0) == sys.path[0]
+            rank["environment"].pop("SYNK_TEST_SCENARIO")
+            rank.pop("flags")  # the program's own
+        print(ranks)
+"""
+
+
+def test_a_forked_worker_of_a_scenario_is_like_one_that_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for is_forked in (False, True):
+        monkeypatch.setattr(harness, "forks_workers", is_forked)
+        found.append(script(PROGRAM_OF_WORKERS).check().stdout)
+    assert found[1] == found[0]

@@ -1,0 +1,161 @@
+"""Random programs: any sequence of calls and changes gives what the same Python gives on the whole input.
+
+Plain calls, keywords, batches, slices, subsets, serial and submitted calls of several functions that read globals and
+variables, assign, raise, and return other outputs from one call to the next.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from support.seeds import seeds
+
+WHERE = [1, 2, 3, "inline"]
+X = np.arange(24.0).reshape(8, 3)
+
+
+class Program:
+    """Functions, data and state of one runtime, and what plain Python says that each call returns."""
+
+    def __init__(self, rt: Any, seed: str) -> None:
+        self.rt, self.rng = rt, random.Random(seed)
+        self.numbers = np.random.default_rng(self.rng.randrange(1 << 32))
+        self.scope: dict[str, Any] = {"SCALE": 2.0}
+        self.variable, self.value = rt.shared(np.ones(3)), np.ones(3)
+        self.sources: list[Any] = [rt.data(X), rt.data(X[:5] * 2), X * 3, X[:4] - 1, X.astype(np.float32)]
+        self.sources += [np.asfortranarray(X), X[:1]]
+        exec("def scaled(w, x):\n    return (x * SCALE * w).sum(), x.max(axis=0) * SCALE", self.scope)
+        variable = self.variable
+
+        def read(w: np.ndarray, x: np.ndarray) -> Any:
+            return (x * variable.value * w).sum(), x.max(axis=0) * 1.0
+
+        def assign(w: np.ndarray, x: np.ndarray) -> Any:
+            if w[0] > 0:
+                variable.value = variable.value + 1
+            if w[1] > 1:
+                raise LookupError("as told")
+            return (x * w).sum(), x.max(axis=0) * 1.0
+
+        options = {"bcast_inputs": "w", "outputs": ("sum", "max")}
+        bodies = {"scaled": self.scope["scaled"], "read": read, "assign": assign, "change": change, "times": times}
+        self.functions = {name: rt.function(body, **options) for name, body in bodies.items()}
+
+    def weights(self, name: str) -> Any:
+        """Return what is broadcast: an array, and for one of the functions a number or a list as well."""
+        w = self.numbers.normal(size=3)
+        kinds = [w, float(w[0]), int(10 * w[0]), np.float64(w[0]), w.tolist(), np.array(w[0])]
+        return self.rng.choice(kinds) if name == "times" else w
+
+    def expected(self, name: str, w: Any, x: np.ndarray) -> Any:
+        if name == "scaled":
+            return self.scope["scaled"](w, x)
+        return change(w, x) if name == "change" else times(w * self.value if name == "read" else w, x)
+
+    def calls(self) -> None:
+        """Call one function with one source several times, each time in some way."""
+        name, source = self.rng.choice(list(self.functions)), self.rng.choice(self.sources)
+        for _ in range(self.rng.randint(1, 5)):
+            w = self.weights(name)
+            if name == "assign" and w[1] > 1:
+                with pytest.raises(LookupError, match="as told"):
+                    self.functions[name](w, source)
+                continue
+            self.check(name, w, source, self.rng.choice(["plain"] * 4 + list(WAYS)))
+            if name == "assign" and w[0] > 0:
+                self.value = self.value + 1
+
+    def check(self, name: str, w: Any, source: Any, way: str) -> None:
+        x = np.array(source)
+        if name == "assign" and way in ("slices", "serial", "submit several"):  # where it would be assigned not once
+            way = "plain"
+        batch = some_batch(self.rng, len(x)) if way in ("batch", "keywords", "submit several") else None
+        x = x if batch is None else x[:batch] if isinstance(batch, int) else x[batch]
+        got = WAYS.get(way, plain)(self.functions[name], w, source, batch)
+        expected = self.expected(name, w, x)
+        for one, other in zip(got, expected[:1] if way == "subset" else expected, strict=True):
+            assert np.shape(one) == np.shape(other)
+            np.testing.assert_allclose(one, other, rtol=1e-4 if x.dtype == np.float32 else 1e-9, atol=1e-9)
+
+    def change(self) -> None:
+        """Change data, a global, a variable, or what the ranks did last."""
+        data = self.sources[self.rng.randrange(2)]
+        what = self.rng.randrange(12)
+        if what == 0:
+            data.set_value(self.numbers.normal(size=(self.rng.randint(1, 20), 3)))
+        elif what == 1:
+            data.set_length(self.rng.randint(1, 20))
+            data[...] = 1.5
+        elif what == 2:
+            data[0] = self.numbers.normal()
+        elif what == 3:
+            self.sources[0] = self.rt.data(self.numbers.normal(size=(8, 3)))
+        elif what == 4:
+            self.scope["SCALE"] = float(self.rng.randint(1, 4))
+        elif what == 5:
+            self.variable.value = self.value = self.numbers.normal(size=self.rng.choice([1, 3]))
+        elif what == 6:
+            with pytest.raises(ZeroDivisionError):
+                self.rt.function(lambda x: 1 / 0)(X)
+        elif what == 7:
+            data.free_memory()
+            data.set_value(X[:4] + 2)
+        elif what == 8:
+            np.add(data, 1.0, out=data)
+        elif what == 9:
+            data.data[0] = 5.0
+        elif what == 10:
+            self.value = self.value * self.rt.world_size
+            self.rt.all_reduce(self.variable, "sum")
+        else:
+            self.rt.function(lambda x: x.sum(), outputs="sum")(self.numbers.normal(size=(3, 2)))
+
+
+def times(w: Any, x: np.ndarray) -> Any:
+    return (x * w).sum(), x.max(axis=0) * 1.0
+
+
+def change(w: np.ndarray, x: np.ndarray) -> Any:
+    """Return outputs whose shapes depend on ``w``."""
+    total, largest = times(w, x)
+    return (np.full(1 + int(4 * abs(w[0])), total), largest) if w[1] < 0.5 else (total, np.stack([largest] * 2))
+
+
+def plain(f: Any, w: Any, x: Any, batch: Any) -> Any:
+    return f(w, x)
+
+
+WAYS: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
+    "batch": lambda f, w, x, batch: f(w, x, batch=batch),
+    "keywords": lambda f, w, x, batch: f(x=x, batch=batch, w=w),
+    "submit": lambda f, w, x, batch: f.submit(w, x).result(),
+    "submit several": lambda f, w, x, batch: [f.submit(w, x=x, batch=batch) for _ in range(5)][-1].result(),
+    "serial": lambda f, w, x, batch: f.serial(w, x),
+    "slices": lambda f, w, x, batch: f(w, x, num_slices=3),
+    "subset": lambda f, w, x, batch: f(w, x, output_subset=[0]),
+    "limit": lambda f, w, x, batch: f(w, x, timeout=60.0),
+}
+
+
+def some_batch(rng: random.Random, num_rows: int) -> Any:
+    """Return any batch of one row or more."""
+    count, start = rng.randint(1, num_rows), rng.randrange(num_rows)
+    indices = np.array([rng.randrange(-num_rows, num_rows) for _ in range(count)])
+    mask = np.array([row == start or rng.random() < 0.6 for row in range(num_rows)])
+    kinds = [count, slice(start, None), slice(None, None, -1), slice(start, None, 2), indices, indices.tolist(), mask]
+    return rng.choice(kinds)
+
+
+@pytest.mark.parametrize("seed", seeds(1, 12))
+@pytest.mark.parametrize("where", WHERE)
+def test_any_sequence_of_calls_equals_plain_python(shared_runtimes: Any, where: Any, seed: int) -> None:
+    program = Program(shared_runtimes[where], f"{where} {seed}")
+    for _ in range(80):
+        program.calls()
+        np.testing.assert_allclose(program.variable.value, program.value, rtol=1e-9)
+        if program.rng.random() < 0.4:
+            program.change()

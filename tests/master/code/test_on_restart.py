@@ -1,0 +1,129 @@
+"""Workers that are started again, by the runtime after a death or by the program, have what there is by then."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import harness
+
+import synk
+
+X = np.arange(6.0)
+
+
+def kill(rt: Any, rank: int) -> None:
+    harness.kill_and_wait(harness.pids(rt)[rank])
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "options"), [(2, {}), ((1, 1), {"cluster": "here", "nodes": 2})], ids=["local", "1+1"]
+)
+def test_replacements_are_prepared_before_their_first_call(
+    runtime: Callable[..., Any], tmp_path: Path, num_workers: Any, options: Any
+) -> None:
+    """An error of ``on_restart`` is told, and the next call runs it again."""
+    saved, state = tmp_path / "state.npy", np.zeros(1)
+
+    def prepare() -> None:
+        state[:] = np.load(saved)
+
+    def step(x: np.ndarray) -> float:
+        state[0] += 1
+        return state[0]
+
+    rt = runtime(num_workers, on_restart=prepare, **options)
+    f = rt.function(step, outputs=None)
+    assert f(X) == [1.0, 1.0]
+    kill(rt, 0)
+    with (
+        pytest.warns(RuntimeWarning),
+        pytest.raises(synk.errors.StartupError, match=r"rank 0 of 2.*state\.npy") as info,
+    ):
+        f(X)
+    assert isinstance(info.value.__cause__, FileNotFoundError)
+    with pytest.raises(synk.errors.StartupError, match=r"state\.npy"):
+        f(X)
+    np.save(saved, np.full(1, 5.0))
+    first, other = f(X)  # that of another node may have run its part of the calls before
+    assert first == 6.0
+    assert f(X) == [7.0, other + 1]
+
+
+def test_what_on_restart_cannot_do(subtests: Any, runtime: Callable[..., Any]) -> None:
+    w: Any = None
+
+    def assign() -> None:
+        w.value = 3.0
+
+    cases: dict[str, Callable[[], Any]] = {
+        "cannot assign a shared variable": assign,
+        "cannot communicate outside of a call": lambda: synk.comm.all_reduce(np.ones(2), "sum"),
+    }
+    for words, on_restart in cases.items():
+        with subtests.test(words):
+            rt = runtime(2, on_restart=on_restart)
+            w = rt.shared(1.0)
+            f = rt.function(lambda x: x.sum() * w.value, outputs="sum")  # noqa: B023
+            assert f(X) == 15
+            kill(rt, 1)
+            with pytest.warns(RuntimeWarning), pytest.raises(synk.errors.StartupError, match=words):
+                f(X)
+            assert w.value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("fn", "match"),
+    [
+        (3, "of type int, expected a callable"),
+        (lambda x: x, "needs arguments"),
+        ((lambda gen: lambda: gen)(x for x in "a"), "cannot send 'on_restart'"),
+    ],
+)
+def test_on_restart_is_checked_before_anything_starts(fn: Any, match: str) -> None:
+    with pytest.raises((TypeError, synk.errors.SerializationError), match=match):
+        synk.Runtime(2, backend="numpy", on_restart=fn)
+
+
+def test_restart_brings_everything_up_to_date(
+    runtime: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = []
+    rt = runtime(2, on_restart=lambda: prepared.append(1), max_restarts=0)
+    table, w, data = np.zeros(1), rt.shared(np.ones(2)), rt.data(X)
+    parts = rt.shared(X, sharded=True)
+    w.value = 2 * w.value
+
+    def f(x: np.ndarray, part: np.ndarray) -> tuple[Any, ...]:
+        settings = os.environ.get("SYNK_TEST_CAPTURED"), os.getcwd(), np.geterr()["divide"]
+        return table[0], *settings, len(prepared), part.sum()
+
+    look = rt.function(f, outputs=None)
+    look(data, parts)
+    pids = harness.pids(rt)
+    table[0] = 5.0
+    monkeypatch.setenv("SYNK_TEST_CAPTURED", "yes")
+    monkeypatch.chdir(tmp_path)
+    rt.restart()
+    with np.errstate(divide="raise"):
+        got = look(data, parts)
+    assert [values[:5] for values in got] == [(5.0, "yes", str(tmp_path), "raise", 1)] * 2
+    assert sum(values[5] for values in got) == 15
+    assert w.value.tolist() == [2.0, 2.0]
+    assert not set(pids) & set(harness.pids(rt))
+    rt.restart()
+    assert [values[4] for values in look(data, parts)] == [1, 1]
+
+
+def test_restart_of_an_inline_runtime() -> None:
+    with synk.Runtime(inline=True, backend="numpy") as rt:
+        table = np.zeros(1)
+        f = rt.function(lambda x: x + table[0], outputs="gather")
+        np.testing.assert_array_equal(f(X), X)
+        table[0] = 1.0
+        rt.restart()
+        np.testing.assert_array_equal(f(X), X + 1)

@@ -1,0 +1,140 @@
+"""Every demo checks its own numbers, and says nothing on stderr.
+
+Each runs as a program of its own in the storm. Here most run in this process, which imports torch, SciPy and the like
+once. Each function is verified at its first call: see ``support/verified.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import harness
+from support.verified import all_verified
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMOS = sorted((ROOT / "demos").glob("[0-9]*.py"))
+SMALL = {
+    "00_bootstrap.py",
+    "06_transfers.py",
+    "10_digits_softmax.py",
+    "20_torch_digits.py",
+    "23_resume.py",
+    "30_kalman.py",
+    "32_halo.py",
+    "40_two_nodes.py",
+}
+
+ALONE = {"00_bootstrap.py", "01_intro.py", "02_data.py", "04_batch.py", "10_digits_softmax.py", "32_halo.py"}
+"""These run as programs also outside the storm: they leave the end of their workers to their own end, or import
+a file beside them.
+"""
+
+CHILDREN = {"23_resume.py": ["checkpoint.pt"]}
+"""What a demo that starts itself as a child gives it. Here only the child runs, which does all but be killed."""
+
+WITHOUT_SERIAL = {"22_fsdp.py", "40_two_nodes.py"}
+"""Functions of process groups, which all workers must run: they have no serial call, and compare with one process. And
+calls over nodes, which cannot be verified."""
+
+
+def test_the_demos_are_found() -> None:
+    assert {"01_intro.py", "02_data.py", "04_batch.py", "10_digits_softmax.py"} <= {path.name for path in DEMOS}
+
+
+@pytest.mark.parametrize(
+    ("other_cores", "job_rate", "limit"),
+    [(1.0, 0.0, "the other programs are the limit"), (0.0, 1e9, "memory is the limit"), (0.0, 0.0, "Neither")],
+)
+def test_a_small_speed_up_is_explained(
+    reused: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, other_cores: float, job_rate: float, limit: str
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    explain = runpy.run_path(str(ROOT / "demos" / "limits.py"))["explain"]
+    said = explain(1.1, reused(2), other_cores, job_rate).splitlines()
+    assert said[0] == "A speed-up of 1.10 is small. Two measurements:"
+    assert f"used {other_cores:.1f} of the 2 cores" in said[1]
+    assert f"moves {job_rate:.1f} GB/s" in said[2]
+    assert limit in said[3]
+
+
+def test_the_cores_of_other_programs_are_seen() -> None:
+    """A program that computes half a second, started by another one: it is no child of this process."""
+    watch = runpy.run_path(str(ROOT / "demos" / "limits.py"))["Watch"]()
+    computes = "import time\nwhile time.process_time() < 0.5: pass"
+    with watch:
+        starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {computes!r}], check=True)"
+        subprocess.run([sys.executable, "-c", starts], check=True)
+    assert watch.other_cores > 0
+
+
+def arguments(path: Path) -> list[str]:
+    return [str(path), *(["--size", "small"] if path.name in SMALL else [])]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=pytest.mark.storm if path.name not in ALONE else []) for path in DEMOS],
+    ids=lambda path: path.stem,
+)
+def test_demo_checks_its_numbers_and_equals_its_serial_calls(path: Path, tmp_path: Path) -> None:
+    """The workers of those with a serial call are forked, except in the storm."""
+    search_path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    verified = [] if path.name in WITHOUT_SERIAL else ["-m", "support.verified"]
+    one_thread = {"OMP_NUM_THREADS": "1"}  # threads that wait take cores of others
+    how = {"SYNK_TEST_FORKS_WORKERS": "1"} if harness.forks_workers else {}
+    finished = subprocess.run(
+        [sys.executable, "-W", "error", *verified, *arguments(path)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": search_path, **one_thread, **how},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert finished.stderr == ""
+    assert finished.returncode == 0
+    assert finished.stdout
+
+
+@pytest.mark.parametrize("path", [path for path in DEMOS if path.name not in ALONE], ids=lambda path: path.stem)
+def test_demo_in_this_process_equals_its_serial_calls(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    torch.set_num_threads(1)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [*arguments(path), *CHILDREN.get(path.name, [])])
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    ended = contextlib.suppress(SystemExit) if path.name in CHILDREN else contextlib.nullcontext()
+    with contextlib.nullcontext() if path.name in WITHOUT_SERIAL else all_verified(), ended:
+        runpy.run_path(str(path), run_name="__main__")
+    printed = capfd.readouterr()
+    assert printed.err == ""
+    assert printed.out
+
+
+def test_the_demo_for_gpus_says_what_it_needs() -> None:
+    """On a machine without one; its network has the number of parameters that is published for ResNet-50."""
+    path = ROOT / "demos" / "gpu" / "resnet50.py"
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    finished = subprocess.run(
+        [sys.executable, str(path)], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert finished.returncode == 2
+    assert finished.stderr.startswith("resnet50: this demo needs an NVIDIA GPU. cannot fork with backend 'cupy'")
+    demo = runpy.run_path(str(path))
+    model = demo["resnet50"]()
+    assert sum(parameter.numel() for parameter in model.parameters()) == 25_557_032
+    images = torch.zeros((2, 64, 64, 3), dtype=torch.uint8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = demo["step"](model, optimizer, images, torch.tensor([0, 999]))
+    assert 0 < float(loss.detach()) < 20
+    assert all(parameter.grad is not None for parameter in model.parameters())

@@ -1,0 +1,49 @@
+"""What tests over nodes look at: the agents, and what a runtime is waiting for."""
+
+from __future__ import annotations
+
+import fcntl
+import sys
+import termios
+from typing import Any
+
+import numpy as np
+
+import synk
+from support.harness import assert_right
+from synk._wire.channel import DOORBELL
+
+
+def agents(runtime: Any) -> list[int]:
+    """Return the pid of each node's agent."""
+    return [worker.process.pid for worker in runtime._session.workers.by_rank]
+
+
+def num_unread(runtime: Any, node: int) -> int:
+    """Return how many answers of a node the head has not read."""
+    return num_waiting(runtime._session.workers.by_rank[node].process.channel.read_fd)
+
+
+def num_waiting(fd: int) -> int:
+    """Return how many messages nobody has read from a pipe."""
+    return int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder) // DOORBELL.size
+
+
+def square(n: int) -> int:
+    return n * n
+
+
+def assert_maps(runtime: synk.Runtime) -> None:
+    """Assert that all ranks take items, and that calls are right."""
+    assert list(runtime.map(square, range(50), batch_size=1)) == [n * n for n in range(50)]
+    assert_right(runtime)
+
+
+def total(x: np.ndarray) -> Any:
+    return synk.comm.all_reduce(x.sum(), "sum")
+
+
+def assert_talks(runtime: synk.Runtime) -> None:
+    """Assert that all ranks reach each other, by short and by long arrays."""
+    f = runtime.function(lambda x: (total(x), synk.comm.all_reduce(np.full(100_000, x[0]), "sum")[-1]), outputs=None)
+    assert f(np.arange(4.0)) == [(6.0, 6.0)] * 4

@@ -1,0 +1,230 @@
+"""A step counts on all ranks or on none, whatever befalls a rank in it: its repetition changes no bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.harness import kill_and_wait, pids
+from trainings import (
+    ALL,
+    BEFORE,
+    BEHIND,
+    Everything,
+    F,
+    Halfway,
+    act,
+    batches,
+    differences,
+    disturbed_step,
+    mlp,
+    rank_states,
+    state_of,
+)
+
+import synk
+
+torch = pytest.importorskip("torch")
+
+pytestmark = pytest.mark.filterwarnings("ignore:rank . .pid:RuntimeWarning")
+EXPECTED = {
+    "raise": ArithmeticError,
+    "hang": synk.errors.CallTimeout,
+    "interrupt": KeyboardInterrupt,
+    "kill": synk.errors.WorkerDied,
+}
+LIMIT_S = 3.0
+"""For a step of milliseconds that hangs."""
+
+
+def build() -> tuple[Any, ...]:
+    """Return objects with state of every kind, which the forward pass changes, and an optimizer of two groups."""
+    torch.manual_seed(1)
+    model = Everything(ALL).double()
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = Halfway([{"params": parameters[:2]}, {"params": parameters[2:]}], lr=0.01)
+    return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+
+def run(rt: synk.Runtime, where: str = "", action: str = "", rank: int = 1) -> tuple[list[Any], Any]:
+    """Train with a fault in one step, which is repeated unless it counted. Return the losses and the state."""
+    objects = build()
+    rep = synk.torch.replicate(*objects, sync_batchnorm=True, runtime=rt)
+    step = rep.function(disturbed_step, outputs="avg", bcast_inputs=("where", "action", "rank"))
+    losses: list[Any] = []
+    for number, (x, y) in enumerate(batches(5, (8, 6))):
+        if action and number == 2:
+            with pytest.raises(EXPECTED[action]) as caught:
+                step(x, y, where, action, rank, timeout=LIMIT_S if action == "hang" else None)
+            assert caught.value.step_counted == (where in BEHIND)
+            assert rep.num_steps == 2 + caught.value.step_counted
+            if caught.value.step_counted:
+                losses.append(None)
+                continue
+        losses.append(float(step(x, y, "", "", 0)))
+    states = rank_states(rep)
+    assert all(differences(states[0], other) == [] for other in states[1:])
+    rep.pull()
+    assert rep.num_steps == 5 and differences(states[0], state_of(objects)) == []
+    return losses, states[0]
+
+
+@pytest.mark.parametrize("action", EXPECTED)
+def test_a_fault_anywhere_changes_no_bit(subtests: Any, reused: Callable[..., Any], action: str) -> None:
+    """Of spectral norms, batch norms, buffers, tensors, numbers, lists and generators, beside parameters and rates."""
+    rt, plain = reused(2), build()
+    expected, clean = run(rt)
+    assert differences([float(disturbed_step(*plain, x, y)) for x, y in batches(5, (8, 6))], expected, 1e-9) == []
+    assert differences(state_of(plain), clean, 1e-9) == []
+    # What is inside of an optimizer's step is not interrupted: a worker that hangs there would be killed.
+    places = [place for place in (*BEFORE, *BEHIND) if (place, action) != ("inside", "hang")]
+    for number, where in enumerate(places[::2] if action == "hang" else places):
+        with subtests.test(where=where):
+            losses, state = run(rt, where, action, rank=(1, 1, 0)[number % 3])
+            assert [one for one, other in zip(expected, losses) if other is not None] == [
+                loss for loss in losses if loss is not None
+            ]
+            assert differences(clean, state) == []
+
+
+def two_optimizers(first: Any, second: Any, opt_first: Any, opt_second: Any, x: Any, y: Any, fault: str) -> Any:
+    for model, optimizer in ((first, opt_first), (second, opt_second)):
+        optimizer.zero_grad()
+        loss = F.mse_loss(first(x) + second(x), y)
+        if fault and model is second and synk.comm.rank == 1:
+            act(fault)
+        loss.backward()
+        optimizer.step()
+    return loss
+
+
+def follow(model: Any, follower: Any, optimizer: Any, x: Any, y: Any, fault: str) -> Any:
+    """Momentum encoder: parameters that the forward pass moves."""
+    optimizer.zero_grad()
+    with torch.no_grad():
+        for own, other in zip(follower.parameters(), model.parameters()):
+            own.data = 0.9 * own.data + 0.1 * other.data
+    loss = F.mse_loss(model(x) + follower(x), y)
+    if fault and synk.comm.rank == 1:
+        act(fault)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def reduce_after_the_step(model: Any, optimizer: Any, x: Any, y: Any, fault: str) -> Any:
+    optimizer.zero_grad()
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    optimizer.step()
+    if fault and synk.comm.rank == 1:
+        act(fault)
+    return synk.comm.all_reduce(loss.detach(), "avg")
+
+
+def lbfgs(model: Any, optimizer: Any, x: Any, y: Any, fault: str) -> Any:
+    count = []
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        count.append(1)
+        if fault and synk.comm.rank == 1 and len(count) == 3:
+            act(fault)
+        loss.backward()
+        return loss
+
+    return optimizer.step(closure)
+
+
+def accumulate(model: Any, x: Any, y: Any, fault: str) -> Any:
+    """Only adds to the gradients of the calls before."""
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    if fault and synk.comm.rank == 1:
+        act(fault)
+    synk.comm.barrier()
+    return loss
+
+
+def without_grad(model: Any, x: Any, y: Any, fault: str) -> Any:
+    """An interrupt can come between the lines of torch's own ``__exit__``, or while parameters are frozen."""
+    if fault:
+        torch.set_grad_enabled(False)
+        model.eval().requires_grad_(False)
+        if synk.comm.rank == 1:
+            act(fault)
+        synk.comm.barrier()
+    model.zero_grad()
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    return loss
+
+
+def objects_for(body: Any) -> tuple[Any, ...]:
+    model, other = mlp(1), mlp(2)
+    adam, second = torch.optim.Adam(model.parameters(), 0.01), torch.optim.Adam(other.parameters(), 0.01)
+    if body is two_optimizers:
+        return model, other, adam, second
+    if body is follow:
+        return model, other.requires_grad_(False), adam
+    if body is lbfgs:
+        return model, torch.optim.LBFGS(model.parameters(), max_iter=4)
+    return (model, adam) if body is reduce_after_the_step else (model,)
+
+
+@pytest.mark.parametrize("fault", ["raise", "kill"])
+def test_what_changes_before_the_ranks_communicate_is_put_back(
+    subtests: Any, reused: Callable[..., Any], fault: str
+) -> None:
+    """What steps change when is noticed in the first one."""
+    rt = reused(2)
+    for body in (two_optimizers, follow, reduce_after_the_step, lbfgs, accumulate, without_grad):
+        with subtests.test(body=body.__name__):
+            outcomes = []
+            for has_fault in (False, True):
+                rep = synk.torch.replicate(*objects_for(body), runtime=rt)
+                step = rep.function(body, outputs="avg", bcast_inputs="fault")
+                losses = []
+                for number, (x, y) in enumerate(batches(6, (8, 6))):
+                    if has_fault and number == 3:
+                        with pytest.raises((synk.errors.WorkerDied, ArithmeticError)) as caught:
+                            step(x, y, fault)
+                        assert caught.value.step_counted is False  # type: ignore[attr-defined]
+                    losses.append(float(step(x, y, "")))
+                states = rank_states(rep)
+                assert differences(*states) == []
+                outcomes.append((losses, states[0]))
+            assert differences(*outcomes) == []
+
+
+def test_gradients_that_were_kept_back_on_a_worker_that_died_are_not_made_up(reused: Callable[..., Any]) -> None:
+    rt, model = reused(2), mlp()
+    rep = synk.torch.replicate(model, runtime=rt)
+
+    @rep.function(outputs="first", bcast_inputs="is_last")
+    def gather(model: Any, x: Any, y: Any, is_last: bool) -> Any:
+        if is_last:
+            F.mse_loss(model(x), y).backward()
+        else:
+            with rep.no_sync():
+                F.mse_loss(model(x), y).backward()
+        return 0.0
+
+    x, y = batches(1)[0]
+    gather(x, y, False)
+    kill_and_wait(pids(rt)[1])
+    with pytest.raises(ValueError, match="ended with a worker"):
+        gather(x, y, True)
+    rep.pull()
+    model.zero_grad()
+    rep.push()
+    gather(x, y, True)
+    rep.pull()
+    own = copy.deepcopy(model)
+    own.zero_grad()
+    F.mse_loss(own(x), y).backward()
+    pairs = zip(model.parameters(), own.parameters())
+    assert all(torch.allclose(one.grad, other.grad, rtol=0, atol=1e-12) for one, other in pairs)
