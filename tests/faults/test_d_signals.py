@@ -536,23 +536,23 @@ def test_D12_a_signal_that_another_thread_gets() -> None:
     script("""
         from support.harness import assert_right
         from support.signs import hear, say, sign
-        begun = sign(f"{__file__}.begun")
 
-        def work(x):
+        def work(x, begun):
             if x[0]:
                 say(begun)
             time.sleep(1000)
 
         with synk.fork(2, backend="numpy") as rt:
-            f = rt.function(work, outputs=None)
-            ways = (lambda: f(np.arange(2)), lambda: f.submit(np.arange(2)).result(),
-                    lambda: list(rt.map(lambda number: work([number]), range(2))))
+            f = rt.function(work, bcast_inputs="begun", outputs=None)
+            ways = (lambda begun: f(np.arange(2), begun), lambda begun: f.submit(np.arange(2), begun).result(),
+                    lambda begun: list(rt.map(lambda number: work([number], begun), range(2))))
             main = threading.get_ident()
-            for wait in ways:
+            for number, wait in enumerate(ways):
+                begun = sign(f"{__file__}.{number}")
                 thread = threading.Thread(target=lambda: (hear(begun), signal.pthread_kill(main, signal.SIGINT)))
-                thread.start()
                 try:
-                    wait()
+                    thread.start()
+                    wait(begun)
                     raise AssertionError("the signal was swallowed")
                 except KeyboardInterrupt:
                     print("interrupted")
