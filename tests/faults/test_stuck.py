@@ -77,20 +77,24 @@ def test_where_shows_phase_and_stack_of_each_rank(reused: Fork, tmp_path: Path) 
     assert rt.where().count("): idle\n") == 2, "a rank that has loaded a function and gets no rows"
 
 
+def held_in_c(x: Any, path: str) -> float:
+    """Wait in C until the test says go, with the interpreter's lock held."""
+    file = ctypes.PyDLL(None).open(f"{path}.{synk.comm.rank}".encode(), os.O_RDONLY)
+    os.close(file)
+    return float(x.sum())
+
+
 def test_where_tells_of_workers_that_cannot_answer(runtime: Fork, tmp_path: Path) -> None:
-    """Those that hold the interpreter, in C; those that are stopped, or gone."""
+    """Those that hold the interpreter, in C; those that are stopped."""
     rt = runtime(2)
     pids = harness.pids(rt)
+    with stuck_call(rt, held_in_c, tmp_path / "go", (0, 1)):
+        assert harness.wait_for(lambda: rt.where().count("in held_in_c") == 2)
     os.kill(pids[0], signal.SIGSTOP)
-    assert harness.wait_for(lambda: "stopped (SIGSTOP)" in rt.where())
+    assert harness.wait_for(lambda: (harness.process_stat(pids[0]) or ("", ""))[1] == "T")
+    text = rt.where()
     os.kill(pids[0], signal.SIGCONT)
-
-    def held_here(x: Any) -> None:
-        ctypes.PyDLL(None).usleep(1_500_000)  # PyDLL keeps the interpreter's lock
-
-    pending = rt.function(held_here, outputs=None).submit(np.ones(2))
-    assert harness.wait_for(lambda: rt.where().count("in held_here") == 2)
-    pending.result()
+    assert "stopped (SIGSTOP)" in text
     rt.close()
     with pytest.raises(ClosedError):
         rt.where()
