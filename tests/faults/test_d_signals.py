@@ -15,6 +15,7 @@ import pytest
 from support import saboteurs
 from support.harness import (
     Scenario,
+    ctrl_c_when,
     is_nursery,
     outcomes,
     process_stat,
@@ -23,6 +24,7 @@ from support.harness import (
     script,
     wait_for,
     wait_until_dead,
+    waits_in_synk,
 )
 from support.signs import hear, say, sign
 
@@ -33,40 +35,47 @@ Fork = Callable[..., Any]
 Count = Callable[[int], int]
 
 
-def test_D1_ctrl_c_in_a_call(reused: Fork, subtests: pytest.Subtests) -> None:
-    """The signal comes when the function says so; the same workers answer, unless they cannot be interrupted."""
-    rt, master = reused(2), os.getpid()
+def test_D1_ctrl_c_in_a_call(reused: Fork, tmp_path: Path, subtests: pytest.Subtests) -> None:
+    """It comes when the function runs and the program waits; the same workers answer, unless they do not hear it."""
+    rt = reused(2)
 
-    def loop() -> None:
-        os.kill(master, signal.SIGINT)
+    def loop(begun: str) -> None:
+        say(begun)
         saboteurs.loop_for_ever()
 
-    def meet() -> None:
+    def meet(begun: str) -> None:
         for step in range(10**9):
             synk.comm.all_reduce(np.full(1000, step), "sum")
             if step == 20 and synk.comm.rank:
-                os.kill(master, signal.SIGINT)
+                say(begun)
 
-    def hold() -> None:
+    def hold(begun: str) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        os.kill(master, signal.SIGINT)
+        say(begun)
         saboteurs.loop_in_c()
 
-    def press(act: Callable[[], None], x: np.ndarray) -> None:
+    def act_on(act: Callable[[str], None], begun: str, x: np.ndarray) -> None:
         if synk.comm.rank or act.__name__ == "meet":
-            act()
+            act(begun)
 
-    f = rt.function(press, bcast_inputs="act", outputs=None)
-    waits: dict[str, Callable[[Callable[[], None]], object]] = {
-        "call": lambda act: f(act, np.ones(4)),
-        "submit": lambda act: f.submit(act, np.ones(4)).result(),
-        "map": lambda act: list(rt.map(lambda item: act() if item else None, range(2))),
+    f = rt.function(act_on, bcast_inputs=("act", "begun"), outputs=None)
+    waits: dict[str, Callable[[Callable[[str], None], str], object]] = {
+        "call": lambda act, begun: f(act, begun, np.ones(4)),
+        "submit": lambda act, begun: f.submit(act, begun, np.ones(4)).result(),
+        "map": lambda act, begun: list(rt.map(lambda item: act(begun) if item else None, range(2))),
     }
     total = rt.function(lambda x: synk.comm.all_reduce(np.full(1000, x[0]), "sum"), outputs="first")
     for way, act in (("call", loop), ("submit", loop), ("map", loop), ("call", meet), ("submit", meet), ("call", hold)):
+        begun = sign(tmp_path / f"{way} {act.__name__}")
+
+        def is_time(begun: str = begun) -> bool:
+            hear(begun)
+            return wait_for(lambda: waits_in_synk("submit", "map"))
+
         with subtests.test(way, act=act.__name__):
-            with replaced_workers(rt, [1]) if act is hold else same_workers(rt), pytest.raises(KeyboardInterrupt):
-                waits[way](act)
+            after = replaced_workers(rt, [1]) if act is hold else same_workers(rt)
+            with after, pytest.raises(KeyboardInterrupt), ctrl_c_when(is_time):
+                waits[way](act, begun)
             assert (total(np.full(2, 3.0)) == 6.0).all(), "nothing of the old meeting is in the next"
 
 
@@ -534,7 +543,7 @@ def test_D10_workers_start_with_default_handlers_and_an_empty_mask() -> None:
 def test_D12_a_signal_that_another_thread_gets() -> None:
     """The system call in which the main thread waits does not notice it, nor one that comes just before the wait."""
     script("""
-        from support.harness import assert_right
+        from support.harness import assert_right, wait_for, waits_in_synk
         from support.signs import hear, say, sign
 
         def work(x, begun):
@@ -542,16 +551,20 @@ def test_D12_a_signal_that_another_thread_gets() -> None:
                 say(begun)
             time.sleep(1000)
 
+        def press(begun):
+            hear(begun)
+            wait_for(lambda: waits_in_synk("submit", "map"))
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
         with synk.fork(2, backend="numpy") as rt:
             f = rt.function(work, bcast_inputs="begun", outputs=None)
             ways = (lambda begun: f(np.arange(2), begun), lambda begun: f.submit(np.arange(2), begun).result(),
                     lambda begun: list(rt.map(lambda number: work([number], begun), range(2))))
-            main = threading.get_ident()
             for number, wait in enumerate(ways):
                 begun = sign(f"{__file__}.{number}")
-                thread = threading.Thread(target=lambda: (hear(begun), signal.pthread_kill(main, signal.SIGINT)))
+                thread = threading.Thread(target=press, args=[begun])
+                thread.start()
                 try:
-                    thread.start()
                     wait(begun)
                     raise AssertionError("the signal was swallowed")
                 except KeyboardInterrupt:
