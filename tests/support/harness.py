@@ -369,6 +369,16 @@ def wait_for(condition: Callable[[], object], timeout_s: float = PATIENCE_S) -> 
     return True
 
 
+def waits_in_synk(*but_not_in: str) -> bool:
+    """Whether the main thread is inside of the package, by another verb than those, which return while calls run."""
+    frame, verb = sys._current_frames()[threading.main_thread().ident or 0], None
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(str(PACKAGE_FOLDER / "synk")):
+            verb = frame.f_code.co_name
+        frame = frame.f_back  # type: ignore[assignment]
+    return verb not in (None, *but_not_in)
+
+
 @contextlib.contextmanager
 def ctrl_c_when(condition: Callable[[], object]) -> Iterator[None]:
     """Press Ctrl-C as soon as ``condition()`` holds, which must not be before the body has begun to wait.
