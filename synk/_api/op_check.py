@@ -80,11 +80,13 @@ def hold_back(
     It raises ``OpMismatch`` if the default op does not fit, and takes no longer than what is left of the call's time.
     """
     few = few_rows(function, function._callee.fn, args, kwargs, options)
+    if few is None:
+        return None
     check, before = function._op_check, _assignments(function)
     end = function._bound_session().deadline(options.timeout)
 
     def release(result: Any) -> None:
-        if few is None or function._op_check is None or few.num_rows <= check.num_rows:
+        if function._op_check is None or few.num_rows <= check.num_rows:
             return  # another call has shown it meanwhile
         misfit = ""
         try:
@@ -105,7 +107,7 @@ def hold_back(
         if check.is_over:
             function._op_check = None
 
-    return None if few is None else release
+    return release
 
 
 def _assignments(function: Any) -> list[Any]:
