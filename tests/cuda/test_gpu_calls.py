@@ -41,7 +41,7 @@ from test_gpu_path import (  # noqa: F401  (collected here, with the fixtures be
     test_variables_are_on_the_device_until_they_are_read,
 )
 from test_gpu_submitted import (  # noqa: F401
-    num_ahead,
+    gate,
     test_inputs_are_brought_ahead_and_are_right,
     test_torch_and_slices_and_large_outputs,
     test_variables_on_devices_between_submitted_calls,
