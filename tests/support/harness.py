@@ -370,13 +370,13 @@ def wait_for(condition: Callable[[], object], timeout_s: float = PATIENCE_S) -> 
 
 
 def waits_in_synk(*but_not_in: str) -> bool:
-    """Whether the main thread is inside of the package, by another verb than those, which return while calls run."""
-    frame, verb = sys._current_frames()[threading.main_thread().ident or 0], None
+    """Whether the main thread is inside of the package, and in none of those verbs, which return while calls run."""
+    frame, names = sys._current_frames()[threading.main_thread().ident or 0], set()
     while frame is not None:
         if frame.f_code.co_filename.startswith(str(PACKAGE_FOLDER / "synk")):
-            verb = frame.f_code.co_name
+            names.add(frame.f_code.co_name)
         frame = frame.f_back  # type: ignore[assignment]
-    return verb not in (None, *but_not_in)
+    return bool(names) and names.isdisjoint(but_not_in)
 
 
 @contextlib.contextmanager
