@@ -135,7 +135,7 @@ PRESSED = """
         w = rt.shared(np.arange(3.0))
         before = pids(rt)
         rt._session.workers.recovery.grace_s = 1000.0  # rank 1 never answers: only Ctrl-C ends the wait for it
-        holds, ends = sign(f"{__file__}.{name}.holds"), sign(f"{__file__}.{name}.ends")
+        holds, loops, ends = (sign(f"{__file__}.{name}.{what}") for what in ("holds", "loops", "ends"))
 
         def stuck(row):
             w.value = w.value + 1
@@ -144,6 +144,7 @@ PRESSED = """
                     signal.signal(signal.SIGINT, signal.SIG_IGN)
                     say(holds)
                     saboteurs.loop_in_c()
+                say(loops)
                 saboteurs.loop_for_ever()
             except BaseException:
                 say(ends)
@@ -151,6 +152,7 @@ PRESSED = """
 
         def press():
             hear(holds)
+            hear(loops)
             if not is_limited:
                 os.kill(os.getpid(), signal.SIGINT)
             hear(ends)  # the call is being ended
@@ -163,7 +165,7 @@ PRESSED = """
         call = None
         try:
             try:
-                limit = 2.0 if is_limited else None
+                limit = 4.0 if is_limited else None
                 if way == "submit":
                     call = f.submit(np.arange(2), timeout=limit)
                     call.result()
