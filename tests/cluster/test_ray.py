@@ -134,7 +134,7 @@ def test_ranks_of_all_machines_communicate(nodes: synk.Runtime) -> None:
         got = synk.comm.recv((rank - 1) % size)
         return synk.comm.all_reduce(x, "sum"), got[-1], synk.comm.all_gather(np.full(1 << 16, float(rank)))[:, -1]
 
-    for sums, neighbour, ranks in zip(*nodes.function(talk, outputs=None)(np.arange(4.0))):
+    for sums, neighbour, ranks in nodes.function(talk, outputs=None)(np.arange(4.0)):
         assert (sums.tolist(), ranks.tolist()) == ([6.0], [0.0, 1.0, 2.0, 3.0])
         assert 0 <= neighbour < 4
 
