@@ -57,7 +57,7 @@ def fit_on_ranks(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 expected, expected_hessian = fit(lambda parameters: residuals(parameters, inputs, outputs))
-with synk.fork(2):
+with synk.fork(2, backend="numpy"):  # CPU workers, also on a machine with GPUs
     parallel_fit = synk.function(fit_on_ranks, outputs=("first", "first"), framework="torch")
     parameters, hessian = parallel_fit(inputs, outputs)
 

@@ -13,6 +13,7 @@ from synk.cuda._devices import explain_absence, visible_devices, worker_environm
 from synk.cuda._nvml import discover
 
 pytestmark = pytest.mark.gpu
+discover()  # NVML keeps descriptors, which a census is to know of
 
 LIST_UUIDS = """
 from cupy.cuda import runtime

@@ -6,8 +6,7 @@ share one GPU take turns on it, so nothing here says anything about speed.
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
+import functools
 import os
 import signal
 import subprocess
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from nccl_gpu_rank import SHARED_GPU_VERSION
 from pages.test_demos import DEMOS, SMALL
 from support.harness import script
 from test_gpu_path import (  # noqa: F401  (collected here, with the fixtures below)
@@ -27,11 +27,14 @@ from test_gpu_path import (  # noqa: F401  (collected here, with the fixtures be
     scaler,
     test_a_call_equals_numpy,
     test_a_failed_call_changes_no_variable,
+    test_a_rank_that_raises_with_sums_started_leaves_nobody_waiting,
     test_a_torch_function,
     test_averages_are_weighted_by_rows,
+    test_calls_on_trial_leave_nothing_on_the_devices,
     test_collectives_inside_functions,
     test_every_op_and_dtype_equals_numpy,
     test_idle_ranks_follow,
+    test_ops_of_a_users_own_get_arrays_of_the_host,
     test_other_ops_and_results,
     test_ranks_that_disagree_are_told,
     test_replicas_that_agree_come_back_and_others_are_lost,
@@ -52,6 +55,7 @@ from synk.cuda._devices import visible_devices
 from synk.cuda._nvml import discover
 
 pytestmark = pytest.mark.gpu
+discover()  # NVML keeps descriptors, which a census is to know of
 
 
 class RealGpus:
@@ -69,6 +73,9 @@ class RealGpus:
         self.opened.append(synk.Runtime(num_workers, backend="cupy", **options))
         return self.opened[-1]
 
+    reused = __call__
+    """The tests over the stand-in keep their runtimes; here each gets its own."""
+
 
 def closing(made: RealGpus) -> Iterator[RealGpus]:
     yield made
@@ -76,12 +83,20 @@ def closing(made: RealGpus) -> Iterator[RealGpus]:
         made.opened.pop().close()
 
 
-def nccl_version() -> tuple[int, ...]:
-    """Return the version of the installed NCCL package, (0,) where there is none."""
-    for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return tuple(int(part) for part in importlib.metadata.version(name).split(".")[:3])
-    return (0,)
+@functools.cache
+def nccl_version() -> int:
+    """Return the version of the NCCL library that workers load, as NCCL counts it: 23003 is 2.30.3.
+
+    Asked in a program of its own, for torch has loaded one into this process.
+    """
+    program = """
+import ctypes
+from synk.cuda._nccl_library import find_library
+version = ctypes.c_int()
+assert ctypes.CDLL(find_library()).ncclGetVersion(ctypes.byref(version)) == 0
+print(version.value)
+"""
+    return int(subprocess.check_output([sys.executable, "-c", program], text=True, timeout=60))
 
 
 @pytest.fixture(
@@ -90,7 +105,7 @@ def nccl_version() -> tuple[int, ...]:
 def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[RealGpus]:
     has_nccl, is_shared = request.param.startswith("nccl"), request.param.endswith("one GPU")
     if has_nccl and is_shared:
-        if nccl_version() < (2, 30, 3):
+        if nccl_version() < SHARED_GPU_VERSION:
             pytest.skip("ranks can share a GPU from NCCL 2.30.3 on")
         monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     elif not is_shared and len(visible_devices(discover(), os.environ)) < 3:
@@ -123,7 +138,7 @@ def test_a_segment_is_registered_and_read_only_memory_too(gpu: Any) -> None:
             threading.Event().wait(0.01)
         return segments.registered_nbytes, segments.refusal
 
-    ((nbytes,), (refusal,)) = rt.function(registered, outputs=None)(np.ones(1))
+    ((nbytes, refusal),) = rt.function(registered, outputs=None)(np.ones(1))
     assert (nbytes >= 1 << 27, refusal) == (True, "")
     assert f(x) == 1 << 24
 
@@ -280,6 +295,8 @@ def test_jax_functions(gpu: Any) -> None:
 
 @pytest.mark.parametrize("path", DEMOS, ids=lambda path: path.stem)
 def test_demos_run_unchanged(path: Path) -> None:
+    if path.name == "40_two_nodes.py":
+        pytest.importorskip("zmq", reason="ranks of several nodes need pyzmq")
     size = ["--size", "small"] if path.name in SMALL else []
     subprocess.run([sys.executable, str(path), *size], check=True, timeout=150, cwd=path.parents[1])
 
@@ -287,7 +304,7 @@ def test_demos_run_unchanged(path: Path) -> None:
 def test_replicated_training_is_that_of_one_process(gpus: Any) -> None:
     """The master's model stays on the host, the ranks' are on their devices."""
     torch = pytest.importorskip("torch")
-    from test_replicate import batches, largest_difference, mlp, plain_step
+    from training.trainings import batches, mlp, plain_step
 
     def build() -> tuple[Any, Any]:
         model = mlp()
@@ -298,7 +315,7 @@ def test_replicated_training_is_that_of_one_process(gpus: Any) -> None:
     step = rep.function(plain_step)
     for x, y in batches(20):
         assert abs(float(step(x, y)) - float(plain_step(*plain, x, y).detach())) < 1e-9
-    assert largest_difference(objects, plain) < 1e-9
+    torch.testing.assert_close(objects[0].state_dict(), plain[0].state_dict(), rtol=0, atol=1e-9)
     assert all(parameter.device.type == "cpu" for parameter in objects[0].parameters())
 
 

@@ -37,6 +37,7 @@ from synk.cuda._nccl_library import NcclError, nccl_environment
 from synk.cuda._nvml import discover
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
+discover()  # NVML keeps descriptors, which a census is to know of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ANSWER_LIMIT_S = 120.0
@@ -83,7 +84,7 @@ class Ranks:
         os.ftruncate(self._flag_fd, 1)
         self.flag = mmap.mmap(self._flag_fd, 1)
         environ = nccl_environment(os.environ, ranks_per_device=ranks_per_device(chosen))
-        path = os.pathsep.join([str(REPOSITORY), str(Path(__file__).parent)])
+        path = os.pathsep.join([str(REPOSITORY), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         # Without the last a rank alone does not get past the launch of its first collective: there it waits for peers.
         environ |= {"SYNK_NCCL_BINDING": binding, "PYTHONPATH": path, "NCCL_RUNTIME_CONNECT": "0"}
         self.processes = [RankProcess(environ | worker_environment(device), self._flag_fd) for device in chosen]
@@ -129,6 +130,8 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     devices, binding = request.param
     if devices == "all":
         devices = list(range(len(visible_devices(discover(), os.environ))))
+        if len(devices) < 2:
+            pytest.skip("needs two GPUs")
     with joined(devices, binding) as group:
         yield group
 

@@ -173,8 +173,11 @@ def census() -> Census:
 
 
 def start_polars() -> None:
-    """Have polars open the descriptors that it keeps from its first query on, before a census is taken."""
-    import polars
+    """Have polars, where it is installed, open what it keeps from its first query on, before a census is taken."""
+    try:
+        import polars
+    except ModuleNotFoundError:
+        return
 
     polars.DataFrame({"a": [1]}).filter(polars.col("a") > 0)
 

@@ -133,6 +133,6 @@ def place(num_workers: Any, backend: str, devices: Sequence[Any] | None, inline:
             raise ValueError(f"cannot fork inline: got num_workers={num_workers}, expected 1 (or None).")
         num_workers = 1
     assignment = module.place(num_workers, devices)
-    if assignment.notice:
+    if assignment.notice and not inline:  # there the program itself is the worker
         warn_at_users_line(assignment.notice, RuntimeWarning)
     return Placement(backend, assignment, is_on_cpu_by_default=is_chosen_here and not assignment.has_devices)
