@@ -1,7 +1,7 @@
 """``python -m benchmarks.gpu [--quick] [--only FAMILY ...]``: measure on one GPU, print tables, write a JSON file.
 
 Every baseline runs in the same worker process, on the same stream, as what is compared with it: raw CuPy, or plain
-torch, in a loop of its own inside one function. What differs is synk. Not run on a GPU so far.
+torch, in a loop of its own inside one function. What differs is synk.
 """
 
 from __future__ import annotations

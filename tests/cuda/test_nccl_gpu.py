@@ -1,7 +1,6 @@
 """The NCCL communicator on devices: ranks as processes on one GPU (``gpu``) or on one each (``multi_gpu``).
 
-Never run so far: written on a machine without a GPU. The same collectives run over a stub library in
-``test_nccl_adapter.py``. What to expect of the first run:
+The same collectives run over a stub library in ``test_nccl_adapter.py``. Run on one H100; not on several GPUs.
 
 - Ranks that share a GPU need NCCL 2.30.3 or later (``NCCL_MULTI_RANK_GPU_ENABLE``). With an older one each rank gets a
   host id of its own, which makes NCCL take sockets; that follows from NCCL's source and has not been tried.
