@@ -88,18 +88,8 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         For wrong input, before anything is sent.
     Exception
         The exception of the function on the lowest failing rank, with a ``RemoteError`` as its cause.
-    StaleCaptureError
-        If an object that the function captured was changed in place, is too large to be compared at each call, and
-        earlier calls may have used its old contents. The next call uses the new contents.
     WorkerDied, CallTimeout, CollectiveMismatch, SerializationError, ClosedError
         As described in :mod:`synk.errors`.
-
-    Warns
-    -----
-    StaleCaptureWarning
-        If a captured object that is compared only now and then pickles differently from when it was sent; or if a
-        change deep in a large collection is found together with another, so that synk cannot tell whether earlier
-        calls missed it.
 
     Notes
     -----
@@ -291,14 +281,13 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
     ) -> Any:
         """Run the whole input on one worker: the oracle for the parallel call.
 
-        Sharded variables are whole there, also those that the function closes over, which it cannot assign. First,
-        everything that the function captured is compared in full. Options and errors are those of a call.
+        Sharded variables are whole there, also those that the function closes over, which it cannot assign. Options and
+        errors are those of a call.
         """
         options = CallOptions(
             batch, None, check_slices(num_slices), check_subset(output_subset), check_timeout(timeout), is_serial=True
         )
         with operation():
-            self._callee.check_all()
             return self._run(args, kwargs, options)
 
     @verb
@@ -373,29 +362,6 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
             return self._run_checked(args, kwargs, options)
 
     @verb
-    def refresh(self) -> None:
-        """Make the next call compare everything that the function captured in full, and use the contents of then.
-
-        This is needed only after a change of an object that is not compared in full at each call: a few elements of an
-        array above 64 KB, an element of a collection beyond 1000 elements, an object that is slow to pickle. Without
-        ``refresh`` the change is found later, and reported by a :class:`~synk.errors.StaleCaptureError` or a
-        :class:`~synk.errors.StaleCaptureWarning`.
-
-        Examples
-        --------
-        >>> import numpy as np, synk
-        >>> with synk.fork(2):
-        ...     table = np.zeros(100_000)
-        ...     shifted = synk.function(lambda x: x + table[17], outputs="gather")
-        ...     before = shifted(np.zeros(2))
-        ...     table[17] = 5.0
-        ...     shifted.refresh()
-        ...     shifted(np.zeros(2))
-        array([5., 5.])
-        """
-        self._callee.refresh()
-
-    @verb
     @as_operation
     def verify(
         self,
@@ -434,9 +400,8 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         -------
         Report
             True if all outputs, and the shared variables that the call assigns on CPU workers, equal the serial ones,
-            the serial outputs equal those of the plain function, and no captured object of the workers is out of date.
-            It prints as a table, with the ops that would have matched. If values differ because the function draws
-            random numbers or uses ``synk.comm``, the report says so.
+            and the serial outputs equal those of the plain function. It prints as a table, with the ops that would have
+            matched. If values differ because the function draws random numbers or uses ``synk.comm``, the report says so.
 
         Raises
         ------
@@ -467,11 +432,10 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         from synk._api.verify import verify
         from synk._pure.comparison import Tolerance
 
-        stale = self._callee.unseen_changes()  # before ``_renewed``, which would raise them as an error
         function = self._renewed()
         options = CallOptions(batch, None, check_slices(num_slices), None, check_timeout(timeout))
         plain = PlainCall(function._callee, args, kwargs, batch)
-        return verify(function, options, Tolerance(rtol, atol), plain, stale)
+        return verify(function, options, Tolerance(rtol, atol), plain)
 
     def _alike(self, fn: Callable[..., Any], **options: Any) -> Function[..., Any]:
         """Return a function of another callable with the inputs of this one, on the same runtime."""
@@ -655,8 +619,6 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         TypeError, ValueError, IndexError
             For wrong input, at once. ``result()`` raises the errors of the call itself. A function with ``retry``
             cannot be submitted.
-        StaleCaptureError
-            As for a call, at once.
         """
         if self._retry:
             raise self._retry_error("submit")

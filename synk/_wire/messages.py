@@ -307,15 +307,6 @@ class Body(NamedTuple):
     content: Any = None
 
 
-class Reload(NamedTuple):
-    """A module of the program whose code has changed: its source now and, if known, before."""
-
-    module: str
-    file: str
-    before: str | None
-    source: str
-
-
 class ParcelOrder(NamedTuple):
     """A parcel to load; see ``synk._master.code.book``.
 
@@ -335,7 +326,6 @@ class LoadOrder(NamedTuple):
 
     Attributes
     ----------
-    reloads : list of Reload
     parcels : list of ParcelOrder
     sys_path : list of str
         The master's.
@@ -345,7 +335,6 @@ class LoadOrder(NamedTuple):
         The function to run in a worker that replaces another.
     """
 
-    reloads: list[Reload]
     parcels: list[ParcelOrder]
     sys_path: list[str]
     levels: Levels

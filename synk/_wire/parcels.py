@@ -14,7 +14,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import cloudpickle
 import numpy as np
-from cloudpickle.cloudpickle import _is_registered_pickle_by_value, _lookup_module_and_qualname
+from cloudpickle.cloudpickle import (
+    _dynamic_class_reduce,
+    _is_registered_pickle_by_value,
+    _lookup_module_and_qualname,
+)
 
 from synk._pure.interrupts import safe_point
 from synk._wire.classes import by_word, completed
@@ -94,10 +98,14 @@ CACHED = type(functools.lru_cache(abs))
 """The type of functions with a cache (``functools.lru_cache``, ``functools.cache``)."""
 
 
+BY_VALUE: set[str] = set()
+"""The user's modules that were reloaded: their functions and classes travel with their contents from then on."""
+
+
 def is_by_reference(obj: Any) -> bool:
     """Whether a function, a class or a function with a cache is pickled as its name in a module."""
     found = _lookup_module_and_qualname(obj)
-    return found is not None and not _is_registered_pickle_by_value(found[0])
+    return found is not None and not _is_registered_pickle_by_value(found[0]) and found[0].__name__ not in BY_VALUE
 
 
 def _reduce_cached(cached: Any) -> Any:
@@ -204,6 +212,8 @@ class Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, np.ndarray) and type(obj) is not np.ndarray:
             return _reduce_array(obj)
+        if isinstance(obj, (types.FunctionType, type)) and obj.__module__ in BY_VALUE:
+            return _dynamic_class_reduce(obj) if isinstance(obj, type) else self._dynamic_function_reduce(obj)
         return super().reducer_override(obj)
 
     def _dynamic_function_reduce(self, function: types.FunctionType) -> Any:

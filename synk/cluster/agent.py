@@ -196,7 +196,7 @@ class Agent:
             functions.book.parcels[each.number] = _parcel(each)
         is_loaded = False
         try:
-            failures, was_interrupted = functions.send_missing("functions", None, order.reloads, ranks)
+            failures, was_interrupted = functions.send_missing("functions", None, ranks)
             is_loaded = not (failures or was_interrupted)
         finally:
             # The head counts none of them as loaded on this node. Ranks that have loaded some are told to drop them.
