@@ -401,7 +401,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         Report
             True if all outputs, and the shared variables that the call assigns on CPU workers, equal the serial ones,
             and the serial outputs equal those of the plain function. It prints as a table, with the ops that would have
-            matched. If values differ because the function draws random numbers or uses ``synk.comm``, the report says so.
+            matched. If values differ because the function draws random numbers or uses ``synk.comm``, it says so.
 
         Raises
         ------

@@ -61,7 +61,8 @@ def by_word(cls: type, reduced: Any, has_word: bool) -> Any:
 
 def _attributes_of_members(cls: enum.EnumMeta) -> Iterator[tuple[str, str, Any]]:
     """Yield what ``__init__`` or ``__new__`` has given the members of an enum, where neither runs again."""
-    for name, member in cls.__members__.items():
+    members: dict[str, Any] = dict(cls.__members__)
+    for name, member in members.items():
         for key, value in vars(member).items():
             if not (key.startswith("_") and key.endswith("_")):
                 yield name, key, value

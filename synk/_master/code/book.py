@@ -164,7 +164,11 @@ class Book(Shelf):
             if isinstance(facet, Names):
                 changes = [change for change in changes if (node, change.key) in named]
             for change in changes:
-                if change.kind in ("item", "attribute", "cell") and facet.told.get(change.key, self) is change.value:
+                if (
+                    isinstance(facet, Table)
+                    and change.kind != "order"
+                    and facet.told.get(change.key, self) is change.value
+                ):
                     continue  # what came first has brought it
                 is_renewed = not isinstance(facet, Table) or (change.kind, change.key) in node.sources
                 nbytes = self._pack_change(node, facet, change)

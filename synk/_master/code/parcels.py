@@ -139,8 +139,8 @@ class Shelf:
     unsettled : list of Parcel
         Parcels that may not have arrived everywhere.
     prepared : dict of (int or str) to object
-        By id, or by the name of a module: code that may run while a parcel is loaded (see ``ComesFirst``), and that this
-        update has brought up to date.
+        By id, or by the name of a module: code that may run while a parcel is loaded (see ``ComesFirst``), up to date
+        in this update.
     trees : dict of int to Tree
         By the id of the root.
     apart : dict of int to object

@@ -199,7 +199,7 @@ def _test_versions() -> bool:
         lambda d: d.pop("a"), lambda d: d.setdefault("c", 1), lambda d: d.popitem(), lambda d: d.__ior__({"k": 1}),
         lambda d: d.clear(),
     )  # fmt: skip
-    tables = [{"a": 1, "b": 2}, {1: 2, "a": 3, "b": 4}, dict.fromkeys("ab", 0)]
+    tables: list[dict[Any, Any]] = [{"a": 1, "b": 2}, {1: 2, "a": 3, "b": 4}, dict.fromkeys("ab", 0)]
     for table in tables:
         for act in acts:
             check = _memory_check(_places([table]) + _HEAD, np.complex128)
