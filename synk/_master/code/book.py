@@ -164,11 +164,7 @@ class Book(Shelf):
             if isinstance(facet, Names):
                 changes = [change for change in changes if (node, change.key) in named]
             for change in changes:
-                if (
-                    isinstance(facet, Table)
-                    and change.kind != "order"
-                    and facet.told.get(change.key, self) is change.value
-                ):
+                if isinstance(facet, Table) and facet.told.get(change.key, self) is change.value:
                     continue  # what came first has brought it
                 is_renewed = not isinstance(facet, Table) or (change.kind, change.key) in node.sources
                 nbytes = self._pack_change(node, facet, change)
@@ -182,7 +178,7 @@ class Book(Shelf):
         value = Absent if change.value is MISSING else change.value
         kind = change.kind
         source = (kind, change.key)
-        if kind in ("state", "element", "elements") and type(node.obj).__module__ != "builtins":
+        if kind in ("state", "elements") and type(node.obj).__module__ != "builtins":
             self._prepare(type(node.obj))
         is_first = isinstance(facet, _Imported) and facet.told.get(change.key) is UNKNOWN and source not in node.sources
         if is_first and kind in ("item", "attribute") and value is not Absent:
@@ -204,9 +200,6 @@ class Book(Shelf):
             facet.tell(change)  # what a module holds and cannot be pickled stays as the workers' own import made it
             return 0
         self.tell(node, facet, change, parcel)
-        if kind == "elements":
-            for each in [each for each in node.sources if each[0] == "element"]:
-                del node.sources[each]
         return len(change.value) if change.kind == "reload" else parcel.nbytes
 
     def _pack(self, actions: list[Any], *, is_optional: bool = False) -> Parcel:
@@ -576,8 +569,6 @@ class _Imported(Table):
 
     Functions and classes count as told, because the import brings them. Data count as unknown at first.
     """
-
-    is_ordered = False
 
 
 def _imported_facet(located: Located) -> Facet:

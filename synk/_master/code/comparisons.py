@@ -61,6 +61,8 @@ class Comparisons:
             self._arrays.append((obj.tobytes, facet.told, obj, obj.dtype, obj.shape))
         elif isinstance(facet, Elements) and type(obj) is list and len(obj) > MANY:
             self._lists.append(obj)
+        elif isinstance(obj, dict) and (isinstance(facet, Elements) or facet.kind == "item"):
+            self._add_table(obj)
         elif isinstance(facet, Elements):
             self.count(facet.iterable)
             if len(facet.iterable):
@@ -71,8 +73,6 @@ class Comparisons:
                 self.expect(contents_getter(obj), "", MISSING)
             else:
                 self._reads.append((obj, "cell_contents", value))
-        elif isinstance(obj, dict) and facet.kind == "item":
-            self._add_table(obj)
         elif isinstance(obj, types.FunctionType):
             self._reads += [(obj, name, getattr(obj, name)) for name in (*FUNCTION_PARTS, "__dict__")]
             self._add_table(obj.__dict__)

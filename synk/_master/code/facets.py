@@ -2,9 +2,9 @@
 
 How an object is pickled decides which facets it has:
 
-- :class:`Table`: what it holds under names or keys. The items of a dict, the attributes of an instance, a module or a
+- :class:`Table`: what it holds under names. The names of a module, the attributes of an instance or a
   function, the contents of a cell;
-- :class:`Elements`: what it holds by position or as a set. A list, a deque, a set, an array of objects;
+- :class:`Elements`: what a container holds. A dict, a list, a deque, a set, an array of objects;
 - :class:`State`: the recipe of an object that says itself how it is pickled (``__reduce__``, ``__getstate__``). Its
   attributes are its own business, so what it would be pickled from is compared instead;
 - ``ArrayContents`` (``arrays.py``): the bytes of an array or a tensor.
@@ -95,7 +95,7 @@ class Facet:
 
 
 class Table(Facet):
-    """Everything that an object holds by name: the items of a dict, attributes, the contents of a cell.
+    """Everything that an object holds by name: the names of a module, attributes, the contents of a cell.
 
     Parameters
     ----------
@@ -105,9 +105,6 @@ class Table(Facet):
     told : dict or None
         What the ranks were told; None: what ``read`` returns now, a dict of its own each time.
     """
-
-    is_ordered = True
-    """Whether ranks are told of another order of the items."""
 
     def __init__(
         self, obj: Any, kind: str, read: Callable[[], dict[Any, Any]], told: dict[Any, Any] | None = None
@@ -127,20 +124,9 @@ class Table(Facet):
             and all(map(operator.is_, now.values(), told.values()))
         ):
             return []
-        found = [Change(self.kind, key, now.get(key, MISSING)) for key in told if key is not UNKNOWN]
+        found = [Change(self.kind, key, now.get(key, MISSING)) for key in told]
         found += [Change(self.kind, key, value) for key, value in list(now.items()) if key not in told]
-        found = [each for each in found if not self._is_told(each)]
-        if self.kind == "item":
-            own = {key: key for key in now}
-            # Equal keys of different types: 1 has become True.
-            for key in [key for key in told if key in own and type(own[key]) is not type(key)]:
-                found += [Change("item", key, MISSING), Change("item", own[key], now[key])]
-            order = [key for key in told if key in now]
-            order += [key for key in now if key not in told]
-            # UNKNOWN as a key: the ranks may have either order.
-            if self.is_ordered and (order != list(now) or UNKNOWN in told):
-                found.append(Change("order", None, tuple(now)))
-        return found
+        return [each for each in found if not self._is_told(each)]
 
     def _is_told(self, change: Change) -> bool:
         """Whether the ranks have a unit already. Binding a name to an equal number or text is no change."""
@@ -152,24 +138,17 @@ class Table(Facet):
         return False
 
     def tell(self, change: Change) -> None:
-        if change.kind == "order":
-            self.told = {key: self.told[key] for key in change.value if key in self.told}
-        elif change.value is MISSING:
+        if change.value is MISSING:
             self.told.pop(change.key, None)
         else:
             self.told[change.key] = change.value
 
     def forget(self, change: Change) -> None:
-        if change.kind == "order":
-            self.told[UNKNOWN] = UNKNOWN
-        else:
-            self.told[change.key] = UNKNOWN
+        self.told[change.key] = UNKNOWN
 
 
 class Names(Table):
     """The globals that functions name, whether they exist or not. On a rank they lie in a dict of their own."""
-
-    is_ordered = False
 
     def __init__(self, namespace: dict[str, Any]) -> None:
         self.names: set[str] = set()
@@ -183,12 +162,16 @@ class Names(Table):
 
 
 class Elements(Facet):
-    """The elements of a list, a deque, a set or an array of objects, compared one by one by identity."""
+    """The elements of a dict, a list, a deque, a set or an array of objects, compared one by one by identity.
+
+    They are sent together: if one differs, the ranks' container gets what the program's holds.
+    """
 
     def __init__(self, obj: Any) -> None:
         self.obj = obj
-        self.iterable: Any = _Flat(obj) if isinstance(obj, np.ndarray) else obj
-        self.told: Any = tuple(self.iterable)
+        flat = _Flat(obj) if isinstance(obj, np.ndarray) else _Pairs(obj) if isinstance(obj, dict) else obj
+        self.iterable: Any = flat
+        self.told: Any = tuple(flat)
 
     def is_current(self) -> bool:
         now = self.iterable
@@ -196,27 +179,33 @@ class Elements(Facet):
 
     def changes(self) -> list[Change]:
         now = tuple(self.iterable)
-        if len(now) == len(self.told) and not isinstance(self.obj, (set, np.ndarray)):
-            differ = itertools.compress(range(len(now)), map(operator.is_not, self.told, now))
-            places = [place for place in differ if not is_same(self.told[place], now[place])]
-            if len(places) <= max(4, len(now) // 4):
-                if not places:
-                    self.told = now
-                return [Change("element", place, now[place]) for place in places]
-        elif len(now) == len(self.told) and all(map(is_same, self.told, now)):
+        if len(now) == len(self.told) and all(map(is_same, self.told, now)):
             self.told = now
             return []
         return [Change("elements", None, _copy_of(self.obj))]
 
     def tell(self, change: Change) -> None:
-        if change.kind == "elements":
-            # Not what is there by now: while the change was pickled, another thread may have added more.
-            self.told = tuple(self.iterable) if isinstance(self.obj, np.ndarray) else change.value
+        # Not what is there by now: while the change was pickled, another thread may have added more.
+        if isinstance(self.obj, np.ndarray):
+            self.told = tuple(self.iterable)
         else:
-            self.told = (*self.told[: change.key], change.value, *self.told[change.key + 1 :])
+            self.told = tuple(itertools.chain(*zip(*change.value))) if isinstance(self.obj, dict) else change.value
 
     def forget(self, change: Change) -> None:
         self.told = (UNKNOWN,) * (len(self.told) + 1)
+
+
+class _Pairs:
+    """Reads a dict as if it were a list of its keys, followed by its values, past the methods of a subclass."""
+
+    def __init__(self, table: dict[Any, Any]) -> None:
+        self._table, self._base = table, base_of(table)
+
+    def __len__(self) -> int:
+        return 2 * self._base.__len__(self._table)
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.chain(self._base.keys(self._table), self._base.values(self._table))
 
 
 class _Flat:
@@ -318,16 +307,10 @@ def _copy_of(obj: Any) -> Any:
     """Return the elements of a container in a new one, which has no node."""
     if isinstance(obj, np.ndarray):
         return obj.copy()
-    return tuple(obj)
+    return tuple(base_of(obj).items(obj) if isinstance(obj, dict) else obj)
 
 
 # -- which facets an object has ---------------------------------------------------------------------------------------
-
-
-def items(obj: dict[Any, Any]) -> Table:
-    """Return the facet of a dict. Items are read past the methods of a subclass."""
-    base = base_of(obj)
-    return Table(obj, "item", lambda: dict(base.items(obj)))
 
 
 def base_of(table: dict[Any, Any]) -> type[dict[Any, Any]]:

@@ -30,7 +30,6 @@ from synk._master.code.facets import (
     attributes,
     contents,
     factory,
-    items,
     recipe_of,
     table_of,
 )
@@ -179,9 +178,7 @@ class PartsPickler(HandlePickler):
         if data is not None:
             self._trees[id(obj)] = len(self._trees)
             return (data,)
-        if kind is dict:
-            self._meet(obj, items)
-        elif kind in (list, set, deque):
+        if kind in (dict, list, set, deque):
             self._meet(obj, Elements)
         elif kind is bytearray:
             self._meet(obj, RawContents)
@@ -350,7 +347,7 @@ class PartsPickler(HandlePickler):
                 self._come_first(code)
         makers: list[Callable[[Any], Facet]] = []
         if isinstance(obj, dict):
-            makers += [items, factory] if isinstance(obj, defaultdict) else [items]
+            makers += [Elements, factory] if isinstance(obj, defaultdict) else [Elements]
         elif isinstance(obj, bytearray):
             makers.append(RawContents)
         elif isinstance(obj, _CONTAINERS) or type(obj) is np.ndarray:  # an array of objects

@@ -22,7 +22,7 @@ from synk._master.code.comparisons import (
     memcmp,
     place_of_pointers,
 )
-from synk._master.code.facets import UNKNOWN, Change, Elements, Facet, items
+from synk._master.code.facets import UNKNOWN, Change, Elements, Facet
 
 SMALLEST = 1000
 """A tree of fewer containers has a facet for each of them."""
@@ -124,7 +124,7 @@ def plain_facet(obj: Any, *others: Any) -> tuple[Facet, bytes] | None:
         return tree, tree.data
     if len(found[0]) > 1 or len(obj) < SMALLEST or type(obj) is tuple:
         return None
-    facet: Facet = items(obj) if type(obj) is dict else Elements(obj)
+    facet = Elements(obj)
     data = pickle.dumps(obj, protocol=5)
     return (facet, data) if facet.is_current() else None  # another thread writes
 

@@ -134,15 +134,6 @@ def change(kind: str, target: Any, key: Any, value: Any) -> None:
     """Apply a change to an object of this rank. Runs no properties and works on frozen classes."""
     if kind in ("item", "attribute", "cell"):
         _bind(kind, target, key, value)
-    elif kind == "order":
-        base = _base_of(target)
-        for each in [each for each in value if each in dict.keys(target)]:
-            base.__setitem__(target, each, base.pop(target, each))
-    elif kind == "element":
-        if key < len(target):
-            target[key] = value
-        else:  # the rank has shortened its own list: do not lose the program's value
-            target.append(value)
     elif kind in ("elements", "tree"):
         _fill(target, value)
     elif kind == "contents":
@@ -236,9 +227,13 @@ def _fill(target: Any, value: Any) -> None:
         target[...] = value
     elif isinstance(target, (list, bytearray)):
         target[:] = value
+    elif isinstance(target, dict):
+        base = _base_of(target)
+        base.clear(target)
+        base.update(target, value)
     else:
         target.clear()
-        (target.update if isinstance(target, (set, dict)) else target.extend)(value)
+        (target.update if isinstance(target, set) else target.extend)(value)
 
 
 def _write(target: Any, value: Any) -> None:
