@@ -27,6 +27,7 @@ from synk._master.code.facets import (
     MISSING,
     UNKNOWN,
     Change,
+    Elements,
     Facet,
     Names,
     State,
@@ -134,14 +135,13 @@ class Book(Shelf):
             fresh = [node for node in nodes if node not in seen or node in again or isinstance(node.facets[0], Names)]
             is_last = seen.issuperset(fresh)
             seen.update(fresh)
-            is_all, holders = self._replace(fresh, function_id)
-            if is_all:
+            if self._replace(fresh, function_id):
                 parcel = self._pack([("function", function_id, options)])
                 self._entries[function_id] = _Entry(fn, parcel)
                 self.sent_anew.add(function_id)
             named = self.named_of(function_id)
             # What holds replaced objects comes last: a rank may make them from copies of objects that change now.
-            for node in filter(self._is_known, sorted(fresh, key=holders.__contains__) if holders else fresh):
+            for node in filter(self._is_known, sorted(fresh, key=_lacks_parts)):
                 is_open = isinstance(node.facets[0], (Names, _Imported)) or isinstance(node.obj, types.CellType)
                 if is_open or node in again or node.parcel.number in packed_before:
                     again.discard(node)
@@ -293,24 +293,20 @@ class Book(Shelf):
 
     # -- objects that can only be replaced ----------------------------------------------------------------------------
 
-    def _replace(self, nodes: Sequence[Node], function_id: int) -> tuple[bool, set[Node]]:
+    def _replace(self, nodes: Sequence[Node], function_id: int) -> bool:
         """Forget objects that no change can bring up to date, so that their holders get new ones.
 
-        Return whether the function itself must be sent again, because no facet holds one of these objects, and the
-        holders of the others.
+        Return whether the function itself must be sent again, because no facet holds one of these objects.
         """
         is_all = False
-        found: set[Node] = set()
         pending = [node for node in nodes if self._must_be_replaced(node)]
         while pending:
             node = pending.pop()
             if not node.facets:
                 continue
             self._forget(node)
-            nodes_now = self.nodes_of(function_id)
-            holders = {each for each in nodes_now if sum(_unbind(facet, {id(node.obj)}) for facet in each.facets)}
-            is_all = is_all or not holders
-            found |= holders
+            facets = [facet for each in self.nodes_of(function_id) for facet in each.facets]
+            is_all = not sum(_unbind(facet, {id(node.obj)}) for facet in facets) or is_all
             pending += [each for each in self.nodes_of(function_id) if self._must_be_replaced(each)]
         if is_all:
             for node, name in self.named_of(function_id):
@@ -322,7 +318,7 @@ class Book(Shelf):
                     self.known.pop(id(node.obj), None)
                 elif isinstance(node.facets[0], _Imported):
                     _unbind(node.facets[0], again)
-        return is_all, found
+        return is_all
 
     def _must_be_replaced(self, node: Node) -> bool:
         return any(facet.is_unfit(self.known.keys()) for facet in node.facets)
@@ -625,6 +621,19 @@ def _unbind(facet: Facet, ids: Container[int]) -> int:
         facet.forget(Change("elements", None, None))
         return 1
     return 0
+
+
+def _lacks_parts(node: Node) -> bool:
+    """Whether the ranks must be told anew of something that an object holds."""
+    for facet in node.facets:
+        told = getattr(facet, "told", ())
+        if isinstance(facet, Elements):
+            told = told[:1]  # all or none
+        elif isinstance(told, dict):
+            told = tuple(told.values())
+        if isinstance(told, tuple) and any(each is UNKNOWN for each in told):
+            return True
+    return False
 
 
 def _unbind_state(facet: State, ids: Container[int]) -> int:

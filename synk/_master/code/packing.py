@@ -276,7 +276,7 @@ class PartsPickler(HandlePickler):
             self.leave_out(state)
         if not (self._parcel.is_optional or isinstance(obj, enum.EnumMeta)):
             table = reduced[2][0]
-            for name in [name for name, value in table.items() if _comes_later(name, value)]:
+            for name in [name for name in facet.told if name in table and _comes_later(name, table[name])]:
                 del table[name], facet.told[name]
         return reduced
 

@@ -534,9 +534,6 @@ class Bench:
     def late(self, obj: Any, act: str, *args: Any) -> None:
         """Change a large array or list where calls may miss it, and say so."""
         getattr(obj, act)(*args)
-        for _, f in self._functions.values():
-            if f is not None:
-                f.refresh()
 
     # -- comparing
 
