@@ -179,11 +179,28 @@ def _members(name: str, table: Any, prefix: str = "", steps: tuple[tuple[str, An
                 yield Located(value, name, place)
                 if isinstance(value, type):
                     yield from _members(name, vars(value), f"{prefix}{key}.", place)
+                else:
+                    yield from _wrapped_in(Located(value, name, place), {id(value)})
         elif isinstance(value, _WRAPPERS) and steps:
             for part in _PARTS:
                 inner = getattr(value, part, None)
                 if isinstance(inner, types.FunctionType) and inner.__module__ == name:
                     yield Located(inner, name, (*place, ("attribute", part)))
+
+
+def _wrapped_in(located: Located, seen: set[int]) -> Iterator[Located]:
+    """Yield the functions of the same module that a function keeps in its cells, as one that a decorator made does."""
+    for index, cell in enumerate(located.obj.__closure__ or ()):
+        try:
+            inner = cell.cell_contents
+        except ValueError:  # empty
+            continue
+        if isinstance(inner, types.FunctionType) and inner.__module__ == located.module and id(inner) not in seen:
+            seen.add(id(inner))
+            steps = (*located.steps, ("closure", index), ("attribute", "cell_contents"))
+            found = Located(inner, located.module, steps)
+            yield found
+            yield from _wrapped_in(found, seen)
 
 
 def methods_in(module: types.ModuleType) -> list[Located]:
