@@ -332,15 +332,21 @@ class Session:
         self.memory.released.append(segment)
         self.reclaim()
 
+    def drop_function(self, function_id: int, plans: Any) -> None:
+        """Forget a function that no longer exists: now if nothing is running, else when the next operation begins."""
+        self.functions.dropped.append((function_id, plans))
+        self.reclaim()
+
     def reclaim(self) -> None:
         """Free what finalizers dropped if nothing is running."""
-        if self.memory.has_dropped:
+        if self.memory.has_dropped or self.functions.is_worth_freeing():
             self.if_free(self._free_if_idle)
 
     def _free_if_idle(self) -> None:
         # Under the lock: before, another thread could submit a call that reads what was dropped.
         if not self.queue.calls and not self.workers.requests:
             self.memory.free_dropped()
+            self.functions.free_dropped()
 
     def grow_staging(self, lane: Lane, nbytes: int) -> Segment:
         """Return the staging segment of a lane, which holds at least ``nbytes`` bytes after this."""

@@ -242,7 +242,7 @@ class Callee:
         session.functions.bound.add(self)
         _waiting.pop(self, None)
         if is_new:
-            dropped = weakref.finalize(self, session.functions.dropped.append, (self.id, self.plans.by_key))
+            dropped = weakref.finalize(self, session.drop_function, self.id, self.plans.by_key)
             dropped.atexit = False  # the user's own exit handlers may still call it
 
     def forget_sent(self) -> None:

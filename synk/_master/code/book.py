@@ -407,6 +407,8 @@ class Book(Shelf):
 
     def commit(self) -> None:
         """Everything packed has arrived everywhere: discard what it replaced."""
+        self._sent, self._again = [], set()
+        self.prepared.clear()
         self.unsettled.clear()
         self._modules_before.clear()
         self.collect()

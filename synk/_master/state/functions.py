@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import time
 import types
 import weakref
 from collections import deque
@@ -29,6 +30,9 @@ _ON_RESTART = 0
 
 
 _NUM_MAPPED = 8
+_QUICK_S = 0.001
+_PATIENCE = 20
+"""Many functions that are dropped one after the other are not forgotten one by one: each time all others are looked at."""
 
 
 class MappedFunctions:
@@ -94,6 +98,7 @@ class Functions:
         self.bound: weakref.WeakSet[Any] = weakref.WeakSet()
         self.ids = itertools.count(1)
         self.dropped = Dropped(workers.log)
+        self._freed_s = self._freeing_s = 0.0
         self.mapped = MappedFunctions()
         self.book = Book(self)
 
@@ -124,6 +129,7 @@ class Functions:
         """Have the workers forget functions that no longer exist, and their plans."""
         if not self.dropped:
             return
+        began = time.monotonic()
         while self.dropped:
             function_id, plans = self.dropped.popleft()
             self.book.forget_function(function_id)
@@ -131,6 +137,13 @@ class Functions:
                 self._workers.log.drop_held("plan", cached.plan.plan_id)
             self._workers.log.drop("function", function_id)
         self.book.collect()
+        self._freed_s = time.monotonic()
+        self._freeing_s = self._freed_s - began
+
+    def is_worth_freeing(self) -> bool:
+        """Whether functions were dropped, and it takes little of the time to forget them now."""
+        is_quick = self._freeing_s < _QUICK_S or time.monotonic() - self._freed_s > _PATIENCE * self._freeing_s
+        return is_quick and bool(self.dropped)
 
     # -- loading ------------------------------------------------------------------------------------------------------
 

@@ -334,6 +334,17 @@ def test_objects_are_let_go_of_with_the_last_function_that_needs_them(shared_run
     assert count(X) == [0, 0]
 
 
+def test_a_dropped_function_lets_go_of_what_it_captured_at_once(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    rt.function(lambda x: x, outputs="gather")(X)
+    table = np.ones(100_000)
+    f, alive = rt.function(lambda x: x + table[0], outputs="gather"), weakref.ref(table)
+    f(X)
+    del f, table
+    gc.collect()
+    assert alive() is None
+
+
 @pytest.mark.parametrize("num_workers", [2, "inline"])
 def test_functions_that_live_go_on_when_others_are_dropped(shared_runtimes: Any, num_workers: Any) -> None:
     rt = shared_runtimes[num_workers]
