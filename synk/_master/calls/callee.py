@@ -311,6 +311,7 @@ def distribute(session: Session, only: Sequence[Callee] | None = None, *, deadli
         function.record.add_captured(nbytes_of[function.id])
     if len(functions) == 1:
         functions[0].large_changes.note(functions[0].fn, sent, session.counters["calls"])
+        functions[0].large_changes.note_restless(functions[0].fn, book.restless.values())
 
 
 def _referred(function: Callee, book: Book) -> Referred:

@@ -91,6 +91,8 @@ class Book(Shelf):
         How much has been packed so far.
     sent_anew : set of int
         Functions that were sent again as a whole: the workers' plans still hold the earlier version.
+    restless : dict of int to object
+        By id, what the last update has sent and whose pickle is another one already: it is sent with each update.
     """
 
     def __init__(self, host: Host) -> None:
@@ -100,8 +102,10 @@ class Book(Shelf):
         self._entries: dict[int, _Entry] = {}
         self.packed_nbytes = 0
         self.sent_anew: set[int] = set()
+        self.restless: dict[int, Any] = {}
         self._sent: list[tuple[Any, int]] = []  # of this update: what had changed, and its size
         self._again: set[Node] = set()  # in this update: what must be looked at once more
+        self._packed_before: set[int] = set()  # the numbers of the parcels from before this update
         self._methods_met: set[str] = set()  # modules whose methods were compared in this update
         self._reached: dict[frozenset[str], list[str]] = {}  # a cache, cleared by each update
 
@@ -122,7 +126,8 @@ class Book(Shelf):
         self._note_reloads()
         sent = self._sent = []
         again = self._again = set()
-        packed_before = set(self.parcels)
+        self.restless.clear()
+        packed_before = self._packed_before = set(self.parcels)
         if not self.has(function_id, fn):
             parcel = self._pack([("function", function_id, options)])
             self._entries[function_id] = _Entry(fn, parcel)
@@ -168,6 +173,8 @@ class Book(Shelf):
                     continue  # what came first has brought it
                 is_renewed = not isinstance(facet, Table) or (change.kind, change.key) in node.sources
                 nbytes = self._pack_change(node, facet, change)
+                if isinstance(facet, State) and not facet.is_current():
+                    self.restless[id(node.obj)] = node.obj
                 if not is_renewed:  # sent for the first time: counts as part of the function
                     nbytes = 0
                 sent.append((change.value if change.kind in ("item", "attribute", "cell") else node.obj, nbytes))
@@ -321,7 +328,12 @@ class Book(Shelf):
         return is_all
 
     def _must_be_replaced(self, node: Node) -> bool:
-        return any(facet.is_unfit(self.known.keys()) for facet in node.facets)
+        if not any(facet.is_unfit(self.known.keys()) for facet in node.facets):
+            return False
+        if node.parcel.number not in self._packed_before:  # sent just now: it would never end
+            self.restless[id(node.obj)] = node.obj
+            return False
+        return True
 
     # -- the user's modules -------------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synk._pure.alike import NUMBERS, alike, is_same_value, keep
+from synk._pure.alike import NUMBERS, alike, is_same_value, kept
 from synk._pure.interrupts import is_from_handler
 
 MISSING: Any = enum.Enum("Missing", "MISSING").MISSING  # type: ignore[attr-defined]
@@ -280,12 +280,18 @@ class State(Facet):
         if change.kind == "attribute" and change.value is MISSING:
             self.told[2].pop(change.key, None)
         elif change.kind == "attribute":
-            self.told[2][change.key] = keep(change.value)
+            again = self._now()[2]
+            value = again.get(change.key, change.value) if type(again) is dict else change.value
+            self.told[2][change.key] = kept(change.value, value, _ignore)
         else:
-            self.told = (*self.told[:2], keep(change.value))
+            self.told = (*self.told[:2], kept(change.value, self._now()[2], _ignore))
 
     def forget(self, change: Change) -> None:
         self.told = (*self.told[:2], UNKNOWN)
+
+
+def _ignore(part: Any) -> None:
+    """Take no note of what a recipe has made."""
 
 
 def recipe_of(reduced: Any) -> tuple[Any, Any, Any]:

@@ -32,7 +32,7 @@ _ON_RESTART = 0
 _NUM_MAPPED = 8
 _QUICK_S = 0.001
 _PATIENCE = 20
-"""Many functions that are dropped one after the other are not forgotten one by one: each time all others are looked at."""
+"""Many functions that are dropped one by one are forgotten together: each time, all that are left are looked at."""
 
 
 class MappedFunctions:

@@ -337,10 +337,14 @@ def test_objects_are_let_go_of_with_the_last_function_that_needs_them(shared_run
 def test_a_dropped_function_lets_go_of_what_it_captured_at_once(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     rt.function(lambda x: x, outputs="gather")(X)
-    table = np.ones(100_000)
-    f, alive = rt.function(lambda x: x + table[0], outputs="gather"), weakref.ref(table)
+
+    def made() -> tuple[Any, Any]:
+        table = np.ones(100_000)
+        return rt.function(lambda x: x + table[0], outputs="gather"), weakref.ref(table)
+
+    f, alive = made()
     f(X)
-    del f, table
+    del f
     gc.collect()
     assert alive() is None
 

@@ -10,6 +10,7 @@ import copyreg
 import gc
 import itertools
 import re
+import time
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque  # noqa: F401
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -183,6 +184,50 @@ def test_a_generator_that_the_rank_draws_from_goes_on_until_the_program_draws(sh
         rng.random()
     assert f(X) == [reference[3]] * 2
     assert f(X) == [reference[4]] * 2
+
+
+class Restless:
+    """Its pickle is another one each time, in the maker's arguments or in the state."""
+
+    def __init__(self, part: str, k: int) -> None:
+        self.part, self.k = part, k
+
+    def __reduce__(self) -> Any:
+        number = time.perf_counter_ns()
+        if self.part == "arguments":
+            return _restless, (self.part, self.k, number)
+        return _restless, (self.part, self.k, 0), {"number": number}
+
+
+def _restless(part: str, k: int, number: int) -> Restless:
+    return Restless(part, k)
+
+
+@pytest.mark.parametrize("part", ["arguments", "state"])
+def test_what_is_pickled_differently_each_time_is_sent_each_time(shared_runtimes: Any, part: str) -> None:
+    """One warning names it, because what a rank changes in it is lost."""
+    held = {"inner": Restless(part, 1)}
+
+    def step(x: np.ndarray) -> int:
+        held["inner"].k += 1
+        return held["inner"].k
+
+    f = shared_runtimes[2].function(step, outputs="first")
+    with pytest.warns(UserWarning, match=r"captured held\['inner'\], whose pickle is another one each time") as caught:
+        first = [f(X) for _ in range(4)]
+    assert len(caught) == 1
+    assert first == ([2, 2, 2, 2] if part == "arguments" else first)
+    held["inner"].k = 10
+    assert f(X) >= 11
+
+
+def test_a_generator_of_torch_that_the_program_has_seeded_anew_goes_on_from_there(shared_runtimes: Any) -> None:
+    torch = pytest.importorskip("torch")
+    generator = torch.Generator().manual_seed(3)
+    f = shared_runtimes[2].function(lambda x: float(torch.rand(1, generator=generator)), outputs="first")
+    for seed in (3, 7, 8):
+        generator.manual_seed(seed)
+        assert [f(X) for _ in range(3)] == torch.rand(3, generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def test_objects_that_two_functions_capture_are_one_on_each_rank(shared_runtimes: Any) -> None:
