@@ -11,6 +11,7 @@ import textwrap
 from typing import Any
 
 import numpy as np
+import pytest
 from contents import text
 
 X = np.arange(4.0)
@@ -156,6 +157,28 @@ def test_what_a_hook_names_is_there_before_it_runs(subtests: Any, shared_runtime
             of_argument = rt.function(lambda x, obj, show=show: show(obj), bcast_inputs="obj", outputs="first")
             assert of_argument(X, made) == show(made)
             assert [*rt.map(show, [made])] == [show(made)]
+
+
+ATTRS = {
+    "define": "@attrs.define\nclass Config:\n    rate: float",
+    "frozen": "@attrs.frozen\nclass Config:\n    rate: float",
+    "with a validator": (
+        "@attrs.define\nclass Config:\n    rate: float = attrs.field(converter=float, validator=positive)"
+    ),
+    "without slots": "@attrs.define(slots=False)\nclass Config:\n    rate: float",
+}
+
+
+def test_instances_of_attrs_load(subtests: Any, shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    for name, source in ATTRS.items():
+        names: dict[str, Any] = {"__name__": "__main__", "attrs": pytest.importorskip("attrs")}
+        exec("def positive(obj, attribute, value):\n    assert value > 0\n" + source, names)
+        held = names["Config"](2.0)
+        with subtests.test(kind=name):
+            assert rt.function(lambda x, held=held: held.rate, outputs="first")(X) == 2.0
+            assert rt.function(lambda x, each: each.rate, bcast_inputs="each", outputs="first")(X, held) == 2.0
+            assert [*rt.map(lambda each: each.rate, [held, [held][0]])] == [2.0, 2.0]
 
 
 MEMBERS = {
