@@ -332,11 +332,6 @@ class Session:
         self.memory.released.append(segment)
         self.reclaim()
 
-    def drop_function(self, function_id: int, plans: Any) -> None:
-        """Forget a function that no longer exists: now if nothing is running, else when the next operation begins."""
-        self.functions.dropped.append((function_id, plans))
-        self.reclaim()
-
     def reclaim(self) -> None:
         """Free what finalizers dropped if nothing is running."""
         if self.memory.has_dropped or self.functions.is_worth_freeing():

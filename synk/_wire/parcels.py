@@ -37,8 +37,23 @@ class Absent:
     """Stands in a parcel for the value of a name that no longer exists."""
 
 
+class Missing(types.SimpleNamespace):
+    """Stands for an object of a module that a worker could not find there. It takes changes, and raises when called."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self._error = error
+
+    def check(self) -> None:
+        """Raise the error of the worker's own import."""
+        raise self._error
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.check()
+
+
 def locate(module: str, steps: tuple[tuple[str, Any], ...]) -> Any:
-    """Return an object of a module that a worker imports itself, or an unused stand-in if there is none."""
+    """Return an object of a module that a worker imports itself, or a stand-in if there is none."""
     try:
         found: Any = importlib.import_module(module)
         for kind, key in steps:
@@ -48,8 +63,8 @@ def locate(module: str, steps: tuple[tuple[str, Any], ...]) -> Any:
                 found = vars(found)[key]
             else:
                 found = found.__closure__[key] if kind == "closure" else getattr(found, key)
-    except Exception:  # if a function needs it, the function raises its own error
-        return {} if steps and steps[-1][0] == "table" else types.SimpleNamespace()
+    except Exception as error:  # raised where a function needs it
+        return {} if steps and steps[-1][0] == "table" else Missing(error)
     return found
 
 

@@ -409,8 +409,3 @@ def test_where_there_is_nothing_to_compare_nothing_is_said(shared_runtimes: Any)
     report = shared_runtimes[2].function(lambda x: len(x), outputs=None).verify(X)
     assert report
     assert report.notes == ()
-
-
-def test_a_report_is_false_where_something_is_stale() -> None:
-    assert Report("f", ())
-    assert not Report("f", (), ("It is old.",), ("It is old.",))

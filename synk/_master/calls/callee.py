@@ -242,13 +242,21 @@ class Callee:
         session.functions.bound.add(self)
         _waiting.pop(self, None)
         if is_new:
-            dropped = weakref.finalize(self, session.drop_function, self.id, self.plans.by_key)
+            dropped = weakref.finalize(self, _drop, weakref.ref(session), self.id, self.plans.by_key)
             dropped.atexit = False  # the user's own exit handlers may still call it
 
     def forget_sent(self) -> None:
         """Release what captured objects were compared with: the runtime is closed."""
         self.plans.forget()
         self.capture = None
+
+
+def _drop(session_ref: weakref.ref[Session], function_id: int, plans: Any) -> None:
+    """Forget a function that no longer exists: now if nothing is running, else when the next operation begins."""
+    session = session_ref()
+    if session is not None:
+        session.functions.dropped.append((function_id, plans))
+        session.reclaim()
 
 
 def _warn(function: Callee | None, mean_ns: float) -> None:

@@ -29,7 +29,7 @@ SMALLEST = 1000
 
 _LEAVES = frozenset((bool, int, float, complex, str, bytes, type(None)))
 _CONTAINERS = frozenset((dict, list, tuple, set))
-_SCALARS = (np.number, np.bool_, np.datetime64)
+_SCALARS = frozenset({*np.sctypeDict.values()} - {np.object_, np.void})
 _WORD = ctypes.sizeof(ctypes.c_uint64)
 _HEAD = 2 * _WORD
 """Where a dict has its length and its version, a word that changes with it, as far as CPython has one: up to 3.13."""
@@ -41,7 +41,7 @@ def walk(root: Any) -> tuple[list[Any], set[int]] | None:
     while level:
         inner = gc.get_referents(*level)  # without keys where all are texts
         kinds = list(map(type, inner))
-        different = {kind for kind in {*kinds} - _LEAVES if not _is_scalar(kind)}
+        different = {*kinds} - _LEAVES - _SCALARS
         if not different <= _CONTAINERS:
             return None
         level = list(itertools.compress(inner, map(_CONTAINERS.__contains__, kinds))) if different else []
@@ -51,10 +51,6 @@ def walk(root: Any) -> tuple[list[Any], set[int]] | None:
         seen.update(ids)
         containers += level
     return containers, seen
-
-
-def _is_scalar(kind: type) -> bool:
-    return kind.__module__ == "numpy" and issubclass(kind, _SCALARS)
 
 
 class Tree(Facet):

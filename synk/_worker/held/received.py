@@ -19,7 +19,7 @@ import numpy as np
 
 from synk._wire.classes import is_at_home, note_brought
 from synk._wire.messages import LoadOrder, ParcelOrder
-from synk._wire.parcels import Absent, locate
+from synk._wire.parcels import Absent, Missing, locate
 
 _log = logging.getLogger("synk")
 
@@ -97,6 +97,8 @@ class Received:
         self._objects[parcel.number] = objects
         for kind, target, key, *value in actions:
             if kind == "function":
+                if isinstance(key["fn"], Missing):
+                    key["fn"].check()
                 load_function(target, key)
             elif kind.startswith("adopt "):
                 kind = kind.removeprefix("adopt ")
