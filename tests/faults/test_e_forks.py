@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import gc
-import logging
-import multiprocessing
-import os
-import signal
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from support import saboteurs
-from support.harness import Child, assert_right, mapped_memfds
-
-from synk._wire import mapping as _mapping
-from synk._wire.memory import create_fd
+from support.harness import Child
 
 Fork = Callable[..., Any]
 SIZE = (1 << 18) // 8
@@ -86,101 +78,6 @@ def test_E16_what_was_handed_out_is_each_process_s_own_after_a_fork(runtime: For
         many_results(rt)
     assert (results["gathered"] == -2).all()
     np.testing.assert_array_equal(results["nested"], copies["nested"])
-
-
-def test_E16_results_of_a_runtime_that_was_closed(runtime: Fork) -> None:
-    rt = runtime(2)
-    result = rt.function(filled, bcast_inputs=("k", "size"), outputs="sum")(1.0, SIZE, np.ones(2))
-    rt.close()
-
-    def in_child() -> None:
-        assert (result == 4).all()
-        result[:] = -1
-
-    with Child(in_child):
-        result[:] = 7
-    assert (result == 7).all()
-
-
-@pytest.mark.parametrize("how", ["thread", "signal handler", "finalizer", "multiprocessing", "child of a child"])
-def test_E16_wherever_the_fork_is_made(reused: Fork, how: str) -> None:
-    rt = reused(2)
-    f = rt.function(filled, bcast_inputs=("k", "size"), outputs="sum")
-    result, x = f(1.0, SIZE, np.ones(2)), np.ones(2)
-
-    def change_and_call() -> None:
-        for k in range(5):
-            assert (f(float(k), SIZE, x) == 2 * k + 2).all()
-        result[:] += 1
-
-    def in_child() -> None:
-        assert (result == 4).all()
-        result[:] = -1
-        if how == "child of a child":
-            with Child(lambda: in_grandchild()):
-                result[:] = -2
-
-    def in_grandchild() -> None:
-        assert (result == -1).all()
-        result[:] = -3
-
-    def fork() -> None:
-        with Child(in_child):
-            change_and_call()
-
-    if how == "thread":
-        thread = threading.Thread(target=fork)
-        thread.start()
-        thread.join()
-    elif how == "signal handler":
-        old = signal.signal(signal.SIGUSR1, lambda *_: fork())
-        try:
-            signal.raise_signal(signal.SIGUSR1)
-        finally:
-            signal.signal(signal.SIGUSR1, old)
-    elif how == "finalizer":
-        cycle: list[Any] = [type("Forking", (), {"__del__": lambda self: fork()})()]
-        cycle.append(cycle)
-        del cycle
-        gc.collect()
-    elif how == "multiprocessing":
-        told = multiprocessing.get_context("fork").Event()
-        process = multiprocessing.get_context("fork").Process(target=lambda: (told.wait(), in_child()))
-        process.start()
-        change_and_call()
-        told.set()
-        process.join()
-        assert process.exitcode == 0
-        process.close()
-    else:
-        fork()
-    assert (result == 5).all()
-    assert_right(rt)
-
-
-@pytest.mark.parametrize("what", ["memory", "descriptor"])
-def test_E16_what_another_thread_drops_meanwhile_is_left_alone(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    """The number of a descriptor that was closed may be another file's already."""
-    result = _mapping.MappedFile(create_fd(8192), 8192, is_writable=True)
-    result[:5] = b"right"
-    if what == "memory":
-        result.close()
-        result.make_private()
-        return
-    mmap, taken = _mapping.libc.mmap, []
-
-    def drop_first(*arguments: Any) -> int:
-        number = result.fd
-        result.close_fd()
-        taken.append(os.memfd_create("another file"))
-        os.ftruncate(taken[0], 8192)
-        assert taken[0] == number
-        return int(mmap(*arguments))
-
-    monkeypatch.setattr(_mapping.libc, "mmap", drop_first)
-    result.make_private()
-    assert result[:5] == b"right"
-    os.close(taken[0])
 
 
 def test_E16_a_fork_while_calls_are_in_flight(reused: Fork) -> None:
@@ -264,48 +161,6 @@ def test_E16_what_threads_write_at_the_moment_of_a_fork_is_not_lost(reused: Fork
         np.testing.assert_array_equal(result, count)
 
 
-def test_E16_a_fork_copies_nothing_and_the_pool_goes_on(runtime: Fork) -> None:
-    """A loader forks at each epoch: only results that are alive lose their buffer, and only once."""
-    rt = runtime(2)
-    f = rt.function(filled, bcast_inputs=("k", "size"), outputs="sum")
-    x, size = np.ones(2), 16 * SIZE
-    held = [f(float(k), size, x) for k in range(4)]
-    f(1.0, size, x)
-    before = saboteurs.anonymous_kb()
-    with Child(lambda: None):
-        pass
-    assert saboteurs.anonymous_kb() - before < size * 8 // 1024  # less than one of the four
-    assert [array[-1] for array in held] == [2.0, 4.0, 6.0, 8.0]
-    f(1.0, size, x)
-    mapped = mapped_memfds()
-    for k in range(10):
-        with Child(lambda: None):
-            pass
-        assert f(float(k), size, x)[-1] == 2 * k + 2
-    assert mapped_memfds() == mapped
-    del held
-    for k in range(2):
-        assert f(float(k), size, x)[-1] == 2 * k + 2
-    assert len(mapped_memfds()) == len(mapped) - 4
-
-
-def test_E16_a_result_that_cannot_be_made_private(
-    reused: Fork, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The fork goes on, and its buffer is not used again all the same."""
-    rt = reused(2)
-    f = rt.function(filled, bcast_inputs=("k", "size"), outputs="sum")
-    held = [f(1.0, SIZE, np.ones(2))]
-    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "synk"):
-        patch.setattr(_mapping.libc, "mmap", lambda *_: _mapping.FAILED)
-        child = Child(lambda: np.testing.assert_array_equal(held[0], 4.0))
-    with child:
-        held.clear()
-        for k in range(5):
-            f(float(k), SIZE, np.ones(2))
-    assert "stays shared" in caplog.text
-
-
 # ----- Data
 
 
@@ -350,18 +205,3 @@ def test_E17_data_stays_shared_with_a_child(reused: Fork) -> None:
     with Child(in_child):
         data[:] = 1
     assert (data.data == 2).all()
-
-
-def test_E17_a_child_keeps_no_memory_that_it_cannot_use(runtime: Fork) -> None:
-    """What only the runtime used is unmapped, so that it goes when the parent drops it."""
-    of_others = len(mapped_memfds())
-    rt = runtime(2)
-    w = rt.shared(np.zeros(1 << 17))
-    f = rt.function(lambda k, x: np.full(1 << 18, w.value[0] + k[0]), bcast_inputs="k", outputs="sum")
-    f(np.zeros(1 << 18), np.ones(2))
-    result = f(np.zeros(1 << 18), np.ones(2))
-    data = rt.data(np.zeros(1 << 17))
-    view = data.data
-    with Child(lambda: saboteurs.check_mapped_files(of_others + 3)):  # the ranks' numbers, the result, the Data
-        pass
-    assert (result == 0).all() and (view == 0).all()

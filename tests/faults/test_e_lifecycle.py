@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from support.harness import (
     TESTS_FOLDER,
-    Scenario,
     assert_right,
     kill_and_wait,
     pids,
@@ -237,38 +236,6 @@ def test_E8_data_that_dies_in_a_garbage_collection_during_a_call(shared_runtimes
             gc.set_threshold(*threshold)
 
 
-EXITS = {
-    "return": ("pass", 0, ""),
-    "exception": ("raise ValueError('mine')", 1, "ValueError: mine\n"),
-    "sys.exit": ("sys.exit(3)", 3, ""),
-    "in a daemon thread": (
-        "threading.Thread(target=lambda: slow(np.arange(2.0)), daemon=True).start(); time.sleep(0.3)",
-        0,
-        "",
-    ),
-}
-
-
-@pytest.mark.own_start
-@pytest.mark.parametrize("how", EXITS)
-def test_E9_exit_without_close(how: str) -> None:
-    code, status, last_line = EXITS[how]
-    result = script(
-        f"""
-        rt = synk.fork(2, backend="numpy")
-        slow = rt.function(lambda x: (time.sleep(5), x.sum())[1], outputs="sum")
-        f = rt.function(lambda x: x.sum(), outputs="sum")
-        data = rt.data(np.ones(100))
-        assert f(data) == 100
-        {code}
-        """,
-        flags=DEV,
-    ).check("", returncode=status, stderr=None)
-    assert result.stderr.endswith(last_line)
-    if not last_line:
-        assert result.stderr == ""
-
-
 @pytest.mark.own_start
 def test_E9_exit_before_the_workers_are_ready() -> None:
     script("synk.fork(2, backend='numpy')", flags=DEV).check("")
@@ -395,45 +362,6 @@ def test_E12_verbs_after_close_name_the_next_step() -> None:
     for verb in (synk.current, synk.distribute, lambda: synk.data(np.ones(2))):
         with pytest.raises((NotForkedError, ClosedError), match=r"synk\.fork\(\)"):
             verb()
-
-
-@pytest.mark.own_start
-def test_E13_fork_and_close_many_times(storm_count: Count) -> None:
-    """Descriptors, threads, mappings and children are flat after the first rounds."""
-    script(
-        f"""
-        from support.harness import assert_right, census, settled_census
-        import gc
-        baseline = None
-        for number in range({storm_count(4)}):
-            with synk.fork(1 + number % 2, backend="numpy") as rt:
-                data = rt.data(np.ones(1000))
-                assert rt.function(lambda x: x.sum(), outputs="sum")(data) == 1000
-                assert_right(rt)
-            del data, rt
-            if number >= 2:
-                baseline = baseline or census()
-                left = settled_census(baseline).leftovers(baseline)
-                assert not left, left
-        """,
-        timeout=60,
-    ).check("")
-
-
-def test_E14_many_runtimes_side_by_side(storm_count: Count) -> None:
-    """Programs that know nothing of each other, at once."""
-    code = """
-        from support.harness import assert_right
-        with synk.fork(2, backend="numpy") as rt:
-            square = rt.function(lambda x: x * x, outputs="gather")
-            for number in range(50):
-                x = np.arange(number, number + 20.0) + os.getpid()
-                assert (square(x) == x * x).all()
-    """
-    scenarios = [Scenario(code, timeout=60) for _ in range(storm_count(3))]
-    for scenario in scenarios:
-        with scenario:
-            scenario.finish().check("")
 
 
 def test_E14_two_runtimes_in_two_threads(reused: Fork) -> None:

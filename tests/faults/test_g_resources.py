@@ -106,16 +106,6 @@ def test_G2_no_worker_can_shrink_a_segment(shared_runtimes: Any) -> None:
     np.testing.assert_array_equal(data[:], np.arange(1000.0))
 
 
-def test_G2_the_master_cannot_shrink_one_either() -> None:
-    from synk._wire.memory import Segment
-
-    segment = Segment.create(8192)
-    for nbytes in (0, 4096, 1 << 20):
-        with pytest.raises(PermissionError):
-            os.ftruncate(segment.fd, nbytes)
-    segment.close()
-
-
 def test_G3_a_rank_that_cannot_take_in_its_message_keeps_nobody_waiting(reused: Fork) -> None:
     """The others are in a collective, in which it will never join: there is no time limit."""
     rt = reused(2)
@@ -130,29 +120,6 @@ def test_G3_a_rank_that_cannot_take_in_its_message_keeps_nobody_waiting(reused: 
     resource.prlimit(workers[1], resource.RLIMIT_NOFILE, limits)
     assert f(data) == 1 << 17
     assert pids(rt) == workers
-
-
-def test_G3_a_rank_that_cannot_take_in_its_message_forgets_later_what_it_was_to_forget(reused: Fork) -> None:
-    """Both what that message told it to drop, and what it holds since earlier ones and is dropped after it."""
-    rt = reused(2)
-    total = rt.function(lambda *xs: sum(x.sum() for x in xs), outputs="sum")
-    # Too large for arenas: each has a descriptor of its own.
-    before, after, new = (rt.data(np.ones(1 << 17)) for _ in range(3))
-    assert total(before, after) == 1 << 18
-    inodes = [os.fstat(data._contents.segment.fd).st_ino for data in (before, after)]
-    worker = pids(rt)[1]
-    assert set(inodes) <= mapped_memfds(worker)
-    limits = resource.prlimit(worker, resource.RLIMIT_NOFILE)
-    resource.prlimit(worker, resource.RLIMIT_NOFILE, (3, limits[1]))
-    del before
-    with pytest.raises(SharedMemoryError, match="ulimit -n"):
-        total(new)
-    resource.prlimit(worker, resource.RLIMIT_NOFILE, limits)
-    assert total(new) == 1 << 17
-    assert mapped_memfds(worker).intersection(inodes) == {inodes[1]}
-    del after
-    assert total(new) == 1 << 17
-    assert not mapped_memfds(worker).intersection(inodes)
 
 
 @pytest.mark.parametrize("where", ["start", "data", "worker"])

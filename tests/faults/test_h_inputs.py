@@ -12,7 +12,6 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from support import saboteurs
-from support.harness import assert_right, nothing_sent, pids, same_workers
+from support.harness import assert_right, nothing_sent, same_workers
 
 from synk.errors import ClosedError
 
@@ -272,39 +271,6 @@ def test_H1_lengths_differ(shared_runtimes: Any) -> None:
         assert f(np.ones(5), np.ones(6), batch=5) == 5.0
 
 
-def test_H2_no_rows_with_other_ops(shared_runtimes: Any, subtests: pytest.Subtests) -> None:
-    rt = shared_runtimes[2]
-    for op in ("first", "prod", None, max):
-        with subtests.test(op=str(op)), same_workers(rt), pytest.raises(ValueError, match=r"no rows|zero rows|0 rows"):
-            rt.function(lambda x: x.sum(), outputs=op)(np.empty(0))
-
-
-def test_H3_idle_ranks_do_not_run_and_do_not_vote(shared_runtimes: Any, subtests: pytest.Subtests) -> None:
-    outputs = ("avg", "sum", "min", "max", "prod", "gather", None)
-    for num_workers in (1, 2, 3, 4):
-        f = shared_runtimes[num_workers].function(
-            lambda x: (x.mean(), x.sum(), x.min(), x.max(), x.prod(), x, len(x)), outputs=outputs
-        )
-        with subtests.test(num_workers=num_workers):
-            for rows in range(1, 10):
-                x = np.arange(3.0, 3 + rows)
-                mean, total, low, high, product, same, lengths = f(x)
-                np.testing.assert_allclose([mean, product], [x.mean(), x.prod()], rtol=1e-15)
-                assert (total, low, high) == (x.sum(), x.min(), x.max())
-                np.testing.assert_array_equal(same, x)
-                assert lengths == [len(part) or None for part in np.array_split(x, num_workers)]
-
-
-def test_H9_memory_mapped_files(shared_runtimes: Any, tmp_path: Path) -> None:
-    path = tmp_path / "rows.npy"
-    np.save(path, PLAIN)
-    double = shared_runtimes[2].function(lambda x: 2 * x, outputs="gather")
-    modes: tuple[Any, ...] = ("r", "c")
-    for mode in modes:
-        np.testing.assert_array_equal(double(np.load(path, mmap_mode=mode)), 2 * PLAIN)
-        np.testing.assert_array_equal(np.load(path), PLAIN)
-
-
 BAD_BATCHES: dict[str, tuple[Any, tuple[type[Exception], ...]]] = {
     "index n": ([7], (IndexError,)),
     "index -n-1": ([-8], (IndexError,)),
@@ -423,50 +389,6 @@ def test_H30_data_of_another_runtime(reused: Callable[..., Any], shared_runtimes
         other.close()
         with pytest.raises((ClosedError, ValueError)):
             total(theirs)
-
-
-CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
-    "missing": ((PLAIN,), {}),
-    "none": ((), {}),
-    "unknown": ((PLAIN, PLAIN), {"q": 1}),
-    "repeated": ((PLAIN, PLAIN), {"x": PLAIN}),
-    "too many": ((PLAIN,) * 4, {}),
-}
-
-
-def test_H30_arguments_like_a_python_call(shared_runtimes: Any, subtests: pytest.Subtests) -> None:
-    rt = shared_runtimes[2]
-
-    def two(x: np.ndarray, y: np.ndarray, z: float = 1.0) -> float:
-        return (x * y).sum() * z
-
-    f = rt.function(two, bcast_inputs="z", outputs="sum")
-    with same_workers(rt):
-        for kind, (arguments, keywords) in CALLS.items():
-            with subtests.test(kind), nothing_sent(rt), pytest.raises(TypeError, match="two"):
-                f(*arguments, **keywords)
-        assert f(PLAIN, y=PLAIN) == (PLAIN * PLAIN).sum()
-        assert f(y=PLAIN, x=PLAIN, z=2.0) == 2 * (PLAIN * PLAIN).sum()
-
-
-def test_H30_names_and_ops_that_do_not_exist(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    with pytest.raises((ValueError, TypeError), match="'v'"):
-        rt.function(lambda w, x: x, bcast_inputs="v")
-    with pytest.raises(ValueError, match="'median'"):
-        rt.function(lambda x: x, outputs="median")
-    with pytest.raises(TypeError):
-        rt.function("not callable")
-    f = rt.function(lambda x: (x, x), outputs=("gather", "gather"))
-    for subset in ([2], ["a"], [-3]):
-        with pytest.raises((IndexError, KeyError, TypeError)):
-            f(PLAIN, output_subset=subset)
-    for slices in (0, -1, 1.5):
-        with pytest.raises((ValueError, TypeError)):
-            f(PLAIN, num_slices=slices)
-    with pytest.raises(ValueError):
-        rt.function(lambda x: (x, x), outputs=("gather",) * 3)(PLAIN)
-    assert len(pids(rt)) == 2
 
 
 def plain(x: Any, y: Any = 2.0) -> Any:

@@ -116,27 +116,6 @@ def test_H21_arrays_with_operators_of_their_own_are_not_combined(
                 f(PLAIN)
 
 
-def test_H21_arrays_with_operators_of_their_own_come_as_they_are(
-    shared_runtimes: Any, subtests: pytest.Subtests
-) -> None:
-    rt = shared_runtimes[2]
-
-    def try_kind(make: Callable[[np.ndarray], Any]) -> None:
-        f = rt.function(make, outputs="first", name="f")
-        for rows in (PLAIN, PLAIN, -PLAIN):
-            expected, got = make(rows[:4]), f(rows)
-            assert type(got) is type(expected)
-            np.testing.assert_array_equal(np.asarray(got), np.asarray(expected))
-            np.testing.assert_array_equal(np.ma.getmaskarray(got), np.ma.getmaskarray(expected))
-        assert [type(each) for each in rt.function(make, outputs=None)(PLAIN)] == [type(expected)] * 2
-        sliced = rt.function(make, outputs=None)(PLAIN, num_slices=2)
-        assert [type(each) for rank in sliced for each in rank] == [type(expected)] * 4
-
-    for kind, (make, _) in OF_THEIR_OWN.items():
-        with subtests.test(kind):
-            try_kind(make)
-
-
 def test_H22_generator_functions(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
 

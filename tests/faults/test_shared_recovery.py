@@ -225,17 +225,6 @@ def test_a_death_after_the_reply_loses_nothing(reused: Fork, rank: int) -> None:
     state.check_steps(expected)
 
 
-def test_a_death_while_new_buffers_are_handed_out_changes_nothing(reused: Fork) -> None:
-    """The first assignment of a variable takes a second exchange: a rank dies in between."""
-    rt = reused(2, failpoint("call.after_reply", rank=1, nth=2))
-    pids(rt)
-    state = State(rt)
-    values = [[rt.get_value(variable, rank) for rank in range(2)] for variable in state.variables]
-    with pytest.raises(WorkerDied):
-        state.step(state.rows)
-    state.check_steps(values)
-
-
 def test_a_death_while_idle_loses_nothing(reused: Fork, subtests: pytest.Subtests) -> None:
     """All of the ranks may die: no worker is needed to bring a value back."""
     rt = reused(2)
@@ -249,40 +238,6 @@ def test_a_death_while_idle_loses_nothing(reused: Fork, subtests: pytest.Subtest
             with pytest.warns(RuntimeWarning, match="started again"):
                 assert_same(rt.get_value(state.nested, 1), values[2][1])
             state.check_steps(values)
-
-
-VERBS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
-    "all_reduce": (lambda rt, w: rt.all_reduce(w, "sum"), "collective.after"),
-    "reduce": (lambda rt, w: rt.reduce(w, "sum"), "collective.before"),
-    "reduce to the master": (lambda rt, w: rt.reduce(w, "sum", in_place=False), "collective.after"),
-    "all_gather": (lambda rt, w: rt.all_gather(w), "collective.before"),
-}
-
-
-def test_a_death_inside_a_collective_changes_nothing(reused: Fork, subtests: pytest.Subtests) -> None:
-    values = [np.full(BIG, 1.0), np.full(BIG, 2.0)]
-    total, both = np.full(BIG, 3.0), np.concatenate(values)
-    expected = {
-        "all_reduce": [total, total],
-        "reduce": [total, values[1]],
-        "reduce to the master": values,
-        "all_gather": [both, both],
-    }
-    rt = reused(2)
-    for name, (verb, step) in VERBS.items():
-        with subtests.test(name):
-            w = rt.shared(np.zeros(BIG))
-            for rank, value in enumerate(values):
-                rt.set_value(w, value, rank=rank)
-            arm(rt, failpoint(step, 1))
-            with pytest.raises(WorkerDied) as died:
-                verb(rt, w)
-            assert died.value.ranks == (1,)
-            assert_same(everywhere(rt, w), values)
-            got = verb(rt, w)
-            assert_same(everywhere(rt, w), expected[name])
-            if got is not None:
-                assert_same(got, total)
 
 
 # ----- memory

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from support import harness
 from support.signs import hear, say, sign
 
 import synk
-from synk.errors import ClosedError, WorkerDied
+from synk.errors import WorkerDied
 
 Fork = Callable[..., Any]
 
@@ -35,13 +33,6 @@ def long_wait(x: Any, path: str) -> float:
     if synk.comm.rank == 1:
         hear(f"{path}.1")
     synk.comm.barrier()
-    return float(x.sum())
-
-
-def long_half(x: Any, path: str) -> float:
-    """Wait on rank 1 alone."""
-    if synk.comm.rank == 1:
-        hear(f"{path}.1")
     return float(x.sum())
 
 
@@ -75,29 +66,6 @@ def test_where_shows_phase_and_stack_of_each_rank(reused: Fork, tmp_path: Path) 
     assert rt.where().count("): idle\n") == 2
     assert rt.function(lambda x: x.sum(), outputs="sum")(np.ones(1)) == 1
     assert rt.where().count("): idle\n") == 2, "a rank that has loaded a function and gets no rows"
-
-
-def held_in_c(x: Any, path: str) -> float:
-    """Wait in C until the test says go, with the interpreter's lock held."""
-    file = ctypes.PyDLL(None).open(f"{path}.{synk.comm.rank}".encode(), os.O_RDONLY)
-    os.close(file)
-    return float(x.sum())
-
-
-def test_where_tells_of_workers_that_cannot_answer(runtime: Fork, tmp_path: Path) -> None:
-    """Those that hold the interpreter, in C; those that are stopped."""
-    rt = runtime(2)
-    pids = harness.pids(rt)
-    with stuck_call(rt, held_in_c, tmp_path / "go", (0, 1)):
-        assert harness.wait_for(lambda: rt.where().count("in held_in_c") == 2)
-    os.kill(pids[0], signal.SIGSTOP)
-    assert harness.wait_for(lambda: (harness.process_stat(pids[0]) or ("", ""))[1] == "T")
-    text = rt.where()
-    os.kill(pids[0], signal.SIGCONT)
-    assert "stopped (SIGSTOP)" in text
-    rt.close()
-    with pytest.raises(ClosedError):
-        rt.where()
 
 
 EXPLAINED: dict[Callable[..., Any], tuple[tuple[int, ...], tuple[str, ...]]] = {
@@ -140,17 +108,6 @@ def test_a_bad_number_in_the_environment_is_named_by_fork(
                 patch.setenv(name, text)
                 with pytest.raises(ValueError, match=rf"{name}.*'{text}'"):
                     synk.Runtime(1, backend="numpy")
-
-
-def test_an_idle_worker_sleeps(runtime: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes little of the processor's time, whatever else the machine does."""
-    for spin_us in ("0", "500", "-1"):
-        monkeypatch.setenv("SYNK_SPIN_US", spin_us)
-        rt = runtime(1)
-        process_time = rt.function(lambda row: time.process_time(), outputs="max")
-        before = process_time(np.ones(1))
-        time.sleep(0.5)
-        assert process_time(np.ones(1)) - before < 0.25  # a worker that never sleeps would have used all of it
 
 
 # ----- calls that are repeated

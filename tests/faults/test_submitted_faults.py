@@ -9,7 +9,6 @@ import contextlib
 import gc
 import os
 import random
-import resource
 import signal
 import threading
 import time
@@ -26,7 +25,6 @@ from support.harness import (
     FAILPOINTS,
     arm,
     assert_right,
-    census,
     children,
     ctrl_c_when,
     failpoint,
@@ -35,8 +33,6 @@ from support.harness import (
     pids,
     replaced_workers,
     same_workers,
-    script,
-    settled_census,
     wait_for,
     wait_until_dead,
     waits_in_synk,
@@ -45,7 +41,7 @@ from support.seeds import seeds
 from support.signs import hear, say, sign
 
 import synk
-from synk.errors import CallCancelled, CallTimeout, ReentrancyError, SharedMemoryError, WorkerDied
+from synk.errors import CallCancelled, CallTimeout, ReentrancyError, WorkerDied
 
 Fork = Callable[..., Any]
 X = np.ones(4)
@@ -310,14 +306,6 @@ def test_E_a_forked_copy_cannot_ask(reused: Fork, tmp_path: Path, subtests: pyte
     assert_right(rt)
 
 
-def test_E_the_program_may_end_with_calls_in_flight() -> None:
-    script("""
-        rt = synk.fork(2, backend="numpy")
-        f = rt.function(lambda x: (time.sleep(1000), x.sum())[1], outputs="sum")
-        pending = [f.submit(np.ones(4)) for _ in range(3)]
-    """).check("")
-
-
 def test_E_other_threads_wait_for_what_concerns_them(reused: Fork, tmp_path: Path) -> None:
     rt = reused(2)
     do = doer(rt)
@@ -364,35 +352,3 @@ def test_E_a_runtime_dropped_with_calls_in_flight_is_collected(num_earlier: int)
 
 
 # ----- descriptors and memory
-
-
-def test_G_a_rank_that_cannot_take_in_what_is_new(reused: Fork) -> None:
-    """The call that brought it fails, and those that rely on it; then all of it is sent again."""
-    rt = reused(2)
-    total = rt.function(lambda x: x.sum(), outputs="sum")
-    assert total(X) == 4.0
-    workers = pids(rt)
-    limits = resource.prlimit(workers[1], resource.RLIMIT_NOFILE)
-    # Too large for an arena, which the rank may hold since an earlier test: each comes with a descriptor of its own.
-    data = [rt.data(np.full(1 << 17, float(k))) for k in range(3)]
-    resource.prlimit(workers[1], resource.RLIMIT_NOFILE, (4, limits[1]))
-    pending = [total.submit(data[k]) for k in (0, 0, 1)]
-    for call in pending:
-        with pytest.raises(SharedMemoryError):
-            call.result()
-    resource.prlimit(workers[1], resource.RLIMIT_NOFILE, limits)
-    assert [call.result() for call in [total.submit(each) for each in data]] == [0.0, 2.0**17, 2.0**18]
-    assert pids(rt) == workers
-
-
-def test_G_calls_take_no_descriptors_and_no_memory(runtime: Fork) -> None:
-    rt = runtime(2)
-    total = rt.function(lambda x: (x.sum(), np.full(40_000, 1.0)), outputs=("sum", "first"))
-    for call in [total.submit(X) for _ in range(4)]:
-        call.result()
-    before = census()
-    for _ in range(200):
-        pending = [total.submit(X) for _ in range(3)]
-        del pending
-    total(X)
-    assert len(settled_census(before).leftovers(before)) <= 3, "at most buffers of results that are used again"

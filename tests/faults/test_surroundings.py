@@ -9,11 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.harness import PACKAGE_FOLDER, TESTS_FOLDER, census, script
-
-import synk
-from synk._master.processes import program as _program
-from synk.errors import StartupError
+from support.harness import PACKAGE_FOLDER, TESTS_FOLDER, script
 
 pytestmark = pytest.mark.own_start
 
@@ -94,29 +90,6 @@ def test_I4_without_sys_executable(executable: str | None, base: str) -> None:
             assert rt.function(lambda x: x.sum(), outputs="sum")(np.arange(4.0)) == 6
             assert rt.function(lambda x: sys.version, outputs=None)(np.ones(1))[0] == sys.version
     """).check("")
-
-
-def test_I4_a_program_that_embeds_python_is_not_started_as_an_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", None)
-    monkeypatch.setattr(sys, "_base_executable", None)
-    real = os.readlink
-    for name in ("blender", "uwsgi", "python-app", "ipython.exe", "libpython3.11.so"):
-        monkeypatch.setattr(os, "readlink", lambda path, name=name: f"/opt/bin/{name}" if "exe" in path else real(path))
-        assert f"/opt/bin/{name}" not in list(_program._candidates())
-    for name in ("python", "python3", "python3.13t", "python3.12d", "pypy3.10"):
-        monkeypatch.setattr(os, "readlink", lambda path, name=name: f"/opt/bin/{name}" if "exe" in path else real(path))
-        assert f"/opt/bin/{name}" in list(_program._candidates())
-
-
-def test_I4_without_any_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "")
-    monkeypatch.setattr(_program, "_candidates", lambda: iter(["", "/no/such/python"]))
-    before = census()
-    with pytest.raises(StartupError, match=r"got '' as sys\.executable.*Set sys\.executable to the path of one"):
-        synk.Runtime(2, backend="numpy")
-    assert census() == before
-    with synk.Runtime(backend="numpy", inline=True) as rt:  # it starts none
-        assert rt.function(lambda x: x.sum(), outputs="sum")([2]) == 2
 
 
 # ----- standard streams
