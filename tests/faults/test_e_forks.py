@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import os
 import threading
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.harness import Child
+from support.harness import Child, assert_right, pids
+
+import synk
 
 Fork = Callable[..., Any]
+Count = Callable[[int], int]
 SIZE = (1 << 18) // 8
 """Elements of the smallest float64 output that is a view of shared memory."""
 
@@ -52,9 +59,8 @@ def many_results(rt: Any) -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.parametrize("num_workers", ["inline", 1, 2])
-def test_E16_what_was_handed_out_is_each_process_s_own_after_a_fork(runtime: Fork, num_workers: Any) -> None:
-    rt = runtime(1, inline=True) if num_workers == "inline" else runtime(num_workers)
+def test_E16_what_was_handed_out_is_each_process_s_own_after_a_fork(runtime: Fork) -> None:
+    rt = runtime(2)
     results = many_results(rt)
     copies = {name: array.copy() for name, array in results.items()}
 
@@ -97,8 +103,7 @@ def test_E16_a_fork_while_calls_are_in_flight(reused: Fork) -> None:
         held = [f(0.0, 8 * SIZE, x), *held[:2]]
 
 
-@pytest.mark.parametrize("num_forks", [8, pytest.param(30, marks=pytest.mark.storm)])
-def test_E16_forks_in_one_thread_and_calls_in_another(reused: Fork, num_forks: int) -> None:
+def test_E16_forks_in_one_thread_and_calls_in_another(reused: Fork, storm_count: Count) -> None:
     rt = reused(2)
 
     def body(k: np.ndarray, x: np.ndarray) -> Any:
@@ -125,7 +130,7 @@ def test_E16_forks_in_one_thread_and_calls_in_another(reused: Fork, num_forks: i
     thread = threading.Thread(target=call)
     thread.start()
     try:
-        for _ in range(num_forks):
+        for _ in range(storm_count(5)):
             with Child(lambda: None):
                 pass
     finally:
@@ -134,12 +139,11 @@ def test_E16_forks_in_one_thread_and_calls_in_another(reused: Fork, num_forks: i
     assert not failures
 
 
-@pytest.mark.parametrize("num_forks", [5, pytest.param(20, marks=pytest.mark.storm)])
-def test_E16_what_threads_write_at_the_moment_of_a_fork_is_not_lost(reused: Fork, num_forks: int) -> None:
+def test_E16_what_threads_write_at_the_moment_of_a_fork_is_not_lost(reused: Fork, storm_count: Count) -> None:
     """NumPy works on arrays without the interpreter's lock: a copy of the pages would miss what it writes meanwhile."""
     rt = reused(1)
     f = rt.function(lambda x: np.zeros(16 * SIZE), outputs="first")
-    for _ in range(num_forks):
+    for _ in range(storm_count(5)):
         result = f(np.ones(1))
         is_over, count = threading.Event(), 0
         is_writing = threading.Event()
@@ -164,34 +168,28 @@ def test_E16_what_threads_write_at_the_moment_of_a_fork_is_not_lost(reused: Fork
 # ----- Data
 
 
-@pytest.mark.parametrize("size", [10, 5000, 1 << 17], ids=["tiny", "small", "large"])
-@pytest.mark.parametrize("how", ["del", "free_memory", "grow", "close"])
-@pytest.mark.sampled(4)
-def test_E17_data_that_the_parent_drops_still_holds_its_values_in_a_child(reused: Fork, how: str, size: int) -> None:
+def test_E17_data_that_the_parent_drops_still_holds_its_values_in_a_child(
+    reused: Fork, subtests: pytest.Subtests
+) -> None:
     rt = reused(2)
     total = rt.function(lambda x: x.sum(), outputs="sum")
-    data = rt.data(np.arange(float(size)))
-    others = [rt.data(np.full(size, float(k))) for k in range(3)]
-    assert total(data) == np.arange(size).sum()
-    views = [data.data]
-
-    with Child(lambda: np.testing.assert_array_equal(views[0], np.arange(float(size)))):
-        views.clear()
-        if how == "del":
-            del data
-        elif how == "free_memory":
-            data.free_memory()
-        elif how == "grow":
-            data.set_length(3 * size + 10_000)
-            data[:] = -1
-        else:
-            rt.close()
-        del others
-        if how != "close":
-            gc.collect()
-            new = [rt.data(np.full(size, -2.0)) for _ in range(6)]
-            for each in new:
-                assert total(each) == -2.0 * size
+    drops: dict[str, Callable[[Any], object]] = {
+        "del": lambda data: None,
+        "free_memory": lambda data: data.free_memory(),
+        "grow": lambda data: (data.set_length(3 * len(data) + 10_000), data.__setitem__(slice(None), -1)),
+    }
+    for (how, drop), size in itertools.product(drops.items(), (10, 5000, 1 << 17)):
+        with subtests.test(how, size=size):
+            data = rt.data(np.arange(float(size)))
+            assert total(data) == np.arange(size).sum()
+            views = [data.data]
+            with Child(lambda: np.testing.assert_array_equal(views[0], np.arange(float(size)))):  # noqa: B023
+                drop(data)
+                del data
+                views.clear()
+                gc.collect()
+                new = [rt.data(np.full(size, -2.0)) for _ in range(6)]
+                assert [total(each) for each in new] == [-2.0 * size] * 6
 
 
 def test_E17_data_stays_shared_with_a_child(reused: Fork) -> None:
@@ -205,3 +203,74 @@ def test_E17_data_stays_shared_with_a_child(reused: Fork) -> None:
     with Child(in_child):
         data[:] = 1
     assert (data.data == 2).all()
+
+
+# ----- children that a function forks
+
+
+def test_E1_a_child_that_a_function_has_forked_does_not_answer(reused: Fork) -> None:
+    rt = reused(2)
+
+    def fork(x: np.ndarray) -> int:
+        return os.fork() and os.getpid()
+
+    workers = pids(rt)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(5):
+            assert rt.function(fork, outputs=None)(np.ones(2)) == workers
+            assert_right(rt)
+
+
+def test_E1_a_child_that_a_function_has_forked_is_no_rank(reused: Fork, tmp_path: Path) -> None:
+    """Its part in a collective, or in a message that its parent has asked for, would be taken for the parent's."""
+    rt = reused(2)
+
+    def f(x: np.ndarray) -> Any:
+        comm = synk.comm
+        peer = 1 - comm.rank
+        comm.barrier()
+        request = comm.irecv(peer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            pid = os.fork()
+        if not pid:
+            for act in (
+                lambda: comm.all_reduce(np.full(4, 100.0), "sum"),
+                lambda: comm.send(np.full(4, 100.0), peer),
+                lambda: comm.recv(peer),
+                request.wait,
+            ):
+                try:
+                    act()
+                except Exception as error:
+                    with open(tmp_path / str(comm.rank), "a", encoding="utf-8") as file:
+                        file.write(f"{type(error).__name__}\n")
+            os._exit(0)
+        os.waitpid(pid, 0)
+        total = comm.all_reduce(np.ones(4), "sum")
+        comm.send(np.full(4, 5.0 + comm.rank), peer)
+        return total, request.wait()
+
+    totals, received = rt.function(f, outputs=(None, None))(np.ones(2))
+    np.testing.assert_array_equal(totals, np.full((2, 4), 2.0))
+    np.testing.assert_array_equal(received, [[6.0] * 4, [5.0] * 4])
+    refused = ["ReentrancyError"] * 3 + ["CollectiveMismatch"]
+    assert [(tmp_path / str(rank)).read_text().split() for rank in range(2)] == [refused] * 2
+    assert_right(rt)
+
+
+def test_E1_a_child_that_an_item_has_forked_runs_no_other(reused: Fork, tmp_path: Path) -> None:
+    rt = reused(2)
+
+    def f(item: int) -> int:
+        with open(tmp_path / "log", "a", encoding="utf-8") as file:
+            file.write(f"{item}\n")
+        if item == 1:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                os.fork()
+        return item
+
+    assert list(rt.map(f, range(6), batch_size=6)) == [*range(6)]
+    assert sorted((tmp_path / "log").read_text().split()) == [str(item) for item in range(6)]

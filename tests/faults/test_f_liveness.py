@@ -143,7 +143,7 @@ def test_F4_workers_flood_their_output() -> None:
             assert rt.function(lambda x: x.sum(), outputs="sum")(np.arange(4.0)) == 6.0
     """).check(stderr=None)
     assert sorted(result.stdout.splitlines()) == [f"[rank {rank}] {'x' * 99}" for rank in range(2) for _ in range(5000)]
-    assert result.stderr.count("y" * 100) == 2 * 5000
+    assert result.stderr.count("y") == 2 * 5000 * 101
 
 
 def test_F4_the_masters_output_is_closed_or_full() -> None:

@@ -68,46 +68,29 @@ def test_where_shows_phase_and_stack_of_each_rank(reused: Fork, tmp_path: Path) 
     assert rt.where().count("): idle\n") == 2, "a rank that has loaded a function and gets no rows"
 
 
-EXPLAINED: dict[Callable[..., Any], tuple[tuple[int, ...], tuple[str, ...]]] = {
-    # who waits to be told, and what the log says of the call
-    long_call: ((0, 1), ("2 ranks are at work in it. Runtime.where() shows what they do.",)),
-    long_wait: ((1,), ("in long_wait", "in barrier", "rank 0 (pid", "rank 1 (pid")),
-    long_half: ((1,), ("in long_half", "rank 0 (pid")),
-}
-
-
 def test_a_long_call_is_explained_once(
-    runtime: Fork,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    subtests: pytest.Subtests,
+    runtime: Fork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("SYNK_STUCK_AFTER", "0.5")
     rt = runtime(2)
     harness.assert_right(rt)
-    for target, (ranks, words) in EXPLAINED.items():
-        with subtests.test(target.__name__), caplog.at_level(logging.WARNING, "synk"):
 
-            def messages(name: str = target.__name__) -> list[str]:
-                told = f"'{name}' has run for more than 0.5 s"
-                return [record.getMessage() for record in caplog.records if told in record.getMessage()]
+    def messages() -> list[str]:
+        told = "'long_wait' has run for more than 0.5 s"
+        return [record.getMessage() for record in caplog.records if told in record.getMessage()]
 
-            with stuck_call(rt, target, tmp_path / target.__name__, ranks):
-                assert harness.wait_for(messages)
-            assert len(messages()) == 1
-            assert all(word in messages()[0] for word in words)
+    with caplog.at_level(logging.WARNING, "synk"), stuck_call(rt, long_wait, tmp_path / "go", (1,)):
+        assert harness.wait_for(messages)
+    (text,) = messages()
+    assert all(word in text for word in ("in long_wait", "in barrier", "rank 0 (pid", "rank 1 (pid"))
 
 
-def test_a_bad_number_in_the_environment_is_named_by_fork(
-    monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
-) -> None:
+def test_a_bad_number_in_the_environment_is_named_by_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SYNK_STUCK_AFTER", "SYNK_SPIN_US"):
-        for text in ("soon", "nan", ""):
-            with subtests.test(name, text=text), monkeypatch.context() as patch:
-                patch.setenv(name, text)
-                with pytest.raises(ValueError, match=rf"{name}.*'{text}'"):
-                    synk.Runtime(1, backend="numpy")
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "soon")
+            with pytest.raises(ValueError, match=rf"{name}.*'soon'"):
+                synk.Runtime(1, backend="numpy")
 
 
 # ----- calls that are repeated
@@ -146,10 +129,3 @@ def test_retry_is_refused_where_it_has_no_meaning(shared_runtimes: Any) -> None:
     w = rt.shared(np.zeros(2))
     with pytest.raises(ValueError, match="retry=1 with updates="):
         rt.function(lambda x: (x.sum(), w.value), updates=w, retry=1)
-    with pytest.raises(ValueError, match="got retry=-1"):
-        synk.function(lambda x: x, retry=-1)
-    total = rt.function(lambda x: x.sum(), outputs="sum", retry=1)
-    with pytest.raises(ValueError, match=r"cannot submit .* retry=1"):
-        total.submit(np.ones(4))
-    with pytest.raises(ValueError, match=r"cannot stream .* retry=1"):
-        next(total.stream([np.ones(4)]))
