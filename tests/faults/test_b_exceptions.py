@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 from support import saboteurs
-from support.harness import assert_right, pids, same_workers, script
+from support.harness import assert_right, same_workers, script
 
 import synk
-from synk.errors import CallTimeout, RemoteError, SynkError, WorkerDied
+from synk.errors import CallTimeout, RemoteError, WorkerDied
 
 RANKS = np.arange(4)
 Fork = Callable[..., Any]
@@ -262,14 +262,3 @@ def test_B12_warnings_of_workers_are_shown_with_their_rank_and_may_be_errors() -
     ).check("raised careful\n", stderr=None)
     assert [result.stderr.count(f"[rank {rank}] ") > 0 for rank in range(2)] == [True, True]
     assert result.stderr.count("RuntimeWarning: careful") == 2
-
-
-def test_the_whole_family_is_one(runtime: Fork) -> None:
-    """Every error of the runtime can be caught as ``SynkError``; a user's never is one."""
-    rt = runtime(2)
-    with pytest.raises(SynkError):
-        rt.function(lambda row: saboteurs.kill_self())(np.arange(2))
-    with pytest.raises(ValueError) as caught:
-        raiser(rt, {0: lambda: ValueError("mine")})(RANKS[:2])
-    assert not isinstance(caught.value, SynkError)
-    assert len(pids(rt)) == 2

@@ -7,6 +7,7 @@ import os
 import pty
 import signal
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ import pytest
 from support import saboteurs
 from support.harness import (
     Scenario,
+    assert_right,
     ctrl_c_when,
     is_nursery,
-    outcomes,
+    pids,
     process_stat,
     replaced_workers,
     same_workers,
@@ -30,6 +32,7 @@ from support.harness import (
 from support.signs import hear, say, sign
 
 import synk
+from synk.errors import ClosedError
 
 Fork = Callable[..., Any]
 Count = Callable[[int], int]
@@ -88,130 +91,83 @@ def test_D2_a_terminals_ctrl_c_reaches_the_master_only() -> None:
     """Workers live in sessions of their own: neither a traceback of theirs nor a new pid."""
     controller, terminal = pty.openpty()
     code = """
-        from support.harness import assert_right, pids
+        from support.harness import same_workers
         os.close(os.open(os.ttyname(0), os.O_RDWR))  # becomes the controlling terminal of this session
         assert os.tcgetpgrp(0) == os.getpgrp()
         with synk.fork(2, backend="numpy") as rt:
-            before = pids(rt)
-            try:
-                print("ready", flush=True)
-                time.sleep(20)
-            except KeyboardInterrupt:
-                print("interrupted")
-            assert pids(rt) == before
-            def work(x):
-                for _ in range(2000):
-                    time.sleep(0.01)
-            rt.function(work, outputs=None)
-            try:
-                print("again", flush=True)
-                rt.function(work, outputs=None)(np.arange(2))
-            except KeyboardInterrupt:
-                print("interrupted again")
-            assert pids(rt) == before
-            assert_right(rt)
+            work = rt.function(lambda x: [time.sleep(0.01) for _ in range(10**6)], outputs=None)
+            for name, act in (("idle", lambda: time.sleep(1000)), ("call", lambda: work(np.arange(2)))):
+                with same_workers(rt):
+                    try:
+                        print(name, flush=True)
+                        act()
+                    except KeyboardInterrupt:
+                        print("interrupted", flush=True)
     """
     try:
         with Scenario(code, stdin=terminal) as scenario:
-            scenario.wait_for_line("ready")
-            os.write(controller, b"\x03")
-            scenario.wait_for_line("again")
-            os.write(controller, b"\x03")
-            scenario.finish().check("ready\ninterrupted\nagain\ninterrupted again\n")
+            for name in ("idle", "call"):
+                scenario.wait_for_line(name)
+                os.write(controller, b"\x03")
+            scenario.finish().check("idle\ninterrupted\ncall\ninterrupted\n")
     finally:
         os.close(controller)
         os.close(terminal)
 
 
-PRESSED = """
-    import warnings
-    from support import saboteurs
-    from support.harness import assert_right, pids
-    from support.signs import hear, say, sign
-    from synk.errors import CallTimeout, ClosedError
+def test_D3_ctrl_c_while_a_call_is_being_ended(runtime: Fork, tmp_path: Path, subtests: pytest.Subtests) -> None:
+    """A second Ctrl-C closes the runtime; one after a time limit only ends the wait: variables keep their values."""
 
-    warnings.simplefilter("ignore", RuntimeWarning)
+    def press_while_it_is_ended(rt: Any, limit: float | None) -> Any:
+        w, master = rt.shared(np.arange(3.0)), os.getpid()
+        holds, loops, ends = (sign(tmp_path / f"{limit} {what}") for what in ("holds", "loops", "ends"))
 
-    def case(name, way, is_limited):
-        with synk.Runtime(2, backend="numpy") as rt:
-            use(rt, name, way, is_limited)
-
-    def use(rt, name, way, is_limited):
-        w = rt.shared(np.arange(3.0))
-        before = pids(rt)
-        rt._session.workers.recovery.grace_s = 1000.0  # rank 1 never answers: only Ctrl-C ends the wait for it
-        holds, loops, ends = (sign(f"{__file__}.{name}.{what}") for what in ("holds", "loops", "ends"))
-
-        def stuck(row):
+        def stuck(row: np.ndarray) -> None:
             w.value = w.value + 1
+            if row[0]:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+                say(holds)
+                saboteurs.loop_in_c()
             try:
-                if row[0]:
-                    signal.signal(signal.SIGINT, signal.SIG_IGN)
-                    say(holds)
-                    saboteurs.loop_in_c()
                 say(loops)
                 saboteurs.loop_for_ever()
-            except BaseException:
+            finally:
                 say(ends)
-                raise
 
-        def press():
+        def is_being_ended() -> bool:
             hear(holds)
             hear(loops)
-            if not is_limited:
-                os.kill(os.getpid(), signal.SIGINT)
-            hear(ends)  # the call is being ended
-            os.kill(os.getpid(), signal.SIGINT)
+            if limit is None:
+                os.kill(master, signal.SIGINT)
+            hear(ends)
+            return True
 
+        rt._session.workers.recovery.grace_s = 1000.0  # rank 1 never answers: only Ctrl-C ends the wait for it
         f = rt.function(stuck, outputs=None)
         rt.distribute()
-        presses = threading.Thread(target=press)
-        presses.start()
-        call = None
-        try:
-            try:
-                limit = 4.0 if is_limited else None
-                if way == "submit":
-                    call = f.submit(np.arange(2), timeout=limit)
-                    call.result()
-                f(np.arange(2), timeout=limit)
-            finally:
-                presses.join()
-            raise AssertionError("the signal was swallowed")
-        except KeyboardInterrupt:
-            pass
-        if not is_limited:
-            try:
-                assert_right(rt)
-            except ClosedError as error:
-                assert "second Ctrl-C" in str(error.__cause__), error.__cause__
-            assert rt.is_closed
-            return
-        if call is not None:
-            try:
-                call.result()
-            except CallTimeout:
-                pass
-        assert (w.value == np.arange(3.0)).all(), w.value
+        with pytest.raises(KeyboardInterrupt), ctrl_c_when(is_being_ended):
+            f(np.arange(2), timeout=limit)
+        return w
+
+    with subtests.test("second"):
+        rt = runtime(2)
+        press_while_it_is_ended(rt, None)
+        with pytest.raises(ClosedError) as closed:
+            assert_right(rt)
+        assert "second Ctrl-C" in str(closed.value.__cause__)
+    with subtests.test("after a limit"):
+        rt = runtime(2)
+        before = pids(rt)
+        w = press_while_it_is_ended(rt, 2.0)
+        assert (w.value == np.arange(3.0)).all()
         assert pids(rt)[1] != before[1], "who did not answer was replaced"
         assert_right(rt)
-"""
-
-
-def test_D3_ctrl_c_while_a_call_is_being_ended(subtests: pytest.Subtests) -> None:
-    """A second Ctrl-C closes the runtime; one after a time limit only ends the wait: variables keep their values."""
-    cases = [("second", "call", False), ("limit", "call", True), ("submitted", "submit", True)]
-    for case, outcome in outcomes(PRESSED, cases).items():
-        with subtests.test(str(case)):
-            assert outcome == ""
 
 
 STORM = """
-    import random, gc
-    from support.harness import assert_right, census, pids, settled_census
+    import random
+    from support.harness import assert_right, pids
     from synk.errors import CallCancelled
-
-    SIGNAL, COUNT = {signal}, {count}
 
     class Mine(Exception):
         pass
@@ -230,84 +186,66 @@ STORM = """
         w.value = w.value + 1
         return x.sum()
 
-    double = rt.function(lambda x: 2 * x, outputs="gather")
-    large = rt.function(lambda x: np.full(40_000, x.sum()), outputs="sum")
-    blob = rt.function(lambda blob, x: len(blob["b"]) * len(x), bcast_inputs="blob", outputs="sum")
-    adding = rt.function(add, outputs="sum")
+    def multiply(blob, x):
+        return np.full(40_000, len(blob["b"]) * x.sum())
+
+    adding, large = rt.function(add, outputs="sum"), rt.function(multiply, bcast_inputs="blob", outputs="sum")
 
     def operate(pending):
         # Does one thing, and counts the assignments that were begun, and that are known to hold.
         global begun, held
         k = float(rng.randrange(1000))
         x = np.full(10, k)
-        kind = rng.choice(["double", "large", "blob", "data", "assign", "submit", "submit", "done", "result", "new"])
-        if kind == "double":
-            assert (double(x) == 2 * x).all()
-        elif kind == "large":
-            assert (large(x) == 10 * k).all()
-        elif kind == "blob":
-            assert blob({{"b": b"x" * (1 << int(k) % 20)}}, x) == 10 * (1 << int(k) % 20)
+        kind = rng.choice(["large", "data", "call", "submit", "submit", "result"])
+        if kind == "large":
+            nbytes = 1 << int(k) % 20
+            assert (large({"b": b"x" * nbytes}, x) == nbytes * 10 * k).all()
         elif kind == "data":
             data = rt.data(x)
             data.set_length(20)
             data[:] = k
-            assert double(data).sum() == 40 * k
-        elif kind == "assign":
+            assert rt.function(lambda x: k + x.sum(), outputs="sum")(data) == 22 * k
+        elif kind == "call":
             begun += 1
             assert adding(x) == 10 * k
             held += 1
         elif kind == "submit":
-            f = rng.choice([large, adding])
-            begun += f is adding
-            pending.append((f, f.submit(x), 10 * k))
-        elif kind == "new":
-            assert rt.function(lambda x: k + x.sum() / len(x), outputs="avg")(x) == 2 * k
-        elif pending and kind == "done":
-            pending[0][1].done()
+            begun += 1
+            pending.append((adding.submit(x), 10 * k))
         elif pending:
-            f, call, right = pending[0]
-            assert np.all(call.result() == right)
+            call, right = pending[0]
+            assert call.result() == right
             del pending[0]
-            held += f is adding
+            held += 1
 
     for _ in range(30):
         begun = held = 0
         operate([])
-    assert_right(rt)
     before, num_caught = pids(rt), 0
-    for number in range(COUNT):
+    for _ in range(COUNT):
         known, begun, held, pending = w.value[0], 0, 0, []
         timer = threading.Timer(rng.uniform(0, 0.01), os.kill, (os.getpid(), SIGNAL))
         try:
             timer.start()
-            while True:
+            has_come = False
+            while not has_come:
                 has_come = timer.finished.is_set()
                 operate(pending)
-                if has_come:
-                    break
         except (KeyboardInterrupt, Mine):
             num_caught += 1
         timer.join()
-        for f, call, right in pending:
+        for call, right in pending:
             try:
-                assert np.all(call.result() == right)
-                held += f is adding
+                assert call.result() == right
+                held += 1
             except CallCancelled:
                 pass
         first, second = rt.get_value(w, 0), rt.get_value(w, 1)
         assert (first == first[0]).all() and (first == second).all(), (first, second)
         assert held <= first[0] - known <= begun, (held, first[0] - known, begun)
-        assert (double(np.arange(4.0)) == 2 * np.arange(4.0)).all()
-        if number == COUNT // 2:
-            pending = timer = call = None
-            gc.collect()
-            base = census()
     assert SIGNAL != signal.SIGINT or pids(rt) == before
     assert num_caught > COUNT // 2
     assert_right(rt)
-    pending = timer = call = None
-    left = settled_census(base).leftovers(base)
-    assert len(left) < 40, left  # buffers of results that are used again
     rt.close()
 """
 
@@ -320,7 +258,8 @@ def test_D1_D4_D11_storm_of_interrupts(name: str, storm_count: Count) -> None:
     each that was told to hold does. After Ctrl-C the same workers answer.
     """
     count = storm_count(100 if name == "SIGINT" else 40)
-    script(STORM.format(signal=int(getattr(signal, name)), count=count), timeout=60 + count).check("", stderr=None)
+    code = f"SIGNAL, COUNT = {int(getattr(signal, name))}, {count}\n{textwrap.dedent(STORM)}"
+    script(code, timeout=60 + count).check("", stderr=None)
 
 
 MASTER_ENDS = {

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
-import subprocess
 import textwrap
 import threading
 from collections.abc import Callable
@@ -14,52 +11,10 @@ from typing import Any
 import pytest
 from support.harness import assert_right, script
 
-from synk._wire.descriptors import Descriptor, pipe
-
 pytestmark = pytest.mark.own_start
 
 Fork = Callable[..., Any]
 Count = Callable[[int], int]
-
-
-def is_open(fd: int) -> bool:
-    try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True
-
-
-def test_a_descriptor_is_closed_with_its_last_reference() -> None:
-    fd = Descriptor(os.open(os.devnull, os.O_RDONLY))
-    number, held = int(fd), fd
-    del fd
-    assert is_open(number)
-    assert held == number
-    del held
-    assert not is_open(number)
-
-
-def test_an_end_that_is_given_up_in_many_threads_is_closed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Owner:
-        fd: int
-
-    for _ in range(50):
-        owner = Owner()
-        owner.fd, other = pipe()
-        barrier = threading.Barrier(4)
-
-        def give_up(owner: Owner = owner, barrier: threading.Barrier = barrier) -> None:
-            barrier.wait()
-            owner.fd = -1
-
-        threads = [threading.Thread(target=give_up) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        with pytest.raises(BrokenPipeError):
-            os.write(other, b"x")
 
 
 # ----- a start that is broken off
@@ -144,71 +99,6 @@ def test_D5_ctrl_c_at_any_instruction_of_a_start_or_of_close_leaves_nothing(part
 
 
 # ----- a runtime that is closed in several threads at once
-
-
-class PausedCall:
-    """Holds up the first call of ``module.name`` in another thread until ``go`` is set."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
-        self.arrived, self.go = threading.Event(), threading.Event()
-        self._call = getattr(module, name)
-        self._is_first = [True]
-        monkeypatch.setattr(module, name, self)
-
-    def __call__(self, *args: Any) -> Any:
-        with contextlib.suppress(IndexError):
-            self._is_first.pop()
-            self.arrived.set()
-            self.go.wait()
-        return self._call(*args)
-
-
-def test_a_close_does_not_wake_a_descriptor_that_was_given_to_somebody_else(
-    runtime: Fork, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rt = runtime(1)
-    assert_right(rt)
-    paused = PausedCall(monkeypatch, os, "eventfd_write")
-    late = threading.Thread(target=rt.close)
-    late.start()
-    paused.arrived.wait()
-    rt.close()
-    mine = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(64)]  # they would get the number
-    paused.go.set()
-    late.join()
-    try:
-        for fd in mine:
-            with pytest.raises(BlockingIOError):
-                os.eventfd_read(fd)
-    finally:
-        for fd in mine:
-            os.close(fd)
-
-
-def test_a_worker_that_is_looked_at_while_it_ends_does_not_cost_a_strangers_life(
-    runtime: Fork, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rt = runtime(1)
-    assert_right(rt)
-    paused = PausedCall(monkeypatch, signal, "pidfd_send_signal")
-    said: list[str] = []
-    looking = threading.Thread(target=lambda: said.append(rt.where()))
-    looking.start()
-    paused.arrived.wait()
-    rt.close()
-    strangers = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
-    pidfds = [os.pidfd_open(stranger.pid) for stranger in strangers for _ in range(32)]
-    paused.go.set()
-    looking.join()
-    try:
-        assert said
-        assert [stranger.poll() for stranger in strangers] == [None, None]
-    finally:
-        for fd in pidfds:
-            os.close(fd)
-        for stranger in strangers:
-            stranger.kill()
-            stranger.wait()
 
 
 def test_E12_many_threads_close_at_once(runtime: Fork, storm_count: Count) -> None:

@@ -23,10 +23,6 @@ SIZE = (1 << 18) // 8
 """Elements of the smallest float64 output that is a view of shared memory."""
 
 
-def filled(k: float, size: int, x: np.ndarray) -> np.ndarray:
-    return np.full(size, k + x.sum())
-
-
 def many_results(rt: Any) -> dict[str, np.ndarray]:
     """Return arrays from every way by which the runtime hands them out, large and small."""
     w = rt.shared(np.arange(2.0 * SIZE))
@@ -84,23 +80,6 @@ def test_E16_what_was_handed_out_is_each_process_s_own_after_a_fork(runtime: For
         many_results(rt)
     assert (results["gathered"] == -2).all()
     np.testing.assert_array_equal(results["nested"], copies["nested"])
-
-
-def test_E16_a_fork_while_calls_are_in_flight(reused: Fork) -> None:
-    """Their buffers are filled after the fork: nobody's yet, they stay where the workers write."""
-    rt = reused(2)
-    f = rt.function(filled, bcast_inputs=("k", "size"), outputs="sum")
-    x = np.ones(2)
-    held = [f(0.0, 8 * SIZE, x) for _ in range(3)]
-    for _ in range(10):
-        calls = [f.submit(float(k), 8 * SIZE, x) for k in range(3)]
-        with Child(lambda: [np.testing.assert_array_equal(array, 2.0) for array in held]):  # noqa: B023
-            results = [call.result() for call in calls]
-        for k, result in enumerate(results):
-            np.testing.assert_array_equal(result, 2.0 * k + 2)
-        for array in held:
-            np.testing.assert_array_equal(array, 2.0)
-        held = [f(0.0, 8 * SIZE, x), *held[:2]]
 
 
 def test_E16_forks_in_one_thread_and_calls_in_another(reused: Fork, storm_count: Count) -> None:

@@ -23,7 +23,7 @@ from support.harness import (
 )
 
 import synk
-from synk.errors import ClosedError, ReentrancyError, SerializationError
+from synk.errors import ClosedError, ReentrancyError, SerializationError, SynkError
 
 Fork = Callable[..., Any]
 Count = Callable[[int], int]
@@ -208,11 +208,6 @@ def test_E8_data_that_dies_in_a_garbage_collection_during_a_call(shared_runtimes
 
 
 @pytest.mark.own_start
-def test_E9_exit_before_the_workers_are_ready() -> None:
-    script("synk.fork(2, backend='numpy')", flags=("-X", "dev", "-W", "error")).check("")
-
-
-@pytest.mark.own_start
 def test_E10_objects_that_outlive_the_interpreter() -> None:
     """A call from an exit handler works as long as the runtime lives, and says that it is closed afterwards."""
     script(
@@ -251,37 +246,25 @@ def test_E10_objects_that_outlive_the_interpreter() -> None:
     ).check("2.0\nclosed\n")
 
 
-def test_E11_fork_twice() -> None:
-    script("""
-        from support.harness import assert_right, pids
-        rt = synk.fork(2, backend="numpy")
-        before = pids(rt)
-        for _ in range(3):
-            try:
-                synk.fork(1, backend="numpy")
-            except synk.errors.SynkError as error:
-                assert "already running" in str(error)
-                assert "synk.close()" in str(error)
+def test_E11_E14_runtimes_side_by_side(reused: Fork) -> None:
+    """Also in two threads at once; only ``synk.fork`` is of one."""
+    runtimes = [reused(2), reused(1)]
+
+    def use(rt: Any) -> None:
+        square = rt.function(lambda x: x * x, outputs="gather")
+        for step in range(100):
+            x = np.arange(20.0) + step
+            np.testing.assert_array_equal(square(x), x * x)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(use, runtimes))
+    data = runtimes[0].data(np.arange(4.0))
+    with pytest.raises((ValueError, ClosedError)):
+        runtimes[1].function(lambda x: x.sum(), outputs="sum")(data)
+    with synk.fork(2, backend="numpy") as rt, same_workers(rt):
+        with pytest.raises(SynkError, match=r"already running.*synk\.close\(\)"):
+            synk.fork(1, backend="numpy")
         assert synk.current() is rt
-        assert pids(rt) == before
-        assert_right(rt)
-        synk.close()
-        with synk.fork(1, backend="numpy") as again:
-            assert synk.current() is again
-            assert_right(again)
-    """).check("")
-
-
-def test_E11_runtimes_side_by_side(runtime: Fork) -> None:
-    first = runtime(2)
-    with same_workers(first):
-        second = runtime(1)
-        assert_right(second)
-        assert_right(first)
-        data = first.data(np.arange(4.0))
-        with pytest.raises((ValueError, ClosedError)):
-            second.function(lambda x: x.sum(), outputs="sum")(data)
-        second.close()
 
 
 def test_E12_close_twice_and_use_after_close(runtime: Fork) -> None:
@@ -341,19 +324,6 @@ def test_E12_verbs_without_a_runtime_name_the_next_step() -> None:
         assert f(np.ones(4)) == 4.0
         print("done")
     """).check("done\n")
-
-
-def test_E14_two_runtimes_in_two_threads(reused: Fork) -> None:
-    runtimes = [reused(2), reused(1)]
-
-    def use(number: int) -> None:
-        square = runtimes[number].function(lambda x: x * x, outputs="gather")
-        for step in range(100):
-            x = np.arange(20.0) + step + 1000 * number
-            np.testing.assert_array_equal(square(x), x * x)
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(use, range(2)))
 
 
 def test_E15_a_runtime_that_is_dropped_without_close() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import os
 import resource
 import tracemalloc
@@ -99,19 +99,14 @@ def test_G2_no_worker_can_shrink_a_segment(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     data = rt.data(np.arange(1000.0))
 
-    def sabotage(x: np.ndarray) -> list[int]:
-        codes = []
+    def shrink(x: np.ndarray) -> None:
         for fd in map(int, os.listdir("/proc/self/fd")):
-            try:
+            with contextlib.suppress(OSError):
                 if "memfd:synk" in os.readlink(f"/proc/self/fd/{fd}"):
                     os.ftruncate(fd, 0)
-            except OSError as error:
-                codes.append(error.errno)
-        return codes
 
     with same_workers(rt):
-        for codes in rt.function(sabotage, outputs=None)(data):
-            assert set(codes) <= {errno.EPERM, errno.ENOENT, errno.EBADF}
+        rt.function(shrink, outputs=None)(data)
     np.testing.assert_array_equal(data[:], np.arange(1000.0))
 
 
@@ -304,22 +299,6 @@ def test_G6_thousands_of_calls_and_data(shared_runtimes: Any, storm_count: Calla
         for pid, before in zip(everyone, resident, strict=True):
             assert rss_nbytes(pid) < before + (8 << 20)
         assert grown < 1 << 18
-
-
-def test_G6_slots_and_staging_that_grow_let_go_of_the_old_ones(runtime: Fork) -> None:
-    """Plans hold views of them, and there may be 64 for each function."""
-    before = mapped_memfds()
-    rt = runtime(2)
-    f = rt.function(lambda x: (np.tile(x, 300), x.sum()), outputs="sum")
-    for length in range(200, 3000, 100):
-        x = np.ones(length)
-        _, count = f(np.stack([x, x]))
-        assert count == 2 * length
-    assert len(mapped_memfds() - before) < 20
-    g = rt.function(lambda x: x.sum(), outputs="sum")
-    for length in range(10_000, 400_000, 10_000):
-        assert g(np.ones(length)) == length
-    assert len(mapped_memfds() - before) < 20
 
 
 def test_G7_without_memfd() -> None:

@@ -311,53 +311,32 @@ def test_H27_H28_batches_that_name_no_rows(shared_runtimes: Any, subtests: pytes
                 f(rows, batch=batch)
 
 
-GOOD_BATCHES: dict[str, Any] = {
-    "all": 7,
-    "first": 1,
-    "edges": [0, 6, -1, -7],
-    "duplicates": [3, 3, 3, 0],
-    "unsorted": [6, 0, 5, 1],
-    "backwards": slice(None, None, -1),
-    "steps": slice(5, None, -2),
+ODD_BATCHES: dict[str, Any] = {
+    "duplicates and edges": [3, 3, 0, 6, -1, -7],
+    "backwards": slice(5, None, -2),
     "beyond": slice(4, 100),
-    "mask": np.array([True, False] * 3 + [True]),
     "mask as list": [True, False] * 3 + [True],
     "uint8": np.array([6, 1], np.uint8),
     "big-endian": np.array([6, 1], ">i8"),
-    "NumPy integer": np.int32(4),
     "range": range(1, 6, 2),
     "tuple": (2, 1),
+    "no rows": [],
+    "no rows, slice": slice(3, 3),
+    "no rows, mask": np.zeros(7, bool),
 }
-NO_ROWS: tuple[Any, ...] = (0, [], slice(3, 3), np.zeros(7, bool), np.empty(0, np.int64))
 
 
-def test_H27_batches_mean_what_numpy_means(table: Table, shared_runtimes: Any, subtests: pytest.Subtests) -> None:
-    def picked(batch: Any) -> np.ndarray:
-        if isinstance(batch, (int, np.integer)):
-            return PLAIN[:batch]
-        return PLAIN[batch if isinstance(batch, slice) else np.asarray(batch)]
-
-    def try_batch(batch: Any, where: Any) -> None:
-        for rows in (PLAIN, table.runtime(where).data(PLAIN)):
-            gathered, total = (table.call(where, op)(rows, batch=batch) for op in ("gather", "sum"))
-            np.testing.assert_array_equal(gathered, picked(batch))
-            np.testing.assert_array_equal(total, picked(batch).sum(axis=0))
-
-    def try_no_rows(batch: Any, where: Any) -> None:
-        assert table.call(where, "gather")(PLAIN, batch=batch).shape == (0, 4)
-        np.testing.assert_array_equal(table.call(where, "sum")(PLAIN, batch=batch), np.zeros(4))
-        for op in ("avg", "min", "max"):
-            with pytest.raises(ValueError):
-                table.call(where, op)(PLAIN, batch=batch)
-
-    for kind, batch in GOOD_BATCHES.items():
-        with subtests.test(kind):
-            for where in WHERE:
-                try_batch(batch, where)
-    for batch in NO_ROWS:
-        with subtests.test("no rows", batch=repr(batch)):
-            for where in WHERE:
-                try_no_rows(batch, where)
+def test_H27_odd_batches_mean_what_numpy_means(table: Table, subtests: pytest.Subtests) -> None:
+    for kind, batch in ODD_BATCHES.items():
+        picked = PLAIN[batch if isinstance(batch, slice) else np.asarray(batch, None if len(batch) else int)]
+        for where in WHERE:
+            with subtests.test(kind, where=where):
+                for rows in (PLAIN, table.runtime(where).data(PLAIN)):
+                    np.testing.assert_array_equal(table.call(where, "gather")(rows, batch=batch), picked)
+                    np.testing.assert_array_equal(table.call(where, "sum")(rows, batch=batch), picked.sum(axis=0))
+                if not len(picked):
+                    with pytest.raises(ValueError):
+                        table.call(where, "avg")(PLAIN, batch=batch)
 
 
 @pytest.mark.high_memory

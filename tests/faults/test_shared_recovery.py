@@ -257,28 +257,20 @@ def test_no_memory_for_a_new_value_changes_nothing(shared_runtimes: Any, subtest
     """That of one rank cannot be had, whichever it is, or that of all."""
     rt = shared_runtimes[2]
     values = [np.full(600, 1.0), np.full(600, 2.0)]
+    w = rt.shared(np.zeros(1200), sharded=True)
 
-    def grow(w: Any, large: tuple[int, ...]) -> Any:
-        def assign(x: np.ndarray) -> float:
-            w.value = np.full(BIG if synk.comm.rank in large else 700, x.sum())
-            return 0.0
+    def assign(large: tuple[int, ...], x: np.ndarray) -> float:
+        w.value = np.full(BIG if synk.comm.rank in large else 700, x.sum())
+        return 0.0
 
-        return rt.function(assign)
-
-    operations: dict[str, Callable[[Any], Any]] = {
-        "call, rank 0": lambda w: grow(w, (0,))(np.ones(4)),
-        "call, rank 1": lambda w: grow(w, (1,))(np.ones(4)),
-        "call, both": lambda w: grow(w, (0, 1))(np.ones(4)),
-        "set_value": lambda w: rt.set_value(w, np.zeros(BIG), rank=1),
-        "scatter": lambda w: rt.scatter(w, np.zeros(2 * BIG)),
-    }
-    for name, operation in operations.items():
-        with subtests.test(name):
-            w = rt.shared(np.concatenate(values), sharded=True)
+    f = rt.function(assign, bcast_inputs="large")
+    for large in ((0,), (1,), (0, 1)):
+        with subtests.test(large=large):
+            rt.scatter(w, np.concatenate(values))
             with no_large_memory(), pytest.raises(SharedMemoryError):
-                operation(w)
+                f(large, np.ones(4))
             assert_same(everywhere(rt, w), values)
-            operation(w)
+            f(large, np.ones(4))
             assert max(rt.get_lengths(w)) == BIG
 
 
@@ -303,25 +295,6 @@ def test_a_replacement_sees_every_way_a_value_came_to_be(reused: Fork) -> None:
         later = rt.shared(3.0)
         assert_same(everywhere(rt, later), [np.asarray(3.0)] * 2)
     state.check_steps(values)
-
-
-def test_a_function_whose_update_failed_updates_again_after_a_death(reused: Fork) -> None:
-    rt = reused(2)
-    w = rt.shared(np.zeros(2))
-
-    def update(kill: bool, x: np.ndarray) -> Any:
-        if kill and x[0]:
-            saboteurs.kill_self()
-        return x.sum(), w.value + len(x)
-
-    f = rt.function(update, updates=[(w, "sum")], bcast_inputs="kill", outputs="sum")
-    for number, expected in enumerate((4.0, 12.0)):
-        assert f(False, np.arange(8.0), num_slices=2) == 28
-        assert_same(everywhere(rt, w), [np.full(2, expected)] * 2)
-        if not number:
-            with pytest.raises(WorkerDied):
-                f(True, np.arange(8.0), num_slices=2)
-            assert_same(everywhere(rt, w), [np.full(2, expected)] * 2)
 
 
 def test_random_kills_never_tear_a_value(reused: Fork, storm_count: Callable[[int], int]) -> None:

@@ -119,21 +119,6 @@ def test_A_who_has_answered_and_then_dies_has_answered(reused: Fork) -> None:
     assert do().result() == 4.0
 
 
-def test_A_large_outputs_that_a_death_has_lost(reused: Fork) -> None:
-    """All had answered, but had not been asked to bring them into place."""
-    rt = reused(2)
-    large = rt.function(lambda x: np.full(100_000, x.sum()), outputs="sum")
-    kill = rt.function(lambda x: saboteurs.kill_self(), outputs=None)
-    rt.distribute()
-    workers = pids(rt)
-    answered, died = large.submit(X), kill.submit(np.ones(1))
-    assert wait_until_dead(workers[0])
-    for call in (answered, died):
-        with pytest.raises(WorkerDied):
-            call.result()
-    assert_right(rt)
-
-
 def test_A_a_death_at_each_step(reused: Fork, subtests: pytest.Subtests) -> None:
     """What was answered is right, what was not is WorkerDied, and then all is well."""
     rt = reused(2)

@@ -15,24 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 TARGETS = (
-    *[
-        "help",
-        "demo",
-        "test",
-        "soak",
-        "mutants",
-        "bench",
-        "checks",
-        "docs",
-        "lint",
-        "quick",
-        "smoke",
-        "newest",
-        "oldest",
-        "gpu-test",
-    ],
+    *("help", "demo", "test", "install EXTRA=ray", "soak", "mutants", "bench", "checks", "docs", "lint"),
+    *("quick", "smoke", "newest", "oldest", "gpu-test"),
     *(f"test EXTRA={name}" for name in ("jax", "pytensor", "transformers", "dpnp", "ray")),
-    "install EXTRA=ray",
 )
 
 
