@@ -327,9 +327,11 @@ def test_E12_verbs_without_a_runtime_name_the_next_step() -> None:
 
 
 def test_E15_a_runtime_that_is_dropped_without_close() -> None:
+    """With calls in flight, which are in a cycle with it."""
     script(
         """
         import gc, warnings
+        from support import saboteurs
         from support.harness import assert_right, census, settled_census, children, wait_for
         from synk import Runtime
         with Runtime(1, backend="numpy") as rt:
@@ -339,9 +341,12 @@ def test_E15_a_runtime_that_is_dropped_without_close() -> None:
         baseline = census()
         rt = Runtime(2, backend="numpy")
         assert_right(rt)
+        endless = rt.function(lambda x: saboteurs.loop_for_ever(), outputs=None)
+        cycle = [rt, [endless.submit(np.ones(2)) for _ in range(3)]]
+        cycle.append(cycle)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            del rt
+            del rt, endless, cycle
             gc.collect()
         assert [w.category for w in caught] == [ResourceWarning], caught
         assert wait_for(lambda: not children(os.getpid()))

@@ -224,21 +224,6 @@ def test_a_death_after_the_reply_loses_nothing(reused: Fork) -> None:
     state.check_steps(expected)
 
 
-def test_a_death_while_idle_loses_nothing(reused: Fork, subtests: pytest.Subtests) -> None:
-    """All of the ranks may die: no worker is needed to bring a value back."""
-    rt = reused(2)
-    for victims in ((1,), (0, 1)):
-        with subtests.test(victims=victims):
-            state = State(rt)
-            state.step(state.rows)
-            values = state.values()
-            before = pids(rt)
-            kill_and_wait(*[before[rank] for rank in victims])
-            with pytest.warns(RuntimeWarning, match="started again"):
-                assert_same(rt.get_value(state.nested, 1), values[2][1])
-            state.check_steps(values)
-
-
 # ----- memory
 
 
@@ -257,20 +242,22 @@ def test_no_memory_for_a_new_value_changes_nothing(shared_runtimes: Any, subtest
     """That of one rank cannot be had, whichever it is, or that of all."""
     rt = shared_runtimes[2]
     values = [np.full(600, 1.0), np.full(600, 2.0)]
-    w = rt.shared(np.zeros(1200), sharded=True)
 
-    def assign(large: tuple[int, ...], x: np.ndarray) -> float:
-        w.value = np.full(BIG if synk.comm.rank in large else 700, x.sum())
-        return 0.0
+    def growing(w: Any, large: tuple[int, ...]) -> Any:
+        def assign(x: np.ndarray) -> float:
+            w.value = np.full(BIG if synk.comm.rank in large else 700, x.sum())
+            return 0.0
 
-    f = rt.function(assign, bcast_inputs="large")
+        return rt.function(assign)
+
     for large in ((0,), (1,), (0, 1)):
         with subtests.test(large=large):
-            rt.scatter(w, np.concatenate(values))
+            w = rt.shared(np.concatenate(values), sharded=True)
+            grow = growing(w, large)
             with no_large_memory(), pytest.raises(SharedMemoryError):
-                f(large, np.ones(4))
+                grow(np.ones(4))
             assert_same(everywhere(rt, w), values)
-            f(large, np.ones(4))
+            grow(np.ones(4))
             assert max(rt.get_lengths(w)) == BIG
 
 

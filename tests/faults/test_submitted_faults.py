@@ -6,14 +6,12 @@ Ctrl-C at any moment of submitting and waiting is in the storm of ``test_d_signa
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import random
 import signal
 import threading
 import time
 import warnings
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,10 +24,8 @@ from support.harness import (
     Child,
     arm,
     assert_right,
-    children,
     ctrl_c_when,
     failpoint,
-    kill_and_wait,
     kill_in,
     pids,
     replaced_workers,
@@ -95,28 +91,6 @@ def test_A_a_death_ends_all_calls_in_flight(reused: Fork, subtests: pytest.Subte
             for call in done[1:]:  # the death may have come before it
                 with contextlib.suppress(WorkerDied):
                     assert call.result() == 4.0
-
-
-def test_A_who_has_answered_and_then_dies_has_answered(reused: Fork) -> None:
-    """The death while idle is met at the next call; one in the next call leaves the answer as it is."""
-    rt = reused(2)
-    do = doer(rt)
-    workers = pids(rt)
-    answered = [do(), do()]
-    wait_until_answered(rt)
-    kill_and_wait(workers[0])
-    assert [call.result() for call in answered] == [4.0, 4.0]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a death while idle
-        assert do().result() == 4.0
-    after = pids(rt)
-    assert after[1] == workers[1]
-    before_it, died = do(), do(saboteurs.kill_self)
-    assert wait_until_dead(after[1])
-    assert before_it.result() == 4.0
-    with pytest.raises(WorkerDied):
-        died.result()
-    assert do().result() == 4.0
 
 
 def test_A_a_death_at_each_step(reused: Fork, subtests: pytest.Subtests) -> None:
@@ -283,25 +257,3 @@ def test_E_other_threads_wait_for_what_concerns_them(reused: Fork, tmp_path: Pat
     release()
     waiting.join()
     assert behind.result() == 4.0
-
-
-def test_E_a_runtime_dropped_with_calls_in_flight_is_collected() -> None:
-    before = set(children(os.getpid()))
-
-    def drop() -> Any:
-        rt = synk.Runtime(2, backend="numpy")
-        do = doer(rt)
-        calls = [do(saboteurs.loop_for_ever) for _ in range(3)]
-        assert not calls[0].done()
-        cycle: list[Any] = [rt, calls]
-        cycle.append(cycle)
-        return weakref.ref(rt)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
-        dropped = drop()
-        workers = set(children(os.getpid())) - before
-        assert len(workers) == 2
-        gc.collect()
-        assert dropped() is None
-    assert all(map(wait_until_dead, workers))
