@@ -23,7 +23,6 @@ import synk
 from synk.errors import CallTimeout, CollectiveMismatch
 
 Fork = Callable[..., Any]
-ROWS = np.arange(6.0)
 
 
 LIMITS = (

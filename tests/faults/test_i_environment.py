@@ -271,7 +271,7 @@ os._exit(0)  # Python itself complains of streams that it cannot flush
 """
 
 
-@pytest.mark.parametrize(("from_the_start", "later"), [((1,), ()), ((0, 1, 2), ()), ((), (0, 1)), ((0,), (2,))])
+@pytest.mark.parametrize(("from_the_start", "later"), [((0, 1, 2), ()), ((), (0, 1)), ((0,), (2,))])
 def test_I4_standard_streams_that_are_closed(tmp_path: Path, from_the_start: Any, later: Any) -> None:
     """As of a daemon: nothing of synk takes their numbers, where C code and children would write."""
     program, said = tmp_path / "program.py", tmp_path / "said"

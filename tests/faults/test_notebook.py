@@ -134,7 +134,7 @@ def edit(number, *changes):
 
 edit(1)
 assert run(f"import sys; sys.path.insert(0, {{str(folder)!r}}); sys.dont_write_bytecode = True")[0] == "ok"
-assert run("%load_ext autoreload\n%autoreload 2")[0] == "ok"
+assert run("%load_ext autoreload\\n%autoreload 2")[0] == "ok"
 assert run({CELL!r}) == ("ok", "")
 found = []
 def check():
@@ -142,14 +142,14 @@ def check():
     assert status == "ok" and printed not in found, (found, printed)
     found.append(printed)
 check()
-for cell in ("offset = 3.0", "def here(x):\n    return x - offset", "library.rate = 9.0"):
+for cell in ("offset = 3.0", "def here(x):\\n    return x - offset", "library.rate = 9.0"):
     assert run(cell) == ("ok", "")
     check()
 edit(2, ("x * rate", "x * rate + 10"), ("x + 1", "x + 51"))
 check()
 edit(3, ("x * self.w", "x * self.w + 200"), ("rate = 1.0", "rate = 3.0"))
 check()
-assert run("print(*pids(np.ones(2)))") == ("ok", f"{{pids[0]}} {{pids[1]}}\n")
+assert run("print(*pids(np.ones(2)))") == ("ok", f"{{pids[0]}} {{pids[1]}}\\n")
 """
 
 FORKED_AGAIN = """
