@@ -97,30 +97,41 @@ for body in ("time.sleep(100)", "any(False for _ in iter(int, 1))"):
     assert run("print(*pids(np.ones(2)))") == ("ok", f"{pids[0]} {pids[1]}\\n")
 """
 
+DECORATED = """
+import synk
+
+@synk.function(outputs="gather")
+def decorated(x):
+    return x + 5
+"""
+
 CELL = """
 import library
-from library import helper
+from library import helper, decorated
 model, offset = library.Model(), 0.0
 
 def here(x):
     return x + offset
 
 def work(x):
-    return helper(x) + library.registry["plus"](x) + model.step(x) + here(x) * 1000
+    red = 1 if library.Colour(1) is library.Colour.RED and isinstance(model, library.Model) else 0
+    return helper(x) + library.registry["plus"](x) + model.step(x) + here(x) * 1000 + red
 
-g = synk.function(work, outputs="gather")
+f = synk.function(work, outputs="gather")
+X = np.arange(4.0)
 
 def check():
-    x = np.arange(4.0)
-    np.testing.assert_array_equal(g(x), work(x))
-    print(g(x)[1])
+    np.testing.assert_array_equal(f(X), work(X))
+    np.testing.assert_array_equal(f.serial(X), work(X))
+    np.testing.assert_array_equal(decorated(X), library.decorated.__wrapped__(X))
+    print(f(X)[1], decorated(X)[1])
 """
 
 EDITED = f"""
 import pathlib, tempfile
 
 folder = pathlib.Path(tempfile.mkdtemp())
-LIBRARY = {LIBRARY!r}
+LIBRARY = {LIBRARY + DECORATED!r}
 
 def edit(number, *changes):
     source = LIBRARY
@@ -136,19 +147,19 @@ edit(1)
 assert run(f"import sys; sys.path.insert(0, {{str(folder)!r}}); sys.dont_write_bytecode = True")[0] == "ok"
 assert run("%load_ext autoreload\\n%autoreload 2")[0] == "ok"
 assert run({CELL!r}) == ("ok", "")
-found = []
-def check():
-    status, printed = run("check()")
-    assert status == "ok" and printed not in found, (found, printed)
-    found.append(printed)
-check()
-for cell in ("offset = 3.0", "def here(x):\\n    return x - offset", "library.rate = 9.0"):
-    assert run(cell) == ("ok", "")
-    check()
+def check(expected):
+    assert run("check()") == ("ok", expected + "\\n"), run("check()")
+check("1006.0 6.0")
+assert run("offset = 3.0") == ("ok", "")
+check("4006.0 6.0")
+assert run("def here(x):\\n    return x - offset") == ("ok", "")
+check("-1994.0 6.0")
 edit(2, ("x * rate", "x * rate + 10"), ("x + 1", "x + 51"))
-check()
-edit(3, ("x * self.w", "x * self.w + 200"), ("rate = 1.0", "rate = 3.0"))
-check()
+check("-1934.0 6.0")
+edit(3, ("x * self.w", "x * self.w + 200"), ("x + 5", "x + 7"), ("rate = 1.0", "rate = 3.0"))
+check("-1792.0 8.0")
+assert run("library.rate = 9.0") == ("ok", "")
+check("-1786.0 8.0")
 assert run("print(*pids(np.ones(2)))") == ("ok", f"{{pids[0]}} {{pids[1]}}\\n")
 """
 
