@@ -191,7 +191,7 @@ def fail_in(state: State, how: str, rank: int) -> None:
 @pytest.mark.parametrize("is_whole", WHOLE_OR_SAMPLE)
 def test_a_call_that_fails_changes_nothing(reused: Fork, is_whole: bool, subtests: pytest.Subtests) -> None:
     """On any rank, of any variable; the next calls are right, by the same workers but those that died."""
-    for where, how, rank, output in drawn(FAILING_CALLS, is_whole, 14):
+    for where, how, rank, output in drawn(FAILING_CALLS, is_whole, 10):
         with subtests.test(how, rank=rank, output=output, where=where):
             rt = reused(where)
             state = State(rt, output)

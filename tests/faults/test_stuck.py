@@ -122,10 +122,3 @@ def test_retry_runs_a_call_again_after_a_death_and_never_after_an_exception(reus
     assert runs(1, False, retry=1) == (1.0, 2)
     assert runs(2, False, retry=1) == (WorkerDied, 2)
     assert runs(0, True, retry=3) == (KeyError, 1)
-
-
-def test_retry_is_refused_where_it_has_no_meaning(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[1]
-    w = rt.shared(np.zeros(2))
-    with pytest.raises(ValueError, match="retry=1 with updates="):
-        rt.function(lambda x: (x.sum(), w.value), updates=w, retry=1)
