@@ -383,13 +383,22 @@ def waits_in_synk(*but_not_in: str) -> bool:
 
 
 @contextlib.contextmanager
-def ctrl_c_when(condition: Callable[[], object]) -> Iterator[None]:
+def ctrl_c_when(condition: Callable[[], object], *, is_told_to_main: bool = True) -> Iterator[None]:
     """Press Ctrl-C as soon as ``condition()`` holds, which must not be before the body has begun to wait.
 
-    The KeyboardInterrupt leaves the block: ``pytest.raises`` belongs around it.
+    The KeyboardInterrupt leaves the block: ``pytest.raises`` belongs around it. Where it is not told to the main
+    thread, another one gets the signal, and no system call of the main thread is interrupted.
     """
     waited: list[bool] = []
-    thread = threading.Thread(target=lambda: (waited.append(wait_for(condition)), os.kill(os.getpid(), signal.SIGINT)))
+
+    def press() -> None:
+        waited.append(wait_for(condition))
+        if is_told_to_main:
+            os.kill(os.getpid(), signal.SIGINT)
+        else:
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    thread = threading.Thread(target=press)
     try:
         thread.start()
         yield
