@@ -149,20 +149,6 @@ def accumulate(model: Any, x: Any, y: Any, fault: str) -> Any:
     return loss
 
 
-def without_grad(model: Any, x: Any, y: Any, fault: str) -> Any:
-    """An interrupt can come between the lines of torch's own ``__exit__``, or while parameters are frozen."""
-    if fault:
-        torch.set_grad_enabled(False)
-        model.eval().requires_grad_(False)
-        if synk.comm.rank == 1:
-            act(fault)
-        synk.comm.barrier()
-    model.zero_grad()
-    loss = F.mse_loss(model(x), y)
-    loss.backward()
-    return loss
-
-
 def objects_for(body: Any) -> tuple[Any, ...]:
     model, other = mlp(1), mlp(2)
     adam, second = torch.optim.Adam(model.parameters(), 0.01), torch.optim.Adam(other.parameters(), 0.01)
@@ -181,7 +167,7 @@ def test_what_changes_before_the_ranks_communicate_is_put_back(
 ) -> None:
     """What steps change when is noticed in the first one."""
     rt = reused(2)
-    for body in (two_optimizers, follow, reduce_after_the_step, lbfgs, accumulate, without_grad):
+    for body in (two_optimizers, follow, reduce_after_the_step, lbfgs, accumulate):
         with subtests.test(body=body.__name__):
             outcomes = []
             for has_fault in (False, True):
