@@ -127,39 +127,6 @@ def test_where_no_rank_has_the_state_it_is_lost_and_said_so(reused: Any) -> None
     assert logs(rt, log) == [[3.0]] * 4
 
 
-@pytest.mark.parametrize("operation", ["call", "new function", "get", "join"])
-def test_a_worker_dies_when_the_head_has_just_asked(
-    reused: Any, operation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its replacement lacks the object. So its node refuses what needs it, or is asked again when nodes are joined."""
-    rt = reused("1+3")
-    log = rt.resident([], name="log")
-    step = make_step(rt, log)
-    step(X, 1.0)
-    victims, ranks = [pids(rt)[3]], rt._session.ranks
-    usual = ranks.prepare
-
-    def prepare(deadline: float | None) -> bool:
-        found: bool = usual(deadline)
-        while victims:
-            kill_and_wait(victims.pop())
-        return found
-
-    monkeypatch.setattr(ranks, "prepare", prepare)
-    expected = [1.0]
-    if operation == "join":
-        rt._session.group.break_up(rt._session.workers)
-    else:
-        with pytest.raises(WorkerDied, match="a worker of node 1 ended while idle and was replaced") as caught:
-            if operation == "get":
-                log.get(3)
-            else:
-                (step if operation == "call" else make_step(rt, log))(X, 2.0)
-        expected += [2.0] * bool(getattr(caught.value, "step_counted", False))  # on the other node
-    step(X, 3.0)
-    assert logs(rt, log) == [[*expected, 3.0]] * 4
-
-
 class OfTheProgram(list[float]):
     def __reduce__(self) -> Any:
         return _load_in, (os.getpid(),)
@@ -243,28 +210,6 @@ def test_each_replacement_runs_on_restart_first_as_it_is_in_the_program_then(run
 
 
 # ----- functions, prints, logs, counts
-
-
-def test_functions_that_are_dropped_leave_the_ranks() -> None:
-    def count() -> int:
-        from synk._wire.cell import cell
-
-        return len(cell.worker.held.functions)
-
-    with synk.Runtime((1, 2), cluster="here", nodes=2) as rt:
-        num_held = rt.function(count, outputs=None, per_rank=True)
-        before = num_held()
-        functions = [rt.function(lambda x, k=k: x + k, outputs="gather", bcast_inputs="k") for k in range(5)]
-        for k, f in enumerate(functions):
-            np.testing.assert_array_equal(f(X), X + k)
-        assert num_held() == [count + 5 for count in before]
-        del functions, f
-        gc.collect()
-        num_held()  # the message that tells the ranks
-        assert num_held() == before
-        by_call(rt)
-        assert rt.profile.records["count"].num_calls == 4
-        assert sorted(rt.profile.records["count"].ranks) == [0, 1, 2]
 
 
 def test_what_ranks_print_and_log(nodes: synk.Runtime, capfd: Any, caplog: pytest.LogCaptureFixture) -> None:
