@@ -402,18 +402,6 @@ def test_a_link_that_is_cut_is_an_error() -> None:
     sender.close()
 
 
-def test_a_link_to_where_nobody_answers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from synk.cluster import link
-
-    monkeypatch.setattr(link, "CONNECT_S", 0.5)
-    inlet = link.Link(False, host="127.0.0.1")
-    with pytest.raises(link.LinkLost, match=r"got no answer|has refused"):
-        link.Link(True, place=link.Place(inlet.place.address, b"x" * 32))
-    inlet.close()
-    with pytest.raises(link.LinkLost, match=r"got no answer|has refused"):
-        link.Link(True, place=inlet.place)
-
-
 def test_all_that_workers_print_arrives(nodes: synk.Runtime, capfd: pytest.CaptureFixture[str]) -> None:
     def flood(x: np.ndarray) -> None:
         for number in range(20_000):

@@ -111,7 +111,7 @@ def two_modules(made: Any, judge: Any) -> list[float]:
     return [float(adversarial_step(made, judge, *of_both, x, y).detach()) for x, y in batches(6)]
 
 
-ROW_BY_ROW = ("mlp", "shared, frozen, unused and rarely used parameters", "sequences", "hooks")
+ROW_BY_ROW = ("mlp", "shared, frozen, unused and rarely used parameters", "hooks")
 PROGRAMS: dict[str, tuple[Callable[[], Any], Callable[..., list[float]]]] = {
     "pairs of rows": (mlp, over_pairs_of_rows),
     "its own loss": (WithLoss, by_its_own_loss),
@@ -448,15 +448,9 @@ def test_after_the_runtime_it_is_an_ordinary_module(runtime: Any) -> None:
     assert descend(model, optimizer, x, y) < before
 
 
-def test_inline_and_calls_without_rows_run_here(shared_runtimes: Any) -> None:
-    model, _ = trained(shared_runtimes["inline"], steps=3)
-    plain = mlp()
-    optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
-    for x, y in batches(3):
-        descend(plain, optimizer, x, y)
-    assert differences(dict(plain.state_dict()), dict(model.state_dict())) == []
-    parallel, _ = trained(shared_runtimes[2])
-    assert parallel(torch.zeros(0, 5, dtype=torch.float64)).shape == (0, 2)
+def test_a_call_without_rows_runs_here(shared_runtimes: Any) -> None:
+    model = synk.torch.DataParallel(mlp(), runtime=shared_runtimes[2])
+    assert model(torch.zeros(0, 5, dtype=torch.float64)).shape == (0, 2)
 
 
 def test_many_steps_take_no_more_memory(shared_runtimes: Any) -> None:

@@ -77,21 +77,13 @@ CASES: dict[str, Case] = {
         lambda k, n: (2, 3), lambda x, k, n: t.all_reduce(x, "sum"), lambda xs: [total(xs)] * len(xs)
     ),
     "all_reduce avg": Case(lambda k, n: (2, 3), lambda x, k, n: t.all_reduce(x), lambda xs: [average(xs)] * len(xs)),
-    "reduce sum": Case(
+    "reduce": Case(
         lambda k, n: (4,),
         lambda x, k, n: t.reduce(x, "sum", n - 1),
         lambda xs: only(len(xs) - 1, total(xs), xs, torch.zeros(4)),
     ),
-    "reduce avg": Case(
-        lambda k, n: (4,), lambda x, k, n: t.reduce(x), lambda xs: only(0, average(xs), xs, torch.zeros(4))
-    ),
     "broadcast": Case(lambda k, n: (2, 2), lambda x, k, n: t.broadcast(x, n - 1), lambda xs: [xs[-1]] * len(xs)),
-    "gather": Case(
-        lambda k, n: (2, k + 1, 2),
-        lambda x, k, n: t.gather(x, 1, n // 2),
-        lambda xs: only(len(xs) // 2, torch.cat(xs, 1), xs, torch.zeros(2, 0, 2)),
-    ),
-    "gather nothing of some": Case(
+    "gather, nothing of some": Case(
         lambda k, n: (k, 2), lambda x, k, n: t.gather(x), lambda xs: only(0, torch.cat(xs), xs, torch.zeros(0, 2))
     ),
     "scatter": Case(
@@ -99,38 +91,21 @@ CASES: dict[str, Case] = {
         lambda x, k, n: t.scatter(x, -1),
         lambda xs: list(xs[0].chunk(len(xs), 1)),
     ),
-    "scatter by sizes": Case(
-        lambda k, n: (triangle(n), 2),
-        lambda x, k, n: t.scatter(x, 0, n - 1, sizes=[each + 1 for each in range(n)]),
-        lambda xs: list(xs[-1].split([each + 1 for each in range(len(xs))])),
-    ),
     "all_gather": Case(
-        lambda k, n: (2, 3), lambda x, k, n: t.all_gather(x, 1), lambda xs: [torch.cat(xs, 1)] * len(xs)
-    ),
-    "all_gather of unequal lengths": Case(
         lambda k, n: (2, k, 2), lambda x, k, n: t.all_gather(x, -2), lambda xs: [torch.cat(xs, 1)] * len(xs)
     ),
     "reduce_scatter": Case(
-        lambda k, n: (2, 3 * n),
-        lambda x, k, n: t.reduce_scatter(x, dim=1),
-        lambda xs: list(total(xs).chunk(len(xs), 1)),
-    ),
-    "reduce_scatter avg by sizes": Case(
         lambda k, n: (triangle(n) - n, 2),
         lambda x, k, n: t.reduce_scatter(x, "avg", sizes=list(range(n))),
         lambda xs: list(average(xs).split(list(range(len(xs))))),
     ),
     "all_to_all": Case(
-        lambda k, n: (2, 2 * n),
-        lambda x, k, n: t.all_to_all(x, 1, 0),
-        lambda xs: transposed([x.chunk(len(xs), 1) for x in xs]),
-    ),
-    "all_to_all of unequal lengths": Case(
         lambda k, n: (triangle(n), 2, k + 1),
         lambda x, k, n: t.all_to_all(x, 0, 2, sizes=[each + 1 for each in range(n)]),
         lambda xs: transposed([x.split([each + 1 for each in range(len(xs))]) for x in xs], 2),
     ),
 }
+"""Lengths that differ from rank to rank, where they may."""
 
 
 def brought(case: Case, rank: int, size: int) -> torch.Tensor:

@@ -112,7 +112,6 @@ def test_other_optimizers_and_the_default_output(subtests: Any, shared_runtimes:
     """Several of them, closures, groups, and steps that are checked before the first one."""
     cases: list[tuple[str, Any, Any, Any, float]] = [
         ("a generator and a discriminator", generator_and_judge, adversarial_step, SIZES, 1e-11),
-        ("lbfgs", with_lbfgs, closure_step, (9, 7), 1e-7),
         ("lbfgs with a line search", lambda: with_lbfgs("strong_wolfe"), closure_step, (9, 7), 1e-7),
         ("groups", with_groups, plain_step, SIZES, 1e-11),
     ]

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.harness import kill_and_wait, pids
-from trainings import F, assert_steps_keep_nothing, batches, differences, mlp, plain_step, rank_states, state_of
+from trainings import F, batches, differences, mlp, plain_step, rank_states, state_of
 
 import synk
 
@@ -206,28 +205,6 @@ def test_after_the_runtime_objects_are_ordinary_and_what_is_lost_is_told(runtime
     plain_step(model, optimizer, *batches(1)[0])
     with pytest.raises(synk.errors.ClosedError):
         step(*batches(1)[0])
-
-
-def test_the_last_worker_takes_the_state_along_and_push_brings_back_the_programs(runtime: Callable[..., Any]) -> None:
-    rt = runtime(1)
-    rep, step, model, optimizer = trained(rt, 2)
-    rep.pull()
-    kept, workers = copy.deepcopy((model.state_dict(), optimizer.state_dict())), pids(rt)
-    step(*batches(1)[0])
-    kill_and_wait(*workers)
-    with pytest.raises(synk.errors.WorkerDied, match="is lost"):
-        step(*batches(1)[0])
-    rep.push()
-    look = rep.function(
-        lambda model, optimizer, x: (model.state_dict(), optimizer.state_dict()), trains=False, outputs=None
-    )
-    assert differences(kept, look(torch.zeros(1))[0]) == []
-
-
-def test_many_steps_take_no_more_memory(shared_runtimes: Any) -> None:
-    _, step, _, _ = trained(shared_runtimes[2])
-    rows = batches(1)[0]
-    assert_steps_keep_nothing(shared_runtimes[2], lambda: step(*rows))
 
 
 def test_what_is_dropped_is_freed_on_the_ranks(shared_runtimes: Any) -> None:
