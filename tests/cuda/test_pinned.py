@@ -70,19 +70,6 @@ def test_chunks_are_registered_when_they_are_used(pinned: PinnedSegments, segmen
     assert pinned.pieces(start, 100) == [(0, 100)]
 
 
-def test_a_segment_that_lies_where_another_lay_is_registered_anew(pinned: PinnedSegments, cuda: Any) -> None:
-    """The pages that the driver knows are no longer those of the file."""
-    arena = Segment.create_arena(8 * PAGE_NBYTES, is_worker_writable=True, segment_id=1)
-    for nbytes in (PAGE_NBYTES, 2 * PAGE_NBYTES):
-        part = arena.create_part(1 + nbytes, 0, nbytes)
-        pinned.add(part)
-        assert cuda.runtime.registered() == {}
-        pinned.pieces(address_of(part.buffer), nbytes)
-        settle(pinned, nbytes)
-    pinned.forget(part)
-    arena.close()
-
-
 def test_a_refusal_is_said_once_and_copies_go_on(
     pinned: PinnedSegments, segment: Segment, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -94,16 +81,6 @@ def test_a_refusal_is_said_once_and_copies_go_on(
     assert "801" in pinned.refusal
     assert len(caplog.records) == 1
     assert "copies take longer" in caplog.text
-
-
-def test_a_read_only_mapping_needs_the_devices_support(cuda: Any, segment: Segment) -> None:
-    twin = segment.shared_view()
-    for has_read_only, nbytes in ((False, 0), (True, twin.nbytes)):
-        pinned = PinnedSegments(cuda.runtime, 0, has_read_only)
-        pinned.add(twin)
-        pinned.pieces(address_of(twin.buffer), 100)
-        settle(pinned, nbytes)
-        pinned.close()
 
 
 def test_rows_through_the_ring(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
