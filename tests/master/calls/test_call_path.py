@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import saboteurs
-from support.harness import mapped_memfds, pids, script, wait_for
+from support.harness import mapped_memfds, pids, wait_for
 
 BIG = np.random.default_rng(0).normal(size=(1 << 16, 16))
 """8 MB."""
@@ -197,15 +197,3 @@ def test_an_idle_worker_sleeps(shared_runtimes: Any) -> None:
 
 """Of a repeated call: half of what a call goes through that is not known yet."""
 # ----- what is imported
-
-
-def test_import_loads_no_array_library_but_numpy() -> None:
-    code = """
-import sys, numpy
-before = set(sys.modules)
-import synk
-new = {name.partition(".")[0] for name in set(sys.modules) - before}
-heavy = {"cupy", "torch", "jax", "mpi4py", "pynccl", "scipy", "pandas", "numba", "multiprocessing", "asyncio", "ctypes"}
-print(sorted(new & heavy))
-"""
-    script(code, has_prelude=False).check("[]\n")
