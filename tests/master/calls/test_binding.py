@@ -1,83 +1,49 @@
-"""Which argument belongs to which parameter, and which rows fit. The oracle is ``inspect.Signature.bind``."""
+"""Which argument is broadcast, by the name of its parameter, and which rows fit together."""
 
 from __future__ import annotations
 
-import inspect
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from synk._master.calls.signature import Signature
-
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "two": lambda w, x: 0,
-    "a default": lambda w, x=1: 0,
-    "by position only": eval("lambda w, /, x: 0"),
-    "a keyword": lambda w, *, k: 0,
-    "a keyword with a default": lambda w, *, k=1: 0,
-    "any number": lambda w, *rest: 0,
-    "any keywords": lambda w, **more: 0,
-    "everything": lambda w, x=1, *rest, k=2, **more: 0,
-    "none": lambda: 0,
+    "two": lambda w, x: (len(w), len(x)),
+    "any number": lambda w, *rest: [len(w), *map(len, rest)],
+    "any keywords": lambda w, **more: [len(w), *map(len, more.values())],
+    "everything": lambda w, x=(), *rest, k=(), **more: [
+        len(w),
+        len(x),
+        *map(len, rest),
+        len(k),
+        *map(len, more.values()),
+    ],
 }
-KEYWORDS = [("x", 10), ("k", 11), ("other", 12), ("w", 13)]
-CALLS = [
-    (args, dict(kwargs))
-    for args in ((), (1,), (1, 2), (1, 2, 3, 4))
-    for count in range(3)
-    for kwargs in itertools.combinations(KEYWORDS, count)
+BROADCAST: list[tuple[str, Any, int, tuple[str, ...], list[int]]] = [
+    ("two", "w", 2, (), [6, 3]),
+    ("two", ["w", "x"], 1, ("x",), [6, 6]),
+    ("two", (), 2, (), [3, 3]),
+    ("any number", "rest", 3, (), [3, 6, 6]),
+    ("any keywords", "more", 1, ("a", "b"), [3, 6, 6]),
+    ("any keywords", "a", 1, ("a", "b"), [3, 6, 3]),
+    ("everything", ["k", "x"], 3, ("k", "z"), [3, 6, 3, 6, 3]),
 ]
+"""Function, what is broadcast, how many arguments by position and by which names, and the rows that each has."""
 
 
-def test_arguments_are_bound_as_python_binds_them(subtests: Any) -> None:
-    for name, (args, kwargs) in itertools.product(FUNCTIONS, CALLS):
-        signature, oracle = Signature(FUNCTIONS[name], (), "f"), inspect.signature(FUNCTIONS[name])
-        with subtests.test(name, args=args, kwargs=kwargs):
-            try:
-                expected = oracle.bind(*args, **kwargs)
-            except TypeError:
-                with pytest.raises(TypeError, match=r"^f\(\) "):
-                    signature.bind(args, kwargs)
-                continue
-            found = signature.bind(args, kwargs)
-            by_position = [value for _, keyword, _, value in found if not keyword]
-            by_keyword = {keyword: value for _, keyword, _, value in found if keyword}
-            assert oracle.bind(*by_position, **by_keyword) == expected
-            assert [value for *_, value in found] == [*args, *kwargs.values()]
-            assert len({label for label, *_ in found}) == len(found)
-
-
-BROADCAST: list[tuple[str, Any, Any, Any, list[str]]] = [
-    ("two", "w", (1, 2), {}, ["w"]),
-    ("two", ["w", "x"], (1,), {"x": 2}, ["w", "x"]),
-    ("two", (), (1, 2), {}, []),
-    ("any number", "rest", (1, 2, 3), {}, ["rest[0]", "rest[1]"]),
-    ("any keywords", "more", (1,), {"a": 2, "b": 3}, ["a", "b"]),
-    ("any keywords", "a", (1,), {"a": 2, "b": 3}, ["a"]),
-    ("everything", ["k", "x"], (1, 2, 3), {"k": 4, "z": 5}, ["x", "k"]),
-]
-
-
-def test_what_is_broadcast(subtests: Any) -> None:
-    for name, bcast, args, kwargs, broadcast in BROADCAST:
+def test_what_is_broadcast(subtests: Any, shared_runtimes: Any) -> None:
+    rt, x = shared_runtimes[2], np.arange(6.0)
+    for name, bcast, count, keywords, rows in BROADCAST:
         with subtests.test(name, bcast=bcast):
-            found = Signature(FUNCTIONS[name], bcast, "f").bind(args, kwargs)
-            assert [label for label, _, is_broadcast, _ in found if is_broadcast] == broadcast
+            f = rt.function(FUNCTIONS[name], bcast_inputs=bcast, outputs="first")
+            assert [*f(*[x] * count, **dict.fromkeys(keywords, x))] == rows
     for bcast in ("y", ["w", "y"], ("y",)):
         with pytest.raises(ValueError, match=r"got bcast_inputs \['y'.*expected names of its parameters \['w', 'x'\]"):
-            Signature(FUNCTIONS["two"], bcast, "f")
+            rt.function(FUNCTIONS["two"], bcast_inputs=bcast)
     with pytest.raises(TypeError, match="got bcast_inputs=3, expected the name of a parameter"):
-        Signature(FUNCTIONS["two"], 3, "f")  # type: ignore[arg-type]
-
-
-def test_a_builtin_without_a_signature_takes_all_by_position() -> None:
-    with pytest.raises(ValueError, match="no signature"):
-        inspect.signature(max)
-    found = Signature(max, (), "max").bind((1, 2), {"key": 3})
-    assert found == [("argument 0", "", False, 1), ("argument 1", "", False, 2), ("key", "key", False, 3)]
+        rt.function(FUNCTIONS["two"], bcast_inputs=3)
+    assert rt.function(max, outputs="first")([3, 1, 4, 1]) == 3, "a built-in without a signature"
 
 
 def test_rows_that_do_not_fit(subtests: Any, shared_runtimes: Any) -> None:
