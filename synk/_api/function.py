@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
     from synk._api.slices import Slices
     from synk._api.verify import Report
-    from synk._master.calls.dry_run import CallPlan
 
 P = ParamSpec("P")
 """The parameters of the user's function."""
@@ -450,59 +449,6 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
     def _without_draws(self) -> Function[..., Any] | None:
         """Return the function that it calls in place of one that draws random numbers, or None."""
         return None
-
-    @verb
-    def plan(
-        self,
-        /,
-        *args: Any,
-        batch: Any = None,
-        shard_batch: Any = None,
-        num_slices: int = 1,
-        timeout: float | None = None,
-        **kwargs: Any,
-    ) -> CallPlan:
-        """Return the plan of a call with these arguments. Nothing is called, and no argument is sent.
-
-        Parameters
-        ----------
-        *args, **kwargs, batch, shard_batch, num_slices, timeout
-            As for a call.
-
-        Returns
-        -------
-        CallPlan
-            The rows of each rank and the bytes that it would read, the bytes of each argument that the program would
-            copy, whether a doorbell is enough or why not, and, after a first call, how each output would come back. It
-            prints as tables.
-
-        Raises
-        ------
-        TypeError, ValueError, IndexError
-            The errors of a call with such arguments.
-
-        Examples
-        --------
-        >>> import numpy as np, synk
-        >>> with synk.fork(2):
-        ...     total = synk.function(lambda x: x.sum(), outputs="sum", name="total")
-        ...     plan = total.plan(np.ones(5))
-        >>> [(each.rank, each.rows, each.in_nbytes) for each in plan.ranks]
-        [(0, 3, 24), (1, 2, 16)]
-        """
-        from synk._master.calls.dry_run import dry_run
-
-        if self._slices is not None:
-            num_slices = self._slices.of(args, kwargs, num_slices)
-        options = CallOptions(batch, shard_batch, check_slices(num_slices), None, check_timeout(timeout))
-        verb = f"plan {self.name!r}"
-        with operation():
-            function = self._renewed()
-            session = function._bound_session()
-            deadline = session.deadline(options.timeout)
-            with session.entered(verb):
-                session.begin(verb, deadline)
-                return dry_run(session, function._callee, args, kwargs, options, deadline)
 
     @verb
     def cprofile(self, /, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Stats]:

@@ -129,6 +129,14 @@ KEYWORDS = {
 """By verb: an argument that it does not have, and what to write."""
 
 
+GONE = {
+    "synk.FunctionWrapper": "a function of your own that calls the synk function",
+    "synk.wrap": "synk.fork(), and synk.function(f)",
+    "Function.plan": "synk.profile() after the calls: it has the bytes and the time of each argument",
+}
+"""What was there in 0.1: what to write instead."""
+
+
 def squashed(name: str) -> str:
     return name.replace("_", "").lower()
 
@@ -144,6 +152,8 @@ def hint(owner: Mapping[str, str], name: str, own: Iterable[str], prefix: str = 
 def no_attribute(owner: str, obj: Any, name: str) -> AttributeError:
     """Return the error about a name that a module or an object does not have; Python adds what is spelt alike."""
     told = "" if name.startswith("_") else hint(NAMES[owner], name, dir(obj), _WRITTEN[owner])
+    if instead := GONE.get(f"{owner}.{name}"):
+        told = f" It was in synk 0.1. Write {instead}."
     what = "module 'synk'" if owner == "synk" else f"{owner!r} object"
     text = f"{what} has no attribute {name!r}"
     return AttributeError(f"{text}.{told}") if told else AttributeError(text, name=name, obj=obj)

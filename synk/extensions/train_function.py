@@ -24,6 +24,7 @@ from typing import Any
 import optree
 
 import synk
+from synk._api.wrapper import FunctionWrapper
 from synk._pure import files, plain_values
 from synk._pure.nested import build, take_apart
 from synk.extensions._gradients import clip_by_global_norm, flatten
@@ -35,7 +36,7 @@ LossAndGrad = Callable[..., tuple[Any, Tree]]
 
 
 @dataclass(frozen=True, eq=False)
-class TrainFunction(synk.FunctionWrapper):
+class TrainFunction(FunctionWrapper):
     """A training step that is called like a function; made by `make_train_function`.
 
     ``train(x, y)`` takes one step and returns the loss, averaged over all rows, or ``(loss, aux)``. The inputs are

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
-
 import pytest
 
 import synk
@@ -12,16 +10,14 @@ from synk._api.function import Function
 from synk._api.options import FunctionOptions
 
 
-@pytest.mark.parametrize("verb", [synk.function, synk.wrap])
-def test_help_and_editors_see_all_options_with_their_defaults(verb: Any) -> None:
-    shown = inspect.signature(verb).parameters
+def test_help_and_editors_see_all_options_with_their_defaults() -> None:
+    shown = inspect.signature(synk.function).parameters
     told = inspect.signature(Function.__init__).parameters
     assert list(shown) == ["fn", *FunctionOptions.__annotations__]
     assert all(shown[name].default == told[name].default for name in FunctionOptions.__annotations__)
 
 
-@pytest.mark.parametrize("verb", [synk.function, synk.wrap])
 @pytest.mark.parametrize("has_function", [True, False])
-def test_a_misspelt_option_is_named(verb: Any, has_function: bool) -> None:
+def test_a_misspelt_option_is_named(has_function: bool) -> None:
     with pytest.raises(TypeError, match=r"got option 'ouputs', expected bcast_inputs.*Did you mean 'outputs'\?"):
-        verb(*[len] * has_function, ouputs="sum")
+        synk.function(*[len] * has_function, ouputs="sum")

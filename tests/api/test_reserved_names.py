@@ -54,7 +54,6 @@ PARAMETERS = {
 BUILDERS: dict[str, Callable[[Any], Any]] = {
     "function": lambda fn: synk.function(fn, outputs="sum"),
     "a decorator": lambda fn: synk.function(outputs="sum")(fn),
-    "wrap": lambda fn: synk.wrap(fn, outputs="sum"),
     "broadcast": lambda fn: synk.function(fn, bcast_inputs="x", per_rank=True),
 }
 

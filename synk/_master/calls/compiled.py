@@ -126,32 +126,6 @@ def _remembered(call: Call, batch: Any) -> tuple[Any, Call]:
     return (batch if is_plain and call.owned is None else _NO_BATCH), call
 
 
-def why_new(
-    session: Session, function: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
-) -> str:
-    """Say why a call would be new, as :meth:`CompiledCall.fits` says it of a call; "" if it fits. Nothing is sent.
-
-    What the function captured must have been compared, and no call may be in flight.
-    """
-    compiled = function.plans.compiled[session.lanes.first.index]
-    by_options = _why_by_options(function, options)
-    if by_options or session.nodes is not None:
-        return by_options or _NODES
-    if function.session is not session:
-        return FIRST
-    if compiled is None:
-        return CAPTURED if function.is_stale else function.plans.why_new
-    found = compiled.fits(session, function, args, kwargs, options.batch, options.shard_batch, 0)
-    if found is NEWS:  # perhaps because of other arguments
-        values = compiled.pattern.values(args, kwargs)
-        return values if isinstance(values, str) else NEWS
-    if isinstance(found, str):
-        return found
-    if found.lease is not None:
-        session.memory.results.give_back(found.lease)
-    return ""
-
-
 def compile_call(session: Session, launched: Launched) -> None:
     """After a successful call: if it was new, let calls like it need only a doorbell, if that is possible."""
     function = launched.function
