@@ -92,13 +92,6 @@ def check_function(fn: Any) -> None:
             )
 
 
-def check_balance(balance: Any) -> bool:
-    """Return whether rows are divided by measured speed."""
-    if balance not in ("even", "measured"):
-        raise ValueError(f"cannot fork: got balance={balance!r}, expected 'even' or 'measured'.")
-    return bool(balance == "measured")
-
-
 def check_blocks(reproducible: Any, block_rows: Any, options: dict[str, Any], name: str) -> int:
     """Return the number of rows in a block of a reproducible function; 0 for other functions."""
     if not isinstance(reproducible, bool):

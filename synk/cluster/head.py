@@ -332,7 +332,6 @@ class ClusterSession(Session):
             seed=seed,
             max_restarts=max_restarts,
             on_restart=on_restart,
-            transfer_guard="allow",
             process_type=process_type,
             make_queue=make_queue,
         )

@@ -161,12 +161,10 @@ def _divide(
 
 
 def divider(session: Session, function: Callee, is_serial: bool = False) -> Divider:
-    """Return the function that divides the rows of a call: evenly, by measured speed, or in whole blocks."""
+    """Return the function that divides the rows of a call: evenly, or in whole blocks."""
     num_parts = 1 if is_serial else session.world_size
     if function.block_rows:
         return functools.partial(block_bounds, num_parts=num_parts, block_rows=function.block_rows)
-    if session.balance is not None and not is_serial:
-        return session.balance.bounds
     return functools.partial(even_bounds, world_size=num_parts)
 
 
@@ -331,11 +329,6 @@ def _check_blocks(session: Session, shards: Sequence[tuple[str, Variable]], name
         raise ValueError(
             f"cannot call {name!r}: got the sharded variable {shards[0][0]}, expected none: it is built with "
             "reproducible=True, and ranks hold other rows of a variable than those of whole blocks. Pass an array."
-        )
-    if session.balance is not None:
-        raise ValueError(
-            f"cannot call {name!r}: got a runtime with balance='measured', expected 'even': it is built with "
-            "reproducible=True."
         )
 
 

@@ -24,8 +24,8 @@ from synk._master.objects.resident import Resident
 from synk._master.processes.output import warn_at_users_line
 from synk._master.session import Session
 from synk._master.state.captured import Changes, Referred, captured_in, check_captured, check_optimizers, referred_in
-from synk._master.state.guard import Copies
 from synk._master.state.ledger import Record
+from synk._master.state.repeated import Repeated
 from synk._master.state.resident import check_owner as check_owner_of_resident
 from synk._master.state.variable import check_owner
 from synk._pure.output_ops import DefaultOp, ops_of
@@ -89,7 +89,7 @@ class Callee:
     record : Record
         What its calls have cost in this session.
     large_changes : Changes
-    copies : Copies
+    repeated : Repeated
     is_partial : bool
         Whether large reductions end in partial results, as they do on one of several nodes.
 
@@ -147,7 +147,7 @@ class Callee:
         mine = weakref.ref(self)
         self._watch = Watch(lambda: 0 if (me := mine()) is None else me.record.wall_ns, lambda ns: _warn(mine(), ns))
         self.large_changes = Changes(name)
-        self.copies = Copies(name)
+        self.repeated = Repeated(name)
         self._modules, self.classes = (), list[type]()
         self._met: weakref.WeakSet[type] = weakref.WeakSet()
         captured = check_captured(name, self.options)

@@ -146,7 +146,7 @@ def compile_call(session: Session, launched: Launched) -> None:
     # A function's first call told them of the function and the plan, so the second is the first that is compiled.
     is_same = launched.log_state == session.workers.log.state and not session.has_dropped
     if is_same:
-        function.copies.ignore(each.label for each in launched.call.arguments if each.is_part)
+        function.repeated.ignore(each.label for each in launched.call.arguments if each.is_part)
     new = plans.compiled[place] = CompiledCall(session, launched, is_current=is_same)
     if record.why_new is NEWS and before is not None:  # perhaps because of other arguments
         record.why_new = before.pattern.difference(new.pattern) or NEWS

@@ -12,8 +12,8 @@ from synk._master.calls.callee import Callee
 from synk._master.calls.launched import Launched
 from synk._master.calls.plans import CachedPlan, Call, CallOptions
 from synk._master.session import Session
-from synk._master.state.guard import GUARDED_NBYTES
 from synk._master.state.lanes import Lane
+from synk._master.state.repeated import TIMED_NBYTES
 from synk._pure.arrays import copy_into
 from synk._pure.ranges import LINE_NBYTES
 from synk._wire.control import Down
@@ -160,7 +160,7 @@ def _cached_plan(plan: Plan, call: Call, lane: Lane, staging: Segment, places: _
         lane,
         [*segments, staging] if places.nbytes else segments,
         [staging.view(at, array.shape, argument.dtype) for argument, array, at in arrays],
-        [argument.label if array.nbytes >= GUARDED_NBYTES else "" for argument, array, _ in arrays],
+        [argument.label if array.nbytes >= TIMED_NBYTES else "" for argument, array, _ in arrays],
         staging.buffer[places.pickle : places.pickle + places.capacity] if places.capacity else None,
         [staging.buffer[at : at + view.nbytes] for at, view in zip(places.buffers, call.objects[1])],
         [
@@ -193,7 +193,7 @@ def stage(session: Session, launched: Launched) -> None:
             target[...] = value
             continue
         record = launched.function.record
-        launched.function.copies.compare(session.guard, record.unchanged, label, value)
+        launched.function.repeated.note(label, value)
         began = time.monotonic_ns()
         copy_into(target, value)
         record.staged_ns += time.monotonic_ns() - began

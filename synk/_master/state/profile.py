@@ -157,11 +157,11 @@ class Profile:
         rows = [
             [
                 each.function, each.argument, each.kind, str(each.calls), f"{each.nbytes / 1e6:.2f}",
-                f"{each.seconds:.3f}" if each.seconds else "", str(each.num_unchanged or ""),
+                f"{each.seconds:.3f}" if each.seconds else "",
             ]
             for each in found[:_NUM_SHOWN]
         ]  # fmt: skip
-        return ["function", "argument", "kind", "calls", "MB", "copy s", "unchanged"], rows
+        return ["function", "argument", "kind", "calls", "MB", "copy s"], rows
 
     def _verdicts(self) -> list[str]:
         told = {title: record.verdict() or record.note for title, record in self.records.items()}
