@@ -87,34 +87,21 @@ CHANGES: dict[str, Callable[[Any, Any], Any]] = {
     "a gradient's hook": lambda model, optimizer: model.inner[0].weight.register_hook(lambda gradient: gradient * 0),
     "gradients": backward,
 }
-LIVE = ("the rate", "weights by data", "eval", "a tensor in place", "gradients")
-"""What is also tried without ``push()``, with gradients that go on from step to step."""
-
-
-def accumulating_step(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
-    loss = F.mse_loss(model(x), y)
-    loss.backward()
-    optimizer.step()
-    return loss
 
 
 def test_what_the_program_changes_holds_on_all_ranks(subtests: Any, shared_runtimes: Any) -> None:
-    """Between ``pull()`` and ``push()``; and without them, as long as the program's objects follow the ranks."""
     for number, (name, change) in enumerate(CHANGES.items()):
         plain, objects = ((model, torch.optim.Adam(model.parameters(), lr=0.01)) for model in (Tempered(), Tempered()))
         rep = synk.torch.replicate(*objects, runtime=shared_runtimes[(1, 2)[bool(number % 4)]])
-        is_told = name not in LIVE
-        step = plain_step if is_told else accumulating_step
-        run = rep.function(step, outputs="avg")
+        run = rep.function(plain_step, outputs="avg")
         with subtests.test(change=name):
             for count, (x, y) in enumerate(batches(7, (8, 7))):
                 if count in (2, 4):
                     change(*plain)
                     rep.pull()
                     change(*objects)
-                    if is_told:
-                        rep.push()
-                expected = float(step(*plain, x, y).detach())
+                    rep.push()
+                expected = float(plain_step(*plain, x, y).detach())
                 assert abs(float(run(x, y)) - expected) < 1e-12
             states = rank_states(rep)
             assert all(differences(states[0], other) == [] for other in states[1:])
