@@ -247,6 +247,17 @@ def test_random_numbers_are_the_same_in_each_run_and_others_on_each_rank(shared_
     assert found[0] == found[1] and found[0][0] != found[2][0] and found[0][1] != found[2][1]
 
 
+def test_tensors_that_the_body_makes_have_the_programs_default_dtype(shared_runtimes: Any) -> None:
+    def step(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
+        return torch.tensor(1 / 3) * plain_step(model, optimizer, x, y)
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        compare(shared_runtimes[2], lambda: with_groups(), step, batches(2))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 # ----- what is refused
 
 

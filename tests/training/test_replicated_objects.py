@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from trainings import F, batches, differences, mlp, plain_step, rank_states, state_of
+from trainings import F, assert_steps_keep_nothing, batches, differences, mlp, plain_step, rank_states, state_of
 
 import synk
 
@@ -187,6 +187,12 @@ def test_after_the_runtime_objects_are_ordinary_and_what_is_lost_is_told(runtime
     plain_step(model, optimizer, *batches(1)[0])
     with pytest.raises(synk.errors.ClosedError):
         step(*batches(1)[0])
+
+
+def test_many_steps_take_no_more_memory(shared_runtimes: Any) -> None:
+    _, step, _, _ = trained(shared_runtimes[2])
+    rows = batches(1)[0]
+    assert_steps_keep_nothing(shared_runtimes[2], lambda: step(*rows))
 
 
 def test_what_is_dropped_is_freed_on_the_ranks(shared_runtimes: Any) -> None:
