@@ -23,7 +23,7 @@ from pytensor.graph.traversal import graph_inputs
 from pytensor.tensor.random.type import RandomGeneratorType
 
 import synk
-from synk._api.wrapper import FunctionWrapper
+from synk.extensions._wrapper import FunctionWrapper
 
 _remotes: weakref.WeakKeyDictionary[SharedVariable, synk.Shared] = weakref.WeakKeyDictionary()
 

@@ -24,11 +24,11 @@ from typing import Any
 import optree
 
 import synk
-from synk._api.wrapper import FunctionWrapper
 from synk._pure import files, plain_values
 from synk._pure.nested import build, take_apart
 from synk.extensions._gradients import clip_by_global_norm, flatten
 from synk.extensions._rule import Tree, UpdateRule
+from synk.extensions._wrapper import FunctionWrapper
 
 __all__ = ["TrainFunction", "make_train_function"]
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import synk
+from synk import profiler
 from synk._api.current import NotebookCell
-from synk._pure.words import KEYWORDS, NAMES, squashed
+from synk._pure.words import GONE, KEYWORDS, NAMES, squashed
 from synk._worker.comm.comm import Comm
 
 Fork = Callable[..., Any]
@@ -57,24 +58,15 @@ def test_outside_of_a_notebook_a_second_fork_is_an_error() -> None:
         synk.fork(1, backend="numpy", inline=True)
 
 
-def test_a_large_array_that_is_copied_again_and_again_is_told_once(
-    reused: Fork, caplog: pytest.LogCaptureFixture
-) -> None:
-    rt = reused(1)
-    x = np.ones((4, 1 << 19))
-    total = rt.function(lambda x: x[0, 0], outputs="sum", name="total")
-    total(x), total(x), total(x)
-    assert not caplog.records
-    for _ in range(5):
-        assert total(x) == 1
-    (record,) = caplog.records
-    assert record.getMessage().startswith("x of 'total', 17 MB, is copied at every call")
-    assert "synk.data(x)" in record.getMessage()
-    fresh = rt.function(lambda x: x[0, 0], outputs="sum")
-    for _ in range(6):  # it changes, so a copy is what is meant
-        x[0, 0] += 1
-        assert fresh(x) == x[0, 0]
-    assert len(caplog.records) == 1
+def test_what_was_in_the_first_edition_says_what_to_write_instead() -> None:
+    owners = {"synk": synk, "profiler": profiler, "Function": synk.function(len, outputs="first")}
+    for name, instead in GONE.items():
+        owner, _, attribute = name.partition(".")
+        with pytest.raises(AttributeError, match=re.escape(instead)):
+            getattr(owners[owner], attribute)
+    for option in ("balance", "transfer_guard"):
+        with pytest.raises(TypeError, match="fork\\(\\) without it"):
+            synk.fork(1, **{option: "measured"})
 
 
 # ----- words of other libraries

@@ -84,16 +84,6 @@ def test_rows_of_nested_arguments_and_of_lists_count(arg: Any) -> None:
     assert slices.of(({"x": X[:2], "scale": 3},), {}, 1) == 1
 
 
-def test_small_calls_are_not_cut(limited: Any) -> None:
-    f = limited.function(outer_sums, bcast_inputs="w", outputs=("avg", "sum", "gather"), on_oom="slices")
-    check(f(X, W))
-    small = f.plan(X[:4], W[:2])
-    assert [rank.rows for rank in small.ranks] == [2, 2]
-    for _ in range(4):
-        np.testing.assert_allclose(f(X[:4], W[:2])[0], outer_sums(X[:4], W[:2])[0])
-    assert f.plan(X[:4], W[:2]).is_compiled
-
-
 def test_a_row_that_does_not_fit_is_an_error(limited: Any) -> None:
     f = limited.function(lambda x: np.ones((len(x), ROOM_NBYTES)).sum(), outputs="sum", on_oom="slices")
     with pytest.raises(MemoryError) as caught:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+
 import pytest
 
 import synk

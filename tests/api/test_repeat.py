@@ -273,20 +273,6 @@ def test_what_is_no_number(shared_runtimes: Any, n: Any) -> None:
         f.repeat(n, X)
 
 
-# -- what wraps functions
-
-
-def test_a_wrapper_finishes_the_last_result(shared_runtimes: Any) -> None:
-    class Half(synk.FunctionWrapper):
-        def finish(self, result: Any) -> float:
-            return float(result) / 2
-
-    rt = shared_runtimes[2]
-    w = rt.shared(1.0)
-    f = rt.function(lambda x: (w.value, w.value * 2), updates=[w], outputs="first")
-    assert Half(f).repeat(5, X) == 8
-
-
 @pytest.mark.parametrize("kind", [1, 2, 3])
 def test_steps_of_replicated_objects_equal_plain_torch(shared_runtimes: Any, kind: int) -> None:
     torch = pytest.importorskip("torch")

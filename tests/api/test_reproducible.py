@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import synk
-
 RNG = np.random.default_rng(5)
 X = RNG.normal(size=(5003, 7)) * 10.0 ** RNG.integers(-8, 8, size=(5003, 1))
 """Rows of very different sizes: their sum depends on the order in almost every bit."""
@@ -131,12 +129,8 @@ def test_options_that_make_no_sense_are_refused(shared_runtimes: Any, options: d
         shared_runtimes[1].function(lambda x: x.sum(), outputs="sum", **{"reproducible": True, **options})
 
 
-def test_sharded_variables_and_measured_runtimes_are_refused(shared_runtimes: Any) -> None:
+def test_sharded_variables_are_refused(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     f = rt.function(lambda x: x.sum(), outputs="sum", reproducible=True)
     with pytest.raises(ValueError, match="got the sharded variable x"):
         f(rt.shared(np.ones(8), sharded=True))
-    with synk.Runtime(2, backend="numpy", balance="measured") as measured:
-        f = measured.function(lambda x: x.sum(), outputs="sum", reproducible=True)
-        with pytest.raises(ValueError, match="got a runtime with balance='measured'"):
-            f(np.ones(8))

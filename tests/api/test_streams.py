@@ -166,25 +166,6 @@ def test_blocks_of_the_rows_of_nested_arguments(shared_runtimes: Any) -> None:
         f.rows({"rate": 1.0, "name": "text"}, batch_size=2)
 
 
-def test_wrapped_functions_stream_too(shared_runtimes: Any) -> None:
-    class Rounded(synk.FunctionWrapper):
-        def finish(self, result: Any) -> int:
-            return round(float(result))
-
-    rounded = Rounded(totals(shared_runtimes[2]))
-    assert list(rounded.stream(BATCHES)) == [int(x.sum()) for x in BATCHES]
-    assert list(rounded.rows(np.ones(5), batch_size=2)) == [2, 2, 1]
-    ended: list[Any] = []
-    call = rounded.submit(np.ones(5))
-    call.add_done_callback(ended.append)
-    assert call.result() == 5 and ended == [call]
-
-    async def main() -> int:
-        return await rounded.submit(np.ones(3))
-
-    assert asyncio.run(main()) == 3
-
-
 def test_progress_of_a_stream(shared_runtimes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 

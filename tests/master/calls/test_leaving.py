@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 from typing import Any
 
@@ -42,28 +41,3 @@ def test_minibatch_data_goes_row_by_row_with_the_rows_that_the_batch_picks(subte
     np.testing.assert_array_equal(f(shard, minibatch, shard_batch=[1, 0]), rows + np.arange(4.0))
     with pytest.raises(ValueError, match="with minibatch data only"):
         rt.function(lambda x: x.sum(), outputs="sum")(minibatch, batch=[-1])
-
-
-PLANNED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "like the last": (X + 1, {}, ""),
-    "indices": (X, {"batch": [1, 2, 3]}, "batch="),
-    "dtype": (X.astype(np.float32), {}, "x has dtype float32, was float64"),
-    "rows": (X[:4].copy(), {}, "x has shape (4, 2), was (6, 2)"),
-}
-
-
-def test_a_plan_says_why_the_next_call_is_new_and_sends_nothing(subtests: Any, shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    f = rt.function(lambda x: x.sum(), outputs="sum", name="planned")
-    gc.collect()  # functions of earlier tests: a call that has some dropped is new
-    for name, (x, options, why) in PLANNED.items():
-        with subtests.test(name):
-            for _ in range(5):
-                f(X)
-            sent = rt.counters["messages_down"]
-            plan = f.plan(x, **options)
-            assert rt.counters["messages_down"] == sent
-            before = rt.profile.records["planned"].num_new
-            f(x, **options)
-            assert plan.is_compiled == (not why) == (rt.profile.records["planned"].num_new == before)
-            assert why in plan.why_new and plan.why_new in repr(plan)
