@@ -20,7 +20,7 @@ def mean_product(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 rng = np.random.default_rng(0)
 x_host = 0.01 * rng.standard_normal((1000, 10))
 y_host = rng.standard_normal((10, 5))
-x, y = mean_product.build_inputs(x_host, y_host)
+x, y = synk.data(x_host), synk.data(y_host)
 
 # The rows are chosen from the whole input, then scattered; each worker takes its own part, all at once.
 batches = {

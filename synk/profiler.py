@@ -18,11 +18,15 @@ from synk._pure.words import no_attribute
 from synk._wire.cell import refuse_inside_worker
 from synk._wire.spans import pickled_spans, take_spans
 from synk._wire.spans import span as span
+from synk.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    from pstats import Stats
+
+    from synk._api.function import Function
     from synk._master.state.trace import Tracer
 
-__all__ = ["Trace", "span", "trace"]
+__all__ = ["Trace", "cprofile", "span", "trace"]
 
 
 def __getattr__(name: str) -> Any:
@@ -170,3 +174,42 @@ class trace:
         for rank, spans in enumerate(take()):
             self._tracer.spans[1 + rank] = pickle.loads(spans)
         self._runtime.profile.leave_out("synk.profiler.trace")
+
+
+def cprofile(function: Function[..., Any], /, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Stats]:
+    """Call a function once under :mod:`cProfile` on every rank, and return each rank's statistics.
+
+    Parameters
+    ----------
+    function : Function
+    *args, **kwargs, timeout
+        As for a call. The results of the function are dropped.
+
+    Returns
+    -------
+    list of pstats.Stats
+        One for each rank that has rows, ascending.
+
+    Raises
+    ------
+    UnsupportedError
+        If the function was built with ``updates``, which need its results.
+
+    Examples
+    --------
+    >>> import numpy as np, synk
+    >>> with synk.fork(2):
+    ...     f = synk.function(lambda x: np.sort(x).sum(), outputs="sum")
+    ...     stats = synk.profiler.cprofile(f, np.random.rand(1000))
+    >>> len(stats), any(name == "sort" for _, _, name in stats[0].stats)
+    (2, True)
+    """
+    from synk._wire.profiled import Profiled, stats_of
+
+    if function._callee.options["updates"]:
+        raise UnsupportedError(
+            f"cannot profile {function.name!r}: it was built with updates, which are made of what it returns. Build it "
+            "without them."
+        )
+    profiled = function._alike(Profiled(function._callee.fn), outputs=None, changes=function._callee.options["changes"])
+    return [stats_of(raw) for raw in profiled(*args, timeout=timeout, **kwargs) if raw is not None]

@@ -25,13 +25,11 @@ from synk._api.options import (
     check_subset,
     check_updates,
     name_of,
-    one_per_input,
 )
 from synk._master.calls.call import UNFIT, CallOptions, call_again, run_call
 from synk._master.calls.callee import Callee, FunctionHandle
 from synk._master.calls.signature import OPTION_NAMES
 from synk._master.flight.pending import PendingCall
-from synk._master.objects.data import Data, make_data
 from synk._master.session import Session, current_session
 from synk._pure.interrupts import as_operation, operation
 from synk._pure.limits import check_timeout
@@ -40,11 +38,9 @@ from synk._pure.show import table
 from synk._pure.tracebacks import Results, outline, verb
 from synk._pure.words import Hinting
 from synk._wire.cell import refuse_inside_worker
-from synk.errors import UnsupportedError, WorkerDied
+from synk.errors import WorkerDied
 
 if TYPE_CHECKING:
-    from pstats import Stats
-
     from synk._api.slices import Slices
     from synk._api.verify import Report
 
@@ -450,55 +446,6 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         """Return the function that it calls in place of one that draws random numbers, or None."""
         return None
 
-    @verb
-    def cprofile(self, /, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Stats]:
-        """Call the function once under :mod:`cProfile` on every rank, and return each rank's statistics.
-
-        Parameters
-        ----------
-        *args, **kwargs, timeout
-            As for a call. The results of the function are dropped.
-
-        Returns
-        -------
-        list of pstats.Stats
-            One for each rank that has rows, ascending.
-
-        Raises
-        ------
-        UnsupportedError
-            If the function was built with ``updates``, which need its results.
-
-        Examples
-        --------
-        >>> import numpy as np, synk
-        >>> with synk.fork(2):
-        ...     f = synk.function(lambda x: np.sort(x).sum(), outputs="sum")
-        ...     stats = f.cprofile(np.random.rand(1000))
-        >>> len(stats), any(name == "sort" for _, _, name in stats[0].stats)
-        (2, True)
-        """
-        from synk._wire.profiled import Profiled, stats_of
-
-        callee = self._renewed()._callee
-        options = callee.options
-        if options["updates"]:
-            raise UnsupportedError(
-                f"cannot profile {self.name!r}: it was built with updates, which are made of what it returns. Build it "
-                "without them."
-            )
-        profiled: Function[..., Any] = Function(
-            Profiled(callee.fn),
-            bcast_inputs=callee.bcast_inputs,
-            outputs=None,
-            changes=options["changes"],
-            framework=options["framework"],
-            name=self.name,
-            per_rank=callee.per_rank,
-            session=callee.fixed_session,
-        )
-        return [stats_of(raw) for raw in profiled(*args, timeout=timeout, **kwargs) if raw is not None]
-
     @overload
     def submit(
         self,
@@ -649,62 +596,6 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
             results = with_progress(results, self.name, operator.length_hint(batches))
         return Results(results, "synk.Function.stream", self.name)
 
-    @verb
-    def rows(self, /, *args: Any, batch_size: int, progress: bool = False, **kwargs: Any) -> Iterator[R]:
-        """Call the function for consecutive blocks of rows, and return an iterator over the results, in order.
-
-        Use it for arrays that are too large for one call, such as memory-mapped files: no more than three blocks are in
-        memory. The calls are submitted ahead, as by :meth:`stream`.
-
-        Parameters
-        ----------
-        *args, **kwargs
-            As for a call. All scattered arguments have the same number of rows. Broadcast arguments are passed whole to
-            each call.
-        batch_size : int
-            The number of rows in a block. The last block may have fewer.
-        progress : bool
-            As for :meth:`stream`.
-
-        Returns
-        -------
-        iterator
-            As for :meth:`stream`.
-
-        Raises
-        ------
-        ValueError
-            If there are no rows, the inputs differ in their number of rows, ``batch_size`` is not an integer of at
-            least 1, or the function was built with ``retry``.
-
-        Examples
-        --------
-        >>> import numpy as np, synk
-        >>> with synk.fork(2):
-        ...     total = synk.function(lambda x: x.sum(), outputs="sum")
-        ...     [float(value) for value in total.rows(np.arange(10.0), batch_size=4)]
-        [6.0, 22.0, 17.0]
-        """
-        return self._in_blocks(self.submit, args, kwargs, batch_size, progress)
-
-    @verb
-    @as_operation
-    def _in_blocks(
-        self, submit: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int, progress: bool
-    ) -> Iterator[Any]:
-        """Do what :meth:`rows` does, by the ``submit`` of this function or of an object that wraps it."""
-        from synk._api.stream import blocks, check_batch_size, stream, with_progress
-
-        refuse_inside_worker(f"stream {self.name!r}")
-        if self._retry:
-            raise self._retry_error("stream")
-        size = check_batch_size(batch_size, self.name)
-        num_blocks, calls = blocks(self._callee.signature.bind(args, kwargs), size, self.name)
-        results = stream(lambda call: submit(*call[0], batch=call[2], **call[1]), self.name, calls)
-        if progress:
-            results = with_progress(results, self.name, num_blocks)
-        return Results(results, "synk.Function.rows", self.name)
-
     def _retry_error(self, verb: str) -> ValueError:
         return ValueError(
             f"cannot {verb} {self.name!r}: it was built with retry={self._retry}, and a call that is submitted ahead "
@@ -765,28 +656,6 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         if callee.session is not None and not callee.session.is_closed:
             return callee.session
         return current_session()
-
-    @verb
-    def build_inputs(
-        self, *arrays: Any, minibatch: Any = False, name: Any = None, dtype: Any = None
-    ) -> tuple[Data, ...]:
-        """Return one :class:`synk.Data` for each array, for the parameters in order.
-
-        Parameters
-        ----------
-        *arrays : array-like
-        minibatch, name, dtype
-            As for :func:`synk.data`: one value for all arrays, or a list or tuple with one for each.
-
-        Raises
-        ------
-        ValueError
-            If a list has another length.
-        """
-        session = self._bound_session()
-        options = {"minibatch": minibatch, "name": name, "dtype": dtype}
-        each = one_per_input(options, len(arrays), self.name)
-        return tuple(make_data(session, array, **own) for array, own in zip(arrays, each))
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         # This is called for a decorator on a method. The instance would become a broadcast argument, which is rarely

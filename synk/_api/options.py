@@ -185,20 +185,6 @@ def check_subset(output_subset: Any) -> tuple[Any, ...] | None:
     return tuple(int(key) if isinstance(key, np.integer) else key for key in keys)
 
 
-def one_per_input(options: dict[str, Any], num_inputs: int, name: str) -> list[dict[str, Any]]:
-    """Return the options of each input. A value is for all inputs unless it is a list or tuple with one for each."""
-    for option, value in options.items():
-        if isinstance(value, (list, tuple)) and len(value) != num_inputs:
-            raise ValueError(
-                f"cannot build the inputs of {name!r}: got {option} for {len(value)} inputs and {num_inputs} arrays, "
-                "expected one for each array, or one for all."
-            )
-    return [
-        {option: value[k] if isinstance(value, (list, tuple)) else value for option, value in options.items()}
-        for k in range(num_inputs)
-    ]
-
-
 def can_try_again(error: BaseException) -> bool:
     """Whether a call that failed is run once more: memory ran out on a device, and the call has left nothing behind.
 

@@ -133,7 +133,11 @@ KEYWORDS = {
 
 
 GONE = {
+    "Function.build_inputs": "synk.data(a), synk.data(b)",
+    "Function.cprofile": "synk.profiler.cprofile(f, *args)",
     "Function.plan": "synk.profile() after the calls: it has the bytes and the time of each argument",
+    "Function.refresh": "nothing: every call compares all that it captured",
+    "Function.rows": "f.stream(x[k : k + n] for k in range(0, len(x), n))",
     "profiler.live": "print(synk.profile()) now and again",
     "profiler.transfer_guard": "synk.profile(): its table has the bytes of each argument",
     "synk.FunctionWrapper": "a function of your own that calls the synk function",

@@ -56,8 +56,8 @@ class WrappedCall:
 class FunctionWrapper:
     """The base of a class whose objects are called like the function that they wrap.
 
-    They have the verbs of a function: calls with all options, ``serial``, ``repeat``, ``submit``, ``stream``, ``rows``,
-    ``verify``, ``build_inputs``. A derived class turns a result into the caller's result in :meth:`finish`.
+    They have the verbs of a function: calls with all options, ``serial``, ``repeat``, ``submit``, ``stream``,
+    ``verify``. A derived class turns a result into the caller's result in :meth:`finish`.
 
     Parameters
     ----------
@@ -118,10 +118,6 @@ class FunctionWrapper:
         """Call the function for each batch; see :meth:`synk.Function.stream`. Results are finished one by one."""
         return self.function._streamed(self.submit, batches, progress)
 
-    def rows(self, /, *args: Any, batch_size: int, progress: bool = False, **inputs: Any) -> Iterator[Any]:
-        """Call the function for blocks of rows; see :meth:`synk.Function.rows`. Results are finished one by one."""
-        return self.function._in_blocks(self.submit, args, inputs, batch_size, progress)
-
     def build_inputs(self, *arrays: Any, **options: Any) -> tuple[synk.Data, ...]:
-        """Make the inputs of the function; see :meth:`synk.Function.build_inputs`."""
-        return self.function.build_inputs(*arrays, **options)
+        """Return one :class:`synk.Data` for each array, for the parameters in order; see :func:`synk.data`."""
+        return tuple(synk.data(array, **options) for array in arrays)

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from synk.errors import CallCancelled, ClosedError, UnsupportedError
+from synk.profiler import cprofile
 
 Fork = Callable[..., Any]
 
 
-# -- f.cprofile --------------------------------------------------------------------------------------------------------
+# -- cprofile --------------------------------------------------------------------------------------------------------
 
 
 def work(x: np.ndarray, times: int) -> float:
@@ -30,19 +31,19 @@ def inner(x: np.ndarray) -> float:
 def test_every_rank_is_profiled(shared_runtimes: Any) -> None:
     rt = shared_runtimes[3]
     f = rt.function(work, bcast_inputs="times", outputs="sum")
-    stats = f.cprofile(np.ones(9), 4)
+    stats = cprofile(f, np.ones(9), 4)
     assert len(stats) == 3 and all(isinstance(each, pstats.Stats) for each in stats)
     for each in stats:
         counts = {name: count for (_, _, name), (count, *_) in each.stats.items()}  # type: ignore[attr-defined]
         assert (counts["work"], counts["inner"]) == (1, 4)
-    assert len(f.cprofile(np.ones(2), times=1)) == 2  # one rank has no rows
+    assert len(cprofile(f, np.ones(2), times=1)) == 2  # one rank has no rows
     assert f(np.ones(9), 2) == 18.0
 
 
 def test_what_the_function_raises_comes_through(shared_runtimes: Any) -> None:
     f = shared_runtimes[2].function(lambda x: 1 / 0, outputs="sum")
     with pytest.raises(ZeroDivisionError):
-        f.cprofile(np.ones(2))
+        cprofile(f, np.ones(2))
 
 
 def test_updates_cannot_be_profiled(shared_runtimes: Any) -> None:
@@ -50,7 +51,7 @@ def test_updates_cannot_be_profiled(shared_runtimes: Any) -> None:
     total = rt.shared(np.zeros(1))
     f = rt.function(lambda x: (x.sum(), x[:1]), outputs="sum", updates=total)
     with pytest.raises(UnsupportedError, match="built with updates"):
-        f.cprofile(np.ones(2))
+        cprofile(f, np.ones(2))
 
 
 def test_methods_and_objects_that_are_called_can_be_profiled(shared_runtimes: Any) -> None:
@@ -66,7 +67,7 @@ def test_methods_and_objects_that_are_called_can_be_profiled(shared_runtimes: An
 
     model = Model()
     for fn in (model, model.step):
-        stats = shared_runtimes[2].function(fn, outputs="sum").cprofile(np.ones(4))
+        stats = cprofile(shared_runtimes[2].function(fn, outputs="sum"), np.ones(4))
         assert all(any(name == "__call__" for _, _, name in each.stats) for each in stats)  # type: ignore[attr-defined]
 
 

@@ -111,61 +111,6 @@ def test_streams_maps_and_calls_between_one_another(shared_runtimes: Any) -> Non
         assert a == BATCHES[k].sum() and b == k + 1 and total(np.ones(3)) == 3.0
 
 
-@pytest.mark.parametrize("kind", ["memmap", "array", "data", "shared", "nested"])
-def test_rows_are_consecutive_blocks(shared_runtimes: Any, tmp_path: Path, kind: str) -> None:
-    rt = shared_runtimes[2]
-    x = np.arange(22.0).reshape(11, 2)
-    f = rt.function(lambda x, w: (x * w).sum(0), outputs="sum", bcast_inputs="w")
-    given: Any = x
-    if kind == "memmap":
-        x.tofile(tmp_path / "x")
-        given = np.memmap(tmp_path / "x", float, "r", shape=x.shape)
-    elif kind == "data":
-        given = rt.data(x)
-    elif kind == "shared":
-        given = rt.shared(x, sharded=True)
-    elif kind == "nested":
-        f, given = rt.function(lambda d, w: (d["a"] * w).sum(0), outputs="sum", bcast_inputs="w"), {"a": x, "b": x}
-    for size in (4, 11, 100):
-        expected = [(x[k : k + size] * 2.0).sum(0) for k in range(0, 11, size)]
-        np.testing.assert_array_equal(list(f.rows(given, 2.0, batch_size=size)), expected)
-        np.testing.assert_array_equal(list(f.rows(given, w=2.0, batch_size=size)), expected)
-
-
-def test_rows_of_data_are_not_copied(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    d, before = rt.data(np.arange(1000.0)), dict(rt.counters)
-    assert [float(v) for v in totals(rt).rows(d, batch_size=400)] == [79800.0, 239800.0, 179900.0]
-    assert rt.counters["bytes_staged"] == before["bytes_staged"]
-
-
-def test_rows_that_do_not_fit(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    f = rt.function(lambda x, y: x.sum(), outputs="sum", name="f")
-    with pytest.raises(ValueError, match="got x with 3 rows, y with 4 rows, expected one number of rows"):
-        f.rows(np.ones(3), np.ones(4), batch_size=2)
-    with pytest.raises(TypeError, match=r"got y of type float, expected an array. .*bcast_inputs"):
-        f.rows(np.ones(3), 2.0, batch_size=2)
-    with pytest.raises(ValueError, match="cannot go through the rows for 'f': got batch_size=0"):
-        f.rows(np.ones(3), np.ones(3), batch_size=0)
-    assert list(f.rows(np.ones(0), np.ones(0), batch_size=2)) == []
-
-
-def test_blocks_of_the_rows_of_nested_arguments(shared_runtimes: Any) -> None:
-    """All parts have equally many rows; single values among them are the same for all blocks."""
-    f = shared_runtimes[2].function(
-        lambda fields: (fields["x"] * fields["rate"]).sum() + fields["y"].sum(), outputs="sum"
-    )
-    whole = {"x": np.arange(10.0), "y": np.ones(10), "rate": 0.5, "name": "text"}
-    assert sum(f.rows(whole, batch_size=3)) == 22.5 + 10.0
-    with pytest.raises(
-        ValueError, match=r"got fields\['x'\] with 10 rows, fields\['y'\] with 5 rows, expected one number"
-    ):
-        f.rows({"x": np.arange(10.0), "y": np.arange(5.0), "rate": 1.0}, batch_size=2)
-    with pytest.raises(ValueError, match="got no scattered argument, expected one number of rows"):
-        f.rows({"rate": 1.0, "name": "text"}, batch_size=2)
-
-
 def test_progress_of_a_stream(shared_runtimes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
@@ -179,8 +124,7 @@ def test_progress_of_a_stream(shared_runtimes: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "tqdm.auto", module)
     total = totals(shared_runtimes[2])
     assert len(list(total.stream(BATCHES, progress=True))) == 9
-    assert len(list(total.rows(np.ones(9), batch_size=2, progress=True))) == 5
-    assert seen == [("total", 9), ("total", 5)]
+    assert seen == [("total", 9)]
 
 
 # -- calls that are awaited -------------------------------------------------------------------------------------------
@@ -318,13 +262,3 @@ def test_values_of_several_variables(shared_runtimes: Any) -> None:
     with pytest.raises(ValueError, match="cannot set 2 variables: got 1 values, expected one value for each"):
         rt.set_value([a, b], [np.zeros(2)])
     assert rt.get_value([]) == []
-
-
-def test_options_of_several_inputs(shared_runtimes: Any) -> None:
-    f = shared_runtimes[2].function(lambda x, y: x.sum() + y.sum(), outputs="sum", name="f")
-    x, y = f.build_inputs([1, 2], [3, 4], minibatch=[False, True], name=("x", "y"), dtype=["f4", "i8"])
-    assert (x.minibatch, y.minibatch, x.name, y.name) == (False, True, "x", "y")
-    assert (x.dtype, y.dtype) == (np.dtype("f4"), np.dtype("i8"))
-    assert all(d.dtype == "f8" and d.minibatch for d in f.build_inputs([1], [2], dtype=float, minibatch=True))
-    with pytest.raises(ValueError, match="cannot build the inputs of 'f': got name for 1 inputs and 2 arrays"):
-        f.build_inputs([1], [2], name=["x"])

@@ -72,7 +72,6 @@ def sends(x: Any) -> None:
 WRONG: dict[str, Callable[[synk.Runtime], Any]] = {
     "verify": lambda rt: rt.function(fails).verify(np.ones(4)),
     "stream": lambda rt: list(rt.function(fails).stream([np.ones(4)])),
-    "rows": lambda rt: list(rt.function(fails).rows(np.ones(4), batch_size=2)),
     "exception": lambda rt: rt.function(fails).submit(np.ones(4)).result(),
     "map": lambda rt: list(rt.map(fails, range(3))),
     "map with a bar": lambda rt: list(rt.map(fails, range(3), progress=True)),
@@ -104,7 +103,6 @@ INTERRUPTED = (
     "sleep.submit(np.ones(4)).exception()",
     "[sleep.submit(np.ones(4)) for _ in range(5)]",
     "list(sleep.stream([np.ones(4)]))",
-    "list(sleep.rows(np.ones(4), batch_size=2))",
     "list(synk.map(time.sleep, [100] * 3))",
     "sleep.submit(data); data[:] = 2",
     "sleep.submit(np.ones(4)); variable.value",

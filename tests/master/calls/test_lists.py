@@ -204,7 +204,6 @@ VERBS: dict[str, Callable[[Any, Any], Any]] = {
     "call": lambda f, value: f(value),
     "submit": lambda f, value: f.submit(value).result(),
     "serial": lambda f, value: f.serial(value),
-    "rows": lambda f, value: sum(f.rows(value, batch_size=2)),
 }
 
 
