@@ -37,13 +37,5 @@ for name, (batch, selection) in batches.items():
     assert np.allclose(result, (x_host[selection] @ y_host).mean(axis=0))
     print(f"{name}: {len(x_host[selection])} rows, mean {result.mean():+.6f}")
 
-# A minibatch=True input holds only the rows of the batch, in its order: weight j belongs to the j-th row of the batch.
-weights = synk.data(shape=100, dtype=float, minibatch=True)
-weighted = synk.function(lambda x, w: (x * w[:, None]).sum(axis=0), outputs="sum")
-for batch in (slice(10, 100), slice(900, 0, -9), rng.permutation(1000)[:100]):
-    count = len(x_host[batch])
-    weights[:count] = rng.random(count)
-    assert np.allclose(weighted(x, weights, batch=batch), weights[:count] @ x_host[batch])
-
 synk.close()
 print("All assertions passed.")

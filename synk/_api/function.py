@@ -67,8 +67,6 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
     batch : int, slice, sequence of int or bool mask, optional
         The rows of the scattered inputs to use, selected before they are divided: the first n, a slice, an index list
         (in its order), or a mask.
-    shard_batch : slice, sequence, or one per rank, optional
-        The rows of its shards that a rank uses. ``batch`` must then select as many rows of the other inputs.
     num_slices : int
         The number of parts of its rows on which each rank calls the function, one after the other. The results are
         accumulated, so a call takes less memory and gives the same result.
@@ -175,7 +173,6 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         /,
         *args: Any,
         batch: Any = None,
-        shard_batch: Any = None,
         num_slices: int = 1,
         output_subset: None = None,
         timeout: float | None = None,
@@ -188,7 +185,6 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         /,
         *args: Any,
         batch: Any = None,
-        shard_batch: Any = None,
         num_slices: int = 1,
         output_subset: Any,
         timeout: float | None = None,
@@ -200,7 +196,6 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         /,
         *args: Any,
         batch: Any = None,
-        shard_batch: Any = None,
         num_slices: int = 1,
         output_subset: Any = None,
         timeout: float | None = None,
@@ -216,13 +211,13 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
                 compiled, capture, session = callee.plans.compiled[0], callee.capture, callee.session
                 # No operation is begun for a call that fits: if a handler breaks it off, the next operation settles it.
                 if compiled is not None and session and capture and capture.is_current():
-                    result = call_again(session, callee, compiled, args, kwargs, batch, shard_batch)
+                    result = call_again(session, callee, compiled, args, kwargs, batch)
                     if result is not UNFIT:
                         return result
                     was_compared = True
             with operation():
                 options = CallOptions(
-                    batch, shard_batch, check_slices(num_slices), check_subset(output_subset), check_timeout(timeout)
+                    batch, check_slices(num_slices), check_subset(output_subset), check_timeout(timeout)
                 )
                 if is_checked:
                     return self._run(args, kwargs, options, was_compared)
@@ -231,7 +226,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
             __tracebackhide__ = True
             if self._slices is not None and self._slices.help_against(error, args, kwargs, num_slices):
                 return self(
-                    *args, batch=batch, shard_batch=shard_batch, num_slices=num_slices,
+                    *args, batch=batch, num_slices=num_slices,
                     output_subset=output_subset, timeout=timeout, **kwargs,
                 )  # fmt: skip
             outline(error)
@@ -280,7 +275,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         errors are those of a call.
         """
         options = CallOptions(
-            batch, None, check_slices(num_slices), check_subset(output_subset), check_timeout(timeout), is_serial=True
+            batch, check_slices(num_slices), check_subset(output_subset), check_timeout(timeout), is_serial=True
         )
         with operation():
             return self._run(args, kwargs, options)
@@ -292,7 +287,6 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         /,
         *args: Any,
         batch: Any = None,
-        shard_batch: Any = None,
         num_slices: int = 1,
         output_subset: Any = None,
         timeout: float | None = None,
@@ -309,7 +303,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         ----------
         num_repeats : int
             The number of runs, at least 1.
-        *args, batch, shard_batch, num_slices, output_subset, timeout, **kwargs
+        *args, batch, num_slices, output_subset, timeout, **kwargs
             As for a call. ``timeout`` is for all repetitions together.
 
         Returns
@@ -352,7 +346,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
             num_slices = self._slices.of(args, kwargs, num_slices)
         subset, limit = check_subset(output_subset), check_timeout(timeout)
         num_repeats = check_repeats(num_repeats, self.name)
-        options = CallOptions(batch, shard_batch, check_slices(num_slices), subset, limit, num_repeats=num_repeats)
+        options = CallOptions(batch, check_slices(num_slices), subset, limit, num_repeats=num_repeats)
         with operation():
             return self._run_checked(args, kwargs, options)
 
@@ -428,7 +422,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         from synk._pure.comparison import Tolerance
 
         function = self._renewed()
-        options = CallOptions(batch, None, check_slices(num_slices), None, check_timeout(timeout))
+        options = CallOptions(batch, check_slices(num_slices), None, check_timeout(timeout))
         plain = PlainCall(function._callee, args, kwargs, batch)
         return verify(function, options, Tolerance(rtol, atol), plain)
 
@@ -452,7 +446,6 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         /,
         *args: Any,
         batch: Any = None,
-        shard_batch: Any = None,
         num_slices: int = 1,
         output_subset: None = None,
         timeout: float | None = None,
@@ -465,7 +458,6 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         /,
         *args: Any,
         batch: Any = None,
-        shard_batch: Any = None,
         num_slices: int = 1,
         output_subset: Any,
         timeout: float | None = None,
@@ -478,7 +470,6 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         /,
         *args: Any,
         batch: Any = None,
-        shard_batch: Any = None,
         num_slices: int = 1,
         output_subset: Any = None,
         timeout: float | None = None,
@@ -498,7 +489,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
 
         Parameters
         ----------
-        batch, shard_batch, num_slices, output_subset
+        batch, num_slices, output_subset
             As for a call.
         timeout : float, optional
             Seconds from now until ``CallTimeout``, including the time spent waiting for earlier calls.
@@ -525,13 +516,13 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
                 session, capture = callee.session, callee.capture
                 if session is not None and capture is not None and capture.is_current():
                     was_compared = True
-                    pending = session.queue.submit_again(callee, args, kwargs, batch, shard_batch)
+                    pending = session.queue.submit_again(callee, args, kwargs, batch)
                     if pending is not None:
                         return pending
             function = self if was_compared else self._renewed()
             session = function._bound_session()
             subset, limit = check_subset(output_subset), check_timeout(timeout)
-            options = CallOptions(batch, shard_batch, check_slices(num_slices), subset, limit, is_submitted=True)
+            options = CallOptions(batch, check_slices(num_slices), subset, limit, is_submitted=True)
             release = None if is_checked else self._hold_back(args, kwargs, options)
             with session.entered(f"submit {self.name!r}"):
                 deadline = session.deadline(options.timeout)

@@ -346,7 +346,7 @@ def _bound(order: CallOrder, variables: NodeVariables) -> Call:
     return Call(
         order.arguments, selection, order.bounds, order.ranks, order.rows, objects, order.options,
         owned=order.owned,
-        index_arrays=(None, None if order.owned is None else order.owned.local_indices, None),
+        index_arrays=(None, None if order.owned is None else order.owned.local_indices),
         is_timed=False,
         nests=order.nests,
         all_ranks=order.all_ranks,

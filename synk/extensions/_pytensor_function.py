@@ -48,8 +48,8 @@ def remote(variable: SharedVariable) -> synk.Shared:
 class PyTensorFunction(FunctionWrapper):
     """A compiled graph that is called like a function; made by :func:`function`.
 
-    It has the verbs and options of a :class:`synk.Function`. ``shard_batch`` selects among the rows of
-    ``sliceable_shareds``.
+    It has the verbs and options of a :class:`synk.Function`. ``batch`` selects among the rows of all
+    ``sliceable_shareds``, too.
 
     Attributes
     ----------

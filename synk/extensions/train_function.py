@@ -41,7 +41,7 @@ class TrainFunction(FunctionWrapper):
 
     ``train(x, y)`` takes one step and returns the loss, averaged over all rows, or ``(loss, aux)``. The inputs are
     those of ``loss_and_grad`` after the parameters, by position or by name. The options are those of a function's call:
-    ``batch``, ``shard_batch``, ``timeout``. ``serial`` takes the step on one worker, and the other ranks then get its
+    ``batch``, ``timeout``. ``serial`` takes the step on one worker, and the other ranks then get its
     result. ``submit`` does not wait for the step, unless ranks without rows need its result. ``verify`` compares the
     step on all workers with that on one, including parameters and state, and takes no step.
 

@@ -66,7 +66,6 @@ class CompiledCall:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         batch: Any,
-        shard_batch: Any,
         started_ns: int,
     ) -> Launched | str:
         """Return the call to send if it is like the last one and nothing has changed, else why it is new.
@@ -90,8 +89,8 @@ class CompiledCall:
         if isinstance(values, str):
             return values
         last_batch, call = self._last
-        if shard_batch is not None or type(batch) is not type(last_batch) or batch != last_batch:
-            chosen = self._chosen(session, function, batch, shard_batch)
+        if type(batch) is not type(last_batch) or batch != last_batch:
+            chosen = self._chosen(session, function, batch)
             if isinstance(chosen, str):
                 return chosen
             call = chosen
@@ -111,9 +110,9 @@ class CompiledCall:
             self._log_state, self._doorbells, lease,
         )  # fmt: skip
 
-    def _chosen(self, session: Session, function: Callee, batch: Any, shard_batch: Any) -> Call | str:
+    def _chosen(self, session: Session, function: Callee, batch: Any) -> Call | str:
         """Return the call with the rows of another batch, and remember it; else return why it is new."""
-        chosen = self.pattern.choose(self._last[1], divider(session, function), batch, shard_batch)
+        chosen = self.pattern.choose(self._last[1], divider(session, function), batch)
         if isinstance(chosen, str):
             return chosen
         self._last = _remembered(chosen, batch)

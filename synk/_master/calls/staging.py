@@ -110,7 +110,7 @@ def _plan(plan_id: int, function: Callee, call: Call, options: CallOptions, stag
     for argument, place in zip(call.arguments, places.arrays):
         inputs.append(input_of(argument, staging_id, num_objects if argument.kind == "object" else place))
         num_objects += argument.kind == "object"
-    rows_place, local_place, order_place = [
+    rows_place, local_place = [
         None if indices is None else (staging_id, at, len(indices))
         for at, indices in zip(places.indices, call.index_arrays)
     ]
@@ -125,7 +125,6 @@ def _plan(plan_id: int, function: Callee, call: Call, options: CallOptions, stag
         is_rowless=call.selection is None,
         indices_place=rows_place,
         local_indices_place=local_place,
-        order_place=order_place,
         nests=pickle_nests(call.arguments, function.name) if call.nests is None else call.nests,
         block_rows=function.block_rows,
         num_repeats=options.num_repeats,
@@ -141,7 +140,7 @@ def input_of(argument: Argument, segment_id: int, offset: int) -> Input:
         return Input(argument.keyword, argument.kind, argument.value.id)
     if argument.contents is not None:
         array, place = argument.contents.array, (argument.contents.segment_id, argument.contents.offset)
-        return Input(argument.keyword, argument.kind, *place, array.shape, array.dtype, argument.is_minibatch)
+        return Input(argument.keyword, argument.kind, *place, array.shape, array.dtype)
     assert argument.array is not None
     if argument.kind == "closed over":
         name = str(argument.value.id)
