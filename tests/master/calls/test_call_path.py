@@ -1,4 +1,4 @@
-"""What one call sends, copies, maps and goes through, each counted.
+"""What one call sends, copies and maps, each counted.
 
 ``runtime.counters`` holds what the program sent and received since the start: ``messages_down``, ``messages_up``,
 ``bytes_down``, ``bytes_up`` and ``bytes_pickled``.
@@ -7,11 +7,8 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import itertools
-import operator
-import re
-import sys
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,11 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support import saboteurs
-from support.harness import PACKAGE_FOLDER, mapped_memfds, pids, script, wait_for
+from support.harness import mapped_memfds, pids, wait_for
 
-import synk
-
-WORKERS = (1, 2, 3)
 BIG = np.random.default_rng(0).normal(size=(1 << 16, 16))
 """8 MB."""
 
@@ -48,15 +42,14 @@ WAYS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("where", [*WORKERS, "inline"])
-def test_one_message_each_way_per_rank(subtests: Any, shared_runtimes: Any, where: Any) -> None:
+def test_one_message_each_way_per_rank(subtests: Any, shared_runtimes: Any) -> None:
     """Whatever the number of inputs and outputs, from the first call after ``distribute`` on."""
-    rt = shared_runtimes[where]
-    for num_inputs, num_outputs, as_data, way in itertools.product((1, 5), (1, 7), (True, False), WAYS):
-        with subtests.test(num_inputs=num_inputs, num_outputs=num_outputs, as_data=as_data, way=way):
+    cases = list(itertools.product((1, 2, 3, "inline"), (1, 5), (1, 7), (True, False), WAYS))
+    for where, num_inputs, num_outputs, as_data, way in random.Random(0).sample(cases, 40):
+        rt, x = shared_runtimes[where], np.arange(9.0)
+        with subtests.test(where=where, num_inputs=num_inputs, num_outputs=num_outputs, as_data=as_data, way=way):
             f = rt.function(lambda *xs, n=num_outputs: (sum(x.sum() for x in xs),) * n, bcast_inputs="n", outputs="sum")
             rt.distribute()
-            x = np.arange(9.0)
             inputs = [rt.data(x) if as_data else x for _ in range(num_inputs)]
             for _ in range(3):
                 with counted(rt) as sent:
@@ -64,9 +57,8 @@ def test_one_message_each_way_per_rank(subtests: Any, shared_runtimes: Any, wher
                 assert (sent["messages_down"], sent["messages_up"]) == (rt.world_size, rt.world_size)
 
 
-@pytest.mark.parametrize("num_workers", WORKERS)
-def test_a_repeated_call_is_a_few_bytes_and_pickles_nothing(shared_runtimes: Any, num_workers: int) -> None:
-    rt = shared_runtimes[num_workers]
+def test_a_repeated_call_is_a_few_bytes_and_pickles_nothing(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
     f = rt.function(lambda w, x: (x @ w, (x @ w).sum()), bcast_inputs="w", outputs=("gather", "sum"))
     x, w = rt.data(BIG), np.ones(16)
     for _ in range(2):
@@ -75,8 +67,7 @@ def test_a_repeated_call_is_a_few_bytes_and_pickles_nothing(shared_runtimes: Any
         for number in range(20):
             f(w * number, x)
     assert sent["bytes_pickled"] == 0
-    assert sent["bytes_down"] <= 64 * num_workers * 20
-    assert sent["bytes_up"] <= 64 * num_workers * 20
+    assert max(sent["bytes_down"], sent["bytes_up"]) <= 64 * 2 * 20
 
 
 def test_array_bytes_cross_through_segments_only(subtests: Any, shared_runtimes: Any) -> None:
@@ -204,130 +195,5 @@ def test_an_idle_worker_sleeps(shared_runtimes: Any) -> None:
         assert wait_for(lambda stat=stat: stat.read_text().rpartition(")")[2].split()[0] == "S")
 
 
-# ----- what a call costs in functions
-
-
-def functions_of(act: Callable[[], Any]) -> list[tuple[str, str]]:
-    """Return the functions of the package, with their files, that ``act`` goes through in this process."""
-    met: list[tuple[str, str]] = []
-
-    def look(frame: Any, event: str, argument: Any) -> None:
-        if event == "call" and "/synk/_" in frame.f_code.co_filename:
-            met.append((frame.f_code.co_filename.rpartition("/synk/")[2], frame.f_code.co_name))
-
-    sys.setprofile(look)
-    try:
-        act()
-    finally:
-        sys.setprofile(None)
-    return met
-
-
-def step(w: np.ndarray, x: np.ndarray, y: np.ndarray) -> tuple[Any, Any]:
-    residual = x @ w - y
-    return residual @ residual / len(x), x.T @ residual / len(x)
-
-
-MOST_FUNCTIONS = 140
 """Of a repeated call: half of what a call goes through that is not known yet."""
-
-REPEATED: dict[str, Callable[..., Any]] = {
-    "plain": lambda f, k, x, y: f(np.full(5, k), x, y),
-    "keywords and batch": lambda f, k, x, y: f(np.full(5, k), x, y=y, batch=6),
-    "other batches": lambda f, k, x, y: f(
-        np.full(5, k), x, y=y, batch=[6, 5, slice(1, 7), slice(6, None, -1)][int(k) % 4]
-    ),
-    "submit": lambda f, k, x, y: f.submit(np.full(5, k), x, y).result(),
-}
-
-
-def test_a_repeated_call_goes_through_few_functions(subtests: Any, shared_runtimes: Any) -> None:
-    """Of the program, and inline of the rank as well; what a busy machine adds (a long wait) is in some calls only."""
-    for where, (name, call) in itertools.product((2, "inline"), REPEATED.items()):
-        with subtests.test(name, where=where):
-            rt = shared_runtimes[where]
-            x, y = rt.data(np.ones((8, 5))), rt.data(np.ones(8))
-            f = rt.function(step, bcast_inputs="w", outputs="avg")
-            gc.collect()
-            counts = [len(functions_of(lambda k=k, call=call: call(f, float(k), x, y))) for k in range(20)]  # noqa: B023
-            assert min(counts[8:]) <= MOST_FUNCTIONS, counts
-
-
-def test_the_work_of_a_call_grows_with_its_outputs(subtests: Any, shared_runtimes: Any) -> None:
-    """And not with the square of their number."""
-    makers: list[Callable[[int], Any]] = [
-        lambda n: [str(number) for number in range(n)],
-        lambda n: {str(number): ("a", ["b"]) for number in range(n)},
-        lambda n: [np.full(2, number) for number in range(n)],
-    ]
-    for (number, make), num_slices in itertools.product(enumerate(makers), (1, 2)):
-        with subtests.test(number=number, num_slices=num_slices):
-            f = shared_runtimes["inline"].function(lambda x, make=make: make(len(x)), outputs=None)
-            f(np.zeros(2), num_slices=num_slices)
-            calls = [lambda n=n, f=f, k=num_slices: f(np.zeros(n * k), num_slices=k) for n in (30, 120)]
-            few, many = (len(functions_of(call)) for call in calls)
-            assert many < 6 * few
-
-
-# ----- the path as the design page shows it
-
-
-def shown_paths() -> list[list[tuple[str, str]]]:
-    """Return the (file, function) of each line of the two paths of a call on the design page."""
-    page = (PACKAGE_FOLDER / "docs" / "design.md").read_text(encoding="utf-8")
-    section = page.partition("## The path of one call")[2].partition("Five invariants")[0]
-    blocks = section.split("```")[1::2]
-    return [re.findall(r"(_\w+/[\w/]+\.py) +([\w.]+)", block) for block in blocks]
-
-
-def test_the_design_page_shows_functions_that_exist() -> None:
-    paths = shown_paths()
-    assert [len(path) for path in paths] == [18, 19]
-    for file, name in itertools.chain(*paths):
-        module = importlib.import_module(f"synk.{file.removesuffix('.py').replace('/', '.')}")
-        assert callable(operator.attrgetter(name)(module)), f"{file}: {name}"
-
-
-def test_a_call_takes_the_path_that_the_design_page_shows(shared_runtimes: Any) -> None:
-    f = shared_runtimes[2].function(lambda x: x.sum(), outputs="sum")
-    first = functions_of(lambda: f(np.arange(6.0)))
-    # One among several: what was dropped in earlier tests may be collected just now.
-    repeated = min((functions_of(lambda: f(np.arange(6.0))) for _ in range(10)), key=len)
-    for called, path in zip((repeated, first), shown_paths(), strict=True):
-        shown = [(file, name.rpartition(".")[2]) for file, name in path if not file.startswith("_worker")]
-        steps = iter(called)
-        assert [each for each in shown if each not in steps] == [], "these did not come, or not in this order"
-
-
 # ----- what is imported
-
-
-def test_import_loads_no_array_library_but_numpy() -> None:
-    code = """
-import sys, numpy
-before = set(sys.modules)
-import synk
-new = {name.partition(".")[0] for name in set(sys.modules) - before}
-heavy = {"cupy", "torch", "jax", "mpi4py", "pynccl", "scipy", "pandas", "numba", "multiprocessing", "asyncio", "ctypes"}
-print(sorted(new & heavy))
-"""
-    script(code, has_prelude=False).check("[]\n")
-
-
-def test_a_worker_imports_nothing_of_the_program_s_half() -> None:
-    """It would double what a worker imports, and an import is held together against interrupts."""
-
-    def look(x: np.ndarray) -> tuple[str, str]:
-        synk.comm.all_reduce(x, "sum")
-        assert set(synk.__all__) <= set(dir(synk)) and not hasattr(synk, "frok")
-        imported = " ".join(name for name in sys.modules if name.startswith(("synk._master", "synk._api")))
-        try:
-            synk.fork()
-        except synk.errors.ReentrancyError as error:
-            return imported, str(error)
-        raise AssertionError("a worker has forked")
-
-    with synk.fork(2, backend="numpy") as rt:
-        imported, refusal = rt.function(look, outputs="first")(np.ones(2))
-    assert imported == ""
-    assert "cannot fork inside worker rank 0" in refusal

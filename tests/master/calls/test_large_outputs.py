@@ -11,7 +11,6 @@ import itertools
 import random
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,62 +24,6 @@ Fork = Callable[..., Any]
 SIZE = (1 << 18) // 8
 """Elements of the smallest float64 output that the workers reduce."""
 FOREVER = "60000000"
-
-
-@pytest.fixture(params=[FOREVER, "0"], ids=["meets", "is asked"])
-def patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("SYNK_SPIN_US", request.param)
-    return str(request.param)
-
-
-def several(k: float, x: np.ndarray) -> tuple[Any, ...]:
-    big = np.full(SIZE, k + x.sum())
-    return big, big[None] * 2, float(x.sum()), np.repeat(x, SIZE), {"one": big, "two": len(x)}, big
-
-
-OPS = ("avg", "sum", "sum", "gather", None, "first")
-
-
-def check_several(got: Any, k: float, x: np.ndarray, num_workers: int) -> None:
-    parts = np.array_split(x, num_workers)
-    sums, weights = [k + part.sum() for part in parts], [len(part) for part in parts]
-    average, double, total, rows, nested, first = got
-    np.testing.assert_array_equal(average, np.full(SIZE, np.average(sums, weights=weights)))
-    np.testing.assert_array_equal(double, np.full((1, SIZE), 2 * sum(sums)))
-    np.testing.assert_array_equal(rows, np.repeat(x, SIZE))
-    assert [(each["one"][0], each["two"]) for each in nested] == list(zip(sums, weights))
-    assert (total, first[-1]) == (x.sum(), sums[0])
-
-
-def messages_of(rt: Any, call: Callable[[], Any]) -> int:
-    before = rt.counters["messages_down"]
-    call()
-    return int(rt.counters["messages_down"] - before)
-
-
-def test_a_repeated_call_is_one_message_where_the_ranks_meet(subtests: Any, reused: Fork, patience: str) -> None:
-    """Of two functions in turn, as in a loop of training, with others between; results that are kept stay theirs."""
-    x = np.arange(7.0)
-    for num_workers in (1, 2, 3):
-        rt = reused(num_workers)
-        f = rt.function(several, bcast_inputs="k", outputs=OPS)
-        g = rt.function(lambda k, x: (np.full(2 * SIZE, k), x.min()), bcast_inputs="k", outputs="max")
-        small = rt.function(lambda x: x.sum(), outputs="sum")
-        kept: list[Any] = []
-        for k in range(6):
-            with subtests.test(num_workers=num_workers, k=k):
-                for call in (
-                    lambda k=k, f=f: f(float(k), x),
-                    lambda small=small: small(x),
-                    lambda k=k, g=g: g(float(k), x),
-                ):
-                    sent = messages_of(rt, lambda call=call, kept=kept: kept.append(call()))
-                    most = 1 if patience == FOREVER else 2
-                    assert k < 2 or num_workers <= sent <= most * num_workers
-        for k in range(6):
-            with subtests.test(num_workers=num_workers, kept=k):
-                check_several(kept[3 * k], k, x, num_workers)
-                np.testing.assert_array_equal(kept[3 * k + 2][0], np.full(2 * SIZE, float(k)))
 
 
 # ----- any sequence
@@ -190,17 +133,18 @@ class Fuzz:
 
 
 @pytest.mark.parametrize("num_seeds", [1, pytest.param(100, marks=pytest.mark.storm)])
-@pytest.mark.parametrize("spin_us", ["0", "20", "500", FOREVER])
+@pytest.mark.parametrize(
+    "spin_us", ["0", FOREVER, *(pytest.param(us, marks=pytest.mark.storm) for us in ("20", "500"))]
+)
 def test_any_sequence_of_calls_equals_numpy(
     reused: Fork, monkeypatch: pytest.MonkeyPatch, spin_us: str, num_seeds: int
 ) -> None:
     """Sizes that differ between ranks and change, failures, delays, serial and partial calls, results that are kept,
     dropped, written into and forked."""
     monkeypatch.setenv("SYNK_SPIN_US", spin_us)
-    runtimes = {size: reused(size) for size in (1, 2, 3)}
-    for seed in range(num_seeds):
-        rng = random.Random(f"{spin_us} {seed}")
-        Fuzz(runtimes[rng.choice([1, 2, 3])], rng).run(40)
+    runtimes = {size: reused(size) for size in (2, 3)}
+    for seed, (size, rt) in itertools.product(range(num_seeds), runtimes.items()):
+        Fuzz(rt, random.Random(f"{spin_us} {size} {seed}")).run(40)
 
 
 # ----- buffers
@@ -241,83 +185,36 @@ def test_workers_keep_no_outputs_of_a_call_that_failed(reused: Fork) -> None:
 # ----- faults
 
 
-def test_A3_a_death_where_the_ranks_meet(subtests: Any, reused: Fork, patience: str) -> None:
-    """The survivor answers, however long it may wait: the master ends its wait."""
+def test_A3_workers_that_are_new_take_their_part(subtests: Any, reused: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the ranks meet: the survivor of a death answers, however long it may wait, and assigns nothing."""
+    monkeypatch.setenv("SYNK_SPIN_US", FOREVER)
     rt, x = reused(2), np.arange(4.0)
-    for step, rank in itertools.product(("call.published", "reduce.before", "reduce.after"), (0, 1)):
-        with subtests.test(step=step, rank=rank):
-            f = rt.function(lambda x: np.full(SIZE, x.sum()), outputs="sum")
-            harness.arm(
-                rt, harness.failpoint(step, rank, nth=4 if step == "call.published" else 3)
-            )  # pids, below, is a call
-            for _ in range(2):
-                assert (f(x) == 6.0).all()
-            with harness.replaced_workers(rt, [rank]), pytest.raises(WorkerDied) as died:
-                f(x)
-            assert died.value.ranks == (rank,)
-            for _ in range(3):
-                assert (f(x) == 6.0).all()
-
-
-def test_new_workers_are_told_their_parts(subtests: Any, reused: Fork, patience: str) -> None:
-    """A rank keeps its part of the outputs with the plan, and a new process has neither."""
-    rt, x = reused(2), np.arange(7.0)
-    for is_submitted, victim in itertools.product((False, True), (0, 1, None)):
-        with subtests.test(is_submitted=is_submitted, victim=victim):
-            f = rt.function(several, bcast_inputs="k", outputs=OPS)
-
-            def call(k: float, f: Any = f, is_submitted: bool = is_submitted) -> None:
-                check_several(f.submit(k, x).result() if is_submitted else f(k, x), k, x, 2)
-
-            for k in range(3):
-                call(float(k))
-            if victim is None:
-                rt.restart()
-                assert messages_of(rt, lambda call=call: call(3.0)) > 2
-            else:
-                harness.kill_and_wait(harness.pids(rt)[victim])
-                with pytest.warns(RuntimeWarning, match="was started again"):
-                    assert messages_of(rt, lambda call=call: call(3.0)) > 2
-            call(4.0)
-            assert messages_of(rt, lambda call=call: call(5.0)) <= (2 if patience == FOREVER else 4)
-
-
-def test_D1_ctrl_c_while_a_rank_waits_for_the_others(reused: Fork, patience: str, tmp_path: Path) -> None:
-    rt, x, begun = reused(2), np.arange(2.0), tmp_path / "begun"
-
-    def late(path: str, x: np.ndarray) -> np.ndarray:
-        if path and x[0]:
-            Path(path).touch()
-            time.sleep(600)
-        return np.full(SIZE, x.sum())
-
-    f = rt.function(late, bcast_inputs="path", outputs="sum")
-    for _ in range(3):
-        f("", x)
-    with harness.same_workers(rt):
-        with pytest.raises(KeyboardInterrupt), harness.ctrl_c_when(begun.exists):
-            f(str(begun), x)
-        assert (f("", x) == 1.0).all()
-    harness.assert_right(rt)
-
-
-def test_large_outputs_and_assigned_variables_in_one_call(reused: Fork, patience: str) -> None:
-    """Both are announced by the same layout; what is assigned holds only when the whole call has ended well."""
-    rt = reused(2)
     w = rt.shared(np.zeros(SIZE))
 
-    def step(x: np.ndarray) -> np.ndarray:
+    def step(x: np.ndarray) -> tuple[Any, Any, Any]:
         w.value = w.value + 1.0
-        if x[0] < 0:
-            raise RuntimeError("as told")
-        return w.value * x.sum()
+        return w.value * x.sum(), np.repeat(x, SIZE), float(x.sum())
 
-    f = rt.function(step, outputs="sum")
-    x = np.ones(4)
-    for k in range(1, 6):
-        np.testing.assert_array_equal(f(x), np.full(SIZE, 4.0 * k))
-    with pytest.raises(RuntimeError):
-        f(np.array([1.0, 1.0, -1.0, -1.0]))
-    for rank in range(2):
-        np.testing.assert_array_equal(rt.get_value(w, rank=rank), np.full(SIZE, 5.0))
-    np.testing.assert_array_equal(f(x), np.full(SIZE, 24.0))
+    for step_of_death, victim in itertools.product(("reduce.before", "reduce.after", "before the call"), (0, 1)):
+        with subtests.test(step=step_of_death, victim=victim):
+            f, w.value = rt.function(step, outputs=("sum", "gather", "sum")), np.zeros(SIZE)
+
+            def check(k: int, f: Any = f) -> None:
+                added, rows, total = f(x)
+                assert ((added == 6.0 * k).all(), total) == (True, 6.0)
+                np.testing.assert_array_equal(rows, np.repeat(x, SIZE))
+
+            for k in (1, 2, 3):
+                check(k)
+            if step_of_death == "before the call":
+                harness.kill_and_wait(harness.pids(rt)[victim])
+                with pytest.warns(RuntimeWarning, match="was started again"):
+                    check(4)
+            else:
+                harness.arm(rt, harness.failpoint(step_of_death, victim))
+                with harness.replaced_workers(rt, [victim]), pytest.raises(WorkerDied) as died:
+                    f(x)
+                assert died.value.ranks == (victim,)
+                check(4)
+            for k in (5, 6, 7):
+                check(k)
