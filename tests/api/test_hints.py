@@ -29,21 +29,14 @@ def test_breakpoint_names_inline(reused: Fork) -> None:
         reused(1).function(stops)(np.ones(2))
 
 
-@pytest.mark.parametrize(
-    "function",
-    (
-        lambda x: torch.nn.functional.linear(x, torch.ones(1, 3)).sum(),
-        lambda x: torch.relu(x).sum(),
-        lambda x: x.relu().sum(),
-    ),
-)
-def test_arrays_where_tensors_are_meant_name_the_framework(reused: Fork, function: Any) -> None:
-    with pytest.raises((TypeError, AttributeError)) as caught:
-        reused(1).function(function)(np.ones((4, 3), np.float32))
-    told = str(caught.value.__cause__) + "".join(getattr(caught.value, "__notes__", ()))
-    assert 'framework="torch"' in told
-    rt = reused(1)
-    assert rt.function(function, framework="torch", outputs="sum")(np.ones((4, 3), np.float32)) == 12
+def test_arrays_where_tensors_are_meant_name_the_framework(reused: Fork) -> None:
+    rt, x = reused(1), np.ones((4, 3), np.float32)
+    for function in (lambda x: torch.relu(x).sum(), lambda x: x.relu().sum()):
+        with pytest.raises((TypeError, AttributeError)) as caught:
+            rt.function(function)(x)
+        told = str(caught.value.__cause__) + "".join(getattr(caught.value, "__notes__", ()))
+        assert 'framework="torch"' in told
+        assert rt.function(function, framework="torch", outputs="sum")(x) == 12
 
 
 def test_a_cell_of_a_notebook_is_known_again() -> None:
@@ -74,42 +67,25 @@ def test_what_was_in_the_first_edition_says_what_to_write_instead() -> None:
 WORDS = {
     "synk.init()": r"'init'. Write synk.fork\(num_workers\)",
     "synk.Pool(4)": r"'Pool'. Write synk.fork\(\) once, then synk.map\(f, items\).",
-    "synk.ProcessPoolExecutor()": r"Write synk.Executor\(\).",
     "synk.Parallel(n_jobs=2)": r"Write synk.map\(f, items\)",
-    "synk.imap_unordered(len, items)": r"ordered=False",
-    "synk.get_world_size()": r"Write synk.current\(\).world_size.",
     "synk.Get_rank": r"Write synk.comm.rank inside a function",
-    "synk.allreduce(w)": r"Write synk.all_reduce.",
-    "synk.shutdown()": r"Write synk.close\(\).",
     "synk.fork(n_jobs=4)": r"cannot call 'fork': got the argument 'n_jobs', expected num_workers, .*Write num_workers=",
-    "synk.fork(workers=4)": r"got the argument 'workers', .*Write num_workers=",
     "synk.fork(2, max_workers=4)": r"got the argument 'max_workers', .*Write num_workers=",
-    "synk.fork(device_ids=[0])": r"Write devices=",
     "synk.fork(2, NumWorkers=4)": r"Write num_workers=.$",
     "synk.fork(2, backed='numpy')": r"Did you mean 'backend'\?",
     "synk.Runtime(processes=4)": r"cannot call 'Runtime': .*Write num_workers=",
     "synk.map(len, items, chunksize=3)": r"cannot call 'map': got the argument 'chunksize', .*Write batch_size=",
     "rt.map(len, items, chunk_size=3)": r"cannot call 'Runtime.map': .*Write batch_size=",
-    "synk.map(len, items, n_jobs=2)": r"Write synk.fork\(num_workers\)",
     "synk.function(len, in_axes=0)": r"got option 'in_axes', .*Write bcast_inputs=",
-    "synk.function(len, reduction='sum')": r"Write outputs=",
     "synk.function(len, output='sum')": r"Write outputs=",
     "synk.Executor(n_workers=2)": r"cannot call 'Executor': .*Write max_workers=",
     "pending.get()": r"'PendingCall' object has no attribute 'get'. Write call.result\(\).",
-    "pending.wait()": r"Write call.result\(\).",
-    "pending.ready()": r"Write call.done\(\).",
     "pending.cancel()": r"timeout=seconds",
     "pending.Result()": r"Write call.result.$",
     "f.remote(x)": r"Write f.submit\(...\).",
-    "f.map(items)": r"Write f.stream\(batches\)",
-    "rt.size": r"Write runtime.world_size.",
     "rt.submit(f, x)": r"Write f.submit\(...\)",
     "on_a_worker('size')": r"'Comm' object has no attribute 'size'. Write synk.comm.world_size.",
-    "on_a_worker('allreduce')": r"Write synk.comm.all_reduce.",
-    "on_a_worker('Allgather')": r"Write synk.comm.all_gather.",
     "on_a_worker('Get_size')": r"Write synk.comm.world_size.",
-    "on_a_worker('bcast')": r"Write synk.comm.broadcast\(array, root\).",
-    "on_a_worker('reducescatter')": r"Write synk.comm.reduce_scatter.",
 }
 
 

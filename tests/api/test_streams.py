@@ -10,7 +10,7 @@ import sys
 import threading
 import types
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,31 +30,26 @@ def totals(rt: synk.Runtime) -> Any:
 
 # -- streams ----------------------------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize("num_workers", [1, 2, "inline"])
-def test_a_stream_gives_the_results_of_the_calls(shared_runtimes: Any, num_workers: Any) -> None:
-    total = totals(shared_runtimes[num_workers])
-    assert list(total.stream(BATCHES)) == [x.sum() for x in BATCHES]
-    assert list(total.stream(iter(BATCHES[:2]))) == [x.sum() for x in BATCHES[:2]]
-    assert list(total.stream([])) == []
+Pair = namedtuple("Pair", "x y")
 
 
-def test_batches_of_a_data_loader(shared_runtimes: Any) -> None:
+def test_a_stream_gives_the_results_of_the_calls(shared_runtimes: Any) -> None:
+    """A batch is one argument, a tuple or list of all arguments, as a data loader gives them, or one that is nested."""
     torch = pytest.importorskip("torch")
-    rt = shared_runtimes[2]
     x, y = np.arange(12.0).reshape(6, 2), np.arange(6.0)
-    dot = rt.function(lambda x, y: x.T @ y, outputs="sum")
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(y)), batch_size=2)
-    for k, result in enumerate(dot.stream(loader)):
-        np.testing.assert_array_equal(result, x[2 * k : 2 * k + 2].T @ y[2 * k : 2 * k + 2])
-    assert [float(v) for v in rt.function(lambda d: d["y"].sum(), outputs="sum").stream([{"y": y}])] == [15.0]
-    pair = namedtuple("pair", "x y")
-    f = rt.function(lambda p: (p.x * p.y).sum(), outputs="sum")
-    assert [float(v) for v in f.stream([pair(y, y)])] == [float(y @ y)]
+    for where in (1, 2, "inline"):
+        total = totals(shared_runtimes[where])
+        assert list(total.stream(BATCHES)) == [x.sum() for x in BATCHES]
+        assert list(total.stream([])) == []
+    rt = shared_runtimes[2]
+    dots = rt.function(lambda x, y: x.T @ y, outputs="sum").stream(loader)
+    np.testing.assert_array_equal(list(dots), [x[k : k + 2].T @ y[k : k + 2] for k in (0, 2, 4)])
+    assert list(rt.function(lambda d: d["y"].sum(), outputs="sum").stream([{"y": y}])) == [y.sum()]
+    assert list(rt.function(lambda p: (p.x * p.y).sum(), outputs="sum").stream([Pair(y, y)])) == [y @ y]
 
 
 def test_a_stream_is_bounded_and_its_buffer_may_be_filled_again(shared_runtimes: Any) -> None:
-    total = totals(shared_runtimes[2])
     buffer, pulled = np.zeros(4), itertools.count()
 
     def batches() -> Iterator[np.ndarray]:
@@ -62,45 +57,39 @@ def test_a_stream_is_bounded_and_its_buffer_may_be_filled_again(shared_runtimes:
             buffer[:] = n
             yield buffer
 
-    results = total.stream(batches())
+    results = totals(shared_runtimes[2]).stream(batches())
     assert [float(v) for v in itertools.islice(results, 20)] == [4.0 * n for n in range(20)]
     assert next(pulled) <= 23
     results.close()
     assert_right(shared_runtimes[2])
 
 
-def test_what_a_batch_or_the_iterable_raises(shared_runtimes: Any) -> None:
+def check(x: Any) -> Any:
+    if x[0] == 4:
+        raise LookupError("four")
+    return x.sum()
+
+
+def broken() -> Iterator[Any]:
+    yield from BATCHES[:2]
+    raise OSError("no more")
+
+
+def test_what_a_batch_or_the_iterable_raises_comes_after_the_results_before(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
-
-    def check(x: Any) -> Any:
-        if x[0] == 4:
-            raise LookupError("four")
-        return x.sum()
-
-    f, got = rt.function(check, outputs="sum"), []
-    with pytest.raises(LookupError, match="four") as raised:
-        for value in f.stream(np.full(5, float(n)) for n in range(9)):
-            got.append(float(value))
-    assert got == [0.0, 5.0, 10.0, 15.0]
-    assert "for batch 4 of the stream of 'check'" in raised.value.__notes__
-
-    def broken() -> Iterator[Any]:
-        yield from BATCHES[:2]
-        raise OSError("no more")
-
-    got = []
-    with pytest.raises(OSError, match="no more") as broke:
-        for value in totals(rt).stream(broken()):
-            got.append(float(value))
-    assert got == [x.sum() for x in BATCHES[:2]]
-    assert "for batch 2 of the stream of 'total'" in broke.value.__notes__
+    wrong: tuple[tuple[Any, Iterable[Any], type[Exception], str, int], ...] = (
+        (check, [np.full(5, float(n)) for n in range(9)], LookupError, "for batch 4 of the stream of 'check'", 4),
+        (lambda x: x.sum(), broken(), OSError, "for batch 2 of the stream of '<lambda>'", 2),
+        (lambda x, y: x.sum(), [(BATCHES[0],) * 2, (BATCHES[0], [1.0])], ValueError, "equal axis-0 lengths", 1),
+    )
+    for fn, batches, error, words, num_before in wrong:
+        got: list[float] = []
+        with pytest.raises(error) as raised:
+            got.extend(rt.function(fn, outputs="sum").stream(batches))
+        assert any(words in text for text in (str(raised.value), *raised.value.__notes__)), words
+        assert len(got) == num_before
     with pytest.raises(TypeError, match="cannot stream 'total': got int, expected an iterable of batches"):
         totals(rt).stream(3)
-    got = []
-    with pytest.raises(ValueError, match="equal axis-0 lengths"):
-        for value in rt.function(lambda x, y: x.sum(), outputs="sum").stream([(BATCHES[0],) * 2, (BATCHES[0], [1.0])]):
-            got.append(value)
-    assert got == [BATCHES[0].sum()]
     assert_right(rt)
 
 
@@ -122,8 +111,7 @@ def test_progress_of_a_stream(shared_runtimes: Any, monkeypatch: pytest.MonkeyPa
     module.tqdm = tqdm  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "tqdm", types.ModuleType("tqdm"))
     monkeypatch.setitem(sys.modules, "tqdm.auto", module)
-    total = totals(shared_runtimes[2])
-    assert len(list(total.stream(BATCHES, progress=True))) == 9
+    assert len(list(totals(shared_runtimes[2]).stream(BATCHES, progress=True))) == 9
     assert seen == [("total", 9)]
 
 
@@ -147,7 +135,6 @@ def test_calls_are_awaited_while_other_tasks_run(shared_runtimes: Any, tmp_path:
     gate.unlink()
 
     async def opener() -> str:
-        await asyncio.sleep(0.01)
         gate.touch()
         return "opened"
 
@@ -161,58 +148,49 @@ def test_calls_are_awaited_while_other_tasks_run(shared_runtimes: Any, tmp_path:
 
 def test_awaiting_gives_what_the_call_raises(reused: Any, tmp_path: Path) -> None:
     rt = reused(2)
-    gate = tmp_path / "at"
 
-    def stay(x: Any) -> Any:
+    def stay(x: Any) -> None:
         import time
 
-        gate.touch()
+        (tmp_path / f"{int(x[0])}").touch()
         time.sleep(60)
 
-    async def fail() -> Any:
-        return await rt.function(lambda x: 1 / 0, outputs="sum").submit(np.ones(4))
+    async def begun(first: float) -> Any:
+        call = rt.function(stay, outputs=None).submit(np.array([first, first]))
+        while not (tmp_path / f"{int(first)}").exists():
+            await asyncio.sleep(0.005)
+        return call
 
-    with pytest.raises(ZeroDivisionError):
-        asyncio.run(fail())
-
-    async def cancelled() -> None:
-        call = rt.function(stay, outputs="sum").submit(np.ones(4))
+    async def main(victim: int) -> None:
+        with pytest.raises(ZeroDivisionError):
+            await rt.function(lambda x: 1 / 0, outputs="sum").submit(np.ones(4))
+        call = await begun(1.0)
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(call, 0.05)
         rt.interrupt()
         with pytest.raises(CallCancelled):
             await call
-
-    asyncio.run(cancelled())
-    gate.unlink(missing_ok=True)
-
-    async def killed(victim: int) -> None:
-        call = rt.function(stay, outputs="sum").submit(np.ones(4))
-        while not gate.exists():
-            await asyncio.sleep(0.005)
+        call = await begun(2.0)
         os.kill(victim, signal.SIGKILL)
         with pytest.raises(WorkerDied, match="rank 1 of 2"):
             await call
 
     with replaced_workers(rt, [1]) as before:
-        asyncio.run(killed(before[1]))
-        assert_right(rt)
+        asyncio.run(main(before[1]))
 
 
 def test_an_await_beside_a_thread_that_holds_the_runtime(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    total = totals(rt)
+    total = totals(shared_runtimes[2])
     is_over = threading.Event()
 
     def work() -> None:
         while not is_over.is_set():
             total(np.ones(3))
 
-    thread = threading.Thread(target=work)
-
     async def main() -> list[Any]:
         return [await total.submit(np.full(3, float(n))) for n in range(5)]
 
+    thread = threading.Thread(target=work)
     thread.start()
     try:
         assert asyncio.run(main()) == [3.0 * n for n in range(5)]
@@ -232,13 +210,11 @@ def test_done_callbacks(shared_runtimes: Any, caplog: pytest.LogCaptureFixture) 
     assert "a callback of the call of 'total' failed" in caplog.text
     calls[1].add_done_callback(lambda call: ended.append("late"))
     assert ended[-1] == "late"
-    call = total.submit(np.ones(3))
-    call.add_done_callback(ended.append)
-    assert wait_for(call.done) and ended[-1] is call
-    call = total.submit(np.ones(3))
-    call.add_done_callback(ended.append)
-    assert_right(rt)  # any operation learns of the end
-    assert ended[-1] is call
+    for learn in (lambda call: wait_for(call.done), lambda call: assert_right(rt)):  # any operation learns of the end
+        call = total.submit(np.ones(3))
+        call.add_done_callback(ended.append)
+        learn(call)
+        assert ended[-1] is call
 
 
 # -- verbs that take lists --------------------------------------------------------------------------------------------
@@ -248,17 +224,7 @@ def test_values_of_several_variables(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     a, b = rt.shared(np.zeros(3), name="a"), rt.shared(np.zeros((2, 2)), name="b")
     rt.set_value([a, b], [np.ones(3), np.full((2, 2), 2.0)])
-    for got, expected in zip(rt.get_value([a, b], rank=1), (np.ones(3), np.full((2, 2), 2.0))):
-        np.testing.assert_array_equal(got, expected)
     rt.set_value((a, b), (np.zeros(3), np.zeros((2, 2))), rank=1)
-    assert [float(v.sum()) for v in rt.get_value((a, b), 0)] == [3.0, 8.0]
-    assert [float(v.sum()) for v in rt.get_value((a, b), 1)] == [0.0, 0.0]
-    rt.set_value([a, b], [np.arange(9.0).reshape(9)[:6], np.arange(8.0).reshape(4, 2)], batch=[0, 2])
-    np.testing.assert_array_equal(rt.get_value(a), [0.0, 2.0])
-    np.testing.assert_array_equal(rt.get_value([b])[0], [[0.0, 1.0], [4.0, 5.0]])
     with pytest.raises(ValueError, match="variable 'b'"):  # none of them, then
-        rt.set_value([a, b], [np.zeros(2), np.zeros((2, 3))])
-    np.testing.assert_array_equal(rt.get_value(a), [0.0, 2.0])
-    with pytest.raises(ValueError, match="cannot set 2 variables: got 1 values, expected one value for each"):
-        rt.set_value([a, b], [np.zeros(2)])
-    assert rt.get_value([]) == []
+        rt.set_value([a, b], [np.ones(2), np.zeros((2, 3))])
+    assert [[float(v.sum()) for v in rt.get_value([a, b], rank)] for rank in range(2)] == [[3.0, 8.0], [0.0, 0.0]]
