@@ -5,8 +5,8 @@ What maps give, and one rank for each node, is tested with those of one machine 
 
 from __future__ import annotations
 
-import itertools
 import gc
+import itertools
 import os
 import random
 import signal
