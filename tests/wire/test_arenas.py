@@ -12,33 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.harness import Child, assert_right, descriptors, mapped_memfds, pids, script
+from support.harness import Child, descriptors, mapped_memfds, script
 
 from synk._wire import arenas as _arenas
-from synk._wire import mapping as _mapping
 from synk._wire.memory import PAGE_NBYTES, Segment
 
 Fork = Callable[..., Any]
-
-
-def test_a_segment_has_one_descriptor_in_the_master_and_none_in_a_worker(runtime: Fork) -> None:
-    rt = runtime(2)
-    total = rt.function(lambda *xs: sum(x.sum() for x in xs), outputs="sum")
-    total(np.ones(4))
-    everyone = ["self", *pids(rt)]
-    gc.collect()  # whatever earlier tests have left to it
-
-    def held() -> list[int]:
-        return [sum(descriptors(pid).values()) for pid in everyone]
-
-    before = held()
-    data = [rt.data(np.ones((2, 1 << 16))) for _ in range(20)]
-    assert total(*data) == 20 << 17
-    assert held() == [before[0] + 20, *before[1:]]
-    del data
-    gc.collect()
-    total(np.ones(4))
-    assert held() == before
 
 
 def test_thousands_of_small_values_fit_into_1024_descriptors() -> None:
@@ -116,31 +95,6 @@ def test_memory_comes_back_and_new_values_begin_with_zeros(runtime: Fork) -> Non
         empty[:] = 4
         assert total(empty) == 20000
         del empty
-
-
-@pytest.mark.parametrize("refused", ["mmap", "fallocate"])
-def test_where_the_system_refuses(runtime: Fork, monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
-    """No address space for an arena; a file system that cannot give parts of a file back."""
-    rt = runtime(1)
-    data = rt.data(np.arange(1000.0))
-    with monkeypatch.context() as patch:
-        if refused == "fallocate":
-            patch.setattr(_mapping.libc, "fallocate", lambda *_: -1)
-        else:
-            real = _mapping.libc.mmap
-
-            def small_only(*args: Any) -> Any:
-                return _mapping.FAILED if args[1] >= _arenas.ARENA_NBYTES else real(*args)
-
-            patch.setattr(_mapping.libc, "mmap", small_only)
-        for k in range(5):
-            others = [rt.data(np.full(100 * PAGE_NBYTES // 8 // 4**size, float(k))) for size in range(4)]
-            del others
-            empty = rt.data(shape=(10_000,), dtype="float64")
-            assert not empty.data.any()
-            del empty
-    np.testing.assert_array_equal(data.data, np.arange(1000.0))
-    assert_right(rt)
 
 
 def test_the_segments_of_an_arena_do_not_touch() -> None:

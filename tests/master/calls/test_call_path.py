@@ -21,8 +21,7 @@ import numpy as np
 import pytest
 from support import saboteurs
 from support.harness import PACKAGE_FOLDER, mapped_memfds, pids, script, wait_for
-
-import synk
+from support.tables import combinations
 
 WORKERS = (1, 2, 3)
 BIG = np.random.default_rng(0).normal(size=(1 << 16, 16))
@@ -48,15 +47,14 @@ WAYS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("where", [*WORKERS, "inline"])
-def test_one_message_each_way_per_rank(subtests: Any, shared_runtimes: Any, where: Any) -> None:
+def test_one_message_each_way_per_rank(subtests: Any, shared_runtimes: Any) -> None:
     """Whatever the number of inputs and outputs, from the first call after ``distribute`` on."""
-    rt = shared_runtimes[where]
-    for num_inputs, num_outputs, as_data, way in itertools.product((1, 5), (1, 7), (True, False), WAYS):
-        with subtests.test(num_inputs=num_inputs, num_outputs=num_outputs, as_data=as_data, way=way):
+    cases = combinations(40, [*WORKERS, "inline"], (1, 5), (1, 7), (True, False), WAYS)
+    for where, num_inputs, num_outputs, as_data, way in cases:
+        rt, x = shared_runtimes[where], np.arange(9.0)
+        with subtests.test(where=where, inputs=num_inputs, outputs=num_outputs, as_data=as_data, way=way):
             f = rt.function(lambda *xs, n=num_outputs: (sum(x.sum() for x in xs),) * n, bcast_inputs="n", outputs="sum")
             rt.distribute()
-            x = np.arange(9.0)
             inputs = [rt.data(x) if as_data else x for _ in range(num_inputs)]
             for _ in range(3):
                 with counted(rt) as sent:
@@ -64,9 +62,8 @@ def test_one_message_each_way_per_rank(subtests: Any, shared_runtimes: Any, wher
                 assert (sent["messages_down"], sent["messages_up"]) == (rt.world_size, rt.world_size)
 
 
-@pytest.mark.parametrize("num_workers", WORKERS)
-def test_a_repeated_call_is_a_few_bytes_and_pickles_nothing(shared_runtimes: Any, num_workers: int) -> None:
-    rt = shared_runtimes[num_workers]
+def test_a_repeated_call_is_a_few_bytes_and_pickles_nothing(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[3]
     f = rt.function(lambda w, x: (x @ w, (x @ w).sum()), bcast_inputs="w", outputs=("gather", "sum"))
     x, w = rt.data(BIG), np.ones(16)
     for _ in range(2):
@@ -75,8 +72,8 @@ def test_a_repeated_call_is_a_few_bytes_and_pickles_nothing(shared_runtimes: Any
         for number in range(20):
             f(w * number, x)
     assert sent["bytes_pickled"] == 0
-    assert sent["bytes_down"] <= 64 * num_workers * 20
-    assert sent["bytes_up"] <= 64 * num_workers * 20
+    assert sent["bytes_down"] <= 64 * 3 * 20
+    assert sent["bytes_up"] <= 64 * 3 * 20
 
 
 def test_array_bytes_cross_through_segments_only(subtests: Any, shared_runtimes: Any) -> None:
@@ -223,77 +220,37 @@ def functions_of(act: Callable[[], Any]) -> list[tuple[str, str]]:
     return met
 
 
-def step(w: np.ndarray, x: np.ndarray, y: np.ndarray) -> tuple[Any, Any]:
-    residual = x @ w - y
-    return residual @ residual / len(x), x.T @ residual / len(x)
-
-
-MOST_FUNCTIONS = 140
-"""Of a repeated call: half of what a call goes through that is not known yet."""
-
-REPEATED: dict[str, Callable[..., Any]] = {
-    "plain": lambda f, k, x, y: f(np.full(5, k), x, y),
-    "keywords and batch": lambda f, k, x, y: f(np.full(5, k), x, y=y, batch=6),
-    "other batches": lambda f, k, x, y: f(
-        np.full(5, k), x, y=y, batch=[6, 5, slice(1, 7), slice(6, None, -1)][int(k) % 4]
-    ),
-    "submit": lambda f, k, x, y: f.submit(np.full(5, k), x, y).result(),
-}
-
-
-def test_a_repeated_call_goes_through_few_functions(subtests: Any, shared_runtimes: Any) -> None:
-    """Of the program, and inline of the rank as well; what a busy machine adds (a long wait) is in some calls only."""
-    for where, (name, call) in itertools.product((2, "inline"), REPEATED.items()):
-        with subtests.test(name, where=where):
-            rt = shared_runtimes[where]
-            x, y = rt.data(np.ones((8, 5))), rt.data(np.ones(8))
-            f = rt.function(step, bcast_inputs="w", outputs="avg")
-            gc.collect()
-            counts = [len(functions_of(lambda k=k, call=call: call(f, float(k), x, y))) for k in range(20)]  # noqa: B023
-            assert min(counts[8:]) <= MOST_FUNCTIONS, counts
-
-
 def test_the_work_of_a_call_grows_with_its_outputs(subtests: Any, shared_runtimes: Any) -> None:
     """And not with the square of their number."""
-    makers: list[Callable[[int], Any]] = [
-        lambda n: [str(number) for number in range(n)],
-        lambda n: {str(number): ("a", ["b"]) for number in range(n)},
-        lambda n: [np.full(2, number) for number in range(n)],
-    ]
-    for (number, make), num_slices in itertools.product(enumerate(makers), (1, 2)):
-        with subtests.test(number=number, num_slices=num_slices):
+    makers: dict[str, Callable[[int], Any]] = {
+        "texts": lambda n: [str(number) for number in range(n)],
+        "a dict": lambda n: {str(number): ("a", ["b"]) for number in range(n)},
+        "arrays": lambda n: [np.full(2, number) for number in range(n)],
+    }
+    for (name, make), k in itertools.product(makers.items(), (1, 2)):
+        with subtests.test(name, num_slices=k):
             f = shared_runtimes["inline"].function(lambda x, make=make: make(len(x)), outputs=None)
-            f(np.zeros(2), num_slices=num_slices)
-            calls = [lambda n=n, f=f, k=num_slices: f(np.zeros(n * k), num_slices=k) for n in (30, 120)]
-            few, many = (len(functions_of(call)) for call in calls)
+            few, many = (len(functions_of(lambda n=n, f=f, k=k: f(np.zeros(n * k), num_slices=k))) for n in (30, 120))
             assert many < 6 * few
 
 
 # ----- the path as the design page shows it
 
 
-def shown_paths() -> list[list[tuple[str, str]]]:
-    """Return the (file, function) of each line of the two paths of a call on the design page."""
+def test_a_call_takes_the_path_that_the_design_page_shows(shared_runtimes: Any) -> None:
+    """The workers' steps are no more than functions that exist."""
     page = (PACKAGE_FOLDER / "docs" / "design.md").read_text(encoding="utf-8")
     section = page.partition("## The path of one call")[2].partition("Five invariants")[0]
-    blocks = section.split("```")[1::2]
-    return [re.findall(r"(_\w+/[\w/]+\.py) +([\w.]+)", block) for block in blocks]
-
-
-def test_the_design_page_shows_functions_that_exist() -> None:
-    paths = shown_paths()
+    paths = [re.findall(r"(_\w+/[\w/]+\.py) +([\w.]+)", block) for block in section.split("```")[1::2]]
     assert [len(path) for path in paths] == [18, 19]
-    for file, name in itertools.chain(*paths):
-        module = importlib.import_module(f"synk.{file.removesuffix('.py').replace('/', '.')}")
-        assert callable(operator.attrgetter(name)(module)), f"{file}: {name}"
-
-
-def test_a_call_takes_the_path_that_the_design_page_shows(shared_runtimes: Any) -> None:
     f = shared_runtimes[2].function(lambda x: x.sum(), outputs="sum")
     first = functions_of(lambda: f(np.arange(6.0)))
     # One among several: what was dropped in earlier tests may be collected just now.
     repeated = min((functions_of(lambda: f(np.arange(6.0))) for _ in range(10)), key=len)
-    for called, path in zip((repeated, first), shown_paths(), strict=True):
+    for called, path in zip((repeated, first), paths, strict=True):
+        for file, name in path:
+            module = importlib.import_module(f"synk.{file.removesuffix('.py').replace('/', '.')}")
+            assert callable(operator.attrgetter(name)(module)), f"{file}: {name}"
         shown = [(file, name.rpartition(".")[2]) for file, name in path if not file.startswith("_worker")]
         steps = iter(called)
         assert [each for each in shown if each not in steps] == [], "these did not come, or not in this order"
@@ -302,32 +259,28 @@ def test_a_call_takes_the_path_that_the_design_page_shows(shared_runtimes: Any) 
 # ----- what is imported
 
 
-def test_import_loads_no_array_library_but_numpy() -> None:
-    code = """
-import sys, numpy
-before = set(sys.modules)
-import synk
-new = {name.partition(".")[0] for name in set(sys.modules) - before}
-heavy = {"cupy", "torch", "jax", "mpi4py", "pynccl", "scipy", "pandas", "numba", "multiprocessing", "asyncio", "ctypes"}
-print(sorted(new & heavy))
-"""
-    script(code, has_prelude=False).check("[]\n")
+def test_no_library_is_imported_without_need() -> None:
+    """Neither by the program nor by its workers, which have nothing of the program's half either."""
+    script(
+        """
+        import sys
+        import numpy
+        before = set(sys.modules)
+        import synk
 
+        LIBRARIES = {"pandas", "polars", "scipy", "torch", "jax", "cupy", "numba", "mpi4py"}
 
-def test_a_worker_imports_nothing_of_the_program_s_half() -> None:
-    """It would double what a worker imports, and an import is held together against interrupts."""
+        def look(b):
+            synk.comm.all_reduce(b["x"], "sum")
+            halves = [name for name in sys.modules if name.startswith(("synk._master", "synk._api"))]
+            return b["x"].sum(), sorted(LIBRARIES & set(sys.modules)) + halves
 
-    def look(x: np.ndarray) -> tuple[str, str]:
-        synk.comm.all_reduce(x, "sum")
-        assert set(synk.__all__) <= set(dir(synk)) and not hasattr(synk, "frok")
-        imported = " ".join(name for name in sys.modules if name.startswith(("synk._master", "synk._api")))
-        try:
-            synk.fork()
-        except synk.errors.ReentrancyError as error:
-            return imported, str(error)
-        raise AssertionError("a worker has forked")
-
-    with synk.fork(2, backend="numpy") as rt:
-        imported, refusal = rt.function(look, outputs="first")(np.ones(2))
-    assert imported == ""
-    assert "cannot fork inside worker rank 0" in refusal
+        loaded = {name.partition(".")[0] for name in set(sys.modules) - before}
+        assert not loaded & (LIBRARIES | {"multiprocessing", "asyncio", "ctypes"}), loaded
+        with synk.fork(2, backend="numpy") as rt:
+            f = rt.function(look, outputs=("sum", "first"))
+            assert f({"x": numpy.arange(4.0)}) == (6.0, [])
+            assert not LIBRARIES & set(sys.modules)
+        """,
+        has_prelude=False,
+    ).check()

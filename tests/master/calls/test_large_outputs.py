@@ -11,7 +11,6 @@ import itertools
 import random
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ import pytest
 from support import harness, saboteurs
 
 import synk
-from synk.errors import CollectiveMismatch, WorkerDied
+from synk.errors import CollectiveMismatch
 
 Fork = Callable[..., Any]
 SIZE = (1 << 18) // 8
@@ -241,24 +240,6 @@ def test_workers_keep_no_outputs_of_a_call_that_failed(reused: Fork) -> None:
 # ----- faults
 
 
-def test_A3_a_death_where_the_ranks_meet(subtests: Any, reused: Fork, patience: str) -> None:
-    """The survivor answers, however long it may wait: the master ends its wait."""
-    rt, x = reused(2), np.arange(4.0)
-    for step, rank in itertools.product(("call.published", "reduce.before", "reduce.after"), (0, 1)):
-        with subtests.test(step=step, rank=rank):
-            f = rt.function(lambda x: np.full(SIZE, x.sum()), outputs="sum")
-            harness.arm(
-                rt, harness.failpoint(step, rank, nth=4 if step == "call.published" else 3)
-            )  # pids, below, is a call
-            for _ in range(2):
-                assert (f(x) == 6.0).all()
-            with harness.replaced_workers(rt, [rank]), pytest.raises(WorkerDied) as died:
-                f(x)
-            assert died.value.ranks == (rank,)
-            for _ in range(3):
-                assert (f(x) == 6.0).all()
-
-
 def test_new_workers_are_told_their_parts(subtests: Any, reused: Fork, patience: str) -> None:
     """A rank keeps its part of the outputs with the plan, and a new process has neither."""
     rt, x = reused(2), np.arange(7.0)
@@ -280,25 +261,6 @@ def test_new_workers_are_told_their_parts(subtests: Any, reused: Fork, patience:
                     assert messages_of(rt, lambda call=call: call(3.0)) > 2
             call(4.0)
             assert messages_of(rt, lambda call=call: call(5.0)) <= (2 if patience == FOREVER else 4)
-
-
-def test_D1_ctrl_c_while_a_rank_waits_for_the_others(reused: Fork, patience: str, tmp_path: Path) -> None:
-    rt, x, begun = reused(2), np.arange(2.0), tmp_path / "begun"
-
-    def late(path: str, x: np.ndarray) -> np.ndarray:
-        if path and x[0]:
-            Path(path).touch()
-            time.sleep(600)
-        return np.full(SIZE, x.sum())
-
-    f = rt.function(late, bcast_inputs="path", outputs="sum")
-    for _ in range(3):
-        f("", x)
-    with harness.same_workers(rt):
-        with pytest.raises(KeyboardInterrupt), harness.ctrl_c_when(begun.exists):
-            f(str(begun), x)
-        assert (f("", x) == 1.0).all()
-    harness.assert_right(rt)
 
 
 def test_large_outputs_and_assigned_variables_in_one_call(reused: Fork, patience: str) -> None:

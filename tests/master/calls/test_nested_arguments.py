@@ -75,7 +75,15 @@ def of_key(items: Any, name: str) -> Any:
 
 # -- any nesting ------------------------------------------------------------------------------------------------------
 
-SINGLE = (None, "text", b"bytes", 3, True, 0.5, np.float32(0.5), np.array(4), {}, (None, {"a": None}))
+
+class Number(int):
+    """A number of another class."""
+
+
+SINGLE = (
+    None, "text", "\ud800", "x" * 1000, "x" * 1001, b"bytes", 3, 10**30, Number(3), True, 0.5, float("inf"), 2j,
+    np.float32(0.5), np.int8(-7), np.bool_(True), np.str_("numpy"), np.array(4), {}, (None, {"a": None}),
+)  # fmt: skip
 """Values without rows: they go whole to every rank."""
 
 
@@ -137,7 +145,7 @@ def picked(batch: Any, rows: Any) -> Any:
 def test_each_rank_gets_the_nesting_with_its_rows(shared_runtimes: Any, subtests: Any, is_whole: bool) -> None:
     """One function meets all of them, each of them twice by the plan of the first."""
     functions = {where: shared_runtimes[where].function(told, outputs=None) for where in WHERE}
-    for seed in range(1000 if is_whole else 80):
+    for seed in range(1000 if is_whole else 60):
         draw = random.Random(seed)
         where, rows = draw.choice(WHERE), draw.randrange(1, 8)
         value = {"rows": np.arange(rows), "value": nesting(draw, rows)}
@@ -156,18 +164,24 @@ def test_each_rank_gets_the_nesting_with_its_rows(shared_runtimes: Any, subtests
 
 @pytest.mark.parametrize("is_whole", WHOLE_OR_SAMPLE)
 def test_a_broadcast_argument_comes_as_it_is(shared_runtimes: Any, subtests: Any, is_whole: bool) -> None:
+    """Each call gets its own, which it may change, in whatever order they come."""
+
     def look(p: Any, x: Any) -> Any:
-        return told(p)
+        found = told(p)
+        if isinstance(p, dict):
+            p.clear()
+        return found
 
     functions = {where: shared_runtimes[where].function(look, bcast_inputs="p", outputs="first") for where in WHERE}
-    for seed in range(500 if is_whole else 40):
+    for seed in range(500 if is_whole else 60):
         draw = random.Random(seed)
-        where, value = draw.choice(WHERE), nesting(draw, 3, is_whole=True)
+        where = draw.choice(WHERE)
+        value = SINGLE[seed] if seed < len(SINGLE) else nesting(draw, 3, is_whole=True)
         with subtests.test(seed=seed, where=where):
+            f, expected = functions[where], told(value)
             for _ in range(3):
-                assert functions[where](value, X) == told(value)
-            f = functions[where]
-            assert f.submit(value, X).result() == f.serial(value, X) == f(value, X, num_slices=2) == told(value)
+                assert f(value, X) == expected
+            assert f.submit(value, X).result() == f.serial(value, X) == expected
 
 
 A, B = np.ones(6), np.ones((6, 1))
@@ -178,18 +192,17 @@ LOOK_ALIKE: list[Any] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("is_broadcast", [False, True])
-def test_each_call_sees_what_is_passed_this_time(shared_runtimes: Any, is_broadcast: bool) -> None:
+def test_each_call_sees_what_is_passed_this_time(shared_runtimes: Any) -> None:
     """Also the order of the keys, their types, what is None, and the class."""
 
     def look(p: Any, x: Any) -> Any:
         return told(p)
 
-    f = shared_runtimes[2].function(look, bcast_inputs="p" if is_broadcast else (), outputs="first")
-    for value in (*LOOK_ALIKE, *LOOK_ALIKE[::-1]):
-        expected = told(value if is_broadcast else with_rows(value, slice(3)))
-        for _ in range(3):
-            assert f(value, X) == expected
+    for is_broadcast in (False, True):
+        f = shared_runtimes[2].function(look, bcast_inputs="p" if is_broadcast else (), outputs="first")
+        for value in (*LOOK_ALIKE, *LOOK_ALIKE[::-1]):
+            expected = told(value if is_broadcast else with_rows(value, slice(3)))
+            assert [f(value, X) for _ in range(3)] == [expected] * 3
 
 
 # -- options, leaves that are not the caller's ------------------------------------------------------------------------
@@ -211,7 +224,7 @@ def test_leaves_of_every_kind_with_every_option(shared_runtimes: Any, subtests: 
         for where in WHERE
     }
     cases = list(itertools.product(WHERE, KINDS, KINDS, range(len(BATCHES)), (1, 3)))
-    for where, kind, other, number, num_slices in random.Random(0).sample(cases, 60):
+    for where, kind, other, number, num_slices in random.Random(0).sample(cases, 40):
         rt, batch = shared_runtimes[where], BATCHES[number]
         leaves = {"array": x, "list": x.tolist(), "Data": rt.data(x), "sharded": rt.shared(x, sharded=True)}
         arguments = (2.0, {"x": leaves[kind], "pair": Pair(leaves[other], None), "zero": rt.data(np.array(2.5))})
@@ -224,20 +237,6 @@ def test_leaves_of_every_kind_with_every_option(shared_runtimes: Any, subtests: 
                 np.testing.assert_allclose(result["rows"], expected["rows"])
                 np.testing.assert_allclose(result["sum"], expected["sum"])
     assert functions[2].verify(2.0, {"x": x, "pair": Pair(x, None)}, extra=(y, x), batch=[3, 3, -1, 0])
-
-
-def test_a_submitted_call_sees_what_the_one_before_assigned_to_a_leaf(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    state = rt.shared(np.arange(6.0), sharded=True)
-
-    def double(fields: Any) -> Any:
-        state.value = fields["x"] * 2
-        return fields["x"].sum()
-
-    f = rt.function(double, outputs="sum")
-    read = rt.function(lambda fields: fields["x"].sum(), outputs="sum")
-    calls = [f.submit({"x": state}), read.submit({"x": state}), f.submit({"x": state}), read.submit({"x": state})]
-    assert [call.result() for call in calls] == [15.0, 30.0, 30.0, 60.0]
 
 
 def test_no_rows_at_all(shared_runtimes: Any) -> None:
@@ -269,30 +268,6 @@ def test_buffers_that_are_used_again_and_shared_by_two_places(shared_runtimes: A
             assert (rows == 3 * number).all()
             assert names == [number] * 2
             assert is_one == [True] * 2, "an array in two places is one there, too"
-
-
-def test_what_a_function_keeps_or_writes_is_its_own(shared_runtimes: Any) -> None:
-    """And rows are read-only."""
-    kept: list[Any] = []
-
-    def keep(p: Any, fields: Any) -> Any:
-        kept.append((fields["x"], p["w"]))
-        p["w"] = p["w"] + 1
-        p["layers"].append(1)
-        return [float(each[0]) for pair in kept for each in pair], len(p["layers"])
-
-    def write(fields: Any) -> None:
-        fields["x"] += 1
-
-    for where in (2, "inline"):
-        f = shared_runtimes[where].function(keep, bcast_inputs="p", outputs=None)
-        for number in range(4):
-            params = {"w": np.full(2, 9.0 + number), "layers": [np.zeros(1)]}
-            found, num_layers = f(params, {"x": np.full(6, float(number))})[0]
-            assert (found, num_layers) == ([float(each) for k in range(number + 1) for each in (k, 9 + k)], 2)
-            assert (params["w"][0], len(params["layers"])) == (9 + number, 1)
-        with pytest.raises(ValueError, match="read-only"):
-            shared_runtimes[where].function(write, outputs=None)({"x": np.ones(4)})
 
 
 def test_broadcast_objects_keep_what_no_constructor_takes(shared_runtimes: Any, tmp_path: Any) -> None:
@@ -338,22 +313,6 @@ def test_containers_are_of_the_same_class_on_the_workers(shared_runtimes: Any, t
     with np.load(tmp_path / "arrays.npz") as arrays:
         assert f(arrays) is dict
         np.testing.assert_array_equal(rt.function(lambda fields: fields["x"], outputs="gather")(arrays), np.arange(4))
-
-
-def test_a_class_that_is_changed_in_place_is_seen(shared_runtimes: Any) -> None:
-    @dataclasses.dataclass
-    class Own:
-        w: Any
-
-        def value(self) -> Any:
-            return self.w * 2
-
-    f = shared_runtimes[2].function(lambda p, x: p.value(), bcast_inputs="p", outputs="first")
-    for _ in range(3):
-        assert f(Own(np.ones(2)), X).tolist() == [2, 2]
-    Own.value = lambda self: self.w * 3  # type: ignore[method-assign]
-    for _ in range(3):
-        assert f(Own(np.ones(2)), X).tolist() == [3, 3]
 
 
 # -- what is rows, and what is refused --------------------------------------------------------------------------------

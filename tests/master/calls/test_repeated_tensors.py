@@ -6,7 +6,6 @@ The oracle is torch itself, on the whole input.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,87 +13,6 @@ import pytest
 from support.seeds import seeds
 
 torch = pytest.importorskip("torch")
-
-KINDS = ("float32", "float64", "int64", "bool", "bfloat16", "int16", "float16", "complex64", "float8_e5m2", "uint8")
-HAVE_NUMPY = ("int16", "float16", "uint8", "float64")
-
-
-def rows(kind: str, number: int) -> Any:
-    values = torch.arange(24.0).reshape(8, 3) % 7 + number
-    return values > 4 if kind == "bool" else values.to(getattr(torch, kind))
-
-
-def as_float(x: Any) -> Any:
-    return (x.real if x.is_complex() else x).to(torch.float64)
-
-
-def look(scale: float, x: Any) -> tuple[Any, ...]:
-    """Return a sum, the elements of what came as bytes, and the length of the name of its dtype."""
-    return as_float(x).sum() * scale, x.contiguous().view(torch.uint8).clone(), float(len(str(x.dtype)))
-
-
-def make(rt: Any) -> Any:
-    return rt.function(look, bcast_inputs="scale", outputs=("sum", "gather", "max"), framework="torch")
-
-
-def check(result: Any, scale: float, x: Any) -> None:
-    torch.testing.assert_close(result[0], as_float(x).sum() * scale)
-    assert type(result[0]) is type(result[1]) is torch.Tensor
-    assert torch.equal(result[1], x.contiguous().view(torch.uint8))
-    assert result[2] == len(str(x.dtype))
-
-
-@pytest.mark.parametrize("where", [1, 2, "inline"])
-def test_tensors_of_any_dtype_and_arrays_of_the_same_bytes(subtests: Any, shared_runtimes: Any, where: Any) -> None:
-    f = make(shared_runtimes[where])
-    for turn, kind in itertools.product(range(3), KINDS):
-        with subtests.test(turn=turn, kind=kind):
-            for k in range(1 + 2 * turn):
-                x = rows(kind, k)
-                check(f(k * 0.5, x), k * 0.5, x)
-                check(f.submit(2.0, x).result(), 2.0, x)
-                if kind in HAVE_NUMPY:
-                    check(f(2.0, x.numpy()), 2.0, x)
-
-
-def test_tensors_that_cannot_travel_are_refused_as_at_a_first_call(subtests: Any, shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    x = rows("float32", 0)
-    wrong = {
-        "a gradient": x.clone().requires_grad_(),
-        "a parameter": torch.nn.Parameter(x),
-        "sparse": x.to_sparse(),
-        "meta": x.to("meta"),
-        "bfloat16 with a gradient": rows("bfloat16", 0).requires_grad_(),
-    }
-    for name, each in wrong.items():
-        messages = []
-        for count in (0, 4):
-            with subtests.test(name, count=count):
-                f = make(rt)
-                for _ in range(count):
-                    check(f(1.0, x.to(each.dtype)), 1.0, x.to(each.dtype))
-                sent = rt.counters["messages_down"]
-                with pytest.raises(TypeError) as caught:
-                    f(1.0, each)
-                messages.append(str(caught.value))
-                assert rt.counters["messages_down"] == sent
-                assert messages[0] == messages[-1]
-
-
-VIEWS: list[Callable[[Any], Any]] = [
-    lambda x: x, lambda x: x.conj(), lambda x: x.conj().imag, lambda x: x.real, lambda x: x[:, ::2],
-    lambda x: x.T.contiguous().T, lambda x: x[:1].expand(8, 6), lambda x: x.flip(0),
-]  # fmt: skip
-
-
-def test_any_strides_and_lazy_values(subtests: Any, shared_runtimes: Any) -> None:
-    f = shared_runtimes[2].function(lambda x: as_float(x).sum(0), outputs="sum", framework="torch")
-    base = torch.arange(48.0).reshape(8, 6) + 1j * torch.arange(48.0).reshape(8, 6)
-    for (number, view), k in itertools.product(enumerate(VIEWS), range(5)):
-        with subtests.test(view=number, k=k):
-            x = view(base + k)
-            torch.testing.assert_close(f(x), as_float(x.resolve_conj().resolve_neg()).sum(0))
 
 
 ROUNDED = list(itertools.product(["float16", "float32", "bfloat16"], ["avg", "sum"], [1, 100_000], [True, False]))

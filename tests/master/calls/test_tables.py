@@ -20,7 +20,7 @@ import scipy.sparse
 from pandas.testing import assert_frame_equal, assert_series_equal
 from polars.testing import assert_frame_equal as assert_polars_equal
 from polars.testing import assert_series_equal as assert_polars_series_equal
-from support.harness import script, start_polars
+from support.harness import start_polars
 from support.seeds import WHOLE_OR_SAMPLE
 
 import synk
@@ -627,26 +627,3 @@ def test_what_cannot_take_a_table_says_so(shared_runtimes: Any, subtests: Any) -
         error = ValueError if name.startswith("rows") else TypeError
         with subtests.test(name=name), pytest.raises(error, match=words):
             call(shared_runtimes[2])
-
-
-def test_no_library_is_imported_without_need() -> None:
-    """Neither by the program nor by its workers; torch is by whom asks for it."""
-    script(
-        """
-        import sys
-
-        LIBRARIES = {"pandas", "polars", "scipy", "torch"}
-
-        def total(x):
-            return x.sum(), sorted(LIBRARIES & set(sys.modules))
-
-        with synk.fork(1, backend="numpy") as rt:
-            assert rt.function(total, outputs=("sum", "first"))(np.arange(4.0)) == (6.0, [])
-            f = rt.function(lambda b: total(b["x"]), outputs=("sum", "first"))
-            assert f({"x": np.arange(4.0)}) == (6.0, [])
-            assert not LIBRARIES & set(sys.modules)
-            result, _ = rt.function(total, outputs=("sum", "first"), framework="torch")(np.arange(4.0))
-            import torch
-            assert isinstance(result, torch.Tensor) and result == 6.0
-        """
-    ).check()

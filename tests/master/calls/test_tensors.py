@@ -98,33 +98,6 @@ def test_any_strides_and_lazy_values(shared_runtimes: Any, subtests: Any) -> Non
                     assert torch.equal(got, value.detach() * 2)
 
 
-REDUCE: dict[str, Callable[[Any], Any]] = {
-    "sum": lambda x: x.sum(0),
-    "avg": lambda x: x.mean(0),
-    "min": lambda x: x.amin(0),
-}
-
-
-def test_reductions_give_tensors(shared_runtimes: Any, subtests: Any) -> None:
-    """16-bit floats are combined in float32, and rounded once as torch rounds."""
-    dtypes = {torch.float32: 1e-6, torch.float64: 1e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
-    for op, dtype, size in itertools.product(REDUCE, dtypes, (3, 100_000)):
-        x = torch.randn(8, size, generator=torch.Generator().manual_seed(0)).to(dtype)
-        f = shared_runtimes[3].function(REDUCE[op], outputs=op, framework="torch")
-        stacked = torch.stack([REDUCE[op](part).double() for part in torch.tensor_split(x, 3)])
-        weights = torch.tensor([3.0, 3.0, 2.0], dtype=torch.float64)[:, None]
-        exact = (stacked * weights).sum(0) / 8 if op == "avg" else REDUCE[op](stacked)
-        precision = 0.0 if op == "min" else dtypes[dtype]
-        with subtests.test(op=op, dtype=str(dtype), size=size):
-            for num_slices, factor in ((1, 0.505), (2, 16)):
-                result = f(x, num_slices=num_slices)
-                assert (result.dtype, result.shape) == (dtype, (size,))
-                tolerance = factor * precision + (op != "min") * 1e-6
-                torch.testing.assert_close(
-                    result.double(), exact, rtol=tolerance, atol=1e-6 if num_slices == 1 else tolerance
-                )
-
-
 def test_bfloat16_rounds_as_torch_does() -> None:
     from synk._pure.dtypes import BFLOAT16, as_numbers, assign
     from synk._pure.tensors import array_of, tensor_of
