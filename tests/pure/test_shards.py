@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.seeds import examples
 
-from synk._pure.shards import Assignment, assign_local, assign_owned, select_common, select_rows, shard_bounds
+from synk._pure.shards import Assignment, assign_owned, select_common, select_rows, shard_bounds
 
 quick = examples(25)
 
@@ -143,17 +143,3 @@ def test_each_rank_takes_the_rows_it_owns(data: st.DataObject, lengths: list[int
     back = np.empty_like(wanted)
     back[order] = assignment.selection.positions()
     np.testing.assert_array_equal(back, wanted)
-
-
-def test_shard_batch_picks_among_the_rows_of_each_rank() -> None:
-    """It is leaving."""
-    for shard_batch, entries in (
-        (2, [2, 2]),
-        ([0, -1], [[0, -1]] * 2),
-        ([slice(None, None, -1), [1, 1]], [slice(None, None, -1), [1, 1]]),
-    ):
-        assignment = assign_local(shard_batch, [3, 2], "'f'")
-        for rank, (entry, length) in enumerate(zip(entries, (3, 2), strict=True)):
-            np.testing.assert_array_equal(local_rows(assignment, rank), picked_by(entry, np.arange(length)))
-    with pytest.raises(IndexError, match=r"shard of rank 1.*index 2"):
-        assign_local([0, 2], [3, 2], "'f'")

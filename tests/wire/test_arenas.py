@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
 import random
 from collections import deque
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.harness import Child, descriptors, mapped_memfds, script
+from support.harness import Child, descriptors, mapped_memfds, script, segments_nbytes
 
 from synk._wire import arenas as _arenas
 from synk._wire.memory import PAGE_NBYTES, Segment
@@ -21,7 +20,7 @@ Fork = Callable[..., Any]
 
 
 def test_thousands_of_small_values_fit_into_1024_descriptors() -> None:
-    """5 000 ``Data``, and 500 variables on 8 workers that calls have assigned, in the master and in every worker."""
+    """2 000 ``Data``, and 400 variables on 4 workers that calls have assigned, in the master and in every worker."""
     script(
         """
         import operator
@@ -29,19 +28,19 @@ def test_thousands_of_small_values_fit_into_1024_descriptors() -> None:
         from support.harness import pids, assert_right, kill_and_wait, wait_for
         import warnings
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
-        rt = synk.fork(8, backend="numpy")
+        rt = synk.fork(4, backend="numpy")
         everyone = ["self", *pids(rt)]
 
         def count():
             return [len(os.listdir(f"/proc/{pid}/fd")) for pid in everyone]
 
         fewest = count()
-        data = [rt.data(np.full((8, 1 + k % 300), float(k))) for k in range(5000)]
+        data = [rt.data(np.full((4, 1 + k % 300), float(k))) for k in range(2000)]
         total = rt.function(lambda *xs: sum(x.sum() for x in xs), outputs="sum")
-        for start in range(0, 5000, 500):
+        for start in range(0, 2000, 500):
             part = range(start, start + 500)
-            assert total(*data[start : start + 500]) == sum(8.0 * (1 + k % 300) * k for k in part)
-        variables = [rt.shared(np.full(1 + k, float(k))) for k in range(500)]
+            assert total(*data[start : start + 500]) == sum(4.0 * (1 + k % 300) * k for k in part)
+        variables = [rt.shared(np.full(1 + k, float(k))) for k in range(400)]
 
         def step(x):
             for w in variables:
@@ -50,21 +49,21 @@ def test_thousands_of_small_values_fit_into_1024_descriptors() -> None:
 
         f = rt.function(step)
         for _ in range(3):
-            f(np.ones(8))
+            f(np.ones(4))
         held = count()
         assert max(held) < 1024
         assert held[0] <= fewest[0] + 40, (held, fewest)
         # a worker that has answered may still have a file of /proc open, in which it reads its own size
         assert wait_for(lambda: all(map(operator.le, count()[1:], fewest[1:]))), (count(), fewest)
         for k, w in enumerate(variables):
-            for rank in (0, 3, 7):
+            for rank in (0, 2, 3):
                 assert (rt.get_value(w, rank) == k + 3 * rank).all()
         kill_and_wait(everyone[3])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
-            f(np.ones(8))
+            f(np.ones(4))
         assert (rt.get_value(variables[9], 2) == 9 + 4 * 2).all()
-        for k in (0, 17, 4999):
+        for k in (0, 17, 1999):
             assert (data[k].data == k).all()
         rt.close()
         """,
@@ -75,20 +74,15 @@ def test_thousands_of_small_values_fit_into_1024_descriptors() -> None:
 def test_memory_comes_back_and_new_values_begin_with_zeros(runtime: Fork) -> None:
     rt = runtime(2)
     total = rt.function(lambda x: x.sum(), outputs="sum")
-
-    def blocks() -> int:
-        arenas = [arena for arenas in rt._session.memory.arenas._by_kind.values() for arena in arenas]
-        return sum(os.fstat(arena.segment.fd).st_blocks for arena in arenas)
-
+    total(np.ones(2))
+    before = segments_nbytes()
     data = [rt.data(np.full(5000, 3.0)) for _ in range(400)]
     assert total(data[7]) == 15000
-    assert blocks() * 512 >= 400 * 40_000
-    held = sum(descriptors().values())
+    assert segments_nbytes() >= before + 400 * 40_000
     del data
     gc.collect()
-    rt._session.reclaim()
-    assert blocks() == 0
-    assert sum(descriptors().values()) < held
+    total(np.ones(2))
+    assert segments_nbytes() < before + (1 << 20)
     for _ in range(3):
         empty = rt.data(shape=(5000,), dtype="float64")
         assert not empty.data.any()
@@ -103,7 +97,7 @@ def test_the_segments_of_an_arena_do_not_touch() -> None:
     arenas = _arenas.Arenas(released, itertools.count(1))
     rng = random.Random(0)
     held: dict[int, tuple[Segment, int]] = {}
-    for number in range(1500):
+    for number in range(800):
         nbytes = rng.choice([1, PAGE_NBYTES, PAGE_NBYTES + 1, 70_000, 200_000, 1 << 18, (1 << 18) + 1])
         segment = arenas.create(nbytes, is_worker_writable=rng.random() < 0.5)
         assert segment.nbytes >= nbytes
@@ -212,7 +206,7 @@ class Fuzz:
 @pytest.mark.parametrize("num_seeds", [1, pytest.param(50, marks=pytest.mark.storm)])
 @pytest.mark.parametrize("num_workers", ["inline", 2])
 def test_any_sequence_of_small_values_equals_numpy(runtime: Fork, num_workers: Any, num_seeds: int) -> None:
-    num_steps = 80 if num_seeds == 1 else 150
+    num_steps = 60 if num_seeds == 1 else 150
     for seed in range(num_seeds):
         rt = runtime(1, inline=True) if num_workers == "inline" else runtime(num_workers)
         with rt:
@@ -234,5 +228,5 @@ def test_arenas_of_which_a_child_holds_parts_go_when_the_parent_has_dropped_all(
         total(np.ones(2))
         return len(mapped_memfds()), sum(descriptors().values())
 
-    first = [epoch() for _ in range(3)][-1]
-    assert [epoch() for _ in range(4)][-1] == first
+    first = [epoch() for _ in range(2)][-1]
+    assert [epoch() for _ in range(2)][-1] == first

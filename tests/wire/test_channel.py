@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from synk._wire.channel import INLINE_NBYTES, Channel, ProtocolError
+from synk._wire.channel import INLINE_NBYTES, Channel
 from synk._wire.descriptors import Descriptor
 from synk.errors import SharedMemoryError
 
@@ -30,15 +30,6 @@ def test_a_large_body_that_cannot_be_mapped_is_refused_whole(monkeypatch: pytest
         sender.send_body(2, b"next")
         assert receiver.receive_body(2) == (b"next", [])
     os.close(read_fd)
-
-
-def test_a_doorbell_without_its_body_is_junk() -> None:
-    """A body comes before its doorbell, so nobody waits for one, which a signal could not end."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    receiver = Channel(theirs, *map(Descriptor, os.pipe()), b"t" * 32)
-    with ours, theirs, pytest.raises(ProtocolError, match="its body is missing"):
-        receiver.receive_body(1)
-    assert [Channel.understood(data) for data in (b"", b"x", bytes(7))] == [None, (0, 0, 0, 0), (0, 0, 0, 0)]
 
 
 def no_memory(fd: int, nbytes: int) -> Any:
