@@ -117,6 +117,14 @@ def assert_equal(got: Any, want: np.ndarray, op: str) -> None:
 
 BATCH_KINDS = ("none", "count", "slice", "step", "backwards", "list", "array", "mask")
 WAYS = ("call", "keyword", "submit", "serial")
+FORMS: dict[str, Callable[[np.ndarray], Any]] = {
+    "an array": lambda x: x,
+    "Fortran order": np.asfortranarray,
+    "strided": lambda x: np.repeat(x, 2, axis=0)[::2],
+    "reversed": lambda x: x[::-1].copy()[::-1],
+    "foreign byte order": lambda x: x.astype(x.dtype.newbyteorder()),
+    "read-only": lambda x: np.frombuffer(x.tobytes(), x.dtype).reshape(x.shape),
+}
 
 
 class Case(NamedTuple):
@@ -128,7 +136,7 @@ class Case(NamedTuple):
     columns: int
     batch: str
     num_slices: int
-    as_data: bool
+    form: str
     way: str
     seed: int
 
@@ -142,7 +150,15 @@ def drawn_calls(count: int, seed: str) -> Iterator[Case]:
         is_large = rng.random() < 0.15 and np.dtype(dtype).kind in "iuf"  # the workers reduce
         rows, columns = (rng.randint(1, 5), 200_003) if is_large else (rng.randint(1, 50), rng.randint(1, 3))
         yield Case(
-            op, dtype, rows, columns, rng.choice(BATCH_KINDS), num_slices, rng.random() < 0.5, rng.choice(WAYS), number
+            op,
+            dtype,
+            rows,
+            columns,
+            rng.choice(BATCH_KINDS),
+            num_slices,
+            rng.choice(["Data"] * 4 + list(FORMS)),
+            rng.choice(WAYS),
+            number,
         )
 
 
@@ -163,7 +179,8 @@ def test_every_call_equals_numpy(subtests: Any, shared_runtimes: Any, storm_coun
         with subtests.test(case=str(case)):
             x = rows_of(case.dtype, case.op, case.rows, case.columns, case.seed)
             batch = pick(case.batch, case.rows, np.random.default_rng(case.seed))
-            got = called(functions[case.op], rt.data(x) if case.as_data else x, batch, case)
+            given = rt.data(x) if case.form == "Data" else FORMS[case.form](x)
+            got = called(functions[case.op], given, batch, case)
             assert_equal(got, reference(case.op, picked_by(batch, x)), case.op)
 
 

@@ -84,10 +84,12 @@ def test_array_bytes_cross_through_segments_only(subtests: Any, shared_runtimes:
     def total(w: Any, x: np.ndarray) -> Any:
         return x.sum() + w["a"][0].sum()
 
+    pd, pl = pytest.importorskip("pandas"), pytest.importorskip("polars")
     few, many = {"a": [np.ones(2)]}, {"a": [BIG]}
     f = rt.function(total, bcast_inputs="w", outputs="sum")
     whole = rt.function(lambda w, x: w.sum(), bcast_inputs="w", outputs="sum")
     same = rt.function(lambda x: x, outputs="gather")
+    column = rt.function(lambda d: float(d["a"].sum()), outputs="sum")
     rt.distribute()
     acts: dict[str, Callable[[], Any]] = {
         "data": lambda: f(few, data),
@@ -96,6 +98,8 @@ def test_array_bytes_cross_through_segments_only(subtests: Any, shared_runtimes:
         "batch": lambda: f(few, data, batch=np.arange(0, 60_000, 2)),
         "broadcast": lambda: whole(BIG, small),
         "output": lambda: same(data),
+        "a column of pandas": lambda: column(pd.DataFrame({"a": BIG[:, 0]})),
+        "a column of polars": lambda: column(pl.DataFrame({"a": BIG[:, 0]})),
     }
     for name, act in acts.items():
         with subtests.test(name):

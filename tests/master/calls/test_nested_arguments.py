@@ -239,15 +239,6 @@ def test_leaves_of_every_kind_with_every_option(shared_runtimes: Any, subtests: 
     assert functions[2].verify(2.0, {"x": x, "pair": Pair(x, None)}, extra=(y, x), batch=[3, 3, -1, 0])
 
 
-def test_no_rows_at_all(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    f = rt.function(lambda fields: (fields["x"], fields["x"].sum()), outputs=("gather", "sum"))
-    rows, total = f({"x": np.zeros((0, 3)), "name": "none"})
-    assert (rows.shape, total) == ((0, 3), 0.0)
-    with pytest.raises(ValueError, match="with no rows"):
-        rt.function(lambda fields: fields["x"].mean())({"x": np.zeros(0)})
-
-
 def test_buffers_that_are_used_again_and_shared_by_two_places(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     f = rt.function(

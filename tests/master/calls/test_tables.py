@@ -330,17 +330,6 @@ def test_repeated_calls_see_what_has_changed(shared_runtimes: Any, subtests: Any
         np.testing.assert_array_equal(g(other), other.toarray())
 
 
-def test_columns_of_numbers_are_never_pickled(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    f = rt.function(lambda d: float(d["a"].sum()), outputs="sum")
-    for table in (pd.DataFrame({"a": np.arange(1e5)}), pl.DataFrame({"a": np.arange(1e5)})):
-        f(table)
-        before = rt.counters["bytes_pickled"], rt.counters["bytes_down"]
-        assert f(table) == np.arange(1e5).sum()
-        assert rt.counters["bytes_pickled"] == before[0]
-        assert rt.counters["bytes_down"] - before[1] < 1000
-
-
 def test_columns_and_classes_of_ones_own(shared_runtimes: Any) -> None:
     """New columns are the rank's own. Classes of the script, also such as only a column brings, may change."""
 
@@ -360,19 +349,12 @@ def test_columns_and_classes_of_ones_own(shared_runtimes: Any) -> None:
     with pytest.raises(ValueError, match="read-only"):
         shared_runtimes[2].function(write, outputs=None)(numbers)
 
-    class Labelled(pd.DataFrame):
-        @property
-        def _constructor(self) -> type:
-            return Labelled
-
     class Price:
         factor = 1
 
         def value(self) -> int:
             return 2 * self.factor
 
-    f = shared_runtimes[2].function(lambda d: (type(d).__name__, len(d)), outputs=("first", "sum"))
-    assert f(Labelled({"a": np.arange(4.0)})) == ("Labelled", 4)
     frame = pd.DataFrame({"a": [Price(), Price(), Price()]})
     g = shared_runtimes[2].function(lambda d: sum(price.value() for price in d["a"]), outputs="sum")
     for Price.factor in (1, 2, 2, 3):
