@@ -20,13 +20,9 @@ __all__ = [
     "RemoteError",
     "SerializationError",
     "SharedMemoryError",
-    "StaleCaptureError",
-    "StaleCaptureWarning",
     "StartupError",
     "SynkError",
-    "TransferRefused",
     "UnsupportedError",
-    "WastefulTransfer",
     "WorkerDied",
 ]
 
@@ -137,41 +133,12 @@ class SharedMemoryError(SynkError, MemoryError):
     """A shared segment cannot be allocated or mapped. The message says how much was asked for and how much is free."""
 
 
-class StaleCaptureError(SynkError):
-    """Something that a function captured was changed in place, and earlier calls have used its old contents.
-
-    It is raised before anything is sent, and the next call uses the new contents. It concerns only objects that are too
-    large to be compared at each call: pass such an object as an argument (an array as ``synk.data``), or call
-    ``f.refresh()`` after each change.
-    """
-
-
 class ReentrancyError(SynkError):
     """synk was used where it cannot work: inside a worker, in a forked copy, in a signal handler during a call."""
 
 
 class UnsupportedError(SynkError, NotImplementedError):
     """A backend or communicator lacks what was asked for. The message says which one, and what to use instead."""
-
-
-class StaleCaptureWarning(UserWarning):
-    """A captured object differs from what was sent, and earlier calls may have used its old contents, or may not.
-
-    Its pickle is no longer the one that was sent, because the program has changed it or because it keeps a cache: its
-    new state is sent, except to ranks that have changed their own copy. Or it is a large collection that was changed
-    where no call looks, before the last calls or after them.
-    """
-
-
-class TransferRefused(SynkError):
-    """A guard in the mode ``"raise"`` has found a wasteful transfer; see :func:`synk.profiler.transfer_guard`.
-
-    Nothing was sent. The message names the function, the argument, its size, and what to do instead.
-    """
-
-
-class WastefulTransfer(UserWarning):
-    """A guard in the mode ``"warn"`` has found a wasteful transfer. Reported once per function and argument."""
 
 
 class OpMismatch(SynkError):

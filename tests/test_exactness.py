@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from support.harness import same_workers
-from support.seeds import WHOLE_OR_SAMPLE, drawn
-from support.tables import combinations
 
 from synk._pure.ops import OPS
 from synk.errors import CollectiveMismatch
@@ -117,14 +115,6 @@ def assert_equal(got: Any, want: np.ndarray, op: str) -> None:
 
 BATCH_KINDS = ("none", "count", "slice", "step", "backwards", "list", "array", "mask")
 WAYS = ("call", "keyword", "submit", "serial")
-FORMS: dict[str, Callable[[np.ndarray], Any]] = {
-    "an array": lambda x: x,
-    "Fortran order": np.asfortranarray,
-    "strided": lambda x: np.repeat(x, 2, axis=0)[::2],
-    "reversed": lambda x: x[::-1].copy()[::-1],
-    "foreign byte order": lambda x: x.astype(x.dtype.newbyteorder()),
-    "read-only": lambda x: np.frombuffer(x.tobytes(), x.dtype).reshape(x.shape),
-}
 
 
 class Case(NamedTuple):
@@ -136,7 +126,7 @@ class Case(NamedTuple):
     columns: int
     batch: str
     num_slices: int
-    form: str
+    as_data: bool
     way: str
     seed: int
 
@@ -150,15 +140,7 @@ def drawn_calls(count: int, seed: str) -> Iterator[Case]:
         is_large = rng.random() < 0.15 and np.dtype(dtype).kind in "iuf"  # the workers reduce
         rows, columns = (rng.randint(1, 5), 200_003) if is_large else (rng.randint(1, 50), rng.randint(1, 3))
         yield Case(
-            op,
-            dtype,
-            rows,
-            columns,
-            rng.choice(BATCH_KINDS),
-            num_slices,
-            rng.choice(["Data"] * 4 + list(FORMS)),
-            rng.choice(WAYS),
-            number,
+            op, dtype, rows, columns, rng.choice(BATCH_KINDS), num_slices, rng.random() < 0.5, rng.choice(WAYS), number
         )
 
 
@@ -175,30 +157,26 @@ def called(f: Any, rows: Any, batch: Any, case: Case) -> Any:
 def test_every_call_equals_numpy(subtests: Any, shared_runtimes: Any, storm_count: Any, where: Any) -> None:
     rt = shared_runtimes[where]
     functions = {op: rt.function(kernel, outputs=op, name=op) for op, kernel in KERNELS.items()}
-    for case in drawn_calls(storm_count(2), seed=f"{where}"):
+    for case in drawn_calls(storm_count(3), seed=f"{where}"):
         with subtests.test(case=str(case)):
             x = rows_of(case.dtype, case.op, case.rows, case.columns, case.seed)
             batch = pick(case.batch, case.rows, np.random.default_rng(case.seed))
-            given = rt.data(x) if case.form == "Data" else FORMS[case.form](x)
-            got = called(functions[case.op], given, batch, case)
+            got = called(functions[case.op], rt.data(x) if case.as_data else x, batch, case)
             assert_equal(got, reference(case.op, picked_by(batch, x)), case.op)
 
 
-@pytest.mark.parametrize("is_whole", WHOLE_OR_SAMPLE)
-def test_every_row_count_from_0_to_50(subtests: Any, shared_runtimes: Any, is_whole: bool) -> None:
-    functions = {
-        (where, op): shared_runtimes[where].function(kernel, outputs=op)
-        for where, (op, kernel) in itertools.product(WHERE, KERNELS.items())
-    }
-    for where, rows in drawn(itertools.product(WHERE, range(51)), is_whole, 70):
+@pytest.mark.parametrize("where", WHERE)
+def test_every_row_count_from_0_to_50(subtests: Any, shared_runtimes: Any, where: Any) -> None:
+    functions = {op: shared_runtimes[where].function(kernel, outputs=op) for op, kernel in KERNELS.items()}
+    for rows in range(51):
         x = rows_of("float64", "sum", rows, 2, rows)
-        for op in ("sum", "gather", "avg", "min", "max"):
-            with subtests.test(where=where, rows=rows, op=op):
+        with subtests.test(rows=rows):
+            for op in ("sum", "gather", "avg", "min", "max"):
                 if rows or op in ("sum", "gather"):
-                    assert_equal(functions[where, op](x), reference(op, x), op)
+                    assert_equal(functions[op](x), reference(op, x), op)
                 else:
                     with pytest.raises(ValueError, match="row"):
-                        functions[where, op](x)
+                        functions[op](x)
 
 
 # ----- outputs
@@ -213,46 +191,55 @@ def several(w: np.ndarray, x: np.ndarray) -> Any:
 SEVERAL = ("avg", {"gradient": "sum", "residuals": "gather", "worst": "max"}, "first", lambda a, b: a + b, None)
 
 
-def test_each_output_has_its_op(subtests: Any, shared_runtimes: Any) -> None:
+@pytest.mark.parametrize("where", WORKERS)
+def test_each_output_has_its_op(subtests: Any, shared_runtimes: Any, where: int) -> None:
     """``first`` is rank 0's, a callable folds in rank order, None is one entry per rank; a subset is the same."""
-    functions = {n: shared_runtimes[n].function(several, bcast_inputs="w", outputs=SEVERAL) for n in WORKERS}
+    f = shared_runtimes[where].function(several, bcast_inputs="w", outputs=SEVERAL)
     w = np.arange(3.0)
-    options_of: tuple[dict[str, Any], ...] = ({}, {"num_slices": 5}, {"output_subset": [1, 0]})
-    for where, rows, options in itertools.product(WORKERS, (1, 2, 3, 9, 30), options_of):
-        with subtests.test(where=where, rows=rows, options=options):
-            f, x = functions[where], rows_of("float64", "sum", rows, 3, rows)
-            counts = [len(part) for part in np.array_split(x, where)]
-            each = [{"rows": count} if count else None for count in counts]
-            expected = (*several(w, x)[:4], each)
-            got = f(w, x, **options)
-            loss, parts = got[::-1] if "output_subset" in options else got[:2]
-            np.testing.assert_allclose([loss, f.serial(w, x)[0]], expected[0], rtol=1e-13)
-            np.testing.assert_equal(parts, expected[1])
-            assert options or got[2:] == expected[2:]
-    by_name = shared_runtimes[2].function(lambda x: {"a": x.sum(), "b": x}, outputs={"a": "sum", "b": "gather"})
+    for rows in (1, 2, 3, 4, 9, 30):
+        x = rows_of("float64", "sum", rows, 3, rows)
+        counts = [len(part) for part in np.array_split(x, where)]
+        each = [{"rows": count} if count else None for count in counts]
+        expected = (*several(w, x)[:4], each)
+        for options in ({}, {"num_slices": 5}, {"output_subset": [1, 0]}):
+            with subtests.test(rows=rows, options=options):
+                got = f(w, x, **options)
+                loss, parts = got[::-1] if "output_subset" in options else got[:2]
+                np.testing.assert_allclose(loss, expected[0], rtol=1e-13)
+                np.testing.assert_equal(parts, expected[1])
+                if not options:
+                    assert got[2:] == expected[2:]
+        np.testing.assert_allclose(f.serial(w, x)[0], expected[0], rtol=1e-13)
+    by_name = shared_runtimes[where].function(lambda x: {"a": x.sum(), "b": x}, outputs={"a": "sum", "b": "gather"})
     assert by_name(np.arange(4.0), output_subset=["a"])["a"] == 6.0
 
 
 def test_float16_is_accumulated_in_float32_and_rounded_once(shared_runtimes: Any) -> None:
     """The average of two values that would overflow if they were added in float16."""
-    half = np.full(2, 40_000, np.float16)
-    average, total = shared_runtimes[2].function(lambda x: (half, half), outputs=("avg", "sum"))(np.ones(2))
-    assert (average.tolist(), average.dtype) == ([40_000.0] * 2, np.float16)
+    f = shared_runtimes[2].function(
+        lambda x: (np.float16(40_000) * np.ones(2, np.float16),) * 2, outputs=("avg", "sum")
+    )
+    average, total = f(np.ones(2))
+    assert average.tolist() == [40_000.0] * 2
+    assert average.dtype == np.float16
     assert np.isinf(total).all()
 
 
 def test_outputs_are_in_the_byte_order_of_the_machine(subtests: Any, shared_runtimes: Any) -> None:
     """Whatever their size and however the rows divide."""
-    pairs = set(itertools.product(["avg", "sum", "max", "gather"], [">f8", ">c16", ">f2", ">i4"]))
-    pairs -= {("avg", ">i4"), ("max", ">c16")}
-    for (op, dtype), size, num_slices, num_rows in combinations(24, sorted(pairs), [3, 50_000], [1, 2], [4, 5]):
-        with subtests.test(op=op, dtype=dtype, size=size, num_slices=num_slices, num_rows=num_rows):
+    cases = itertools.product(["avg", "sum", "max", "gather"], [">f8", ">c16", ">f2", ">i4"], [3, 50_000], [1, 2])
+    for op, dtype, size, num_slices in cases:
+        if (op, dtype) in (("avg", ">i4"), ("max", ">c16")):
+            continue
+        with subtests.test(op=op, dtype=dtype, size=size, num_slices=num_slices):
             table = np.arange(float(size)).astype(dtype)
             f = shared_runtimes[2].function(lambda table, x: table["a"], bcast_inputs="table", outputs=op)
-            got = f({"a": table}, np.ones(num_rows), num_slices=num_slices)
-            assert got.dtype == table.dtype.newbyteorder("=") and got.dtype.isnative
-            if op in ("avg", "max"):
-                np.testing.assert_array_equal(got, table)
+            for num_rows in (4, 5):
+                got = f({"a": table}, np.ones(num_rows), num_slices=num_slices)
+                assert got.dtype == table.dtype.newbyteorder("=")
+                assert got.dtype.isnative
+                if op in ("avg", "max"):
+                    np.testing.assert_array_equal(got, table)
 
 
 def test_records_keep_their_layout_and_their_class(subtests: Any, shared_runtimes: Any) -> None:

@@ -66,8 +66,8 @@ class VerifiedOutput:
 class Report:
     """The result of :meth:`synk.Function.verify`.
 
-    True if every output that can be compared equals the serial output, the serial output equals that of the plain
-    function wherever it was compared, and no captured object of the workers is out of date.
+    True if every output that can be compared equals the serial output, and the serial output equals that of the plain
+    function wherever it was compared.
 
     Attributes
     ----------
@@ -76,17 +76,14 @@ class Report:
     outputs : tuple of VerifiedOutput
     notes : tuple of str
         Sentences about other observations.
-    stale : tuple of str
-        The notes about captured objects that are out of date on the workers.
     """
 
     function: str
     outputs: tuple[VerifiedOutput, ...]
     notes: tuple[str, ...] = ()
-    stale: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        return not self.stale and all(
+        return all(
             output.verdict in ("equal", "one per rank") and output.plain_verdict != "different"
             for output in self.outputs
         )
@@ -115,7 +112,6 @@ def verify(
     options: CallOptions,
     tolerance: Tolerance,
     plain: PlainCall,
-    stale: Sequence[str],
 ) -> Report:
     """Run a call in parallel and serially, and the plain function in the program, and compare them.
 
@@ -125,8 +121,6 @@ def verify(
         The options of the parallel call.
     plain : PlainCall
         The same call of the plain function, and the function itself.
-    stale : sequence of str
-        A sentence for each captured object that is out of date on the workers.
 
     Raises
     ------
@@ -172,11 +166,9 @@ def verify(
         "It is built with per_rank=True: its result depends on the number of workers." * is_per_rank,
         switched,
         called.note,
-        *stale,
-        *plain.callee.uncompared(),
         "" if problem is None else f"The call raised {type(problem).__name__}: {problem}",
     ]
-    return Report(name, tuple(outputs), tuple(filter(None, notes)), tuple(stale))
+    return Report(name, tuple(outputs), tuple(filter(None, notes)))
 
 
 class _Calls:

@@ -79,11 +79,6 @@ def is_same_value(told: Any, now: Any) -> bool:
     return repr(told) == repr(now) if type(now) in (float, complex) else bool(told == now)
 
 
-def keep(recipe: Any) -> Any:
-    """Return a recipe in the form in which it can be kept and compared later."""
-    return kept(recipe, recipe, lambda part: None)
-
-
 def alike(told: Any, now: Any, depth: int = _MAX_DEPTH) -> bool:
     """Whether a recipe that was kept equals one that was made now."""
     kind = type(now)

@@ -11,6 +11,7 @@ import contextlib
 import enum
 import uuid
 import weakref
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_ID
@@ -23,6 +24,9 @@ _HERE = uuid.uuid4().hex
 _BASES, _NAMESPACE, _NUMBER = 2, 3, -2
 """Where cloudpickle's makers of classes take the bases, what the class is made with, and its number."""
 
+_MEMBERS = "members"
+"""Under which name the attributes of an enum's members travel."""
+
 _MISSING: Any = object()
 
 _came: weakref.WeakKeyDictionary[type, set[str] | None] = weakref.WeakKeyDictionary()
@@ -34,8 +38,10 @@ _returned: weakref.WeakSet[type] = weakref.WeakSet()
 
 def completed(cls: type, reduced: Any) -> Any:
     """Return cloudpickle's recipe for a class, completed by what cloudpickle leaves out."""
-    _, args, (table, _), *_ = reduced
-    if not isinstance(cls, enum.EnumMeta):  # makes its names by itself
+    _, args, (table, slots), *_ = reduced
+    if isinstance(cls, enum.EnumMeta):  # makes its names by itself
+        slots[_MEMBERS] = tuple(_attributes_of_members(cls))
+    else:
         table.update(_same_as_inherited(cls))
         if cls.__qualname__ != cls.__name__:
             table["__qualname__"] = cls.__qualname__
@@ -51,6 +57,15 @@ def by_word(cls: type, reduced: Any, has_word: bool) -> Any:
     make, args, (table, slots), *_, setter = reduced
     owner = _HERE if has_word and cls not in _came else ""
     return find_or_make, (make, args), (table, slots, owner, setter), None, None, fill_class
+
+
+def _attributes_of_members(cls: enum.EnumMeta) -> Iterator[tuple[str, str, Any]]:
+    """Yield what ``__init__`` or ``__new__`` has given the members of an enum, where neither runs again."""
+    members: dict[str, Any] = dict(cls.__members__)
+    for name, member in members.items():
+        for key, value in vars(member).items():
+            if not (key.startswith("_") and key.endswith("_")):
+                yield name, key, value
 
 
 def _same_as_inherited(cls: type) -> dict[str, Any]:
@@ -85,6 +100,8 @@ def fill_class(cls: type, state: tuple[Any, Any, str, Any]) -> None:
         with contextlib.suppress(AttributeError):
             type.__delattr__(cls, name)
     _came[cls] = set(table)
+    for member, name, value in slots.pop(_MEMBERS, ()):
+        object.__setattr__(cls.__members__[member], name, value)  # type: ignore[attr-defined]
     setter(cls, (table, slots))
 
 

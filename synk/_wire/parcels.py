@@ -14,7 +14,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import cloudpickle
 import numpy as np
-from cloudpickle.cloudpickle import _is_registered_pickle_by_value, _lookup_module_and_qualname
+from cloudpickle.cloudpickle import (
+    _dynamic_class_reduce,
+    _is_registered_pickle_by_value,
+    _lookup_module_and_qualname,
+)
 
 from synk._pure.interrupts import safe_point
 from synk._wire.classes import by_word, completed
@@ -33,8 +37,23 @@ class Absent:
     """Stands in a parcel for the value of a name that no longer exists."""
 
 
+class Missing(types.SimpleNamespace):
+    """Stands for an object of a module that a worker could not find there. It takes changes, and raises when called."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self._error = error
+
+    def check(self) -> None:
+        """Raise the error of the worker's own import."""
+        raise self._error
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.check()
+
+
 def locate(module: str, steps: tuple[tuple[str, Any], ...]) -> Any:
-    """Return an object of a module that a worker imports itself, or an unused stand-in if there is none."""
+    """Return an object of a module that a worker imports itself, or a stand-in if there is none."""
     try:
         found: Any = importlib.import_module(module)
         for kind, key in steps:
@@ -44,8 +63,8 @@ def locate(module: str, steps: tuple[tuple[str, Any], ...]) -> Any:
                 found = vars(found)[key]
             else:
                 found = found.__closure__[key] if kind == "closure" else getattr(found, key)
-    except Exception:  # if a function needs it, the function raises its own error
-        return {} if steps and steps[-1][0] == "table" else types.SimpleNamespace()
+    except Exception as error:  # raised where a function needs it
+        return {} if steps and steps[-1][0] == "table" else Missing(error)
     return found
 
 
@@ -94,10 +113,14 @@ CACHED = type(functools.lru_cache(abs))
 """The type of functions with a cache (``functools.lru_cache``, ``functools.cache``)."""
 
 
+BY_VALUE: set[str] = set()
+"""The user's modules that were reloaded: their functions and classes travel with their contents from then on."""
+
+
 def is_by_reference(obj: Any) -> bool:
     """Whether a function, a class or a function with a cache is pickled as its name in a module."""
     found = _lookup_module_and_qualname(obj)
-    return found is not None and not _is_registered_pickle_by_value(found[0])
+    return found is not None and not _is_registered_pickle_by_value(found[0]) and found[0].__name__ not in BY_VALUE
 
 
 def _reduce_cached(cached: Any) -> Any:
@@ -204,6 +227,8 @@ class Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, np.ndarray) and type(obj) is not np.ndarray:
             return _reduce_array(obj)
+        if isinstance(obj, (types.FunctionType, type)) and obj.__module__ in BY_VALUE:
+            return _dynamic_class_reduce(obj) if isinstance(obj, type) else self._dynamic_function_reduce(obj)
         return super().reducer_override(obj)
 
     def _dynamic_function_reduce(self, function: types.FunctionType) -> Any:

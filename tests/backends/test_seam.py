@@ -7,66 +7,15 @@ import re
 import sys
 from typing import Any
 
-import numpy as np
 import pytest
 from support import each_backend
 from support.each_backend import PARAMETERS
 from support.harness import PACKAGE_FOLDER
 
-from synk.backends import Backend, _dpnp, backend_module
+from synk.backends import _dpnp, backend_module
 from synk.backends._assignment import choose_named
 from synk.backends._listing import list_devices
 from synk.errors import UnsupportedError
-
-
-@pytest.fixture(params=PARAMETERS)
-def opened(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A backend on the first device that it places a rank on; of CuPy there is a stand-in."""
-    before = {name for name in sys.modules if name.partition(".")[0] == "cupy"}
-    each_backend.require(request.param, monkeypatch)
-    module = backend_module(request.param)
-    backend = module.open_device(module.place(1, **each_backend.devices(request.param, 1)).devices[0])
-    yield backend
-    backend.close()
-    for name in [name for name in sys.modules if name.partition(".")[0] == "cupy"]:
-        if name not in before:
-            del sys.modules[name]
-
-
-def test_arrays_are_known_and_copied(opened: Backend) -> None:
-    host = np.arange(6.0).reshape(2, 3)
-    array = opened.from_host(host)
-    assert opened.is_array(array) and opened.is_array(host)
-    assert not any(opened.is_array(value) for value in (1.0, np.float64(1), [1.0], "text", None))
-    with opened.running():
-        own = opened.own_copy(array)
-        assert type(own) is type(array)
-        array = opened.xp.empty((2, 3), dtype=np.float32)
-        assert np.array_equal(opened.host_copy(own), host)
-        assert opened.host_copy(host) is host
-        assert opened.host_copy(array).dtype == np.float32
-
-
-def test_copies_beside_the_work(opened: Backend) -> None:
-    """They are there once they are joined, whatever is queued before and after, and keep what they read."""
-    if not opened.is_device:
-        return
-    backend: Any = opened
-    host = np.arange(1 << 20, dtype=np.float32).reshape(1024, -1)
-    with opened.running():
-        for k in range(3):
-            own = backend.from_host(host)
-            with backend.beside() as event:
-                whole, rows = backend.from_host(host + k), backend.take_rows(host * k, np.array([1000, 3, 3]))
-            doubled = backend.xp.add(own, own)
-            backend.join(event)
-            total = backend.xp.add(whole, doubled)
-            out = np.empty((4, 1024), np.float32)
-            backend.to_host(total[5:9], out)
-            backend.synchronize()
-            np.testing.assert_array_equal(out, host[5:9] * 3 + k)
-            np.testing.assert_array_equal(backend.host_copy(rows), host[[1000, 3, 3]] * k)
-            np.testing.assert_array_equal(backend.host_copy(backend.take(own, np.array([9, 0]))), host[[9, 0]])
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from synk._wire.channel import INLINE_NBYTES, ProtocolError
-from synk._wire.descriptors import Descriptor, packet_pair, pipe
-from synk._wire.memory import Segment
+from synk._wire.channel import ProtocolError
+from synk._wire.descriptors import packet_pair, pipe
 from synk.cluster.channel import NodeChannel, Parts, unpacked, with_code
 
 Pair = collections.namedtuple("Pair", "first second")
@@ -57,11 +56,6 @@ def test_a_reply_keeps_views_and_attributes() -> None:
     assert (type(copy), copy.unit, copy.tolist()) == (Named, "m", [0.0, 1.0, 2.0])
 
 
-def test_arrays_are_views_of_the_message() -> None:
-    data = np.frombuffer(bytearray(Parts.of(parts_of(1 << 12)).joined()), np.uint8)
-    assert np.shares_memory(unpacked(data)["large"], data)
-
-
 @pytest.fixture
 def pair() -> Any:
     ours, theirs = packet_pair()
@@ -75,39 +69,9 @@ def pair() -> Any:
     other.close()
 
 
-def test_channels_carry_them(pair: Any) -> None:
-    one, other = pair
-    for nbytes in (1 << 10, 4 * INLINE_NBYTES):
-        want = parts_of(nbytes)
-        one.send_body(7, Parts.of(want))
-        body, fds = other.receive_body(7)
-        assert fds == []
-        got = unpacked(body)
-        del body
-        assert_same(got, want)
-        if nbytes > INLINE_NBYTES:
-            got["large"][0] = 5.0  # pages of its own
-            assert want["large"][0] == 0.0
-
-
 def test_a_message_with_another_token_is_refused(pair: Any) -> None:
     one, other = pair
     one._token = b"u" * 32
     one.send_body(7, Parts.of(1))
     with pytest.raises(ProtocolError, match="token"):
         other.receive_body(7)
-
-
-def test_the_memory_of_a_message_lives_as_long_as_its_arrays() -> None:
-    """Its descriptor does not."""
-    want = parts_of(1 << 20)
-    parts = Parts.of(want)
-    segment = Segment.create(len(parts))
-    parts.copy_into(segment.buffer)
-    fd = Descriptor(os.dup(segment.fd))
-    segment.close()
-    before = set(os.listdir("/proc/self/fd"))
-    channel = NodeChannel.__new__(NodeChannel)
-    got = unpacked(channel._body_in(os.dup(fd), len(parts)))
-    assert set(os.listdir("/proc/self/fd")) == before
-    assert_same(got, want)

@@ -19,7 +19,7 @@ from support.harness import Scenario, wait_until_dead
 
 import synk
 from benchmarks.cluster_faults import QUIET, RayCluster
-from synk.errors import CallTimeout, ClosedError, CollectiveMismatch, RemoteError, StartupError, WorkerDied
+from synk.errors import CallTimeout, ClosedError, StartupError, WorkerDied
 
 pytestmark = [pytest.mark.ray, pytest.mark.own_start, pytest.mark.timeout(300)]
 
@@ -69,24 +69,6 @@ def test_calls_equal_one_machine(nodes: synk.Runtime, shared_runtimes: Any) -> N
     assert f(np.ones(4)) == 88.0
 
 
-def test_errors_prints_and_places(nodes: synk.Runtime, capfd: pytest.CaptureFixture[str]) -> None:
-    class Refused(ValueError):
-        pass
-
-    def refuse(x: np.ndarray) -> None:
-        print(f"from rank {synk.comm.rank}", flush=True)
-        if synk.comm.rank == 3:
-            raise Refused("three")
-
-    with pytest.raises(Refused, match="three") as caught:
-        nodes.function(refuse, outputs=None)(np.arange(4.0))
-    cause = caught.value.__cause__
-    assert isinstance(cause, RemoteError)
-    assert (cause.rank, cause.device) == (3, "node1:cpu:1")
-    assert {f"[rank {rank}] from rank {rank}" for rank in range(4)} <= set(capfd.readouterr().out.splitlines())
-    assert [rank for rank in range(4) if f"    rank {rank} (pid" in nodes.where()] == [0, 1, 2, 3]
-
-
 def test_time_limits_and_interrupts(nodes: synk.Runtime) -> None:
     before = worker_pids(nodes)
 
@@ -103,26 +85,6 @@ def test_time_limits_and_interrupts(nodes: synk.Runtime) -> None:
     with pytest.raises(synk.errors.CallCancelled):
         call.result()
     assert worker_pids(nodes) == before
-
-
-def test_an_interrupt_does_not_come_again_when_the_numbers_of_messages_do(nodes: synk.Runtime) -> None:
-    """They begin anew after 65 536: the machine must have forgotten by then which ones an interrupt was meant for."""
-
-    def stay(x: np.ndarray, is_stuck: bool) -> float:
-        while is_stuck:
-            pass
-        return float(x.sum())
-
-    f = nodes.function(stay, outputs="sum", bcast_inputs="is_stuck")
-    assert f(np.ones(4), False) == 4.0
-    requests = nodes._session.workers.requests
-    before = requests.sequence
-    with pytest.raises(CallTimeout):
-        f(np.ones(4), True, timeout=0.5)
-    assert requests.sequence < before + 20
-    requests.sequence = before
-    for _ in range(20):
-        assert f(np.ones(4), False) == 4.0
 
 
 def test_ranks_of_all_machines_communicate(nodes: synk.Runtime) -> None:
@@ -215,15 +177,6 @@ def test_a_frozen_machine_is_replaced_and_what_ran_there_ends_once_it_is_back(no
     assert all(map(wait_until_dead, pids[2:]))
     step(np.ones(4), log)
     assert [log.get(rank) for rank in range(4)] == [log.get(0)] * 4
-
-
-def test_ranks_of_two_machines_wait_for_each_other(nodes: synk.Runtime) -> None:
-    def wait(x: np.ndarray) -> None:
-        synk.comm.recv((synk.comm.rank + 2) % 4)
-
-    for _ in range(2):
-        with pytest.raises(CollectiveMismatch, match=r"every rank waits|every other rank waits"):
-            nodes.function(wait, outputs=None)(np.arange(4.0))
 
 
 def lose(cluster: RayCluster, pids: list[int]) -> None:
@@ -427,18 +380,6 @@ def test_a_link_that_is_cut_is_an_error() -> None:
         for _ in range(100):
             sender.send(b"two", body=bytes(1 << 20))
     sender.close()
-
-
-def test_a_link_to_where_nobody_answers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from synk.cluster import link
-
-    monkeypatch.setattr(link, "CONNECT_S", 0.5)
-    inlet = link.Link(False, host="127.0.0.1")
-    with pytest.raises(link.LinkLost, match=r"got no answer|has refused"):
-        link.Link(True, place=link.Place(inlet.place.address, b"x" * 32))
-    inlet.close()
-    with pytest.raises(link.LinkLost, match=r"got no answer|has refused"):
-        link.Link(True, place=inlet.place)
 
 
 def test_all_that_workers_print_arrives(nodes: synk.Runtime, capfd: pytest.CaptureFixture[str]) -> None:

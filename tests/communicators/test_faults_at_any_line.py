@@ -158,7 +158,7 @@ def test_no_number_is_wrong_and_the_next_call_is_right(
     for name in operations(synk_comm_of(size), [np.zeros(1)] * 3):
         victim = rng.randrange(size)
         lines = eval(call(np.zeros(size), name, victim, None)[victim])
-        for line in rng.sample(lines, min(len(lines), storm_count(3))):
+        for line in rng.sample(lines, min(len(lines), storm_count(1))):
             with subtests.test(case=f"rank {victim} {fault} at {Path(line[0]).name}:{line[1]} in {name}"):
                 before = pids(runtime)
                 try:
@@ -167,7 +167,7 @@ def test_no_number_is_wrong_and_the_next_call_is_right(
                     num_acted += 1
                 assert [mine == his for mine, his in zip(pids(runtime), before)].count(False) <= (fault == "dies")
                 assert call(np.zeros(size), name, -1, None) == ["[]"] * size
-    assert num_acted >= 10
+    assert num_acted >= 5
 
 
 def synk_comm_of(size: int) -> Any:

@@ -57,7 +57,7 @@ def at_random_speed(comm: Any) -> int:
     return 200
 
 
-@pytest.mark.parametrize("place", [2, 4, "1+2"])
+@pytest.mark.parametrize("place", [3, "1+2"])
 @pytest.mark.parametrize("body", [meet_and_pass_on, at_random_speed])
 def test_none_is_lost_and_nobody_is_taken_for_stuck(shared_runtimes: Any, place: Any, body: Any) -> None:
     runtime = shared_runtimes[place]

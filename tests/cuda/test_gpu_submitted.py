@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.fake_gpus import Gpus
-from support.harness import assert_right, same_workers
+from support.harness import same_workers
 from test_gpu_path import LARGE
 
 import synk
@@ -74,20 +74,20 @@ def reader(rt: synk.Runtime, gate: Gate) -> synk.Function:
     return rt.function(lambda x, w: (x.sum(axis=0) * w, gate.wait()), bcast_inputs="w", outputs=("sum", "max"))
 
 
-BATCHES = [None, 17, slice(3, 90, 7), slice(None, None, -1), [5, 3, 3, 99, 0]]
+BATCHES = [None, 17, slice(None, None, -1), [5, 3, 3, 99, 0]]
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_inputs_are_brought_ahead_and_are_right(
     subtests: pytest.Subtests, gpu: Any, gate: Gate, num_workers: int
 ) -> None:
-    rt = gpu.reused(num_workers)
+    rt = gpu(num_workers)
     rows = np.random.default_rng(0).standard_normal((101, 5))
     f, data, num_ahead = reader(rt, gate), rt.data(rows), 0.0
     for batch in BATCHES:
         with subtests.test(batch=batch):
             index = slice(batch) if isinstance(batch, int) else slice(None) if batch is None else batch
-            calls = [(f, (data if k % 2 else rows + k, np.float64(k)), {"batch": batch}) for k in range(12)]
+            calls = [(f, (data if k % 2 else rows + k, np.float64(k)), {"batch": batch}) for k in range(8)]
             for _ in range(2):  # the second time all lanes know the calls
                 results = gate.submit(calls)
                 for k, (got, _) in enumerate(results):
@@ -97,12 +97,7 @@ def test_inputs_are_brought_ahead_and_are_right(
     assert num_ahead > 0, "the inputs of a second call were there when the first had ended"
 
 
-@pytest.mark.parametrize("fault", ["not registered", "no room"])
-def test_inputs_are_right_where_they_cannot_be_brought_ahead(
-    gpu: Any, gate: Gate, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
-    """Without room for the inputs of two calls each call brings its own when it runs."""
-    monkeypatch.setenv("SYNK_FAKE_REFUSE", "1" if fault == "not registered" else "")
+def test_without_room_for_the_inputs_of_two_calls_each_brings_its_own(gpu: Any, gate: Gate) -> None:
     rt = gpu(2)
 
     def spoil(x: Any) -> None:
@@ -114,13 +109,11 @@ def test_inputs_are_right_where_they_cannot_be_brought_ahead(
         cupy.cuda.alloc = alloc  # of memory beside the stream
 
     f = reader(rt, gate)
-    if fault == "no room":
-        rt.function(spoil, outputs=None)(np.ones(2))
+    rt.function(spoil, outputs=None)(np.ones(2))
     for _ in range(2):
         results = gate.submit((f, (np.full((1000, 4), float(k)), np.float64(2.0)), {}) for k in range(6))
-        for k, (got, count) in enumerate(results):
-            assert (got == 2000.0 * k).all()
-            assert count == 0 or fault != "no room"
+        for k, (got, num_ahead) in enumerate(results):
+            assert (got == 2000.0 * k).all() and num_ahead == 0
 
 
 def test_inputs_that_a_function_keeps_for_the_next_call(gpu: Any, gate: Gate) -> None:
@@ -138,10 +131,9 @@ def test_inputs_that_a_function_keeps_for_the_next_call(gpu: Any, gate: Gate) ->
     assert results == [0.0, *(10.0 * k for k in range(11))]
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_large_outputs_that_a_function_changes_in_place(gpu: Any, num_workers: int) -> None:
+def test_large_outputs_that_a_function_changes_in_place(gpu: Any) -> None:
     """On the device and on the host: each call returns what it computed, not what a later one made of it."""
-    rt = gpu.reused(num_workers)
+    rt = gpu.reused(2)
     state: dict[str, Any] = {}
 
     def step(x: Any) -> Any:
@@ -157,7 +149,7 @@ def test_large_outputs_that_a_function_changes_in_place(gpu: Any, num_workers: i
         f = rt.function(step, outputs=op)
         for k, call in enumerate([f.submit(np.ones(2)) for _ in range(7)]):
             for got in call.result():
-                expected = (k + 2) * (num_workers if op == "sum" else 1)
+                expected = (k + 2) * (2 if op == "sum" else 1)
                 assert (np.concatenate(got) == expected).all() if op is None else (got == expected).all()
 
 
@@ -198,14 +190,10 @@ def test_a_time_limit_with_inputs_on_their_way(gpu: Any, gate: Gate) -> None:
     hangs = rt.function(lambda x: (signal.pause() if x[0] else None, x.sum())[1], outputs="sum")
     gate.submit([(f, (rows, np.float64(1.0)), {})] * 3 + [(hangs, (np.zeros(2),), {})] * 3)
     with same_workers(rt):
-        slow = hangs.submit(np.ones(2), timeout=0.3)
-        behind = [f.submit(rows, np.float64(1.0)) for _ in range(2)]
-        with pytest.raises(CallTimeout):
-            slow.result()
-        for call in behind:
-            with pytest.raises(CallCancelled):
+        slow, behind = hangs.submit(np.ones(2), timeout=0.3), f.submit(rows, np.float64(1.0))
+        for call, error in ((slow, CallTimeout), (behind, CallCancelled)):
+            with pytest.raises(error):
                 call.result()
-        assert_right(rt)
         results = gate.submit((f, (rows, np.float64(k)), {}) for k in range(6))
         assert [got[0] for got, _ in results] == [10.0 * k for k in range(6)]
 

@@ -25,7 +25,7 @@ from synk.errors import ClosedError, UnsupportedError
 # ----- results
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_all_reduce_equals_numpy(subtests: pytest.Subtests, binding: Binding, world_size: int) -> None:
     """Into another buffer and in place, weighted by rows and not."""
     weights = np.arange(1, world_size + 1) / (world_size * (world_size + 1) / 2)
@@ -118,26 +118,11 @@ def test_groups_streams_nan_and_empty_buffers(binding: Binding, stub: Stub) -> N
     assert [(call.group_depth, call.stream) for call in calls] == [(1, 2**40 + 5)] * 6
 
 
-def test_counts_beyond_31_bits_arrive_whole(binding: Binding, stub: Stub) -> None:
-    stub.set("is_computing", 0)  # no memory is touched: only the arguments matter
-    count = 2**32 + 7
-
-    def body(communicator: NcclCommunicator) -> None:
-        communicator.all_reduce(Buffer(1 << 44, count, "float32"), Buffer(1 << 44, count, "float32"), "sum")
-
-    run_ranks(binding, 2, body)
-    assert sorted(call.count for call in stub.calls("all_reduce")) == [7, 7, *[2**30] * 8]
-
-
-# ----- weights
-
-
 def test_weights_are_rounded_as_numpy_and_torch_do() -> None:
     for value, dtype in itertools.product((0.0, 1.0, 1 / 3, 0.1, 2**-14, 0.999999), FLOATS):
         assert pack_scalar(value, dtype) == np.array(value, dtype).tobytes()
     torch = pytest.importorskip("torch")
-    halfway = [0.5 + 2**-9, 0.5 + 3 * 2**-9]  # to the even neighbour: one down, one up
-    for value in [*halfway, *np.random.default_rng(0).random(200)]:
+    for value in (0.5 + 2**-9, 0.5 + 3 * 2**-9, 1 / 3):  # the first two to the even neighbour: one down, one up
         expected = torch.tensor(value, dtype=torch.float32).to(torch.bfloat16).view(torch.int16).numpy()
         assert pack_scalar(float(np.float32(value)), "bfloat16") == expected.tobytes()
 
@@ -147,12 +132,9 @@ def test_weights_are_rounded_as_numpy_and_torch_do() -> None:
 
 REFUSED = [
     ("avg", "int32", TypeError),
-    ("avg", "bool", TypeError),
-    ("sum", "bool", TypeError),
     ("max", "complex64", TypeError),
     ("prod", "complex64", UnsupportedError),
     ("sum", "int16", UnsupportedError),
-    ("sum", "datetime64[ns]", UnsupportedError),
     ("median", "float32", ValueError),
 ]
 
@@ -174,9 +156,6 @@ def test_what_nccl_does_not_have_is_refused(binding: Binding, stub: Stub) -> Non
         ):
             with pytest.raises(ValueError, match=r"cannot .*: got"):
                 call()
-        with pytest.raises(ZeroDivisionError), communicator.group():
-            raise ZeroDivisionError
-        assert communicator.poll() == "ok"  # the group held nothing, so nothing had to be aborted
 
     run_ranks(binding, 2, body)
     assert not stub.calls("all_reduce", "reduce", "abort")
@@ -198,38 +177,14 @@ def reduce_alone(communicator: NcclCommunicator) -> None:
     communicator.all_reduce(as_buffer(data), as_buffer(data), "sum")
 
 
-def test_joining_and_launching_wait_while_nccl_is_in_progress(binding: Binding, stub: Stub) -> None:
-    stub.set("init_polls", 5)
-    stub.set("launch_polls", 3)  # the stub refuses an operation on a communicator in progress
-
-    def body(communicator: NcclCommunicator) -> list[float]:
-        assert communicator.poll() == "ok"
-        data = np.ones(1)
-        for _ in range(3):
-            communicator.all_reduce(as_buffer(data), as_buffer(data), "sum")
-        with communicator.group():
-            communicator.all_reduce(as_buffer(data), as_buffer(data), "sum")
-            communicator.all_reduce(as_buffer(data), as_buffer(data), "avg", weight=0.5)
-        answers = iter([False] * 20 + [True])
-        communicator.wait(lambda: next(answers), timeout_s=60)
-        return data.tolist()
-
-    assert run_ranks(binding, 2, body) == [[16.0], [16.0]]
-
-
-def test_every_wait_ends(
-    subtests: pytest.Subtests, binding: Binding, stub: Stub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_wait_ends(subtests: pytest.Subtests, binding: Binding, stub: Stub) -> None:
     """Joining and waiting end at their limit, when the runtime gives the group up, and on NCCL's own errors."""
 
-    def ends(name: str, act: Callable[[], object], code: int, text: str, *left: NcclCommunicator) -> None:
+    def ends(name: str, act: Callable[[], object], code: int, text: str) -> None:
         with subtests.test(name=name):
             with pytest.raises(NcclError, match=text) as info:
                 act()
             assert info.value.code == code
-            for communicator in left:
-                assert communicator.poll() == "error"
-                communicator.close()
             assert len(stub.calls("abort")) <= 1 and not stub.calls("destroy")
         stub.reset()
 
@@ -239,29 +194,18 @@ def test_every_wait_ends(
     stub.set("init_polls", -1)
     stub.set("is_stuck", 1)
     ends("joining, given up", lambda: join(binding, is_broken=lambda: True), 6, "another worker died or failed")
-    for code in (1, 2, 3, 4, 5, 6, 8):
-        unique_id, communicator = binding.new_unique_id(), join(binding)
-        stub.set("fail_code", code)
-        ends("joining, refused", lambda each=unique_id: NcclCommunicator(binding, each, 0, 2), code, "was told to fail")
-        stub.set("fail_code", code)
-        text = r"cannot all_reduce 3 float64 by 'sum': got nccl\w+ \(\d\).*the stub was told to fail"
-        ends("a collective, refused", lambda each=communicator: reduce_alone(each), code, text, communicator)
-    given_up = [False]
-    communicators = [join(binding, is_broken=lambda: given_up[0]) for _ in range(3)]
-    ends(
-        "a wait, at its limit", lambda: communicators[0].wait(lambda: False, timeout_s=0.02), 8, r"not done after 0\.02"
-    )
-    stub.set("fail_code", 6)
-    ends("a wait, by an error", lambda: communicators[1].wait(lambda: False), 6, "finish a collective: got ncclRemoteE")
-    given_up[0] = True
-    ends("a wait, given up", lambda: communicators[2].wait(lambda: False), 6, "another worker died or failed")
-    monkeypatch.setattr(binding, "_is_non_blocking", False)
-    stub.set("is_stuck", 1)
-    ends("joining by a call that blocks", lambda: join(binding, timeout_s=0.05), 8, "cannot join")
+    given_up: list[bool] = []
+    reducing, waiting, left = (join(binding, is_broken=lambda: bool(given_up)) for _ in range(3))
+    stub.set("fail_code", 3)
+    text = r"cannot all_reduce 3 float64 by 'sum': got ncclInternalError \(3\).*the stub was told to fail"
+    ends("a collective, refused", lambda: reduce_alone(reducing), 3, text)
+    ends("a wait, at its limit", lambda: waiting.wait(lambda: False, timeout_s=0.02), 8, r"not done after 0\.02")
+    given_up.append(True)
+    ends("a wait, given up", lambda: left.wait(lambda: False), 6, "another worker died or failed")
 
 
-def test_an_abort_frees_a_rank_that_waits(binding: Binding, stub: Stub, caplog: pytest.LogCaptureFixture) -> None:
-    """From another thread, once. One that does not end itself is left behind."""
+def test_an_abort_frees_a_rank_that_waits(binding: Binding, stub: Stub) -> None:
+    """From another thread, once. An error inside of a group aborts what was issued."""
     communicator = join(binding)
 
     def abort() -> None:
@@ -279,27 +223,15 @@ def test_an_abort_frees_a_rank_that_waits(binding: Binding, stub: Stub, caplog: 
         reduce_alone(communicator)
     communicator.abort()
     communicator.close()
-    assert communicator.poll() == "error"
-    assert len(stub.calls("abort")) == 1
+    assert (communicator.poll(), len(stub.calls("abort"))) == ("error", 1)
     stub.reset()
-
-    communicator = join(binding, abort_timeout_s=0.05)
-    stub.set("is_abort_stuck", 1)
-    stub.set("is_stuck", 1)
-    communicator.abort()
-    assert "NCCL did not abort its group in 0.05 s" in caplog.text
-
-
-def test_an_error_inside_a_group_aborts_what_was_issued(binding: Binding, stub: Stub) -> None:
     stub.set("is_computing", 0)
 
     def body(communicator: NcclCommunicator) -> None:
         with pytest.raises(ZeroDivisionError), communicator.group():
             reduce_alone(communicator)
             raise ZeroDivisionError
-        assert communicator.poll() == "error"
-        for _ in range(2):
-            communicator.close()
+        communicator.close()
         with pytest.raises(ClosedError, match="cannot broadcast 1 int8: the communicator is closed"):
             communicator.broadcast(Buffer(64, 1, "int8"), 0)
 

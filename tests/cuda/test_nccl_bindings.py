@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 from nccl_fakes import Stub, forget_mapped_libraries, make_binding
@@ -38,25 +37,16 @@ def test_arguments_arrive_whole_and_statuses_come_back(binding: Binding, stub: S
     assert statuses == [0, 6]
     (call,) = stub.calls("all_reduce")
     assert (call.count, call.dtype, call.stream) == (2**40 + 5, 7, 3)
-    stub.set("fail_code", 3)
-    with pytest.raises(NcclError, match=r"cannot make a group id: got ncclInternalError .*: the stub was told to fail"):
-        binding.new_unique_id()
 
 
-def test_the_library_and_the_binding_that_are_named(
-    stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_library_and_the_binding_that_are_named(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     forget_mapped_libraries(monkeypatch)
     assert find_library({"SYNK_NCCL_LIB": str(stub.path.parent)}) == str(stub.path)
-    with pytest.raises(ValueError, match=f"got SYNK_NCCL_LIB='{tmp_path}', expected the path of"):
-        find_library({"SYNK_NCCL_LIB": str(tmp_path)})
     with pytest.raises(ValueError, match="got SYNK_NCCL_BINDING='torch', expected one of nccl4py, pynccl"):
         load_binding({"SYNK_NCCL_BINDING": "torch"})
-    for name in BINDINGS:  # the second where the first is missing
+    for name in BINDINGS:
         assert make_binding(name, stub, monkeypatch).name == name
-        assert load_binding({"SYNK_NCCL_LIB": str(stub.path)}).name == name
-        monkeypatch.setitem(sys.modules, "nccl.bindings.nccl", None)
-    monkeypatch.setitem(sys.modules, "pynccl.binding", None)
+        monkeypatch.setitem(sys.modules, {"nccl4py": "nccl.bindings.nccl", "pynccl": "pynccl.binding"}[name], None)
     with pytest.raises(UnsupportedError, match=r'nccl4py: .*; pynccl: .*pip install "synkhronos\[cuda12\]"'):
         load_binding({"SYNK_NCCL_LIB": str(stub.path)})
 

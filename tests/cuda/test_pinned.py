@@ -96,16 +96,6 @@ def test_a_refusal_is_said_once_and_copies_go_on(
     assert "copies take longer" in caplog.text
 
 
-def test_a_read_only_mapping_needs_the_devices_support(cuda: Any, segment: Segment) -> None:
-    twin = segment.shared_view()
-    for has_read_only, nbytes in ((False, 0), (True, twin.nbytes)):
-        pinned = PinnedSegments(cuda.runtime, 0, has_read_only)
-        pinned.add(twin)
-        pinned.pieces(address_of(twin.buffer), 100)
-        settle(pinned, nbytes)
-        pinned.close()
-
-
 def test_rows_through_the_ring(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_pinned, "RING_NBYTES", 100)
     for num_rows in (0, 1, 7, 1000):

@@ -15,11 +15,9 @@ from synk.cuda._nvml import NO_DRIVER, NO_PACKAGE, NvmlSnapshot
 torch = pytest.importorskip("torch")
 
 MACHINES = {
-    "no CuPy": (fake_gpus.snapshot(2), {}, 'CuPy is not installed. pip install "synkhronos[cuda13]"'),
-    "no NVML": (NvmlSnapshot(problem=NO_PACKAGE), {}, "nvidia-ml-py is not installed. pip install"),
-    "an unknown device": (fake_gpus.snapshot(2), {"CUDA_VISIBLE_DEVICES": "7"}, "got the entry '7'"),
-    "all hidden": (fake_gpus.snapshot(2), {"CUDA_VISIBLE_DEVICES": ""}, ""),
-    "no driver": (NvmlSnapshot(problem=NO_DRIVER), {}, ""),
+    "no CuPy": (fake_gpus.snapshot(2), 'CuPy is not installed. pip install "synkhronos[cuda13]"'),
+    "no NVML": (NvmlSnapshot(problem=NO_PACKAGE), "nvidia-ml-py is not installed. pip install"),
+    "no driver": (NvmlSnapshot(problem=NO_DRIVER), ""),
 }
 
 
@@ -27,12 +25,8 @@ def framework(rt: synk.Runtime) -> None:
     rt.function(lambda x: x.sum(0), framework="torch", outputs="sum")(np.ones((4, 2)))
 
 
-def submitted(rt: synk.Runtime) -> None:
-    rt.function(lambda x: x.sum(0), framework="torch", outputs="sum").submit(np.ones((4, 2))).result()
-
-
 def tensors(rt: synk.Runtime) -> None:
-    rt.function(lambda x: x.sum(0), outputs="sum")(torch.ones(4, 2))
+    rt.function(lambda x: x.sum(0), outputs="sum").submit(torch.ones(4, 2)).result()
 
 
 def training(rt: synk.Runtime) -> None:
@@ -41,26 +35,27 @@ def training(rt: synk.Runtime) -> None:
     rep.function(lambda model, optimizer, x: model(x).mean(), trains=False, outputs="avg")(torch.ones(4, 2))
 
 
-CASES = [(machine, framework) for machine in MACHINES] + [("no CuPy", use) for use in (submitted, tensors, training)]
+CASES = [(machine, framework) for machine in MACHINES] + [("no CuPy", use) for use in (tensors, training)]
 
 
 def test_who_computes_with_torch_is_told_why_on_the_cpu(
     subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_placement, "has_cupy", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for machine, use in CASES:
-        snapshot, environ, expected = MACHINES[machine]
-        with subtests.test(machine=machine, use=use.__name__), monkeypatch.context() as patch:
-            patch.setattr(_nvml, "read_snapshot", lambda snapshot=snapshot: snapshot)
-            patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-            for name, value in environ.items():
-                patch.setenv(name, value)
-            with synk.Runtime(1) as rt, warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                rt.function(lambda x: x.sum(), outputs="sum")(np.ones(3))  # nothing of torch
-                assert not caught
-                for _ in range(2):
-                    use(rt)
+        snapshot, expected = MACHINES[machine]
+        monkeypatch.setattr(_nvml, "read_snapshot", lambda snapshot=snapshot: snapshot)
+        with (
+            subtests.test(machine=machine, use=use.__name__),
+            synk.Runtime(1) as rt,
+            warnings.catch_warnings(record=True) as caught,
+        ):
+            warnings.simplefilter("always")
+            rt.function(lambda x: x.sum(), outputs="sum")(np.ones(3))  # nothing of torch
+            assert not caught
+            for _ in range(2):
+                use(rt)
             assert len(caught) == bool(expected)
             for each in caught:
                 assert "torch on CPU workers" in str(each.message) and expected in str(each.message)

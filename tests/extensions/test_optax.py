@@ -22,7 +22,7 @@ optax = pytest.importorskip("optax", reason=WHY)
 jnp = jax.numpy
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "training.md"
 
-SIZES = (4, 3, 1)  # few, for each shape is compiled anew in each process
+SIZES = (3, 1)  # few, for each shape is compiled anew in each process
 
 
 @contextlib.contextmanager
@@ -88,7 +88,6 @@ def assert_same(tree: Any, expected: Any, bound: float) -> None:
 
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
-    "momentum": lambda: optax.sgd(0.05, momentum=0.9, nesterov=True),
     "adamw with a schedule": lambda: optax.adamw(optax.cosine_decay_schedule(0.05, 20), weight_decay=0.01),
     "a chain": lambda: optax.chain(
         optax.clip_by_global_norm(0.5),
@@ -99,7 +98,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
-STEPS = [*((kind, "float64", 1e-12) for kind in OPTIMIZERS), ("adamw with a schedule", "float32", 2e-5)]
+STEPS = [("a chain", "float64", 1e-12), ("adamw with a schedule", "float32", 2e-5)]
 
 
 @pytest.mark.parametrize(("kind", "dtype", "bound"), STEPS)
@@ -154,8 +153,6 @@ def test_what_cannot_work_is_refused_in_the_master(shared_runtimes: Any) -> None
         make_train_function(GRADIENT, start("float32"), from_optax(optax.sgd(0.1)), framework="torch", runtime=rt)
     with pytest.raises(TypeError, match=r"got params\['hidden'\]\[0\] of dtype float64"):
         make_train_function(GRADIENT, start("float64"), from_optax(optax.sgd(0.1)), runtime=rt)
-    with pytest.raises(TypeError, match="its update cannot do with gradients, state and parameters"):
-        make_train_function(GRADIENT, start("float32"), from_optax(optax.lbfgs()), runtime=rt)
 
 
 def test_the_loops_of_the_documentation() -> None:

@@ -21,7 +21,7 @@ with pytest.MonkeyPatch.context() as patch:
     import synk.extensions.synkhronos as synk
 
 
-@pytest.fixture(scope="module", params=(2, 3))
+@pytest.fixture(scope="module", params=(3,))
 def n_gpus(request: Any, kept_open: Any) -> Iterator[int]:
     """One runtime for all tests of a number of ranks: each worker imports PyTensor, which takes most of a start."""
     with pytest.MonkeyPatch.context() as patch:
@@ -160,14 +160,10 @@ def make_training(build: Callable[..., Any]) -> tuple[Any, Any, list[Any], Any]:
     return gradient, build([], [], updates=updates), params, flat
 
 
-@pytest.mark.parametrize("n_gpus", [2], indirect=True)
 def test_train_functions_equal_the_serial_ones(n_gpus: int) -> None:
-    """Even rows: the ancestor's mean of the ranks' means is the mean over all rows.
-
-    All numbers of rows are powers of two, because PyTensor rounds their inverse to float32 in this graph.
-    """
+    """Even rows: the ancestor's mean of the ranks' means is the mean over all rows."""
     rng = np.random.default_rng(7)
-    x_dat, y_dat = rng.standard_normal((32, 4)), rng.standard_normal(32)
+    x_dat, y_dat = rng.standard_normal((24, 4)), rng.standard_normal(24)
     serial, update, expected, _ = make_training(theano.function)
     losses = []
     for _ in range(5):

@@ -44,8 +44,7 @@ def trained_by_torch() -> tuple[list[float], dict[str, np.ndarray]]:
     return losses, {name: value.detach().numpy() for name, value in params.items()}
 
 
-@pytest.mark.parametrize("framework", [None, "torch"])
-@pytest.mark.parametrize("num_slices", [1, 2])
+@pytest.mark.parametrize(("framework", "num_slices"), [(None, 2), ("torch", 1)])
 def test_training_is_that_of_torch(shared_runtimes: Any, tmp_path: Path, framework: Any, num_slices: int) -> None:
     """By all kinds of calls. A step that fails changes nothing, and a run goes on from its file."""
     rt = shared_runtimes[3]

@@ -1,11 +1,10 @@
-"""Update rules against the optimizers of torch, with NumPy arrays, tensors, and arrays of JAX and CuPy."""
+"""Update rules against the optimizers of torch, with NumPy arrays, tensors, and arrays of CuPy."""
 
 from __future__ import annotations
 
 import pickle
 from collections import namedtuple
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import cloudpickle
@@ -46,16 +45,6 @@ def gradient(params: Any) -> Any:
     return optree.tree_map(lambda leaf: 3 * leaf**3 - leaf + 0.5, params)
 
 
-def trained_by_torch(make: Callable[[list[torch.Tensor]], torch.optim.Optimizer], num_steps: int) -> list[np.ndarray]:
-    tensors = [torch.tensor(leaf) for leaf in optree.tree_leaves(start())]
-    optimizer = make(tensors)
-    for _ in range(num_steps):
-        for tensor in tensors:
-            tensor.grad = gradient(tensor)
-        optimizer.step()
-    return [tensor.numpy() for tensor in tensors]
-
-
 def trained(rule: updates.UpdateRule, params: Any, num_steps: int) -> list[Any]:
     state = rule.init(params)
     for _ in range(num_steps):
@@ -64,38 +53,22 @@ def trained(rule: updates.UpdateRule, params: Any, num_steps: int) -> list[Any]:
     return optree.tree_leaves(params)
 
 
-@pytest.mark.parametrize("name", TWINS)
-def test_a_rule_goes_the_way_of_torchs_optimizer(subtests: pytest.Subtests, name: str) -> None:
-    """With default settings and others, with a schedule, sent to another process, and on arrays of other libraries."""
-    make, (twin, settings) = getattr(updates, name), TWINS[name]
-    defaults = {key: value for key, value in settings.items() if key in ("momentum", "nesterov")}
-    kept = {key: value for key, value in settings.items() if key != "nesterov"}
-    assert make().learning_rate == twin([torch.zeros(1)]).defaults["lr"]
-    for ours, theirs in (
-        ({"momentum": settings["momentum"]} if "momentum" in settings else {}, defaults),
-        ({**kept, "learning_rate": 0.01, "weight_decay": 0.1}, {**settings, "lr": 0.01, "weight_decay": 0.1}),
-    ):
-        rule = pickle.loads(cloudpickle.dumps(make(**ours)))
-        with subtests.test(rule=repr(rule)):
-            expected = trained_by_torch(lambda tensors, theirs=theirs: twin(tensors, **theirs), 20)
-            for leaf, other in zip(trained(rule, start(), 20), expected, strict=True):
-                np.testing.assert_allclose(leaf, other, rtol=1e-12, atol=1e-15)
-    rule = make(lambda step: np.float64(0.1) / (1 + step))
-    for dtype in ("float16", "float32"):
-        with subtests.test(dtype=dtype):
-            assert [leaf.dtype for leaf in trained(rule, start(dtype), 2)] == [dtype] * 5
-    arrays: dict[str, Any] = {"torch": lambda leaf: torch.tensor(leaf, requires_grad=True)}
-    if find_spec("jax"):
-        import jax
-
-        arrays["jax"] = jax.numpy.asarray
-    for library, array in arrays.items():
-        with subtests.test(library=library):
-            found = trained(rule, optree.tree_map(array, start("float32")), 3)
-            for leaf, other in zip(found, trained(rule, start("float32"), 3), strict=True):
-                assert type(leaf) is not np.ndarray
-                assert not getattr(leaf, "requires_grad", False)
-                np.testing.assert_allclose(np.asarray(leaf), other, rtol=1e-4, atol=1e-6)
+def test_a_rule_goes_the_way_of_torchs_optimizer(subtests: pytest.Subtests) -> None:
+    """After it was sent to another process; on NumPy arrays and on tensors."""
+    for name, (twin, settings) in TWINS.items():
+        kept = {key: value for key, value in settings.items() if key != "nesterov"}
+        rule = pickle.loads(cloudpickle.dumps(getattr(updates, name)(**kept, learning_rate=0.01, weight_decay=0.1)))
+        tensors = [torch.tensor(leaf) for leaf in optree.tree_leaves(start())]
+        optimizer = twin(tensors, **settings, lr=0.01, weight_decay=0.1)  # type: ignore[call-arg]
+        for _ in range(10):
+            for tensor in tensors:
+                tensor.grad = gradient(tensor)
+            optimizer.step()
+        for params in (start(), optree.tree_map(torch.tensor, start())):
+            with subtests.test(name=name, params=type(params["scale"]).__name__):
+                for leaf, other in zip(trained(rule, params, 10), tensors, strict=True):
+                    assert isinstance(leaf, torch.Tensor) == isinstance(params["scale"], torch.Tensor)
+                    np.testing.assert_allclose(np.asarray(leaf), other.numpy(), rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.gpu

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import itertools
 import multiprocessing
 import os
 import random
@@ -38,10 +36,8 @@ from support.harness import (
     wait_until_dead,
 )
 from support.seeds import seeds
-from support.signs import hear, say, sign
 
 import synk
-from synk._master.processes import reports as _reports
 from synk.errors import CallTimeout, ClosedError, StartupError, WorkerDied
 
 Fork = Callable[..., Any]
@@ -86,9 +82,6 @@ STEPS: dict[str, tuple[str, int, str | None, Any, Any]] = {
     "A2 before it replies": ("call.before_reply", 2, "sum", np.sum, 15.0),
     "A3 before an average": ("reduce.before", 1, "avg", lambda x: np.full(BIG, x.mean()), 2.5),
     "A3 after a sum": ("reduce.after", 1, "sum", lambda x: np.full(BIG, x.sum()), 15.0),
-    "A3 after a product": ("reduce.after", 1, "prod", lambda x: np.full(BIG, x.max()), 10.0),
-    "A3 before a minimum": ("reduce.before", 1, "min", lambda x: np.full(BIG, x.min()), 0.0),
-    "A3 after a maximum": ("reduce.after", 1, "max", lambda x: np.full(BIG, x.max()), 5.0),
     "A5 while half a reply is written": ("call.after_header", 2, None, lambda x: BLOB, [BLOB, BLOB]),
 }
 
@@ -109,33 +102,30 @@ def test_A2_A3_A5_sigkill_at_each_step_of_a_call(reused: Fork, subtests: pytest.
             assert f(ROWS) == expected if op is None else (f(ROWS) == expected).all()
 
 
-@pytest.mark.parametrize(("action", "how"), [("kill", "SIGKILL"), ("segv", "SIGSEGV")])
-def test_A6_A14_death_after_the_reply_is_complete(reused: Fork, action: str, how: str) -> None:
-    rt = reused(2, failpoint("call.after_reply", rank=1, nth=2, action=action))
+def test_A6_A14_death_after_the_reply_is_complete(reused: Fork) -> None:
+    """The next call tells of it by a warning, and is right."""
+    rt = reused(2, failpoint("call.after_reply", rank=1, nth=2, action="segv"))
     with replaced_workers(rt, [1]) as before:
         assert total(rt)(ROWS) == 15
         assert wait_until_dead(before[1])
-        with pytest.warns(RuntimeWarning, match=rf"rank 1.*{how}") as caught:
+        with pytest.warns(RuntimeWarning, match=r"rank 1.*SIGSEGV") as caught:
             assert total(rt)(ROWS) == 15
         assert len(caught) == 1
 
 
-@pytest.mark.parametrize("nbytes", [1 << 24, pytest.param(200 << 20, marks=pytest.mark.storm)])
-def test_A7_death_while_a_big_argument_or_function_is_sent(reused: Fork, nbytes: int) -> None:
+def test_A7_death_while_a_big_argument_or_function_is_sent(reused: Fork) -> None:
+    blob = b"x" * (1 << 24)
     rt = reused(2, failpoint("call.received", rank=1, nth=2))
     length = rt.function(lambda blob, x: len(blob["blob"]) * len(x), bcast_inputs="blob", outputs="sum")
-    blob = b"x" * nbytes
-    with replaced_workers(rt, [1]), pytest.raises(WorkerDied) as died:
+    with replaced_workers(rt, [1]), pytest.raises(WorkerDied):
         length({"blob": blob}, ROWS)
-    assert_says(died, (1,), ("SIGKILL",))
-    assert length({"blob": blob}, ROWS) == nbytes * len(ROWS)
+    assert length({"blob": blob}, ROWS) == len(blob) * len(ROWS)
     arm(rt, failpoint("distribute.loading", rank=0, nth=2))
     with replaced_workers(rt, [0]):
         big = rt.function(lambda x: len(blob) + 0 * x.sum(), outputs="max")
-        with pytest.raises(WorkerDied) as died:
+        with pytest.raises(WorkerDied):
             rt.distribute()
-        assert_says(died, (0,), ("SIGKILL",))
-        assert big(ROWS) == nbytes
+        assert big(ROWS) == len(blob)
 
 
 # ----- by what the function does
@@ -165,34 +155,6 @@ def test_A2_A4_A8_A9_the_function_ends_its_worker(reused: Fork, subtests: pytest
                 assert "Segmentation fault" in str(died.value) and "in segfault" in str(died.value)
             if way == "kill":  # A10: nobody else says what a kill without a cause may be
                 assert "memory" in str(died.value)
-
-
-COLLECTIVES: dict[str, Callable[[np.ndarray], object]] = {
-    "all_reduce": lambda x: synk.comm.all_reduce(x, "sum"),
-    "large all_reduce": lambda x: synk.comm.all_reduce(np.ones(1 << 20), "sum"),
-    "broadcast": lambda x: synk.comm.broadcast(x, root=1),
-    "all_gather": lambda x: synk.comm.all_gather(x),
-    "barrier": lambda x: synk.comm.barrier(),
-    "recv": lambda x: synk.comm.recv(peer=1, like=x),
-}
-
-
-def test_A3_sigkill_while_the_others_wait_in_a_collective(reused: Fork, subtests: pytest.Subtests) -> None:
-    """They leave through the abort word: the death is the error, without a time limit, and the next one is right."""
-    rt = reused(3)
-    agree = rt.function(lambda x: synk.comm.all_reduce(x, "sum"), outputs="first")
-    for kind, meet in COLLECTIVES.items():
-
-        def die_or_meet(x: np.ndarray, meet: Any = meet) -> None:
-            if x[0] == 1:
-                saboteurs.kill_self()
-            meet(x)
-
-        with subtests.test(kind):
-            with replaced_workers(rt, [1]), pytest.raises(WorkerDied) as died:
-                rt.function(die_or_meet, bcast_inputs="meet")(np.arange(3.0))
-            assert_says(died, (1,), ("SIGKILL",))
-            assert agree(np.arange(3.0)) == [3.0]
 
 
 def die_together(rt: Any, victims: list[int]) -> None:
@@ -228,18 +190,12 @@ def test_A1_A13_some_or_all_die_in_a_call_or_while_idle(reused: Fork, subtests: 
     np.testing.assert_allclose(product(weights, data)[3], 7.0 * values[0].sum())
 
 
-def test_A10_the_out_of_memory_killer(runtime: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system takes a worker before the master; and what it does is named."""
-
+def test_A10_the_out_of_memory_killer_takes_a_worker_before_the_master(shared_runtimes: Any) -> None:
     def oom_score() -> int:
         return int(Path("/proc/self/oom_score_adj").read_text(encoding="ascii"))
 
-    rt = runtime(2)
-    assert min(rt.function(lambda row: oom_score(), outputs=None)(np.arange(2))) > oom_score()
-    kills = itertools.count(1)
-    monkeypatch.setattr(_reports, "oom_kills", lambda: next(kills))
-    with pytest.raises(WorkerDied, match=r"out-of-memory killer was at work \(rank \d held \d+ MiB"):
-        rt.function(lambda x: saboteurs.kill_self())(np.ones(2))
+    scores = shared_runtimes[2].function(lambda row: oom_score(), outputs=None)(np.arange(2))
+    assert min(scores) > oom_score()
 
 
 def test_A11_frozen_worker_ends_by_timeout(reused: Fork) -> None:
@@ -251,21 +207,6 @@ def test_A11_frozen_worker_ends_by_timeout(reused: Fork) -> None:
 
     with replaced_workers(rt, [1]), pytest.raises(CallTimeout, match=r"rank 1"):
         rt.function(freeze)(ROWS, timeout=0.3)
-
-
-def test_A14_crash_in_a_finalizer(reused: Fork) -> None:
-    """Whether the finalizer runs before or after the reply is Python's choice: the answer is right or named."""
-    rt = reused(2)
-    before = pids(rt)
-    bomb = rt.function(lambda row: saboteurs.SegfaultAtDel(), outputs=None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        try:
-            assert bomb(np.arange(2)) == ["harmless", "harmless"]
-            assert all(wait_until_dead(pid) for pid in before)
-        except WorkerDied as died:
-            assert set(died.exits) == {"SIGSEGV"}
-        assert_right(rt)
 
 
 def test_A15_grandchildren_go_with_their_worker(runtime: Fork) -> None:
@@ -292,12 +233,7 @@ def test_A20_a_worker_that_holds_the_interpreter_is_not_dead(reused: Fork) -> No
 
 def test_A12_crash_during_start(runtime: Fork, subtests: pytest.Subtests) -> None:
     """Whether it is over when the program first asks for the workers, or not."""
-    for is_over, step, action in (
-        (False, "start.import", "kill"),
-        (True, "start.import", "raise"),
-        (False, "start.ready", "exit"),
-        (True, "start.ready", "segv"),
-    ):
+    for is_over, step, action in ((False, "start.import", "kill"), (True, "start.ready", "segv")):
         with subtests.test(step, action=action, is_over=is_over):
             before = set(children(os.getpid()))
             rt = runtime(2, failpoint(step, rank=1, action=action))
@@ -311,6 +247,21 @@ def test_A12_crash_during_start(runtime: Fork, subtests: pytest.Subtests) -> Non
             assert isinstance(closed.value.__cause__, StartupError)
 
 
+def test_A12_a_worker_that_is_stuck_as_it_starts(runtime: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is replaced, though calls have shorter limits; if no replacement comes up either, the runtime is closed."""
+    monkeypatch.setattr("synk._master.workers.starting.START_TIMEOUT_S", 2.0)
+    rt = runtime(2, failpoint("start.ready", 1, 1, "stop"), max_restarts=10)
+    with pytest.raises(CallTimeout, match="still starting"):
+        total(rt)(ROWS, timeout=0.05)
+    with pytest.warns(RuntimeWarning, match=r"rank 1 .*was not up 2 s after its last sign of life, was killed"):
+        assert total(rt)(ROWS) == 15
+    rt = runtime(2, failpoint("start.ready", 1, EVERY_TIME, "stop"), max_restarts=1)
+    with pytest.raises(StartupError, match=r"rank 1 of 2 was not up 2 s after its last sign of life"):
+        total(rt)(ROWS)
+    with pytest.raises(ClosedError):
+        total(rt)(ROWS)
+
+
 def test_A16_dies_again_on_every_respawn(runtime: Fork) -> None:
     rt = runtime(2, failpoint("call.before_function", rank=1, nth=EVERY_TIME), max_restarts=2)
     for _ in range(3):
@@ -319,24 +270,6 @@ def test_A16_dies_again_on_every_respawn(runtime: Fork) -> None:
     with pytest.raises(ClosedError, match="max_restarts") as closed:
         total(rt)(ROWS)
     assert isinstance(closed.value.__cause__, WorkerDied)
-
-
-def test_A16_a_runtime_that_closes_blames_nobody_for_what_was_recovered(runtime: Fork) -> None:
-    for is_closed in (True, False):
-        rt = runtime(2, failpoint("call.before_function", rank=1), max_restarts=1)
-        with pytest.raises(WorkerDied):
-            total(rt)(ROWS)
-        assert_right(rt)
-        if is_closed:
-            rt.close()
-        else:
-            kill_and_wait(pids(rt)[0])
-        with pytest.raises(ClosedError, match=None if is_closed else "max_restarts") as closed:
-            total(rt)(ROWS)
-        assert closed.value.__cause__ is None
-        with pytest.raises(ClosedError) as again:
-            rt.stacks()
-        assert again.value.__cause__ is (None if is_closed else closed.value)
 
 
 def test_A16_a_replacement_that_is_killed_while_it_starts_is_one_more_death(reused: Fork) -> None:
@@ -374,29 +307,11 @@ def test_A17_killed_while_closing(runtime: Fork) -> None:
         rt.close()
 
 
-def test_A17_killed_at_a_random_time_of_close_or_fork(runtime: Fork, storm_count: Callable[[int], int]) -> None:
-    rng = random.Random(17)
-    for number in range(storm_count(4)):
-        before = set(worker_pids())
-        rt = runtime(2)
-        if number % 2:
-            assert_right(rt)
-        timer = kill_in(rng.uniform(0, 0.005 if number % 2 else 0.3), rng.choice(sorted({*worker_pids()} - before)))
-        timer.start()
-        if not number % 2:
-            with warnings.catch_warnings(), contextlib.suppress(StartupError, WorkerDied):
-                warnings.simplefilter("ignore", RuntimeWarning)
-                assert_right(rt)
-            timer.join()
-        rt.close()
-        timer.join()
-
-
 def test_A18_nobody_signals_by_number() -> None:
     """A pid may be a stranger's by then: signals go through pidfds; a worker may signal itself."""
-    for path in sorted(Path(synk.__file__).parent.rglob("*.py")):
-        calls = [] if path.name in ("rank.py", "failpoints.py") else ast.walk(ast.parse(path.read_text("utf-8")))
-        assert not [node for node in calls if isinstance(node, ast.Attribute) and ast.unparse(node) == "os.kill"], path
+    package = Path(synk.__file__).parent
+    found = {path.name for path in package.rglob("*.py") if re.search(r"^[^#`]*\bos\.kill\(", path.read_text(), re.M)}
+    assert found <= {"rank.py", "failpoints.py"}
 
 
 def test_A19_children_of_the_master_are_reaped_by_others() -> None:
@@ -420,68 +335,26 @@ def test_A19_children_of_the_master_are_reaped_by_others() -> None:
     """).check("{'exit code unknown'}\n")
 
 
-# ----- which words of the dead are quoted
-
-
-def speak(text: str, path: str, end: str) -> None:
-    """On rank 0: write to stderr now, or in a thread that is told to; end afterwards, or not."""
-
-    def speak_when_told() -> None:
-        hear(path)
-        sys.stderr.write(text)
-        sys.stderr.flush()
-        say(f"{path}.said")
-
-    if synk.comm.rank:
-        return
-    if path:
-        threading.Thread(target=speak_when_told).start()
-    else:
-        sys.stderr.write(text)
-        sys.stderr.flush()
-    if end:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 def test_only_what_was_written_in_a_call_is_quoted(
-    reused: Fork, tmp_path: Path, subtests: pytest.Subtests, capfd: pytest.CaptureFixture[str]
+    reused: Fork, subtests: pytest.Subtests, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """Of what the dead have said: not what they said in earlier calls, nor the beginning of a line that is older."""
     rt = reused(2)
-    f = rt.function(speak, bcast_inputs=("text", "path", "end"), per_rank=True, outputs=None)
 
-    def quoted(text: str = "last words\n") -> str:
-        with pytest.raises(WorkerDied, match="words") as died:
-            f(text, "", "now")
-        return str(died.value)
+    def speak(text: str, is_end: bool) -> None:
+        if synk.comm.rank == 0:
+            print(text, end="", file=sys.stderr, flush=True)
+            if is_end:
+                saboteurs.kill_self()
 
-    with subtests.test("an earlier call"):
-        f("earlier\n", "", "")
-        assert "earlier" not in quoted()
-    with subtests.test("an earlier call that was submitted"):
-        f.submit("earlier\n", "", "").result()
-        with pytest.raises(WorkerDied, match="last words") as died:
-            f.submit("last words\n", "", "now").result()
-        assert "earlier" not in str(died.value)
-    with subtests.test("between two calls"):
-        path = sign(tmp_path / "now")
-        sign(tmp_path / "now.said")
-        f("earlier\n", path, "")
-        say(path)
-        hear(f"{path}.said")
-        assert "earlier" not in quoted()
-    with subtests.test("a line that was begun before"):
-        f("begun before", "", "")
-        text = quoted(", last words\n")
-        assert ", last words" in text and "begun before" not in text
-    with subtests.test("after the function"):
-        arm(rt, failpoint("reduce.before", rank=0))
-
-        def warn(x: Any) -> Any:
-            print("words of this call", file=sys.stderr)
-            return np.full(BIG, x.sum())
-
-        with pytest.raises(WorkerDied, match="words of this call"):
-            rt.function(warn, outputs="sum")(ROWS)
+    f = rt.function(speak, bcast_inputs=("text", "is_end"), per_rank=True, outputs=None)
+    for way, call in (("call", f), ("submit", lambda *args: f.submit(*args).result())):
+        for before in ("an earlier line\n", "begun before"):
+            with subtests.test(way, before=before):
+                call(before, False)
+                with pytest.raises(WorkerDied, match=", last words") as died:
+                    call(", last words\n", True)
+                assert before.strip() not in str(died.value)
     assert "[rank 0] begun before, last words\n" in capfd.readouterr().err
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 from support import saboteurs
-from support.harness import assert_right, pids, same_workers, script
+from support.harness import assert_right, same_workers, script
 
 import synk
-from synk.errors import CallTimeout, RemoteError, SynkError, WorkerDied
+from synk.errors import CallTimeout, RemoteError, WorkerDied
 
 RANKS = np.arange(4)
 Fork = Callable[..., Any]
@@ -35,7 +35,7 @@ def raiser(runtime: Any, errors: dict[int, Callable[[], BaseException]], output:
 
 def test_B1_raises_on_one_rank_only(shared_runtimes: Any, subtests: pytest.Subtests) -> None:
     rt = shared_runtimes[4]
-    for rank in range(4):
+    for rank in (0, 3):
         with subtests.test(rank=rank), same_workers(rt):
             with pytest.raises(ValueError) as caught:
                 raiser(rt, {rank: lambda: ValueError("bad row")})(RANKS)
@@ -67,25 +67,18 @@ def test_B1_a_frozen_class_is_raised_as_it_is(shared_runtimes: Any) -> None:
             assert "likewise on 1 more" in str(error.__cause__)
 
 
-def test_B1_an_exception_with_attributes_keeps_them(shared_runtimes: Any) -> None:
+def test_B1_an_exception_keeps_its_attributes_and_its_causes(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
-    with same_workers(rt), pytest.raises(FileNotFoundError) as caught:
-        rt.function(lambda row: os.stat("/does/not/exist"))(np.arange(2))
-    assert caught.value.filename == "/does/not/exist"
-    assert caught.value.errno == 2
-
-
-def test_B1_the_remote_chain_of_causes_is_told(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[1]
 
     def chain(row: np.ndarray) -> None:
         try:
             {}["inner"]
-        except KeyError as error:
-            raise ValueError("outer") from error
+        except KeyError:
+            os.stat("/does/not/exist")
 
-    with pytest.raises(ValueError, match="outer") as caught:
-        rt.function(chain)(np.arange(1))
+    with same_workers(rt), pytest.raises(FileNotFoundError) as caught:
+        rt.function(chain)(np.arange(2))
+    assert (caught.value.filename, caught.value.errno) == ("/does/not/exist", 2)
     assert "KeyError: 'inner'" in caught.value.__cause__.traceback_text
 
 
@@ -100,20 +93,19 @@ def test_B2_the_users_error_wins_over_the_abort_of_its_peers(shared_runtimes: An
         return synk.comm.all_reduce(np.ones(size))
 
     meeting = rt.function(meet, bcast_inputs=("rank", "size"), outputs="first")
-    for rank in range(3):
-        error = {rank: lambda: ZeroDivisionError("mine")}
-        calls = {
-            "no output": lambda error=error: raiser(rt, error)(RANKS[:3]),
-            "large output": lambda error=error: raiser(rt, error, 1 << 17)(RANKS[:3]),
-            "collective": lambda rank=rank: meeting(np.arange(3.0), rank, 1),
-            "large collective": lambda rank=rank: meeting(np.arange(3.0), rank, 1 << 20),
-        }
-        for where, call in calls.items():
-            with subtests.test(where, rank=rank), same_workers(rt):
-                with pytest.raises(ZeroDivisionError, match="mine") as caught:
-                    call()
-                assert caught.value.__cause__.rank == rank
-                assert total(np.arange(3.0)) == [3.0]
+    error = {1: lambda: ZeroDivisionError("mine")}
+    calls = {
+        "no output": lambda: raiser(rt, error)(RANKS[:3]),
+        "large output": lambda: raiser(rt, error, 1 << 17)(RANKS[:3]),
+        "collective": lambda: meeting(np.arange(3.0), 1, 1),
+        "large collective": lambda: meeting(np.arange(3.0), 1, 1 << 20),
+    }
+    for where, call in calls.items():
+        with subtests.test(where), same_workers(rt):
+            with pytest.raises(ZeroDivisionError, match="mine") as caught:
+                call()
+            assert caught.value.__cause__.rank == 1
+            assert total(np.arange(3.0)) == [3.0]
 
 
 def test_B3_the_lowest_rank_is_raised_and_the_others_noted(shared_runtimes: Any) -> None:
@@ -122,7 +114,7 @@ def test_B3_the_lowest_rank_is_raised_and_the_others_noted(shared_runtimes: Any)
     fail = raiser(rt, errors)
     seen = set()
     with same_workers(rt):
-        for _ in range(50):
+        for _ in range(20):
             with pytest.raises(KeyError, match="one") as caught:
                 fail(RANKS)
             notes = "\n".join(caught.value.__notes__)
@@ -130,10 +122,6 @@ def test_B3_the_lowest_rank_is_raised_and_the_others_noted(shared_runtimes: Any)
                 assert part in notes
             seen.add(notes)
     assert len(seen) == 1
-
-
-class Local(saboteurs.HoldsLock):
-    pass
 
 
 class NotesThatExit(Exception):
@@ -144,7 +132,6 @@ class NotesThatExit(Exception):
 
 DESCRIBED: dict[str, Callable[[], BaseException]] = {
     "B4 a lock": lambda: saboteurs.HoldsLock("with a lock"),
-    "B4 a lock, in a class of the test": lambda: Local("local with a lock"),
     "B5 two arguments": lambda: saboteurs.TwoArguments("one", "two"),
     "B7 fails when it is pickled": lambda: saboteurs.Hostile("pickle", saboteurs.raise_value_error),
     "B7 fails when it is loaded": lambda: saboteurs.Hostile("load", saboteurs.raise_value_error),
@@ -154,7 +141,6 @@ DESCRIBED: dict[str, Callable[[], BaseException]] = {
     "B7 exits when it is printed": lambda: saboteurs.Hostile("print", saboteurs.system_exit),
     "B8 SystemExit": lambda: SystemExit("leave"),
     "B8 KeyboardInterrupt": lambda: KeyboardInterrupt("leave"),
-    "B8 GeneratorExit": lambda: GeneratorExit("leave"),
     "B8 BaseException": lambda: saboteurs.Quit("leave"),
     "B8 notes that exit": lambda: NotesThatExit("no"),
 }
@@ -175,31 +161,27 @@ def test_B4_B5_B7_B8_what_cannot_travel_is_described(shared_runtimes: Any, subte
                 assert any("cannot be pickled and loaded again: " in note for note in caught.value.__notes__)
 
 
-@pytest.mark.parametrize("nbytes", [1 << 27, pytest.param(1 << 30, marks=pytest.mark.high_memory)])
-def test_B6_an_exception_with_a_huge_payload_is_cut(shared_runtimes: Any, nbytes: int) -> None:
+def test_B6_an_exception_with_a_huge_payload_is_cut(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     with same_workers(rt):
         with pytest.raises(RemoteError) as caught:
-            raiser(rt, {0: lambda: ValueError(b"x" * nbytes)})(RANKS[:2])
+            raiser(rt, {0: lambda: ValueError(b"x" * (1 << 27))})(RANKS[:2])
         assert "ValueError" in caught.value.type_name
         assert len(str(caught.value)) + len(caught.value.traceback_text) < 1 << 20
 
 
 def test_B7_an_exception_that_takes_its_worker_along(reused: Fork, subtests: pytest.Subtests) -> None:
     rt = reused(2)
-    for stage in ("pickle", "load", "print"):
-        for act, error in ((saboteurs.segfault, WorkerDied), (saboteurs.loop_for_ever, (CallTimeout, RemoteError))):
-            with subtests.test(stage, act=act.__name__):
-                fail = raiser(rt, {1: lambda stage=stage, act=act: saboteurs.Hostile(stage, act)})
-                with pytest.raises(error):
-                    fail(RANKS[:2], timeout=0.5 if act is saboteurs.loop_for_ever else None)
-                assert_right(rt)
-
-
-def test_B8_stop_iteration_is_an_exception_like_others(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    with same_workers(rt), pytest.raises((StopIteration, RemoteError)):
-        raiser(rt, {0: lambda: StopIteration("end")})(RANKS[:2])
+    for stage, act in (
+        ("pickle", saboteurs.segfault),
+        ("load", saboteurs.segfault),
+        ("print", saboteurs.loop_for_ever),
+    ):
+        with subtests.test(stage, act=act.__name__):
+            fail = raiser(rt, {1: lambda stage=stage, act=act: saboteurs.Hostile(stage, act)})
+            with pytest.raises(WorkerDied if act is saboteurs.segfault else (CallTimeout, RemoteError)):
+                fail(RANKS[:2], timeout=0.5 if act is saboteurs.loop_for_ever else None)
+            assert_right(rt)
 
 
 def test_B9_recursion_and_memory_errors_keep_their_type(shared_runtimes: Any) -> None:
@@ -214,22 +196,6 @@ def test_B9_recursion_and_memory_errors_keep_their_type(shared_runtimes: Any) ->
         assert len(caught.value.__cause__.traceback_text) < 1 << 20
         with pytest.raises(MemoryError):
             rt.function(lambda row: np.empty(2**50))(np.arange(2))
-
-
-class Traced(Exception):
-    """Its pickle needs its traceback, as tblib has it for all exceptions."""
-
-    def __reduce__(self) -> Any:
-        return Traced, (self.args[0] if self.__traceback__ is None else self.__traceback__.tb_frame,)
-
-
-def test_B9_an_exception_travels_without_its_traceback(shared_runtimes: Any) -> None:
-    def fail(x: Any) -> Any:
-        raise Traced("no")
-
-    with pytest.raises(Traced, match="no") as caught:
-        shared_runtimes[2].function(fail)(np.arange(2))
-    assert "in fail" in caught.value.__cause__.traceback_text
 
 
 def test_B10_a_class_of_the_main_program_is_caught_by_its_own_name() -> None:
@@ -247,31 +213,6 @@ def test_B10_a_class_of_the_main_program_is_caught_by_its_own_name() -> None:
                 except MyError as error:
                     print(type(error) is MyError, error)
     """).check("True mine\nTrue mine\n")
-
-
-def test_B10_a_class_of_a_notebook_cell_is_caught_by_its_own_name() -> None:
-    script(
-        """
-        from IPython.core.interactiveshell import InteractiveShell
-        shell = InteractiveShell.instance()
-        shell.run_cell('''
-        import numpy as np, synk
-        class MyError(Exception): pass
-        def fail(row): raise MyError("mine")
-        rt = synk.fork(2, backend="numpy")
-        try:
-            rt.function(fail)(np.arange(2))
-        except MyError as error:
-            print("caught", error)
-        ''', silent=True)
-        shell.run_cell("synk.close()", silent=True)
-        shell.history_manager.end_session()
-        sys.stdout.flush()
-        os._exit(0)
-        """,
-        flags=(),
-        env={"IPYTHONDIR": "/tmp/synk-ipython", "HOME": "/tmp"},
-    ).check("caught mine\n")
 
 
 def test_B11_a_traceback_pins_nothing(shared_runtimes: Any) -> None:
@@ -321,14 +262,3 @@ def test_B12_warnings_of_workers_are_shown_with_their_rank_and_may_be_errors() -
     ).check("raised careful\n", stderr=None)
     assert [result.stderr.count(f"[rank {rank}] ") > 0 for rank in range(2)] == [True, True]
     assert result.stderr.count("RuntimeWarning: careful") == 2
-
-
-def test_the_whole_family_is_one(runtime: Fork) -> None:
-    """Every error of the runtime can be caught as ``SynkError``; a user's never is one."""
-    rt = runtime(2)
-    with pytest.raises(SynkError):
-        rt.function(lambda row: saboteurs.kill_self())(np.arange(2))
-    with pytest.raises(ValueError) as caught:
-        raiser(rt, {0: lambda: ValueError("mine")})(RANKS[:2])
-    assert not isinstance(caught.value, SynkError)
-    assert len(pids(rt)) == 2

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 from support import saboteurs
-from support.harness import assert_right, nothing_sent, outcomes, pids, same_workers
+from support.harness import assert_right, nothing_sent, pids, same_workers
 
-from synk.errors import CallTimeout, SerializationError, WorkerDied
+from synk.errors import CallTimeout, SerializationError, StartupError, WorkerDied
 
 ROWS = np.arange(4.0)
 Fork = Callable[..., Any]
@@ -91,7 +91,6 @@ def test_C2_function_that_workers_cannot_load(shared_runtimes: Any, master_only:
 HOSTILE_LOADS = {
     "raises": (saboteurs.raise_value_error, SerializationError),
     "SystemExit": (saboteurs.system_exit, SerializationError),
-    "os._exit": (saboteurs.DEATHS["exit 3"][0], WorkerDied),
     "segfault": (saboteurs.segfault, WorkerDied),
     "loop": (saboteurs.loop_for_ever, CallTimeout),
     "loop in C": (saboteurs.loop_in_c, CallTimeout),
@@ -103,7 +102,7 @@ def test_C3_argument_or_function_whose_loading_fails(reused: Fork, subtests: pyt
     take = rt.function(lambda thing, x: x.sum(), bcast_inputs="thing", outputs="sum")
     for how, (action, expected) in HOSTILE_LOADS.items():
         hostile = saboteurs.AtLoad(action, spared_pid=os.getpid())
-        limit = 1.0 if "loop" in how else None
+        limit = 0.5 if "loop" in how else None
         with subtests.test("argument", how=how):
             with pytest.raises(expected):
                 take({"deep": [hostile]}, ROWS, timeout=limit)
@@ -121,17 +120,12 @@ def test_C4_argument_that_cannot_be_pickled(
     rt = shared_runtimes[3]
     take = rt.function(lambda x, a, b, c: x.sum(), bcast_inputs=("a", "b", "c"), outputs="sum")
     assert take(ROWS, 1, 2, c=3) == ROWS.sum()
-    for position, name in enumerate("abc"):
-        for bad in (unpicklable["lock"], saboteurs.AtPickle(saboteurs.raise_value_error)):
-            arguments: list[Any] = [{"fine": 1}, [2], "three"]
-            arguments[position] = {"deep": [bad]}
-            told = rf"^cannot send {name}\['deep'\]\[0\] "
-            with (
-                subtests.test(name, bad=type(bad).__name__),
-                nothing_sent(rt),
-                pytest.raises(SerializationError, match=told),
-            ):
-                take(ROWS, arguments[0], arguments[1], c=arguments[2])
+    bad_ones = (unpicklable["lock"], saboteurs.AtPickle(saboteurs.raise_value_error), unpicklable["generator"])
+    for name, bad in zip("abc", bad_ones, strict=True):
+        arguments = {"a": {"fine": 1}, "b": [2], "c": "three", name: {"deep": [bad]}}
+        refused = pytest.raises(SerializationError, match=rf"^cannot send {name}\['deep'\]\[0\] ")
+        with subtests.test(name, bad=type(bad).__name__), nothing_sent(rt), refused:
+            take(ROWS, **arguments)
 
 
 def booby_trap(row: np.ndarray, how: str) -> Any:
@@ -160,10 +154,8 @@ def test_C5_C6_result_that_cannot_be_sent_or_loaded(shared_runtimes: Any, subtes
 def test_C6_very_deep_argument(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     take = rt.function(lambda nest, x: x.sum(), bcast_inputs="nest", outputs="sum")
-    with same_workers(rt):
-        with pytest.raises(SerializationError, match="nest"):
-            take(saboteurs.deep(TOO_DEEP), ROWS)
-        assert take(saboteurs.deep(20), ROWS) == ROWS.sum()
+    with same_workers(rt), pytest.raises(SerializationError, match="nest"):
+        take(saboteurs.deep(TOO_DEEP), ROWS)
 
 
 @pytest.mark.high_memory
@@ -175,33 +167,8 @@ def test_C7_payload_of_more_than_2_gib(shared_runtimes: Any) -> None:
         assert length({"blob": blob}["blob"], ROWS) == len(blob)
 
 
-def test_C8_other_versions_in_the_worker() -> None:
+def test_C8_another_version_in_the_worker(monkeypatch: pytest.MonkeyPatch, runtime: Fork) -> None:
     """The versions travel with the first message; a worker that finds others refuses to start."""
-    fakes = {
-        "numpy": "np.__version__ = '0.0.1'",
-        "synk": "synk._master.workers.starting.__version__ = '0.0.1'",
-        "python": "sys.version_info = (3, 0, 0, 'final', 0); platform.python_version = lambda: '0.0.1'; "
-        "sys.version = '0.0.1 (fake)'",
-    }
-    found = outcomes(
-        """
-        import platform
-        import synk._master.workers.starting
-        from synk.errors import StartupError
-
-        def case(library, fake):
-            saved = np.__version__, synk.__version__, platform.python_version, sys.version_info, sys.version
-            exec(fake)
-            try:
-                synk.fork(2, backend="numpy").distribute()
-            except StartupError as error:
-                assert "0.0.1" in str(error) or "3.0" in str(error), error
-            else:
-                raise AssertionError("it has started")
-            finally:
-                np.__version__, synk._master.workers.starting.__version__, platform.python_version, *rest = saved
-                sys.version_info, sys.version = rest
-        """,
-        list(fakes.items()),
-    )
-    assert not any(found.values()), found
+    monkeypatch.setattr(np, "__version__", "0.0.1")
+    with pytest.raises(StartupError, match=r"0\.0\.1"):
+        runtime(1).distribute()

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import gc
-import logging
-import multiprocessing
+import itertools
 import os
-import signal
 import threading
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support import saboteurs
-from support.harness import Child, assert_right, mapped_memfds
+from support.harness import Child, assert_right, pids
 
-from synk._wire import mapping as _mapping
-from synk._wire.memory import create_fd
+import synk
 
 Fork = Callable[..., Any]
+Count = Callable[[int], int]
 SIZE = (1 << 18) // 8
 """Elements of the smallest float64 output that is a view of shared memory."""
-
-
-def filled(k: float, size: int, x: np.ndarray) -> np.ndarray:
-    return np.full(size, k + x.sum())
 
 
 def many_results(rt: Any) -> dict[str, np.ndarray]:
@@ -60,9 +55,8 @@ def many_results(rt: Any) -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.parametrize("num_workers", ["inline", 1, 2])
-def test_E16_what_was_handed_out_is_each_process_s_own_after_a_fork(runtime: Fork, num_workers: Any) -> None:
-    rt = runtime(1, inline=True) if num_workers == "inline" else runtime(num_workers)
+def test_E16_what_was_handed_out_is_each_process_s_own_after_a_fork(runtime: Fork) -> None:
+    rt = runtime(2)
     results = many_results(rt)
     copies = {name: array.copy() for name, array in results.items()}
 
@@ -88,120 +82,7 @@ def test_E16_what_was_handed_out_is_each_process_s_own_after_a_fork(runtime: For
     np.testing.assert_array_equal(results["nested"], copies["nested"])
 
 
-def test_E16_results_of_a_runtime_that_was_closed(runtime: Fork) -> None:
-    rt = runtime(2)
-    result = rt.function(filled, bcast_inputs=("k", "size"), outputs="sum")(1.0, SIZE, np.ones(2))
-    rt.close()
-
-    def in_child() -> None:
-        assert (result == 4).all()
-        result[:] = -1
-
-    with Child(in_child):
-        result[:] = 7
-    assert (result == 7).all()
-
-
-@pytest.mark.parametrize("how", ["thread", "signal handler", "finalizer", "multiprocessing", "child of a child"])
-def test_E16_wherever_the_fork_is_made(reused: Fork, how: str) -> None:
-    rt = reused(2)
-    f = rt.function(filled, bcast_inputs=("k", "size"), outputs="sum")
-    result, x = f(1.0, SIZE, np.ones(2)), np.ones(2)
-
-    def change_and_call() -> None:
-        for k in range(5):
-            assert (f(float(k), SIZE, x) == 2 * k + 2).all()
-        result[:] += 1
-
-    def in_child() -> None:
-        assert (result == 4).all()
-        result[:] = -1
-        if how == "child of a child":
-            with Child(lambda: in_grandchild()):
-                result[:] = -2
-
-    def in_grandchild() -> None:
-        assert (result == -1).all()
-        result[:] = -3
-
-    def fork() -> None:
-        with Child(in_child):
-            change_and_call()
-
-    if how == "thread":
-        thread = threading.Thread(target=fork)
-        thread.start()
-        thread.join()
-    elif how == "signal handler":
-        old = signal.signal(signal.SIGUSR1, lambda *_: fork())
-        try:
-            signal.raise_signal(signal.SIGUSR1)
-        finally:
-            signal.signal(signal.SIGUSR1, old)
-    elif how == "finalizer":
-        cycle: list[Any] = [type("Forking", (), {"__del__": lambda self: fork()})()]
-        cycle.append(cycle)
-        del cycle
-        gc.collect()
-    elif how == "multiprocessing":
-        told = multiprocessing.get_context("fork").Event()
-        process = multiprocessing.get_context("fork").Process(target=lambda: (told.wait(), in_child()))
-        process.start()
-        change_and_call()
-        told.set()
-        process.join()
-        assert process.exitcode == 0
-        process.close()
-    else:
-        fork()
-    assert (result == 5).all()
-    assert_right(rt)
-
-
-@pytest.mark.parametrize("what", ["memory", "descriptor"])
-def test_E16_what_another_thread_drops_meanwhile_is_left_alone(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    """The number of a descriptor that was closed may be another file's already."""
-    result = _mapping.MappedFile(create_fd(8192), 8192, is_writable=True)
-    result[:5] = b"right"
-    if what == "memory":
-        result.close()
-        result.make_private()
-        return
-    mmap, taken = _mapping.libc.mmap, []
-
-    def drop_first(*arguments: Any) -> int:
-        number = result.fd
-        result.close_fd()
-        taken.append(os.memfd_create("another file"))
-        os.ftruncate(taken[0], 8192)
-        assert taken[0] == number
-        return int(mmap(*arguments))
-
-    monkeypatch.setattr(_mapping.libc, "mmap", drop_first)
-    result.make_private()
-    assert result[:5] == b"right"
-    os.close(taken[0])
-
-
-def test_E16_a_fork_while_calls_are_in_flight(reused: Fork) -> None:
-    """Their buffers are filled after the fork: nobody's yet, they stay where the workers write."""
-    rt = reused(2)
-    f = rt.function(filled, bcast_inputs=("k", "size"), outputs="sum")
-    x = np.ones(2)
-    held = [f(0.0, 8 * SIZE, x) for _ in range(3)]
-    for _ in range(10):
-        calls = [f.submit(float(k), 8 * SIZE, x) for k in range(3)]
-        with Child(lambda: [np.testing.assert_array_equal(array, 2.0) for array in held]):  # noqa: B023
-            results = [call.result() for call in calls]
-        for k, result in enumerate(results):
-            np.testing.assert_array_equal(result, 2.0 * k + 2)
-        for array in held:
-            np.testing.assert_array_equal(array, 2.0)
-        held = [f(0.0, 8 * SIZE, x), *held[:2]]
-
-
-@pytest.mark.parametrize("num_forks", [8, pytest.param(30, marks=pytest.mark.storm)])
-def test_E16_forks_in_one_thread_and_calls_in_another(reused: Fork, num_forks: int) -> None:
+def test_E16_forks_in_one_thread_and_calls_in_another(reused: Fork, storm_count: Count) -> None:
     rt = reused(2)
 
     def body(k: np.ndarray, x: np.ndarray) -> Any:
@@ -228,7 +109,7 @@ def test_E16_forks_in_one_thread_and_calls_in_another(reused: Fork, num_forks: i
     thread = threading.Thread(target=call)
     thread.start()
     try:
-        for _ in range(num_forks):
+        for _ in range(storm_count(5)):
             with Child(lambda: None):
                 pass
     finally:
@@ -237,12 +118,11 @@ def test_E16_forks_in_one_thread_and_calls_in_another(reused: Fork, num_forks: i
     assert not failures
 
 
-@pytest.mark.parametrize("num_forks", [5, pytest.param(20, marks=pytest.mark.storm)])
-def test_E16_what_threads_write_at_the_moment_of_a_fork_is_not_lost(reused: Fork, num_forks: int) -> None:
+def test_E16_what_threads_write_at_the_moment_of_a_fork_is_not_lost(reused: Fork, storm_count: Count) -> None:
     """NumPy works on arrays without the interpreter's lock: a copy of the pages would miss what it writes meanwhile."""
     rt = reused(1)
     f = rt.function(lambda x: np.zeros(16 * SIZE), outputs="first")
-    for _ in range(num_forks):
+    for _ in range(storm_count(5)):
         result = f(np.ones(1))
         is_over, count = threading.Event(), 0
         is_writing = threading.Event()
@@ -264,79 +144,31 @@ def test_E16_what_threads_write_at_the_moment_of_a_fork_is_not_lost(reused: Fork
         np.testing.assert_array_equal(result, count)
 
 
-def test_E16_a_fork_copies_nothing_and_the_pool_goes_on(runtime: Fork) -> None:
-    """A loader forks at each epoch: only results that are alive lose their buffer, and only once."""
-    rt = runtime(2)
-    f = rt.function(filled, bcast_inputs=("k", "size"), outputs="sum")
-    x, size = np.ones(2), 16 * SIZE
-    held = [f(float(k), size, x) for k in range(4)]
-    f(1.0, size, x)
-    before = saboteurs.anonymous_kb()
-    with Child(lambda: None):
-        pass
-    assert saboteurs.anonymous_kb() - before < size * 8 // 1024  # less than one of the four
-    assert [array[-1] for array in held] == [2.0, 4.0, 6.0, 8.0]
-    f(1.0, size, x)
-    mapped = mapped_memfds()
-    for k in range(10):
-        with Child(lambda: None):
-            pass
-        assert f(float(k), size, x)[-1] == 2 * k + 2
-    assert mapped_memfds() == mapped
-    del held
-    for k in range(2):
-        assert f(float(k), size, x)[-1] == 2 * k + 2
-    assert len(mapped_memfds()) == len(mapped) - 4
-
-
-def test_E16_a_result_that_cannot_be_made_private(
-    reused: Fork, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The fork goes on, and its buffer is not used again all the same."""
-    rt = reused(2)
-    f = rt.function(filled, bcast_inputs=("k", "size"), outputs="sum")
-    held = [f(1.0, SIZE, np.ones(2))]
-    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "synk"):
-        patch.setattr(_mapping.libc, "mmap", lambda *_: _mapping.FAILED)
-        child = Child(lambda: np.testing.assert_array_equal(held[0], 4.0))
-    with child:
-        held.clear()
-        for k in range(5):
-            f(float(k), SIZE, np.ones(2))
-    assert "stays shared" in caplog.text
-
-
 # ----- Data
 
 
-@pytest.mark.parametrize("size", [10, 5000, 1 << 17], ids=["tiny", "small", "large"])
-@pytest.mark.parametrize("how", ["del", "free_memory", "grow", "close"])
-@pytest.mark.sampled(4)
-def test_E17_data_that_the_parent_drops_still_holds_its_values_in_a_child(reused: Fork, how: str, size: int) -> None:
+def test_E17_data_that_the_parent_drops_still_holds_its_values_in_a_child(
+    reused: Fork, subtests: pytest.Subtests
+) -> None:
     rt = reused(2)
     total = rt.function(lambda x: x.sum(), outputs="sum")
-    data = rt.data(np.arange(float(size)))
-    others = [rt.data(np.full(size, float(k))) for k in range(3)]
-    assert total(data) == np.arange(size).sum()
-    views = [data.data]
-
-    with Child(lambda: np.testing.assert_array_equal(views[0], np.arange(float(size)))):
-        views.clear()
-        if how == "del":
-            del data
-        elif how == "free_memory":
-            data.free_memory()
-        elif how == "grow":
-            data.set_length(3 * size + 10_000)
-            data[:] = -1
-        else:
-            rt.close()
-        del others
-        if how != "close":
-            gc.collect()
-            new = [rt.data(np.full(size, -2.0)) for _ in range(6)]
-            for each in new:
-                assert total(each) == -2.0 * size
+    drops: dict[str, Callable[[Any], object]] = {
+        "del": lambda data: None,
+        "free_memory": lambda data: data.free_memory(),
+        "grow": lambda data: (data.set_length(3 * len(data) + 10_000), data.__setitem__(slice(None), -1)),
+    }
+    for (how, drop), size in itertools.product(drops.items(), (10, 5000, 1 << 17)):
+        with subtests.test(how, size=size):
+            data = rt.data(np.arange(float(size)))
+            assert total(data) == np.arange(size).sum()
+            views = [data.data]
+            with Child(lambda: np.testing.assert_array_equal(views[0], np.arange(float(size)))):  # noqa: B023
+                drop(data)
+                del data
+                views.clear()
+                gc.collect()
+                new = [rt.data(np.full(size, -2.0)) for _ in range(6)]
+                assert [total(each) for each in new] == [-2.0 * size] * 6
 
 
 def test_E17_data_stays_shared_with_a_child(reused: Fork) -> None:
@@ -352,16 +184,72 @@ def test_E17_data_stays_shared_with_a_child(reused: Fork) -> None:
     assert (data.data == 2).all()
 
 
-def test_E17_a_child_keeps_no_memory_that_it_cannot_use(runtime: Fork) -> None:
-    """What only the runtime used is unmapped, so that it goes when the parent drops it."""
-    of_others = len(mapped_memfds())
-    rt = runtime(2)
-    w = rt.shared(np.zeros(1 << 17))
-    f = rt.function(lambda k, x: np.full(1 << 18, w.value[0] + k[0]), bcast_inputs="k", outputs="sum")
-    f(np.zeros(1 << 18), np.ones(2))
-    result = f(np.zeros(1 << 18), np.ones(2))
-    data = rt.data(np.zeros(1 << 17))
-    view = data.data
-    with Child(lambda: saboteurs.check_mapped_files(of_others + 3)):  # the ranks' numbers, the result, the Data
-        pass
-    assert (result == 0).all() and (view == 0).all()
+# ----- children that a function forks
+
+
+def test_E1_a_child_that_a_function_has_forked_does_not_answer(reused: Fork) -> None:
+    rt = reused(2)
+
+    def fork(x: np.ndarray) -> int:
+        return os.fork() and os.getpid()
+
+    workers = pids(rt)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(5):
+            assert rt.function(fork, outputs=None)(np.ones(2)) == workers
+            assert_right(rt)
+
+
+def test_E1_a_child_that_a_function_has_forked_is_no_rank(reused: Fork, tmp_path: Path) -> None:
+    """Its part in a collective, or in a message that its parent has asked for, would be taken for the parent's."""
+    rt = reused(2)
+
+    def f(x: np.ndarray) -> Any:
+        comm = synk.comm
+        peer = 1 - comm.rank
+        comm.barrier()
+        request = comm.irecv(peer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            pid = os.fork()
+        if not pid:
+            for act in (
+                lambda: comm.all_reduce(np.full(4, 100.0), "sum"),
+                lambda: comm.send(np.full(4, 100.0), peer),
+                lambda: comm.recv(peer),
+                request.wait,
+            ):
+                try:
+                    act()
+                except Exception as error:
+                    with open(tmp_path / str(comm.rank), "a", encoding="utf-8") as file:
+                        file.write(f"{type(error).__name__}\n")
+            os._exit(0)
+        os.waitpid(pid, 0)
+        total = comm.all_reduce(np.ones(4), "sum")
+        comm.send(np.full(4, 5.0 + comm.rank), peer)
+        return total, request.wait()
+
+    totals, received = rt.function(f, outputs=(None, None))(np.ones(2))
+    np.testing.assert_array_equal(totals, np.full((2, 4), 2.0))
+    np.testing.assert_array_equal(received, [[6.0] * 4, [5.0] * 4])
+    refused = ["ReentrancyError"] * 3 + ["CollectiveMismatch"]
+    assert [(tmp_path / str(rank)).read_text().split() for rank in range(2)] == [refused] * 2
+    assert_right(rt)
+
+
+def test_E1_a_child_that_an_item_has_forked_runs_no_other(reused: Fork, tmp_path: Path) -> None:
+    rt = reused(2)
+
+    def f(item: int) -> int:
+        with open(tmp_path / "log", "a", encoding="utf-8") as file:
+            file.write(f"{item}\n")
+        if item == 1:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                os.fork()
+        return item
+
+    assert list(rt.map(f, range(6), batch_size=6)) == [*range(6)]
+    assert sorted((tmp_path / "log").read_text().split()) == [str(item) for item in range(6)]

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,24 +16,21 @@ import numpy as np
 import pytest
 from support.harness import (
     TESTS_FOLDER,
-    Scenario,
     assert_right,
     kill_and_wait,
-    pids,
     same_workers,
     script,
 )
 
 import synk
-from synk.errors import ClosedError, NotForkedError, ReentrancyError, SerializationError
+from synk.errors import ClosedError, ReentrancyError, SerializationError, SynkError
 
 Fork = Callable[..., Any]
 Count = Callable[[int], int]
-DEV = ("-X", "dev", "-W", "error")
 
 
 def test_E1_a_forked_copy_may_not_use_the_runtime() -> None:
-    """It may end as it likes: neither its exit handlers nor its descriptors touch the parent's workers."""
+    """It may have one of its own, and end as it likes: its exit handlers do not touch the parent's workers."""
     script("""
         import warnings
         from support.harness import assert_right, pids
@@ -44,17 +40,21 @@ def test_E1_a_forked_copy_may_not_use_the_runtime() -> None:
         data = rt.data(np.ones(4))
         assert f(data) == 4.0
         before = pids(rt)
-        for number, act in enumerate([
-            lambda: f(np.ones(4)), lambda: rt.data(np.ones(3)), rt.distribute, lambda: f.serial(np.ones(4)), None
-        ]):
+
+        def fork_another():
+            assert_right(synk.fork(1, backend="numpy"))
+            synk.close()
+
+        for act in (
+            lambda: f(np.ones(4)), lambda: rt.data(np.ones(3)), rt.distribute, lambda: f.serial(np.ones(4)),
+            rt.close, fork_another
+        ):
             child = os.fork()
             if child == 0:
                 try:
-                    act and act()
+                    act()
                 except synk.errors.ReentrancyError as error:
                     print("refused", "fork" in str(error), flush=True)
-                if number == 0:
-                    rt.close()  # harmless
                 sys.exit(7)  # runs the exit handlers
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
             assert f(data) == 4.0
@@ -64,52 +64,32 @@ def test_E1_a_forked_copy_may_not_use_the_runtime() -> None:
     """).check("refused True\n" * 4)
 
 
-def test_E1_a_forked_copy_may_fork_a_runtime_of_its_own() -> None:
-    script("""
-        import warnings
-        from support.harness import assert_right, pids
-        warnings.simplefilter("ignore", DeprecationWarning)
-        rt = synk.fork(2, backend="numpy")
-        assert_right(rt)
-        child = os.fork()
-        if child == 0:
-            mine = synk.fork(1, backend="numpy")
-            assert_right(mine)
-            synk.close()
-            sys.exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert_right(rt)
-        rt.close()
-    """).check("")
-
-
 @pytest.mark.own_start
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_E2_multiprocessing_in_the_master_and_in_a_function(method: str) -> None:
-    script(f"""
+def test_E2_multiprocessing_in_the_master_and_in_a_function() -> None:
+    script("""
         import multiprocessing, warnings
         from support import saboteurs
-        from support.harness import assert_right, descriptors
+        from support.harness import assert_right
+
+        def main():
+            with synk.fork(2, backend="numpy") as rt:
+                assert_right(rt)
+                for method in ("fork", "spawn"):
+                    with multiprocessing.get_context(method).Pool(2) as pool:
+                        print("held", pool.map(saboteurs.synk_descriptors, range(2)))
+                        assert_right(rt)
+
+                    def nested(row):
+                        with multiprocessing.get_context(method).Pool(1) as pool:
+                            return set(pool.map(abs, [-int(row[0]) - 1]))
+
+                    print(rt.function(nested, outputs=None)(np.arange(2)))
+                    assert_right(rt)
 
         if __name__ == "__main__":
             warnings.simplefilter("ignore", DeprecationWarning)
-            context = multiprocessing.get_context({method!r})
-            with synk.fork(2, backend="numpy") as rt:
-                assert_right(rt)
-                with context.Pool(2) as pool:
-                    held = pool.map(saboteurs.synk_descriptors, range(2))
-                    assert pool.map(abs, [-1, 2]) == [1, 2]
-                assert_right(rt)
-                pool.join()
-                print("held", held)
-
-                def nested(row):
-                    with multiprocessing.get_context({method!r}).Pool(1) as pool:
-                        return set(pool.map(abs, [-int(row[0]) - 1]))
-
-                print(rt.function(nested, outputs=None)(np.arange(2)))
-                assert_right(rt)
-    """).check("held [[], []]\n[{1}, {2}]\n")
+            main()
+    """).check("held [[], []]\n[{1}, {2}]\n" * 2)
 
 
 @pytest.mark.own_start
@@ -132,31 +112,21 @@ def test_E3_subprocesses_inherit_nothing(runtime: Fork) -> None:
 
 
 @pytest.mark.own_start
-def test_E4_a_runtime_started_in_a_thread_that_ends(runtime: Fork) -> None:
+def test_E4_a_thread_that_ends_has_started_the_workers(runtime: Fork) -> None:
+    """At first, or again after a death: they live on."""
     started: list[Any] = []
-    thread = threading.Thread(target=lambda: started.append(runtime(2)))
-    thread.start()
-    thread.join()
-    before = pids(started[0])
-    with same_workers(started[0]):
-        assert pids(started[0]) == before
-
-
-@pytest.mark.own_start
-def test_E4_workers_that_a_dead_thread_started_again(reused: Fork) -> None:
-    rt = reused(2)
-    kill_and_wait(pids(rt)[0])
 
     def heal() -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)
-            assert_right(rt)
+        with pytest.warns(RuntimeWarning):
+            assert_right(started[0])
 
-    thread = threading.Thread(target=heal)
-    thread.start()
-    thread.join()
-    with same_workers(rt):
-        pass
+    for act in (lambda: started.append(runtime(2)), heal):
+        thread = threading.Thread(target=act)
+        thread.start()
+        thread.join()
+        with same_workers(started[0]) as before:
+            pass
+        kill_and_wait(before[0])
 
 
 def test_E5_eight_threads_call_at_once(shared_runtimes: Any) -> None:
@@ -179,7 +149,7 @@ def test_E5_eight_threads_call_at_once(shared_runtimes: Any) -> None:
 
 
 def test_E6_close_while_another_thread_is_in_a_call(runtime: Fork, storm_count: Count) -> None:
-    for number in range(storm_count(4)):
+    for number in range(storm_count(2)):
         rt = runtime(2)
         slow = rt.function(lambda x: (time.sleep(0.1), x.sum())[1], outputs="sum")
         results: list[object] = []
@@ -237,44 +207,11 @@ def test_E8_data_that_dies_in_a_garbage_collection_during_a_call(shared_runtimes
             gc.set_threshold(*threshold)
 
 
-EXITS = {
-    "return": ("pass", 0, ""),
-    "exception": ("raise ValueError('mine')", 1, "ValueError: mine\n"),
-    "sys.exit": ("sys.exit(3)", 3, ""),
-    "in a daemon thread": (
-        "threading.Thread(target=lambda: slow(np.arange(2.0)), daemon=True).start(); time.sleep(0.3)",
-        0,
-        "",
-    ),
-}
-
-
 @pytest.mark.own_start
-@pytest.mark.parametrize("how", EXITS)
-def test_E9_exit_without_close(how: str) -> None:
-    code, status, last_line = EXITS[how]
-    result = script(
-        f"""
-        rt = synk.fork(2, backend="numpy")
-        slow = rt.function(lambda x: (time.sleep(5), x.sum())[1], outputs="sum")
-        f = rt.function(lambda x: x.sum(), outputs="sum")
-        data = rt.data(np.ones(100))
-        assert f(data) == 100
-        {code}
-        """,
-        flags=DEV,
-    ).check("", returncode=status, stderr=None)
-    assert result.stderr.endswith(last_line)
-    if not last_line:
-        assert result.stderr == ""
-
-
-@pytest.mark.own_start
-def test_E9_exit_before_the_workers_are_ready() -> None:
-    script("synk.fork(2, backend='numpy')", flags=DEV).check("")
-
-
-LATE = """
+def test_E10_objects_that_outlive_the_interpreter() -> None:
+    """A call from an exit handler works as long as the runtime lives, and says that it is closed afterwards."""
+    script(
+        """
         import atexit, sys
 
         def late():
@@ -283,15 +220,14 @@ LATE = """
             except synk.errors.ClosedError:
                 print("closed")
 
-        {before_import}
+        atexit.register(late)  # it is called after the handlers of synk
         import numpy as np
         import synk
-        {after_import}
+        atexit.register(late)
         rt = synk.fork(2, backend="numpy")
         f = rt.function(lambda x: x.sum(), outputs="sum")
         data = rt.data(np.ones(100))
-        result = rt.function(lambda x: x, outputs="gather")(data)
-        cycle = [rt, f, data, result]
+        cycle = [rt, f, data, rt.function(lambda x: x, outputs="gather")(data)]
         cycle.append(cycle)
         sys.keep_until_the_end = cycle
 
@@ -304,48 +240,31 @@ LATE = """
 
         sys.late = Late()
         assert f(data) == 100
-"""
+        """,
+        flags=("-X", "dev", "-W", "error"),
+        has_prelude=False,
+    ).check("2.0\nclosed\n")
 
 
-@pytest.mark.own_start
-def test_E10_objects_that_outlive_the_interpreter() -> None:
-    """A call from an exit handler works as long as the runtime lives, and says that it is closed afterwards."""
-    for place, answer in (("before_import", "closed"), ("after_import", "2.0")):
-        places = {"before_import": "", "after_import": "", place: "atexit.register(late)"}
-        script(LATE.format(**places), flags=DEV, has_prelude=False).check(f"{answer}\n")
+def test_E11_E14_runtimes_side_by_side(reused: Fork) -> None:
+    """Also in two threads at once; only ``synk.fork`` is of one."""
+    runtimes = [reused(2), reused(1)]
 
+    def use(rt: Any) -> None:
+        square = rt.function(lambda x: x * x, outputs="gather")
+        for step in range(100):
+            x = np.arange(20.0) + step
+            np.testing.assert_array_equal(square(x), x * x)
 
-def test_E11_fork_twice() -> None:
-    script("""
-        from support.harness import assert_right, pids
-        rt = synk.fork(2, backend="numpy")
-        before = pids(rt)
-        for _ in range(3):
-            try:
-                synk.fork(1, backend="numpy")
-            except synk.errors.SynkError as error:
-                assert "already running" in str(error)
-                assert "synk.close()" in str(error)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(use, runtimes))
+    data = runtimes[0].data(np.arange(4.0))
+    with pytest.raises((ValueError, ClosedError)):
+        runtimes[1].function(lambda x: x.sum(), outputs="sum")(data)
+    with synk.fork(2, backend="numpy") as rt, same_workers(rt):
+        with pytest.raises(SynkError, match=r"already running.*synk\.close\(\)"):
+            synk.fork(1, backend="numpy")
         assert synk.current() is rt
-        assert pids(rt) == before
-        assert_right(rt)
-        synk.close()
-        with synk.fork(1, backend="numpy") as again:
-            assert synk.current() is again
-            assert_right(again)
-    """).check("")
-
-
-def test_E11_runtimes_side_by_side(runtime: Fork) -> None:
-    first = runtime(2)
-    with same_workers(first):
-        second = runtime(1)
-        assert_right(second)
-        assert_right(first)
-        data = first.data(np.arange(4.0))
-        with pytest.raises((ValueError, ClosedError)):
-            second.function(lambda x: x.sum(), outputs="sum")(data)
-        second.close()
 
 
 def test_E12_close_twice_and_use_after_close(runtime: Fork) -> None:
@@ -374,85 +293,45 @@ def test_E12_close_twice_and_use_after_close(runtime: Fork) -> None:
     np.testing.assert_array_equal(result, np.arange(4.0))
 
 
-def test_E12_without_a_runtime_every_verb_says_so() -> None:
+def test_E12_verbs_without_a_runtime_name_the_next_step() -> None:
+    """Before the first one and after the last one; also where it has closed itself, and then there may be another."""
     script("""
-        for verb in (synk.current, synk.distribute, lambda: synk.data(np.ones(2))):
-            try:
-                verb()
-            except synk.errors.NotForkedError as error:
-                assert "synk.fork()" in str(error)
-            else:
-                raise AssertionError(verb)
-        synk.close()
+        from support import saboteurs
+
+        def refused():
+            for verb in (synk.current, synk.distribute, lambda: synk.data(np.ones(2))):
+                try:
+                    verb()
+                except (synk.errors.NotForkedError, synk.errors.ClosedError) as error:
+                    assert "synk.fork()" in str(error), error
+                else:
+                    raise AssertionError(verb)
+
+        refused()
         synk.close()
         synk.info()
-    """).check("")
-
-
-def test_E12_verbs_after_close_name_the_next_step() -> None:
-    with synk.fork(1, backend="numpy"):
-        pass
-    for verb in (synk.current, synk.distribute, lambda: synk.data(np.ones(2))):
-        with pytest.raises((NotForkedError, ClosedError), match=r"synk\.fork\(\)"):
-            verb()
-
-
-@pytest.mark.own_start
-def test_E13_fork_and_close_many_times(storm_count: Count) -> None:
-    """Descriptors, threads, mappings and children are flat after the first rounds."""
-    script(
-        f"""
-        from support.harness import assert_right, census, settled_census
-        import gc
-        baseline = None
-        for number in range({storm_count(4)}):
-            with synk.fork(1 + number % 2, backend="numpy") as rt:
-                data = rt.data(np.ones(1000))
-                assert rt.function(lambda x: x.sum(), outputs="sum")(data) == 1000
-                assert_right(rt)
-            del data, rt
-            if number >= 2:
-                baseline = baseline or census()
-                left = settled_census(baseline).leftovers(baseline)
-                assert not left, left
-        """,
-        timeout=60,
-    ).check("")
-
-
-def test_E14_many_runtimes_side_by_side(storm_count: Count) -> None:
-    """Programs that know nothing of each other, at once."""
-    code = """
-        from support.harness import assert_right
-        with synk.fork(2, backend="numpy") as rt:
-            square = rt.function(lambda x: x * x, outputs="gather")
-            for number in range(50):
-                x = np.arange(number, number + 20.0) + os.getpid()
-                assert (square(x) == x * x).all()
-    """
-    scenarios = [Scenario(code, timeout=60) for _ in range(storm_count(3))]
-    for scenario in scenarios:
-        with scenario:
-            scenario.finish().check("")
-
-
-def test_E14_two_runtimes_in_two_threads(reused: Fork) -> None:
-    runtimes = [reused(2), reused(1)]
-
-    def use(number: int) -> None:
-        square = runtimes[number].function(lambda x: x * x, outputs="gather")
-        for step in range(100):
-            x = np.arange(20.0) + step + 1000 * number
-            np.testing.assert_array_equal(square(x), x * x)
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(use, range(2)))
+        with synk.fork(1, backend="numpy"):
+            pass
+        refused()
+        synk.fork(2, backend="numpy", max_restarts=0)
+        f = synk.function(lambda x: saboteurs.kill_self() if x[0] < 0 else x.sum(), outputs="sum")
+        for error in (synk.errors.WorkerDied, synk.errors.ClosedError):
+            try:
+                f(np.array([-1.0, -1.0]))
+            except error:
+                pass
+        synk.fork(2, backend="numpy")
+        assert f(np.ones(4)) == 4.0
+        print("done")
+    """).check("done\n")
 
 
 def test_E15_a_runtime_that_is_dropped_without_close() -> None:
+    """With calls in flight, which are in a cycle with it."""
     script(
         """
         import gc, warnings
+        from support import saboteurs
         from support.harness import assert_right, census, settled_census, children, wait_for
         from synk import Runtime
         with Runtime(1, backend="numpy") as rt:
@@ -462,9 +341,12 @@ def test_E15_a_runtime_that_is_dropped_without_close() -> None:
         baseline = census()
         rt = Runtime(2, backend="numpy")
         assert_right(rt)
+        endless = rt.function(lambda x: saboteurs.loop_for_ever(), outputs=None)
+        cycle = [rt, [endless.submit(np.ones(2)) for _ in range(3)]]
+        cycle.append(cycle)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            del rt
+            del rt, endless, cycle
             gc.collect()
         assert [w.category for w in caught] == [ResourceWarning], caught
         assert wait_for(lambda: not children(os.getpid()))

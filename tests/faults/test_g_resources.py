@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import os
 import resource
 import tracemalloc
@@ -11,7 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.harness import assert_right, descriptors, mapped_memfds, outcomes, pids, same_workers, script
+from support.harness import (
+    assert_right,
+    descriptors,
+    kill_and_wait,
+    mapped_memfds,
+    outcomes,
+    pids,
+    same_workers,
+    script,
+)
 
 import synk
 from synk.errors import SharedMemoryError
@@ -90,30 +99,15 @@ def test_G2_no_worker_can_shrink_a_segment(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     data = rt.data(np.arange(1000.0))
 
-    def sabotage(x: np.ndarray) -> list[int]:
-        codes = []
+    def shrink(x: np.ndarray) -> None:
         for fd in map(int, os.listdir("/proc/self/fd")):
-            try:
+            with contextlib.suppress(OSError):
                 if "memfd:synk" in os.readlink(f"/proc/self/fd/{fd}"):
                     os.ftruncate(fd, 0)
-            except OSError as error:
-                codes.append(error.errno)
-        return codes
 
     with same_workers(rt):
-        for codes in rt.function(sabotage, outputs=None)(data):
-            assert set(codes) <= {errno.EPERM, errno.ENOENT, errno.EBADF}
+        rt.function(shrink, outputs=None)(data)
     np.testing.assert_array_equal(data[:], np.arange(1000.0))
-
-
-def test_G2_the_master_cannot_shrink_one_either() -> None:
-    from synk._wire.memory import Segment
-
-    segment = Segment.create(8192)
-    for nbytes in (0, 4096, 1 << 20):
-        with pytest.raises(PermissionError):
-            os.ftruncate(segment.fd, nbytes)
-    segment.close()
 
 
 def test_G3_a_rank_that_cannot_take_in_its_message_keeps_nobody_waiting(reused: Fork) -> None:
@@ -132,59 +126,48 @@ def test_G3_a_rank_that_cannot_take_in_its_message_keeps_nobody_waiting(reused: 
     assert pids(rt) == workers
 
 
-def test_G3_a_rank_that_cannot_take_in_its_message_forgets_later_what_it_was_to_forget(reused: Fork) -> None:
-    """Both what that message told it to drop, and what it holds since earlier ones and is dropped after it."""
+def test_G3_more_segments_than_one_message_can_carry(reused: Fork) -> None:
+    """New to several ranks at once, also after all of them were started again."""
     rt = reused(2)
-    total = rt.function(lambda *xs: sum(x.sum() for x in xs), outputs="sum")
-    # Too large for arenas: each has a descriptor of its own.
-    before, after, new = (rt.data(np.ones(1 << 17)) for _ in range(3))
-    assert total(before, after) == 1 << 18
-    inodes = [os.fstat(data._contents.segment.fd).st_ino for data in (before, after)]
-    worker = pids(rt)[1]
-    assert set(inodes) <= mapped_memfds(worker)
-    limits = resource.prlimit(worker, resource.RLIMIT_NOFILE)
-    resource.prlimit(worker, resource.RLIMIT_NOFILE, (3, limits[1]))
-    del before
-    with pytest.raises(SharedMemoryError, match="ulimit -n"):
-        total(new)
-    resource.prlimit(worker, resource.RLIMIT_NOFILE, limits)
-    assert total(new) == 1 << 17
-    assert mapped_memfds(worker).intersection(inodes) == {inodes[1]}
-    del after
-    assert total(new) == 1 << 17
-    assert not mapped_memfds(worker).intersection(inodes)
+    size = 33_000  # too large for an arena: each has a descriptor of its own
+    variables = [rt.shared(np.full(size, float(k))) for k in range(260)]
+    f = rt.function(lambda x: sum(w.value[-1] for w in variables) * len(x), outputs="sum")
+    expected = 4 * sum(range(260))
+    assert f(np.ones(4)) == expected
+    kill_and_wait(*pids(rt))
+    with pytest.warns(RuntimeWarning):
+        assert f(np.ones(4)) == expected
+    rt.broadcast(variables[3], np.full(size, 1003.0))
+    assert f(np.ones(4)) == expected + 4000
 
 
-@pytest.mark.parametrize("where", ["start", "data", "worker"])
 @pytest.mark.own_start
-def test_G3_few_descriptors(where: str) -> None:
+def test_G3_few_descriptors() -> None:
     """The limit is named, everything works again below it, and nothing leaks on the way."""
-    script(f"""
+    script("""
         import resource
-        from support.harness import assert_right, census, settled_census, pids
+        from support.harness import assert_right, census, settled_census
         from synk.errors import SharedMemoryError, StartupError
-        where = {where!r}
-        limit = lambda n, pid=0: resource.prlimit(pid, resource.RLIMIT_NOFILE, (n, 4096))
+
+        def limit(n):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (n, 4096))
+
         with synk.fork(2, backend="numpy") as rt:
             assert_right(rt)
         del rt
         baseline = census()
-        if where == "start":
-            for free in range(1, 24):
-                limit(len(os.listdir("/proc/self/fd")) - 1 + free)
-                try:
-                    synk.fork(4, backend="numpy").distribute()
-                    synk.close()
-                except (StartupError, SharedMemoryError) as error:
-                    assert "ulimit -n" in str(error), error
-                limit(4096)
-                left = settled_census(baseline).leftovers(baseline)
-                assert not left, (free, left)
-        rt = synk.fork(2, backend="numpy")
-        assert_right(rt)
-        before = pids(rt)
-        total = rt.function(lambda *xs: sum(x.sum() for x in xs), outputs="sum")
-        if where == "data":
+        for free in range(1, 24, 2):
+            limit(len(os.listdir("/proc/self/fd")) - 1 + free)
+            try:
+                synk.fork(4, backend="numpy").distribute()
+                synk.close()
+            except (StartupError, SharedMemoryError) as error:
+                assert "ulimit -n" in str(error), error
+            limit(4096)
+            left = settled_census(baseline).leftovers(baseline)
+            assert not left, (free, left)
+        with synk.fork(2, backend="numpy") as rt:
+            assert_right(rt)
             limit(len(os.listdir("/proc/self/fd")) + 5)
             kept = []
             try:
@@ -195,22 +178,7 @@ def test_G3_few_descriptors(where: str) -> None:
             assert 0 < len(kept) < 40
             kept.clear()
             limit(4096)
-        elif where == "worker":
-            for pid in before:
-                limit(len(os.listdir(f"/proc/{{pid}}/fd")) + 1, pid)
-            many = [rt.data(np.ones((10, 5000))) for _ in range(8)]
-            try:
-                total(*many)
-            except SharedMemoryError as error:
-                assert "ulimit -n" in str(error)
-            else:
-                raise AssertionError("eight segments passed through one descriptor")
-            for pid in before:
-                limit(4096, pid)
-            assert total(*many) == 400_000
-            assert pids(rt) == before
-        assert_right(rt)
-        rt.close()
+            assert_right(rt)
     """).check()
 
 
@@ -220,35 +188,33 @@ def test_G4_little_address_space() -> None:
         import resource
         from support.harness import assert_right, pids
         from synk.errors import SharedMemoryError
-        rt = synk.fork(2, backend="numpy")
-        assert_right(rt)
-        before = pids(rt)
-        with open("/proc/self/statm") as file:
-            used = int(file.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
-        try:
-            rt.data(shape=(1 << 27,), dtype="uint8")
-        except SharedMemoryError as error:
-            print("refused", "ulimit -v" in str(error))
-        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        assert_right(rt)
-        data = rt.data(shape=(1 << 27,), dtype="uint8")
-        for pid in before:
+
+        def limit(pid, nbytes):
             with open(f"/proc/{pid}/statm") as file:
                 used = int(file.read().split()[0]) * resource.getpagesize()
-            resource.prlimit(pid, resource.RLIMIT_AS, (used + (32 << 20), resource.RLIM_INFINITY))
-        total = rt.function(lambda x: int(x.sum(dtype=np.int64)), outputs="sum")
-        try:
-            total(data)
-        except (SharedMemoryError, MemoryError):
-            print("refused in the worker")
-        assert pids(rt) == before
-        for pid in before:
-            resource.prlimit(pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        data[:5] = 1
-        assert total(data) == 5
-        assert_right(rt)
-        rt.close()
+            resource.prlimit(pid, resource.RLIMIT_AS, (used + nbytes if nbytes else -1, -1))
+
+        with synk.fork(2, backend="numpy") as rt:
+            before = pids(rt)
+            limit(os.getpid(), 64 << 20)
+            try:
+                rt.data(shape=(1 << 27,), dtype="uint8")
+            except SharedMemoryError as error:
+                print("refused", "ulimit -v" in str(error))
+            limit(os.getpid(), None)
+            data = rt.data(shape=(1 << 27,), dtype="uint8")
+            data[:5] = 1
+            total = rt.function(lambda x: int(x.sum(dtype=np.int64)), outputs="sum")
+            for pid in before:
+                limit(pid, 32 << 20)
+            try:
+                total(data)
+            except (SharedMemoryError, MemoryError):
+                print("refused in the worker")
+            for pid in before:
+                limit(pid, None)
+            assert total(data) == 5
+            assert pids(rt) == before
     """).check("refused True\nrefused in the worker\n")
 
 
@@ -292,36 +258,8 @@ def rss_nbytes(pid: int) -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
-def test_G6_a_thousand_data_made_and_freed(shared_runtimes: Any) -> None:
-    """Descriptors and mappings are flat in the master and in the workers, which let go with the next call."""
-    rt = shared_runtimes[2]
-    total = rt.function(lambda x: x.sum(), outputs="sum")
-
-    def use(number: int) -> None:
-        data = rt.data(np.full(5000, float(number)))
-        if number % 5 == 0:
-            assert total(data) == 5000.0 * number
-        if number % 3 == 0:
-            data.free_memory()
-
-    def held() -> list[int]:
-        assert_right(rt)
-        return [sum(descriptors(pid).values()) + len(mapped_memfds(pid)) for pid in (os.getpid(), *workers)]
-
-    workers = pids(rt)
-    with same_workers(rt):
-        for number in range(50):
-            use(number)
-        before = held()
-        for number in range(1000):
-            use(number)
-        after = held()
-    assert all(later <= earlier + 2 for earlier, later in zip(before, after, strict=True)), (before, after)
-
-
-@pytest.mark.parametrize("num_calls", [2000, pytest.param(10_000, marks=pytest.mark.storm)])
-def test_G6_thousands_of_calls(shared_runtimes: Any, num_calls: int) -> None:
-    """Of changing shapes and several functions: memory, descriptors and mappings stay flat."""
+def test_G6_thousands_of_calls_and_data(shared_runtimes: Any, storm_count: Callable[[int], int]) -> None:
+    """Of changing shapes and several functions: memory, descriptors and mappings stay flat, in all processes."""
     rt = shared_runtimes[2]
     total = rt.function(lambda x: x.sum(), outputs="sum")
     double = rt.function(lambda w, x: x * w, bcast_inputs="w", outputs="gather")
@@ -331,40 +269,47 @@ def test_G6_thousands_of_calls(shared_runtimes: Any, num_calls: int) -> None:
         for number in range(count):
             x = np.full(number % 50 + 2, 2.0)
             assert total(x) == x.sum()
+            data = rt.data(np.full(5000, float(number)))
+            if number % 5 == 0:
+                assert total(data) == 5000.0 * number
+                assert total.submit(x).result() == x.sum()
+            if number % 3 == 0:
+                data.free_memory()
             if number % 10 == 0:
                 assert double(3.0, x)[0] == 6.0
             if number % 100 == 0:
                 assert big(x).size == 40_000
+                assert total(np.ones(number * 100 + 1)) == number * 100 + 1
 
     def held() -> list[int]:
+        assert_right(rt)
         return [sum(descriptors(pid).values()) + len(mapped_memfds(pid)) for pid in everyone]
 
     everyone = [os.getpid(), *pids(rt)]
     with same_workers(rt):
-        run(num_calls // 5)
+        run(400)
         fds, resident = held(), [rss_nbytes(pid) for pid in everyone]
         tracemalloc.start()
         first = tracemalloc.get_traced_memory()[0]
-        run(500)
+        run(200)
         grown = tracemalloc.get_traced_memory()[0] - first
         tracemalloc.stop()
-        run(num_calls)
-        assert held() == fds
+        run(storm_count(400))
+        assert all(now <= before + 2 for before, now in zip(fds, held(), strict=True))
         for pid, before in zip(everyone, resident, strict=True):
             assert rss_nbytes(pid) < before + (8 << 20)
         assert grown < 1 << 18
 
 
-@pytest.mark.parametrize("error", ["ENOSYS", "EPERM"])
-def test_G7_without_memfd(error: str) -> None:
+def test_G7_without_memfd() -> None:
     """An unlinked file takes its place: the same results, and no name is left."""
-    script(f"""
+    script("""
         import errno
         from support.harness import assert_right, pids, kill_and_wait
         import warnings
 
         def refused(*_, **__):
-            raise OSError(errno.{error}, os.strerror(errno.{error}))
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
         os.memfd_create = refused
         with synk.fork(2, backend="numpy") as rt:

@@ -173,28 +173,22 @@ pids = [int(pid) for pid in numbers.split()]
 assert not set(first) & set(pids) and gone(first)
 status, printed = run(START.replace("fork(2,", "fork(1,"))
 assert status == "error" and "SynkError" in printed, printed
-status, printed = run("with synk.fork(2, backend='numpy'): pass")
-assert status == "error" and "SynkError" in printed, printed
-status, printed = run("for _ in range(2): synk.fork(2, backend='numpy')")
-assert status == "error" and "SynkError" in printed, printed
 assert run("print(*pids(np.ones(2)))") == ("ok", f"{pids[0]} {pids[1]}\\n")
 """
 
 
-def test_notebook_cells() -> None:
-    """E: cells run and functions are redefined. D1: a cell is interrupted. L3: names are bound anew, and modules are
-    edited, with ``%autoreload 2``. E: the cell that forks is run again.
-    """
-    drive(CELLS + INTERRUPTED + EDITED + FORKED_AGAIN)
-
-
-def test_E_notebook_restarted_kernel_leaves_no_orphan() -> None:
-    drive("""
+RESTARTED = """
 for now in (False, True):
-    pids = start()
     manager.restart_kernel(now=now)
     client.wait_for_ready(timeout=60)
     assert gone(pids), now
-pids = start()
+    pids = start()
 manager.signal_kernel(signal.SIGKILL)
-""")
+"""
+
+
+def test_notebook_cells() -> None:
+    """E: cells run, functions are redefined, the cell that forks is run again. D1: a cell is interrupted. L3: names are
+    bound anew, and modules are edited, with ``%autoreload 2``. E: a kernel that restarts or is killed leaves no orphan.
+    """
+    drive(CELLS + INTERRUPTED + EDITED + FORKED_AGAIN + RESTARTED)

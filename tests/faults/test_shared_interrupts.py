@@ -9,6 +9,7 @@ import inspect
 import random
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from support.harness import PACKAGE_FOLDER, assert_right, kill_and_wait, pids
 from support.rank_arrays import assert_same, everywhere
 from support.seeds import WHOLE_OR_SAMPLE
 
-import synk
+from synk._pure.arrays import copy_into
 
 Fork = Callable[..., Any]
 
@@ -158,22 +159,17 @@ def test_ctrl_c_at_any_point_of_an_operation(reused: Fork, is_whole: bool, subte
                     interrupt(rt, name, nth, other_thread)
 
 
-def test_message_numbers_that_come_round_again_decide_nothing(shared_runtimes: Any) -> None:
-    """Messages are numbered with 16 bits: a failed call must not pass for the one 65536 messages before."""
-    rt = shared_runtimes[2]
-    w = rt.shared(np.zeros(2))
+def test_D4_no_copy_outlives_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large arrays are copied by two threads: the other one must not write after the operation was interrupted."""
+    source = np.arange(1 << 22)
+    target, start = np.zeros_like(source), threading.Thread.start
 
-    def add(fail: bool, x: np.ndarray) -> float:
-        w.value = w.value + 1
-        synk.comm.barrier()
-        if fail and synk.comm.rank:
-            raise LookupError
-        return 0.0
+    def interrupted(thread: threading.Thread) -> None:
+        signal.raise_signal(signal.SIGINT)
+        start(thread)
 
-    f = rt.function(add, bcast_inputs="fail")
-    f(False, np.ones(2))
-    f(False, np.ones(2))
-    rt._session.workers.requests.sequence = (rt._session.workers.requests.sequence - 1) & 0xFFFF
-    with pytest.raises(LookupError):
-        f(True, np.ones(2))
-    assert_same(everywhere(rt, w), [np.full(2, 2.0)] * 2)
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        copy_into(target, source)
+    assert threading.active_count() == 1
+    np.testing.assert_array_equal(target, source)

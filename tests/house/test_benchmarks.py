@@ -53,7 +53,7 @@ def test_the_pictures_get_medians_of_the_rounds_in_seconds() -> None:
 @pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.storm)])
 def test_injected_faults_are_counted(count: int) -> None:
     """``make faults``, small: no hang, no wrong answer, nothing left behind."""
-    kinds = ["kill-one", "kill-all", "segfault", "interrupt", "exception"]
+    kinds = ["kill-one", "interrupt"]
     ran = subprocess.run(
         [sys.executable, "-m", "benchmarks.faults", "--count", str(count), "--only", *kinds],
         cwd=PACKAGE_FOLDER,

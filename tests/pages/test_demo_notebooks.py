@@ -1,14 +1,17 @@
-"""Each notebook runs from top to bottom in a real kernel, is interrupted where it says so, and holds no outputs."""
+"""Each notebook runs from top to bottom, is interrupted where it says so, and holds no outputs."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support.harness import script
+from support.harness import ctrl_c_when, script
 
-NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "demos").glob("*.ipynb"))
+FOLDER = Path(__file__).resolve().parents[2] / "demos"
 
 DRIVER = """
 import json, queue
@@ -46,18 +49,35 @@ print("done")
 """
 
 
-def test_the_notebooks_are_found() -> None:
-    assert [path.stem for path in NOTEBOOKS] == ["tour", "training"]
+def code_cells(path: Path) -> list[dict[str, Any]]:
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return [cell for cell in cells if cell["cell_type"] == "code"]
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_runs_in_a_kernel(path: Path) -> None:
-    result = script(f"NOTEBOOK = {str(path)!r}\n" + DRIVER, timeout=120.0, flags=(), grace_s=10.0)
+def test_the_tour_runs_in_a_kernel() -> None:
+    result = script(f"NOTEBOOK = {str(FOLDER / 'tour.ipynb')!r}\n" + DRIVER, timeout=120.0, flags=(), grace_s=10.0)
     result.check("done\n", stderr=None)
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_holds_no_outputs(path: Path) -> None:
-    cells = [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
-    assert len(cells) > 6
-    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
+@pytest.mark.with_torch
+def test_the_training_runs_in_this_process() -> None:
+    """A kernel and its workers would import torch three times."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for cell in code_cells(FOLDER / "training.ipynb"):
+        printed = io.StringIO()
+        is_interrupted = "interrupt" in cell["metadata"].get("tags", ())
+        end = contextlib.ExitStack()
+        if is_interrupted:
+            end.enter_context(pytest.raises(KeyboardInterrupt))
+            end.enter_context(ctrl_c_when(printed.getvalue))
+        with end, contextlib.redirect_stdout(printed):
+            exec("".join(cell["source"]), namespace)
+
+
+def test_notebooks_hold_no_outputs() -> None:
+    notebooks = sorted(FOLDER.glob("*.ipynb"))
+    assert [path.stem for path in notebooks] == ["tour", "training"]
+    for path in notebooks:
+        cells = code_cells(path)
+        assert len(cells) > 6
+        assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)

@@ -66,16 +66,6 @@ def test_a_small_speed_up_is_explained(
     assert limit in said[3]
 
 
-def test_the_cores_of_other_programs_are_seen() -> None:
-    """A program that computes half a second, started by another one: it is no child of this process."""
-    watch = runpy.run_path(str(ROOT / "demos" / "limits.py"))["Watch"]()
-    computes = "import time\nwhile time.process_time() < 0.5: pass"
-    with watch:
-        starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {computes!r}], check=True)"
-        subprocess.run([sys.executable, "-c", starts], check=True)
-    assert watch.other_cores > 0
-
-
 def arguments(path: Path) -> list[str]:
     return [str(path), *(["--size", "small"] if path.name in SMALL else [])]
 

@@ -266,17 +266,6 @@ def own_processes() -> list[int]:
     return [os.getpid(), *(pid for pid, _, _ in descendants(os.getpid()))]
 
 
-def segments_nbytes() -> int:
-    """Return the bytes of memory in the segments of which this process has a descriptor."""
-    found = {}
-    for fd in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the descriptor of this listing
-            if "memfd:synk" in os.readlink(fd):
-                status = fd.stat()
-                found[status.st_ino] = status.st_blocks * 512
-    return sum(found.values())
-
-
 def mapped_memfds(pid: int | str = "self") -> frozenset[int]:
     """Return the inodes of the memory files that a process has mapped."""
     with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as file:
@@ -394,13 +383,22 @@ def waits_in_synk(*but_not_in: str) -> bool:
 
 
 @contextlib.contextmanager
-def ctrl_c_when(condition: Callable[[], object]) -> Iterator[None]:
+def ctrl_c_when(condition: Callable[[], object], *, is_told_to_main: bool = True) -> Iterator[None]:
     """Press Ctrl-C as soon as ``condition()`` holds, which must not be before the body has begun to wait.
 
-    The KeyboardInterrupt leaves the block: ``pytest.raises`` belongs around it.
+    The KeyboardInterrupt leaves the block: ``pytest.raises`` belongs around it. Where it is not told to the main
+    thread, another one gets the signal, and no system call of the main thread is interrupted.
     """
     waited: list[bool] = []
-    thread = threading.Thread(target=lambda: (waited.append(wait_for(condition)), os.kill(os.getpid(), signal.SIGINT)))
+
+    def press() -> None:
+        waited.append(wait_for(condition))
+        if is_told_to_main:
+            os.kill(os.getpid(), signal.SIGINT)
+        else:
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    thread = threading.Thread(target=press)
     try:
         thread.start()
         yield

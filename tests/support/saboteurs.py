@@ -158,16 +158,6 @@ def act_unless(spared_pid: int, action: Callable[..., object], *args: object) ->
     return None if os.getpid() == spared_pid else action(*args)
 
 
-class SegfaultAtDel:
-    """Arrives in the master as a string and ends the worker when the worker drops it."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (str, ("harmless",))
-
-    def __del__(self) -> None:
-        segfault()
-
-
 def deep(levels: int) -> list[Any]:
     """Return a list in a list in a list ..."""
     nest: list[Any] = []
@@ -249,10 +239,3 @@ def anonymous_kb() -> int:
     """Return the private memory of this process, in KB: copies of its own, pages of shared segments not counted."""
     with open("/proc/self/smaps_rollup", encoding="ascii") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("Anonymous:"))
-
-
-def check_mapped_files(limit: int) -> None:
-    """Raise where this process has more memory files of the runtime mapped than ``limit``."""
-    with open("/proc/self/maps", encoding="utf-8") as file:
-        inodes = {line.split()[4] for line in file if "/memfd:synk" in line}
-    assert len(inodes) <= limit, inodes

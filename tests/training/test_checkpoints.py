@@ -5,6 +5,7 @@ The oracle is the same training without an end, and for other numbers of workers
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 import random
@@ -66,9 +67,9 @@ def build(*features: str) -> tuple[Any, Any, Any]:
     return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
 
 
-def with_optimizer(make: Callable[[Any], Any]) -> tuple[Any, ...]:
+def with_lbfgs() -> tuple[Any, ...]:
     model = mlp(1, torch.nn.Dropout(0.3))
-    return model, make(model.parameters())
+    return model, torch.optim.LBFGS(model.parameters(), 0.5, max_iter=4, line_search_fn="strong_wolfe")
 
 
 def with_scaler() -> tuple[Any, ...]:
@@ -109,16 +110,11 @@ def test_a_run_goes_on_bit_for_bit(subtests: Any, shared_runtimes: Any, reused: 
     """With dropout, a batch norm over each worker's own rows, buffers, attributes, generators; on other workers."""
     makes: dict[str, tuple[Callable[[], tuple[Any, ...]], Any]] = {
         "everything": (lambda: build(*ALL, "dropout"), step_with_generators),
-        "sgd": (lambda: with_optimizer(lambda p: torch.optim.SGD(p, 0.01, momentum=0.9, nesterov=True)), plain_step),
-        "rmsprop": (lambda: with_optimizer(lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True)), plain_step),
-        "lbfgs": (
-            lambda: with_optimizer(lambda p: torch.optim.LBFGS(p, 0.5, max_iter=4, line_search_fn="strong_wolfe")),
-            closure_step,
-        ),
+        "lbfgs": (with_lbfgs, closure_step),
         "scaler": (with_scaler, scaled_step),
     }
     for name, (make, body) in makes.items():
-        for workers in (1, 2, 3) if name == "everything" else (2,):
+        for workers in (1, 3, 2) if name == "everything" else (2,):
             with subtests.test(objects=name, workers=workers):
                 runtimes = shared_runtimes[workers], reused(2) if workers == 2 else shared_runtimes[workers]
                 expected, losses, states, others = goes_on(runtimes, make, body, tmp_path / "run.pt")
@@ -133,7 +129,7 @@ def test_another_number_of_workers_is_exact_without_random_numbers(
     make = lambda: build("spectral", "counter", "tensor", "number", "list", "shared", "frozen")  # noqa: E731
     plain = make()
     serial = [float(step(*plain, *rows).detach()) for rows in DATA][6:]
-    for before, after in [(1, 2), (2, 1), (2, 3), (3, 2)]:
+    for before, after in [(1, 2), (3, 2)]:
         with subtests.test(before=before, after=after):
             runtimes = shared_runtimes[before], shared_runtimes[after]
             _, losses, _, states = goes_on(runtimes, make, step, tmp_path / "run.pt")
@@ -210,46 +206,35 @@ def test_what_is_no_checkpoint_is_refused_and_runs_nothing(
     before = rank_states(rep)
     torch.save({"format": 1, "trap": Trap()}, "trap.pt")
     Path("pickle.pt").write_bytes(pickle.dumps(Trap()))
-    Path("empty.pt").write_bytes(b"")
     whole = Path("good.pt").read_bytes()
     Path("cut.pt").write_bytes(whole[: len(whole) // 2])
     flipped = bytearray(whole)
     flipped[whole.index(model.last.weight.detach().numpy().tobytes()[:16])] ^= 1
     Path("flipped.pt").write_bytes(bytes(flipped))
-    for name in ("trap.pt", "pickle.pt", "empty.pt", "cut.pt", "flipped.pt"):
+    for name in ("trap.pt", "pickle.pt", "cut.pt", "flipped.pt"):
         with pytest.raises(ValueError, match=f"cannot load '{name}': got one .*, expected a file that save"):
             rep.load(name)
-    torch.save(model.state_dict(), "model.pt")
     torch.save({**rep.state_dict(), "format": 2}, "newer.pt")
-    with pytest.raises(ValueError, match="got something else, expected format 1"):
-        rep.load("model.pt")
     with pytest.raises(ValueError, match="got format 2, expected format 1"):
         rep.load("newer.pt")
-    with pytest.raises(FileNotFoundError):
-        rep.load("none.pt")
     assert not Path("trap").exists()
     assert differences(before, rank_states(rep)) == [] and rep.num_steps == 1
 
 
 def test_the_state_of_other_objects_is_refused_and_changes_nothing(subtests: Any, shared_runtimes: Any) -> None:
     state = synk.torch.replicate(*build(), runtime=shared_runtimes[2]).state_dict()
-
-    def objects(change: Callable[[Any], Any] = lambda model: None, optimizer: Any = torch.optim.AdamW) -> list[Any]:
-        model = build()[0]
-        change(model)
-        made = optimizer(model.parameters(), lr=0.1)
-        return [model, made, torch.optim.lr_scheduler.StepLR(made, 3)]
-
+    model, optimizer, scheduler = build()
+    wider = build()[0]
+    wider.last = torch.nn.Linear(6, 3).double()
+    of_wider = torch.optim.AdamW(wider.parameters(), 0.1)
     cases = {
-        "got 3 objects, expected 2 replicated objects": objects()[:2],
-        "SGD: got a AdamW, expected a SGD": objects(optimizer=torch.optim.SGD),
-        r"last.weight: got torch.float64 of shape \(2, 6\), expected torch.float64 of shape \(3, 6\)": objects(
-            lambda model: setattr(model, "last", torch.nn.Linear(6, 3).double())
+        "got 3 objects, expected 2 replicated objects": (model, optimizer),
+        "SGD: got a AdamW, expected a SGD": (model, torch.optim.SGD(model.parameters(), 0.1), scheduler),
+        r"last.weight: got torch.float64 of shape \(2, 6\), expected torch.float64 of shape \(3, 6\)": (
+            wider,
+            of_wider,
+            scheduler,
         ),
-        "got no tensor 'extra.weight', expected the same names": objects(
-            lambda model: setattr(model, "extra", torch.nn.Linear(1, 1))
-        ),
-        "expected torch.float32": objects(lambda model: model.float()),
     }
     for text, others in cases.items():
         with subtests.test(text=text):
@@ -270,15 +255,13 @@ def test_state_dicts_are_copies_and_hold_what_the_program_has_changed(shared_run
     optimizer.param_groups[0]["lr"], model.scale = 0.125, 2.0
     rep.push()
     state = rep.state_dict()
-    drawn = torch.rand(3).tolist(), np.random.rand(), random.random(), torch.randperm(9).tolist()
-    kept = pickle.loads(pickle.dumps(state))
+    drawn, kept = (torch.rand(3).tolist(), np.random.rand(), random.random()), pickle.loads(pickle.dumps(state))
     expected = [float(run(*rows)) for rows in DATA[1:6]]
-    assert differences(state["objects"], kept["objects"]) == []  # later steps do not reach it
-    for _ in range(2):  # nor what is trained from it
+    for _ in range(2):  # neither later steps nor what is trained from it reach it
         rep.pull()
         optimizer.param_groups[0]["lr"], model.scale = 0.5, 8.0  # changes that the load throws away
         rep.load_state_dict(state)
-        assert (torch.rand(3).tolist(), np.random.rand(), random.random(), torch.randperm(9).tolist()) == drawn
+        assert (torch.rand(3).tolist(), np.random.rand(), random.random()) == drawn
         assert (optimizer.param_groups[0]["lr"], model.scale, rep.num_steps) == (0.125, 2.0, state["num_steps"])
         assert [float(run(*rows)) for rows in DATA[1:6]] == expected
     assert differences(state["objects"], kept["objects"]) == []
@@ -289,14 +272,20 @@ def test_state_dicts_are_copies_and_hold_what_the_program_has_changed(shared_run
 
 def test_a_load_brings_back_what_was_lost_with_all_workers(runtime: Callable[..., Any], tmp_path: Path) -> None:
     rt = runtime(1)  # of its own: on another one the objects of other tests would be lost, too
-    rep = synk.torch.replicate(*build("dropout"), runtime=rt)
+    objects = build("dropout")
+    rep = synk.torch.replicate(*objects, runtime=rt)
     run = rep.function(step)
     run(*DATA[0])
+    rep.pull()
+    kept = copy.deepcopy(objects[0].state_dict())
     rep.save(tmp_path / "run.pt")
     expected = [float(run(*rows)) for rows in DATA[1:4]]
     kill_and_wait(*pids(rt))
     with pytest.raises(synk.errors.WorkerDied, match="is lost"):
         run(*DATA[4])
+    rep.push()  # the program's own brings back what it was at the last pull
+    held = rank_states(rep)[0][0]
+    assert differences(dict(kept), {name: held[name] for name in kept}) == []
     rep.load(tmp_path / "run.pt")
     assert [float(run(*rows)) for rows in DATA[1:4]] == expected
     rt.close()
@@ -309,7 +298,7 @@ def test_a_worker_that_was_killed_before_a_save_or_a_load(
     subtests: Any, reused: Callable[..., Any], tmp_path: Path
 ) -> None:
     rt = reused(2)
-    for before_save, before_load in [(0, 1), (0, 0), (1, 0), (1, 1)]:
+    for before_save, before_load in [(0, 1), (1, 1)]:
         with subtests.test(before_save=before_save, before_load=before_load):
             rep = synk.torch.replicate(*build("dropout"), runtime=rt)
             run = rep.function(step)
@@ -355,7 +344,7 @@ def replicated(runtime: synk.Runtime) -> tuple[Any, Any]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("workers", "num_kills"),
-    [(1, 1), *(pytest.param(workers, 10, marks=pytest.mark.storm) for workers in (1, 2))],
+    [(1, 1), pytest.param(2, 20, marks=pytest.mark.storm)],
 )
 def test_a_program_killed_at_random_goes_on_bit_for_bit(
     shared_runtimes: Any, tmp_path: Path, storm_count: Callable[[int], int], workers: int, num_kills: int

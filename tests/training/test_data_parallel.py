@@ -106,34 +106,20 @@ def over_pairs_of_rows(model: Any) -> list[float]:
     return losses
 
 
-def frozen_since_an_earlier_pass(model: Any) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x, y = batches(1)[0]
-    early = F.mse_loss(model(x), y)
-    model[0].weight.requires_grad_(False)
-    late = F.mse_loss(model(x), y)
-    early.backward()
-    late.backward()
-    assert model[0].weight.grad is None
-    optimizer.step()
-    return [float(early.detach()), float(late.detach()), *(descend(model, optimizer, x, y) for _ in range(2))]
-
-
 def two_modules(made: Any, judge: Any) -> list[float]:
     of_both = torch.optim.Adam(made.parameters(), 0.01), torch.optim.Adam(judge.parameters(), 0.01)
     return [float(adversarial_step(made, judge, *of_both, x, y).detach()) for x, y in batches(6)]
 
 
-ROW_BY_ROW = ("mlp", "shared, frozen, unused and rarely used parameters", "sequences", "hooks")
+ROW_BY_ROW = ("mlp", "shared, frozen, unused and rarely used parameters", "hooks")
 PROGRAMS: dict[str, tuple[Callable[[], Any], Callable[..., list[float]]]] = {
     "pairs of rows": (mlp, over_pairs_of_rows),
-    "frozen": (mlp, frozen_since_an_earlier_pass),
     "its own loss": (WithLoss, by_its_own_loss),
     "two of them": (lambda: generator_and_judge()[:2], two_modules),
 } | {
     f"{name}; {way}; {optimizer}": (MODELS[name], like_any_module(way, optimizer))
     for name in ROW_BY_ROW
-    for way, optimizer in random.Random(name).sample([*itertools.product(WAYS, OPTIMIZERS)], 4)
+    for way, optimizer in random.Random(name).sample([*itertools.product(WAYS, OPTIMIZERS)], 2)
 }
 
 
@@ -201,14 +187,11 @@ def test_nested_inputs_and_outputs_with_gradients_for_all_that_want_them(shared_
 def test_losses_of_the_module(shared_runtimes: Any) -> None:
     """They keep their dtype; one that is no mean over rows is told once; other single numbers are refused."""
     rt = shared_runtimes[2]
-    for dtype in (torch.float32, torch.bfloat16):
-        model = synk.torch.DataParallel(WithLoss().to(dtype), runtime=rt)
-        x, y = torch.ones(7, 5, dtype=dtype), torch.ones(7, 2, dtype=dtype)
-        with torch.no_grad():
-            loss = model(x, labels=y)["loss"]
-        assert loss.shape == () and loss.dtype == dtype and not loss.requires_grad
-        assert torch.allclose(loss, model.module(x, labels=y)["loss"].detach(), rtol=torch.finfo(dtype).eps * 4)
-        assert model(x)["loss"] is None
+    model = synk.torch.DataParallel(WithLoss().to(torch.bfloat16), runtime=rt)
+    x, y = (torch.ones(7, columns, dtype=torch.bfloat16) for columns in (5, 2))
+    loss, expected = (each(x, labels=y)["loss"].detach() for each in (model, model.module))
+    assert loss.shape == () and loss.dtype == torch.bfloat16 and model(x)["loss"] is None
+    assert torch.allclose(loss, expected, rtol=torch.finfo(torch.bfloat16).eps * 4)
     model = synk.torch.DataParallel(WithLoss("sum"), runtime=rt)
     x, y = batches(1, (9,))[0]
     model(x[:2], labels=y[:2])  # too few rows to tell
@@ -216,8 +199,6 @@ def test_losses_of_the_module(shared_runtimes: Any) -> None:
         model(x, labels=y)
     assert told[0].filename == __file__
     model(x, labels=y)
-    model.train()
-    assert model.module.training
 
     class Counts(torch.nn.Module):
         def forward(self, x: Any) -> Any:
@@ -228,17 +209,16 @@ def test_losses_of_the_module(shared_runtimes: Any) -> None:
 
 
 def test_dtypes_autocast_and_strides(shared_runtimes: Any) -> None:
-    plain = torch.nn.Conv2d(3, 4, 3).to(torch.bfloat16, memory_format=torch.channels_last)
-    parallel, images = (
-        synk.torch.DataParallel(copy.deepcopy(plain), runtime=shared_runtimes[2]),
-        torch.randn(5, 3, 6, 6),
-    )
+    plain = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    parallel = synk.torch.DataParallel(copy.deepcopy(plain), runtime=shared_runtimes[2])
+    images = torch.randn(5, 3, 6, 6)
     for model in (plain, parallel):
-        model(images.bfloat16()).float().square().mean().backward()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(images)
+        assert out.dtype == torch.bfloat16
+        out.float().square().mean().backward()
     torch.testing.assert_close(parallel.weight.grad, plain.weight.grad, rtol=3e-2, atol=3e-2)
     assert parallel.weight.is_contiguous(memory_format=torch.channels_last)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert parallel.float()(images).dtype == torch.bfloat16
 
 
 class Counting(torch.nn.Module):
@@ -307,16 +287,11 @@ class Tripled(torch.nn.Linear):
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "nothing": lambda model: None,
     "weights": lambda model: torch.nn.init.ones_(model[1].weight),
-    "weights by data": lambda model: model[1].weight.data.sub_(0.1),
-    "loaded": lambda model: model.load_state_dict({key: value + 1 for key, value in model.state_dict().items()}),
-    "assigned": lambda model: model.load_state_dict(copy.deepcopy(model.module).state_dict(), assign=True),
     "another parameter": lambda model: setattr(model[1], "weight", torch.nn.Parameter(torch.ones(2, 8).double())),
     "another layer": lambda model: model.__setitem__(1, torch.nn.Linear(8, 3).double()),
-    "one more layer": lambda model: model.append(torch.nn.Tanh()),
     "a parameter that no pass uses": lambda model: setattr(model, "unused", torch.nn.Parameter(torch.ones(1))),
     "another class": lambda model: setattr(model[1], "__class__", Tripled),
     "a hook": lambda model: model[1].register_forward_hook(lambda module, args, out: out + 1),
-    "a tensor": lambda model: model[0].scale.mul_(3),
     "a tensor by data": lambda model: model[0].scale.data.mul_(3),
     "a list": lambda model: model[0].options["shift"].__setitem__(0, 2.0),
     "a mode": lambda model: model[2].eval(),
@@ -337,7 +312,7 @@ def test_what_the_program_changes_holds_from_the_next_call_on(subtests: Any, sha
             for rows in (x[:1], x[:2], x):  # of 1, 2 and 3 workers
                 assert torch.allclose(model(rows), module(rows), rtol=0, atol=1e-12)
             is_same = model(x).shape == before.shape and torch.equal(model(x), before)
-            assert is_same == (name in ("nothing", "assigned", "a parameter that no pass uses"))
+            assert is_same == (name in ("nothing", "a parameter that no pass uses"))
             for each in (model, module):
                 each.zero_grad()
                 each(x).square().mean().backward()
@@ -360,13 +335,10 @@ def test_dropout_draws_anew_on_each_rank_and_runs_repeat(shared_runtimes: Any) -
     assert not torch.equal(first, second) and not torch.equal(first[:32], first[32:])
     model.eval()
     assert torch.equal(model(x), model(x))
-    model.train()
     model[1].weight.requires_grad_(False)
     model(x).sum().backward()
     assert model[1].weight.grad is None and model[1].bias.grad is not None
-    assert not torch.equal(model(x), model(x))
-    model.requires_grad_(False)
-    assert not model(x).requires_grad
+    assert not model.requires_grad_(False)(x).requires_grad
 
 
 def test_it_is_the_module_in_all_but_its_calls(shared_runtimes: Any) -> None:
@@ -374,37 +346,30 @@ def test_it_is_the_module_in_all_but_its_calls(shared_runtimes: Any) -> None:
         def size(self, x: Any) -> Any:
             return self(x).shape
 
-    plain = Net(torch.nn.Linear(5, 2)).double()
+    plain, x = Net(torch.nn.Linear(5, 2)).double(), batches(1)[0][0]
     model = synk.torch.DataParallel(plain, runtime=shared_runtimes[2])
     assert isinstance(model, Net) and isinstance(model, synk.torch.DataParallel)
-    assert list(model.state_dict()) == ["0.weight", "0.bias"]
-    assert model[0] is plain[0] and model.module is plain
+    assert model[0] is plain[0] and model.module is plain and list(model.state_dict()) == ["0.weight", "0.bias"]
     model.note = "a text"
-    assert plain.note == "a text" and model.size(batches(1)[0][0]) == (8, 2)
-    with pytest.raises(AttributeError):
-        model.nothing  # noqa: B018
+    assert plain.note == "a text" and model.size(x) == (8, 2)
     seen = []
     model.register_forward_hook(lambda module, args, out: seen.append((len(args[0]), len(out))))
-    model(batches(1)[0][0])
+    model(x)
     assert seen == [(8, 8)]  # its own hooks run here, on all rows
     assert type(copy.deepcopy(model)) is Net
     other = synk.torch.DataParallel(mlp(), runtime=shared_runtimes[2])
     assert type(pickle.loads(pickle.dumps(other))) is torch.nn.Sequential
-    file, one = io.BytesIO(), io.BytesIO()
+    file = io.BytesIO()
     torch.save(other.state_dict(), file)
-    torch.save(other[0].bias, one)
-    assert len(one.getvalue()) < len(file.getvalue())  # a saved tensor holds no more than itself
     file.seek(0)
-    loaded = mlp(5)
-    loaded.load_state_dict(torch.load(file))
-    assert differences(dict(loaded.state_dict()), dict(other.state_dict())) == []
+    assert differences(dict(torch.load(file)), dict(other.state_dict())) == []
 
 
 # ----- refused
 
 
 class Moments(torch.nn.Linear):
-    def forward(self, x: Any, other: Any = None) -> Any:
+    def forward(self, x: Any) -> Any:
         return super().forward(x).mean(0)
 
 
@@ -418,26 +383,19 @@ class Fragile(torch.nn.Linear):
 def test_what_is_refused(subtests: Any, shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     parallel = lambda module, **options: synk.torch.DataParallel(module, runtime=rt, **options)  # noqa: E731
-    model, locked, bad = parallel(mlp()), torch.nn.Linear(5, 2), torch.ones(8, 5)
-    locked.lock = threading.Lock()
+    model, bad = parallel(mlp()), torch.ones(8, 5)
     bad[7] = 1e7  # of the last rank
     moments, fragile = parallel(Moments(5, 2)), parallel(Fragile(5, 2))
     sparse = parallel(torch.nn.Embedding(4, 3, sparse=True))
     x = batches(1)[0][0].requires_grad_()
     cases: dict[str, tuple[type[Exception], Callable[[], Any]]] = {
         r"expected a torch\.nn\.Module that is not parallel yet": (TypeError, lambda: parallel(model)),
-        "got int": (TypeError, lambda: parallel(3)),
-        "lazy parameters": (ValueError, lambda: parallel(torch.nn.LazyLinear(2))),
         r"got 'mask' in bcast_inputs.*\(input\)": (ValueError, lambda: parallel(mlp(), bcast_inputs="mask")),
         "got tensors on meta, expected a module on the CPU": (
             synk.errors.UnsupportedError, lambda: parallel(mlp().to("meta"))
         ),
-        "cannot send module 'Linear'": (synk.errors.SerializationError, lambda: parallel(locked)),
         r"shape \(2,\) for \d rows of inputs.*a loss too.*synk\.torch\.replicate": (
             ValueError, lambda: moments(torch.ones(8, 5))
-        ),
-        "tensors with 8, 3 rows, expected equal axis-0 lengths": (
-            ValueError, lambda: moments(torch.ones(8, 5), torch.ones(3))
         ),
         "create_graph=True": (RuntimeError, lambda: torch.autograd.grad(model(x).sum(), x, create_graph=True)),
         "sparse=False": (TypeError, lambda: sparse(torch.tensor([0, 1, 2])).sum().backward()),
@@ -489,37 +447,23 @@ def test_a_worker_killed_between_forward_and_backward(reused: Callable[..., Any]
     assert agrees(model)
 
 
-@pytest.mark.parametrize("how", ["close", "lost"])
-def test_after_the_runtime_it_is_an_ordinary_module(runtime: Any, how: str) -> None:
-    rt = runtime(1, max_restarts=0)
+def test_after_the_runtime_it_is_an_ordinary_module(runtime: Any) -> None:
+    rt = runtime(1)
     model, optimizer = trained(rt)
     plain = copy.deepcopy(model)
     x, y = batches(1)[0]
     loss = F.mse_loss(model(x), y)
-    if how == "close":
-        rt.close()
-    else:
-        kill_and_wait(pids(rt)[0])
-        with pytest.raises(synk.errors.ClosedError) as caught:
-            model(x)
-        caught.value.with_traceback(None)  # the runtime keeps why it was closed, and with it this frame
+    rt.close()
     with pytest.raises(synk.errors.ClosedError, match="Run the forward pass"):
         loss.backward()
     assert differences(dict(plain.state_dict()), dict(model.state_dict())) == []
     before = descend(model, optimizer, x, y)
     assert descend(model, optimizer, x, y) < before
-    assert torch.equal(model(x), copy.deepcopy(model)(x))
 
 
-def test_inline_and_calls_without_rows_run_here(shared_runtimes: Any) -> None:
-    model, _ = trained(shared_runtimes["inline"], steps=3)
-    plain = mlp()
-    optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
-    for x, y in batches(3):
-        descend(plain, optimizer, x, y)
-    assert differences(dict(plain.state_dict()), dict(model.state_dict())) == []
-    parallel, _ = trained(shared_runtimes[2])
-    assert parallel(torch.zeros(0, 5, dtype=torch.float64)).shape == (0, 2)
+def test_a_call_without_rows_runs_here(shared_runtimes: Any) -> None:
+    model = synk.torch.DataParallel(mlp(), runtime=shared_runtimes[2])
+    assert model(torch.zeros(0, 5, dtype=torch.float64)).shape == (0, 2)
 
 
 def test_many_steps_take_no_more_memory(shared_runtimes: Any) -> None:

@@ -12,12 +12,8 @@ import pytest
 from support import fake_gpus
 from test_data_parallel import (  # noqa: F401
     test_a_worker_killed_between_forward_and_backward,
-    test_buffers_are_those_of_the_first_worker,
     test_nested_inputs_and_outputs_with_gradients_for_all_that_want_them,
-    test_torchs_own_errors_about_graphs_are_raised,
     test_training_is_that_of_plain_torch,
-    test_what_is_refused,
-    test_what_the_program_changes_holds_from_the_next_call_on,
 )
 from trainings import batches, mlp
 
@@ -49,7 +45,7 @@ class Devices:
         return self[num_workers]
 
 
-@pytest.fixture(scope="module", params=["nccl", "host", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.fixture(scope="module", params=["nccl", pytest.param("gpu", marks=pytest.mark.gpu)])
 def kind(request: pytest.FixtureRequest) -> str:
     """Of the module, so that the tests of one kind come one after the other and share its runtimes."""
     return request.param
@@ -57,11 +53,9 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def shared_runtimes(kind: str, monkeypatch: pytest.MonkeyPatch, reuse: Any) -> Iterator[Devices]:
-    """Take the place of the fixture of CPU workers; reductions go by a stand-in for NCCL, or through the host."""
+    """Take the place of the fixture of CPU workers; reductions go by a stand-in for NCCL."""
     if kind != "gpu":
-        fake_gpus.install(monkeypatch, 3, has_nccl=kind == "nccl")
-        if kind == "host":
-            monkeypatch.setenv("SYNK_FAKE_NCCL", "refuse")
+        fake_gpus.install(monkeypatch, 3, has_nccl=True)
     yield Devices(kind, reuse)
 
 

@@ -124,21 +124,6 @@ def reduce_after_the_step(model: Any, optimizer: Any, x: Any, y: Any, fault: str
     return synk.comm.all_reduce(loss.detach(), "avg")
 
 
-def lbfgs(model: Any, optimizer: Any, x: Any, y: Any, fault: str) -> Any:
-    count = []
-
-    def closure() -> Any:
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(x), y)
-        count.append(1)
-        if fault and synk.comm.rank == 1 and len(count) == 3:
-            act(fault)
-        loss.backward()
-        return loss
-
-    return optimizer.step(closure)
-
-
 def accumulate(model: Any, x: Any, y: Any, fault: str) -> Any:
     """Only adds to the gradients of the calls before."""
     loss = F.mse_loss(model(x), y)
@@ -149,20 +134,6 @@ def accumulate(model: Any, x: Any, y: Any, fault: str) -> Any:
     return loss
 
 
-def without_grad(model: Any, x: Any, y: Any, fault: str) -> Any:
-    """An interrupt can come between the lines of torch's own ``__exit__``, or while parameters are frozen."""
-    if fault:
-        torch.set_grad_enabled(False)
-        model.eval().requires_grad_(False)
-        if synk.comm.rank == 1:
-            act(fault)
-        synk.comm.barrier()
-    model.zero_grad()
-    loss = F.mse_loss(model(x), y)
-    loss.backward()
-    return loss
-
-
 def objects_for(body: Any) -> tuple[Any, ...]:
     model, other = mlp(1), mlp(2)
     adam, second = torch.optim.Adam(model.parameters(), 0.01), torch.optim.Adam(other.parameters(), 0.01)
@@ -170,8 +141,6 @@ def objects_for(body: Any) -> tuple[Any, ...]:
         return model, other, adam, second
     if body is follow:
         return model, other.requires_grad_(False), adam
-    if body is lbfgs:
-        return model, torch.optim.LBFGS(model.parameters(), max_iter=4)
     return (model, adam) if body is reduce_after_the_step else (model,)
 
 
@@ -181,7 +150,7 @@ def test_what_changes_before_the_ranks_communicate_is_put_back(
 ) -> None:
     """What steps change when is noticed in the first one."""
     rt = reused(2)
-    for body in (two_optimizers, follow, reduce_after_the_step, lbfgs, accumulate, without_grad):
+    for body in (two_optimizers, follow, reduce_after_the_step, accumulate):
         with subtests.test(body=body.__name__):
             outcomes = []
             for has_fault in (False, True):

@@ -141,33 +141,6 @@ class Blocks(torch.nn.Module):
         return self.out(x)
 
 
-class Sequence_(torch.nn.Module):
-    """Reads a row as a sequence of five numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = torch.nn.LSTM(1, 4, num_layers=2, batch_first=True)
-        self.attention = torch.nn.MultiheadAttention(4, 2, bias=False, batch_first=True)
-        self.last = torch.nn.Linear(4, 2)
-
-    def forward(self, x: Any) -> Any:
-        states, _ = self.lstm(x[:, :, None])
-        return self.last(self.attention(states, states, states)[0].mean(1))
-
-
-class Graph(torch.nn.Module):
-    """Multiplies by a sparse matrix, which is a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = torch.nn.Linear(5, 2)
-        with torch.sparse.check_sparse_tensor_invariants():
-            self.register_buffer("adjacency", torch.eye(5).double().to_sparse())
-
-    def forward(self, x: Any) -> Any:
-        return self.inner((self.adjacency @ x.T).T)
-
-
 def hooked() -> Any:
     """Hooks of a forward pass, of gradients, of gradients that were accumulated, and of a frozen parameter."""
 
@@ -186,10 +159,8 @@ MODELS: dict[str, Callable[[], Any]] = {
     "mlp": mlp,
     "shared, frozen, unused and rarely used parameters": Shared,
     "checkpointed and left out layers": Blocks,
-    "sequences": Sequence_,
     "batch norms": lambda: mlp(1, torch.nn.BatchNorm1d(8), torch.nn.Tanh(), torch.nn.BatchNorm1d(8, momentum=None)),
     "buffers and attributes": lambda: Everything(ALL),
-    "a sparse buffer": Graph,
     "hooks": hooked,
 }
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
+import pytest
 
 from synk._pure.arrays import address_of
 from synk._wire.process_memory import let_siblings_read, read_memory
@@ -21,31 +22,51 @@ sys.stdin.read()
 """
 
 
-def test_the_memory_of_another_process(subtests: Any) -> None:
-    """Wherever the target lies in its page: a little ahead of the source it is filled piece by piece."""
+@pytest.fixture
+def other() -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Return a process, and the address of three million numbers in it."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", CHILD]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
     ) as process:
         assert process.stdout is not None
-        address = int(process.stdout.readline())
-        for ahead in (0, 1, 16, 63, 64, 2048, 4095):
-            with subtests.test(ahead=ahead):
-                memory = np.zeros(2_000_003 + 4096, np.uint8)
-                start = (address + 8 + ahead - address_of(memory)) % 4096
-                found = memory[start : start + 2_000_003]
-                assert read_memory(process.pid, address + 8, found)
-                np.testing.assert_array_equal(found, np.arange(1, 250_003).view(np.uint8)[: found.size])
-                assert not memory[:start].any() and not memory[start + found.size :].any()
+        yield process, int(process.stdout.readline())
         process.kill()
-        process.wait()
-        assert not read_memory(process.pid, address, np.empty(8, np.uint8)), "it has ended"
 
 
-def test_addresses_where_nothing_is_and_no_bytes() -> None:
+def test_the_memory_of_another_process(other: tuple[subprocess.Popen[str], int]) -> None:
+    process, address = other
+    found = np.zeros(2_000_000, np.int64)
+    assert read_memory(process.pid, address + 8_000_000, found.view(np.uint8))
+    np.testing.assert_array_equal(found, np.arange(1_000_000, 3_000_000))
+
+
+def test_wherever_the_target_lies_in_its_page(other: tuple[subprocess.Popen[str], int]) -> None:
+    """A little ahead of the source it is filled piece by piece."""
+    process, address = other
+    for ahead in (0, 1, 16, 63, 64, 2048, 4095):
+        memory = np.zeros(2_000_003 + 4096, np.uint8)
+        start = (address + 8 + ahead - address_of(memory)) % 4096
+        found = memory[start : start + 2_000_003]
+        assert read_memory(process.pid, address + 8, found)
+        np.testing.assert_array_equal(found, np.arange(1, 250_003).view(np.uint8)[: found.size])
+        assert not memory[:start].any() and not memory[start + found.size :].any()
+
+
+def test_no_bytes() -> None:
     assert read_memory(os.getpid(), 0, np.empty(0, np.uint8))
+
+
+def test_an_address_where_nothing_is() -> None:
     assert not read_memory(os.getpid(), 4096, np.empty(8, np.uint8))
+
+
+def test_a_process_that_has_ended(other: tuple[subprocess.Popen[str], int]) -> None:
+    process, address = other
+    process.kill()
+    process.wait()
+    assert not read_memory(process.pid, address, np.empty(8, np.uint8))
 
 
 def test_declaring_siblings_twice_changes_nothing() -> None:

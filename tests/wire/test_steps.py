@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 from support.rank_arrays import REDUCIBLE, assert_same, reduced
-from support.tables import combinations
 
 from synk._pure.ops import BLOCK_NBYTES
 from synk._wire.memory import Segment
@@ -34,7 +33,7 @@ def test_a_copy_reaches_its_target_and_nothing_else() -> None:
 
 def test_a_reduction_is_numpys_in_rank_order(subtests: Any) -> None:
     """Also of one element less, as many, and one more than whole blocks."""
-    for (op, dtype), world_size in combinations(50, REDUCIBLE, (1, 2, 4)):
+    for (op, dtype), world_size in itertools.product(REDUCIBLE, (1, 2, 4)):
         with subtests.test(case=f"{op} of {world_size} {dtype}"):
             check(op, dtype, world_size, 77)
     for op, dtype, extra in itertools.product(("avg", "sum", "max"), ("float16", "float64"), (-1, 0, 1)):

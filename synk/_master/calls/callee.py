@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import time
 import types
 import weakref
 from collections.abc import Iterable, Sequence
@@ -16,22 +17,23 @@ from typing import Any
 from synk._master.calls.plans import CAPTURED, PlanCache
 from synk._master.calls.signature import Signature
 from synk._master.code.book import Book
-from synk._master.code.capture import Capture
-from synk._master.code.culprits import place_of
+from synk._master.code.capture import Capture, Watch
+from synk._master.code.culprits import dearest
 from synk._master.code.modules import is_of_program, is_users_module
 from synk._master.objects.resident import Resident
+from synk._master.processes.log import Dropped
 from synk._master.processes.output import warn_at_users_line
 from synk._master.session import Session
 from synk._master.state.captured import Changes, Referred, captured_in, check_captured, check_optimizers, referred_in
-from synk._master.state.guard import Copies
 from synk._master.state.ledger import Record
+from synk._master.state.repeated import Repeated
 from synk._master.state.resident import check_owner as check_owner_of_resident
 from synk._master.state.variable import check_owner
 from synk._pure.output_ops import DefaultOp, ops_of
-from synk.errors import StaleCaptureError, StaleCaptureWarning
 
 _waiting: weakref.WeakKeyDictionary[Callee, None] = weakref.WeakKeyDictionary()  # in the order in which they were made
 _NUM_CLASSES = 256
+_LARGE_NBYTES = 1 << 18
 
 
 class FunctionHandle:
@@ -73,8 +75,6 @@ class Callee:
         What the workers were told about what it captures.
     is_stale : bool
         Whether it, or something that it captured, must be sent again.
-    is_refreshed : bool
-        Whether ``refresh`` was called: everything that it captured is compared in full before the next call.
     classes : list of type
         Of resident objects, arguments and items; they count as captured, because their methods may run in a call.
     variables, residents : set of Variable, set of ResidentObject
@@ -91,7 +91,7 @@ class Callee:
     record : Record
         What its calls have cost in this session.
     large_changes : Changes
-    copies : Copies
+    repeated : Repeated
     is_partial : bool
         Whether large reductions end in partial results, as they do on one of several nodes.
 
@@ -138,7 +138,7 @@ class Callee:
         self.session: Session | None = None
         self.id = -1
         self.plans = PlanCache()
-        self.is_stale = self.is_refreshed = False
+        self.is_stale = False
         self.capture: Capture | None = None
         self._code = getattr(fn, "__code__", None)
         # Where the program itself looks the function up: the namespace of the user's module that defines it, and its
@@ -146,8 +146,10 @@ class Callee:
         # no module holds under its name, such as a lambda or an inner function.
         self._home: tuple[dict[str, Any], str] | None = None
         self.record = Record(name)
+        mine = weakref.ref(self)
+        self._watch = Watch(lambda: 0 if (me := mine()) is None else me.record.wall_ns, lambda ns: _warn(mine(), ns))
         self.large_changes = Changes(name)
-        self.copies = Copies(name)
+        self.repeated = Repeated(name)
         self._modules, self.classes = (), list[type]()
         self._met: weakref.WeakSet[type] = weakref.WeakSet()
         captured = check_captured(name, self.options)
@@ -188,28 +190,10 @@ class Callee:
 
         Reloading a module makes its functions again. The function with the same name in the module is the one that is
         meant.
-
-        Raises
-        ------
-        StaleCaptureError
-            If something has changed that earlier calls did not see. The next call sees it.
         """
         capture = self.capture
         if capture is None or capture.is_current():
             return None
-        if self.is_refreshed:  # after f.refresh(): no call is late
-            capture.late = capture.slow_change = None
-        if capture.late is not None:
-            (obj, num_calls), capture.late = capture.late, None
-            raise self._stale_error(obj, num_calls)
-        if capture.slow_change is not None:
-            obj, capture.slow_change = capture.slow_change, None
-            warn_at_users_line(
-                f"{self.name!r} captured {place_of(self.fn, obj)} ({type(obj).__name__}), whose pickle is "
-                "no longer the one that was sent: calls may have used an old state. It is sent again, unless the rank "
-                "has changed its own. Pass it as an argument, or call f.refresh() after a change.",
-                StaleCaptureWarning,
-            )
         successor = self._home[0].get(self._home[1]) if self._home is not None else None
         if isinstance(successor, FunctionHandle) and successor._callee is not self:
             return successor
@@ -221,76 +205,6 @@ class Callee:
             self.fn, self._code = fn, code
         self.is_stale, self.plans.why_new = True, CAPTURED
         return None
-
-    def _warn_of_late_change(self) -> None:
-        assert self.capture is not None
-        if self.capture.perhaps_late is None:
-            return
-        (obj, num_calls), self.capture.perhaps_late = self.capture.perhaps_late, None
-        calls = "1 call" if num_calls == 1 else f"{num_calls} calls"
-        warn_at_users_line(
-            f"{self.name!r} captured {place_of(self.fn, obj)} ({type(obj).__name__}), which was changed in place; it "
-            f"has been sent again. Up to {calls} since it was last known to be equal may have used its old contents. "
-            "Pass it as an argument, or call f.refresh() after each such change.",
-            StaleCaptureWarning,
-        )
-
-    def _stale_error(self, obj: Any, num_calls: int) -> StaleCaptureError:
-        place = place_of(self.fn, obj)
-        size = f", {obj.nbytes / 1e6:.1f} MB" if hasattr(obj, "nbytes") else ""
-        calls = "1 call" if num_calls == 1 else f"{num_calls} calls"
-        return StaleCaptureError(
-            f"cannot call {self.name!r}: got {place} ({type(obj).__name__}{size}), which it captured and which was "
-            f"changed in place; up to {calls} since it was last known to be equal may have used its old contents. The "
-            "next call uses the new ones. Pass it as an argument (an array as synk.data), or call f.refresh() after "
-            "each such change."
-        )
-
-    @property
-    def _living_capture(self) -> Capture | None:
-        """Its capture, if the workers that were told of it are still there; else None."""
-        return None if self.session is None or self.session.is_closed else self.capture
-
-    def unseen_changes(self) -> list[str]:
-        """Compare everything it captured in full. Describe changes that no call has seen; the next call sees them."""
-        capture = self._living_capture
-        if capture is None:
-            return []
-        found, capture.slow_change = capture.unseen_changes(), None
-        return [
-            f"{place_of(self.fn, obj)} ({type(obj).__name__}) has changed since it was sent, which the calls so far "
-            "may not have seen. The next call uses its new contents."
-            for obj, _ in found
-        ]
-
-    def uncompared(self) -> list[str]:
-        """Describe captured objects that cannot be compared, so that their changes stay unseen."""
-        if self.session is None or self._living_capture is None:
-            return []
-        return [
-            f"Whether {place_of(self.fn, obj)} ({type(obj).__name__}) has changed cannot be told: its pickle is "
-            "another one each time."
-            for obj in self.session.functions.book.uncompared_of(self.id)
-        ]
-
-    def check_all(self) -> None:
-        """Compare everything it captured in full.
-
-        Raises
-        ------
-        StaleCaptureError
-            If something has changed that earlier calls did not see.
-        """
-        capture = self._living_capture
-        for obj, num_calls in () if capture is None else capture.unseen_changes():
-            if num_calls:
-                raise self._stale_error(obj, num_calls)
-
-    def refresh(self) -> None:
-        """Have the next call first compare everything that the function captured in full, and use what it finds."""
-        self.is_refreshed = True
-        if self.capture is not None:
-            self.capture.is_valid = False
 
     def _find_home(self) -> tuple[dict[str, Any], str] | None:
         """Return the namespace and the name under which a user's module holds the function; see ``_home``.
@@ -311,7 +225,6 @@ class Callee:
         """See that the workers have the function."""
         if self.session is not session or self.is_stale:
             distribute(session, [self], deadline=deadline)
-            self._warn_of_late_change()
         else:
             session.functions.ensure_loaded(deadline)
 
@@ -324,21 +237,51 @@ class Callee:
         if self._home is None:
             self._home = self._find_home()
         home = [] if self._home is None else [(self._home[0].get, self._home[1], self._home[0].get(self._home[1]))]
-        record = self.record = session.profile.record(self.fn, self.name)
-        book, before = session.functions.book, self.capture
-        self.capture = Capture(book, self.id, home, lambda: record.wall_ns, before, is_refreshed=self.is_refreshed)
-        self.is_stale = self.is_refreshed = False
+        self.record = session.profile.record(self.fn, self.name)
+        self.capture = Capture(session.functions.book, self.id, home, self._watch)
+        self.is_stale = False
         self.variables, self.residents = referred
         session.functions.bound.add(self)
         _waiting.pop(self, None)
         if is_new:
-            dropped = weakref.finalize(self, session.functions.dropped.append, (self.id, self.plans.by_key))
+            is_large = session.functions.book.nbytes_of(self.id) >= _LARGE_NBYTES
+            reclaimed = weakref.ref(session) if is_large else None
+            dropped = weakref.finalize(self, _drop, session.functions.dropped, (self.id, self.plans.by_key), reclaimed)
             dropped.atexit = False  # the user's own exit handlers may still call it
 
     def forget_sent(self) -> None:
         """Release what captured objects were compared with: the runtime is closed."""
         self.plans.forget()
         self.capture = None
+
+
+def _drop(dropped: Dropped, function: tuple[int, Any], session_ref: weakref.ref[Session] | None) -> None:
+    """Note that a function no longer exists. What it captured is freed by the next operation or, if it is much, now.
+
+    Only if it is much: an interrupt that comes just now, in a finalizer, is reported and lost.
+    """
+    dropped.append(function)
+    session = None if session_ref is None else session_ref()
+    if session is not None:
+        session.reclaim()
+
+
+def _warn(function: Callee | None, mean_ns: float) -> None:
+    """Tell of captured objects that take long to compare."""
+    if function is None or function.session is None:
+        return
+    costs: dict[int, float] = {}
+    for node in function.session.functions.book.nodes_of(function.id):
+        began = time.perf_counter_ns()
+        for facet in node.facets:
+            facet.is_current()
+        costs[id(node.obj)] = time.perf_counter_ns() - began
+    warn_at_users_line(
+        f"{function.name!r} captured {dearest(function.fn, costs)}, and to compare what it captured takes "
+        f"{mean_ns / 1e6:.1f} ms a call. Pass it as an argument (an array as synk.data), keep it on the workers "
+        "(synk.shared, synk.resident), or use memory that cannot change: np.frombuffer(a.tobytes(), a.dtype).",
+        UserWarning,
+    )
 
 
 def distribute(session: Session, only: Sequence[Callee] | None = None, *, deadline: float | None) -> None:
@@ -369,7 +312,7 @@ def distribute(session: Session, only: Sequence[Callee] | None = None, *, deadli
         for resident in residents:
             check_owner_of_resident(resident, session.residents, repr(name))
 
-    orders = [(f.id, f.fn, f.options, f.is_refreshed, f.capture) for f in functions]
+    orders = [(f.id, f.fn, f.options) for f in functions]
     for function in functions:
         if function.session is session and not book.has(function.id, function.fn):
             function.plans.drop_all(session.workers.log)  # workers prepare plans for the function that they have
@@ -383,6 +326,7 @@ def distribute(session: Session, only: Sequence[Callee] | None = None, *, deadli
         function.record.add_captured(nbytes_of[function.id])
     if len(functions) == 1:
         functions[0].large_changes.note(functions[0].fn, sent, session.counters["calls"])
+        functions[0].large_changes.note_restless(functions[0].fn, book.restless.values())
 
 
 def _referred(function: Callee, book: Book) -> Referred:

@@ -1,8 +1,6 @@
 """The facets of arrays and tensors: their bytes, compared with the bytes that the ranks were sent.
 
-A small array is compared whole. A large one also lies in shared memory as it was sent, and each call compares two parts
-of it: a few samples, which show dense changes at once, and a window that moves on from call to call and in time finds
-all others.
+A large array also lies in shared memory as it was sent, and is compared there.
 """
 
 from __future__ import annotations
@@ -19,12 +17,7 @@ from synk._pure.tensors import array_of, is_tensor
 from synk._wire.parcels import Mapped
 
 LARGE_NBYTES = 1 << 16
-"""A larger array is sent through shared memory and compared in turns."""
-
-WINDOW_NBYTES = 1 << 16
-"""How much of a function's large arrays is compared at each call."""
-
-_NUM_SAMPLES = 64
+"""A larger array is sent through shared memory."""
 
 
 class ArrayContents(Facet):
@@ -40,8 +33,6 @@ class ArrayContents(Facet):
         Where that memory is in this process: the mapping, and the offset in it.
     form : tuple
         The dtype and shape that were sent.
-    at : int
-        Where the next window begins, in bytes.
     """
 
     def __init__(self, obj: Any) -> None:
@@ -50,10 +41,8 @@ class ArrayContents(Facet):
         self.told: Any = None
         self.place: Mapped | None = None
         self.memory: tuple[Any, int] = (None, 0)
-        self._samples = b""
-        self._step = 1
-        self.at = 0
         self.version = self._version()
+        self._is_fixed = False
 
     # -- what an array is -----------------------------------------------------------------------------------------
 
@@ -103,59 +92,30 @@ class ArrayContents(Facet):
         # For a large array these are the bytes of shared memory, which only the master writes to.
         self.told = told
         self.form, self.version = self._form(), self._version()
-        self._samples = b""
-        if self.is_large and self.is_view:
-            elements = self.elements()
-            self._step = max(len(elements) // _NUM_SAMPLES, 1)
-            self._samples = elements[:: self._step].tobytes()
-
-    @property
-    def is_view(self) -> bool:
-        """Whether ``elements`` returns a view, so that samples can be taken without copying the array."""
-        return bool(self.obj.flags.c_contiguous or self.obj.flags.f_contiguous)
-
-    def glance(self) -> bool:
-        """Whether a quick comparison finds no difference: of a whole small array, or of samples of a large one."""
-        return not self.shows() and (self.is_large or self.raw() == self.told)
-
-    def shows(self) -> bool:
-        if self.told is None or self.form != self._form() or self.version != self._version():
-            return True
-        return bool(self._samples) and self.elements()[:: self._step].tobytes() != self._samples
-
-    def window(self, nbytes: int) -> tuple[bool, int]:
-        """Compare the next window of an array. Return whether it is unchanged, and how many bytes it has.
-
-        No view is kept from one call to the next, because the array can be given other memory in between.
-        """
-        raw = self.elements().view(np.uint8)
-        first, last = self.at, min(self.at + nbytes, len(raw))
-        self.at = 0 if last == len(raw) else last
-        return self._is_same(raw, first, last), last - first
-
-    def _is_same(self, raw: np.ndarray, first: int, last: int) -> bool:
-        """Whether ``raw[first:last]`` is as it was sent. Methods of ``bytes`` and ``mmap`` compare without a copy."""
-        part = raw[first:last].data
-        if isinstance(self.told, bytes):
-            return (
-                self.told.startswith(part)
-                if last - first == len(self.told)
-                else self.told[first:last] == part.tobytes()
-            )
-        mapping, offset = self.memory
-        return mapping.find(part, offset + first, offset + last) == offset + first
+        self._is_fixed = self.is_large and _is_fixed(self.obj)
 
     def is_current(self) -> bool:
-        if not self.glance():
+        if self.told is None or self.form != self._form() or self.version != self._version():
             return False
-        return not self.is_large or self._is_same(self.elements().view(np.uint8), 0, self.nbytes)
+        if self._is_fixed:
+            return True
+        if not self.is_large:
+            return bool(self.raw() == self.told)
+        part = self.elements().view(np.uint8).data  # methods of ``bytes`` and ``mmap`` compare without a copy
+        if isinstance(self.told, bytes):
+            return self.told.startswith(part)
+        mapping, offset = self.memory
+        return mapping.find(part, offset, offset + len(part)) == offset
+
+    def is_unfit(self, known: Any = frozenset()) -> bool:
+        return self.told is not None and self.form != self._form()
 
     def changes(self) -> list[Change]:
-        return [] if self.glance() else [self.change()]
+        return [] if self.is_current() else [self.change()]
 
     def change(self) -> Change:
         """Return the change that brings the ranks the contents of now."""
-        if self.told is not None and self.form != self._form():
+        if self.is_unfit():
             return Change("replace", None, None)
         if self.is_large and isinstance(self.told, np.ndarray):
             return Change("reload", None, self.told)
@@ -169,10 +129,6 @@ class ArrayContents(Facet):
 
     def forget(self, change: Change) -> None:
         self.version = UNKNOWN
-
-    def note_unseen(self) -> None:
-        self.version = UNKNOWN
-        self.num_unseen += 1
 
 
 class RawContents(ArrayContents):
@@ -189,15 +145,14 @@ class RawContents(ArrayContents):
     def nbytes(self) -> int:
         return len(self.obj)
 
-    @property
-    def is_view(self) -> bool:
-        return True
-
     def elements(self) -> np.ndarray:
         return np.frombuffer(self.obj, np.uint8)
 
     def raw(self) -> bytes:
         return bytes(self.obj)
+
+    def is_unfit(self, known: Any = frozenset()) -> bool:
+        return False
 
     def change(self) -> Change:
         return Change("elements", None, bytes(self.obj))
@@ -272,9 +227,8 @@ class TensorContents(ArrayContents):
             return Change("contents", None, self.value())
         return super().change()
 
-    @property
-    def is_view(self) -> bool:
-        return True
+    def is_unfit(self, known: Any = frozenset()) -> bool:
+        return False
 
 
 def contents_of(obj: Any) -> ArrayContents | None:
@@ -313,6 +267,13 @@ def tensor_bytes_check(facets: Sequence[TensorContents]) -> Callable[[], bool]:
     views = [memoryview(facet.elements().view(np.uint8)) for facet in facets]  # type: ignore[arg-type]
     told = b"".join(facet.told for facet in facets)
     return lambda: b"".join(views) == told
+
+
+def _is_fixed(obj: Any) -> bool:
+    """Whether an array lies in memory of ``bytes``, which nobody can change."""
+    while isinstance(obj, np.ndarray):
+        obj = obj.base
+    return type(obj) is bytes
 
 
 def is_plain(cls: type) -> bool:

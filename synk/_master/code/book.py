@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import enum
 import io
+import operator
 import pickle
 import sys
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from synk._master.code.arrays import ArrayContents, copy_bytes
@@ -26,6 +27,7 @@ from synk._master.code.facets import (
     MISSING,
     UNKNOWN,
     Change,
+    Elements,
     Facet,
     Names,
     State,
@@ -34,12 +36,21 @@ from synk._master.code.facets import (
     contents,
 )
 from synk._master.code.handles import Handle
-from synk._master.code.modules import Located, imports_inside, inside, is_told_by_import, reached_from, source_of
-from synk._master.code.packing import Address, PartsPickler, SharedBytes
+from synk._master.code.modules import (
+    Located,
+    imported_parts_of,
+    imports_inside,
+    inside,
+    is_told_by_import,
+    methods_in,
+    parts_of,
+    reached_from,
+)
+from synk._master.code.packing import Address, ComesApart, ComesFirst, PartsPickler, SharedBytes
 from synk._master.code.parcels import Host, Node, Parcel, Shelf, end_captures
+from synk._master.code.trees import Tree
 from synk._wire.memory import Segment
-from synk._wire.messages import Reload
-from synk._wire.parcels import Absent
+from synk._wire.parcels import BY_VALUE, Absent
 
 
 class _Entry(NamedTuple):
@@ -50,27 +61,17 @@ class _Entry(NamedTuple):
 
 
 class _Module(NamedTuple):
-    """One of the user's modules, as the workers know it."""
+    """One of the user's modules, as the workers know it; of methods that are no nodes, the code and the defaults."""
 
     module: types.ModuleType
     spec: Any
-    source: str | None
     parcel: Parcel
+    methods: dict[Located, Any]
 
-
-class Update(NamedTuple):
-    """The result of an update.
-
-    Attributes
-    ----------
-    reloads : list of Reload
-        Modules that the workers must bring up to date.
-    sent : list of (object, int)
-        What had changed, with the number of bytes packed for it.
-    """
-
-    reloads: list[Reload]
-    sent: list[tuple[Any, int]]
+    def is_current(self, name: str) -> bool:
+        """Whether the program has neither reloaded nor replaced it."""
+        module = sys.modules.get(name)
+        return module is self.module and module.__spec__ is self.spec
 
 
 class Book(Shelf):
@@ -90,6 +91,8 @@ class Book(Shelf):
         How much has been packed so far.
     sent_anew : set of int
         Functions that were sent again as a whole: the workers' plans still hold the earlier version.
+    restless : dict of int to object
+        By id, what the last update has sent and whose pickle is another one already: it is sent with each update.
     """
 
     def __init__(self, host: Host) -> None:
@@ -99,6 +102,11 @@ class Book(Shelf):
         self._entries: dict[int, _Entry] = {}
         self.packed_nbytes = 0
         self.sent_anew: set[int] = set()
+        self.restless: dict[int, Any] = {}
+        self._sent: list[tuple[Any, int]] = []  # of this update: what had changed, and its size
+        self._again: set[Node] = set()  # in this update: what must be looked at once more
+        self._packed_before: set[int] = set()  # the numbers of the parcels from before this update
+        self._methods_met: set[str] = set()  # modules whose methods were compared in this update
         self._reached: dict[frozenset[str], list[str]] = {}  # a cache, cleared by each update
 
     # -- packing ------------------------------------------------------------------------------------------------------
@@ -108,91 +116,77 @@ class Book(Shelf):
         entry = self._entries.get(function_id)
         return entry is not None and entry.fn is fn
 
-    def update(
-        self, function_id: int, fn: Any, options: dict[str, Any], *, is_thorough: bool, capture: Any = None
-    ) -> Update:
+    def update(self, function_id: int, fn: Any, options: dict[str, Any]) -> list[tuple[Any, int]]:
         """Pack a function that the workers do not have, and whatever has changed of what it captures.
 
-        Parameters
-        ----------
-        is_thorough : bool
-            Also compare in full what calls compare only in turns or now and then.
-        capture : Capture or None
-            The function's last capture. Objects that are not in it are compared in full anyway.
+        Return what had changed, with the number of bytes packed for it.
         """
-        reloads: list[Reload] = []
-        sent: list[tuple[Any, int]] = []
-        packed_before = set(self.parcels)
+        self.prepared.clear()
+        self._methods_met.clear()
+        self._note_reloads()
+        sent = self._sent = []
+        again = self._again = set()
+        self.restless.clear()
+        packed_before = self._packed_before = set(self.parcels)
         if not self.has(function_id, fn):
             parcel = self._pack([("function", function_id, options)])
             self._entries[function_id] = _Entry(fn, parcel)
-            is_thorough = True  # a new function must see its objects as they are now
-
-        def is_full(node: Node) -> bool:
-            return is_thorough or capture not in node.captures
-
         seen: set[Node] = set()
         # What a round packs may need further modules, and may hold objects that changed since another function sent
         # them. So the rounds go on until one finds nothing.
         while True:
-            reloads += self._meet_modules(function_id)
+            self._met(self._modules_of(function_id))
             nodes = [node for node in self.nodes_of(function_id) if self._is_known(node)]
-            fresh = [node for node in nodes if node not in seen or isinstance(node.facets[0], Names)]
+            fresh = [node for node in nodes if node not in seen or node in again or isinstance(node.facets[0], Names)]
             is_last = seen.issuperset(fresh)
             seen.update(fresh)
-            is_all, holders = self._replace(fresh, function_id, is_full)
-            if is_all:
+            if self._replace(fresh, function_id):
                 parcel = self._pack([("function", function_id, options)])
                 self._entries[function_id] = _Entry(fn, parcel)
                 self.sent_anew.add(function_id)
             named = self.named_of(function_id)
             # What holds replaced objects comes last: a rank may make them from copies of objects that change now.
-            for node in filter(self._is_known, sorted(fresh, key=holders.__contains__) if holders else fresh):
+            for node in filter(self._is_known, sorted(fresh, key=_lacks_parts)):
                 is_open = isinstance(node.facets[0], (Names, _Imported)) or isinstance(node.obj, types.CellType)
-                if is_open or node.parcel.number in packed_before:
-                    changes = self._pack_changes(node, named, is_full(node))
+                if is_open or node in again or node.parcel.number in packed_before:
+                    again.discard(node)
+                    changes = self._pack_changes(node, named)
                     is_last = is_last and not changes
                     sent += changes
             if is_last:
-                return Update(reloads, sent)
+                return sent
 
     def _is_known(self, node: Node) -> bool:
         """Whether the ranks hold the object through this node: it was not forgotten, and no later node replaced it."""
         table = self.namespaces if node.facets and isinstance(node.facets[0], Names) else self.known
         return bool(node.facets) and table.get(id(node.obj)) is node
 
-    def _pack_changes(self, node: Node, named: set[tuple[Node, str]], is_full: bool) -> list[tuple[Any, int]]:
+    def _pack_changes(self, node: Node, named: set[tuple[Node, str]]) -> list[tuple[Any, int]]:
         """Pack what has changed of one object. Return the changes, with their sizes."""
         sent = []
         for facet in node.facets:
-            if isinstance(facet, ArrayContents) and is_full and facet.glance() and not facet.is_current():
-                changes = [facet.change()]
-            elif isinstance(facet, State) and not facet.is_asked_for(is_full):
-                changes = []
-            else:
-                changes = facet.changes()
+            changes = facet.changes()
             if isinstance(facet, Names):
                 changes = [change for change in changes if (node, change.key) in named]
-            elif changes and not facet.shows() and not self._are_named(node, changes, named):
-                facet.num_unseen += 1
             for change in changes:
+                if isinstance(facet, Table) and facet.told.get(change.key, self) is change.value:
+                    continue  # what came first has brought it
                 is_renewed = not isinstance(facet, Table) or (change.kind, change.key) in node.sources
                 nbytes = self._pack_change(node, facet, change)
+                if isinstance(facet, State) and not facet.is_current():
+                    self.restless[id(node.obj)] = node.obj
                 if not is_renewed:  # sent for the first time: counts as part of the function
                     nbytes = 0
                 sent.append((change.value if change.kind in ("item", "attribute", "cell") else node.obj, nbytes))
         return sent
-
-    def _are_named(self, node: Node, changes: Sequence[Change], named: set[tuple[Node, str]]) -> bool:
-        """Whether all changes are of globals of a module that functions name, which each call compares."""
-        space = self.namespaces.get(id(vars(node.obj))) if isinstance(node.obj, types.ModuleType) else None
-        return space is not None and all((space, change.key) in named for change in changes)
 
     def _pack_change(self, node: Node, facet: Facet, change: Change) -> int:
         """Pack what a unit has become. Return how many bytes that takes."""
         value = Absent if change.value is MISSING else change.value
         kind = change.kind
         source = (kind, change.key)
+        if kind in ("state", "elements") and type(node.obj).__module__ != "builtins":
+            self._prepare(type(node.obj))
         is_first = isinstance(facet, _Imported) and facet.told.get(change.key) is UNKNOWN and source not in node.sources
         if is_first and kind in ("item", "attribute") and value is not Absent:
             kind = "adopt " + kind
@@ -207,20 +201,64 @@ class Book(Shelf):
             facet.forget(change)
             if isinstance(error, MemoryError):
                 raise
-            if not (self._is_of_module(node) or node.parcel.is_optional):
+            if not (self.is_located(node) or node.parcel.is_optional):
                 what = f"{change.key!r} ({type(change.value).__name__})"
                 raise pickle.PicklingError(f"cannot pickle {what}: {error}") from error
             facet.tell(change)  # what a module holds and cannot be pickled stays as the workers' own import made it
-            node.parcel.uncompared.append(node.obj)
             return 0
         self.tell(node, facet, change, parcel)
-        if kind == "elements":
-            for each in [each for each in node.sources if each[0] == "element"]:
-                del node.sources[each]
         return len(change.value) if change.kind == "reload" else parcel.nbytes
 
     def _pack(self, actions: list[Any], *, is_optional: bool = False) -> Parcel:
-        """Pickle actions for the workers as one parcel, and register the objects in it."""
+        """Pickle actions for the workers as one parcel, and register the objects in it.
+
+        First come parcels with the code that may run while this one is loaded, and with what that refers to.
+        """
+        while True:
+            try:
+                return self._pack_now(actions, is_optional)
+            except ComesFirst as first:  # nothing of this parcel is known yet, so nothing is sent twice
+                self._prepare(first.what)
+            except ComesApart as found:
+                self._take_apart(found.tree)
+
+    def _take_apart(self, tree: Tree) -> None:
+        """Have the objects of a tree sent one by one, because a part of it is captured by itself."""
+        self.apart[id(tree.obj)] = tree.obj
+        node = self.known.get(id(tree.obj))
+        if node is not None:
+            self._forget(node)
+            for each in [each for parcel in self.parcels.values() for each in parcel.nodes]:
+                if sum(_unbind(facet, {id(node.obj)}) for facet in each.facets):
+                    self._again.add(each)
+                    for capture in each.captures:
+                        capture.is_valid = False
+
+    def _forget(self, node: Node) -> None:
+        """Forget an object, whose holders must be told of another one."""
+        self.known.pop(id(node.obj), None)
+        self.trees.pop(id(node.obj), None)
+        node.facets = []
+
+    def _prepare(self, what: Any) -> None:
+        """Bring the ranks a class, a function or a module, and all that it refers to, as it is now."""
+        if self.is_prepared(what):
+            return
+        self.prepared[what if isinstance(what, str) else id(what)] = what
+        if isinstance(what, str):
+            self.meet_module(what)
+            parcels = {self._modules[name].parcel for name in self._met([what])}
+        else:
+            node = self.known.get(id(what))
+            parcels = {self._pack([("bring", None, what)]) if node is None else node.parcel}
+        needed = self._needs(parcels)
+        named = set().union(*(parcel.named for parcel in needed))
+        nodes = [node for parcel in sorted(needed, key=lambda each: each.number) for node in parcel.nodes]
+        for node in sorted(nodes, key=lambda each: isinstance(each.obj, type)):  # what classes hold: instances of them
+            if self._is_known(node):
+                self._sent += self._pack_changes(node, named)
+
+    def _pack_now(self, actions: list[Any], is_optional: bool) -> Parcel:
         parcel = self.new_parcel()
         parcel.is_optional = is_optional
         file = io.BytesIO()
@@ -262,61 +300,94 @@ class Book(Shelf):
 
     # -- objects that can only be replaced ----------------------------------------------------------------------------
 
-    def _replace(
-        self, nodes: Sequence[Node], function_id: int, is_full: Callable[[Node], bool]
-    ) -> tuple[bool, set[Node]]:
+    def _replace(self, nodes: Sequence[Node], function_id: int) -> bool:
         """Forget objects that no change can bring up to date, so that their holders get new ones.
 
-        ``is_full``: whether an object is compared in full.
-
-        Return whether the function itself must be sent again, because no facet holds one of these objects, and the
-        holders of the others.
+        Return whether the function itself must be sent again, because no facet holds one of these objects.
         """
         is_all = False
-        found: set[Node] = set()
-        pending = [node for node in nodes if _must_be_replaced(node, is_full(node))]
+        pending = [node for node in nodes if self._must_be_replaced(node)]
         while pending:
             node = pending.pop()
             if not node.facets:
                 continue
-            self.known.pop(id(node.obj), None)
-            node.facets = []
-            nodes_now = self.nodes_of(function_id)
-            holders = {each for each in nodes_now if sum(_unbind(facet, node.obj) for facet in each.facets)}
-            is_all = is_all or not holders
-            found |= holders
-            pending += [each for each in self.nodes_of(function_id) if _must_be_replaced(each, is_full(each))]
+            self._forget(node)
+            facets = [facet for each in self.nodes_of(function_id) for facet in each.facets]
+            is_all = not sum(_unbind(facet, {id(node.obj)}) for facet in facets) or is_all
+            pending += [each for each in self.nodes_of(function_id) if self._must_be_replaced(each)]
         if is_all:
             for node, name in self.named_of(function_id):
                 node.facets[0].told[name] = UNKNOWN  # type: ignore[attr-defined]
-            for node in self.nodes_of(function_id):
-                if not isinstance(node.facets[0], (Names, _Imported)):
+            nodes_now = self.nodes_of(function_id)
+            again = {id(each.obj) for each in nodes_now if not isinstance(each.facets[0], (Names, _Imported))}
+            for node in nodes_now:
+                if id(node.obj) in again:
                     self.known.pop(id(node.obj), None)
-        return is_all, found
+                elif isinstance(node.facets[0], _Imported):
+                    _unbind(node.facets[0], again)
+        return is_all
+
+    def _must_be_replaced(self, node: Node) -> bool:
+        if not any(facet.is_unfit(self.known.keys()) for facet in node.facets):
+            return False
+        if node.parcel.number not in self._packed_before:  # sent just now: it would never end
+            self.restless[id(node.obj)] = node.obj
+            return False
+        return True
 
     # -- the user's modules -------------------------------------------------------------------------------------------
 
-    def _meet_modules(self, function_id: int) -> list[Reload]:
-        """Register the modules that a function can reach. Return orders for those that the program has reloaded."""
-        reloads = []
-        for name in self._modules_of(function_id):
-            known = self._modules.get(name)
+    def _note_reloads(self) -> None:
+        """Find known modules that the program has imported again. What is in them travels by value from now on.
+
+        Whatever holds functions or classes that were sent by name is told of them again.
+        """
+        found = [name for name, known in self._modules.items() if not known.is_current(name)]
+        if not found:
+            return
+        BY_VALUE.update(found)
+        by_name: set[int] = set()
+        for name in found:
+            known = self._modules_before[name] = self._modules.pop(name)
+            by_name.update(id(node.obj) for node in known.parcel.nodes)
+            by_name.update(
+                id(each) for each in vars(known.module).values() if isinstance(each, (type, types.FunctionType))
+            )
+            self._forget_nodes(known.parcel)
+            for node in known.parcel.nodes:
+                node.facets = []
+        for node in [node for parcel in self.parcels.values() for node in parcel.nodes]:
+            for facet in node.facets:
+                _unbind(facet, by_name)
+        self._entries = {
+            key: each._replace(fn=None) if each.parcel.modules_met.intersection(found) else each
+            for key, each in self._entries.items()
+        }
+
+    def _met(self, names: Iterable[str]) -> list[str]:
+        """Register the user's modules that these can reach, and return them."""
+        names = reached_from(names)
+        for name in names:
+            self.meet_module(name)
+        return names
+
+    def meet_module(self, name: str) -> None:
+        """Register one of the user's modules."""
+        if name not in self._modules:
             module = sys.modules[name]
-            if known is not None and known.module is module and known.spec is module.__spec__:
-                continue
-            source = source_of(module)
-            is_patched = known is not None and any(("attribute", "__code__") in n.sources for n in known.parcel.nodes)
-            if known is not None:
-                if known.module is module and source is not None and source != known.source:
-                    reloads.append(Reload(name, getattr(module, "__file__", None) or name, known.source, source))
-                self._forget_nodes(known.parcel)
             parcel = self._pack_located(inside(module))
             parcel.imports |= imports_inside(module)
-            if is_patched:  # workers have functions with other code, which a reload leaves if the source is as before
-                _forget_code(parcel)
-            self._modules_before.setdefault(name, known)
-            self._modules[name] = _Module(module, module.__spec__, source, parcel)
-        return reloads
+            parcel.modules_met.add(name)
+            self._modules_before.setdefault(name, None)
+            methods = {each: imported_parts_of(each.obj) for each in methods_in(module)}
+            self._modules[name] = _Module(module, module.__spec__, parcel, methods)
+        known = self._modules[name]
+        for each, told in known.methods.items() if name not in self._methods_met else ():
+            if not all(map(operator.is_, parts_of(each.obj), told)) and id(each.obj) not in self.known:
+                parcel = self._pack_located([each], is_whole=False)
+                parcel.nodes[0].facets[0].told.update(zip(FUNCTION_PARTS, told))  # type: ignore[attr-defined]
+                known.parcel.refers.add(parcel)
+        self._methods_met.add(name)
 
     def _modules_of(self, function_id: int) -> list[str]:
         self._reached.clear()
@@ -330,9 +401,9 @@ class Book(Shelf):
             self._reached[names] = reached_from(sorted(names))
         return self._reached[names]
 
-    def _pack_located(self, located: Sequence[Located]) -> Parcel:
+    def _pack_located(self, located: Sequence[Located], *, is_whole: bool = True) -> Parcel:
         """Pack the places of a module's objects. Workers find their own objects there, after their own import."""
-        names = tuple(located[0].obj)
+        names = tuple(located[0].obj) if is_whole else None
         places = tuple((each.module, each.steps) for each in located), names
         actions = pickle.dumps([("locate", places, None, None)], protocol=5)
         parcel = self.plain_parcel(actions + pickle.dumps((), protocol=5))
@@ -340,7 +411,7 @@ class Book(Shelf):
             self.know(each.obj, parcel, [_imported_facet(each)])
         return parcel
 
-    def _is_of_module(self, node: Node) -> bool:
+    def is_located(self, node: Node) -> bool:
         """Whether workers make the object themselves, by importing a module."""
         return bool(node.facets) and isinstance(node.facets[0], _Imported)
 
@@ -348,6 +419,8 @@ class Book(Shelf):
 
     def commit(self) -> None:
         """Everything packed has arrived everywhere: discard what it replaced."""
+        self._sent, self._again = [], set()
+        self.prepared.clear()
         self.unsettled.clear()
         self._modules_before.clear()
         self.collect()
@@ -359,9 +432,9 @@ class Book(Shelf):
             while self.unsettled:
                 self._discard(self.unsettled.pop(), has_failed=True)
             self._entries = {key: each for key, each in self._entries.items() if each.parcel not in unsettled}
-            while self._modules_before:  # so that the next update orders their reload again
+            while self._modules_before:  # so that the next update meets them again
                 name, known = self._modules_before.popitem()
-                del self._modules[name]
+                self._modules.pop(name, None)
                 if known is not None:
                     self._modules[name] = known
 
@@ -377,7 +450,7 @@ class Book(Shelf):
         """
         for cls in classes:
             node = self.known.get(id(cls))
-            if node is None or self._is_of_module(node):
+            if node is None or self.is_located(node):
                 continue
             for facet in node.facets:
                 if isinstance(facet, Table):
@@ -395,6 +468,7 @@ class Book(Shelf):
             self._discard(parcel)
         for name in [name for name, known in self._modules.items() if known.parcel not in needed]:
             del self._modules[name]
+        self.apart = {key: each for key, each in self.apart.items() if key in self.known}
 
     def _discard(self, parcel: Parcel, *, has_failed: bool = False) -> None:
         """Drop a parcel here and on the workers.
@@ -424,12 +498,13 @@ class Book(Shelf):
             for known in (self.known, self.namespaces):
                 if known.get(id(node.obj)) is node:
                     del known[id(node.obj)]
+                    self.trees.pop(id(node.obj), None)
 
     def clear(self) -> None:
         """Release everything that functions capture."""
         for parcel in self.parcels.values():
             parcel.release()
-        for table in (self.known, self.namespaces, self.parcels, self._modules, self._entries):
+        for table in (self.known, self.namespaces, self.parcels, self._modules, self._entries, self.trees, self.apart):
             table.clear()
         self.unsettled.clear()
 
@@ -465,6 +540,10 @@ class Book(Shelf):
         parcels = self._needs([self._entries[function_id].parcel])
         return set().union(*(parcel.named for parcel in parcels))
 
+    def nbytes_of(self, function_id: int) -> int:
+        """Return how much was packed for a function and what it captured, in pickles and in shared memory."""
+        return sum(parcel.nbytes for parcel in self._own(function_id))
+
     def handles_of(self, function_id: int) -> tuple[list[Handle], list[Handle]]:
         """Return two lists: the handles that a function captures, and the handles in modules that it can reach.
 
@@ -486,9 +565,12 @@ class Book(Shelf):
         parcels = self._needs([self._entries[function_id].parcel])
         return {name for parcel in parcels for name in parcel.imports if name not in sys.modules}
 
-    def uncompared_of(self, function_id: int) -> list[Any]:
-        """Return the captured objects that cannot be compared."""
-        return [each for parcel in self._own(function_id) for each in parcel.uncompared]
+    def methods_of(self, function_id: int) -> list[tuple[Any, Any]]:
+        """Return methods in the modules that a function can reach, with the code and the defaults that ranks have."""
+        names = self._reached_from(self._own(function_id))
+        found = [known for known in map(self._modules.get, names) if known is not None]
+        methods = [(each.obj, told) for known in found for each, told in known.methods.items()]
+        return [each for each in methods if id(each[0]) not in self.known]
 
     def specs_of(self, function_id: int) -> list[tuple[types.ModuleType, Any]]:
         """Return the modules that a function can reach, with their specs. A reload gives a module a new spec."""
@@ -496,20 +578,11 @@ class Book(Shelf):
         return [(known.module, known.spec) for known in map(self._modules.get, names) if known is not None]
 
 
-def _forget_code(parcel: Parcel) -> None:
-    """Have the code of a module's functions sent again."""
-    for node in parcel.nodes:
-        if isinstance(node.obj, types.FunctionType):
-            node.facets[0].told["__code__"] = UNKNOWN  # type: ignore[attr-defined]
-
-
 class _Imported(Table):
     """The table of an object that workers make themselves, by importing its module.
 
     Functions and classes count as told, because the import brings them. Data count as unknown at first.
     """
-
-    is_ordered = False
 
 
 def _imported_facet(located: Located) -> Facet:
@@ -523,7 +596,7 @@ def _imported_facet(located: Located) -> Facet:
     read = made.read
 
     def own() -> dict[Any, Any]:
-        now = {k: v for k, v in read().items() if k in FUNCTION_PARTS or not _is_dunder(k, v)}
+        now = {k: v for k, v in read().items() if k in (*FUNCTION_PARTS, "__bases__") or not _is_dunder(k, v)}
         return {k: v for k, v in now.items() if not _is_of_enum(obj, k, v)} if isinstance(obj, enum.EnumMeta) else now
 
     facet = _Imported(obj, made.kind, own, {})
@@ -534,6 +607,8 @@ def _imported_facet(located: Located) -> Facet:
             is_fixed = isinstance(obj, types.CellType) or type(obj).__module__ == "_ctypes"  # ``_fields_`` is set once
             is_told = is_fixed or is_told_by_import(key, value, located.module)
         facet.told[key] = value if is_told else UNKNOWN
+    if isinstance(obj, types.FunctionType):
+        facet.told["__code__"] = imported_parts_of(obj)[0]
     return facet
 
 
@@ -548,55 +623,59 @@ def _is_of_enum(cls: type, key: str, value: Any) -> bool:
     return (key[0] == key[-1] == "_") or isinstance(value, (cls, types.DynamicClassAttribute))
 
 
-def _must_be_replaced(node: Node, is_full: bool) -> bool:
-    return any(
-        change.kind == "replace"
-        for facet in node.facets
-        if isinstance(facet, ArrayContents) or (isinstance(facet, State) and facet.is_asked_for(is_full))
-        for change in facet.changes()
-    )
-
-
-def _unbind(facet: Facet, obj: Any) -> int:
-    """Mark each unit of a facet that holds ``obj`` as unknown to the ranks. Return how many there are."""
+def _unbind(facet: Facet, ids: Container[int]) -> int:
+    """Mark each unit of a facet that holds one of these objects as unknown to the ranks. Return how many there are."""
     if isinstance(facet, Table):
         now = facet.read()
         held = {key: now.get(key) if value is UNKNOWN else value for key, value in facet.told.items()}
-        keys = [key for key, value in held.items() if _mentions(value, obj)]
+        keys = [key for key, value in held.items() if _mentions(value, ids)]
         for key in keys:
             facet.told[key] = UNKNOWN
         return len(keys)
     if isinstance(facet, (State, ArrayContents)):
-        return isinstance(facet, State) and _unbind_state(facet, obj)
+        return isinstance(facet, State) and _unbind_state(facet, ids)
     told = getattr(facet, "told", ())
-    if any(_mentions(value, obj) for value in told):
+    if any(_mentions(value, ids) for value in told):
         facet.forget(Change("elements", None, None))
         return 1
     return 0
 
 
-def _unbind_state(facet: State, obj: Any) -> int:
-    """Mark the part of a recipe that holds ``obj`` as unknown. Unknown arguments have the whole object replaced."""
+def _lacks_parts(node: Node) -> bool:
+    """Whether the ranks must be told anew of something that an object holds."""
+    for facet in node.facets:
+        told = getattr(facet, "told", ())
+        if isinstance(facet, Elements):
+            told = told[:1]  # all or none
+        elif isinstance(told, dict):
+            told = tuple(told.values())
+        if isinstance(told, tuple) and any(each is UNKNOWN for each in told):
+            return True
+    return False
+
+
+def _unbind_state(facet: State, ids: Container[int]) -> int:
+    """Mark the part of a recipe that holds an object as unknown. Unknown arguments have the whole object replaced."""
     make, args, state = facet.told
-    if _is_in_recipe(args, obj):
+    if _is_in_recipe((make, args), ids):
         facet.told = (make, UNKNOWN, state)
         return 1
-    if _is_in_recipe(state, obj):
+    if _is_in_recipe(state, ids):
         facet.told = (make, args, UNKNOWN)
         return 1
     return 0
 
 
-def _is_in_recipe(recipe: Any, obj: Any) -> bool:
+def _is_in_recipe(recipe: Any, ids: Container[int]) -> bool:
     if type(recipe) in (tuple, list):
-        return any(_is_in_recipe(each, obj) for each in recipe)
+        return any(_is_in_recipe(each, ids) for each in recipe)
     if type(recipe) is dict:
-        return any(_is_in_recipe(each, obj) for each in recipe.values())
-    return recipe is obj
+        return any(_is_in_recipe(each, ids) for each in recipe.values())
+    return id(recipe) in ids
 
 
-def _mentions(value: Any, obj: Any) -> bool:
-    return value is obj or (isinstance(value, tuple) and any(_mentions(each, obj) for each in value))
+def _mentions(value: Any, ids: Container[int]) -> bool:
+    return id(value) in ids or (isinstance(value, tuple) and any(_mentions(each, ids) for each in value))
 
 
 def _reach(parcels: Iterable[Parcel], found: set[Parcel]) -> set[Parcel]:

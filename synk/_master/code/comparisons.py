@@ -6,8 +6,11 @@ the update that follows compares the facets one by one.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import operator
+import sys
+import threading
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -16,16 +19,19 @@ from typing import Any
 import numpy as np
 
 from synk._master.code.arrays import ArrayContents
-from synk._master.code.facets import FUNCTION_PARTS, MISSING, Elements, Facet, base_of, slot, slots_of, table_of
+from synk._master.code.facets import FUNCTION_PARTS, MISSING, Elements, base_of, slot, slots_of, table_of
 
 Check = Callable[[], bool]
 """Returns whether nothing in a list has changed."""
 
-_ARRAY_SIZE = 4
-"""A small array costs as much to compare as this many other objects."""
-
 _FEW = 16
 """The addresses of more objects than this are compared as bytes."""
+
+MANY = 256
+"""A list of more elements is compared as memory: CPython keeps the addresses of its elements in one array."""
+
+POINTERS = list.__basicsize__ - 16
+"""Where a list has the address of that array."""
 
 _attribute = object.__getattribute__
 
@@ -45,15 +51,21 @@ class Comparisons:
         self._keyed: list[Any] = []
         self._empty: list[Any] = []
         self._arrays: list[tuple[Callable[[], bytes], Any, Any, Any, Any]] = []
+        self._lists: list[list[Any]] = []
+        self.methods: Sequence[tuple[Any, tuple[Any, ...]]] = ()
 
     def add(self, facet: Any) -> None:
         """Add a facet of any kind, except large arrays, tensors and objects with a pickling rule of their own."""
         obj: Any = facet.obj
         if isinstance(facet, ArrayContents):
             self._arrays.append((obj.tobytes, facet.told, obj, obj.dtype, obj.shape))
+        elif isinstance(facet, Elements) and type(obj) is list and len(obj) > MANY:
+            self._lists.append(obj)
+        elif isinstance(obj, dict) and (isinstance(facet, Elements) or facet.kind == "item"):
+            self._add_table(obj)
         elif isinstance(facet, Elements):
             self.count(facet.iterable)
-            if facet.size:
+            if len(facet.iterable):
                 self._containers.append(facet.iterable)
         elif isinstance(obj, types.CellType):
             value = facet.told.get("", MISSING)
@@ -61,8 +73,6 @@ class Comparisons:
                 self.expect(contents_getter(obj), "", MISSING)
             else:
                 self._reads.append((obj, "cell_contents", value))
-        elif isinstance(obj, dict) and facet.kind == "item":
-            self._add_table(obj)
         elif isinstance(obj, types.FunctionType):
             self._reads += [(obj, name, getattr(obj, name)) for name in (*FUNCTION_PARTS, "__dict__")]
             self._add_table(obj.__dict__)
@@ -122,13 +132,10 @@ class Comparisons:
             (_slots_check, self._slots),
             (_unset_check, self._unset),
             (_arrays_check, self._arrays),
+            (lists_check, self._lists),
+            (_methods_check, self.methods),
         )
         return checks + [make(row) for make, row in rows if row]
-
-
-def size_of(facet: Facet) -> int:
-    """Return the cost of comparing a facet, in objects."""
-    return _ARRAY_SIZE if isinstance(facet, ArrayContents) else 1 + facet.size
 
 
 def _names_check(
@@ -163,13 +170,54 @@ def _elements_check(containers: Sequence[Iterable[Any]]) -> Check:
     values = list(itertools.chain.from_iterable(containers))
     if len(values) <= _FEW:
         return lambda: all(map(operator.is_, itertools.chain.from_iterable(containers), values))
-    addresses = _addresses(values, len(values))
-    return lambda: _addresses(itertools.chain.from_iterable(containers), len(values)) == addresses
+    told = addresses(values, len(values))
+    return lambda: addresses(itertools.chain.from_iterable(containers), len(values)) == told
 
 
-def _addresses(values: Iterable[Any], count: int) -> bytes:
+def addresses(values: Iterable[Any], count: int) -> bytes:
     """Return the addresses of objects as bytes: the fastest way to compare many objects by identity."""
     return np.fromiter(values, object, count).tobytes()
+
+
+def place_of_pointers(items: list[Any]) -> ctypes.c_void_p:
+    """Return where a list has the address of its array of addresses."""
+    return ctypes.c_void_p.from_address(id(items) + POINTERS)
+
+
+def may_read_memory() -> bool:
+    """Whether no other thread of Python could have a list let go of its memory while it is read."""
+    return has_pointers and threading.active_count() == 1
+
+
+def lists_check(lists: Sequence[list[Any]]) -> Check:
+    """Return a check of the elements of long lists: as memory, or one by one where that could crash."""
+    told = [(items, len(items), place_of_pointers(items), addresses(items, len(items))) for items in lists]
+
+    def is_same() -> bool:
+        if may_read_memory():
+            return all(len(items) == n and not memcmp(place, before, 8 * n) for items, n, place, before in told)
+        return all(len(items) == n and addresses(items, n) == before for items, n, _, before in told)
+
+    return is_same
+
+
+def _test_pointers() -> bool:
+    """Whether this interpreter keeps lists as expected."""
+    if sys.implementation.name != "cpython" or not getattr(sys, "_is_gil_enabled", lambda: True)():
+        return False
+    items: list[Any] = [object() for _ in range(9)]
+    place, before = place_of_pointers(items), addresses(items, 9)
+    found = [ctypes.sizeof(ctypes.c_void_p) == 8 and not memcmp(place, before, 72)]
+    items[4] = object()
+    found.append(bool(memcmp(place, before, 72)))
+    items[:] = [*items, *items]
+    return all(found) and not memcmp(place, addresses(items, 18), 144)
+
+
+def _methods_check(methods: Sequence[tuple[Any, tuple[Any, ...]]]) -> Check:
+    functions, told = [each for each, _ in methods], list(zip(*(parts for _, parts in methods)))
+    rows = [(operator.attrgetter(name), values) for name, values in zip(FUNCTION_PARTS, told)]
+    return lambda: all(all(map(operator.is_, map(get, functions), values)) for get, values in rows)
 
 
 def _types_check(objects: Sequence[Any]) -> Check:
@@ -206,3 +254,8 @@ def contents_getter(cell: types.CellType) -> Callable[[str, Any], Any]:
             return default
 
     return get
+
+
+memcmp = ctypes.PyDLL(None).memcmp  # keeps the interpreter's lock: nobody changes a list meanwhile
+memcmp.argtypes = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t
+has_pointers = _test_pointers()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -59,19 +60,39 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 def place_of(fn: Any, obj: Any) -> str:
     """Return how a function would write an object that it captured, such as ``config["rates"]``; else its type."""
+    found = (place for place, value in _places(fn) if value is obj)
+    return next(found, f"of type {type(obj).__name__}")
+
+
+def dearest(fn: Any, costs: dict[int, float]) -> str:
+    """Return what costs most of all that a function captured: an object or, if that is a small part, its variable.
+
+    ``costs`` has the cost of each object by id.
+    """
+    by_name: dict[str, list[tuple[float, str]]] = {}
+    for place, value in _places(fn):
+        if id(value) in costs:
+            by_name.setdefault(re.split(r"[.\[]", place)[0], []).append((costs.pop(id(value)), place))
+    if not by_name:
+        return "its captured objects"
+    name = max(by_name, key=lambda each: sum(cost for cost, _ in by_name[each]))
+    cost, place = max(by_name[name])
+    return place if 2 * cost > sum(cost for cost, _ in by_name[name]) else name
+
+
+def _places(fn: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a function captured, and how it would write each object."""
     seen: set[int] = set()
     pending: list[tuple[str, Any]] = list(_named_by(fn))
     for _ in range(20_000):
         if not pending:
             break
         place, value = pending.pop(0)
-        if value is obj:
-            return place
+        yield place, value
         if id(value) in seen or isinstance(value, (str, bytes, int, float, type(None))):
             continue
         seen.add(id(value))
         pending += [(place + step, each) for step, each in _held_by(value)]
-    return f"of type {type(obj).__name__}"
 
 
 def _named_by(fn: Any) -> Iterable[tuple[str, Any]]:

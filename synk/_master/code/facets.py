@@ -2,9 +2,9 @@
 
 How an object is pickled decides which facets it has:
 
-- :class:`Table`: what it holds under names or keys. The items of a dict, the attributes of an instance, a module or a
+- :class:`Table`: what it holds under names. The names of a module, the attributes of an instance or a
   function, the contents of a cell;
-- :class:`Elements`: what it holds by position or as a set. A list, a deque, a set, an array of objects;
+- :class:`Elements`: what a container holds. A dict, a list, a deque, a set, an array of objects;
 - :class:`State`: the recipe of an object that says itself how it is pickled (``__reduce__``, ``__getstate__``). Its
   attributes are its own business, so what it would be pickled from is compared instead;
 - ``ArrayContents`` (``arrays.py``): the bytes of an array or a tensor.
@@ -22,29 +22,21 @@ import _random  # the base of Python's generators; ``random`` itself takes a mil
 import enum
 import itertools
 import operator
-import time
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from synk._pure.alike import NUMBERS, alike, is_same_value, keep
+from synk._pure.alike import NUMBERS, alike, is_same_value, kept
 from synk._pure.interrupts import is_from_handler
-from synk._pure.tensors import is_torch_generator
 
 MISSING: Any = enum.Enum("Missing", "MISSING").MISSING  # type: ignore[attr-defined]
 """Stands for a value that does not exist."""
 
 UNKNOWN: Any = object()
 """Stands for what the ranks were told when some ranks may have been told and others not."""
-
-EACH_CALL_NS = 100_000
-"""An object that takes longer to compare is compared only now and then; see ``Capture``."""
-
-_MUCH_NS = 10 * EACH_CALL_NS
-_NUM_TIMED = 5
 
 FUNCTION_PARTS = ("__code__", "__defaults__", "__kwdefaults__")
 _NOT_SENT = frozenset(("__dict__", "__weakref__", "_abc_impl", "__firstlineno__", "__static_attributes__"))
@@ -74,18 +66,9 @@ class Facet:
     Attributes
     ----------
     obj : object
-    num_unseen : int
-        How often an update has found a change that :meth:`shows` does not report. Functions that compare this facet in
-        turns may have missed it.
     """
 
     obj: Any
-    num_unseen = 0
-
-    @property
-    def size(self) -> int:
-        """How many objects one comparison looks at."""
-        return 1
 
     def is_current(self) -> bool:
         """Whether nothing differs from what the ranks were told."""
@@ -103,16 +86,16 @@ class Facet:
         """Record that some ranks may have got a change and others not. :meth:`changes` then returns it again."""
         raise NotImplementedError
 
-    def shows(self) -> bool:
-        """Whether a change is one that each call sees, even of an object that is compared in turns."""
-        return True
+    def is_unfit(self, known: Any = frozenset()) -> bool:
+        """Whether no change can bring the ranks' object up to date, so that it must be replaced.
 
-    def note_unseen(self) -> None:
-        """Have :meth:`changes` report a change that a full comparison found and a quick one would miss."""
+        ``known`` has the ids of the objects that the ranks hold.
+        """
+        return False
 
 
 class Table(Facet):
-    """Everything that an object holds by name: the items of a dict, attributes, the contents of a cell.
+    """Everything that an object holds by name: the names of a module, attributes, the contents of a cell.
 
     Parameters
     ----------
@@ -122,9 +105,6 @@ class Table(Facet):
     told : dict or None
         What the ranks were told; None: what ``read`` returns now, a dict of its own each time.
     """
-
-    is_ordered = True
-    """Whether ranks are told of another order of the items."""
 
     def __init__(
         self, obj: Any, kind: str, read: Callable[[], dict[Any, Any]], told: dict[Any, Any] | None = None
@@ -136,10 +116,6 @@ class Table(Facet):
         """Return what the object holds now."""
         return self._read()
 
-    @property
-    def size(self) -> int:
-        return len(self.told)
-
     def changes(self) -> list[Change]:
         now, told = self.read(), self.told
         if (
@@ -148,27 +124,9 @@ class Table(Facet):
             and all(map(operator.is_, now.values(), told.values()))
         ):
             return []
-        found = [Change(self.kind, key, now.get(key, MISSING)) for key in told if key is not UNKNOWN]
+        found = [Change(self.kind, key, now.get(key, MISSING)) for key in told]
         found += [Change(self.kind, key, value) for key, value in list(now.items()) if key not in told]
-        found = [each for each in found if not self._is_told(each)]
-        if self.kind == "item":
-            own = {key: key for key in now}
-            # Equal keys of different types: 1 has become True.
-            for key in [key for key in told if key in own and type(own[key]) is not type(key)]:
-                found += [Change("item", key, MISSING), Change("item", own[key], now[key])]
-            order = [key for key in told if key in now]
-            order += [key for key in now if key not in told]
-            # UNKNOWN as a key: the ranks may have either order.
-            if self.is_ordered and (order != list(now) or UNKNOWN in told):
-                found.append(Change("order", None, tuple(now)))
-        return found
-
-    def shows(self) -> bool:
-        now, told = self.read(), self.told
-        if any(value is UNKNOWN for value in told.values()):
-            return True
-        is_kept = (is_same(value, now[key]) for key, value in told.items() if key in now)
-        return self.kind == "item" and len(now) != len(told) and all(is_kept)
+        return [each for each in found if not self._is_told(each)]
 
     def _is_told(self, change: Change) -> bool:
         """Whether the ranks have a unit already. Binding a name to an equal number or text is no change."""
@@ -180,24 +138,17 @@ class Table(Facet):
         return False
 
     def tell(self, change: Change) -> None:
-        if change.kind == "order":
-            self.told = {key: self.told[key] for key in change.value if key in self.told}
-        elif change.value is MISSING:
+        if change.value is MISSING:
             self.told.pop(change.key, None)
         else:
             self.told[change.key] = change.value
 
     def forget(self, change: Change) -> None:
-        if change.kind == "order":
-            self.told[UNKNOWN] = UNKNOWN
-        else:
-            self.told[change.key] = UNKNOWN
+        self.told[change.key] = UNKNOWN
 
 
 class Names(Table):
     """The globals that functions name, whether they exist or not. On a rank they lie in a dict of their own."""
-
-    is_ordered = False
 
     def __init__(self, namespace: dict[str, Any]) -> None:
         self.names: set[str] = set()
@@ -211,16 +162,16 @@ class Names(Table):
 
 
 class Elements(Facet):
-    """The elements of a list, a deque, a set or an array of objects, compared one by one by identity."""
+    """The elements of a dict, a list, a deque, a set or an array of objects, compared one by one by identity.
+
+    They are sent together: if one differs, the ranks' container gets what the program's holds.
+    """
 
     def __init__(self, obj: Any) -> None:
         self.obj = obj
-        self.iterable: Any = _Flat(obj) if isinstance(obj, np.ndarray) else obj
-        self.told: Any = tuple(self.iterable)
-
-    @property
-    def size(self) -> int:
-        return len(self.iterable)
+        flat = _Flat(obj) if isinstance(obj, np.ndarray) else _Pairs(obj) if isinstance(obj, dict) else obj
+        self.iterable: Any = flat
+        self.told: Any = tuple(flat)
 
     def is_current(self) -> bool:
         now = self.iterable
@@ -228,36 +179,33 @@ class Elements(Facet):
 
     def changes(self) -> list[Change]:
         now = tuple(self.iterable)
-        if len(now) == len(self.told) and not isinstance(self.obj, (set, np.ndarray)):
-            places = [place for place, pair in enumerate(zip(self.told, now)) if not is_same(*pair)]
-            if len(places) <= max(4, len(now) // 4):
-                if not places:
-                    self.told = now
-                return [Change("element", place, now[place]) for place in places]
-        elif len(now) == len(self.told) and all(map(is_same, self.told, now)):
+        if len(now) == len(self.told) and all(map(is_same, self.told, now)):
             self.told = now
             return []
         return [Change("elements", None, _copy_of(self.obj))]
 
-    def shows(self) -> bool:
-        now, told = tuple(self.iterable), self.told
-        if any(value is UNKNOWN for value in told):
-            return True
-        num_more = abs(len(now) - len(told))
-        if isinstance(self.obj, set):
-            return 0 < num_more == len({*map(id, now)} ^ {*map(id, told)})
-        num_equal = _num_equal(now, told) + _num_equal(now[::-1], told[::-1])
-        return num_more > 0 and num_equal >= min(len(now), len(told))  # one run of elements came or went
-
     def tell(self, change: Change) -> None:
-        if change.kind == "elements":
-            # Not what is there by now: while the change was pickled, another thread may have added more.
-            self.told = tuple(self.iterable) if isinstance(self.obj, np.ndarray) else change.value
+        # Not what is there by now: while the change was pickled, another thread may have added more.
+        if isinstance(self.obj, np.ndarray):
+            self.told = tuple(self.iterable)
         else:
-            self.told = (*self.told[: change.key], change.value, *self.told[change.key + 1 :])
+            self.told = tuple(itertools.chain(*zip(*change.value))) if isinstance(self.obj, dict) else change.value
 
     def forget(self, change: Change) -> None:
         self.told = (UNKNOWN,) * (len(self.told) + 1)
+
+
+class _Pairs:
+    """Reads a dict as if it were a list of its keys, followed by its values, past the methods of a subclass."""
+
+    def __init__(self, table: dict[Any, Any]) -> None:
+        self._table, self._base = table, base_of(table)
+
+    def __len__(self) -> int:
+        return 2 * self._base.__len__(self._table)
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.chain(self._base.keys(self._table), self._base.values(self._table))
 
 
 class _Flat:
@@ -288,50 +236,12 @@ class State(Facet):
         Returns the recipe by which the object would be pickled now.
     told : tuple
         The recipe that the ranks were sent, in the form that ``synk._pure.alike`` keeps.
-
-    Attributes
-    ----------
-    cost_ns : int
-        How long a comparison takes.
-    is_due : bool
-        Whether an occasional comparison found a difference, so that the next update must look again.
-    is_generator : bool
-        Whether it draws random numbers. Generators are compared at each call.
     """
 
     def __init__(self, obj: Any, reduce: Callable[[Any], Any], told: tuple[Any, Any, Any]) -> None:
-        self.obj, self._reduce, self.told, self.cost_ns = obj, reduce, told, 0
-        self.is_due = False
+        self.obj, self._reduce, self.told = obj, reduce, told
         self._has_numbers_only = isinstance(obj, (np.random.BitGenerator, _random.Random))
-        self.is_generator = self._has_numbers_only or is_torch_generator(obj)
         self._is_dict = type(told[2]) is dict and not hasattr(type(obj), "__setstate__")
-
-    def measure(self) -> bool:
-        """Time a comparison. Return False if the object, which has not changed, does not equal itself.
-
-        The time is processor time, the shortest of several: whether an object is compared at each call must not depend
-        on other programs, nor on a first comparison that takes several times as long as all later ones.
-        """
-        is_equal, self.cost_ns = self._timed()
-        for number in range(_NUM_TIMED):
-            if number and self.cost_ns > _MUCH_NS:  # twice: the first time, its rule may have imported something
-                break
-            is_still_equal, cost_ns = self._timed()
-            is_equal, self.cost_ns = is_equal and is_still_equal, min(self.cost_ns, cost_ns)
-        return is_equal
-
-    def _timed(self) -> tuple[bool, int]:
-        began = time.thread_time_ns()
-        return self.is_current(), time.thread_time_ns() - began
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether it is compared only now and then."""
-        return self.cost_ns > EACH_CALL_NS and not self.is_generator
-
-    def is_asked_for(self, is_full: bool) -> bool:
-        """Whether an update has to compare it; ``is_full``: what is slow, too."""
-        return is_full or self.is_due or not self.is_slow
 
     def is_current(self) -> bool:
         now = self._now()
@@ -351,6 +261,9 @@ class State(Facet):
                 raise
             return error, (), None
 
+    def is_unfit(self, known: Any = frozenset()) -> bool:
+        return not alike(self.told[:2], self._now()[:2])
+
     def changes(self) -> list[Change]:
         now, told = self._now(), self.told
         if alike(told, now):
@@ -361,28 +274,34 @@ class State(Facet):
             values = {**dict.fromkeys(told[2], MISSING), **now[2]}
             found = [each for each in values.items() if not alike(told[2].get(each[0], MISSING), each[1])]
             return [Change("attribute", key, value) for key, value in found]
-        if self.is_slow and told[2] is not UNKNOWN:  # may be a cache: a rank that has changed its own keeps it
-            return [Change("restate", None, (told, now[2]))]
         return [Change("state", None, now[2])]
 
     def tell(self, change: Change) -> None:
-        self.is_due = False
         if change.kind == "attribute" and change.value is MISSING:
             self.told[2].pop(change.key, None)
         elif change.kind == "attribute":
-            self.told[2][change.key] = keep(change.value)
+            again = self._now()[2]
+            value = again.get(change.key, change.value) if type(again) is dict else change.value
+            self.told[2][change.key] = kept(change.value, value, _ignore)
         else:
-            state = change.value[1] if change.kind == "restate" else change.value
-            self.told = (*self.told[:2], keep(state))
+            self.told = (*self.told[:2], kept(change.value, self._now()[2], _ignore))
 
     def forget(self, change: Change) -> None:
         self.told = (*self.told[:2], UNKNOWN)
 
 
+def _ignore(part: Any) -> None:
+    """Take no note of what a recipe has made."""
+
+
 def recipe_of(reduced: Any) -> tuple[Any, Any, Any]:
-    """Return the part of an object's pickle that is compared: the maker, its arguments and the state."""
+    """Return the part of an object's pickle that is compared: the maker, its arguments and the state.
+
+    What the maker's object is filled with counts among the arguments.
+    """
     make, args, *rest = reduced
-    return make, args, rest[0] if rest else None
+    items = [list(part) for part in rest[1:3] if part is not None]
+    return make, (args, items) if items else args, rest[0] if rest else None
 
 
 def is_same(told: Any, now: Any) -> bool:
@@ -390,25 +309,14 @@ def is_same(told: Any, now: Any) -> bool:
     return told is now or (type(told) is type(now) and type(told) in NUMBERS and is_same_value(told, now))
 
 
-def _num_equal(now: Sequence[Any], told: Sequence[Any]) -> int:
-    """Return how many elements are the same, from the first one on."""
-    return sum(1 for _ in itertools.takewhile(lambda pair: is_same(*pair), zip(now, told)))
-
-
 def _copy_of(obj: Any) -> Any:
     """Return the elements of a container in a new one, which has no node."""
     if isinstance(obj, np.ndarray):
         return obj.copy()
-    return tuple(obj)
+    return tuple(base_of(obj).items(obj) if isinstance(obj, dict) else obj)
 
 
 # -- which facets an object has ---------------------------------------------------------------------------------------
-
-
-def items(obj: dict[Any, Any]) -> Table:
-    """Return the facet of a dict. Items are read past the methods of a subclass."""
-    base = base_of(obj)
-    return Table(obj, "item", lambda: dict(base.items(obj)))
 
 
 def base_of(table: dict[Any, Any]) -> type[dict[Any, Any]]:

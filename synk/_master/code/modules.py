@@ -15,14 +15,14 @@ import re
 import site
 import sys
 import sysconfig
-import tokenize
 import types
+import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from synk._pure.alike import NUMBERS
-from synk._wire.parcels import CACHED, is_by_reference
+from synk._wire.parcels import BY_VALUE, CACHED, is_by_reference
 
 _WRAPPERS = (property, staticmethod, classmethod, functools.cached_property, functools.partialmethod)
 _DESCRIPTORS = (
@@ -152,12 +152,14 @@ def imports_inside(module: types.ModuleType) -> set[str]:
 def inside(module: types.ModuleType) -> list[Located]:
     """Return what is compared in a module: its table, its own functions with their cells, and its own classes.
 
-    The same goes for what is in these classes, except methods that hold nothing that could change. A program may have
-    thousands of them, and puts another function in the place of one by an assignment to the class.
+    The same goes for what is in these classes, except methods that hold nothing that could change: a program may have
+    thousands of them, and :func:`methods_in` has them.
+
+    Of a module that was reloaded, only its table: what is in it travels with its contents.
     """
     name, table = module.__name__, vars(module)
     found = [Located(table, name, (("table", None),))]
-    for each in _members(name, table):
+    for each in () if name in BY_VALUE else _members(name, table):
         kind, _ = each.steps[-1]
         if not isinstance(each.obj, types.FunctionType):
             found.append(each)
@@ -177,11 +179,48 @@ def _members(name: str, table: Any, prefix: str = "", steps: tuple[tuple[str, An
                 yield Located(value, name, place)
                 if isinstance(value, type):
                     yield from _members(name, vars(value), f"{prefix}{key}.", place)
+                else:
+                    yield from _wrapped_in(Located(value, name, place), {id(value)})
         elif isinstance(value, _WRAPPERS) and steps:
             for part in _PARTS:
                 inner = getattr(value, part, None)
                 if isinstance(inner, types.FunctionType) and inner.__module__ == name:
                     yield Located(inner, name, (*place, ("attribute", part)))
+
+
+def _wrapped_in(located: Located, seen: set[int]) -> Iterator[Located]:
+    """Yield the functions of the same module that a function keeps in its cells, as one that a decorator made does."""
+    for index, cell in enumerate(located.obj.__closure__ or ()):
+        try:
+            inner = cell.cell_contents
+        except ValueError:  # empty
+            continue
+        if isinstance(inner, types.FunctionType) and inner.__module__ == located.module and id(inner) not in seen:
+            seen.add(id(inner))
+            steps = (*located.steps, ("closure", index), ("attribute", "cell_contents"))
+            found = Located(inner, located.module, steps)
+            yield found
+            yield from _wrapped_in(found, seen)
+
+
+def methods_in(module: types.ModuleType) -> list[Located]:
+    """Return the functions of a module's classes of which only the code and the defaults are compared."""
+    name = module.__name__
+    members = () if name in BY_VALUE else _members(name, vars(module))
+    methods = [each for each in members if isinstance(each.obj, types.FunctionType) and len(each.steps) > 1]
+    return [each for each in methods if not _holds_something(each.obj)]
+
+
+def parts_of(function: types.FunctionType) -> tuple[Any, Any, Any]:
+    return function.__code__, function.__defaults__, function.__kwdefaults__
+
+
+_first_parts: weakref.WeakKeyDictionary[Any, tuple[Any, Any, Any]] = weakref.WeakKeyDictionary()
+
+
+def imported_parts_of(function: types.FunctionType) -> tuple[Any, Any, Any]:
+    """Return the code and the defaults that a function had when a runtime first met it, which are its import's."""
+    return _first_parts.setdefault(function, parts_of(function))
 
 
 def _holds_something(function: types.FunctionType) -> bool:
@@ -196,6 +235,8 @@ def _holds_something(function: types.FunctionType) -> bool:
 
 def is_told_by_import(key: Any, value: Any, module: str) -> bool:
     """Whether to assume that a worker which imports ``module`` finds under ``key`` what the program has there."""
+    if key == "__bases__":
+        return all(map(travels_by_name, value))
     if isinstance(key, str) and key.startswith("__") and key.endswith("__"):
         return not _is_code(value) or key == "__wrapped__" or travels_by_name(value) or value.__module__ == module
     if _is_code(value):
@@ -233,12 +274,3 @@ def _is_of_program(file: str) -> bool:
 
 def _is_code(value: Any) -> bool:
     return isinstance(value, (types.FunctionType, type, CACHED))
-
-
-def source_of(module: types.ModuleType) -> str | None:
-    """Return the source of a module as the file has it now, or None if there is no source."""
-    try:
-        with tokenize.open(str(module.__file__)) as file:
-            return file.read()
-    except (OSError, SyntaxError, ValueError):
-        return None

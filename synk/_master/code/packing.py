@@ -1,7 +1,8 @@
 """How captured objects are pickled: each once, with the facets by which it can change.
 
 The rules are cloudpickle's, with three exceptions: an object that the workers hold is pickled as its address, a large
-array as its place in shared memory, and a function without its globals and cells, which travel apart.
+array as its place in shared memory, and a function without its globals and cells, which travel apart. In one file
+because these are the methods of one pickler.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 import types
 import typing
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,20 +30,23 @@ from synk._master.code.facets import (
     attributes,
     contents,
     factory,
-    items,
     recipe_of,
     table_of,
 )
 from synk._master.code.handles import Handle, HandlePickler
 from synk._master.code.modules import globals_in, imports_in, is_users_module, travels_by_name
 from synk._master.code.parcels import Node, Parcel, Shelf
+from synk._master.code.trees import Tree, plain_facet, walk
 from synk._pure.alike import NUMBERS, kept
 from synk._pure.ranges import round_up
+from synk._wire.file_maps import recipe_of_map, sure_recipe_of_map
 from synk._wire.memory import PAGE_NBYTES
 from synk._wire.parcels import (
+    BY_VALUE,
     CACHED,
     Mapped,
     cached_recipe,
+    dumps,
     fill_function,
     is_by_reference,
     make_array,
@@ -54,7 +58,7 @@ from synk._wire.parcels import reduced as reduced_anew
 
 _ATOMIC = (
     type(None), types.CodeType, types.BuiltinFunctionType, types.MethodType, np.dtype, np.generic,
-    property, classmethod, staticmethod, typing.TypeVar, io.IOBase, Iterator, enum.Enum, Handle, slice, range,
+    property, classmethod, staticmethod, typing.TypeVar, io.IOBase, enum.Enum, Handle, slice, range,
     functools.cached_property,
 )  # fmt: skip
 """Objects that cannot change, or whose identity is all that counts. What they hold is met as objects of its own."""
@@ -63,6 +67,33 @@ _IMMUTABLE = frozenset(("datetime", "decimal", "fractions", "inspect", "pathlib"
 """Modules of the standard library whose objects cannot change, but for those of the next two classes."""
 
 _MUTABLE = frozenset((("decimal", "Context"), ("inspect", "BoundArguments")))
+
+
+class ComesFirst(Exception):
+    """Something whose code may run while a parcel is loaded, and that must be there before, with what it refers to.
+
+    Attributes
+    ----------
+    what : type, function or str
+        A class, a function that makes objects, or the name of one of the user's modules.
+    """
+
+    def __init__(self, what: Any) -> None:
+        super().__init__(what)
+        self.what = what
+
+
+class ComesApart(Exception):
+    """A part of a tree is captured by itself, so that the tree cannot be one unit.
+
+    Attributes
+    ----------
+    tree : Tree
+    """
+
+    def __init__(self, tree: Tree) -> None:
+        super().__init__(tree)
+        self.tree = tree
 
 
 class Address:
@@ -116,10 +147,14 @@ class PartsPickler(HandlePickler):
         self._ids: set[int] = set()
         self._left_out: dict[int, Any] = {}  # parts of recipes, which are no objects on a worker; kept for their ids
         self._cells: set[int] = set()
+        self._trees: dict[int, int] = {}
+        self._own_trees: list[Tree] = []
 
     def persistent_id(self, obj: Any) -> Any:
         if type(obj) is Mapped:
             return tuple(obj)
+        if type(obj) is Tree:
+            return (obj.data,)
         if type(obj) is Address:
             self._parcel.refers.add(obj.node.parcel)
             return obj.node.address
@@ -129,21 +164,52 @@ class PartsPickler(HandlePickler):
             names.is_whole = True
             self._parcel.named |= {(node, name) for name in obj}
         if node is not None:
+            if isinstance(obj, type):
+                self._come_first(obj.__module__ if self._book.is_located(node) else obj)
             self._parcel.refers.add(node.parcel)
             return node.address
+        return None if id(obj) in self._left_out else self._meet_container(obj)
+
+    def _meet_container(self, obj: Any) -> tuple[Any, ...] | None:
+        """Note a container that is new to the ranks. Return what stands for it if it is pickled here at once."""
         kind = type(obj)
-        if kind is dict and id(obj) not in self._left_out:
-            self._meet(obj, items)
-        elif kind in (list, set, deque) and id(obj) not in self._left_out:
+        if id(obj) in self._trees:  # met before in this parcel
+            return (self._trees[id(obj)],)
+        data = self._pickle_plain(obj) if kind in _PLAIN else None
+        if data is not None:
+            self._trees[id(obj)] = len(self._trees)
+            return (data,)
+        if kind in (dict, list, set, deque):
             self._meet(obj, Elements)
-        elif kind is bytearray and id(obj) not in self._left_out:
+        elif kind is bytearray:
             self._meet(obj, RawContents)
         return None
+
+    def _pickle_plain(self, obj: Any) -> bytes | None:
+        """Return the pickle of a large tree of plain containers, or of a long container of texts and numbers."""
+        for tree in (*self._book.trees.values(), *self._own_trees):
+            if id(obj) in tree.ids and obj is not tree.obj:
+                raise ComesApart(tree)
+        if not obj or id(obj) in self._ids or id(obj) in self._book.apart:
+            return None
+        found = plain_facet(obj, self._ids, self._book.known.keys())
+        if found is None:
+            return None
+        facet, data = found
+        if isinstance(facet, Tree):
+            self._own_trees.append(facet)
+        self._meet(obj, lambda _: facet)
+        return data
 
     def _meet(self, obj: Any, *makers: Callable[[Any], Facet]) -> None:
         if id(obj) not in self._ids:
             self._ids.add(id(obj))
             self.met.append((obj, [make(obj) for make in makers]))
+
+    def _come_first(self, what: Any) -> None:
+        """See that a class, a function or a module is up to date on the ranks before this parcel is loaded."""
+        if not self._book.is_prepared(what):
+            raise ComesFirst(what)
 
     def leave_out(self, part: Any) -> None:
         """Treat a container as part of a recipe, not as an object that can change."""
@@ -184,6 +250,8 @@ class PartsPickler(HandlePickler):
 
     def _note_module(self, name: Any) -> None:
         if is_users_module(name):
+            if not self._book.host.is_inline:
+                self._come_first(name)
             self._parcel.modules_met.add(name)
 
     def _reduce_code(self, obj: Any) -> Any:
@@ -195,22 +263,34 @@ class PartsPickler(HandlePickler):
         if reduced is NotImplemented or len(reduced) < 3:
             self._note_module(getattr(obj, "__module__", None))
             return reduced
-        self._meet(obj, attributes)
+        if obj.__module__ in BY_VALUE and is_users_module(obj.__module__):
+            self._note_module(obj.__module__)
+        if isinstance(obj, type):
+            self._come_first(obj)
+        facet = attributes(obj)
+        self._meet(obj, lambda _: facet)
         if isinstance(obj, types.FunctionType):
             self._parcel.imports |= imports_in(obj.__code__)
             return self._reduce_function(obj, reduced)
         for state in reduced[2]:
             self.leave_out(state)
+        if not (self._parcel.is_optional or isinstance(obj, enum.EnumMeta)):
+            table = reduced[2][0]
+            for name in [name for name in facet.told if name in table and _comes_later(name, table[name])]:
+                del table[name], facet.told[name]
         return reduced
 
     def _reduce_function(self, function: types.FunctionType, reduced: Any) -> Any:
         """Pickle a function without its globals and cells, which travel apart."""
         make, (code, _, *rest), (state, slots), *_, setter = reduced
-        node, names = self._book.namespace(function.__globals__)
-        named = globals_in(function.__code__)
-        names.names |= named
-        self._parcel.named |= {(node, name) for name in named}
-        changes = [each for each in names.changes() if each.key in named and each.value is not MISSING]
+        table, changes = function.__globals__, []
+        node = self._book.known.get(id(table)) if table.get("__name__") in BY_VALUE else None
+        if node is None:
+            node, names = self._book.namespace(table)
+            named = globals_in(function.__code__)
+            names.names |= named
+            self._parcel.named |= {(node, name) for name in named}
+            changes = [each for each in names.changes() if each.key in named and each.value is not MISSING]
         cells = function.__closure__ or ()
         if self._parcel.is_optional:  # it arrives whole or not at all, so globals and cells come with it
             for change in changes:
@@ -236,6 +316,10 @@ class PartsPickler(HandlePickler):
 
     def _reduce_array(self, obj: Any, facet: ArrayContents) -> Any:
         is_array = isinstance(obj, np.ndarray)
+        mapped = sure_recipe_of_map(obj) if is_array and self._book.host.has_shared_memory else None
+        if mapped is not None:
+            self._meet(obj, lambda _: State(obj, recipe_of_map, (*mapped, None)))
+            return mapped
         self._meet(obj, lambda _: facet, *(() if type(obj) is np.ndarray else (attributes,)))
         if type(obj) is not np.ndarray if is_array else not _is_simple_tensor(obj):
             facet.note_sent(facet.raw())
@@ -262,9 +346,13 @@ class PartsPickler(HandlePickler):
         if not isinstance(reduced, tuple):
             is_found = not isinstance(obj, CACHED) or self._book.is_found(obj)
             return reduced if is_found else cached_recipe(obj)  # reduced is the name of a global
+        for code in (reduced[0], *reduced[5:6]):
+            code = code.func if isinstance(code, functools.partial) else code
+            if isinstance(code, types.FunctionType) and not is_by_reference(code):
+                self._come_first(code)
         makers: list[Callable[[Any], Facet]] = []
         if isinstance(obj, dict):
-            makers += [items, factory] if isinstance(obj, defaultdict) else [items]
+            makers += [Elements, factory] if isinstance(obj, defaultdict) else [Elements]
         elif isinstance(obj, bytearray):
             makers.append(RawContents)
         elif isinstance(obj, _CONTAINERS) or type(obj) is np.ndarray:  # an array of objects
@@ -272,8 +360,9 @@ class PartsPickler(HandlePickler):
         state = reduced[2] if len(reduced) > 2 else None
         is_table = state is not None and _is_whole_table(obj, state, table)
         if is_own and not is_table and not makers:
-            self._meet_state(obj, reduced)
-            return reduced
+            content = [None if part is None else list(part) for part in reduced[3:5]]
+            self._meet_state(obj, (*reduced[:3], *content))
+            return *reduced[:3], *(None if part is None else iter(part) for part in content), *reduced[5:]
         if is_table or not is_own or (table is not None and type(obj).__module__ != "collections"):
             makers.append(attributes)
         if is_own:
@@ -294,13 +383,12 @@ class PartsPickler(HandlePickler):
         if not isinstance(again, tuple):
             return []
         fresh: list[Any] = []
-        make, args, _ = kept(recipe_of(reduced), recipe_of(again), fresh.append)
+        make, args, _ = kept(recipe_of(reduced[:3]), recipe_of(again[:3]), fresh.append)
         for part in (*fresh, state) if table is not None else fresh:
             self.leave_out(part)
         if table is None or _holds_only(reduced[1], {*map(id, table.values())}):
             return []
-        facet = State(obj, _without_state, (make, args, None))
-        return [lambda _: facet] if facet.measure() else []
+        return [lambda _: _state(obj, _without_state, (make, args, None))]
 
     def _leave_out_containers(self, part: Any) -> None:
         """Leave out the containers that make up a recipe."""
@@ -311,10 +399,7 @@ class PartsPickler(HandlePickler):
             self.leave_out(part)
 
     def _meet_state(self, obj: Any, reduced: tuple[Any, ...]) -> None:
-        """Note an object with a pickling rule of its own. It counts as uncompared if its recipe differs each time."""
-        if len(reduced) > 3 and any(part is not None for part in reduced[3:5]):
-            self._parcel.uncompared.append(obj)
-            return
+        """Note an object with a pickling rule of its own."""
         again = reduced_anew(obj)
         if not isinstance(again, tuple):
             return
@@ -324,16 +409,31 @@ class PartsPickler(HandlePickler):
             self.leave_out(part)
         if type(obj).__module__ == _MANAGERS:
             self._leave_out_containers(reduced[1])
-        facet = State(obj, reduced_anew, told)
-        if facet.measure():
-            self._meet(obj, lambda _: facet, _class_of)
-        else:
-            self._parcel.uncompared.append(obj)
+        self._meet(obj, lambda _: _state(obj, reduced_anew, told), _class_of)
+
+
+def _comes_later(name: str, value: Any) -> bool:
+    """Whether an attribute of a class may hold instances of it, so that it is a change of its own, after the class."""
+    if name.startswith("__") or isinstance(value, types.FunctionType):
+        return False
+    if isinstance(value, (*_CONTAINERS, dict, tuple)):
+        return type(value) not in _PLAIN or walk(value) is None
+    return not (isinstance(value, type) or is_by_reference(type(value)))
 
 
 def _is_immutable(cls: type) -> bool:
     module = str(cls.__module__).partition(".")[0]  # the paths of Python 3.13 are of pathlib._local
     return module in _IMMUTABLE and (module, cls.__name__) not in _MUTABLE
+
+
+def _state(obj: Any, reduce: Callable[[Any], Any], told: tuple[Any, Any, Any]) -> State:
+    """Return the facet of a recipe; of the pickle where the recipe differs each time. That may differ, too."""
+    facet = State(obj, reduce, told)
+    return facet if facet.is_current() else State(obj, _pickled, _pickled(obj))
+
+
+def _pickled(obj: Any) -> tuple[Any, Any, Any]:
+    return dumps(obj), (), None
 
 
 def _without_state(obj: Any) -> tuple[Any, ...]:
@@ -356,6 +456,7 @@ def _class_of(obj: Any) -> Facet:
 
 
 _CONTAINERS = (list, deque, set)
+_PLAIN = frozenset((dict, list, tuple, set))
 _LIGHT = (types.ModuleType, types.FunctionType, type, types.BuiltinFunctionType, *NUMBERS)
 """Globals that a function may need already while its parcel is being loaded."""
 _OBJECT: Any = object

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from synk._master.code.facets import Change, Facet, Names, contents
 from synk._master.code.handles import Handle
+from synk._master.code.trees import Tree
 from synk._wire.memory import Segment
 from synk._wire.parcels import make_cell
 
@@ -68,8 +69,6 @@ class Parcel:
         The modules, the user's or not, that its functions may import.
     handles, optimizers : list
         The handles and the torch optimizers in it.
-    uncompared : list of object
-        Objects in it whose pickle differs each time, so that it cannot tell whether they have changed.
     is_optional : bool
         Whether workers keep what they have if it cannot be loaded.
     """
@@ -86,7 +85,6 @@ class Parcel:
         self.imports: set[str] = set()
         self.handles: list[Handle] = []
         self.optimizers: list[Any] = []
-        self.uncompared: list[Any] = []
         self.is_optional = False
 
     @property
@@ -140,6 +138,13 @@ class Shelf:
         By number, in the order in which they are loaded.
     unsettled : list of Parcel
         Parcels that may not have arrived everywhere.
+    prepared : dict of (int or str) to object
+        By id, or by the name of a module: code that may run while a parcel is loaded (see ``ComesFirst``), up to date
+        in this update.
+    trees : dict of int to Tree
+        By the id of the root.
+    apart : dict of int to object
+        Roots of trees that are no units, because parts of them are captured as well.
     """
 
     def __init__(self, host: Host) -> None:
@@ -148,6 +153,9 @@ class Shelf:
         self.namespaces: dict[int, Node] = {}
         self.parcels: dict[int, Parcel] = {}
         self.unsettled: list[Parcel] = []
+        self.prepared: dict[int | str, Any] = {}
+        self.trees: dict[int, Any] = {}
+        self.apart: dict[int, Any] = {}
         self._numbers = itertools.count(1)
 
     def new_parcel(self) -> Parcel:
@@ -166,6 +174,8 @@ class Shelf:
         node = Node(obj, parcel, len(parcel.nodes), facets)
         parcel.nodes.append(node)
         self.known[id(obj)] = node
+        if facets and type(facets[0]) is Tree:
+            self.trees[id(obj)] = facets[0]
         return node
 
     def is_found(self, function: Any) -> bool:
@@ -201,6 +211,13 @@ class Shelf:
         facet.told.clear()
         self.know(cell, self.plain_parcel(_CELL), [facet])
         return True
+
+    def is_located(self, node: Node) -> bool:
+        raise NotImplementedError
+
+    def is_prepared(self, what: Any) -> bool:
+        """Whether something is noted in ``prepared``."""
+        return (what if isinstance(what, str) else id(what)) in self.prepared
 
     def tell(self, node: Node, facet: Facet, change: Change, parcel: Parcel) -> None:
         """Record that ``parcel`` brings a change."""

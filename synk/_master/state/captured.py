@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from synk._master.code.culprits import culprit_in, place_of
@@ -19,10 +19,11 @@ LARGE_CHANGE_NBYTES = 1 << 20
 
 
 class Changes:
-    """Counts how often in a row large objects of a function had to be sent again."""
+    """Counts how often in a row objects of a function had to be sent again."""
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._restless: set[str] = set()
         self._rows: dict[Any, tuple[int, int]] = {}  # how often, and the last call
         self._has_told = False
 
@@ -42,6 +43,19 @@ class Changes:
                     "among the arguments travel through shared memory.",
                     UserWarning,
                 )
+
+    def note_restless(self, fn: Any, objects: Iterable[Any]) -> None:
+        """Note objects whose pickle is another one each time. Tell the user once, when one is sent again."""
+        places = {place_of(fn, obj) for obj in objects}
+        told = self._restless & places
+        if told and not self._has_told:
+            self._has_told = True
+            warn_at_users_line(
+                f"{self._name!r} captured {min(told)}, whose pickle is another one each time: it is sent with each "
+                "call, and what a rank has changed in it is lost. Pass it as an argument, or make it in the function.",
+                UserWarning,
+            )
+        self._restless |= places
 
 
 class _Nowhere:

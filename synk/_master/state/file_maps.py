@@ -18,6 +18,7 @@ import numpy as np
 from synk._master.state.item_pickles import Ended
 from synk._pure.arrays import address_of
 from synk._wire.descriptors import above_streams
+from synk._wire.file_maps import map_of, mappings_at
 from synk._wire.memory import Segment
 from synk.errors import SharedMemoryError
 
@@ -59,7 +60,7 @@ class FileMaps:
         flags, dtype = array.flags, array.dtype
         if array.nbytes < _MAPPED_NBYTES or not (flags.c_contiguous and flags.aligned and dtype.isnative):
             return None
-        owner = _owner_of(array)
+        owner = map_of(array)
         if owner is None:
             return None
         known = self._by_mapping.get(id(owner.base))
@@ -101,14 +102,6 @@ class FileMaps:
         self._by_mapping.clear()
 
 
-def _owner_of(array: np.ndarray) -> np.memmap | None:
-    """Return the array that holds the file mapping in which ``array`` lies."""
-    owner: Any = array
-    while isinstance(owner.base, np.ndarray):
-        owner = owner.base
-    return owner if isinstance(owner, np.memmap) and owner.base is not None and owner.filename else None
-
-
 def _open(owner: np.memmap, new_ids: Iterator[int]) -> FileMap | None:
     """Open the file of a mapping for reading. None if it is another file by now, or the mapping is private."""
     try:
@@ -126,32 +119,9 @@ def _open(owner: np.memmap, new_ids: Iterator[int]) -> FileMap | None:
         return None
     segment.is_file = True
     start = address_of(owner)
-    theirs, ours = _mappings_at([start, address_of(segment.buffer)])
+    theirs, ours = mappings_at([start, address_of(segment.buffer)])
     # The kernel's own names of the files are compared: on some file systems fstat reports others.
     if theirs is None or ours is None or theirs.file != ours.file or not theirs.is_shared:
         segment.close()
         return None
     return FileMap(segment, theirs.start - theirs.offset)
-
-
-class _Mapping(NamedTuple):
-    start: int
-    offset: int
-    file: tuple[bytes, bytes]
-    is_shared: bool
-
-
-def _mappings_at(addresses: list[int]) -> list[_Mapping | None]:
-    """Return what this process has mapped at each of the addresses."""
-    found: list[_Mapping | None] = [None] * len(addresses)
-    try:
-        with open("/proc/self/maps", "rb") as lines:
-            for line in lines:
-                span, permissions, offset, device, inode = line.split(maxsplit=5)[:5]
-                low, high = (int(bound, 16) for bound in span.split(b"-"))
-                for position, address in enumerate(addresses):
-                    if low <= address < high:
-                        found[position] = _Mapping(low, int(offset, 16), (device, inode), permissions.endswith(b"s"))
-    except OSError:  # /proc is hidden: every array is copied
-        pass
-    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import time
 import types
 import weakref
 from collections import deque
@@ -21,7 +22,7 @@ from synk._master.workers.failures import rebuild
 from synk._master.workers.workers import Workers
 from synk._wire.logs import levels
 from synk._wire.memory import Segment
-from synk._wire.messages import Failure, Kind, LoadOrder, ParcelOrder, Reload, Status
+from synk._wire.messages import Failure, Kind, LoadOrder, ParcelOrder, Status
 from synk.errors import SerializationError, StartupError, SynkError
 
 _ON_RESTART = 0
@@ -29,6 +30,9 @@ _ON_RESTART = 0
 
 
 _NUM_MAPPED = 8
+_QUICK_S = 0.001
+_PATIENCE = 20
+"""Many functions that are dropped one by one are forgotten together: each time, all that are left are looked at."""
 
 
 class MappedFunctions:
@@ -94,6 +98,7 @@ class Functions:
         self.bound: weakref.WeakSet[Any] = weakref.WeakSet()
         self.ids = itertools.count(1)
         self.dropped = Dropped(workers.log)
+        self._freed_s = self._freeing_s = 0.0
         self.mapped = MappedFunctions()
         self.book = Book(self)
 
@@ -124,6 +129,7 @@ class Functions:
         """Have the workers forget functions that no longer exist, and their plans."""
         if not self.dropped:
             return
+        began = time.monotonic()
         while self.dropped:
             function_id, plans = self.dropped.popleft()
             self.book.forget_function(function_id)
@@ -131,12 +137,19 @@ class Functions:
                 self._workers.log.drop_held("plan", cached.plan.plan_id)
             self._workers.log.drop("function", function_id)
         self.book.collect()
+        self._freed_s = time.monotonic()
+        self._freeing_s = self._freed_s - began
+
+    def is_worth_freeing(self) -> bool:
+        """Whether functions were dropped, and it takes little of the time to forget them now."""
+        is_quick = self._freeing_s < _QUICK_S or time.monotonic() - self._freed_s > _PATIENCE * self._freeing_s
+        return is_quick and bool(self.dropped)
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
     def bring(
         self,
-        functions: Sequence[tuple[int, Any, dict[str, Any], bool, Any]],
+        functions: Sequence[tuple[int, Any, dict[str, Any]]],
         names: str,
         deadline: float | None,
         check: Callable[[int], None] = lambda function_id: None,
@@ -145,8 +158,7 @@ class Functions:
 
         Parameters
         ----------
-        functions : sequence of (id, function, options, is_thorough, capture)
-            See :meth:`Book.update`.
+        functions : sequence of (id, function, options)
         check : callable
             Raises if what a function captures must not be sent.
 
@@ -162,19 +174,16 @@ class Functions:
         """
         book = self.book
         sent: list[tuple[Any, int]] = []
-        reloads: list[Reload] = []
         try:
-            for function_id, fn, options, is_thorough, capture in functions:
+            for function_id, fn, options in functions:
                 try:
-                    update = book.update(function_id, fn, options, is_thorough=is_thorough, capture=capture)
+                    sent += book.update(function_id, fn, options)
                 except Exception as error:
                     if isinstance(error, SynkError):
                         raise
                     raise unsendable(names, fn, error) from error
-                reloads += update.reloads
-                sent += update.sent
                 check(function_id)
-            self.load_missing(names, deadline, reloads)
+            self.load_missing(names, deadline)
         except BaseException:
             book.roll_back()
             raise
@@ -200,7 +209,7 @@ class Functions:
     def _bring_on_restart(self, deadline: float | None) -> None:
         if self._on_restart is not None:
             fn, options = self._on_restart
-            self.bring([(_ON_RESTART, fn, options, False, None)], "on_restart", deadline)
+            self.bring([(_ON_RESTART, fn, options)], "on_restart", deadline)
 
     def note_replacements(self) -> None:
         """Note that all workers replace others: this session is that of a node that was started again."""
@@ -213,7 +222,7 @@ class Functions:
         waiting = [worker for worker in self._workers.by_rank if not worker.is_prepared]
         if waiting and self.has_on_restart:
             self._bring_on_restart(deadline)
-            orders = {worker.rank: LoadOrder([], [], search_path(), levels(), _ON_RESTART) for worker in waiting}
+            orders = {worker.rank: LoadOrder([], search_path(), levels(), _ON_RESTART) for worker in waiting}
             failures, was_interrupted = self._order(orders, "on_restart", deadline)
             if failures or was_interrupted:
                 what = f"{failures[0].type_name}: {failures[0].message}" if failures else "an interrupt"
@@ -225,10 +234,10 @@ class Functions:
         for worker in waiting:
             worker.is_prepared = True
 
-    def load_missing(self, names: str, deadline: float | None, reloads: Sequence[Reload] = ()) -> None:
+    def load_missing(self, names: str, deadline: float | None) -> None:
         """Send each worker the parcels that it lacks. Raise SerializationError if it cannot load them."""
         ranks = range(self._workers.world_size)
-        failures, was_interrupted = self.send_missing(names, deadline, reloads, ranks)
+        failures, was_interrupted = self.send_missing(names, deadline, ranks)
         if failures:
             raise SerializationError(
                 f"cannot load {names} on the workers: {failures[0].type_name}: {failures[0].message}. "
@@ -237,18 +246,16 @@ class Functions:
         if was_interrupted:
             raise SerializationError(f"cannot load {names} on the workers: the loading was interrupted. Call again.")
 
-    def send_missing(
-        self, names: str, deadline: float | None, reloads: Sequence[Reload], ranks: Sequence[int]
-    ) -> tuple[list[Any], bool]:
+    def send_missing(self, names: str, deadline: float | None, ranks: Sequence[int]) -> tuple[list[Any], bool]:
         """Send workers the parcels that they lack. Return the failures, and whether one was interrupted."""
         orders: dict[int, LoadOrder] = {}
         segments: dict[int, Segment] = {}
         for worker in map(self._workers.by_rank.__getitem__, ranks):
             missing = [p for number, p in self.book.parcels.items() if number not in worker.known.held["parcel"]]
-            if missing or reloads:
+            if missing:
                 parcels = [ParcelOrder(each.number, each.data, each.is_optional) for each in missing]
                 orders[worker.rank] = LoadOrder(
-                    list(reloads), parcels, search_path(), levels(), _ON_RESTART if self._is_by_agents else None
+                    parcels, search_path(), levels(), _ON_RESTART if self._is_by_agents else None
                 )
                 segments.update((each.segment.id, each.segment) for each in missing if each.segment is not None)
         return self._order(orders, names, deadline, list(segments.values()))

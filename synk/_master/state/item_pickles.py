@@ -20,6 +20,7 @@ import numpy as np
 from synk._master.code.handles import HandlePickler
 from synk._pure.interrupts import deferred, safe_point
 from synk._pure.nested import PLAIN_TYPES
+from synk._wire.file_maps import sure_recipe_of_map
 from synk._wire.items import array_in_pickle, array_in_segment
 from synk._wire.memory import Segment
 from synk.errors import SharedMemoryError
@@ -166,6 +167,9 @@ class _Pickler(HandlePickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) in (np.ndarray, np.memmap) and obj.nbytes >= LARGE_NBYTES and not obj.dtype.hasobject:
+            mapped = None if self._copies is None else sure_recipe_of_map(obj)
+            if mapped is not None:
+                return mapped
             is_transposed = not obj.flags.c_contiguous
             if obj.flags.c_contiguous or obj.flags.f_contiguous:
                 shape = obj.shape[::-1] if is_transposed else obj.shape

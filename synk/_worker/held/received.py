@@ -1,29 +1,25 @@
-"""Parcels as a worker keeps them, with the objects to which later parcels refer; and modules that the user has edited.
+"""Parcels as a worker keeps them, with the objects to which later parcels refer.
 
 This is the counterpart of ``synk._master.code``.
 """
 
 from __future__ import annotations
 
-import ast
 import collections
 import contextlib
-import gc
 import io
 import logging
 import pickle
 import sys
 import types
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from synk._pure.alike import alike
 from synk._wire.classes import is_at_home, note_brought
-from synk._wire.messages import LoadOrder, ParcelOrder, Reload
-from synk._wire.parcels import Absent, locate, reduced
+from synk._wire.messages import LoadOrder, ParcelOrder
+from synk._wire.parcels import Absent, Missing, locate
 
 _log = logging.getLogger("synk")
 
@@ -37,8 +33,15 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(io.BytesIO(data))
         self._objects = objects
         self._memory = memory
+        self._trees: list[Any] = []
 
     def persistent_load(self, address: Any) -> Any:
+        if len(address) == 1:  # a tree of plain containers: its pickle, and later its place among those of this parcel
+            (tree,) = address
+            if not isinstance(tree, bytes):
+                return self._trees[tree]
+            self._trees.append(pickle.loads(tree))
+            return self._trees[-1]
         if len(address) == 3:
             return self._memory(*address)
         number, index = address
@@ -59,18 +62,15 @@ class Received:
         self._memory = memory
         self._objects: dict[int, Sequence[Any]] = {}
         self._taken: dict[int, Any] = {}
-        self._superseded: dict[tuple[str, str], weakref.WeakSet[Any]] = {}
 
     def load(self, order: LoadOrder, load_function: Callable[[int, dict[str, Any]], None]) -> None:
-        """Bring edited modules up to date, then load the parcels one after the other.
+        """Load parcels one after the other.
 
         A parcel that is not optional and cannot be loaded raises, and ends the load. The master then counts none of
         these parcels as loaded on this rank, and has it drop them.
         """
         if order.sys_path is not None:
             sys.path[:] = order.sys_path
-        for reload in order.reloads:
-            renew_module(reload, self._superseded)
         for parcel in order.parcels:
             try:
                 self._load(parcel, load_function)
@@ -92,10 +92,13 @@ class Received:
         if actions and actions[0][0] == "locate":
             places, names = actions.pop()[1]
             objects = tuple(locate(*place) for place in places)
-            _remove_others(objects[0], names)
+            if names is not None:
+                _remove_others(objects[0], names)
         self._objects[parcel.number] = objects
         for kind, target, key, *value in actions:
             if kind == "function":
+                if isinstance(key["fn"], Missing):
+                    key["fn"].check()
                 load_function(target, key)
             elif kind.startswith("adopt "):
                 kind = kind.removeprefix("adopt ")
@@ -105,7 +108,7 @@ class Received:
                 else:
                     objects = tuple(own if each is value[0] else each for each in objects)
                     self._objects[parcel.number] = objects
-            else:
+            elif kind != "bring":
                 change(kind, target, key, value[0])
 
     def _own(self, kind: str, target: Any, key: Any, value: Any) -> Any:
@@ -133,28 +136,15 @@ def change(kind: str, target: Any, key: Any, value: Any) -> None:
     """Apply a change to an object of this rank. Runs no properties and works on frozen classes."""
     if kind in ("item", "attribute", "cell"):
         _bind(kind, target, key, value)
-    elif kind == "order":
-        base = _base_of(target)
-        for each in [each for each in value if each in dict.keys(target)]:
-            base.__setitem__(target, each, base.pop(target, each))
-    elif kind == "element":
-        if key < len(target):
-            target[key] = value
-        else:  # the rank has shortened its own list: do not lose the program's value
-            target.append(value)
-    elif kind == "elements":
+    elif kind in ("elements", "tree"):
         _fill(target, value)
     elif kind == "contents":
         _write(target, value)
     elif kind == "reload":
         if _address(value) != _address(target):  # else the array lies in that memory and shows the new bytes already
             _write(target, value)
-    elif kind == "state":
-        _restore(target, value)
     else:
-        told, state = value
-        if alike(told, _recipe(target)):
-            _restore(target, state)
+        _restore(target, value)
 
 
 def _bind(kind: str, target: Any, key: Any, value: Any) -> None:
@@ -239,6 +229,10 @@ def _fill(target: Any, value: Any) -> None:
         target[...] = value
     elif isinstance(target, (list, bytearray)):
         target[:] = value
+    elif isinstance(target, dict):
+        base = _base_of(target)
+        base.clear(target)
+        base.update(target, value)
     else:
         target.clear()
         (target.update if isinstance(target, set) else target.extend)(value)
@@ -270,12 +264,6 @@ def _address(array: Any) -> int:
     return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data_ptr())
 
 
-def _recipe(obj: Any) -> tuple[Any, ...]:
-    """Return the recipe by which an object is pickled: the maker, its arguments and the state."""
-    make, args, *rest = reduced(obj)
-    return make, args, rest[0] if rest else None
-
-
 def _restore(target: Any, state: Any) -> None:
     """Give an object a state, as unpickling does."""
     setstate = getattr(target, "__setstate__", None)
@@ -288,62 +276,3 @@ def _restore(target: Any, state: Any) -> None:
         vars(target).update(table)
     for key, value in (slots or {}).items():
         object.__setattr__(target, key, value)
-
-
-# -- the user's modules -----------------------------------------------------------------------------------------------
-
-
-def renew_module(reload: Reload, superseded: dict[tuple[str, str], weakref.WeakSet[Any]]) -> None:
-    """Bring a module that the master has reloaded up to date, if this process has imported it.
-
-    Statements that have not changed are not run again: enums, registries and classes that were not edited stay the same
-    objects, and their instances stay theirs. ``superseded`` keeps earlier versions of edited classes, by module and
-    name.
-    """
-    module = sys.modules.get(reload.module)
-    if module is None:
-        return
-    tree = ast.parse(reload.source, reload.file)
-    if reload.before is not None:
-        known = {ast.dump(node) for node in ast.parse(reload.before).body}
-        tree.body = [node for node in tree.body if _is_future(node) or ast.dump(node) not in known]
-    table = vars(module)
-    before = dict(table)
-    exec(compile(tree, reload.file, "exec"), table)
-    for name, new in list(table.items()):
-        old: Any = before.get(name)
-        if old is not new and type(old) is type(new) and getattr(old, "__module__", None) == reload.module:
-            if isinstance(new, types.FunctionType):
-                table[name] = _update_function(old, new)
-            elif isinstance(new, type):
-                earlier = superseded.setdefault((reload.module, name), weakref.WeakSet())
-                earlier.add(old)
-                for each in earlier:
-                    _update_class(each, new)
-
-
-def _is_future(node: ast.stmt) -> bool:
-    return isinstance(node, ast.ImportFrom) and node.module == "__future__"
-
-
-def _update_function(old: Any, new: Any) -> Any:
-    """Give a function, which other objects may hold, the code of its successor. Return the function to use."""
-    try:
-        old.__code__ = new.__code__
-    except ValueError:  # the number of closure variables has changed
-        return new
-    old.__defaults__, old.__kwdefaults__ = new.__defaults__, new.__kwdefaults__
-    old.__dict__.update(new.__dict__)
-    return old
-
-
-def _update_class(old: type, new: type) -> None:
-    """Give a class the attributes of its successor, and make its instances instances of the successor."""
-    for key, value in list(vars(new).items()):
-        if key not in ("__dict__", "__weakref__", "__doc__"):
-            with contextlib.suppress(AttributeError, TypeError):  # some cannot be set, for instance an enum's members
-                setattr(old, key, value)
-    for each in gc.get_referrers(old):
-        if type(each) is old:
-            with contextlib.suppress(TypeError):  # the successor has another memory layout
-                object.__setattr__(each, "__class__", new)

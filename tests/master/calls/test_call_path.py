@@ -1,4 +1,4 @@
-"""What one call sends, copies, maps and goes through, each counted.
+"""What one call sends, copies and maps, each counted.
 
 ``runtime.counters`` holds what the program sent and received since the start: ``messages_down``, ``messages_up``,
 ``bytes_down``, ``bytes_up`` and ``bytes_pickled``.
@@ -7,11 +7,8 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import itertools
-import operator
-import re
-import sys
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,10 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support import saboteurs
-from support.harness import PACKAGE_FOLDER, mapped_memfds, pids, script, wait_for
-from support.tables import combinations
+from support.harness import mapped_memfds, pids, wait_for
 
-WORKERS = (1, 2, 3)
 BIG = np.random.default_rng(0).normal(size=(1 << 16, 16))
 """8 MB."""
 
@@ -49,10 +44,10 @@ WAYS: dict[str, Callable[..., Any]] = {
 
 def test_one_message_each_way_per_rank(subtests: Any, shared_runtimes: Any) -> None:
     """Whatever the number of inputs and outputs, from the first call after ``distribute`` on."""
-    cases = combinations(40, [*WORKERS, "inline"], (1, 5), (1, 7), (True, False), WAYS)
-    for where, num_inputs, num_outputs, as_data, way in cases:
+    cases = list(itertools.product((1, 2, 3, "inline"), (1, 5), (1, 7), (True, False), WAYS))
+    for where, num_inputs, num_outputs, as_data, way in random.Random(0).sample(cases, 40):
         rt, x = shared_runtimes[where], np.arange(9.0)
-        with subtests.test(where=where, inputs=num_inputs, outputs=num_outputs, as_data=as_data, way=way):
+        with subtests.test(where=where, num_inputs=num_inputs, num_outputs=num_outputs, as_data=as_data, way=way):
             f = rt.function(lambda *xs, n=num_outputs: (sum(x.sum() for x in xs),) * n, bcast_inputs="n", outputs="sum")
             rt.distribute()
             inputs = [rt.data(x) if as_data else x for _ in range(num_inputs)]
@@ -63,7 +58,7 @@ def test_one_message_each_way_per_rank(subtests: Any, shared_runtimes: Any) -> N
 
 
 def test_a_repeated_call_is_a_few_bytes_and_pickles_nothing(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[3]
+    rt = shared_runtimes[2]
     f = rt.function(lambda w, x: (x @ w, (x @ w).sum()), bcast_inputs="w", outputs=("gather", "sum"))
     x, w = rt.data(BIG), np.ones(16)
     for _ in range(2):
@@ -72,8 +67,7 @@ def test_a_repeated_call_is_a_few_bytes_and_pickles_nothing(shared_runtimes: Any
         for number in range(20):
             f(w * number, x)
     assert sent["bytes_pickled"] == 0
-    assert sent["bytes_down"] <= 64 * 3 * 20
-    assert sent["bytes_up"] <= 64 * 3 * 20
+    assert max(sent["bytes_down"], sent["bytes_up"]) <= 64 * 2 * 20
 
 
 def test_array_bytes_cross_through_segments_only(subtests: Any, shared_runtimes: Any) -> None:
@@ -84,12 +78,10 @@ def test_array_bytes_cross_through_segments_only(subtests: Any, shared_runtimes:
     def total(w: Any, x: np.ndarray) -> Any:
         return x.sum() + w["a"][0].sum()
 
-    pd, pl = pytest.importorskip("pandas"), pytest.importorskip("polars")
     few, many = {"a": [np.ones(2)]}, {"a": [BIG]}
     f = rt.function(total, bcast_inputs="w", outputs="sum")
     whole = rt.function(lambda w, x: w.sum(), bcast_inputs="w", outputs="sum")
     same = rt.function(lambda x: x, outputs="gather")
-    column = rt.function(lambda d: float(d["a"].sum()), outputs="sum")
     rt.distribute()
     acts: dict[str, Callable[[], Any]] = {
         "data": lambda: f(few, data),
@@ -98,8 +90,6 @@ def test_array_bytes_cross_through_segments_only(subtests: Any, shared_runtimes:
         "batch": lambda: f(few, data, batch=np.arange(0, 60_000, 2)),
         "broadcast": lambda: whole(BIG, small),
         "output": lambda: same(data),
-        "a column of pandas": lambda: column(pd.DataFrame({"a": BIG[:, 0]})),
-        "a column of polars": lambda: column(pl.DataFrame({"a": BIG[:, 0]})),
     }
     for name, act in acts.items():
         with subtests.test(name):
@@ -205,86 +195,5 @@ def test_an_idle_worker_sleeps(shared_runtimes: Any) -> None:
         assert wait_for(lambda stat=stat: stat.read_text().rpartition(")")[2].split()[0] == "S")
 
 
-# ----- what a call costs in functions
-
-
-def functions_of(act: Callable[[], Any]) -> list[tuple[str, str]]:
-    """Return the functions of the package, with their files, that ``act`` goes through in this process."""
-    met: list[tuple[str, str]] = []
-
-    def look(frame: Any, event: str, argument: Any) -> None:
-        if event == "call" and "/synk/_" in frame.f_code.co_filename:
-            met.append((frame.f_code.co_filename.rpartition("/synk/")[2], frame.f_code.co_name))
-
-    sys.setprofile(look)
-    try:
-        act()
-    finally:
-        sys.setprofile(None)
-    return met
-
-
-def test_the_work_of_a_call_grows_with_its_outputs(subtests: Any, shared_runtimes: Any) -> None:
-    """And not with the square of their number."""
-    makers: dict[str, Callable[[int], Any]] = {
-        "texts": lambda n: [str(number) for number in range(n)],
-        "a dict": lambda n: {str(number): ("a", ["b"]) for number in range(n)},
-        "arrays": lambda n: [np.full(2, number) for number in range(n)],
-    }
-    for (name, make), k in itertools.product(makers.items(), (1, 2)):
-        with subtests.test(name, num_slices=k):
-            f = shared_runtimes["inline"].function(lambda x, make=make: make(len(x)), outputs=None)
-            few, many = (len(functions_of(lambda n=n, f=f, k=k: f(np.zeros(n * k), num_slices=k))) for n in (30, 120))
-            assert many < 6 * few
-
-
-# ----- the path as the design page shows it
-
-
-def test_a_call_takes_the_path_that_the_design_page_shows(shared_runtimes: Any) -> None:
-    """The workers' steps are no more than functions that exist."""
-    page = (PACKAGE_FOLDER / "docs" / "design.md").read_text(encoding="utf-8")
-    section = page.partition("## The path of one call")[2].partition("Five invariants")[0]
-    paths = [re.findall(r"(_\w+/[\w/]+\.py) +([\w.]+)", block) for block in section.split("```")[1::2]]
-    assert [len(path) for path in paths] == [18, 19]
-    f = shared_runtimes[2].function(lambda x: x.sum(), outputs="sum")
-    first = functions_of(lambda: f(np.arange(6.0)))
-    # One among several: what was dropped in earlier tests may be collected just now.
-    repeated = min((functions_of(lambda: f(np.arange(6.0))) for _ in range(10)), key=len)
-    for called, path in zip((repeated, first), paths, strict=True):
-        for file, name in path:
-            module = importlib.import_module(f"synk.{file.removesuffix('.py').replace('/', '.')}")
-            assert callable(operator.attrgetter(name)(module)), f"{file}: {name}"
-        shown = [(file, name.rpartition(".")[2]) for file, name in path if not file.startswith("_worker")]
-        steps = iter(called)
-        assert [each for each in shown if each not in steps] == [], "these did not come, or not in this order"
-
-
+"""Of a repeated call: half of what a call goes through that is not known yet."""
 # ----- what is imported
-
-
-def test_no_library_is_imported_without_need() -> None:
-    """Neither by the program nor by its workers, which have nothing of the program's half either."""
-    script(
-        """
-        import sys
-        import numpy
-        before = set(sys.modules)
-        import synk
-
-        LIBRARIES = {"pandas", "polars", "scipy", "torch", "jax", "cupy", "numba", "mpi4py"}
-
-        def look(b):
-            synk.comm.all_reduce(b["x"], "sum")
-            halves = [name for name in sys.modules if name.startswith(("synk._master", "synk._api"))]
-            return b["x"].sum(), sorted(LIBRARIES & set(sys.modules)) + halves
-
-        loaded = {name.partition(".")[0] for name in set(sys.modules) - before}
-        assert not loaded & (LIBRARIES | {"multiprocessing", "asyncio", "ctypes"}), loaded
-        with synk.fork(2, backend="numpy") as rt:
-            f = rt.function(look, outputs=("sum", "first"))
-            assert f({"x": numpy.arange(4.0)}) == (6.0, [])
-            assert not LIBRARIES & set(sys.modules)
-        """,
-        has_prelude=False,
-    ).check()

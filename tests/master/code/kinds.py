@@ -453,15 +453,6 @@ def state(model):
 
 KINDS = [*SIMPLE, *PROGRAMS]
 
-LATE = {
-    "array of 100 KB, sparse", "array of 10 MB, sparse", "list of 12 000, item", "list of 1600 small arrays",
-    "dict of 12 000, value", "bytearray of 100 KB", "array.array", "ctypes number", "BytesIO", "numpy RandomState",
-    "array.array with an attribute", "instance with __getstate__", "instance with __reduce__",
-    "sklearn, fitted again and fitted on", "tensor, by .data", "tensor, by .numpy()", "tensor of 256 KB, by .numpy()",
-    "tensor, every other element", "tensor, conjugate", "tensor, expanded", "torch module, parameter",
-}  # fmt: skip
-"""Kinds of which a call may miss a change until ``refresh``. None, once captured state is compared in full."""
-
 
 class Made:
     """One object of a kind.

@@ -334,6 +334,33 @@ def test_objects_are_let_go_of_with_the_last_function_that_needs_them(shared_run
     assert count(X) == [0, 0]
 
 
+def test_a_dropped_function_lets_go_of_what_it_captured_at_once(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    rt.function(lambda x: x, outputs="gather")(X)
+
+    def made() -> tuple[Any, Any]:
+        table = np.ones(100_000)
+        return rt.function(lambda x: x + table[0], outputs="gather"), weakref.ref(table)
+
+    f, alive = made()
+    f(X)
+    del f
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.filterwarnings("default:.*to compare what it captured takes")
+def test_what_is_dear_to_compare_is_named_once(shared_runtimes: Any) -> None:
+    big, small = np.zeros(8_000_000), [1]
+    f = shared_runtimes[2].function(lambda x: x + big[0] + small[0], outputs="gather", name="dear")
+    with pytest.warns(
+        UserWarning, match=r"'dear' captured big, and to compare.*synk\.data.*synk\.shared.*np\.frombuffer"
+    ) as told:
+        for _ in range(40):
+            f(X)
+    assert len(told) == 1
+
+
 @pytest.mark.parametrize("num_workers", [2, "inline"])
 def test_functions_that_live_go_on_when_others_are_dropped(shared_runtimes: Any, num_workers: Any) -> None:
     rt = shared_runtimes[num_workers]

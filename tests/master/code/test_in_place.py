@@ -5,11 +5,9 @@ The expected values come from the same function, called by plain Python in this 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import random
 import threading
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from contents import text
-from kinds import KINDS, LATE, PROGRAMS, TORCH, Made
+from kinds import KINDS, PROGRAMS, TORCH, Made
 from support import harness, signs
 
 import synk
@@ -26,7 +23,6 @@ import synk
 X = np.arange(6.0)
 WORKERS = (2, 1, 3, "inline")
 WHEN = {"before the first call": 0, "after one call": 1, "after quiet calls": 4}
-AT_ONCE = [name for name in KINDS if name not in LATE]
 
 pytestmark = pytest.mark.filterwarnings("ignore:(?s).*bcast_inputs")  # a large object that is sent whole each time
 
@@ -54,8 +50,6 @@ class Watched:
 
     def change(self) -> None:
         self.made.change()
-        if self.name in LATE:
-            self.f.refresh()
 
     def check(self, verb: str = "call") -> None:
         want, got = self.plain(X), VERBS[verb](self)
@@ -79,11 +73,6 @@ VERBS: dict[str, Callable[[Watched], list[str]]] = {
 }
 
 
-def verbs_of(name: str) -> list[str]:
-    """Return the verbs that see a change of a kind: some tell of a late one, though ``refresh`` was called."""
-    return [verb for verb in VERBS if name not in LATE or verb in ("call", "submit", "stream")]
-
-
 def change_twice(rt: Any, name: str, verb: str, when: str) -> None:
     watched = Watched(rt, name)
     for _ in range(WHEN[when]):
@@ -99,7 +88,7 @@ def test_a_change_is_seen_by_the_next_call(subtests: Any, shared_runtimes: Any, 
     """Each kind by one verb, at one moment, on one runtime."""
     rng = random.Random(part)
     for name in KINDS[part::4]:
-        verb, when = rng.choice(verbs_of(name)), rng.choice([*WHEN])
+        verb, when = rng.choice([*VERBS]), rng.choice([*WHEN])
         where = 2 if "import" in PROGRAMS.get(name, "") else rng.choice(WORKERS)  # of a library: once will do
         with subtests.test(kind=name, verb=verb, when=when, workers=where):
             change_twice(shared_runtimes[where], name, verb, when)
@@ -109,7 +98,7 @@ def test_a_change_in_an_object_of_torch_is_seen_by_the_next_call(subtests: Any, 
     pytest.importorskip("torch")
     rng = random.Random(45)
     for name in TORCH:
-        verb, when = rng.choice(verbs_of(name)), rng.choice([*WHEN])
+        verb, when = rng.choice([*VERBS]), rng.choice([*WHEN])
         with subtests.test(kind=name, verb=verb, when=when):
             change_twice(shared_runtimes[2], name, verb, when)
 
@@ -119,7 +108,7 @@ def test_a_change_in_an_object_of_torch_is_seen_by_the_next_call(subtests: Any, 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_change_is_seen_by_every_verb(subtests: Any, shared_runtimes: Any, verb: str) -> None:
     for name, when, where in itertools.product(KINDS, WHEN, WORKERS):
-        if verb in verbs_of(name):
+        if verb in [*VERBS]:
             with subtests.test(kind=name, when=when, workers=where):
                 change_twice(shared_runtimes[where], name, verb, when)
 
@@ -144,9 +133,9 @@ def test_a_worker_that_was_started_again_has_what_there_is_now(subtests: Any, ru
             watched.check()
 
 
-def test_an_iterator_is_told_apart_by_identity(shared_runtimes: Any) -> None:
-    """What is left of it cannot be read without taking it: a worker keeps its own until the name is bound anew."""
-    left = iter([1, 2, 3, 4, 5, 6])
+def test_what_is_left_of_an_iterator_is_compared(shared_runtimes: Any) -> None:
+    """Python's own can say it; those of itertools cannot be pickled in new versions, and go by their identity."""
+    left: Any = iter([1, 2, 3, 4, 5, 6])
 
     def takes(x: np.ndarray) -> list[Any]:
         return [next(left)] * len(x)
@@ -154,7 +143,7 @@ def test_an_iterator_is_told_apart_by_identity(shared_runtimes: Any) -> None:
     f = shared_runtimes[2].function(takes, outputs="gather")
     assert [f(X)[0], f(X)[0]] == [1, 2]
     next(left)
-    assert f(X)[0] == 3
+    assert [f(X)[0], f(X)[0]] == [2, 3]
     left = iter("ab")
     assert [f(X)[0], f(X)[0]] == ["a", "b"]
 
@@ -269,7 +258,7 @@ def test_what_changes_while_a_function_is_being_sent_is_sent_with_the_next_call(
 
 
 def test_a_change_whose_sending_has_failed_is_sent_with_the_next_call(subtests: Any, shared_runtimes: Any) -> None:
-    for name in random.Random(48).sample(AT_ONCE, 40):
+    for name in random.Random(48).sample(KINDS, 40):
         with subtests.test(kind=name):
             watched, beside = Watched(shared_runtimes[2], name), {"k": 0}
             read, held = watched.made.read, watched.made.held
@@ -283,41 +272,3 @@ def test_a_change_whose_sending_has_failed_is_sent_with_the_next_call(subtests: 
             assert f(X) == [read(held), 1]
             watched.change()
             assert f(X) == [read(held), 1]
-
-
-# ----- until all is compared in full
-
-
-def test_a_change_that_calls_may_miss_is_told_once(shared_runtimes: Any) -> None:
-    """By an error that says which array, in which function, since how many calls, and what to do."""
-    table = np.zeros(1_000_000)
-    f = shared_runtimes[2].function(lambda x: x + table.sum(), outputs="gather", name="adds_the_sum")
-    for _ in range(3):
-        f(X)
-    table[123_457] = 1
-    with pytest.raises(synk.errors.StaleCaptureError, match=r"(?s)'adds_the_sum'.*table.*up to \d+ calls?.*synk\.data"):
-        for _ in range(200):
-            f(X)
-    for number in range(2, 5):
-        np.testing.assert_array_equal(f(X), X + table.sum())
-        table[200_000 * number] = 1
-        f.refresh()
-
-
-def test_a_change_deep_in_a_container_that_another_change_brings_is_told(shared_runtimes: Any) -> None:
-    table, settings = [*range(1600)], {"rate": 1}
-    f = shared_runtimes[2].function(lambda x: [text((table[1500], settings))] * len(x), outputs="gather")
-    for _ in range(3):
-        f(X)
-    table[1500] = -1
-    is_stale = f(X)[0] != text((table[1500], settings))
-    settings["rate"] = 2
-    told = (
-        pytest.warns(synk.errors.StaleCaptureWarning, match="captured table") if is_stale else contextlib.nullcontext()
-    )
-    with told:
-        assert f(X)[0] == text((table[1500], settings))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        settings["rate"] = 3
-        assert f(X)[0] == text((table[1500], settings))

@@ -143,6 +143,7 @@ def test_it_is_shown_as_a_table_and_as_plain_values(shared_runtimes: Any) -> Non
     assert names.index("dear") < names.index("cheap"), "the dearest stand first"
     (line,) = (each for each in lines if each.split()[:3] == ["shown", "big", "staged"])
     assert line.split()[3:5] == ["3", "0.48"]
+    assert line.split()[-1].endswith("%")
     assert "<td style='text-align:left'>big</td>" in rt.profile._repr_html_()
     plain = json.loads(json.dumps(rt.profile.to_dict()))
     assert sorted(each["calls"] for each in plain["functions"]) == [1, 1, 3]

@@ -20,7 +20,6 @@ import pytest
 from support.harness import wait_for
 from support.seeds import seeds
 from support.stateful import KINDS, LARGE, METHODS, SMALL, Box, Model, stepper
-from support.tables import combinations
 
 import synk
 
@@ -57,15 +56,18 @@ def assert_equal(got: Any, expected: Any) -> None:
         np.testing.assert_array_equal(got, expected)
 
 
-def test_submitted_calls_return_what_each_of_them_computed(subtests: Any, reused: Any, patience: str) -> None:
-    runtimes = {num_workers: reused(num_workers) for num_workers in (1, 3)}
-    for num_workers, method, op in combinations(18, runtimes, METHODS, ("avg", "sum", "max", "first", "gather")):
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_submitted_calls_return_what_each_of_them_computed(
+    subtests: Any, reused: Any, patience: str, num_workers: int
+) -> None:
+    rt = reused(num_workers)
+    for method, op in itertools.product(METHODS, ("avg", "sum", "max", "first", "gather")):
         if op == "gather" and method == "twice":  # a number has no rows
             continue
-        with subtests.test(num_workers=num_workers, method=method, op=op):
-            f = runtimes[num_workers].function(getattr(Model(LARGE), method), outputs=op)
-            pending = [f.submit(np.ones(num_workers)) for _ in range(6)]
-            for call, right in zip(pending, serial(method, 6), strict=True):
+        with subtests.test(method=method, op=op):
+            f = rt.function(getattr(Model(LARGE), method), outputs=op)
+            pending = [f.submit(np.ones(num_workers)) for _ in range(8)]
+            for call, right in zip(pending, serial(method, 8), strict=True):
                 assert_equal(call.result(), combined(right, op, num_workers))
 
 
@@ -155,7 +157,7 @@ class Reference:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("seed", seeds(1, 20))
+@pytest.mark.parametrize("seed", seeds(2, 20))
 def test_any_sequence_of_calls_equals_plain_python(
     subtests: Any, shared_runtimes: Any, num_ranks: int, seed: int
 ) -> None:

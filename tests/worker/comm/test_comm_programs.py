@@ -116,7 +116,7 @@ def test_random_programs_give_what_they_must(at: Any, place: Any, storm_count: A
     f = runtime.function(
         lambda x, programs: run(programs[synk.comm.rank], size, is_whole=True), bcast_inputs="programs", outputs="sum"
     )
-    for number in range(storm_count(6)):
+    for number in range(storm_count(8)):
         with subtests.test(case=number):
             assert f(np.zeros(size), program(f"{place} {number}", size)) == size
 
@@ -128,7 +128,7 @@ def test_a_send_that_is_left_out_is_an_error_and_nobody_hangs(at: Any, place: An
     f = runtime.function(
         lambda x, programs: run(programs[synk.comm.rank], size, is_whole=False), bcast_inputs="programs", outputs="sum"
     )
-    for number in range(storm_count(2)):
+    for number in range(storm_count(3)):
         programs = program(f"{place} {number}", size)
         sends = [(rank, event) for rank in range(size) for event in programs[rank] if "send" in event.kind]
         rank, event = random.Random(number).choice(sends)

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 from support.harness import same_workers
-from support.places import on_each
+from support.places import PLACES, SEVERAL_RANKS, on_each
 from support.rank_arrays import assert_same, everywhere
 
 import synk
 from synk.errors import CollectiveMismatch
 
-COUNTS = (0, 1, 1000, 100_001)
+COUNTS = (0, 1, 1000, 300_001)
 """Elements: none, one, one piece, and several of an odd length."""
 
 
@@ -22,7 +22,7 @@ def values(rank: int, count: int) -> np.ndarray:
     return np.random.default_rng(rank).integers(-9, 10, count).astype("f8")
 
 
-@pytest.mark.parametrize("place", ["inline", 3, "little memory", "blind", "1+2"])
+@pytest.mark.parametrize("place", PLACES)
 def test_started_collectives_give_what_those_that_wait_give(at: Any, place: Any) -> None:
     """All kinds in one row, waited for in reverse, with one that waits and messages in between."""
     runtime = at(place)
@@ -72,7 +72,7 @@ def test_a_rank_that_waits_for_a_message_goes_on_with_what_it_has_started(at: An
         assert comm.recv(1).tolist() == [4.0, 5.0]
         return float(request.wait()[0])
 
-    for place in (2, "little memory", "1+2"):
+    for place in SEVERAL_RANKS:
         runtime = at(place)
         assert on_each(runtime, body) == [runtime.world_size] * runtime.world_size
 
@@ -91,7 +91,7 @@ def test_test_never_waits_and_goes_on(at: Any) -> None:
             pass
         return bool(request.wait().tolist() == [comm.world_size] * 4)
 
-    for place in (2, "little memory", "1+2"):
+    for place in SEVERAL_RANKS:
         assert all(on_each(at(place), body))
 
 
