@@ -70,8 +70,12 @@ def test_what_is_a_range_of_a_file_is_mapped(subtests: Any, shared_runtimes: Any
     nbytes, result = staged(rt, dot, {"x": x, "scale": 2}, w=x)
     assert nbytes == 0
     np.testing.assert_allclose(result, plain @ plain.T[:, :2])
+
+
+def test_records_in_raw_files(shared_runtimes: Any, tmp_path: Path) -> None:
+    rt = shared_runtimes[2]
     dtype = np.dtype([("a", "i4"), ("b", "f8"), ("c", "i4")])
-    raw = np.memmap(path.with_name("raw"), dtype, "w+", offset=16, shape=300_000)
+    raw = np.memmap(tmp_path / "raw", dtype, "w+", offset=16, shape=300_000)
     raw["a"], raw["b"] = np.arange(300_000), 0.5
     nbytes, result = staged(rt, rt.function(lambda r: r["a"] * r["b"], outputs="gather"), raw)
     np.testing.assert_array_equal(result, np.arange(300_000) * 0.5)
