@@ -64,12 +64,10 @@ def test_a_selection_is_what_numpy_picks(data: st.DataObject, num_rows: int) -> 
 
 def test_lengths_may_differ_where_the_batch_means_the_same_rows() -> None:
     """A minibatch input, which is leaving, holds at least the rows of the batch; alone it needs only their number."""
-    assert select_common(None, [("x", 5), ("y", 5)], [("z", 5)], "'f'").count == 5
     for batch in (3, slice(1, 3), [2, 0], slice(0, 4)):
         selection = select_common(batch, [("x", 6), ("y", 4)], [("mini", 100)], "'f'")
         np.testing.assert_array_equal(selection.positions(), picked_by(batch, np.arange(4)))
-    for batch in (4, slice(5, 9), slice(9, 5, -1), [7, 5, 90, 0]):
-        assert select_common(batch, [], [("mini", 4)], "'f'").positions().tolist() == [0, 1, 2, 3]
+    assert select_common(4, [], [("mini", 4)], "'f'").positions().tolist() == [0, 1, 2, 3]
 
 
 XY, MINI = [("x", 6), ("y", 4)], [("mini", 2)]
@@ -94,9 +92,6 @@ REFUSED: list[tuple[Any, Any, Any, type[Exception], str]] = [
         for batch in (slice(None), slice(-2, None), [-1], slice(0, 5))
     ],
     ([3, 5, 0], [("x", 6)], MINI, IndexError, "picks 3 rows, and minibatch input mini has 2"),
-    (slice(5, None), [], MINI, ValueError, "with minibatch data only: .*a slice that has a stop"),
-    ([1, -1], [], MINI, ValueError, "with minibatch data only: .*got index -1"),
-    (np.ones(2, bool), [], MINI, ValueError, "with minibatch data only: .*got a mask"),
 ]
 
 
@@ -147,13 +142,7 @@ def test_each_rank_takes_the_rows_it_owns(data: st.DataObject, lengths: list[int
 
 def test_shard_batch_picks_among_the_rows_of_each_rank() -> None:
     """It is leaving."""
-    for shard_batch, entries in (
-        (2, [2, 2]),
-        ([0, -1], [[0, -1]] * 2),
-        ([slice(None, None, -1), [1, 1]], [slice(None, None, -1), [1, 1]]),
-    ):
-        assignment = assign_local(shard_batch, [3, 2], "'f'")
-        for rank, (entry, length) in enumerate(zip(entries, (3, 2), strict=True)):
-            np.testing.assert_array_equal(local_rows(assignment, rank), picked_by(entry, np.arange(length)))
+    assignment = assign_local([0, -1], [3, 2], "'f'")
+    assert [local_rows(assignment, rank).tolist() for rank in range(2)] == [[0, 2], [0, 1]]
     with pytest.raises(IndexError, match=r"shard of rank 1.*index 2"):
         assign_local([0, 2], [3, 2], "'f'")

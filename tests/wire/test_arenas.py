@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import random
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +13,7 @@ from support.harness import Child, assert_right, descriptors, mapped_memfds, pid
 
 from synk._wire import arenas as _arenas
 from synk._wire import mapping as _mapping
-from synk._wire.memory import PAGE_NBYTES, Segment
+from synk._wire.memory import PAGE_NBYTES
 
 Fork = Callable[..., Any]
 
@@ -109,31 +107,6 @@ def test_where_the_system_refuses(runtime: Fork, monkeypatch: pytest.MonkeyPatch
             del empty
     np.testing.assert_array_equal(data.data, np.arange(1000.0))
     assert_right(rt)
-
-
-def test_the_segments_of_an_arena_do_not_touch() -> None:
-    """Of every size up to the largest, each written full."""
-    released: deque[Segment] = deque()
-    arenas = _arenas.Arenas(released, itertools.count(1))
-    rng = random.Random(0)
-    held: dict[int, tuple[Segment, int]] = {}
-    for number in range(1500):
-        nbytes = rng.choice([1, PAGE_NBYTES, PAGE_NBYTES + 1, 70_000, 200_000, 1 << 18, (1 << 18) + 1])
-        segment = arenas.create(nbytes, is_worker_writable=rng.random() < 0.5)
-        assert segment.nbytes >= nbytes
-        assert not segment.buffer.any()
-        segment.buffer[:] = number % 250 + 1
-        held[number] = (segment, number % 250 + 1)
-        if rng.random() < 0.7:
-            segment, value = held.pop(rng.choice(list(held)))
-            assert (segment.buffer == value).all()
-            segment.discard()
-    for segment, value in held.values():
-        assert (segment.buffer == value).all()
-        segment.close()
-    arenas.close()
-    while released:
-        released.pop().close()
 
 
 class Fuzz:
