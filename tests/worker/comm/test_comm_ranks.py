@@ -94,34 +94,6 @@ def test_a_serial_call_and_one_row_have_one_rank(at: Any, place: Any) -> None:
         assert found[0] == 1 and not any(found[1:])
 
 
-@pytest.mark.parametrize("place", ["inline", 3, "1+2"])
-def test_a_program_with_neighbours_is_its_own_oracle(at: Any, place: Any) -> None:
-    """A heat equation in one dimension, by parallel calls of any number of rows, serially, and by NumPy."""
-    rt = at(place)
-
-    def heat(points: np.ndarray) -> np.ndarray:
-        comm, now = synk.comm, np.pad(points, 1)
-        for _ in range(5):
-            if comm.rank > 0:
-                comm.isend(now[1:2], comm.rank - 1)
-            if comm.rank < comm.world_size - 1:
-                comm.isend(now[-2:-1], comm.rank + 1)
-                comm.recv(comm.rank + 1, out=now[-1:])
-            if comm.rank > 0:
-                comm.recv(comm.rank - 1, out=now[:1])
-            now[1:-1] += 0.3 * (now[:-2] - 2 * now[1:-1] + now[2:])
-        return now[1:-1]
-
-    f = rt.function(heat, outputs="gather")
-    for rows in (1, 2, 3, 4, 17):
-        points = np.random.default_rng(rows).random(rows)
-        now = np.pad(points, 1)
-        for _ in range(5):
-            now[1:-1] += 0.3 * (now[:-2] - 2 * now[1:-1] + now[2:])
-        for found in (f(points), f.serial(points)):
-            np.testing.assert_array_equal(found, now[1:-1])
-
-
 def test_each_rank_draws_from_its_own_stream_whoever_takes_part() -> None:
     streams = [np.random.default_rng(each) for each in np.random.SeedSequence(7).spawn(3)]
     with synk.Runtime(3, backend="numpy", seed=7) as rt:
