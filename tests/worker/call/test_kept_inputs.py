@@ -47,7 +47,7 @@ def keeper(view: Callable[[Any], Any]) -> Callable[[Any], Any]:
 @pytest.mark.parametrize("is_whole", WHOLE_OR_SAMPLE)
 def test_kept_inputs_stay_as_they_were(subtests: Any, shared_runtimes: Any, is_whole: bool) -> None:
     pytest.importorskip("torch")
-    for where, framework, size, view, batch, num_slices in drawn(KEPT, is_whole, 80):
+    for where, framework, size, view, batch, num_slices in drawn(KEPT, is_whole, 40):
         rt = shared_runtimes[where]
         index = slice(batch) if isinstance(batch, int) else slice(None) if batch is None else batch
         parts = np.array_split(np.arange(float(size))[index], rt.world_size)
