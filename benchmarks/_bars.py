@@ -136,10 +136,6 @@ def _graph(results: Results) -> tuple[Values, bool]:
     return [entry["pytensor"] / each for entry, each in zip(rounds, own)], False
 
 
-def _guarded(how: str) -> tuple[str, str]:
-    return f"guarded, 512 KB that {how}", f"plain, 512 KB that {how}"
-
-
 def _above(case: str, way: str, other: str) -> Callable[[Results], tuple[Values, bool]]:
     """The microseconds of one way of the small calls above those of another one."""
 
@@ -284,15 +280,6 @@ BARS = (
     Bar("an array of 100 MB captured", 6, 5, _above("captured", "100 MB", "nothing"), unit=" us"),
     Bar("400 tensors captured", 200, 100, _above("captured", "400 tensors", "nothing"), unit=" us"),
     Bar("a traced call: above a plain one, 2 ranks", 10, 6, _above("followed", "traced", "plain"), unit=" us"),
-    Bar("a guarded call of small arrays: above a plain one", 8, 1, _above("followed", "guarded", "plain"), unit=" us"),
-    Bar(
-        "a guarded call of 512 KB that change / a plain one",
-        1.05, 1.0, _in_one_process("small", "followed", *_guarded("change")),
-    ),
-    Bar(
-        "a guarded call of 512 KB that are the same / a plain one",
-        2, 1.5, _in_one_process("small", "followed", *_guarded("are the same")),
-    ),
     Bar("tiny call, inline", 20, 14, _in_one_process("small", "inline", "inline", None, 1e6), unit=" us"),
     *(
         Bar(

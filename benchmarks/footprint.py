@@ -131,7 +131,7 @@ def measure(world_size: int, calls: int) -> dict[str, Any]:
 
     with synk.fork(world_size):
         function = synk.function(_work.loss_and_grad, bcast_inputs="w", outputs=("avg", "avg", "max"))
-        x, y = function.build_inputs(*_work.inputs(_work.ROWS["tiny"]))
+        x, y = map(synk.data, _work.inputs(_work.ROWS["tiny"]))
 
         def call(number: int) -> None:
             function(_work.fresh_weights(number), x, y)

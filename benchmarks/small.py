@@ -71,10 +71,10 @@ def measure(world_size: int, rounds: int, block_s: float) -> dict[str, list[dict
 
 
 def _followed(runtime: Any, rounds: int, block_s: float) -> list[dict[str, float]]:
-    """Measure calls that are traced, and calls under a guard, beside plain ones on the same workers."""
-    from synk.profiler import trace, transfer_guard
+    """Measure calls that are traced beside plain ones on the same workers."""
+    from synk.profiler import trace
 
-    contexts = {"plain": nullcontext, "traced": trace, "guarded": lambda: transfer_guard("log")}
+    contexts = {"plain": nullcontext, "traced": trace}
     mode = "plain"
     stack = ExitStack()
 
@@ -89,12 +89,7 @@ def _followed(runtime: Any, rounds: int, block_s: float) -> list[dict[str, float
 
         return run
 
-    same = np.ones((64, 1024))  # 512 KB
-    first = runtime.function(lambda x: x[0, 0], outputs="first")
     ways = {name: under(name, _tiny(runtime)) for name in contexts}
-    for name in ("plain", "guarded"):
-        ways[f"{name}, 512 KB that are the same"] = under(name, lambda number: first(same))
-        ways[f"{name}, 512 KB that change"] = under(name, lambda number: first(same + number))
     with stack:
         return _turns(ways, rounds, block_s, time.perf_counter)
 

@@ -38,7 +38,7 @@ print(f"mean of x.dot(y): {result:.6f} on {synk.current().world_size} workers, {
 # The serial twin runs the whole input on one worker. 103 rows do not divide evenly: the average is exact all the same.
 matrices = rng.standard_normal((103, 10)), rng.standard_normal((10, 5))
 expected = statistics.serial(*matrices)
-inputs = statistics.build_inputs(*matrices)
+inputs = [synk.data(matrix) for matrix in matrices]
 for name, all_at_once, in_slices, reference in zip(
     ("avg", "sum", "max"), statistics(*inputs), statistics(*inputs, num_slices=4), expected, strict=True
 ):

@@ -20,7 +20,7 @@ def mean_product(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 rng = np.random.default_rng(0)
 x_host = 0.01 * rng.standard_normal((1000, 10))
 y_host = rng.standard_normal((10, 5))
-x, y = mean_product.build_inputs(x_host, y_host)
+x, y = synk.data(x_host), synk.data(y_host)
 
 # The rows are chosen from the whole input, then scattered; each worker takes its own part, all at once.
 batches = {
@@ -36,14 +36,6 @@ for name, (batch, selection) in batches.items():
     assert np.allclose(result, mean_product.serial(x_host[selection], y_host))
     assert np.allclose(result, (x_host[selection] @ y_host).mean(axis=0))
     print(f"{name}: {len(x_host[selection])} rows, mean {result.mean():+.6f}")
-
-# A minibatch=True input holds only the rows of the batch, in its order: weight j belongs to the j-th row of the batch.
-weights = synk.data(shape=100, dtype=float, minibatch=True)
-weighted = synk.function(lambda x, w: (x * w[:, None]).sum(axis=0), outputs="sum")
-for batch in (slice(10, 100), slice(900, 0, -9), rng.permutation(1000)[:100]):
-    count = len(x_host[batch])
-    weights[:count] = rng.random(count)
-    assert np.allclose(weighted(x, weights, batch=batch), weights[:count] @ x_host[batch])
 
 synk.close()
 print("All assertions passed.")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import time
-import warnings
 from collections.abc import Callable
 
 import numpy as np
@@ -57,18 +56,13 @@ resident = synk.function(update, outputs=None)
 table.append(("everything resident", seconds_per_call(lambda: resident(m_shared, b_shared)), 0))
 assert np.allclose(y_shared.value, expected, atol=1e-3)
 
-# 4. What the table of all calls and the guard say of the first program.
-with synk.profiler.transfer_guard("warn"), warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    for number in range(4):
-        everything(m, x + number, b)  # only x changes
+# 4. What the table of all calls says of the first program. A line in the log names large arrays that stay the same.
+for number in range(4):
+    everything(m, x + number, b)  # only x changes
 
 print(f"y = m @ x + b, {SIDE} x {SIDE} float32, {NUM_CALLS} calls, {synk.current().world_size} workers")
 print(f"{'program':<22}{'ms per call':>12}{'MB moved per call':>20}")
 for program, seconds, nbytes in table:
     print(f"{program:<22}{1e3 * seconds:>12.2f}{nbytes / 1e6:>20.1f}")
 print(f"\n{synk.profile()}\n")
-for warning in caught:
-    print(warning.message)
 synk.close()
-assert {str(warning.message)[0] for warning in caught} == ({"m", "b"} if m.nbytes >= 65_536 else set())

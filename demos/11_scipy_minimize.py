@@ -1,6 +1,6 @@
 """An existing scipy.optimize program, made parallel by one line.
 
-A network with one hidden layer learns the digits by full-batch L-BFGS. Only the line with ``synk.wrap`` is new: the
+A network with one hidden layer learns the digits by full-batch L-BFGS. Only two lines are new: the
 optimiser calls the same function, each worker computes a share of the rows.
 
 Run: python demos/11_scipy_minimize.py
@@ -45,7 +45,8 @@ pixels = pixels / 16.0
 theta_start = 0.1 * np.random.default_rng(0).standard_normal(64 * NUM_HIDDEN + NUM_HIDDEN * 10)
 
 serial = fit()
-loss_and_grad = synk.wrap(loss_and_grad, bcast_inputs="theta")  # the one line
+synk.fork()  # the first line that is new, and the second one
+loss_and_grad = synk.function(loss_and_grad, bcast_inputs="theta")
 parallel = fit()
 
 print(f"serial:   loss {serial.fun:.6f} after {serial.nfev} calls")

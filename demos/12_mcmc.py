@@ -38,7 +38,8 @@ def sample() -> emcee.EnsembleSampler:
 
 
 serial = sample()
-log_probability = synk.wrap(log_probability, outputs="gather", bcast_inputs=("design", "signs"))  # the one line
+synk.fork()  # the first line that is new, and the second one
+log_probability = synk.function(log_probability, outputs="gather", bcast_inputs=("design", "signs"))
 parallel = sample()
 
 names = ("intercept", "radius", "texture", "perimeter", "area", "smoothness")

@@ -413,18 +413,15 @@ def a_trace(colours: dict[str, str]) -> Picture:
 
 
 def transfers(colours: dict[str, str]) -> Picture:
-    """What ten calls have transferred for each argument, and how much of it was unchanged."""
+    """What ten calls have transferred for each argument."""
     rows = json.loads(TRACED.read_text(encoding="utf-8"))["transfers"]
-    picture = Picture(640, 46 * len(rows) + 44, "Bytes of ten calls: copied, copied unchanged, read in place", colours)
+    picture = Picture(640, 46 * len(rows) + 44, "Bytes of ten calls: copied, read in place", colours)
     scale = 380 / max(row[2] for row in rows)
-    for number, (argument, kind, total, unchanged) in enumerate(rows):
+    for number, (argument, kind, total, *_) in enumerate(rows):
         y = 14 + 46 * number
         picture.text(60, y + 20, argument, at="end")
         is_copied = kind == "staged"
         picture.box(70, y, total * scale, 30, "tint a" if is_copied else "paper", "a" if is_copied else "line")
-        if unchanged:
-            picture.box(70, y, unchanged * scale, 30, "tint b", "b")
-            picture.text(70 + unchanged * scale / 2, y + 20, "the same bytes as before", size=12)
         words = "copied" if is_copied else "read in place, not copied"
         picture.text(78 + total * scale, y + 20, f"{total:.0f} MB {words}", at="start", ink="faint", size=12)
     picture.text(70, 46 * len(rows) + 32, "ten calls of residual(table, x, y)", at="start", ink="faint", size=12)

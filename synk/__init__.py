@@ -14,7 +14,7 @@
     >>> synk.close()
 
 fork, close, info               start and end the workers, look at them
-function, wrap, map             functions of rows, and of single items
+function, map                   functions of rows, and of single items
 data                            arrays that are copied to the workers once
 shared, resident                arrays and objects that live on the workers
 comm                            what ranks say to one another, inside a function
@@ -57,11 +57,9 @@ if _is_worker() or _TYPE_CHECKING:
 if _TYPE_CHECKING:
     from synk._api.executor import Executor
     from synk._api.program import Program
-    from synk._api.wrapper import FunctionWrapper
 
 _OWN_FILES = {
     "Executor": "synk._api.executor",
-    "FunctionWrapper": "synk._api.wrapper",
     "Program": "synk._api.program",
     "comm": "synk._worker.comm.comm",
 }
@@ -94,7 +92,6 @@ __all__ = [  # noqa: F405
     "Data",
     "Executor",
     "Function",
-    "FunctionWrapper",
     "Op",
     "PendingCall",
     "Program",
@@ -125,5 +122,4 @@ __all__ = [  # noqa: F405
     "scatter",
     "set_value",
     "shared",
-    "wrap",
 ]

@@ -22,9 +22,7 @@ __all__ = [
     "SharedMemoryError",
     "StartupError",
     "SynkError",
-    "TransferRefused",
     "UnsupportedError",
-    "WastefulTransfer",
     "WorkerDied",
 ]
 
@@ -141,17 +139,6 @@ class ReentrancyError(SynkError):
 
 class UnsupportedError(SynkError, NotImplementedError):
     """A backend or communicator lacks what was asked for. The message says which one, and what to use instead."""
-
-
-class TransferRefused(SynkError):
-    """A guard in the mode ``"raise"`` has found a wasteful transfer; see :func:`synk.profiler.transfer_guard`.
-
-    Nothing was sent. The message names the function, the argument, its size, and what to do instead.
-    """
-
-
-class WastefulTransfer(UserWarning):
-    """A guard in the mode ``"warn"`` has found a wasteful transfer. Reported once per function and argument."""
 
 
 class OpMismatch(SynkError):

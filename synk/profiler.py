@@ -1,4 +1,4 @@
-"""Where the time and the bytes go: traces, spans of your own, and guards against wasteful transfers.
+"""Where the time and the bytes go: traces, and spans of your own.
 
 ``synk.profile()`` is the table of all calls so far. This module shows more detail, and is loaded when it is first used.
 :func:`span` can also be used in functions on the workers.
@@ -8,65 +8,29 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 import time
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from synk._pure.interrupts import deferred
+from synk._pure.words import no_attribute
 from synk._wire.cell import refuse_inside_worker
 from synk._wire.spans import pickled_spans, take_spans
 from synk._wire.spans import span as span
+from synk.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from synk._master.state.profile import Profile
+    from pstats import Stats
+
+    from synk._api.function import Function
     from synk._master.state.trace import Tracer
 
-__all__ = ["Trace", "live", "span", "trace", "transfer_guard"]
+__all__ = ["Trace", "cprofile", "span", "trace"]
 
 
-def transfer_guard(mode: str) -> AbstractContextManager[None]:
-    """Return a context in which wasteful transfers of this thread's calls are logged, warned about, or refused.
-
-    A transfer is wasteful if an array of 64 KB or more is copied to the workers although it had the same bytes in the
-    last three calls of the function, or if another call returned the array. ``fork(transfer_guard=...)`` sets the mode
-    of a runtime for all threads.
-
-    Parameters
-    ----------
-    mode : {"allow", "log", "warn", "raise"}
-        ``"allow"``: one line in the log, from 16 MB on. ``"log"`` and ``"warn"``: once per function and argument, in
-        the logger ``synk`` or as ``synk.errors.WastefulTransfer`` at the line of the call. ``"raise"``: the call raises
-        ``synk.errors.TransferRefused`` before anything is sent.
-
-    Raises
-    ------
-    ValueError
-        For another mode.
-    NotForkedError
-        If no runtime is current.
-
-    Examples
-    --------
-    >>> import numpy as np, synk
-    >>> with synk.fork(2), synk.profiler.transfer_guard("raise"):
-    ...     total = synk.function(lambda x: x.sum(), outputs="sum")
-    ...     x = np.ones((4, 10_000))
-    ...     for _ in range(4):
-    ...         _ = total(x)
-    Traceback (most recent call last):
-        ...
-    synk.errors.TransferRefused: refused a transfer: x of '<lambda>', 0.32 MB, is copied at every call, ...
-
-    Notes
-    -----
-    An array that changes costs the comparison of some samples. An array that does not change costs a copy, which is
-    kept, and the comparison with it.
-    """
-    from synk._api.current import current
-
-    session = current()._session
-    session.check_here("guard transfers", "All arguments travel to the nodes in each call.")
-    return session.guard.as_mode(mode)
+def __getattr__(name: str) -> Any:
+    raise no_attribute("profiler", sys.modules[__name__], name)
 
 
 class Trace:
@@ -141,8 +105,6 @@ class trace:
     ----------
     path : path-like, optional
         Where to save it when the body ends, also after an exception.
-    compare : bool
-        Whether to count in ``synk.profile().transfers`` how often large arguments had the bytes of the call before.
 
     Raises
     ------
@@ -163,8 +125,8 @@ class trace:
     6
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None = None, *, compare: bool = False) -> None:
-        self._path, self._compare = path, compare
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        self._path = path
         self._stack = ExitStack()
 
     def __enter__(self) -> Trace:
@@ -180,8 +142,6 @@ class trace:
         self._tracer = Tracer(runtime.world_size, time.monotonic_ns())
         try:
             with deferred():
-                if self._compare:
-                    self._stack.enter_context(session.guard.as_mode("count"))
                 session.followers.append(self._tracer.follow)
                 self._stack.callback(session.followers.remove, self._tracer.follow)
                 session.tracer = self._tracer
@@ -203,7 +163,7 @@ class trace:
     def _end(self) -> None:
         """Trace no more calls. A second attempt does nothing."""
         session = self._runtime._session
-        with deferred(), self._stack:  # the stack takes back the follower and the guard's mode, whatever fails here
+        with deferred(), self._stack:  # the stack takes back the follower, whatever fails here
             if session.tracer is not self._tracer:
                 return
             session.tracer = None
@@ -216,72 +176,40 @@ class trace:
         self._runtime.profile.leave_out("synk.profiler.trace")
 
 
-class live:
-    """A context in which the table of ``synk.profile()`` is shown, and kept up to date: ``with synk.profiler.live()``.
-
-    In a notebook the table stays in its place, and so it does in a terminal if the package ``rich`` is installed.
-    Otherwise it is written to the standard error output each time. It is renewed when a call, or a chunk of a map,
-    ends, and once more when the body ends. No thread is started, so nothing is renewed during one long call.
+def cprofile(function: Function[..., Any], /, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Stats]:
+    """Call a function once under :mod:`cProfile` on every rank, and return each rank's statistics.
 
     Parameters
     ----------
-    every : float
-        Seconds between two tables, at least.
+    function : Function
+    *args, **kwargs, timeout
+        As for a call. The results of the function are dropped.
+
+    Returns
+    -------
+    list of pstats.Stats
+        One for each rank that has rows, ascending.
 
     Raises
     ------
-    NotForkedError
-        If no runtime is current.
-    ValueError
-        If ``every`` is negative.
-    Exception
-        What writing the table has raised, when the body has ended. Calls are not affected.
+    UnsupportedError
+        If the function was built with ``updates``, which need its results.
 
     Examples
     --------
     >>> import numpy as np, synk
     >>> with synk.fork(2):
-    ...     total = synk.function(lambda x: x.sum(), outputs="sum", name="total")
-    ...     with synk.profiler.live(every=60) as profile:  # doctest: +SKIP
-    ...         for _ in range(100_000):
-    ...             _ = total(np.ones(8))
+    ...     f = synk.function(lambda x: np.sort(x).sum(), outputs="sum")
+    ...     stats = synk.profiler.cprofile(f, np.random.rand(1000))
+    >>> len(stats), any(name == "sort" for _, _, name in stats[0].stats)
+    (2, True)
     """
+    from synk._wire.profiled import Profiled, stats_of
 
-    def __init__(self, *, every: float = 1.0) -> None:
-        if not every >= 0:
-            raise ValueError(f"cannot show a live profile: got every={every!r}, expected seconds, 0 or more.")
-        self._every = every
-        self._error: Exception | None = None
-
-    def __enter__(self) -> Profile:
-        refuse_inside_worker("show a live profile")
-        from synk._api.current import current
-        from synk._api.screen import screen_for
-
-        runtime = current()
-        self._session, self._screen = runtime._session, screen_for(runtime.profile)
-        self._next = time.monotonic() + self._every
-        self._session.followers.append(self._follow)
-        self._session.watchers.append(self._watch)
-        return runtime.profile
-
-    def __exit__(self, *exc: object) -> None:
-        self._session.followers.remove(self._follow)
-        self._session.watchers.remove(self._watch)
-        try:
-            if self._error is not None:
-                raise self._error
-            self._screen.show()
-        finally:
-            self._screen.close()
-
-    def _follow(self, session: Any, launched: Any, result: Any, heard_ns: int, ended_ns: int) -> None:
-        self._watch()
-
-    def _watch(self) -> None:
-        if self._error is None and time.monotonic() >= self._next:
-            try:
-                self._screen.show()
-            except Exception as error:  # a closed stream must not cost a call its result
-                self._error = error
-            self._next = time.monotonic() + self._every
+    if function._callee.options["updates"]:
+        raise UnsupportedError(
+            f"cannot profile {function.name!r}: it was built with updates, which are made of what it returns. Build it "
+            "without them."
+        )
+    profiled = function._alike(Profiled(function._callee.fn), outputs=None, changes=function._callee.options["changes"])
+    return [stats_of(raw) for raw in profiled(*args, timeout=timeout, **kwargs) if raw is not None]

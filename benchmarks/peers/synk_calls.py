@@ -20,7 +20,7 @@ def prepare(job: str, **params: int) -> Call:
     function = synk.function(_work.function_of(job, **params), bcast_inputs="w", outputs=outputs, name=job)
     x, y = _work.inputs(_work.rows_of(job))
     if job != "linear passed":
-        x, y = function.build_inputs(x, y)
+        x, y = synk.data(x), synk.data(y)
 
     def call(number: int) -> float | None:
         result = function(_work.fresh_weights(number), x, y)

@@ -33,7 +33,7 @@ def rows(way: str) -> Call:
     y: Any
     x, y = _work.inputs(_work.ROWS["linear"])
     if way == "data":
-        x, y = function.build_inputs(x, y)
+        x, y = synk.data(x), synk.data(y)
     elif way == "sharded":
         x, y = synk.shared(x, sharded=True), synk.shared(y, sharded=True)
     return lambda number: _drop(function(_work.fresh_weights(number), x, y))

@@ -31,15 +31,15 @@ class KeepingDecorator(Protocol):
         """Build the function."""
 
 
-def build_function(fn: Any, options: Any, session: Session | None, kind: type[Function[..., Any]] = Function) -> Any:
+def build_function(fn: Any, options: Any, session: Session | None) -> Any:
     """Return a Function, or a decorator if ``fn`` is None.
 
     This also works on a worker, which may import modules with decorated functions. Only calls are refused there.
     """
     check_names(options)
     if fn is None:
-        return verb(lambda target: kind(target, session=session, **options))
-    return kind(fn, session=session, **options)
+        return verb(lambda target: Function(target, session=session, **options))
+    return Function(fn, session=session, **options)
 
 
 def with_options(verb: F) -> F:

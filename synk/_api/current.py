@@ -43,8 +43,6 @@ def fork(
     max_restarts: int = 3,
     on_restart: Callable[[], Any] | None = None,
     seed: int | None = None,
-    transfer_guard: str = "allow",
-    balance: str = "even",
     cluster: str | None = None,
     nodes: int | tuple[int, int] | None = None,
     insecure: bool = False,
@@ -79,13 +77,6 @@ def fork(
     seed : int, optional
         Seed of ``synk.comm.rng``, each rank's random number generator, and of the workers' hashes unless
         ``PYTHONHASHSEED`` is set. By default a new seed each time.
-    transfer_guard : {"allow", "log", "warn", "raise"}
-        How to react to arrays that are copied again and again; see :func:`synk.profiler.transfer_guard`.
-    balance : {"even", "measured"}
-        How rows are divided among the ranks. ``"measured"`` divides them by the time that each rank has taken for its
-        rows: for GPUs of different kinds, or cores that other programs use. Every eight calls the shares change by at
-        most a tenth. Averages stay exact, because they are weighted by rows; the last bits of a result depend on the
-        times.
     cluster : None, "here", "auto" or str
         Where the workers run. None is this machine, without nodes. ``"auto"`` or an address such as
         ``"10.0.0.1:6379"`` means the machines of a running Ray cluster. ``"here"`` makes nodes that are child processes
@@ -128,8 +119,7 @@ def fork(
         cell.runtime.close()
     options: dict[str, Any] = {
         "backend": backend, "devices": devices, "inline": inline, "timeout": timeout, "max_restarts": max_restarts,
-        "on_restart": on_restart, "seed": seed, "transfer_guard": transfer_guard, "balance": balance,
-        "cluster": cluster, "nodes": nodes, "insecure": insecure,
+        "on_restart": on_restart, "seed": seed, "cluster": cluster, "nodes": nodes, "insecure": insecure,
     }  # fmt: skip
     wanted = num_workers, {**options, "devices": str(devices)}
     place = notebook_cell(sys._getframe(2))

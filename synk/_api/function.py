@@ -25,13 +25,11 @@ from synk._api.options import (
     check_subset,
     check_updates,
     name_of,
-    one_per_input,
 )
 from synk._master.calls.call import UNFIT, CallOptions, call_again, run_call
 from synk._master.calls.callee import Callee, FunctionHandle
 from synk._master.calls.signature import OPTION_NAMES
 from synk._master.flight.pending import PendingCall
-from synk._master.objects.data import Data, make_data
 from synk._master.session import Session, current_session
 from synk._pure.interrupts import as_operation, operation
 from synk._pure.limits import check_timeout
@@ -40,14 +38,11 @@ from synk._pure.show import table
 from synk._pure.tracebacks import Results, outline, verb
 from synk._pure.words import Hinting
 from synk._wire.cell import refuse_inside_worker
-from synk.errors import UnsupportedError, WorkerDied
+from synk.errors import WorkerDied
 
 if TYPE_CHECKING:
-    from pstats import Stats
-
     from synk._api.slices import Slices
     from synk._api.verify import Report
-    from synk._master.calls.dry_run import CallPlan
 
 P = ParamSpec("P")
 """The parameters of the user's function."""
@@ -72,8 +67,6 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
     batch : int, slice, sequence of int or bool mask, optional
         The rows of the scattered inputs to use, selected before they are divided: the first n, a slice, an index list
         (in its order), or a mask.
-    shard_batch : slice, sequence, or one per rank, optional
-        The rows of its shards that a rank uses. ``batch`` must then select as many rows of the other inputs.
     num_slices : int
         The number of parts of its rows on which each rank calls the function, one after the other. The results are
         accumulated, so a call takes less memory and gives the same result.
@@ -180,7 +173,6 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         /,
         *args: Any,
         batch: Any = None,
-        shard_batch: Any = None,
         num_slices: int = 1,
         output_subset: None = None,
         timeout: float | None = None,
@@ -193,7 +185,6 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         /,
         *args: Any,
         batch: Any = None,
-        shard_batch: Any = None,
         num_slices: int = 1,
         output_subset: Any,
         timeout: float | None = None,
@@ -205,7 +196,6 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         /,
         *args: Any,
         batch: Any = None,
-        shard_batch: Any = None,
         num_slices: int = 1,
         output_subset: Any = None,
         timeout: float | None = None,
@@ -221,13 +211,13 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
                 compiled, capture, session = callee.plans.compiled[0], callee.capture, callee.session
                 # No operation is begun for a call that fits: if a handler breaks it off, the next operation settles it.
                 if compiled is not None and session and capture and capture.is_current():
-                    result = call_again(session, callee, compiled, args, kwargs, batch, shard_batch)
+                    result = call_again(session, callee, compiled, args, kwargs, batch)
                     if result is not UNFIT:
                         return result
                     was_compared = True
             with operation():
                 options = CallOptions(
-                    batch, shard_batch, check_slices(num_slices), check_subset(output_subset), check_timeout(timeout)
+                    batch, check_slices(num_slices), check_subset(output_subset), check_timeout(timeout)
                 )
                 if is_checked:
                     return self._run(args, kwargs, options, was_compared)
@@ -236,7 +226,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
             __tracebackhide__ = True
             if self._slices is not None and self._slices.help_against(error, args, kwargs, num_slices):
                 return self(
-                    *args, batch=batch, shard_batch=shard_batch, num_slices=num_slices,
+                    *args, batch=batch, num_slices=num_slices,
                     output_subset=output_subset, timeout=timeout, **kwargs,
                 )  # fmt: skip
             outline(error)
@@ -285,7 +275,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         errors are those of a call.
         """
         options = CallOptions(
-            batch, None, check_slices(num_slices), check_subset(output_subset), check_timeout(timeout), is_serial=True
+            batch, check_slices(num_slices), check_subset(output_subset), check_timeout(timeout), is_serial=True
         )
         with operation():
             return self._run(args, kwargs, options)
@@ -297,7 +287,6 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         /,
         *args: Any,
         batch: Any = None,
-        shard_batch: Any = None,
         num_slices: int = 1,
         output_subset: Any = None,
         timeout: float | None = None,
@@ -314,7 +303,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         ----------
         num_repeats : int
             The number of runs, at least 1.
-        *args, batch, shard_batch, num_slices, output_subset, timeout, **kwargs
+        *args, batch, num_slices, output_subset, timeout, **kwargs
             As for a call. ``timeout`` is for all repetitions together.
 
         Returns
@@ -357,7 +346,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
             num_slices = self._slices.of(args, kwargs, num_slices)
         subset, limit = check_subset(output_subset), check_timeout(timeout)
         num_repeats = check_repeats(num_repeats, self.name)
-        options = CallOptions(batch, shard_batch, check_slices(num_slices), subset, limit, num_repeats=num_repeats)
+        options = CallOptions(batch, check_slices(num_slices), subset, limit, num_repeats=num_repeats)
         with operation():
             return self._run_checked(args, kwargs, options)
 
@@ -433,7 +422,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         from synk._pure.comparison import Tolerance
 
         function = self._renewed()
-        options = CallOptions(batch, None, check_slices(num_slices), None, check_timeout(timeout))
+        options = CallOptions(batch, check_slices(num_slices), None, check_timeout(timeout))
         plain = PlainCall(function._callee, args, kwargs, batch)
         return verify(function, options, Tolerance(rtol, atol), plain)
 
@@ -451,115 +440,12 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         """Return the function that it calls in place of one that draws random numbers, or None."""
         return None
 
-    @verb
-    def plan(
-        self,
-        /,
-        *args: Any,
-        batch: Any = None,
-        shard_batch: Any = None,
-        num_slices: int = 1,
-        timeout: float | None = None,
-        **kwargs: Any,
-    ) -> CallPlan:
-        """Return the plan of a call with these arguments. Nothing is called, and no argument is sent.
-
-        Parameters
-        ----------
-        *args, **kwargs, batch, shard_batch, num_slices, timeout
-            As for a call.
-
-        Returns
-        -------
-        CallPlan
-            The rows of each rank and the bytes that it would read, the bytes of each argument that the program would
-            copy, whether a doorbell is enough or why not, and, after a first call, how each output would come back. It
-            prints as tables.
-
-        Raises
-        ------
-        TypeError, ValueError, IndexError
-            The errors of a call with such arguments.
-
-        Examples
-        --------
-        >>> import numpy as np, synk
-        >>> with synk.fork(2):
-        ...     total = synk.function(lambda x: x.sum(), outputs="sum", name="total")
-        ...     plan = total.plan(np.ones(5))
-        >>> [(each.rank, each.rows, each.in_nbytes) for each in plan.ranks]
-        [(0, 3, 24), (1, 2, 16)]
-        """
-        from synk._master.calls.dry_run import dry_run
-
-        if self._slices is not None:
-            num_slices = self._slices.of(args, kwargs, num_slices)
-        options = CallOptions(batch, shard_batch, check_slices(num_slices), None, check_timeout(timeout))
-        verb = f"plan {self.name!r}"
-        with operation():
-            function = self._renewed()
-            session = function._bound_session()
-            deadline = session.deadline(options.timeout)
-            with session.entered(verb):
-                session.begin(verb, deadline)
-                return dry_run(session, function._callee, args, kwargs, options, deadline)
-
-    @verb
-    def cprofile(self, /, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Stats]:
-        """Call the function once under :mod:`cProfile` on every rank, and return each rank's statistics.
-
-        Parameters
-        ----------
-        *args, **kwargs, timeout
-            As for a call. The results of the function are dropped.
-
-        Returns
-        -------
-        list of pstats.Stats
-            One for each rank that has rows, ascending.
-
-        Raises
-        ------
-        UnsupportedError
-            If the function was built with ``updates``, which need its results.
-
-        Examples
-        --------
-        >>> import numpy as np, synk
-        >>> with synk.fork(2):
-        ...     f = synk.function(lambda x: np.sort(x).sum(), outputs="sum")
-        ...     stats = f.cprofile(np.random.rand(1000))
-        >>> len(stats), any(name == "sort" for _, _, name in stats[0].stats)
-        (2, True)
-        """
-        from synk._wire.profiled import Profiled, stats_of
-
-        callee = self._renewed()._callee
-        options = callee.options
-        if options["updates"]:
-            raise UnsupportedError(
-                f"cannot profile {self.name!r}: it was built with updates, which are made of what it returns. Build it "
-                "without them."
-            )
-        profiled: Function[..., Any] = Function(
-            Profiled(callee.fn),
-            bcast_inputs=callee.bcast_inputs,
-            outputs=None,
-            changes=options["changes"],
-            framework=options["framework"],
-            name=self.name,
-            per_rank=callee.per_rank,
-            session=callee.fixed_session,
-        )
-        return [stats_of(raw) for raw in profiled(*args, timeout=timeout, **kwargs) if raw is not None]
-
     @overload
     def submit(
         self,
         /,
         *args: Any,
         batch: Any = None,
-        shard_batch: Any = None,
         num_slices: int = 1,
         output_subset: None = None,
         timeout: float | None = None,
@@ -572,7 +458,6 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         /,
         *args: Any,
         batch: Any = None,
-        shard_batch: Any = None,
         num_slices: int = 1,
         output_subset: Any,
         timeout: float | None = None,
@@ -585,7 +470,6 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         /,
         *args: Any,
         batch: Any = None,
-        shard_batch: Any = None,
         num_slices: int = 1,
         output_subset: Any = None,
         timeout: float | None = None,
@@ -605,7 +489,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
 
         Parameters
         ----------
-        batch, shard_batch, num_slices, output_subset
+        batch, num_slices, output_subset
             As for a call.
         timeout : float, optional
             Seconds from now until ``CallTimeout``, including the time spent waiting for earlier calls.
@@ -632,13 +516,13 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
                 session, capture = callee.session, callee.capture
                 if session is not None and capture is not None and capture.is_current():
                     was_compared = True
-                    pending = session.queue.submit_again(callee, args, kwargs, batch, shard_batch)
+                    pending = session.queue.submit_again(callee, args, kwargs, batch)
                     if pending is not None:
                         return pending
             function = self if was_compared else self._renewed()
             session = function._bound_session()
             subset, limit = check_subset(output_subset), check_timeout(timeout)
-            options = CallOptions(batch, shard_batch, check_slices(num_slices), subset, limit, is_submitted=True)
+            options = CallOptions(batch, check_slices(num_slices), subset, limit, is_submitted=True)
             release = None if is_checked else self._hold_back(args, kwargs, options)
             with session.entered(f"submit {self.name!r}"):
                 deadline = session.deadline(options.timeout)
@@ -703,62 +587,6 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
             results = with_progress(results, self.name, operator.length_hint(batches))
         return Results(results, "synk.Function.stream", self.name)
 
-    @verb
-    def rows(self, /, *args: Any, batch_size: int, progress: bool = False, **kwargs: Any) -> Iterator[R]:
-        """Call the function for consecutive blocks of rows, and return an iterator over the results, in order.
-
-        Use it for arrays that are too large for one call, such as memory-mapped files: no more than three blocks are in
-        memory. The calls are submitted ahead, as by :meth:`stream`.
-
-        Parameters
-        ----------
-        *args, **kwargs
-            As for a call. All scattered arguments have the same number of rows. Broadcast arguments are passed whole to
-            each call.
-        batch_size : int
-            The number of rows in a block. The last block may have fewer.
-        progress : bool
-            As for :meth:`stream`.
-
-        Returns
-        -------
-        iterator
-            As for :meth:`stream`.
-
-        Raises
-        ------
-        ValueError
-            If there are no rows, the inputs differ in their number of rows, ``batch_size`` is not an integer of at
-            least 1, or the function was built with ``retry``.
-
-        Examples
-        --------
-        >>> import numpy as np, synk
-        >>> with synk.fork(2):
-        ...     total = synk.function(lambda x: x.sum(), outputs="sum")
-        ...     [float(value) for value in total.rows(np.arange(10.0), batch_size=4)]
-        [6.0, 22.0, 17.0]
-        """
-        return self._in_blocks(self.submit, args, kwargs, batch_size, progress)
-
-    @verb
-    @as_operation
-    def _in_blocks(
-        self, submit: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int, progress: bool
-    ) -> Iterator[Any]:
-        """Do what :meth:`rows` does, by the ``submit`` of this function or of an object that wraps it."""
-        from synk._api.stream import blocks, check_batch_size, stream, with_progress
-
-        refuse_inside_worker(f"stream {self.name!r}")
-        if self._retry:
-            raise self._retry_error("stream")
-        size = check_batch_size(batch_size, self.name)
-        num_blocks, calls = blocks(self._callee.signature.bind(args, kwargs), size, self.name)
-        results = stream(lambda call: submit(*call[0], batch=call[2], **call[1]), self.name, calls)
-        if progress:
-            results = with_progress(results, self.name, num_blocks)
-        return Results(results, "synk.Function.rows", self.name)
-
     def _retry_error(self, verb: str) -> ValueError:
         return ValueError(
             f"cannot {verb} {self.name!r}: it was built with retry={self._retry}, and a call that is submitted ahead "
@@ -819,28 +647,6 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         if callee.session is not None and not callee.session.is_closed:
             return callee.session
         return current_session()
-
-    @verb
-    def build_inputs(
-        self, *arrays: Any, minibatch: Any = False, name: Any = None, dtype: Any = None
-    ) -> tuple[Data, ...]:
-        """Return one :class:`synk.Data` for each array, for the parameters in order.
-
-        Parameters
-        ----------
-        *arrays : array-like
-        minibatch, name, dtype
-            As for :func:`synk.data`: one value for all arrays, or a list or tuple with one for each.
-
-        Raises
-        ------
-        ValueError
-            If a list has another length.
-        """
-        session = self._bound_session()
-        options = {"minibatch": minibatch, "name": name, "dtype": dtype}
-        each = one_per_input(options, len(arrays), self.name)
-        return tuple(make_data(session, array, **own) for array, own in zip(arrays, each))
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         # This is called for a decorator on a method. The instance would become a broadcast argument, which is rarely

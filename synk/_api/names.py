@@ -23,7 +23,6 @@ from synk._api.verbs import resident as resident
 from synk._api.verbs import scatter as scatter
 from synk._api.verbs import set_value as set_value
 from synk._api.verbs import shared as shared
-from synk._api.wrap import wrap as wrap
 from synk._master.flight.pending import PendingCall as PendingCall
 from synk._master.objects.data import Data as Data
 from synk._master.objects.resident import Resident as Resident

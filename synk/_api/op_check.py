@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synk._api.plain import NotComparable, ScatteredArguments, as_plain, has_rows, is_minibatch, rows_at
+from synk._api.plain import NotComparable, ScatteredArguments, as_plain, has_rows, rows_at
 from synk._api.plain_copy import copied
 from synk._api.runs import LIMIT_S, Few, Runs, Unknown, comparable, outputs_of
 from synk._master.calls.plans import CallOptions
@@ -136,7 +136,7 @@ def few_rows(
     try:
         scattered = ScatteredArguments(callee, args, kwargs)
         closed_over = [variable for variable in callee.variables if variable.is_sharded]
-        if options.shard_batch is not None or (closed_over and options.batch is not None):
+        if closed_over and options.batch is not None:
             raise NotComparable("each rank has rows of its own")
         if closed_over:  # its rows cannot be picked
             total = count = max(sum(variable.lengths) for variable in closed_over)
@@ -167,8 +167,6 @@ def _picked(scattered: ScatteredArguments, selection: Any, count: int) -> tuple[
 
 def _rows(leaf: Any, positions: np.ndarray) -> Any:
     value = as_plain(leaf)
-    if is_minibatch(leaf):
-        raise NotComparable("its rows are counted from the first")
     if isinstance(value, list):
         return [value[position] for position in positions]
     return rows_at(value, positions) if has_rows(value) else leaf

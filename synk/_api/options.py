@@ -92,13 +92,6 @@ def check_function(fn: Any) -> None:
             )
 
 
-def check_balance(balance: Any) -> bool:
-    """Return whether rows are divided by measured speed."""
-    if balance not in ("even", "measured"):
-        raise ValueError(f"cannot fork: got balance={balance!r}, expected 'even' or 'measured'.")
-    return bool(balance == "measured")
-
-
 def check_blocks(reproducible: Any, block_rows: Any, options: dict[str, Any], name: str) -> int:
     """Return the number of rows in a block of a reproducible function; 0 for other functions."""
     if not isinstance(reproducible, bool):
@@ -190,20 +183,6 @@ def check_subset(output_subset: Any) -> tuple[Any, ...] | None:
     if not isinstance(keys, Iterable):
         raise TypeError(f"cannot select outputs: got output_subset={output_subset!r}, expected positions or keys.")
     return tuple(int(key) if isinstance(key, np.integer) else key for key in keys)
-
-
-def one_per_input(options: dict[str, Any], num_inputs: int, name: str) -> list[dict[str, Any]]:
-    """Return the options of each input. A value is for all inputs unless it is a list or tuple with one for each."""
-    for option, value in options.items():
-        if isinstance(value, (list, tuple)) and len(value) != num_inputs:
-            raise ValueError(
-                f"cannot build the inputs of {name!r}: got {option} for {len(value)} inputs and {num_inputs} arrays, "
-                "expected one for each array, or one for all."
-            )
-    return [
-        {option: value[k] if isinstance(value, (list, tuple)) else value for option, value in options.items()}
-        for k in range(num_inputs)
-    ]
 
 
 def can_try_again(error: BaseException) -> bool:

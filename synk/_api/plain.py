@@ -222,7 +222,7 @@ def plain_arguments(
     def plain(leaf: Any) -> Any:
         value = as_plain(leaf)
         if picked is not None and has_rows(value):
-            value = rows_at(value, picked.positions()) if not is_minibatch(leaf) else value[: picked.count]
+            value = rows_at(value, picked.positions())
         if has_arrays and _is_list(value):
             value = np.asarray(value)
         return _in_framework(value, to_framework, is_column=True)
@@ -248,9 +248,9 @@ class ScatteredArguments:
     def select(self, batch: Any) -> Selection | None:
         """Return the rows that ``batch`` selects, or all rows for None; None if no leaf has rows."""
         shards = [leaf for leaf in self.leaves if isinstance(leaf, Shared) and leaf.is_sharded]
-        rows = [RowCount("", sum(shard._referent.lengths), False) for shard in shards]
-        values = [(leaf, as_plain(leaf)) for leaf in self.leaves if not isinstance(leaf, Handle)]
-        rows += [RowCount("", _num_rows(value), is_minibatch(leaf)) for leaf, value in values if has_rows(value)]
+        rows = [RowCount("", sum(shard._referent.lengths)) for shard in shards]
+        values = [as_plain(leaf) for leaf in self.leaves if not isinstance(leaf, Handle)]
+        rows += [RowCount("", _num_rows(value)) for value in values if has_rows(value)]
         return select(rows, batch, self._name)
 
     def replaced(
@@ -294,10 +294,6 @@ def as_plain(value: Any) -> Any:
     if isinstance(value, Handle):
         raise NotComparable(why_no_handle(value))
     return value._contents.array if isinstance(value, Data) else value
-
-
-def is_minibatch(leaf: Any) -> bool:
-    return isinstance(leaf, Data) and leaf.minibatch
 
 
 def has_rows(value: Any) -> bool:

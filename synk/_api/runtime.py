@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from synk._api.build import Decorator, KeepingDecorator, build_function
 from synk._api.function import Function, P
-from synk._api.options import FunctionOptions, KeptOptions, check_balance, check_on_restart, entropy_of, is_integer
+from synk._api.options import FunctionOptions, KeptOptions, check_on_restart, entropy_of, is_integer
 from synk._master import collectives
 from synk._master.calls.callee import Callee, distribute
 from synk._master.flight.queue import Queue
@@ -23,7 +23,6 @@ from synk._master.processes.program import check_program
 from synk._master.processes.reports import stacks, where
 from synk._master.processes.worker_process import WorkerProcess
 from synk._master.session import Session, watch_over
-from synk._master.state.guard import check_mode
 from synk._master.state.profile import Profile
 from synk._master.state.variable import Variable, check_owner
 from synk._pure.environment import check_platform
@@ -70,7 +69,7 @@ class Runtime(Hinting):
         How many dead workers are replaced within 60 s before the runtime closes. With 0 the first death closes it.
     on_restart : callable, optional
         Each replacement worker runs ``on_restart()`` before its first call.
-    seed, transfer_guard, balance, cluster, nodes, insecure
+    seed, cluster, nodes, insecure
         See :func:`synk.fork`.
 
     Attributes
@@ -111,8 +110,6 @@ class Runtime(Hinting):
         max_restarts: int = 3,
         on_restart: Callable[[], Any] | None = None,
         seed: int | None = None,
-        transfer_guard: str = "allow",
-        balance: str = "even",
         cluster: str | None = None,
         nodes: int | tuple[int, int] | None = None,
         insecure: bool = False,
@@ -121,7 +118,6 @@ class Runtime(Hinting):
         check_platform()
         prepared = _on_restart(on_restart)
         timeout = check_timeout(timeout)
-        is_measured = check_balance(balance)
         nvtx()  # if its ranges are wanted and it is not installed, the error comes here
         if not is_integer(max_restarts, 0):
             raise ValueError(f"cannot fork: got max_restarts={max_restarts!r}, expected an integer of 0 or more.")
@@ -132,8 +128,7 @@ class Runtime(Hinting):
             refuse(
                 cluster,
                 backend=("numpy" if backend == "auto" else backend, "numpy"), devices=(devices, None),
-                inline=(inline, False), transfer_guard=(transfer_guard, "allow"),
-                balance=(balance, "even"),
+                inline=(inline, False),
             )  # fmt: skip
             check_program()
             self._session: Session = open_session(
@@ -157,15 +152,9 @@ class Runtime(Hinting):
             seed=seed,
             max_restarts=int(max_restarts),
             on_restart=prepared,
-            transfer_guard=check_mode(transfer_guard),
             process_type=process_type,
             make_queue=Queue,
         )
-        if is_measured:
-            from synk._master.state.balance import Balance
-
-            self._session.balance = Balance(self._session.world_size)
-            self._session.followers.append(self._session.balance.follow)
 
     @property
     def world_size(self) -> int:

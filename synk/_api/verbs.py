@@ -34,7 +34,6 @@ def data(
     dtype: npt.DTypeLike | None = None,
     shape: Sequence[int] | int | None = None,
     ndim: int | None = None,
-    minibatch: bool = False,
     force_cast: bool = False,
     oversize: float = 1.0,
     name: str | None = None,
@@ -47,9 +46,6 @@ def data(
         The contents, which are copied. By default zeros.
     dtype, shape, ndim
         The dtype, shape and number of axes. Without a value, ``dtype`` and one of the others are needed.
-    minibatch : bool
-        Whether the object will hold only the rows of the current batch, in its order: row j belongs to the j-th row
-        that ``batch`` selects of the other inputs.
     force_cast : bool
         Whether to allow a cast of ``value`` to ``dtype`` that can lose information.
     oversize : float
@@ -84,7 +80,6 @@ def data(
         dtype=dtype,
         shape=shape,
         ndim=ndim,
-        minibatch=minibatch,
         force_cast=force_cast,
         oversize=oversize,
         name=name,

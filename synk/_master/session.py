@@ -24,7 +24,6 @@ from synk._master.processes.output import warn_at_users_line
 from synk._master.processes.placement import Placement
 from synk._master.state.device_values import DeviceValues
 from synk._master.state.functions import Functions
-from synk._master.state.guard import Guard
 from synk._master.state.in_flight import SubmittedCalls
 from synk._master.state.lanes import Lane, Lanes
 from synk._master.state.memory import Memory
@@ -44,7 +43,6 @@ from synk.backends import unused_gpus
 from synk.errors import ClosedError, NotForkedError, ReentrancyError, SynkError, UnsupportedError
 
 if TYPE_CHECKING:
-    from synk._master.state.balance import Balance
     from synk._master.state.trace import Tracer
 
 _COUNTERS = (
@@ -75,8 +73,6 @@ class Session:
         As for :class:`synk.Runtime`.
     on_restart : (callable, dict) or None
         A function that replacement workers run first, and its options.
-    transfer_guard : str
-        What to do about wasteful transfers; see ``synk._master.state.guard``.
     process_type : type
         What plays a rank: a worker process, or an object in this process.
     make_queue : callable
@@ -84,15 +80,13 @@ class Session:
 
     Attributes
     ----------
-    workers, ranks, lanes, group, memory, functions, variables, residents, device_values, queue, profile, guard
+    workers, ranks, lanes, group, memory, functions, variables, residents, device_values, queue, profile
         The parts of the session.
-    followers, watchers : list of callable
-        Empty in most programs. Followers are called after each successful call with the session, the call, its result,
-        and when its replies had come and it ended. Watchers are called after each chunk of a map.
+    followers : list of callable
+        Empty in most programs. They are called after each successful call with the session, the call, its result, and
+        when its replies had come and it ended.
     tracer : Tracer or None
         Records the calls for a trace.
-    balance : Balance or None
-        Decides how rows are divided; None divides them evenly.
     counters : dict of str to int
         ``bytes_down`` and ``bytes_up`` count bodies here, without doorbells; see :meth:`counted`.
     numbers : iterator of int
@@ -114,7 +108,6 @@ class Session:
         seed: int,
         max_restarts: int,
         on_restart: tuple[Any, dict[str, Any]] | None,
-        transfer_guard: str,
         process_type: type,
         make_queue: Callable[[Session], SubmittedCalls],
     ) -> None:
@@ -129,10 +122,8 @@ class Session:
         self.pid = os.getpid()
         self._lock = threading.RLock()
         self.profile = Profile()
-        self.followers, self.watchers = list[Any](), list[Any]()
-        self.guard = Guard(transfer_guard, self.followers)
+        self.followers: list[Any] = []
         self.tracer: Tracer | None = None
-        self.balance: Balance | None = None
         self.numbers: Iterator[int] = itertools.count(1)
         self.plan_ids = itertools.count(1)
         self.guests: weakref.WeakKeyDictionary[Guest, None] = weakref.WeakKeyDictionary()

@@ -149,9 +149,7 @@ def _as_array(batch: Any, what: str) -> np.ndarray:
         ) from error
 
 
-def select_common(
-    batch: Any, lengths: Sequence[tuple[str, int]], minibatch_lengths: Sequence[tuple[str, int]], what: str
-) -> Selection:
+def select_common(batch: Any, lengths: Sequence[tuple[str, int]], what: str) -> Selection:
     """Resolve ``batch`` for all scattered inputs of a call at once.
 
     Parameters
@@ -159,10 +157,7 @@ def select_common(
     batch
         As for :func:`select_rows`.
     lengths : sequence of (name, rows)
-        Inputs that hold the whole data set. They may differ in length only if ``batch`` selects the same rows of all.
-    minibatch_lengths : sequence of (name, rows)
-        Inputs that hold just the rows of the batch, in its order: row j belongs to the j-th row that it picks. They may
-        be longer. Without a ``batch`` they are as long as the others.
+        The inputs. They may differ in length only if ``batch`` selects the same rows of all.
     what : str
 
     Raises
@@ -172,10 +167,9 @@ def select_common(
     IndexError, TypeError
         As for :func:`select_rows`.
     """
+    first_name, first_rows = lengths[0]
     if batch is None:
-        everything = [*lengths, *minibatch_lengths]
-        first_name, first_rows = everything[0]
-        for name, rows in everything[1:]:
+        for name, rows in lengths[1:]:
             if rows != first_rows:
                 shorter = (name if rows < first_rows else first_name).partition("[")[0]
                 raise ValueError(
@@ -184,50 +178,14 @@ def select_common(
                     f"bcast_inputs={shorter!r}; to use the common rows pass batch={min(first_rows, rows)}."
                 )
         return Selection(first_rows)
-    if lengths:
-        selection = select_rows(batch, lengths[0][1], what)
-        for name, rows in lengths[1:]:
-            if rows != lengths[0][1] and not select_rows(batch, rows, what).same_rows(selection):
-                raise ValueError(
-                    f"cannot select rows of {what}: batch means different rows of {lengths[0][0]} ({lengths[0][1]} "
-                    f"rows) and {name} ({rows} rows). Pass inputs of equal length, or non-negative indices."
-                )
-    else:
-        selection = Selection(_count_unbounded(batch, what))
-    for name, rows in minibatch_lengths:
-        if rows < selection.count:
-            raise IndexError(
-                f"cannot select rows of {what}: batch picks {selection.count} rows, and minibatch input {name} has "
-                f"{rows}, expected as many or more."
+    selection = select_rows(batch, first_rows, what)
+    for name, rows in lengths[1:]:
+        if rows != first_rows and not select_rows(batch, rows, what).same_rows(selection):
+            raise ValueError(
+                f"cannot select rows of {what}: batch means different rows of {first_name} ({first_rows} "
+                f"rows) and {name} ({rows} rows). Pass inputs of equal length, or non-negative indices."
             )
     return selection
-
-
-def _count_unbounded(batch: Any, what: str) -> int:
-    """Return how many rows ``batch`` selects if only minibatch data is passed, so that no data set gives the length."""
-    if isinstance(batch, slice):
-        step = 1 if batch.step is None else batch.step
-        start = 0 if batch.start is None and step > 0 else batch.start
-        if start is None or batch.stop is None or start < 0 or batch.stop < 0:
-            raise _uncountable(what, repr(batch), "a slice that has a stop and counts from row 0")
-        return len(range(start, batch.stop, step))
-    if isinstance(batch, (int, np.integer)) and not isinstance(batch, bool):
-        if batch < 0:
-            raise _uncountable(what, repr(batch), "zero rows or more")
-        return int(batch)
-    indices = _as_array(batch, what)
-    if indices.dtype.kind == "b" and indices.ndim:
-        raise _uncountable(what, "a mask", "the number of rows that it picks")
-    if indices.size and indices.dtype.kind == "i" and indices.min() < 0:
-        raise _uncountable(what, f"index {indices.min()}", "indices of zero or more")
-    return select_rows(batch, 1 << 62, what).count
-
-
-def _uncountable(what: str, got: str, expected: str) -> ValueError:
-    return ValueError(
-        f"cannot select rows of {what} with minibatch data only: got {got} as its batch, expected {expected}. There is "
-        "no data set whose rows it could count."
-    )
 
 
 @dataclass(frozen=True)
@@ -292,35 +250,3 @@ def assign_owned(batch: Any, lengths: Sequence[int], what: str) -> Assignment:
     return Assignment(
         Selection(len(positions), indices=positions), bounds, [(0, 1)] * len(owned), local, None if is_same else order
     )
-
-
-def assign_local(shard_batch: Any, lengths: Sequence[int], what: str) -> Assignment:
-    """Select rows among those that each rank owns.
-
-    Parameters
-    ----------
-    shard_batch : slice, sequence, or list of these
-        One for all ranks, or a list with a slice or sequence for each rank.
-    lengths : sequence of int
-    what : str
-    """
-    is_per_rank = isinstance(shard_batch, (list, tuple)) and any(
-        isinstance(entry, (slice, list, tuple, np.ndarray)) for entry in shard_batch
-    )
-    if is_per_rank and len(shard_batch) != len(lengths):
-        raise ValueError(
-            f"cannot select rows of {what}: got {len(shard_batch)} entries in shard_batch, expected one slice or "
-            f"list, or "
-            f"one for each of the {len(lengths)} ranks."
-        )
-    entries = shard_batch if is_per_rank else [shard_batch] * len(lengths)
-    selections = [
-        select_rows(entry, length, f"the shard of rank {rank} of {what}")
-        for rank, (entry, length) in enumerate(zip(entries, lengths))
-    ]
-    bounds = bounds_of([selection.count for selection in selections])
-    everything = Selection(bounds[-1][1])
-    if all(selection.indices is None for selection in selections):
-        return Assignment(everything, bounds, [(selection.start, selection.step) for selection in selections])
-    local = np.concatenate([selection.positions() for selection in selections])
-    return Assignment(everything, bounds, [(0, 1)] * len(lengths), local)

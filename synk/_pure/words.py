@@ -6,6 +6,7 @@ own that differs in no more is found without them.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -98,6 +99,8 @@ _OF_FORK = _each(
         "address hosts": "cluster=",
         "numnodes nnodes": "nodes=, with cluster=",
         "randomstate": "seed=",
+        "balance": "fork() without it: rows are divided evenly. It was in synk 0.1",
+        "transferguard": "fork() without it, and look at synk.profile(). It was in synk 0.1",
     }
 )
 _OF_MAP = _each(
@@ -129,6 +132,20 @@ KEYWORDS = {
 """By verb: an argument that it does not have, and what to write."""
 
 
+GONE = {
+    "Function.build_inputs": "synk.data(a), synk.data(b)",
+    "Function.cprofile": "synk.profiler.cprofile(f, *args)",
+    "Function.plan": "synk.profile() after the calls: it has the bytes and the time of each argument",
+    "Function.refresh": "nothing: every call compares all that it captured",
+    "Function.rows": "f.stream(x[k : k + n] for k in range(0, len(x), n))",
+    "profiler.live": "print(synk.profile()) now and again",
+    "profiler.transfer_guard": "synk.profile(): its table has the bytes of each argument",
+    "synk.FunctionWrapper": "a function of your own that calls the synk function",
+    "synk.wrap": "synk.fork(), and synk.function(f)",
+}
+"""What was there in 0.1: what to write instead."""
+
+
 def squashed(name: str) -> str:
     return name.replace("_", "").lower()
 
@@ -143,8 +160,10 @@ def hint(owner: Mapping[str, str], name: str, own: Iterable[str], prefix: str = 
 
 def no_attribute(owner: str, obj: Any, name: str) -> AttributeError:
     """Return the error about a name that a module or an object does not have; Python adds what is spelt alike."""
-    told = "" if name.startswith("_") else hint(NAMES[owner], name, dir(obj), _WRITTEN[owner])
-    what = "module 'synk'" if owner == "synk" else f"{owner!r} object"
+    told = "" if name.startswith("_") else hint(NAMES.get(owner, {}), name, dir(obj), _WRITTEN.get(owner, ""))
+    if instead := GONE.get(f"{owner}.{name}"):
+        told = f" It was in synk 0.1. Write {instead}."
+    what = f"module {obj.__name__!r}" if isinstance(obj, types.ModuleType) else f"{owner!r} object"
     text = f"{what} has no attribute {name!r}"
     return AttributeError(f"{text}.{told}") if told else AttributeError(text, name=name, obj=obj)
 

@@ -111,8 +111,6 @@ class Input(NamedTuple):
         and resident objects, ``segment_id`` is their number.
     shape, dtype
         The shape and dtype of the whole array. Axis 0 is the rows.
-    is_minibatch : bool
-        Whether axis 0 is the rows of the batch rather than of the data set that the batch selects from.
     tensor_dtype : str
         The dtype of a tensor, if NumPy lacks it. ``dtype`` is then the one that stores its elements.
     """
@@ -123,7 +121,6 @@ class Input(NamedTuple):
     offset: int = 0
     shape: tuple[int, ...] = ()
     dtype: Any = None
-    is_minibatch: bool = False
     tensor_dtype: str = ""
 
 
@@ -142,8 +139,6 @@ class Plan(NamedTuple):
         Where the selected rows lie as int64, if they are not a range.
     local_indices_place : tuple (segment_id, offset, count) or None
         Where the rows of sharded variables lie, as positions in each rank's own shard, if they are not ranges.
-    order_place : tuple (segment_id, offset, count) or None
-        Where the rows of minibatch inputs lie, if the ranks' rows are not in the order of the batch.
     nests : bytes
         A pickle of ``(first, num_leaves, structure)`` for each nested argument: which inputs are its leaves. Empty if
         no argument is nested.
@@ -165,7 +160,6 @@ class Plan(NamedTuple):
     indices_place: tuple[int, int, int] | None = None
     is_rowless: bool = False
     local_indices_place: tuple[int, int, int] | None = None
-    order_place: tuple[int, int, int] | None = None
     nests: bytes = b""
     block_rows: int = 0
     num_repeats: int = 1

@@ -82,7 +82,6 @@ class Agent:
             seed=setup["runtime_seed"],
             max_restarts=setup["max_restarts"],
             on_restart=None,
-            transfer_guard="allow",
             process_type=WorkerProcess,
             make_queue=Queue,
         )
@@ -274,7 +273,7 @@ class Agent:
             function = self._function(order.function)
             function.check = functools.partial(self._check_restarts, order.num_restarts)
             call = _bound(order, self._variables)
-            function.copies.ignore(argument.label for argument in call.arguments)
+            function.repeated.ignore(argument.label for argument in call.arguments)
             load(session, function, call.arguments, None, "call")  # type: ignore[arg-type]
             state = session.workers.log.state
             cached = plan_call(session, function, call, call.options, session.lanes.first)  # type: ignore[arg-type]
@@ -347,7 +346,7 @@ def _bound(order: CallOrder, variables: NodeVariables) -> Call:
     return Call(
         order.arguments, selection, order.bounds, order.ranks, order.rows, objects, order.options,
         owned=order.owned,
-        index_arrays=(None, None if order.owned is None else order.owned.local_indices, None),
+        index_arrays=(None, None if order.owned is None else order.owned.local_indices),
         is_timed=False,
         nests=order.nests,
         all_ranks=order.all_ranks,

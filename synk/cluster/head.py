@@ -182,7 +182,7 @@ class Nodes:
         # A worker that is replaced meanwhile loses only resident objects: the agent has functions and variables.
         known = self._ranks.num_restarts if self._session.residents.has_any else {}
         # The head has bound the call: the node's session divides no rows, and any number of its ranks may run it.
-        options = replace(call.options, batch=None, shard_batch=None, timeout=None, is_serial=False)
+        options = replace(call.options, batch=None, timeout=None, is_serial=False)
         for node in launched.nodes:
             ranks = self.topology.ranks_of(node)
             low, high, bounds = own_bounds(call.bounds, ranks)
@@ -281,15 +281,11 @@ class Nodes:
 def _arguments(call: Call, low: int, high: int) -> list[Argument]:
     """Return the arguments of a call for one node: rows ``low`` to ``high`` of each scattered array."""
     found = []
-    order = None if call.owned is None else call.owned.order
     for argument in call.arguments:
         array = argument.whole_array
         if array is not None and argument.kind == "rows":
             assert call.selection is not None
-            if not argument.is_minibatch:
-                array = rows_between(array, call.selection, low, high)
-            else:  # the array has only the rows of the batch
-                array = array[low:high] if order is None else array[order[low:high]]
+            array = rows_between(array, call.selection, low, high)
         if array is not None:
             array = np.asarray(array)
         dtype = None if array is None else array.dtype
@@ -332,7 +328,6 @@ class ClusterSession(Session):
             seed=seed,
             max_restarts=max_restarts,
             on_restart=on_restart,
-            transfer_guard="allow",
             process_type=process_type,
             make_queue=make_queue,
         )

@@ -11,8 +11,8 @@ from synk._master.calls.launched import Launched
 from synk._master.calls.plans import PlanCache
 from synk._master.processes.log import PickledSettings
 from synk._master.session import Session
-from synk._master.state.guard import Copies
 from synk._master.state.ledger import Record
+from synk._master.state.repeated import Repeated
 from synk._master.state.variable import Variable, Variables
 from synk._pure.output_ops import ops_of
 from synk._wire.messages import Layout
@@ -34,7 +34,7 @@ class NodeFunction:
         self.ops = ops_of(note.outputs, self.title)
         self.plans = PlanCache()
         self.record = Record(note.name)
-        self.copies = Copies(note.name)
+        self.repeated = Repeated(note.name)
         self.check: Callable[[], None] = lambda: None
 
     def load(self, session: Session, deadline: float | None) -> None:

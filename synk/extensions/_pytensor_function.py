@@ -23,6 +23,7 @@ from pytensor.graph.traversal import graph_inputs
 from pytensor.tensor.random.type import RandomGeneratorType
 
 import synk
+from synk.extensions._wrapper import FunctionWrapper
 
 _remotes: weakref.WeakKeyDictionary[SharedVariable, synk.Shared] = weakref.WeakKeyDictionary()
 
@@ -44,11 +45,11 @@ def remote(variable: SharedVariable) -> synk.Shared:
     return found
 
 
-class PyTensorFunction(synk.FunctionWrapper):
+class PyTensorFunction(FunctionWrapper):
     """A compiled graph that is called like a function; made by :func:`function`.
 
-    It has the verbs and options of a :class:`synk.Function`. ``shard_batch`` selects among the rows of
-    ``sliceable_shareds``.
+    It has the verbs and options of a :class:`synk.Function`. ``batch`` selects among the rows of all
+    ``sliceable_shareds``, too.
 
     Attributes
     ----------

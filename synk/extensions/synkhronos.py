@@ -53,9 +53,19 @@ class Function(PyTensorFunction):
 
     def __call__(self, /, *args: Any, batch_s: Any = None, **options: Any) -> Any:
         _send_set_values(self.variables)
-        result = super().__call__(*args, shard_batch=batch_s, **options)
+        if batch_s is not None:
+            options["batch"] = self._rows_of(batch_s)
+        result = super().__call__(*args, **options)
         _fetch_values(self.variables)
         return result
+
+    def _rows_of(self, batch_s: Any) -> np.ndarray:
+        """Return the rows of the sharded variables that a slice or list, or one for each rank, picks on each rank."""
+        lengths = next(shared.lengths for shared in self.variables.values() if shared.is_sharded)
+        has_parts = isinstance(batch_s, (list, tuple)) and any(np.ndim(each) or type(each) is slice for each in batch_s)
+        each_rank = batch_s if has_parts else [batch_s] * len(lengths)
+        shards = np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
+        return np.concatenate([shard[rows] for shard, rows in zip(shards, each_rank, strict=True)])
 
     def as_theano(self, /, *args: Any) -> Any:
         """Run the function in this process alone, on PyTensor's own variables."""

@@ -28,6 +28,7 @@ from synk._pure import files, plain_values
 from synk._pure.nested import build, take_apart
 from synk.extensions._gradients import clip_by_global_norm, flatten
 from synk.extensions._rule import Tree, UpdateRule
+from synk.extensions._wrapper import FunctionWrapper
 
 __all__ = ["TrainFunction", "make_train_function"]
 
@@ -35,12 +36,12 @@ LossAndGrad = Callable[..., tuple[Any, Tree]]
 
 
 @dataclass(frozen=True, eq=False)
-class TrainFunction(synk.FunctionWrapper):
+class TrainFunction(FunctionWrapper):
     """A training step that is called like a function; made by `make_train_function`.
 
     ``train(x, y)`` takes one step and returns the loss, averaged over all rows, or ``(loss, aux)``. The inputs are
     those of ``loss_and_grad`` after the parameters, by position or by name. The options are those of a function's call:
-    ``batch``, ``shard_batch``, ``timeout``. ``serial`` takes the step on one worker, and the other ranks then get its
+    ``batch``, ``timeout``. ``serial`` takes the step on one worker, and the other ranks then get its
     result. ``submit`` does not wait for the step, unless ranks without rows need its result. ``verify`` compares the
     step on all workers with that on one, including parameters and state, and takes no step.
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import synk
+from synk import profiler
 from synk._api.current import NotebookCell
-from synk._pure.words import KEYWORDS, NAMES, squashed
+from synk._pure.words import GONE, KEYWORDS, NAMES, squashed
 from synk._worker.comm.comm import Comm
 
 Fork = Callable[..., Any]
@@ -28,21 +29,14 @@ def test_breakpoint_names_inline(reused: Fork) -> None:
         reused(1).function(stops)(np.ones(2))
 
 
-@pytest.mark.parametrize(
-    "function",
-    (
-        lambda x: torch.nn.functional.linear(x, torch.ones(1, 3)).sum(),
-        lambda x: torch.relu(x).sum(),
-        lambda x: x.relu().sum(),
-    ),
-)
-def test_arrays_where_tensors_are_meant_name_the_framework(reused: Fork, function: Any) -> None:
-    with pytest.raises((TypeError, AttributeError)) as caught:
-        reused(1).function(function)(np.ones((4, 3), np.float32))
-    told = str(caught.value.__cause__) + "".join(getattr(caught.value, "__notes__", ()))
-    assert 'framework="torch"' in told
-    rt = reused(1)
-    assert rt.function(function, framework="torch", outputs="sum")(np.ones((4, 3), np.float32)) == 12
+def test_arrays_where_tensors_are_meant_name_the_framework(reused: Fork) -> None:
+    rt, x = reused(1), np.ones((4, 3), np.float32)
+    for function in (lambda x: torch.relu(x).sum(), lambda x: x.relu().sum()):
+        with pytest.raises((TypeError, AttributeError)) as caught:
+            rt.function(function)(x)
+        told = str(caught.value.__cause__) + "".join(getattr(caught.value, "__notes__", ()))
+        assert 'framework="torch"' in told
+        assert rt.function(function, framework="torch", outputs="sum")(x) == 12
 
 
 def test_a_cell_of_a_notebook_is_known_again() -> None:
@@ -57,24 +51,15 @@ def test_outside_of_a_notebook_a_second_fork_is_an_error() -> None:
         synk.fork(1, backend="numpy", inline=True)
 
 
-def test_a_large_array_that_is_copied_again_and_again_is_told_once(
-    reused: Fork, caplog: pytest.LogCaptureFixture
-) -> None:
-    rt = reused(1)
-    x = np.ones((4, 1 << 19))
-    total = rt.function(lambda x: x[0, 0], outputs="sum", name="total")
-    total(x), total(x), total(x)
-    assert not caplog.records
-    for _ in range(5):
-        assert total(x) == 1
-    (record,) = caplog.records
-    assert record.getMessage().startswith("x of 'total', 17 MB, is copied at every call")
-    assert "synk.data(x)" in record.getMessage()
-    fresh = rt.function(lambda x: x[0, 0], outputs="sum")
-    for _ in range(6):  # it changes, so a copy is what is meant
-        x[0, 0] += 1
-        assert fresh(x) == x[0, 0]
-    assert len(caplog.records) == 1
+def test_what_was_in_the_first_edition_says_what_to_write_instead() -> None:
+    owners = {"synk": synk, "profiler": profiler, "Function": synk.function(len, outputs="first")}
+    for name, instead in GONE.items():
+        owner, _, attribute = name.partition(".")
+        with pytest.raises(AttributeError, match=re.escape(instead)):
+            getattr(owners[owner], attribute)
+    for option in ("balance", "transfer_guard"):
+        with pytest.raises(TypeError, match="fork\\(\\) without it"):
+            synk.fork(1, **{option: "measured"})
 
 
 # ----- words of other libraries
@@ -82,42 +67,25 @@ def test_a_large_array_that_is_copied_again_and_again_is_told_once(
 WORDS = {
     "synk.init()": r"'init'. Write synk.fork\(num_workers\)",
     "synk.Pool(4)": r"'Pool'. Write synk.fork\(\) once, then synk.map\(f, items\).",
-    "synk.ProcessPoolExecutor()": r"Write synk.Executor\(\).",
     "synk.Parallel(n_jobs=2)": r"Write synk.map\(f, items\)",
-    "synk.imap_unordered(len, items)": r"ordered=False",
-    "synk.get_world_size()": r"Write synk.current\(\).world_size.",
     "synk.Get_rank": r"Write synk.comm.rank inside a function",
-    "synk.allreduce(w)": r"Write synk.all_reduce.",
-    "synk.shutdown()": r"Write synk.close\(\).",
     "synk.fork(n_jobs=4)": r"cannot call 'fork': got the argument 'n_jobs', expected num_workers, .*Write num_workers=",
-    "synk.fork(workers=4)": r"got the argument 'workers', .*Write num_workers=",
     "synk.fork(2, max_workers=4)": r"got the argument 'max_workers', .*Write num_workers=",
-    "synk.fork(device_ids=[0])": r"Write devices=",
     "synk.fork(2, NumWorkers=4)": r"Write num_workers=.$",
     "synk.fork(2, backed='numpy')": r"Did you mean 'backend'\?",
     "synk.Runtime(processes=4)": r"cannot call 'Runtime': .*Write num_workers=",
     "synk.map(len, items, chunksize=3)": r"cannot call 'map': got the argument 'chunksize', .*Write batch_size=",
     "rt.map(len, items, chunk_size=3)": r"cannot call 'Runtime.map': .*Write batch_size=",
-    "synk.map(len, items, n_jobs=2)": r"Write synk.fork\(num_workers\)",
     "synk.function(len, in_axes=0)": r"got option 'in_axes', .*Write bcast_inputs=",
-    "synk.function(len, reduction='sum')": r"Write outputs=",
     "synk.function(len, output='sum')": r"Write outputs=",
     "synk.Executor(n_workers=2)": r"cannot call 'Executor': .*Write max_workers=",
     "pending.get()": r"'PendingCall' object has no attribute 'get'. Write call.result\(\).",
-    "pending.wait()": r"Write call.result\(\).",
-    "pending.ready()": r"Write call.done\(\).",
     "pending.cancel()": r"timeout=seconds",
     "pending.Result()": r"Write call.result.$",
     "f.remote(x)": r"Write f.submit\(...\).",
-    "f.map(items)": r"Write f.stream\(batches\)",
-    "rt.size": r"Write runtime.world_size.",
     "rt.submit(f, x)": r"Write f.submit\(...\)",
     "on_a_worker('size')": r"'Comm' object has no attribute 'size'. Write synk.comm.world_size.",
-    "on_a_worker('allreduce')": r"Write synk.comm.all_reduce.",
-    "on_a_worker('Allgather')": r"Write synk.comm.all_gather.",
     "on_a_worker('Get_size')": r"Write synk.comm.world_size.",
-    "on_a_worker('bcast')": r"Write synk.comm.broadcast\(array, root\).",
-    "on_a_worker('reducescatter')": r"Write synk.comm.reduce_scatter.",
 }
 
 

@@ -1,4 +1,4 @@
-"""Calls that run out of memory are repeated in slices: with a real limit of the worker's memory."""
+"""``on_oom="slices"``: a call that runs out of memory is made again with twice the slices."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 
 import synk
-from synk._api.slices import Slices
-from synk.errors import RemoteError
 
 Fork = Callable[..., Any]
 ROOM_NBYTES = 100_000_000
@@ -31,194 +29,82 @@ def outer_sums(x: np.ndarray, w: np.ndarray) -> tuple[Any, Any, Any]:
     return table.mean(), table.sum(), table[:, 0]
 
 
-@pytest.fixture
-def limited(runtime: Fork) -> Any:
-    """Two workers with little room."""
+def test_a_call_that_does_not_fit_is_run_in_slices(runtime: Fork, caplog: pytest.LogCaptureFixture) -> None:
     rt = runtime(2)
     rt.function(limit_memory, outputs=None, per_rank=True)()
-    return rt
-
-
-X = np.linspace(-1, 2, 30_001)
-W = np.linspace(0, 1, 1000)
-EXACT = X.mean() * W.mean(), X.sum() * W.sum(), X * W[0]  # without the table: each worker imports this module
-
-
-def check(result: Any) -> None:
-    for got, want in zip(result, EXACT, strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-12)
-
-
-def test_a_call_that_does_not_fit_is_run_in_slices(limited: Any, caplog: pytest.LogCaptureFixture) -> None:
-    f = limited.function(outer_sums, bcast_inputs="w", outputs=("avg", "sum", "gather"), on_oom="slices")
+    x, w = np.linspace(-1, 2, 30_001), np.linspace(0, 1, 1000)
+    options: dict[str, Any] = {"bcast_inputs": "w", "outputs": ("avg", "sum", "gather")}
     with pytest.raises(MemoryError):
-        limited.function(outer_sums, bcast_inputs="w", outputs=("avg", "sum", "gather"))(X, W)
+        rt.function(outer_sums, **options)(x, w)
+    f = rt.function(outer_sums, **options, on_oom="slices")
     with caplog.at_level(logging.WARNING, "synk"):
-        for _ in range(3):
-            check(f(X, W))
-    assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
-        "'outer_sums' ran out of memory on a rank"
-    ]
-    calls = limited.counters["calls"]
-    check(f(X, W))
-    assert limited.counters["calls"] == calls + 1  # what was found out is remembered
-    check(f(X, w=W))
-    check(f.submit(X, W).result())
-
-
-def test_the_next_number_of_slices_is_twice_the_one_that_did_not_fit(caplog: pytest.LogCaptureFixture) -> None:
-    slices, error = Slices("f"), MemoryError()
-    error.__cause__ = RemoteError("full")
-    with caplog.at_level(logging.WARNING, "synk"):
-        assert slices.help_against(error, (X,), {}, 8)
-    assert caplog.messages[0].startswith("'f' ran out of memory on a rank. Calls with such")
-    assert [slices.of((X,), {}, number) for number in (1, 8, 20)] == [16, 16, 20]
-
-
-@pytest.mark.parametrize("arg", [{"x": X, "scale": 3}, (X, [X[0]] * 5), X.tolist()], ids=["dict", "tuple", "list"])
-def test_rows_of_nested_arguments_and_of_lists_count(arg: Any) -> None:
-    slices, error = Slices("f"), MemoryError()
-    error.__cause__ = RemoteError("full")
-    assert slices.help_against(error, (arg,), {}, 1)
-    assert slices.of((arg,), {}, 1) == 2
-    assert slices.of(({"x": X[:2], "scale": 3},), {}, 1) == 1
-
-
-def test_small_calls_are_not_cut(limited: Any) -> None:
-    f = limited.function(outer_sums, bcast_inputs="w", outputs=("avg", "sum", "gather"), on_oom="slices")
-    check(f(X, W))
-    small = f.plan(X[:4], W[:2])
-    assert [rank.rows for rank in small.ranks] == [2, 2]
-    for _ in range(4):
-        np.testing.assert_allclose(f(X[:4], W[:2])[0], outer_sums(X[:4], W[:2])[0])
-    assert f.plan(X[:4], W[:2]).is_compiled
-
-
-def test_a_row_that_does_not_fit_is_an_error(limited: Any) -> None:
-    f = limited.function(lambda x: np.ones((len(x), ROOM_NBYTES)).sum(), outputs="sum", on_oom="slices")
+        results = [f(x, w), f(x, w), f.submit(x, w).result()]
+    assert [text.partition(" (")[0] for text in caplog.messages] == ["'outer_sums' ran out of memory on a rank"]
+    for mean, total, column in results:
+        np.testing.assert_allclose(mean, x.mean() * w.mean(), rtol=1e-12)
+        np.testing.assert_allclose(total, x.sum() * w.sum(), rtol=1e-12)
+        np.testing.assert_allclose(column, x * w[0], rtol=1e-12)
     with pytest.raises(MemoryError) as caught:
-        f(np.ones(4))
+        rt.function(lambda x: np.ones((len(x), ROOM_NBYTES)).sum(), outputs="sum", on_oom="slices")(x[:4])
     assert any("a single row in each" in note for note in caught.value.__notes__)
-    assert limited.function(lambda x: x.sum(), outputs="sum")(np.ones(4)) == 4
 
 
-def test_other_errors_and_the_programs_own_memory_are_no_reason(runtime: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
-    rt, calls = runtime(1), 0
-
-    def divide(x: np.ndarray) -> float:
-        return 1 / int(x.sum())
-
-    f = rt.function(divide, outputs="sum", on_oom="slices")
-    with pytest.raises(ZeroDivisionError):
-        f(np.zeros(3))
-
-    def fail(*args: object) -> None:
-        nonlocal calls
-        calls += 1
-        raise MemoryError
-
-    monkeypatch.setattr("synk._api.function.run_call", fail)
-    with pytest.raises(MemoryError):
-        f(np.ones((3, 3)))
-    assert calls == 1
+def fits(x: Any) -> np.ndarray:
+    """Return for each row how many rows the slice has that it is in; there is room for three."""
+    while isinstance(x, (dict, tuple)):
+        x = x["x"] if isinstance(x, dict) else x[0]
+    if len(x) > 3:
+        raise MemoryError("too much")
+    return np.full(len(x), len(x))
 
 
-def test_what_it_does_not_go_with_is_refused(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[1]
-    total = rt.shared(np.zeros(2))
-    with pytest.raises(ValueError, match="got on_oom='slices' with updates"):
-        rt.function(lambda x: (x.sum(), x), updates=total, on_oom="slices")
-    with pytest.raises(ValueError, match="got on_oom='slice', expected 'raise' or 'slices'"):
-        rt.function(lambda x: x.sum(), on_oom="slice")
-    assert isinstance(rt.function(lambda x: x.sum(), on_oom="raise"), synk.Function)
+def test_the_slices_are_doubled_until_they_fit(reused: Fork, subtests: pytest.Subtests) -> None:
+    rt, x = reused(2), np.arange(16.0)
+    nested = {"dict": {"x": x, "scale": 3}, "tuple": (x, [x[0]] * 16), "list": x.tolist(), "array": x}
+    for kind, arg in nested.items():
+        with subtests.test(kind):
+            f = rt.function(fits, outputs="gather", on_oom="slices")
+            assert f(arg).tolist() == [2] * 16
+            calls = rt.counters["calls"]
+            assert f(arg).tolist() == [2] * 16
+            assert rt.counters["calls"] == calls + 1, "what was found out is not remembered"
+            assert f(arg, num_slices=8).tolist() == [1] * 16
+    assert f(x[:6]).tolist() == [3] * 6, "a small call was cut"
 
 
-# -- functions that change resident objects
-
-
-class Moments:
-    """Sums over all rows that it has seen, one rank's part of them."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.sums = np.zeros(len(W))
-        self.num_begun = 0
-
-    def add(self, x: np.ndarray) -> None:
-        self.num_begun += 1
-        self.count += len(x)  # before it runs out of memory
-        self.sums += np.multiply.outer(x, W).sum(0)
-
-
-@pytest.mark.parametrize("num_short", [2, 1])
-def test_what_a_failed_attempt_has_changed_is_put_back(runtime: Fork, num_short: int) -> None:
+@pytest.mark.parametrize("short_ranks", [{0, 1}, {1}])
+def test_what_a_failed_attempt_has_changed_is_put_back(reused: Fork, short_ranks: set[int]) -> None:
     """On all ranks, or on one: then the other one has come through the call, and goes back all the same."""
-    rt = runtime(2)
-
-    def limit() -> None:
-        if synk.comm.rank >= 2 - num_short:
-            limit_memory()
-
-    rt.function(limit, outputs=None, per_rank=True)()
-    moments = rt.resident(Moments())
-
-    def add(x: np.ndarray) -> int:
-        moments.value.add(x)
-        return len(x)
-
-    f = rt.function(add, outputs="sum", changes=[moments], on_oom="slices")
-    small = X[:4]
-    assert f(small) == 4  # compiled, and then it does not fit
-    for _ in range(2):
-        assert f(X) == len(X)
-    found = [moments.get(rank) for rank in range(2)]
-    per_call = found[0].num_begun // 2
-    assert per_call >= 2 and {each.num_begun for each in found} == {1 + 2 * per_call}  # as many slices on both
-    rows = [np.concatenate([half, *[whole] * 2]) for half, whole in zip(np.array_split(small, 2), np.array_split(X, 2))]
-    for each, own in zip(found, rows, strict=True):
-        assert each.count == len(own)
-        np.testing.assert_allclose(each.sums, own.sum() * W, rtol=1e-9)
-
-
-def test_an_error_that_slices_do_not_help_against_leaves_it_as_it_was(limited: Any) -> None:
-    moments = limited.resident(Moments())
-
-    def add(x: np.ndarray) -> int:
-        moments.value.add(x)
-        return int(np.ones((len(x), ROOM_NBYTES)).sum())
-
-    f = limited.function(add, outputs="sum", changes=[moments], on_oom="slices")
-    with pytest.raises(MemoryError) as caught:
-        f(X[:4])
-    assert caught.value.step_counted is False  # type: ignore[attr-defined]
-    assert [moments.get(rank).count for rank in range(2)] == [0, 0]
-    with pytest.raises(ValueError, match="expected 1, because it changes resident objects"):
-        limited.function(add, outputs="sum", changes=[moments])(X[:4], num_slices=2)
-
-
-def test_a_call_is_not_repeated_where_nobody_knows_what_it_has_changed(
-    reused: Fork, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The ranks could not be asked after the failure: a second attempt might change the object twice."""
     rt = reused(2)
-    moments = rt.resident(Moments())
+    sizes = rt.resident([])
 
     def add(x: np.ndarray) -> int:
-        moments.value.add(x)
-        if len(x) > 2:
+        sizes.value.append(len(x))
+        if len(x) > room and synk.comm.rank in short_ranks:
             raise MemoryError("too much")
         return len(x)
 
-    f = rt.function(add, outputs="sum", changes=[moments], on_oom="slices")
+    room = 3
+    assert rt.function(add, outputs="sum", changes=[sizes], on_oom="slices")(np.zeros(16)) == 16
+    assert [sizes.get(rank) for rank in range(2)] == [[2] * 4] * 2
+    room = 0
+    with pytest.raises(MemoryError):
+        rt.function(add, outputs="sum", changes=[sizes], on_oom="slices")(np.zeros(16))
+    assert [sizes.get(rank) for rank in range(2)] == [[2] * 4] * 2
 
-    def silent(*args: Any) -> Any:
-        raise synk.errors.CallTimeout("nobody answers")
 
-    with monkeypatch.context() as patched:
-        patched.setattr(rt._session.residents._ranks, "ask_living", silent)
-        with pytest.raises(MemoryError, match="too much") as caught:
-            f(X[:8])
-    assert caught.value.step_counted is None  # type: ignore[attr-defined]
-    assert {moments.get(rank).num_begun for rank in range(2)} <= {0, 1}
-    assert f(X[:8]) == 8
-    assert sum(moments.get(rank).count for rank in range(2)) == 8
+def test_other_errors_are_no_reason_and_other_options_are_refused(reused: Fork) -> None:
+    rt = reused(1)
+    runs = rt.resident([])
+
+    def divide(x: np.ndarray) -> float:
+        runs.value.append(len(x))
+        return 1 / int(x.sum())
+
+    with pytest.raises(ZeroDivisionError):
+        rt.function(divide, outputs="sum", on_oom="slices")(np.zeros(3))
+    assert runs.get(0) == [3]
+    with pytest.raises(ValueError, match="got on_oom='slices' with updates"):
+        rt.function(lambda x: (x.sum(), x), updates=rt.shared(np.zeros(2)), on_oom="slices")
+    with pytest.raises(ValueError, match="got on_oom='slice', expected 'raise' or 'slices'"):
+        rt.function(lambda x: x.sum(), on_oom="slice")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +10,6 @@ import pytest
 from support import harness
 
 import synk
-from synk.errors import WorkerDied
 
 Fork = Callable[..., Any]
 
@@ -26,46 +23,32 @@ def streams(seed: int, count: int) -> list[np.random.Generator]:
 
 
 def test_ranks_draw_from_spawned_streams_which_go_on(runtime: Fork) -> None:
-    function = runtime(3, seed=11).function(draws, outputs="gather")
+    """Also after a trial, which puts the generators back."""
+    function = runtime(3, seed=11).function(draws, outputs="gather", name="draws")
+    ways = (function, lambda x: function.submit(x).result(), function)
     expected = streams(11, 3)
-    for _ in range(4):
-        np.testing.assert_array_equal(function(np.zeros(6)), np.concatenate([each.random(2) for each in expected]))
-    got = function.submit(np.zeros(6)).result()
-    np.testing.assert_array_equal(got, np.concatenate([each.random(2) for each in expected]))
+    for way in ways:
+        np.testing.assert_array_equal(way(np.zeros(6)), np.concatenate([each.random(2) for each in expected]))
+        report = function.verify(np.zeros(6))
+        assert not report and "random" in str(report)
 
 
-def test_without_a_seed_each_runtime_draws_others(runtime: Fork) -> None:
-    first, second = (runtime(1).function(draws, outputs="gather")(np.zeros(8)) for _ in range(2))
-    assert not np.intersect1d(first, second).size
-
-
-def test_a_trial_puts_the_generator_back(runtime: Fork) -> None:
-    rt = runtime(2, seed=5)
-    function = rt.function(draws, outputs="gather", name="draws")
-    report = function.verify(np.zeros(4))
-    assert not report and "random" in str(report)
-    np.testing.assert_array_equal(function(np.zeros(4)), np.concatenate([each.random(2) for each in streams(5, 2)]))
-
-
+@pytest.mark.filterwarnings("ignore:rank . .pid:RuntimeWarning")
 def test_a_worker_that_takes_the_place_of_another_draws_numbers_of_its_own(runtime: Fork) -> None:
+    """And so does another runtime without a seed, and an inline rank is rank 0."""
     rt = runtime(2, seed=3)
     function = rt.function(draws, outputs="gather")
     before = function(np.zeros(4))
-    os.kill(harness.pids(rt)[1], signal.SIGKILL)
-    try:
-        after = function(np.zeros(4))
-    except WorkerDied:
-        after = function(np.zeros(4))
+    harness.kill_and_wait(harness.pids(rt)[1])
+    after = function(np.zeros(4))
     assert not np.intersect1d(before[2:], after[2:]).size
+    inline = runtime(1, inline=True).function(draws, outputs="gather")(np.zeros(8))
+    assert not np.intersect1d(before, inline).size
+    seeded = runtime(1, inline=True, seed=2).function(draws, outputs="gather")(np.zeros(5))
+    np.testing.assert_array_equal(seeded, streams(2, 1)[0].random(5))
 
 
-def test_an_inline_rank_is_rank_0() -> None:
-    with synk.Runtime(inline=True, backend="numpy", seed=2) as rt:
-        got = rt.function(draws, outputs="gather")(np.zeros(5))
-    np.testing.assert_array_equal(got, streams(2, 1)[0].random(5))
-
-
-@pytest.mark.parametrize("seed", (-1, 1.5, "a", True))
-def test_what_is_no_seed_is_refused(seed: Any) -> None:
-    with pytest.raises(ValueError, match="cannot fork: got seed="):
-        synk.Runtime(1, backend="numpy", seed=seed)
+def test_what_is_no_seed_is_refused() -> None:
+    for seed in (-1, 1.5, "a", True):
+        with pytest.raises(ValueError, match="cannot fork: got seed="):
+            synk.Runtime(1, backend="numpy", seed=seed)

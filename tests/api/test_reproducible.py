@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import synk
-
 RNG = np.random.default_rng(5)
 X = RNG.normal(size=(5003, 7)) * 10.0 ** RNG.integers(-8, 8, size=(5003, 1))
 """Rows of very different sizes: their sum depends on the order in almost every bit."""
@@ -33,32 +31,25 @@ OPS = {
 }  # fmt: skip
 
 
-def results(shared_runtimes: Any, x: Any, **options: Any) -> list[Any]:
-    found = []
-    for num_workers in (1, 2, 3):
-        f = shared_runtimes[num_workers].function(moments, outputs=OPS, reproducible=True, **options)
-        found += [f(x), f(x), f.serial(x), f.submit(x).result()]
-    return found
-
-
 def raw(result: dict[str, Any]) -> dict[str, Any]:
     return {key: (np.asarray(value).dtype, np.asarray(value).tobytes()) for key, value in result.items()}
 
 
 @pytest.mark.parametrize("block_rows", [1024, 100, 1, 5003, 10_000])
 def test_any_number_of_workers_gives_the_same_bits(shared_runtimes: Any, block_rows: int) -> None:
-    x = X[:300] if block_rows == 1 else X
-    found = results(shared_runtimes, x, block_rows=block_rows)
+    x, found = X[:300] if block_rows == 1 else X, []
+    for num_workers in (1, 2, 3):
+        f = shared_runtimes[num_workers].function(moments, outputs=OPS, reproducible=True, block_rows=block_rows)
+        found += [f(x), f.serial(x), f.submit(x).result()]
     assert all(raw(each) == raw(found[0]) for each in found)
     want = moments(x)
     for key, value in found[0].items():
-        if key == "half":  # no sum over rows
-            continue
-        np.testing.assert_allclose(np.asarray(value, complex), np.asarray(want[key], complex), rtol=1e-9, atol=1e-3)
+        if key != "half":  # no sum over rows
+            np.testing.assert_allclose(np.asarray(value, complex), np.asarray(want[key], complex), rtol=1e-9, atol=1e-3)
 
 
 def test_without_it_the_bits_depend_on_the_workers(shared_runtimes: Any) -> None:
-    """Or the tests above would prove nothing."""
+    """Or the test above would prove nothing."""
     found = [shared_runtimes[n].function(lambda x: x.sum(), outputs="sum")(X) for n in (1, 2, 3)]
     assert len({value.tobytes() for value in found}) > 1
 
@@ -67,76 +58,53 @@ def test_averages_are_weighted_by_the_rows_of_the_blocks(shared_runtimes: Any) -
     f = shared_runtimes[2].function(lambda x: x.mean(), outputs="avg", reproducible=True, block_rows=4)
     x = np.arange(9.0)  # blocks of 4, 4 and 1 rows
     assert f(x) == 4.0
+    assert f.verify(x)
 
 
-@pytest.mark.parametrize("batch", [None, 700, slice(10, 4000, 3), [5, 3, 900, 7] * 50, X[:, 0] > 0])
-def test_batches_are_cut_into_blocks(shared_runtimes: Any, batch: Any) -> None:
-    found = []
-    for num_workers in (1, 2, 3):
-        f = shared_runtimes[num_workers].function(
-            lambda x: x.sum(axis=0), outputs="sum", reproducible=True, block_rows=64
-        )
-        found.append(f(X, batch=batch))
-    assert all(each.tobytes() == found[0].tobytes() for each in found)
+BATCHES = (None, 700, slice(10, 4000, 3), [5, 3, 900, 7] * 50, X[:, 0] > 0)
 
 
-def test_data_broadcast_arguments_and_gathered_outputs(shared_runtimes: Any) -> None:
-    found = []
-    for num_workers in (1, 2, 3):
-        rt = shared_runtimes[num_workers]
-        f = rt.function(
-            lambda x, w: ((x @ w).sum(), x[:, 0]), bcast_inputs="w", outputs=("sum", "gather"), reproducible=True
-        )
-        total, column = f(rt.data(X), np.linspace(0, 1, 7))
-        np.testing.assert_array_equal(column, X[:, 0])
-        found.append(total.tobytes())
-    assert len(set(found)) == 1
-
-
-def test_tensors(shared_runtimes: Any) -> None:
+def test_batches_data_and_tensors_are_cut_into_blocks(shared_runtimes: Any, subtests: pytest.Subtests) -> None:
+    """What is gathered is as without blocks."""
     torch = pytest.importorskip("torch")
-    found = []
-    for num_workers in (1, 2, 3):
-        f = shared_runtimes[num_workers].function(
-            lambda x: x.sum(dim=0), outputs="sum", framework="torch", reproducible=True
-        )
-        found.append(np.asarray(f(torch.tensor(X))).tobytes())
-    assert len(set(found)) == 1
+    w = np.linspace(0, 1, 7)
+    options: dict[str, Any] = {
+        "bcast_inputs": "w",
+        "outputs": ("sum", "gather"),
+        "reproducible": True,
+        "block_rows": 64,
+    }
+    for number, batch in enumerate(BATCHES):
+        for kind in ("array", "data", "tensor"):
+            with subtests.test(batch=number, kind=kind):
+                totals = set()
+                for num_workers in (1, 2, 3):
+                    rt = shared_runtimes[num_workers]
+                    x = {"array": X, "data": rt.data(X), "tensor": torch.tensor(X)}[kind]
+                    framework = "torch" if kind == "tensor" else None
+                    f = rt.function(lambda x, w: ((x * w).sum(), x[:, 0]), framework=framework, **options)
+                    total, column = f(x, torch.tensor(w) if framework else w, batch=batch)
+                    chosen = X if batch is None else X[:batch] if isinstance(batch, int) else X[batch]
+                    np.testing.assert_array_equal(column, chosen[:, 0])
+                    np.testing.assert_allclose(total, (chosen * w).sum(), rtol=1e-9)
+                    totals.add(np.asarray(total).tobytes())
+                assert len(totals) == 1
 
 
-def test_its_verify_says_equal(shared_runtimes: Any) -> None:
-    f = shared_runtimes[2].function(lambda x: x.sum(), outputs="sum", reproducible=True)
-    report = f.verify(X)
-    assert report, report
-
-
-def test_blocks_of_other_shapes_are_refused(shared_runtimes: Any) -> None:
-    f = shared_runtimes[2].function(lambda x: x, outputs="sum", reproducible=True, block_rows=4)
-    with pytest.raises(ValueError, match="cannot combine blocks with op 'sum'"):
-        f(np.ones(10))
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
+def test_what_does_not_go_with_it_is_refused(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"per_rank": True}, "with per_rank"),
         ({"on_oom": "slices"}, "with on_oom"),
         ({"block_rows": 0}, "got block_rows=0"),
         ({"block_rows": 2.5}, "got block_rows=2.5"),
         ({"reproducible": 1}, "got reproducible=1"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(shared_runtimes: Any, options: dict[str, Any], error: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=error):
-        shared_runtimes[1].function(lambda x: x.sum(), outputs="sum", **{"reproducible": True, **options})
-
-
-def test_sharded_variables_and_measured_runtimes_are_refused(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    f = rt.function(lambda x: x.sum(), outputs="sum", reproducible=True)
+    ]
+    for options, words in wrong:
+        with pytest.raises((ValueError, TypeError), match=words):
+            rt.function(lambda x: x.sum(), outputs="sum", **{"reproducible": True, **options})
+    f = rt.function(lambda x: x, outputs="sum", reproducible=True, block_rows=4)
+    with pytest.raises(ValueError, match="cannot combine blocks with op 'sum'"):
+        f(np.ones(10))
     with pytest.raises(ValueError, match="got the sharded variable x"):
         f(rt.shared(np.ones(8), sharded=True))
-    with synk.Runtime(2, backend="numpy", balance="measured") as measured:
-        f = measured.function(lambda x: x.sum(), outputs="sum", reproducible=True)
-        with pytest.raises(ValueError, match="got a runtime with balance='measured'"):
-            f(np.ones(8))

@@ -5,6 +5,7 @@ built. Where parameters are not given by keyword, nothing could be lost, and pla
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -54,32 +55,26 @@ PARAMETERS = {
 BUILDERS: dict[str, Callable[[Any], Any]] = {
     "function": lambda fn: synk.function(fn, outputs="sum"),
     "a decorator": lambda fn: synk.function(outputs="sum")(fn),
-    "wrap": lambda fn: synk.wrap(fn, outputs="sum"),
     "broadcast": lambda fn: synk.function(fn, bcast_inputs="x", per_rank=True),
 }
 
 
-@pytest.mark.parametrize("option", sorted(OPTION_NAMES))
-def test_a_parameter_with_the_name_of_an_option_is_refused(option: str) -> None:
-    for build in BUILDERS:
-        for make in MAKERS:
-            for kind, parameters in PARAMETERS.items():
-                if "partial" in make and "rest" in parameters:
-                    continue  # Python has no parameter behind it for the partial's own
-                fn = MAKERS[make](parameters.format(option))
-                with pytest.raises(ValueError, match=f"got a parameter '{option}'.*Rename it") as raised:
-                    BUILDERS[build](fn)
-                assert "cannot build function" in str(raised.value), (build, make, kind)
+def test_a_parameter_with_the_name_of_an_option_is_refused() -> None:
+    for option, build, make, kind in itertools.product(sorted(OPTION_NAMES), BUILDERS, MAKERS, PARAMETERS):
+        if "partial" in make and "rest" in PARAMETERS[kind]:
+            continue  # Python has no parameter behind it for the partial's own
+        fn = MAKERS[make](PARAMETERS[kind].format(option))
+        with pytest.raises(ValueError, match=f"got a parameter '{option}'.*Rename it") as raised:
+            BUILDERS[build](fn)
+        assert "cannot build function" in str(raised.value), (option, build, make, kind)
 
 
-def test_a_value_that_a_partial_has_fixed_by_position_is_no_parameter(shared_runtimes: Any) -> None:
+def test_what_comes_by_position_only_cannot_be_lost(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
     scaled = functools.partial(lambda timeout, x: timeout * x.sum(), 2.0)
-    assert shared_runtimes[2].function(scaled, outputs="sum")(X) == 2 * X.sum()
-
-
-def test_by_position_only_nothing_can_be_lost(shared_runtimes: Any) -> None:
+    assert rt.function(scaled, outputs="sum")(X) == 2 * X.sum()
     plain = eval("lambda x, timeout=2.0, /: timeout * x.sum()")
-    f = shared_runtimes[2].function(plain, outputs="sum", bcast_inputs="timeout")
+    f = rt.function(plain, outputs="sum", bcast_inputs="timeout")
     assert (f(X), f(X, 3.0), f(X, timeout=60.0)) == (plain(X), plain(X, 3.0), plain(X))
 
 
@@ -93,32 +88,26 @@ def test_the_text_shows_a_way_that_works(shared_runtimes: Any) -> None:
     assert f(X) == total(X, timeout=3.0)
 
 
-@pytest.mark.parametrize("option", sorted(OPTION_NAMES))
-def test_steps_of_replicated_models(shared_runtimes: Any, option: str) -> None:
+def test_steps_of_replicated_models(shared_runtimes: Any) -> None:
     torch = pytest.importorskip("torch")
-    model = torch.nn.Linear(1, 1)
-    rep = synk.torch.replicate(model, runtime=shared_runtimes[2])
-    for parameters in PARAMETERS.values():
-        step = function_with(f"model, {parameters.format(option)}")
+    rep = synk.torch.replicate(torch.nn.Linear(1, 1), runtime=shared_runtimes[2])
+    for option, parameters in zip(sorted(OPTION_NAMES), PARAMETERS.values()):
         with pytest.raises(ValueError, match=f"got a parameter '{option}'"):
-            rep.function(step, outputs="sum")
+            rep.function(function_with(f"model, {parameters.format(option)}"), outputs="sum")
     # The objects come by position, whatever their parameters are called.
-    total = rep.function(eval(f"lambda {option}, x: x.sum().item()"), outputs="sum")
-    assert total(torch.ones(5, 1)) == 5
+    assert rep.function(lambda timeout, x: x.sum().item(), outputs="sum")(torch.ones(5, 1)) == 5
 
 
-@pytest.mark.parametrize("option", sorted(OPTION_NAMES))
-def test_items_come_by_position(shared_runtimes: Any, option: str) -> None:
+def test_items_come_by_position(shared_runtimes: Any) -> None:
     """No argument of ``map`` or ``submit`` could be meant for the option of a call: a map and a task have none."""
     rt = shared_runtimes[2]
-    plain = eval(f"lambda x, {option}=2.0, *, other=1.0: ({option}, x * other)")
-    assert list(rt.map(plain, [1, 2, 3])) == [plain(x) for x in (1, 2, 3)]
-    assert list(rt.map(plain, [1, 2], [5, 6])) == [plain(1, 5), plain(2, 6)]
-    fixed = functools.partial(plain, **{option: 7})
-    assert list(rt.map(fixed, [1, 2])) == [fixed(1), fixed(2)]
     with synk.Executor(runtime=rt) as executor:
-        assert executor.submit(plain, 1, **{option: 9, "other": 2}).result() == plain(1, **{option: 9, "other": 2})
-        assert list(executor.map(plain, [1, 2], [3, 4])) == [plain(1, 3), plain(2, 4)]
+        for option in sorted(OPTION_NAMES):
+            plain = eval(f"lambda x, {option}=2.0, *, other=1.0: ({option}, x * other)")
+            assert list(rt.map(plain, [1, 2], [5, 6])) == [plain(1, 5), plain(2, 6)]
+            fixed = functools.partial(plain, **{option: 7})
+            assert list(rt.map(fixed, [1, 2])) == [fixed(1), fixed(2)]
+            assert executor.submit(plain, 1, **{option: 9, "other": 2}).result() == plain(1, **{option: 9, "other": 2})
 
 
 def test_a_function_that_gets_such_a_parameter_later(shared_runtimes: Any, tmp_path: Any, monkeypatch: Any) -> None:

@@ -174,7 +174,7 @@ def test_a_call_computes_with_the_settings_of_its_place(shared_runtimes: Any, na
         assert f.serial(X)[0] == expected
         assert list(rt.map(lambda x: outcome(body), [1.0, 2.0])) == [expected] * 2
         assert list(f.stream([X, X])) == [[expected] * num_ranks] * 2
-        assert list(f.rows(X, batch_size=2)) == [[expected] * min(num_ranks, 2)] * 2
+        assert list(f.stream(X[k : k + 2] for k in (0, 2))) == [[expected] * min(num_ranks, 2)] * 2
 
 
 @pytest.mark.parametrize("name", CASES)

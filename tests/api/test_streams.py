@@ -10,7 +10,7 @@ import sys
 import threading
 import types
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,31 +30,26 @@ def totals(rt: synk.Runtime) -> Any:
 
 # -- streams ----------------------------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize("num_workers", [1, 2, "inline"])
-def test_a_stream_gives_the_results_of_the_calls(shared_runtimes: Any, num_workers: Any) -> None:
-    total = totals(shared_runtimes[num_workers])
-    assert list(total.stream(BATCHES)) == [x.sum() for x in BATCHES]
-    assert list(total.stream(iter(BATCHES[:2]))) == [x.sum() for x in BATCHES[:2]]
-    assert list(total.stream([])) == []
+Pair = namedtuple("Pair", "x y")
 
 
-def test_batches_of_a_data_loader(shared_runtimes: Any) -> None:
+def test_a_stream_gives_the_results_of_the_calls(shared_runtimes: Any) -> None:
+    """A batch is one argument, a tuple or list of all arguments, as a data loader gives them, or one that is nested."""
     torch = pytest.importorskip("torch")
-    rt = shared_runtimes[2]
     x, y = np.arange(12.0).reshape(6, 2), np.arange(6.0)
-    dot = rt.function(lambda x, y: x.T @ y, outputs="sum")
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(y)), batch_size=2)
-    for k, result in enumerate(dot.stream(loader)):
-        np.testing.assert_array_equal(result, x[2 * k : 2 * k + 2].T @ y[2 * k : 2 * k + 2])
-    assert [float(v) for v in rt.function(lambda d: d["y"].sum(), outputs="sum").stream([{"y": y}])] == [15.0]
-    pair = namedtuple("pair", "x y")
-    f = rt.function(lambda p: (p.x * p.y).sum(), outputs="sum")
-    assert [float(v) for v in f.stream([pair(y, y)])] == [float(y @ y)]
+    for where in (1, 2, "inline"):
+        total = totals(shared_runtimes[where])
+        assert list(total.stream(BATCHES)) == [x.sum() for x in BATCHES]
+        assert list(total.stream([])) == []
+    rt = shared_runtimes[2]
+    dots = rt.function(lambda x, y: x.T @ y, outputs="sum").stream(loader)
+    np.testing.assert_array_equal(list(dots), [x[k : k + 2].T @ y[k : k + 2] for k in (0, 2, 4)])
+    assert list(rt.function(lambda d: d["y"].sum(), outputs="sum").stream([{"y": y}])) == [y.sum()]
+    assert list(rt.function(lambda p: (p.x * p.y).sum(), outputs="sum").stream([Pair(y, y)])) == [y @ y]
 
 
 def test_a_stream_is_bounded_and_its_buffer_may_be_filled_again(shared_runtimes: Any) -> None:
-    total = totals(shared_runtimes[2])
     buffer, pulled = np.zeros(4), itertools.count()
 
     def batches() -> Iterator[np.ndarray]:
@@ -62,45 +57,39 @@ def test_a_stream_is_bounded_and_its_buffer_may_be_filled_again(shared_runtimes:
             buffer[:] = n
             yield buffer
 
-    results = total.stream(batches())
+    results = totals(shared_runtimes[2]).stream(batches())
     assert [float(v) for v in itertools.islice(results, 20)] == [4.0 * n for n in range(20)]
     assert next(pulled) <= 23
     results.close()
     assert_right(shared_runtimes[2])
 
 
-def test_what_a_batch_or_the_iterable_raises(shared_runtimes: Any) -> None:
+def check(x: Any) -> Any:
+    if x[0] == 4:
+        raise LookupError("four")
+    return x.sum()
+
+
+def broken() -> Iterator[Any]:
+    yield from BATCHES[:2]
+    raise OSError("no more")
+
+
+def test_what_a_batch_or_the_iterable_raises_comes_after_the_results_before(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
-
-    def check(x: Any) -> Any:
-        if x[0] == 4:
-            raise LookupError("four")
-        return x.sum()
-
-    f, got = rt.function(check, outputs="sum"), []
-    with pytest.raises(LookupError, match="four") as raised:
-        for value in f.stream(np.full(5, float(n)) for n in range(9)):
-            got.append(float(value))
-    assert got == [0.0, 5.0, 10.0, 15.0]
-    assert "for batch 4 of the stream of 'check'" in raised.value.__notes__
-
-    def broken() -> Iterator[Any]:
-        yield from BATCHES[:2]
-        raise OSError("no more")
-
-    got = []
-    with pytest.raises(OSError, match="no more") as broke:
-        for value in totals(rt).stream(broken()):
-            got.append(float(value))
-    assert got == [x.sum() for x in BATCHES[:2]]
-    assert "for batch 2 of the stream of 'total'" in broke.value.__notes__
+    wrong: tuple[tuple[Any, Iterable[Any], type[Exception], str, int], ...] = (
+        (check, [np.full(5, float(n)) for n in range(9)], LookupError, "for batch 4 of the stream of 'check'", 4),
+        (lambda x: x.sum(), broken(), OSError, "for batch 2 of the stream of '<lambda>'", 2),
+        (lambda x, y: x.sum(), [(BATCHES[0],) * 2, (BATCHES[0], [1.0])], ValueError, "equal axis-0 lengths", 1),
+    )
+    for fn, batches, error, words, num_before in wrong:
+        got: list[float] = []
+        with pytest.raises(error) as raised:
+            got.extend(rt.function(fn, outputs="sum").stream(batches))
+        assert any(words in text for text in (str(raised.value), *raised.value.__notes__)), words
+        assert len(got) == num_before
     with pytest.raises(TypeError, match="cannot stream 'total': got int, expected an iterable of batches"):
         totals(rt).stream(3)
-    got = []
-    with pytest.raises(ValueError, match="equal axis-0 lengths"):
-        for value in rt.function(lambda x, y: x.sum(), outputs="sum").stream([(BATCHES[0],) * 2, (BATCHES[0], [1.0])]):
-            got.append(value)
-    assert got == [BATCHES[0].sum()]
     assert_right(rt)
 
 
@@ -109,80 +98,6 @@ def test_streams_maps_and_calls_between_one_another(shared_runtimes: Any) -> Non
     total = totals(rt)
     for k, (a, b) in enumerate(zip(total.stream(BATCHES), rt.map(lambda n: n + 1, range(9)))):
         assert a == BATCHES[k].sum() and b == k + 1 and total(np.ones(3)) == 3.0
-
-
-@pytest.mark.parametrize("kind", ["memmap", "array", "data", "shared", "nested"])
-def test_rows_are_consecutive_blocks(shared_runtimes: Any, tmp_path: Path, kind: str) -> None:
-    rt = shared_runtimes[2]
-    x = np.arange(22.0).reshape(11, 2)
-    f = rt.function(lambda x, w: (x * w).sum(0), outputs="sum", bcast_inputs="w")
-    given: Any = x
-    if kind == "memmap":
-        x.tofile(tmp_path / "x")
-        given = np.memmap(tmp_path / "x", float, "r", shape=x.shape)
-    elif kind == "data":
-        given = rt.data(x)
-    elif kind == "shared":
-        given = rt.shared(x, sharded=True)
-    elif kind == "nested":
-        f, given = rt.function(lambda d, w: (d["a"] * w).sum(0), outputs="sum", bcast_inputs="w"), {"a": x, "b": x}
-    for size in (4, 11, 100):
-        expected = [(x[k : k + size] * 2.0).sum(0) for k in range(0, 11, size)]
-        np.testing.assert_array_equal(list(f.rows(given, 2.0, batch_size=size)), expected)
-        np.testing.assert_array_equal(list(f.rows(given, w=2.0, batch_size=size)), expected)
-
-
-def test_rows_of_data_are_not_copied(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    d, before = rt.data(np.arange(1000.0)), dict(rt.counters)
-    assert [float(v) for v in totals(rt).rows(d, batch_size=400)] == [79800.0, 239800.0, 179900.0]
-    assert rt.counters["bytes_staged"] == before["bytes_staged"]
-
-
-def test_rows_that_do_not_fit(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    f = rt.function(lambda x, y: x.sum(), outputs="sum", name="f")
-    with pytest.raises(ValueError, match="got x with 3 rows, y with 4 rows, expected one number of rows"):
-        f.rows(np.ones(3), np.ones(4), batch_size=2)
-    with pytest.raises(TypeError, match=r"got y of type float, expected an array. .*bcast_inputs"):
-        f.rows(np.ones(3), 2.0, batch_size=2)
-    with pytest.raises(ValueError, match="cannot go through the rows for 'f': got batch_size=0"):
-        f.rows(np.ones(3), np.ones(3), batch_size=0)
-    assert list(f.rows(np.ones(0), np.ones(0), batch_size=2)) == []
-
-
-def test_blocks_of_the_rows_of_nested_arguments(shared_runtimes: Any) -> None:
-    """All parts have equally many rows; single values among them are the same for all blocks."""
-    f = shared_runtimes[2].function(
-        lambda fields: (fields["x"] * fields["rate"]).sum() + fields["y"].sum(), outputs="sum"
-    )
-    whole = {"x": np.arange(10.0), "y": np.ones(10), "rate": 0.5, "name": "text"}
-    assert sum(f.rows(whole, batch_size=3)) == 22.5 + 10.0
-    with pytest.raises(
-        ValueError, match=r"got fields\['x'\] with 10 rows, fields\['y'\] with 5 rows, expected one number"
-    ):
-        f.rows({"x": np.arange(10.0), "y": np.arange(5.0), "rate": 1.0}, batch_size=2)
-    with pytest.raises(ValueError, match="got no scattered argument, expected one number of rows"):
-        f.rows({"rate": 1.0, "name": "text"}, batch_size=2)
-
-
-def test_wrapped_functions_stream_too(shared_runtimes: Any) -> None:
-    class Rounded(synk.FunctionWrapper):
-        def finish(self, result: Any) -> int:
-            return round(float(result))
-
-    rounded = Rounded(totals(shared_runtimes[2]))
-    assert list(rounded.stream(BATCHES)) == [int(x.sum()) for x in BATCHES]
-    assert list(rounded.rows(np.ones(5), batch_size=2)) == [2, 2, 1]
-    ended: list[Any] = []
-    call = rounded.submit(np.ones(5))
-    call.add_done_callback(ended.append)
-    assert call.result() == 5 and ended == [call]
-
-    async def main() -> int:
-        return await rounded.submit(np.ones(3))
-
-    assert asyncio.run(main()) == 3
 
 
 def test_progress_of_a_stream(shared_runtimes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,10 +111,8 @@ def test_progress_of_a_stream(shared_runtimes: Any, monkeypatch: pytest.MonkeyPa
     module.tqdm = tqdm  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "tqdm", types.ModuleType("tqdm"))
     monkeypatch.setitem(sys.modules, "tqdm.auto", module)
-    total = totals(shared_runtimes[2])
-    assert len(list(total.stream(BATCHES, progress=True))) == 9
-    assert len(list(total.rows(np.ones(9), batch_size=2, progress=True))) == 5
-    assert seen == [("total", 9), ("total", 5)]
+    assert len(list(totals(shared_runtimes[2]).stream(BATCHES, progress=True))) == 9
+    assert seen == [("total", 9)]
 
 
 # -- calls that are awaited -------------------------------------------------------------------------------------------
@@ -222,7 +135,6 @@ def test_calls_are_awaited_while_other_tasks_run(shared_runtimes: Any, tmp_path:
     gate.unlink()
 
     async def opener() -> str:
-        await asyncio.sleep(0.01)
         gate.touch()
         return "opened"
 
@@ -236,58 +148,49 @@ def test_calls_are_awaited_while_other_tasks_run(shared_runtimes: Any, tmp_path:
 
 def test_awaiting_gives_what_the_call_raises(reused: Any, tmp_path: Path) -> None:
     rt = reused(2)
-    gate = tmp_path / "at"
 
-    def stay(x: Any) -> Any:
+    def stay(x: Any) -> None:
         import time
 
-        gate.touch()
+        (tmp_path / f"{int(x[0])}").touch()
         time.sleep(60)
 
-    async def fail() -> Any:
-        return await rt.function(lambda x: 1 / 0, outputs="sum").submit(np.ones(4))
+    async def begun(first: float) -> Any:
+        call = rt.function(stay, outputs=None).submit(np.array([first, first]))
+        while not (tmp_path / f"{int(first)}").exists():
+            await asyncio.sleep(0.005)
+        return call
 
-    with pytest.raises(ZeroDivisionError):
-        asyncio.run(fail())
-
-    async def cancelled() -> None:
-        call = rt.function(stay, outputs="sum").submit(np.ones(4))
+    async def main(victim: int) -> None:
+        with pytest.raises(ZeroDivisionError):
+            await rt.function(lambda x: 1 / 0, outputs="sum").submit(np.ones(4))
+        call = await begun(1.0)
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(call, 0.05)
         rt.interrupt()
         with pytest.raises(CallCancelled):
             await call
-
-    asyncio.run(cancelled())
-    gate.unlink(missing_ok=True)
-
-    async def killed(victim: int) -> None:
-        call = rt.function(stay, outputs="sum").submit(np.ones(4))
-        while not gate.exists():
-            await asyncio.sleep(0.005)
+        call = await begun(2.0)
         os.kill(victim, signal.SIGKILL)
         with pytest.raises(WorkerDied, match="rank 1 of 2"):
             await call
 
     with replaced_workers(rt, [1]) as before:
-        asyncio.run(killed(before[1]))
-        assert_right(rt)
+        asyncio.run(main(before[1]))
 
 
 def test_an_await_beside_a_thread_that_holds_the_runtime(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    total = totals(rt)
+    total = totals(shared_runtimes[2])
     is_over = threading.Event()
 
     def work() -> None:
         while not is_over.is_set():
             total(np.ones(3))
 
-    thread = threading.Thread(target=work)
-
     async def main() -> list[Any]:
         return [await total.submit(np.full(3, float(n))) for n in range(5)]
 
+    thread = threading.Thread(target=work)
     thread.start()
     try:
         assert asyncio.run(main()) == [3.0 * n for n in range(5)]
@@ -307,13 +210,11 @@ def test_done_callbacks(shared_runtimes: Any, caplog: pytest.LogCaptureFixture) 
     assert "a callback of the call of 'total' failed" in caplog.text
     calls[1].add_done_callback(lambda call: ended.append("late"))
     assert ended[-1] == "late"
-    call = total.submit(np.ones(3))
-    call.add_done_callback(ended.append)
-    assert wait_for(call.done) and ended[-1] is call
-    call = total.submit(np.ones(3))
-    call.add_done_callback(ended.append)
-    assert_right(rt)  # any operation learns of the end
-    assert ended[-1] is call
+    for learn in (lambda call: wait_for(call.done), lambda call: assert_right(rt)):  # any operation learns of the end
+        call = total.submit(np.ones(3))
+        call.add_done_callback(ended.append)
+        learn(call)
+        assert ended[-1] is call
 
 
 # -- verbs that take lists --------------------------------------------------------------------------------------------
@@ -323,27 +224,7 @@ def test_values_of_several_variables(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     a, b = rt.shared(np.zeros(3), name="a"), rt.shared(np.zeros((2, 2)), name="b")
     rt.set_value([a, b], [np.ones(3), np.full((2, 2), 2.0)])
-    for got, expected in zip(rt.get_value([a, b], rank=1), (np.ones(3), np.full((2, 2), 2.0))):
-        np.testing.assert_array_equal(got, expected)
     rt.set_value((a, b), (np.zeros(3), np.zeros((2, 2))), rank=1)
-    assert [float(v.sum()) for v in rt.get_value((a, b), 0)] == [3.0, 8.0]
-    assert [float(v.sum()) for v in rt.get_value((a, b), 1)] == [0.0, 0.0]
-    rt.set_value([a, b], [np.arange(9.0).reshape(9)[:6], np.arange(8.0).reshape(4, 2)], batch=[0, 2])
-    np.testing.assert_array_equal(rt.get_value(a), [0.0, 2.0])
-    np.testing.assert_array_equal(rt.get_value([b])[0], [[0.0, 1.0], [4.0, 5.0]])
     with pytest.raises(ValueError, match="variable 'b'"):  # none of them, then
-        rt.set_value([a, b], [np.zeros(2), np.zeros((2, 3))])
-    np.testing.assert_array_equal(rt.get_value(a), [0.0, 2.0])
-    with pytest.raises(ValueError, match="cannot set 2 variables: got 1 values, expected one value for each"):
-        rt.set_value([a, b], [np.zeros(2)])
-    assert rt.get_value([]) == []
-
-
-def test_options_of_several_inputs(shared_runtimes: Any) -> None:
-    f = shared_runtimes[2].function(lambda x, y: x.sum() + y.sum(), outputs="sum", name="f")
-    x, y = f.build_inputs([1, 2], [3, 4], minibatch=[False, True], name=("x", "y"), dtype=["f4", "i8"])
-    assert (x.minibatch, y.minibatch, x.name, y.name) == (False, True, "x", "y")
-    assert (x.dtype, y.dtype) == (np.dtype("f4"), np.dtype("i8"))
-    assert all(d.dtype == "f8" and d.minibatch for d in f.build_inputs([1], [2], dtype=float, minibatch=True))
-    with pytest.raises(ValueError, match="cannot build the inputs of 'f': got name for 1 inputs and 2 arrays"):
-        f.build_inputs([1], [2], name=["x"])
+        rt.set_value([a, b], [np.ones(2), np.zeros((2, 3))])
+    assert [[float(v.sum()) for v in rt.get_value([a, b], rank)] for rank in range(2)] == [[3.0, 8.0], [0.0, 0.0]]

@@ -15,8 +15,7 @@ import synk.profiler
 from synk.errors import StartupError, UnsupportedError
 
 OPTIONS = {
-    "backend": "torch", "devices": [0], "inline": True, "transfer_guard": "raise",
-    "balance": "measured",
+    "backend": "torch", "devices": [0], "inline": True,
 }  # fmt: skip
 
 
@@ -85,19 +84,18 @@ def test_process_groups_and_data_parallel_modules_of_torch(nodes: synk.Runtime) 
         synk.torch.DataParallel(torch.nn.Linear(2, 1), runtime=nodes)
 
 
-def test_traces_and_guards() -> None:
+def test_traces() -> None:
     """They act on the current runtime."""
     script(
         """
         import synk.profiler
         synk.fork(1, cluster="here", nodes=2)
-        for enter in (synk.profiler.trace(), lambda: synk.profiler.transfer_guard("raise")):
-            try:
-                enter() if callable(enter) else enter.__enter__()
-            except synk.errors.UnsupportedError as error:
-                assert "over nodes" in str(error)
-            else:
-                raise AssertionError
+        try:
+            synk.profiler.trace().__enter__()
+        except synk.errors.UnsupportedError as error:
+            assert "over nodes" in str(error)
+        else:
+            raise AssertionError
         """
     ).check("")
 
@@ -105,7 +103,7 @@ def test_traces_and_guards() -> None:
 def test_the_page_lists_what_is_refused() -> None:
     page = (Path(PACKAGE_FOLDER) / "docs" / "cluster.md").read_text(encoding="utf-8")
     table = page.split("## What does not work yet")[1]
-    verbs = ("synk.torch.DataParallel", "synk.profiler.trace", "synk.profiler.transfer_guard")
+    verbs = ("synk.torch.DataParallel", "synk.profiler.trace")
     missing = [name for name in (*verbs, *OPTIONS) if not re.search(rf"`[^`]*{re.escape(name)}\b", table)]
     assert not missing, f"add to the table of docs/cluster.md: {missing}"
 

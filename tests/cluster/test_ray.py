@@ -87,26 +87,6 @@ def test_time_limits_and_interrupts(nodes: synk.Runtime) -> None:
     assert worker_pids(nodes) == before
 
 
-def test_an_interrupt_does_not_come_again_when_the_numbers_of_messages_do(nodes: synk.Runtime) -> None:
-    """They begin anew after 65 536: the machine must have forgotten by then which ones an interrupt was meant for."""
-
-    def stay(x: np.ndarray, is_stuck: bool) -> float:
-        while is_stuck:
-            pass
-        return float(x.sum())
-
-    f = nodes.function(stay, outputs="sum", bcast_inputs="is_stuck")
-    assert f(np.ones(4), False) == 4.0
-    requests = nodes._session.workers.requests
-    before = requests.sequence
-    with pytest.raises(CallTimeout):
-        f(np.ones(4), True, timeout=0.5)
-    assert requests.sequence < before + 20
-    requests.sequence = before
-    for _ in range(20):
-        assert f(np.ones(4), False) == 4.0
-
-
 def test_ranks_of_all_machines_communicate(nodes: synk.Runtime) -> None:
     """By TCP, and with keys."""
 

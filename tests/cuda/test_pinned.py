@@ -70,6 +70,19 @@ def test_chunks_are_registered_when_they_are_used(pinned: PinnedSegments, segmen
     assert pinned.pieces(start, 100) == [(0, 100)]
 
 
+def test_a_segment_that_lies_where_another_lay_is_registered_anew(pinned: PinnedSegments, cuda: Any) -> None:
+    """The pages that the driver knows are no longer those of the file."""
+    arena = Segment.create_arena(8 * PAGE_NBYTES, is_worker_writable=True, segment_id=1)
+    for nbytes in (PAGE_NBYTES, 2 * PAGE_NBYTES):
+        part = arena.create_part(1 + nbytes, 0, nbytes)
+        pinned.add(part)
+        assert cuda.runtime.registered() == {}
+        pinned.pieces(address_of(part.buffer), nbytes)
+        settle(pinned, nbytes)
+    pinned.forget(part)
+    arena.close()
+
+
 def test_a_refusal_is_said_once_and_copies_go_on(
     pinned: PinnedSegments, segment: Segment, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

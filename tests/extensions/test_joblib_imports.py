@@ -10,15 +10,11 @@ from support.harness import PACKAGE_FOLDER
 ORDERS = {
     "joblib first": "import joblib, synk",
     "synk first": "import synk, joblib",
-    "its module first": "import joblib.parallel; import synk",
     "only its backends first": "import joblib._parallel_backends; import synk",
-    "by scikit-learn": "import synk; import sklearn",
     "reloaded": "import synk, joblib, importlib; importlib.reload(joblib.parallel); importlib.reload(joblib)",
-    "synk reloaded": "import synk, importlib; importlib.reload(synk); import joblib",
     "imported a second time": "import synk, joblib; forget('joblib'); import joblib",
     "synk imported a second time": "import synk; forget('synk'); import synk, joblib",
     "both a second time": "import synk, joblib; forget('synk'); forget('joblib'); import joblib, synk",
-    "in a thread": "import synk; in_threads('joblib')",
     "both in threads": "in_threads('joblib', 'synk', 'joblib', 'synk')",
     "the module of the backend": "import synk.extensions.joblib",
 }

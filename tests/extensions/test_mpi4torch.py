@@ -114,11 +114,6 @@ LINEAR: dict[str, Linear] = {
         lambda comm, x, rank: comm.Alltoall(x, 1, -1, rank + 1),
         lambda inputs, rank: torch.cat(inputs, 1)[:, :, first(rank) : first(rank + 1)],
     ),
-    "Alltoall along one axis": Linear(
-        lambda rank, size: (2, size - rank),
-        lambda comm, x, rank: comm.Alltoall(x, 1, -1, rank + 1),
-        lambda inputs, rank: torch.cat(inputs, 1)[:, first(rank) : first(rank + 1)],
-    ),
     **{kind: message(kind) for kind in ("Isend Irecv", "Isend Recv", "Irecv Send", "Send Recv")},
 }
 

@@ -153,8 +153,6 @@ def test_what_cannot_work_is_refused_in_the_master(shared_runtimes: Any) -> None
         make_train_function(GRADIENT, start("float32"), from_optax(optax.sgd(0.1)), framework="torch", runtime=rt)
     with pytest.raises(TypeError, match=r"got params\['hidden'\]\[0\] of dtype float64"):
         make_train_function(GRADIENT, start("float64"), from_optax(optax.sgd(0.1)), runtime=rt)
-    with pytest.raises(TypeError, match="its update cannot do with gradients, state and parameters"):
-        make_train_function(GRADIENT, start("float32"), from_optax(optax.lbfgs()), runtime=rt)
 
 
 def test_the_loops_of_the_documentation() -> None:

@@ -169,18 +169,6 @@ def test_constants_in_place_operations_and_messages_to_oneself(shared_runtimes: 
         assert receipts == [True, True]
 
 
-def test_a_compiled_function_travels(shared_runtimes: Any) -> None:
-    pytensor, pt, send, recv, mode = tools()
-    x = pt.vector("x", dtype="float64")
-    f = pytensor.function([x], [send(x, 0, 1), recv((2,), "float64", 0, 1) + 1], mode=mode)
-    again = pickle.loads(pickle.dumps(f))
-    assert [str(node) for node in again.maker.linker.make_all()[-1]][:2] == [
-        "MPIRecv{source: 0, tag: 1, shape: (2,), dtype: float64}()",
-        "MPISend{dest: 0, tag: 1}(x)",
-    ]
-    assert on_ranks(shared_runtimes[1], lambda rank: again(np.arange(2.0))[1])[0].tolist() == [1.0, 2.0]
-
-
 def test_what_cannot_be_ordered_or_sent_is_refused() -> None:
     pytensor, pt, send, recv, mode = tools()
     x = pt.vector("x", dtype="float64")

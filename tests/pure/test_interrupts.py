@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -60,26 +59,6 @@ def test_handlers_run_once_after_the_body(handler: Handler) -> None:
         ring()
         signal.raise_signal(signal.SIGINT)
     assert {type(both.value), type(both.value.__context__)} == {Limit, KeyboardInterrupt}
-
-
-def test_what_a_handler_raises_at_a_safe_point_passes_what_catches_errors(handler: Handler, subtests: Any) -> None:
-    """Also of a signal that came before it."""
-
-    def attempt(fn: Callable[[], Any]) -> None:
-        with contextlib.suppress(Exception):
-            safe_point(fn)
-
-    def before() -> None:
-        ring()
-        attempt(pytest.fail)
-
-    for kind in (Limit, TimeoutError, StopIteration, SystemExit, KeyboardInterrupt):
-        handler.kind = kind
-        for body in (lambda: attempt(ring), before):
-            with subtests.test(kind=kind.__name__, body=body.__name__):
-                with pytest.raises(kind) as caught, operation():
-                    body()
-                assert caught.value is handler.raised[-1] and caught.value.__context__ is None
 
 
 def test_a_signal_at_any_line_comes_once_and_as_itself(handler: Handler) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.seeds import examples
 
-from synk._pure.shards import Assignment, assign_local, assign_owned, select_common, select_rows, shard_bounds
+from synk._pure.shards import Assignment, assign_owned, select_common, select_rows, shard_bounds
 
 quick = examples(25)
 
@@ -63,48 +63,40 @@ def test_a_selection_is_what_numpy_picks(data: st.DataObject, num_rows: int) -> 
 
 
 def test_lengths_may_differ_where_the_batch_means_the_same_rows() -> None:
-    """A minibatch input, which is leaving, holds at least the rows of the batch; alone it needs only their number."""
-    assert select_common(None, [("x", 5), ("y", 5)], [("z", 5)], "'f'").count == 5
+    assert select_common(None, [("x", 5), ("y", 5), ("z", 5)], "'f'").count == 5
     for batch in (3, slice(1, 3), [2, 0], slice(0, 4)):
-        selection = select_common(batch, [("x", 6), ("y", 4)], [("mini", 100)], "'f'")
+        selection = select_common(batch, [("x", 6), ("y", 4)], "'f'")
         np.testing.assert_array_equal(selection.positions(), picked_by(batch, np.arange(4)))
-    for batch in (4, slice(5, 9), slice(9, 5, -1), [7, 5, 90, 0]):
-        assert select_common(batch, [], [("mini", 4)], "'f'").positions().tolist() == [0, 1, 2, 3]
 
 
-XY, MINI = [("x", 6), ("y", 4)], [("mini", 2)]
-REFUSED: list[tuple[Any, Any, Any, type[Exception], str]] = [
-    (4, [("x", 3)], [], IndexError, "got batch=4, expected 0 to 3"),
-    (-1, [("x", 3)], [], IndexError, "got batch=-1"),
-    ([0, 3], [("x", 3)], [], IndexError, "got index 3"),
-    ([-4], [("x", 3)], [], IndexError, "got index -4"),
-    (np.array([2**63], np.uint64), [("x", 3)], [], IndexError, "9223372036854775808"),
-    (np.array([True, False]), [("x", 3)], [], IndexError, "a mask of 2 values"),
-    (np.zeros((1, 1), int), [("x", 3)], [], IndexError, r"shape \(1, 1\)"),
-    ([0.5], [("x", 3)], [], IndexError, "dtype float64"),
-    ("rows", [("x", 3)], [], IndexError, "dtype <U4"),
-    (np.array([], float), [("x", 3)], [], IndexError, "dtype float64"),
-    (True, [("x", 3)], [], TypeError, "batch=True"),
-    (np.True_, [("x", 3)], [], TypeError, "expected an int"),
-    ([[0], [1, 2]], [("x", 3)], [], TypeError, "type list"),
-    (None, XY, [], ValueError, r"x with 6 rows and y with 4.*batch=4"),
-    (None, [("x", 5)], MINI, ValueError, "x with 5 rows and mini with 2"),
+XY = [("x", 6), ("y", 4)]
+REFUSED: list[tuple[Any, Any, type[Exception], str]] = [
+    (4, [("x", 3)], IndexError, "got batch=4, expected 0 to 3"),
+    (-1, [("x", 3)], IndexError, "got batch=-1"),
+    ([0, 3], [("x", 3)], IndexError, "got index 3"),
+    ([-4], [("x", 3)], IndexError, "got index -4"),
+    (np.array([2**63], np.uint64), [("x", 3)], IndexError, "9223372036854775808"),
+    (np.array([True, False]), [("x", 3)], IndexError, "a mask of 2 values"),
+    (np.zeros((1, 1), int), [("x", 3)], IndexError, r"shape \(1, 1\)"),
+    ([0.5], [("x", 3)], IndexError, "dtype float64"),
+    ("rows", [("x", 3)], IndexError, "dtype <U4"),
+    (np.array([], float), [("x", 3)], IndexError, "dtype float64"),
+    (True, [("x", 3)], TypeError, "batch=True"),
+    (np.True_, [("x", 3)], TypeError, "expected an int"),
+    ([[0], [1, 2]], [("x", 3)], TypeError, "type list"),
+    (None, XY, ValueError, r"x with 6 rows and y with 4.*batch=4"),
     *[
-        (batch, XY, [], ValueError, r"different rows of x \(6 rows\) and y \(4 rows\)")
+        (batch, XY, ValueError, r"different rows of x \(6 rows\) and y \(4 rows\)")
         for batch in (slice(None), slice(-2, None), [-1], slice(0, 5))
     ],
-    ([3, 5, 0], [("x", 6)], MINI, IndexError, "picks 3 rows, and minibatch input mini has 2"),
-    (slice(5, None), [], MINI, ValueError, "with minibatch data only: .*a slice that has a stop"),
-    ([1, -1], [], MINI, ValueError, "with minibatch data only: .*got index -1"),
-    (np.ones(2, bool), [], MINI, ValueError, "with minibatch data only: .*got a mask"),
 ]
 
 
 def test_a_batch_that_names_no_rows_is_an_error_that_says_why(subtests: Any) -> None:
-    for batch, inputs, minibatches, error, words in REFUSED:
+    for batch, inputs, error, words in REFUSED:
         with subtests.test(batch=str(batch), words=words):
             with pytest.raises(error, match=words) as caught:
-                select_common(batch, inputs, minibatches, "'loss'")
+                select_common(batch, inputs, "'loss'")
             assert "'loss'" in str(caught.value)
     with pytest.raises(IndexError, match="index 5"):
         assign_owned([5], [3, 2], "'f'")
@@ -143,17 +135,3 @@ def test_each_rank_takes_the_rows_it_owns(data: st.DataObject, lengths: list[int
     back = np.empty_like(wanted)
     back[order] = assignment.selection.positions()
     np.testing.assert_array_equal(back, wanted)
-
-
-def test_shard_batch_picks_among_the_rows_of_each_rank() -> None:
-    """It is leaving."""
-    for shard_batch, entries in (
-        (2, [2, 2]),
-        ([0, -1], [[0, -1]] * 2),
-        ([slice(None, None, -1), [1, 1]], [slice(None, None, -1), [1, 1]]),
-    ):
-        assignment = assign_local(shard_batch, [3, 2], "'f'")
-        for rank, (entry, length) in enumerate(zip(entries, (3, 2), strict=True)):
-            np.testing.assert_array_equal(local_rows(assignment, rank), picked_by(entry, np.arange(length)))
-    with pytest.raises(IndexError, match=r"shard of rank 1.*index 2"):
-        assign_local([0, 2], [3, 2], "'f'")

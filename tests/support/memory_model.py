@@ -589,7 +589,7 @@ def ring(rank: int) -> Block:
 
 def stage(call: int) -> Block:
     """The number of a call. What is compared before it is the arguments, which no other process writes."""
-    return block("stage", note("call compare"), store("CALL", call))
+    return block("stage", store("CALL", call))
 
 
 def launch(call: int) -> Block:

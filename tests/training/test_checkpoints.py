@@ -5,6 +5,7 @@ The oracle is the same training without an end, and for other numbers of workers
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 import random
@@ -271,14 +272,20 @@ def test_state_dicts_are_copies_and_hold_what_the_program_has_changed(shared_run
 
 def test_a_load_brings_back_what_was_lost_with_all_workers(runtime: Callable[..., Any], tmp_path: Path) -> None:
     rt = runtime(1)  # of its own: on another one the objects of other tests would be lost, too
-    rep = synk.torch.replicate(*build("dropout"), runtime=rt)
+    objects = build("dropout")
+    rep = synk.torch.replicate(*objects, runtime=rt)
     run = rep.function(step)
     run(*DATA[0])
+    rep.pull()
+    kept = copy.deepcopy(objects[0].state_dict())
     rep.save(tmp_path / "run.pt")
     expected = [float(run(*rows)) for rows in DATA[1:4]]
     kill_and_wait(*pids(rt))
     with pytest.raises(synk.errors.WorkerDied, match="is lost"):
         run(*DATA[4])
+    rep.push()  # the program's own brings back what it was at the last pull
+    held = rank_states(rep)[0][0]
+    assert differences(dict(kept), {name: held[name] for name in kept}) == []
     rep.load(tmp_path / "run.pt")
     assert [float(run(*rows)) for rows in DATA[1:4]] == expected
     rt.close()

@@ -208,6 +208,19 @@ def test_losses_of_the_module(shared_runtimes: Any) -> None:
         synk.torch.DataParallel(Counts(), runtime=rt)(torch.ones(4, 2))
 
 
+def test_dtypes_autocast_and_strides(shared_runtimes: Any) -> None:
+    plain = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    parallel = synk.torch.DataParallel(copy.deepcopy(plain), runtime=shared_runtimes[2])
+    images = torch.randn(5, 3, 6, 6)
+    for model in (plain, parallel):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(images)
+        assert out.dtype == torch.bfloat16
+        out.float().square().mean().backward()
+    torch.testing.assert_close(parallel.weight.grad, plain.weight.grad, rtol=3e-2, atol=3e-2)
+    assert parallel.weight.is_contiguous(memory_format=torch.channels_last)
+
+
 class Counting(torch.nn.Module):
     """Has buffers that a forward pass writes into, replaces, makes and lets grow."""
 

@@ -39,17 +39,3 @@ def test_metrics_are_those_of_one_process(subtests: Any, shared_runtimes: Any) -
             assert np.allclose(scores, expected[:, 1], rtol=0, atol=1e-14)
             assert float(loss) == pytest.approx(metrics.log_loss(y, expected, labels=[0, 1]), abs=1e-12)
             assert rep.num_steps == 0
-
-
-def test_the_average_of_a_metric_that_is_no_mean_over_rows_is_told(shared_runtimes: Any) -> None:
-    def precision(model: Any, x: Any, y: Any) -> Any:
-        chosen = model(x).argmax(1)
-        return (chosen * y).sum().double() / chosen.sum()
-
-    torch.manual_seed(64)
-    model, x = torch.nn.Linear(4, 2).double(), torch.randn(63, 4, dtype=torch.float64)
-    y = (torch.rand(63) < torch.linspace(0, 1, 63)).long()
-    rep = synk.torch.replicate(model, runtime=shared_runtimes[2])
-    with pytest.raises(synk.errors.OpMismatch):
-        rep.function(precision, trains=False)(x, y)
-    assert not rep.function(precision, trains=False, outputs="avg").verify(x, y)

@@ -23,7 +23,6 @@ from trainings import (
     SIZES,
     WAYS,
     F,
-    Shared,
     adversarial_step,
     batches,
     body,
@@ -120,18 +119,6 @@ def test_other_optimizers_and_the_default_output(subtests: Any, shared_runtimes:
             with subtests.test(case=name, workers=workers):
                 rt, outputs = shared_runtimes[workers], "avg" if workers == 3 else synk._pure.output_ops.DEFAULT_OP
                 compare(rt, build, step, batches(8, sizes), bound=bound, outputs=outputs)
-
-
-def test_a_parameter_that_few_batches_use_is_stepped_as_often_as_in_plain_torch(shared_runtimes: Any) -> None:
-    def build() -> tuple[Any, ...]:
-        torch.manual_seed(2)
-        model = Shared().double()
-        return model, torch.optim.Adam(model.parameters(), lr=0.01)
-
-    model, optimizer = compare(shared_runtimes[2], build, plain_step, batches(20))
-    assert model.unused.grad is None and model.unused not in optimizer.state
-    steps = [int(optimizer.state[each]["step"]) for each in (model.inner.weight, model.rare)]
-    assert 0 < steps[1] < steps[0] == 20
 
 
 def test_scaled_gradients_of_half_precision(subtests: Any, shared_runtimes: Any) -> None:
@@ -258,6 +245,17 @@ def test_random_numbers_are_the_same_in_each_run_and_others_on_each_rank(shared_
             assert draw(rows, batch=list(ranks)) == [whole[rank] if rank in ranks else None for rank in range(3)]
         found.append(([float(step(x, y)) for x, y in batches(6)], whole))
     assert found[0] == found[1] and found[0][0] != found[2][0] and found[0][1] != found[2][1]
+
+
+def test_tensors_that_the_body_makes_have_the_programs_default_dtype(shared_runtimes: Any) -> None:
+    def step(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
+        return torch.tensor(1 / 3) * plain_step(model, optimizer, x, y)
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        compare(shared_runtimes[2], lambda: with_groups(), step, batches(2))
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 # ----- what is refused

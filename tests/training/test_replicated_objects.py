@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from trainings import F, batches, differences, mlp, plain_step, rank_states, state_of
+from trainings import F, assert_steps_keep_nothing, batches, differences, mlp, plain_step, rank_states, state_of
 
 import synk
 
@@ -69,10 +69,6 @@ def load_weights(model: Any, optimizer: Any) -> None:
     model.load_state_dict({name: tensor.flip(0) for name, tensor in model.state_dict().items()})
 
 
-def backward(model: Any, optimizer: Any) -> None:
-    model(torch.ones(3, 5, dtype=torch.float64)).square().mean().backward()
-
-
 CHANGES: dict[str, Callable[[Any, Any], Any]] = {
     "the rate": lambda model, optimizer: optimizer.param_groups[0].update(lr=0.1),
     "weights by data": lambda model, optimizer: model.inner[0].weight.data.clamp_(-0.2, 0.2),
@@ -85,36 +81,22 @@ CHANGES: dict[str, Callable[[Any, Any], Any]] = {
     "another layer": lambda model, optimizer: model.inner.append(torch.nn.Tanh()),
     "a hook's object": lambda model, optimizer: setattr(model.gain, "gain", 3.0),
     "a gradient's hook": lambda model, optimizer: model.inner[0].weight.register_hook(lambda gradient: gradient * 0),
-    "gradients": backward,
 }
-LIVE = ("the rate", "weights by data", "eval", "a tensor in place", "gradients")
-"""What is also tried without ``push()``, with gradients that go on from step to step."""
-
-
-def accumulating_step(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
-    loss = F.mse_loss(model(x), y)
-    loss.backward()
-    optimizer.step()
-    return loss
 
 
 def test_what_the_program_changes_holds_on_all_ranks(subtests: Any, shared_runtimes: Any) -> None:
-    """Between ``pull()`` and ``push()``; and without them, as long as the program's objects follow the ranks."""
     for number, (name, change) in enumerate(CHANGES.items()):
         plain, objects = ((model, torch.optim.Adam(model.parameters(), lr=0.01)) for model in (Tempered(), Tempered()))
         rep = synk.torch.replicate(*objects, runtime=shared_runtimes[(1, 2)[bool(number % 4)]])
-        is_told = name not in LIVE
-        step = plain_step if is_told else accumulating_step
-        run = rep.function(step, outputs="avg")
+        run = rep.function(plain_step, outputs="avg")
         with subtests.test(change=name):
             for count, (x, y) in enumerate(batches(7, (8, 7))):
                 if count in (2, 4):
                     change(*plain)
                     rep.pull()
                     change(*objects)
-                    if is_told:
-                        rep.push()
-                expected = float(step(*plain, x, y).detach())
+                    rep.push()
+                expected = float(plain_step(*plain, x, y).detach())
                 assert abs(float(run(x, y)) - expected) < 1e-12
             states = rank_states(rep)
             assert all(differences(states[0], other) == [] for other in states[1:])
@@ -205,6 +187,12 @@ def test_after_the_runtime_objects_are_ordinary_and_what_is_lost_is_told(runtime
     plain_step(model, optimizer, *batches(1)[0])
     with pytest.raises(synk.errors.ClosedError):
         step(*batches(1)[0])
+
+
+def test_many_steps_take_no_more_memory(shared_runtimes: Any) -> None:
+    _, step, _, _ = trained(shared_runtimes[2])
+    rows = batches(1)[0]
+    assert_steps_keep_nothing(shared_runtimes[2], lambda: step(*rows))
 
 
 def test_what_is_dropped_is_freed_on_the_ranks(shared_runtimes: Any) -> None:

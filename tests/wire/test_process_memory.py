@@ -36,14 +36,7 @@ def other() -> Iterator[tuple[subprocess.Popen[str], int]]:
 
 
 def test_the_memory_of_another_process(other: tuple[subprocess.Popen[str], int]) -> None:
-    process, address = other
-    found = np.zeros(2_000_000, np.int64)
-    assert read_memory(process.pid, address + 8_000_000, found.view(np.uint8))
-    np.testing.assert_array_equal(found, np.arange(1_000_000, 3_000_000))
-
-
-def test_wherever_the_target_lies_in_its_page(other: tuple[subprocess.Popen[str], int]) -> None:
-    """A little ahead of the source it is filled piece by piece."""
+    """Wherever the target lies in its page: a little ahead of the source it is filled piece by piece."""
     process, address = other
     for ahead in (0, 1, 16, 63, 64, 2048, 4095):
         memory = np.zeros(2_000_003 + 4096, np.uint8)
@@ -52,26 +45,16 @@ def test_wherever_the_target_lies_in_its_page(other: tuple[subprocess.Popen[str]
         assert read_memory(process.pid, address + 8, found)
         np.testing.assert_array_equal(found, np.arange(1, 250_003).view(np.uint8)[: found.size])
         assert not memory[:start].any() and not memory[start + found.size :].any()
-
-
-def test_no_bytes() -> None:
-    assert read_memory(os.getpid(), 0, np.empty(0, np.uint8))
-
-
-def test_an_address_where_nothing_is() -> None:
-    assert not read_memory(os.getpid(), 4096, np.empty(8, np.uint8))
-
-
-def test_a_process_that_has_ended(other: tuple[subprocess.Popen[str], int]) -> None:
-    process, address = other
     process.kill()
     process.wait()
     assert not read_memory(process.pid, address, np.empty(8, np.uint8))
 
 
-def test_declaring_siblings_twice_changes_nothing() -> None:
-    let_siblings_read()
-    let_siblings_read()
+def test_this_process_and_an_address_where_nothing_is() -> None:
+    for _ in range(2):  # the second time changes nothing
+        let_siblings_read()
     source, found = np.arange(100), np.zeros(100, np.int64)
     assert read_memory(os.getpid(), address_of(source), found.view(np.uint8))
     np.testing.assert_array_equal(found, source)
+    assert read_memory(os.getpid(), 0, np.empty(0, np.uint8))
+    assert not read_memory(os.getpid(), 4096, np.empty(8, np.uint8))

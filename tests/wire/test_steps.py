@@ -21,16 +21,6 @@ def made(nbytes: int, fill: int = 0) -> Segment:
     return segment
 
 
-def test_a_copy_reaches_its_target_and_nothing_else() -> None:
-    for nbytes in (0, 1, 63, 4097):
-        source, target = made(8192), made(8192, 7)
-        source.buffer[:] = np.arange(8192) % 251
-        run_steps([Copy((source.id, 5), (target.id, 64), nbytes)], {source.id: source, target.id: target})
-        expected = np.full(8192, 7, np.uint8)
-        expected[64 : 64 + nbytes] = source.buffer[5 : 5 + nbytes]
-        np.testing.assert_array_equal(target.buffer, expected)
-
-
 def test_a_reduction_is_numpys_in_rank_order(subtests: Any) -> None:
     """Also of one element less, as many, and one more than whole blocks."""
     for (op, dtype), world_size in itertools.product(REDUCIBLE, (1, 2, 4)):
@@ -59,8 +49,13 @@ def check(op: str, dtype: str, world_size: int, count: int) -> None:
     assert (target.buffer[128 + count * itemsize :] == 3).all()
 
 
-def test_steps_run_in_order() -> None:
-    first, second = made(64, 1), made(64, 2)
-    by_id = {first.id: first, second.id: second}
-    run_steps([Copy((first.id, 0), (second.id, 0), 8), Copy((second.id, 0), (first.id, 32), 16)], by_id)
-    assert first.buffer[32:48].tolist() == [1] * 8 + [2] * 8
+def test_a_copy_reaches_its_target_and_nothing_else_and_steps_run_in_order() -> None:
+    for nbytes in (0, 1, 63, 4097):
+        source, target = made(8192), made(8192, 7)
+        source.buffer[:] = np.arange(8192) % 251
+        steps = [Copy((source.id, 5), (target.id, 64), nbytes), Copy((target.id, 64), (source.id, 0), 5)]
+        run_steps(steps, {source.id: source, target.id: target})
+        expected = np.full(8192, 7, np.uint8)
+        expected[64 : 64 + nbytes] = (np.arange(8192) % 251)[5 : 5 + nbytes]
+        np.testing.assert_array_equal(target.buffer, expected)
+        np.testing.assert_array_equal(source.buffer[:5], expected[64:69])

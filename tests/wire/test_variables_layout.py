@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,10 @@ def nbytes_of(dtype: np.dtype, shape: tuple[int, ...]) -> int:
 
 @given(leaves)
 @settings(max_examples=200, deadline=None)
-def test_leaves_lie_apart_on_cache_lines_grouped_by_dtype(drawn: list[tuple[np.dtype, tuple[int, ...]]]) -> None:
+def test_leaves_lie_apart_on_cache_lines_and_each_dtype_in_one_run(
+    drawn: list[tuple[np.dtype, tuple[int, ...]]],
+) -> None:
+    """Runs cover the buffer once: a collective takes each dtype in one go."""
     dtypes, shapes = [dtype for dtype, _ in drawn], tuple(shape for _, shape in drawn)
     offsets, total = leaf_offsets(dtypes, shapes)
     order = leaf_order(dtypes)
@@ -36,17 +38,6 @@ def test_leaves_lie_apart_on_cache_lines_grouped_by_dtype(drawn: list[tuple[np.d
         assert offsets[position] >= end
         end = offsets[position] + nbytes_of(dtypes[position], shapes[position])
     assert total == -(-end // 64) * 64
-    seen = [dtypes[position] for position in order]
-    assert sum(a != b for a, b in itertools.pairwise(seen)) == len(set(seen)) - 1, "each dtype lies in one stretch"
-
-
-@given(leaves)
-@settings(max_examples=200, deadline=None)
-def test_runs_cover_the_buffer_once_and_hold_the_leaves_of_their_dtype(
-    drawn: list[tuple[np.dtype, tuple[int, ...]]],
-) -> None:
-    dtypes, shapes = [dtype for dtype, _ in drawn], tuple(shape for _, shape in drawn)
-    offsets, total = leaf_offsets(dtypes, shapes)
     runs = dtype_runs(dtypes, shapes)
     edges = [0]
     for dtype, start, stop in runs:
@@ -55,7 +46,7 @@ def test_runs_cover_the_buffer_once_and_hold_the_leaves_of_their_dtype(
         inside = [k for k in range(len(drawn)) if dtypes[k] == dtype]
         assert all(start <= offsets[k] and offsets[k] + nbytes_of(dtype, shapes[k]) <= stop for k in inside)
     assert edges[-1] == total
-    assert len(runs) == len(set(dtypes)), "a collective takes each dtype in one go"
+    assert len(runs) == len(set(dtypes))
 
 
 def test_empty_leaves_take_no_room() -> None:

@@ -78,7 +78,7 @@ class Argument:
         """The part of a plan's key that comes from this argument: equal keys can share a plan."""
         if self.contents is not None:
             array, place = self.contents.array, (self.contents.segment_id, self.contents.offset)
-            return (self.kind, *place, array.shape, array.dtype, array.dtype.type, self.is_minibatch)
+            return (self.kind, *place, array.shape, array.dtype, array.dtype.type)
         if self.kind == "closed over":
             return (self.kind, self.value.id, self.array.shape)  # type: ignore[union-attr]
         if self.array is not None:  # the type too: NumPy calls np.record equal to a plain record
@@ -86,11 +86,6 @@ class Argument:
         if self.kind in ("shard", "replica", "resident"):
             return (self.kind, self.value.id)
         return self.kind
-
-    @property
-    def is_minibatch(self) -> bool:
-        """Whether it holds only the rows of the batch."""
-        return self.data is not None and self.data.minibatch
 
     @property
     def whole_array(self) -> np.ndarray | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from synk._master import collectives
@@ -24,7 +23,6 @@ from synk._pure.output_ops import each_op
 from synk._pure.shards import (
     Assignment,
     Selection,
-    assign_local,
     assign_owned,
     block_bounds,
     bounds_of,
@@ -44,7 +42,6 @@ class RowCount(NamedTuple):
 
     label: str
     num_rows: int
-    is_minibatch: bool
 
 
 def bind(
@@ -124,7 +121,7 @@ def _divide(
     if function.block_rows:
         _check_blocks(session, shards, name)
     selection, bounds, owned = choose_rows(
-        rows, shards, options.batch, options.shard_batch, divider(session, function, options.is_serial), name
+        rows, shards, options.batch, divider(session, function, options.is_serial), name
     )
     if selection is None:
         if not function.per_rank:
@@ -155,18 +152,16 @@ def _divide(
         owned=owned,
         sources=sources,
         unequal=unequal,
-        index_arrays=index_arrays(selection, owned, rows),
+        index_arrays=index_arrays(selection, owned),
         is_timed=bool(function.changes) or session.has_devices,
     )
 
 
 def divider(session: Session, function: Callee, is_serial: bool = False) -> Divider:
-    """Return the function that divides the rows of a call: evenly, by measured speed, or in whole blocks."""
+    """Return the function that divides the rows of a call: evenly, or in whole blocks."""
     num_parts = 1 if is_serial else session.world_size
     if function.block_rows:
         return functools.partial(block_bounds, num_parts=num_parts, block_rows=function.block_rows)
-    if session.balance is not None and not is_serial:
-        return session.balance.bounds
     return functools.partial(even_bounds, world_size=num_parts)
 
 
@@ -174,7 +169,6 @@ def choose_rows(
     rows: Sequence[RowCount],
     shards: Sequence[tuple[str, Variable]],
     batch: Any,
-    shard_batch: Any,
     divide: Divider,
     name: str,
 ) -> tuple[Selection | None, list[tuple[int, int]], Assignment | None]:
@@ -186,10 +180,8 @@ def choose_rows(
         If the batch does not fit.
     """
     if shards:
-        owned = assign(rows, shards, batch, shard_batch, name)
+        owned = assign(rows, shards, batch, name)
         return owned.selection, owned.bounds, owned
-    if shard_batch is not None:
-        raise ValueError(f"cannot call {name!r}: shard_batch was given, but no argument is a sharded variable.")
     selection = select(rows, batch, name)
     if selection is None:
         return None, [], None
@@ -198,9 +190,7 @@ def choose_rows(
 
 def rows_of(arguments: Sequence[Argument]) -> list[RowCount]:
     """Return the arrays that have rows, in the form that ``select`` and ``assign`` take."""
-    return [
-        RowCount(a.label, a.shape[0], a.is_minibatch) for a in arguments if a.kind == "rows" and a.shape is not None
-    ]
+    return [RowCount(a.label, a.shape[0]) for a in arguments if a.kind == "rows" and a.shape is not None]
 
 
 def select(rows: Sequence[RowCount], batch: Any, function_name: str) -> Selection | None:
@@ -209,9 +199,7 @@ def select(rows: Sequence[RowCount], batch: Any, function_name: str) -> Selectio
         if batch is not None:
             raise ValueError(f"cannot select rows of {function_name!r}: batch was given, but no argument is scattered.")
         return None
-    whole = [(label, count) for label, count, is_minibatch in rows if not is_minibatch]
-    mini = [(label, count) for label, count, is_minibatch in rows if is_minibatch]
-    return select_common(batch, whole, mini, repr(function_name))
+    return select_common(batch, rows, repr(function_name))
 
 
 def own_rows(variables: Sequence[Variable], world_size: int, function_name: str) -> tuple[list[tuple[int, int]], str]:
@@ -237,12 +225,11 @@ def own_rows(variables: Sequence[Variable], world_size: int, function_name: str)
 
 
 def assign(
-    rows: Sequence[RowCount], shards: Sequence[tuple[str, Variable]], batch: Any, shard_batch: Any, function_name: str
+    rows: Sequence[RowCount], shards: Sequence[tuple[str, Variable]], batch: Any, function_name: str
 ) -> Assignment:
     """Return which rank works on which rows if some arguments are sharded variables: each rank on the rows it owns.
 
-    ``shards`` are the variables with their labels. ``batch`` selects rows of the other arguments and ``shard_batch``
-    rows of the variables; they are paired one by one.
+    ``shards`` are the variables with their labels.
 
     Raises
     ------
@@ -257,45 +244,22 @@ def assign(
                 f"cannot call {function_name!r}: got {first} with {lengths} rows on the ranks and {label} with "
                 f"{other.lengths}, expected equal shards."
             )
-    if shard_batch is not None:
-        assignment = assign_local(shard_batch, lengths, repr(function_name))
-        expected = assignment.selection.count
-        if batch is not None:
-            selection = select(rows, batch, function_name)
-            assert selection is not None  # an empty batch was refused
-            if selection.count != expected:
-                raise ValueError(
-                    f"cannot call {function_name!r}: got a batch of {selection.count} rows of {rows[0].label}, "
-                    f"expected {expected}, as many as shard_batch picks of {first}."
-                )
-            return replace(assignment, selection=selection)
-    else:
-        assignment = assign_owned(batch, lengths, repr(function_name))
-        expected = sum(lengths)
-    is_batched = batch is not None or shard_batch is not None
-    for label, count, is_minibatch in rows:
-        is_mini = is_minibatch and is_batched
-        wanted = assignment.selection.count if is_mini else expected
-        if count < wanted or (count > wanted and not is_mini):
+    for label, count in rows:
+        if count != sum(lengths):
             raise ValueError(
-                f"cannot scatter {label} of {function_name!r}: got {count} rows, expected "
-                f"{wanted}{' or more' if is_mini else ''}, one for each "
-                f"{'selected ' if is_mini or shard_batch is not None else ''}row of the sharded variable {first}."
+                f"cannot scatter {label} of {function_name!r}: got {count} rows, expected {sum(lengths)}, one for each "
+                f"row of the sharded variable {first}."
             )
-    return assignment
+    return assign_owned(batch, lengths, repr(function_name))
 
 
 def ranks_with_rows(bounds: Sequence[tuple[int, int]]) -> list[int]:
     return [rank for rank, (low, high) in enumerate(bounds) if high > low]
 
 
-def index_arrays(selection: Selection | None, owned: Assignment | None, rows: Sequence[RowCount]) -> IndexArrays:
-    """Return the rows to take of whole inputs, of the ranks' own shards and of minibatch inputs; None for a range."""
-    indices = None if selection is None else selection.indices
-    if owned is None:
-        return indices, None, None
-    has_minibatch = any(is_minibatch for _, _, is_minibatch in rows)
-    return indices, owned.local_indices, owned.order if has_minibatch else None
+def index_arrays(selection: Selection | None, owned: Assignment | None) -> IndexArrays:
+    """Return the rows to take of whole inputs, and of the ranks' own shards; None for a range."""
+    return None if selection is None else selection.indices, None if owned is None else owned.local_indices
 
 
 def closed_over_shards(session: Session, function: Callee, deadline: float | None) -> list[Variable]:
@@ -331,11 +295,6 @@ def _check_blocks(session: Session, shards: Sequence[tuple[str, Variable]], name
         raise ValueError(
             f"cannot call {name!r}: got the sharded variable {shards[0][0]}, expected none: it is built with "
             "reproducible=True, and ranks hold other rows of a variable than those of whole blocks. Pass an array."
-        )
-    if session.balance is not None:
-        raise ValueError(
-            f"cannot call {name!r}: got a runtime with balance='measured', expected 'even': it is built with "
-            "reproducible=True."
         )
 
 

@@ -55,7 +55,6 @@ def call_again(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     batch: Any,
-    shard_batch: Any,
 ) -> Any:
     """Run a call that fits a compiled one and return its result. What it captured must be current.
 
@@ -73,7 +72,7 @@ def call_again(
         if session.workers.requests or session.queue.calls:
             function.plans.why_new = IN_FLIGHT
             return UNFIT
-        launched = compiled.fits(session, function, args, kwargs, batch, shard_batch, started)
+        launched = compiled.fits(session, function, args, kwargs, batch, started)
         if isinstance(launched, str):
             function.plans.why_new = launched
             return UNFIT

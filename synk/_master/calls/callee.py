@@ -21,17 +21,19 @@ from synk._master.code.capture import Capture, Watch
 from synk._master.code.culprits import dearest
 from synk._master.code.modules import is_of_program, is_users_module
 from synk._master.objects.resident import Resident
+from synk._master.processes.log import Dropped
 from synk._master.processes.output import warn_at_users_line
 from synk._master.session import Session
 from synk._master.state.captured import Changes, Referred, captured_in, check_captured, check_optimizers, referred_in
-from synk._master.state.guard import Copies
 from synk._master.state.ledger import Record
+from synk._master.state.repeated import Repeated
 from synk._master.state.resident import check_owner as check_owner_of_resident
 from synk._master.state.variable import check_owner
 from synk._pure.output_ops import DefaultOp, ops_of
 
 _waiting: weakref.WeakKeyDictionary[Callee, None] = weakref.WeakKeyDictionary()  # in the order in which they were made
 _NUM_CLASSES = 256
+_LARGE_NBYTES = 1 << 18
 
 
 class FunctionHandle:
@@ -89,7 +91,7 @@ class Callee:
     record : Record
         What its calls have cost in this session.
     large_changes : Changes
-    copies : Copies
+    repeated : Repeated
     is_partial : bool
         Whether large reductions end in partial results, as they do on one of several nodes.
 
@@ -147,7 +149,7 @@ class Callee:
         mine = weakref.ref(self)
         self._watch = Watch(lambda: 0 if (me := mine()) is None else me.record.wall_ns, lambda ns: _warn(mine(), ns))
         self.large_changes = Changes(name)
-        self.copies = Copies(name)
+        self.repeated = Repeated(name)
         self._modules, self.classes = (), list[type]()
         self._met: weakref.WeakSet[type] = weakref.WeakSet()
         captured = check_captured(name, self.options)
@@ -242,7 +244,9 @@ class Callee:
         session.functions.bound.add(self)
         _waiting.pop(self, None)
         if is_new:
-            dropped = weakref.finalize(self, _drop, weakref.ref(session), self.id, self.plans.by_key)
+            is_large = session.functions.book.nbytes_of(self.id) >= _LARGE_NBYTES
+            reclaimed = weakref.ref(session) if is_large else None
+            dropped = weakref.finalize(self, _drop, session.functions.dropped, (self.id, self.plans.by_key), reclaimed)
             dropped.atexit = False  # the user's own exit handlers may still call it
 
     def forget_sent(self) -> None:
@@ -251,11 +255,14 @@ class Callee:
         self.capture = None
 
 
-def _drop(session_ref: weakref.ref[Session], function_id: int, plans: Any) -> None:
-    """Forget a function that no longer exists: now if nothing is running, else when the next operation begins."""
-    session = session_ref()
+def _drop(dropped: Dropped, function: tuple[int, Any], session_ref: weakref.ref[Session] | None) -> None:
+    """Note that a function no longer exists. What it captured is freed by the next operation or, if it is much, now.
+
+    Only if it is much: an interrupt that comes just now, in a finalizer, is reported and lost.
+    """
+    dropped.append(function)
+    session = None if session_ref is None else session_ref()
     if session is not None:
-        session.functions.dropped.append((function_id, plans))
         session.reclaim()
 
 

@@ -66,7 +66,6 @@ class CompiledCall:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         batch: Any,
-        shard_batch: Any,
         started_ns: int,
     ) -> Launched | str:
         """Return the call to send if it is like the last one and nothing has changed, else why it is new.
@@ -90,8 +89,8 @@ class CompiledCall:
         if isinstance(values, str):
             return values
         last_batch, call = self._last
-        if shard_batch is not None or type(batch) is not type(last_batch) or batch != last_batch:
-            chosen = self._chosen(session, function, batch, shard_batch)
+        if type(batch) is not type(last_batch) or batch != last_batch:
+            chosen = self._chosen(session, function, batch)
             if isinstance(chosen, str):
                 return chosen
             call = chosen
@@ -111,9 +110,9 @@ class CompiledCall:
             self._log_state, self._doorbells, lease,
         )  # fmt: skip
 
-    def _chosen(self, session: Session, function: Callee, batch: Any, shard_batch: Any) -> Call | str:
+    def _chosen(self, session: Session, function: Callee, batch: Any) -> Call | str:
         """Return the call with the rows of another batch, and remember it; else return why it is new."""
-        chosen = self.pattern.choose(self._last[1], divider(session, function), batch, shard_batch)
+        chosen = self.pattern.choose(self._last[1], divider(session, function), batch)
         if isinstance(chosen, str):
             return chosen
         self._last = _remembered(chosen, batch)
@@ -124,32 +123,6 @@ def _remembered(call: Call, batch: Any) -> tuple[Any, Call]:
     """Return a call with the batch it was made for, or with ``_NO_BATCH`` if an equal batch may mean other rows."""
     is_plain = batch is None or type(batch) is int
     return (batch if is_plain and call.owned is None else _NO_BATCH), call
-
-
-def why_new(
-    session: Session, function: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
-) -> str:
-    """Say why a call would be new, as :meth:`CompiledCall.fits` says it of a call; "" if it fits. Nothing is sent.
-
-    What the function captured must have been compared, and no call may be in flight.
-    """
-    compiled = function.plans.compiled[session.lanes.first.index]
-    by_options = _why_by_options(function, options)
-    if by_options or session.nodes is not None:
-        return by_options or _NODES
-    if function.session is not session:
-        return FIRST
-    if compiled is None:
-        return CAPTURED if function.is_stale else function.plans.why_new
-    found = compiled.fits(session, function, args, kwargs, options.batch, options.shard_batch, 0)
-    if found is NEWS:  # perhaps because of other arguments
-        values = compiled.pattern.values(args, kwargs)
-        return values if isinstance(values, str) else NEWS
-    if isinstance(found, str):
-        return found
-    if found.lease is not None:
-        session.memory.results.give_back(found.lease)
-    return ""
 
 
 def compile_call(session: Session, launched: Launched) -> None:
@@ -172,7 +145,7 @@ def compile_call(session: Session, launched: Launched) -> None:
     # A function's first call told them of the function and the plan, so the second is the first that is compiled.
     is_same = launched.log_state == session.workers.log.state and not session.has_dropped
     if is_same:
-        function.copies.ignore(each.label for each in launched.call.arguments if each.is_part)
+        function.repeated.ignore(each.label for each in launched.call.arguments if each.is_part)
     new = plans.compiled[place] = CompiledCall(session, launched, is_current=is_same)
     if record.why_new is NEWS and before is not None:  # perhaps because of other arguments
         record.why_new = before.pattern.difference(new.pattern) or NEWS

@@ -39,11 +39,11 @@ class Pattern:
 
     Attributes
     ----------
-    leaves : list of (first, second, target, is_minibatch, label)
+    leaves : list of (first, second, target, label)
         The pattern of each leaf. For ``Data``: weak references to it and its contents. For a variable or a
         resident object: a weak reference, and None. For an array: its dtype, its shape, and the place to copy it to.
-        ``is_minibatch`` is that of ``Data``, and ``label`` its name in reasons. The pickle of all broadcast objects is
-        one more array at the end, with the length of its place.
+        ``label`` is its name in reasons. The pickle of all broadcast objects is one more array at the end, with the
+        length of its place.
     has_variables : bool
     pickled_nbytes : int
         Size of the pickle of the broadcast objects in the call that was compared last.
@@ -54,7 +54,7 @@ class Pattern:
     ) -> None:
         self._name = name
         places = iter(staged)
-        self.leaves: list[tuple[Any, Any, np.ndarray | None, bool, str]] = []
+        self.leaves: list[tuple[Any, Any, np.ndarray | None, str]] = []
         self._objects: list[tuple[int, str]] = []  # position and label
         self._tensors: list[tuple[int, Any, Any, str]] = []  # position, dtype, the dtype in which NumPy sees it, label
         for position, argument in enumerate(arguments):
@@ -63,16 +63,16 @@ class Pattern:
                 dtypes = torch_dtypes(argument.tensor_dtype or argument.array.dtype.name, argument.array.dtype.name)
                 self._tensors.append((position, *dtypes, label))
             if argument.array is not None:
-                self.leaves.append((argument.array.dtype, argument.array.shape, next(places), False, label))
+                self.leaves.append((argument.array.dtype, argument.array.shape, next(places), label))
             elif argument.kind == "object":
                 self._objects.append((position, label))
             elif argument.contents is not None:
                 contents = weakref.ref(argument.contents.array)
-                self.leaves.append((weakref.ref(argument.data), contents, None, argument.is_minibatch, label))
+                self.leaves.append((weakref.ref(argument.data), contents, None, label))
             else:
-                self.leaves.append((weakref.ref(argument.value), None, None, False, label))
+                self.leaves.append((weakref.ref(argument.value), None, None, label))
         if pickled is not None:
-            self.leaves.append((pickled.dtype, pickled.shape, pickled, False, "the pickle of the broadcast objects"))
+            self.leaves.append((pickled.dtype, pickled.shape, pickled, "the pickle of the broadcast objects"))
         self.pickled_nbytes = 0
         self._keywords: tuple[str, ...] = ()
         # nested arguments with their positions and the labels of their first leaves, the last one first
@@ -108,7 +108,7 @@ class Pattern:
         if len(leaves) != len(self.leaves):
             return "it has another number of arguments than the call before"
         values = []
-        for leaf, (first, second, target, is_minibatch, label) in zip(leaves, self.leaves):
+        for leaf, (first, second, target, label) in zip(leaves, self.leaves):
             if target is not None:
                 if type(leaf) not in _ARRAYS:
                     return f"{label} is of type {type(leaf).__name__}, where an array was passed before"
@@ -119,10 +119,7 @@ class Pattern:
                     return f"{label} has dtype {dtype}, was {first}"
                 values.append(leaf)
             elif (
-                leaf is None
-                or leaf is not first()
-                or leaf._contents.array is not second()
-                or leaf.minibatch is not is_minibatch
+                leaf is None or leaf is not first() or leaf._contents.array is not second()
                 if second is not None
                 else not isinstance(leaf, Handle) or leaf._referent is not first()
             ):
@@ -131,7 +128,7 @@ class Pattern:
 
     def difference(self, now: Pattern) -> str:
         """Return which array has another shape or dtype in the pattern of a later call; "" if none has."""
-        for (dtype, shape, target, _, label), (new_dtype, new_shape, new_target, _, _) in zip(self.leaves, now.leaves):
+        for (dtype, shape, target, label), (new_dtype, new_shape, new_target, _) in zip(self.leaves, now.leaves):
             if target is None or new_target is None:
                 continue
             if new_shape != shape:
@@ -192,7 +189,7 @@ class Pattern:
         values.append(padded(data, capacity))
         return values
 
-    def choose(self, call: Call, divide: Divider, batch: Any, shard_batch: Any) -> Call | str:
+    def choose(self, call: Call, divide: Divider, batch: Any) -> Call | str:
         """Return ``call`` with the rows of a batch, else why other ranks would run it or it needs another plan.
 
         The arguments must have been compared.
@@ -203,8 +200,8 @@ class Pattern:
             If the batch does not fit, as in a new call.
         """
         shards: list[Any] = [(label, variable()) for label, variable in self._shards]
-        selection, bounds, owned = choose_rows(self._rows, shards, batch, shard_batch, divide, self._name)
-        indices = index_arrays(selection, owned, self._rows)
+        selection, bounds, owned = choose_rows(self._rows, shards, batch, divide, self._name)
+        indices = index_arrays(selection, owned)
         counts = [None if each is None else len(each) for each in indices]
         if counts != [None if each is None else len(each) for each in call.index_arrays]:
             return "batch= selects rows by another number of indices than before, or by a range in place of indices"

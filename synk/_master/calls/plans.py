@@ -34,8 +34,8 @@ OTHER_OUTPUTS = "the outputs of the call before had other dtypes, shapes or stru
 
 _versions = itertools.count(1)
 
-IndexArrays = tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]
-"""Which rows to take of whole inputs, of the ranks' own shards, and of minibatch inputs; None for a range."""
+IndexArrays = tuple[np.ndarray | None, np.ndarray | None]
+"""Which rows to take of whole inputs, and of the ranks' own shards; None for a range."""
 
 
 class CachedPlan:
@@ -194,7 +194,6 @@ class CallOptions:
     """The options of one call; see :class:`synk.Function`."""
 
     batch: Any = None
-    shard_batch: Any = None
     num_slices: int = 1
     output_subset: tuple[Any, ...] | None = None
     timeout: float | None = None
@@ -217,7 +216,7 @@ class Call:
     owned: Assignment | None = None
     sources: Sequence[Variable] = ()  # sharded variables whose rows the call uses, since no argument has any
     unequal: str = ""  # why their rows cannot weight an average
-    index_arrays: IndexArrays = (None, None, None)
+    index_arrays: IndexArrays = (None, None)
     is_timed: bool = False  # whether the ranks write its times although nobody traces it
     has_group: bool = False  # whether NCCL reduces its large outputs
     block: np.ndarray | None = None  # the numbers that tell each rank its rows, once they were written

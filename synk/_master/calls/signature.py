@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-OPTION_NAMES = frozenset({"batch", "shard_batch", "num_slices", "output_subset", "timeout"})
+OPTION_NAMES = frozenset({"batch", "num_slices", "output_subset", "timeout"})
 """Keywords that belong to a call. They never reach the function, so no parameter of it may have such a name."""
 
 

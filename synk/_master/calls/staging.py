@@ -12,8 +12,8 @@ from synk._master.calls.callee import Callee
 from synk._master.calls.launched import Launched
 from synk._master.calls.plans import CachedPlan, Call, CallOptions
 from synk._master.session import Session
-from synk._master.state.guard import GUARDED_NBYTES
 from synk._master.state.lanes import Lane
+from synk._master.state.repeated import TIMED_NBYTES
 from synk._pure.arrays import copy_into
 from synk._pure.ranges import LINE_NBYTES
 from synk._wire.control import Down
@@ -110,7 +110,7 @@ def _plan(plan_id: int, function: Callee, call: Call, options: CallOptions, stag
     for argument, place in zip(call.arguments, places.arrays):
         inputs.append(input_of(argument, staging_id, num_objects if argument.kind == "object" else place))
         num_objects += argument.kind == "object"
-    rows_place, local_place, order_place = [
+    rows_place, local_place = [
         None if indices is None else (staging_id, at, len(indices))
         for at, indices in zip(places.indices, call.index_arrays)
     ]
@@ -125,7 +125,6 @@ def _plan(plan_id: int, function: Callee, call: Call, options: CallOptions, stag
         is_rowless=call.selection is None,
         indices_place=rows_place,
         local_indices_place=local_place,
-        order_place=order_place,
         nests=pickle_nests(call.arguments, function.name) if call.nests is None else call.nests,
         block_rows=function.block_rows,
         num_repeats=options.num_repeats,
@@ -141,7 +140,7 @@ def input_of(argument: Argument, segment_id: int, offset: int) -> Input:
         return Input(argument.keyword, argument.kind, argument.value.id)
     if argument.contents is not None:
         array, place = argument.contents.array, (argument.contents.segment_id, argument.contents.offset)
-        return Input(argument.keyword, argument.kind, *place, array.shape, array.dtype, argument.is_minibatch)
+        return Input(argument.keyword, argument.kind, *place, array.shape, array.dtype)
     assert argument.array is not None
     if argument.kind == "closed over":
         name = str(argument.value.id)
@@ -160,7 +159,7 @@ def _cached_plan(plan: Plan, call: Call, lane: Lane, staging: Segment, places: _
         lane,
         [*segments, staging] if places.nbytes else segments,
         [staging.view(at, array.shape, argument.dtype) for argument, array, at in arrays],
-        [argument.label if array.nbytes >= GUARDED_NBYTES else "" for argument, array, _ in arrays],
+        [argument.label if array.nbytes >= TIMED_NBYTES else "" for argument, array, _ in arrays],
         staging.buffer[places.pickle : places.pickle + places.capacity] if places.capacity else None,
         [staging.buffer[at : at + view.nbytes] for at, view in zip(places.buffers, call.objects[1])],
         [
@@ -193,7 +192,7 @@ def stage(session: Session, launched: Launched) -> None:
             target[...] = value
             continue
         record = launched.function.record
-        launched.function.copies.compare(session.guard, record.unchanged, label, value)
+        launched.function.repeated.note(label, value)
         began = time.monotonic_ns()
         copy_into(target, value)
         record.staged_ns += time.monotonic_ns() - began

@@ -540,6 +540,10 @@ class Book(Shelf):
         parcels = self._needs([self._entries[function_id].parcel])
         return set().union(*(parcel.named for parcel in parcels))
 
+    def nbytes_of(self, function_id: int) -> int:
+        """Return how much was packed for a function and what it captured, in pickles and in shared memory."""
+        return sum(parcel.nbytes for parcel in self._own(function_id))
+
     def handles_of(self, function_id: int) -> tuple[list[Handle], list[Handle]]:
         """Return two lists: the handles that a function captures, and the handles in modules that it can reach.
 

@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 
 from synk._master.code.comparisons import (
+    MANY,
     POINTERS,
     Check,
     addresses,
     has_pointers,
+    lists_check,
     may_read_memory,
     memcmp,
     place_of_pointers,
@@ -154,12 +156,15 @@ def _contents(*kinds: Sequence[Any]) -> tuple[bytes, ...]:
 
 def _memory_checks(dicts: Sequence[Any], lists: Sequence[Any]) -> list[Check]:
     """Return checks of dicts and lists in memory: the cheapest way by far, where nobody changes them meanwhile."""
+    heads = np.concatenate([_places(dicts) + _HEAD, _places(lists) + POINTERS - _WORD])
+    long = [each for each in lists if len(each) > MANY]
+    lists = [each for each in lists if len(each) <= MANY]
     lengths = np.fromiter(map(len, lists), np.int64, len(lists))
     starts = np.fromiter((place_of_pointers(each).value or 0 for each in lists), np.int64, len(lists))
     ends = lengths.cumsum()
-    heads = np.concatenate([_places(dicts) + _HEAD, _places(lists) + POINTERS - _WORD])
     elements = starts.repeat(lengths) + _WORD * (np.arange(lengths.sum()) - (ends - lengths).repeat(lengths))
     found = [_memory_check(heads, np.complex128)] if len(heads) else []
+    found += [lists_check(long)] if long else []
     return found + ([_memory_check(elements, np.uint64)] if len(elements) else [])
 
 

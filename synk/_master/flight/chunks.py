@@ -301,8 +301,6 @@ class Chunks:
         if tracer is not None:
             began_ns = time.monotonic_ns() - done.duration_ns
             tracer.note_chunk(self._function.name, chunk.rank, chunk.num_items, began_ns, done.duration_ns)
-        for watch in self._session.watchers:
-            watch()
         self._are_short = done.duration_ns <= LONG_NS and not self._session.workers.is_inline
         if done.failure is None:
             return None

@@ -85,7 +85,7 @@ class Queue:
         return pending
 
     def submit_again(
-        self, function: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any, shard_batch: Any
+        self, function: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any
     ) -> PendingCall[Any] | None:
         """Submit a call that fits a compiled one.
 
@@ -114,7 +114,7 @@ class Queue:
             if compiled.pattern.has_variables or len(session.workers.requests) != len(calls):
                 plans.why_new = _SUBMITTED if compiled.pattern.has_variables else IN_FLIGHT
                 return None
-            launched = compiled.fits(session, function, args, kwargs, batch, shard_batch, started)
+            launched = compiled.fits(session, function, args, kwargs, batch, started)
             if isinstance(launched, str):
                 plans.why_new = launched
                 return None

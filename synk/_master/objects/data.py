@@ -69,9 +69,6 @@ class Data(ArrayLike):
     ----------
     data : ndarray
         The whole array, a view.
-    minibatch : bool
-        Whether the object holds only the rows of the current batch, in its order: row j belongs to the j-th row that
-        ``batch`` selects; see :class:`synk.Function`.
     name : str or None
     """
 
@@ -83,7 +80,6 @@ class Data(ArrayLike):
         dtype: npt.DTypeLike | None = None,
         shape: Sequence[int] | int | None = None,
         ndim: int | None = None,
-        minibatch: bool = False,
         force_cast: bool = False,
         oversize: float = 1.0,
         name: str | None = None,
@@ -93,7 +89,6 @@ class Data(ArrayLike):
         # need this lock.
         self._writing = threading.RLock()
         self.name = name
-        self.minibatch = bool(minibatch)
         label = self._label
         shape = (int(shape),) if isinstance(shape, (int, np.integer)) else None if shape is None else tuple(shape)
         if value is not None:
@@ -202,13 +197,12 @@ class Data(ArrayLike):
             ("shape", self.shape),
             ("dtype", self._dtype),
             ("size", f"{self.nbytes / 1e6:.3g} MB in shared memory"),
-            ("axis 0", "the rows of the batch" if self.minibatch else "the rows of the data set"),
         ]
         return table(f"synk.Data {self.name or ''}".rstrip(), rows)
 
     def __repr__(self) -> str:
         name = f" {self.name!r}" if self.name else ""
-        return f"<synk.Data{name} shape={self.shape} dtype={self._dtype}{' minibatch' if self.minibatch else ''}>"
+        return f"<synk.Data{name} shape={self.shape} dtype={self._dtype}>"
 
     def __reduce__(self) -> Any:
         raise TypeError(

@@ -33,7 +33,7 @@ class SubmittedCalls(Protocol):
     def check_step(self, function: Any) -> None:
         """Raise if an earlier step of ``function`` has failed."""
 
-    def submit_again(self, function: Any, args: Any, kwargs: Any, batch: Any, shard_batch: Any) -> Any:
+    def submit_again(self, function: Any, args: Any, kwargs: Any, batch: Any) -> Any:
         """Submit a call that is like the last one of its function. Return None if it is not."""
 
     def drain(self, verb: str, deadline: float | None) -> None:

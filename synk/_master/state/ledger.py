@@ -69,8 +69,6 @@ class TransferTotal(NamedTuple):
         In all calls together. For ``"data"``, the rows that were read in place; 0 for ``"shared"``.
     seconds : float
         How long the master copied. Measured from 64 KB per call on, and 0 below.
-    num_unchanged : int
-        How often it had the bytes of the call before, as far as a guard has compared them.
     """
 
     function: str
@@ -80,7 +78,6 @@ class TransferTotal(NamedTuple):
     calls: int
     nbytes: int
     seconds: float
-    num_unchanged: int
 
 
 class RankTotal(NamedTuple):
@@ -144,13 +141,10 @@ class Record:
         Calls that did not fit the one before and took the slow path, which costs the master ten times as much.
     why_new : str
         Why the last of them did; empty before there is one.
-    unchanged : dict of str to int
-        How often an argument had the bytes of the call before, as far as a guard has compared it.
     """
 
     def __init__(self, name: str, place: str = "") -> None:
         self.name, self.place = name, place
-        self.unchanged: dict[str, int] = {}
         self._counted: Sequence[tuple[int, _Rank]] = ()  # of the ranks of the last call
         self.reset()
 
@@ -159,7 +153,6 @@ class Record:
         self.wall_ns = self.function_ns = self.wait_ns = self.staged_ns = self.num_new = 0
         self.why_new = ""
         self.ranks: defaultdict[int, _Rank] = defaultdict(_Rank)
-        self.unchanged.clear()
         self._sums = Sums()  # of no ranks, so the next call counts anew for each of its own
 
     @property
@@ -248,8 +241,7 @@ class Record:
         for (argument, kind), (calls, nbytes) in totals.items():
             seconds = self.staged_ns * nbytes / max(staged, 1) / 1e9 if kind == "staged" else 0.0
             direction = _DIRECTIONS.get(kind, "to workers")
-            unchanged = self.unchanged.get(argument, 0) if kind == "staged" else 0
-            found.append(TransferTotal(title, argument, kind, direction, calls, nbytes, seconds, unchanged))
+            found.append(TransferTotal(title, argument, kind, direction, calls, nbytes, seconds))
         return found
 
     def rank_totals(self, title: str) -> list[RankTotal]:

@@ -154,14 +154,16 @@ class Profile:
     def _largest(self) -> tuple[list[str], list[list[str]]]:
         found = [each for each in self.transfers if each.nbytes >= _SHOWN_NBYTES and each.direction != "none"]
         found.sort(key=lambda each: -each.nbytes)
+        walls = {title: record.wall_ns for title, record in self.records.items()}
         rows = [
             [
                 each.function, each.argument, each.kind, str(each.calls), f"{each.nbytes / 1e6:.2f}",
-                f"{each.seconds:.3f}" if each.seconds else "", str(each.num_unchanged or ""),
+                f"{each.seconds:.3f}" if each.seconds else "",
+                f"{1e9 * each.seconds / max(walls.get(each.function, 0), 1):.0%}" if each.seconds else "",
             ]
             for each in found[:_NUM_SHOWN]
         ]  # fmt: skip
-        return ["function", "argument", "kind", "calls", "MB", "copy s", "unchanged"], rows
+        return ["function", "argument", "kind", "calls", "MB", "copy s", "share"], rows
 
     def _verdicts(self) -> list[str]:
         told = {title: record.verdict() or record.note for title, record in self.records.items()}

@@ -120,7 +120,7 @@ class Inputs:
         backend = cast(DeviceBackend, self._backend)
         own_down = self._own_down
         if is_hurried:
-            is_range = prepared.indices is None and prepared.order is None and own_down[Down.STEP] == 1
+            is_range = prepared.indices is None and own_down[Down.STEP] == 1
             if not is_range or not all(base is None or backend.is_pinned(base) for base in prepared.bases):
                 return
         try:

@@ -15,7 +15,7 @@ from synk._pure.tensors import is_tensor
 from synk._pure.trees import DictStructure, flatten, key_orders
 from synk._wire.control import Down
 from synk._wire.memory import Segment
-from synk._wire.messages import IN_SEGMENTS, Input, Layout, Leaf, Move, Plan
+from synk._wire.messages import IN_SEGMENTS, Layout, Leaf, Move, Plan
 from synk._wire.spans import as_nvtx_range
 from synk._worker.held.loans import Loans
 from synk._worker.held.residents import Changing, Reading
@@ -171,7 +171,7 @@ class PreparedPlan:
         # Whether the function gets views of arrays, by position and nothing else.
         self.takes_views = not (
             is_device or function.to_framework or self.nests or self.keywords
-            or self.others or plan.indices_place or plan.order_place
+            or self.others or plan.indices_place
         )  # fmt: skip
         # Whether it is called once, and nothing else is to be done.
         is_whole = len(arguments) == len(plan.inputs)
@@ -179,7 +179,7 @@ class PreparedPlan:
         self.is_plain = self.takes_views and is_whole and is_once and not function.updates
         self.map(segments)
         self.segment_ids = {item.segment_id for item in plan.inputs if item.kind in IN_SEGMENTS}
-        places = (plan.pickle_place, plan.indices_place, plan.local_indices_place, plan.order_place, *plan.buffers)
+        places = (plan.pickle_place, plan.indices_place, plan.local_indices_place, *plan.buffers)
         self.segment_ids.update(place[0] for place in places if place is not None)
         self.layout: Layout | None = None
         self.ops: list[Op] = []
@@ -201,7 +201,6 @@ class PreparedPlan:
                 self.whole.setdefault(int(item.name), []).append(base)
         self.indices = self._index_view(plan.indices_place, segments)
         self.local_indices = self._index_view(plan.local_indices_place, segments)
-        self.order = self._index_view(plan.order_place, segments)
         self.pickle_view: memoryview | None = None
         if plan.pickle_place is not None:
             segment_id, offset, nbytes = plan.pickle_place
@@ -220,11 +219,7 @@ class PreparedPlan:
 
     def cut(self, own_down: Sequence[int], low: int, high: int) -> Rows:
         """Return the rows ``low`` to ``high`` of the selection."""
-        return Rows(self.plan.inputs, self.indices_for, own_down, low, high)
-
-    def indices_for(self, item: Input) -> np.ndarray | None:
-        """Return which rows of a scattered array the ranks get, or None if the rows are a range."""
-        return self.order if item.is_minibatch else self.indices
+        return Rows(self.plan.inputs, self.indices, own_down, low, high)
 
     @staticmethod
     def _index_view(place: tuple[int, int, int] | None, segments: dict[int, Segment]) -> np.ndarray | None:

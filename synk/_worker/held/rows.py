@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import EllipsisType
 from typing import TYPE_CHECKING
 
@@ -23,8 +23,8 @@ class Rows:
     Parameters
     ----------
     inputs : sequence of Input
-    indices_for : callable
-        Returns which rows of an input the ranks get, or None if they are a range.
+    indices : ndarray of int64, or None
+        Which rows of the scattered inputs the ranks get, if they are not a range.
     own_down : sequence of int
         This rank's numbers of the call; see ``synk._wire.control.Down``.
     low, high : int
@@ -43,7 +43,7 @@ class Rows:
     def __init__(
         self,
         inputs: Sequence[Input],
-        indices_for: Callable[[Input], np.ndarray | None],
+        indices: np.ndarray | None,
         own_down: Sequence[int],
         low: int,
         high: int,
@@ -52,18 +52,17 @@ class Rows:
         self.views: dict[int, Part] = {}
         self.picked: dict[int, np.ndarray] = {}
         for position, item in enumerate(inputs):
-            indices = indices_for(item) if item.kind == "rows" else None
-            if indices is not None:
+            if indices is not None and item.kind == "rows":
                 self.picked[position] = indices[low:high]
             elif item.kind == "rows":
-                self.views[position] = row_range(item, own_down, low, high)
+                self.views[position] = row_range(own_down, low, high)
             elif item.kind == "whole":
                 self.views[position] = ...
 
 
-def row_range(item: Input, own_down: Sequence[int], low: int, high: int) -> slice:
+def row_range(own_down: Sequence[int], low: int, high: int) -> slice:
     """Return where the rows ``low`` to ``high`` of the selection lie in an input, if the selection is a range."""
-    start, step = (0, 1) if item.is_minibatch else (own_down[Down.START], own_down[Down.STEP])
+    start, step = own_down[Down.START], own_down[Down.STEP]
     first, stop = start + low * step, start + high * step
     if high <= low:
         return slice(0, 0)

@@ -1,4 +1,4 @@
-"""Under op None each rank returns one object of any kind, or None; "first" and an op of its own take objects, too.
+"""Under op None each rank returns one object of any kind, or None; "gather" joins lists of one object per row.
 
 The oracle is the plain function, called for the rows of each rank.
 """
@@ -6,7 +6,6 @@ The oracle is the plain function, called for the rows of each rank.
 from __future__ import annotations
 
 import itertools
-import os
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from support.harness import kill_and_wait
 from support.seeds import WHOLE_OR_SAMPLE, drawn
+from support.tables import combinations
 from support.told import told
 
 import synk
@@ -88,6 +87,9 @@ PLACES: dict[str, tuple[Callable[[Any, Any], Any], Any, Callable[[Any], Any]]] =
 }  # fmt: skip
 
 
+WHERE = (1, 2, 3, "inline", "1+1")
+
+
 @pytest.mark.parametrize("is_whole", WHOLE_OR_SAMPLE)
 def test_each_rank_returns_what_it_likes_from_call_to_call(shared_runtimes: Any, subtests: Any, is_whole: bool) -> None:
     """One function for each place: what it returned before says nothing of what it returns now."""
@@ -100,12 +102,12 @@ def test_each_rank_returns_what_it_likes_from_call_to_call(shared_runtimes: Any,
             run, bcast_inputs=("form", "place"), outputs=outputs, name="run"
         )
         for place, (_, outputs, _) in PLACES.items()
-        for workers in (1, 2, 3, "inline")
+        for workers in WHERE
     }
     kept = []
-    for case in drawn(itertools.product(FORMS, PLACES, (1, 2, 3, "inline"), (1, 2, 5, 6), (1, 2)), is_whole, 160):
+    for case in drawn(itertools.product(FORMS, PLACES, WHERE, (1, 2, 5, 6), (1, 2)), is_whole, 120):
         form, place, workers, rows, num_slices = case
-        make, (_, _, found), num_ranks = FORMS[form], PLACES[place], 1 if workers == "inline" else workers
+        make, (_, _, found), num_ranks = FORMS[form], PLACES[place], shared_runtimes[workers].world_size
         x = np.arange(1.0, rows + 1)
         shares = [part for part in np.array_split(x, num_ranks) if len(part)]
         values = [make(part) for part in shares]
@@ -161,16 +163,6 @@ def test_a_subset_of_outputs_needs_an_op_for_each(shared_runtimes: Any) -> None:
             assert g(np.ones(4), output_subset=subset) == {key: full[key] for key in subset}
 
 
-# -- ops of one's own -------------------------------------------------------------------------------------------------
-
-
-class Joined(synk.Op):
-    """Joins texts."""
-
-    def combine(self, values: list[Any], rows: list[int]) -> str:
-        return "+".join(values)
-
-
 class Small(synk.Op):
     """Accepts one dtype."""
 
@@ -182,22 +174,63 @@ class Small(synk.Op):
         return values
 
 
-def test_ops_of_ones_own_combine_objects(shared_runtimes: Any) -> None:
-    f = shared_runtimes[3].function(lambda x: f"{x.sum():g}", outputs=Joined())
-    x = np.arange(9.0)
-    for num_slices in (1, 3, 1):
-        parts = [f"{part.sum():g}" for part in np.split(x, 3 * num_slices)]
-        assert f(x, num_slices=num_slices) == f.submit(x, num_slices=num_slices).result() == "+".join(parts)
-    for other in (2.5, True):  # each number is checked, not only the first
-        g = shared_runtimes[2].function(
+def test_an_op_of_ones_own_checks_each_number_and_not_only_the_first(shared_runtimes: Any) -> None:
+    for other in (2.5, True):
+        f = shared_runtimes[2].function(
             lambda x, other=other: (1, 1, other)[int(x[0])], outputs=Small(), bcast_inputs="other"
         )
-        assert g(np.full(2, 0)) == g(np.full(2, 1)) == [1, 1]
+        assert f(np.full(2, 0)) == f(np.full(2, 1)) == [1, 1]
         with pytest.raises(TypeError, match=r"the output of .* has dtype"):
-            g(np.full(2, 2))
+            f(np.full(2, 2))
 
 
-# -- what is refused, and deaths --------------------------------------------------------------------------------------
+# -- "gather" joins lists of one object per row -----------------------------------------------------------------------
+
+X = np.arange(7.0)
+LISTS: tuple[Callable[[Any], Any], ...] = (
+    lambda x: [f"row {value}" * int(value) for value in x],
+    lambda x: [np.full(int(value) % 3, value) for value in x],
+    lambda x: [{"value": float(value)} for value in x],
+    lambda x: [(int(value), None) for value in x],
+    lambda x: [value for value in x.tolist() if value % 2],  # not one per row
+    lambda x: [],
+    lambda x: (["a" for _ in x], x * 2),
+    lambda x: {"names": [str(value) for value in x], "values": x + 1},
+    lambda x: defaultdict(list, names=[str(value) for value in x], twice=2 * x),
+    lambda x: Pair([str(value) for value in x], x),
+)
+
+
+def test_lists_are_joined_in_the_order_of_the_rows(shared_runtimes: Any, subtests: Any) -> None:
+    """The oracle is the serial list."""
+    for where, fn in combinations(24, (1, 2, 3, "inline"), LISTS):
+        f = shared_runtimes[where].function(fn, outputs="gather")
+        with subtests.test(where=where, form=LISTS.index(fn)):
+            for rows in (X, X, X[:3], np.tile(X, 4)):
+                assert told(f(rows)) == told(fn(rows))
+            assert told(f(X, num_slices=2)) == told(f.submit(X).result()) == told(fn(X))
+            assert told(f(X, batch=[5, 0, 3])) == told(fn(X[[5, 0, 3]]))
+            assert f.verify(X)
+    rt = shared_runtimes[2]
+    beside = rt.function(
+        lambda x: ([str(v) for v in x], x.sum(), [x * 2, x * 3]), outputs=("gather", "sum", ["gather"] * 2)
+    )
+    assert told(beside(X)) == told(([str(v) for v in X], X.sum(), [X * 2, X * 3]))
+    only = rt.function(lambda x: {"a": [str(v) for v in x], "b": x}, outputs={"a": "gather", "b": "gather"})
+    assert only(X, output_subset="a") == {"a": [str(v) for v in X]}
+
+
+def test_rows_of_sharded_variables_are_joined_in_the_order_of_the_batch(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    w = rt.shared(X, sharded=True)
+    f = rt.function(lambda x: [str(v) for v in x], outputs="gather")
+    for batch in (None, [6, 1, 4, 0]):
+        assert f(w, batch=batch) == [str(v) for v in (X if batch is None else X[batch])]
+    with pytest.raises(CollectiveMismatch, match="expected one output row per input row"):
+        rt.function(lambda x: ["one"], outputs="gather")(w, batch=[6, 1, 4, 0])
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
 
 
 class Loud(str):
@@ -207,6 +240,7 @@ class Loud(str):
         raise ValueError("not me")
 
 
+BY_ARRAY = r"np.array\(list\)"
 DIFFER = CollectiveMismatch, "expected one structure on all ranks"
 REFUSED: list[tuple[Callable[[Any], Any], Any, tuple[type[Exception], str]]] = [
     (lambda x: only(0, lambda: x.sum()), "sum", DIFFER),
@@ -220,6 +254,22 @@ REFUSED: list[tuple[Callable[[Any], Any], Any, tuple[type[Exception], str]]] = [
         (SerializationError, r"\(output 2\): TypeError: cannot pickle 'generator'"),
     ),
     (lambda x: Loud("text"), None, (SerializationError, r"\(the output\): ValueError: not me")),
+    (
+        lambda x: tuple(x.tolist()),
+        "gather",
+        (ValueError, f"got a single number, .* Return {BY_ARRAY} or the list"),
+    ),
+    (
+        lambda x: "text",
+        "gather",
+        (TypeError, f"got str, .* Return a list with an object for each row, or {BY_ARRAY}"),
+    ),
+    (
+        lambda x: [*map(float, x)],
+        "sum",
+        (CollectiveMismatch, f'joined .* under outputs="gather"; of numbers {BY_ARRAY}'),
+    ),
+    (lambda x: [1] if x[0] == 0 else x, "gather", (CollectiveMismatch, "cannot gather the output")),
 ]
 
 
@@ -227,32 +277,9 @@ def test_what_is_refused_is_named(shared_runtimes: Any, subtests: Any) -> None:
     rt = shared_runtimes[2]
     for fn, outputs, (error, words) in REFUSED:
         with subtests.test(outputs=str(outputs), words=words), pytest.raises(error, match=words):
-            rt.function(fn, outputs=outputs)(np.arange(4.0))
+            rt.function(fn, outputs=outputs)(X)
     call = rt.function(lambda x: Loud("text") if x[0] else "text", outputs=None)
     for _ in range(2):
         assert call(np.zeros(2)) == ["text"] * 2
         with pytest.raises(SerializationError, match="not me"):
             call(np.ones(2))
-
-
-def test_a_worker_dies_between_two_texts(reused: Any) -> None:
-    rt = reused(2)
-    f = rt.function(lambda x: (f"text {x[0]:g}", os.getpid()), outputs=(None, None))
-    for victim in (0, 1):
-        texts, pids = f(np.arange(2.0))
-        assert texts == ["text 0", "text 1"]
-        kill_and_wait(pids[victim])
-        with pytest.warns(RuntimeWarning, match=f"rank {victim} .* was started again"):
-            assert f(np.arange(2.0))[0] == ["text 0", "text 1"]
-
-
-def test_over_nodes(reused: Any) -> None:
-    rt = reused("1+1")
-    f = rt.function(
-        lambda x: (None if x[0] % 2 else "even", x.sum(), 3, "same", x.copy()),
-        outputs=(None, "sum", None, "first", None),
-    )
-    for _ in range(3):
-        assert told(f(np.arange(2.0))) == told(
-            (["even", None], np.float64(1), [3, 3], "same", [np.zeros(1), np.ones(1)])
-        )

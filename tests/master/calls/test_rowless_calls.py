@@ -82,22 +82,18 @@ def test_the_weights_follow_the_lengths_from_call_to_call(shared_runtimes: Any) 
     for rows in (4, 5, 5, 1, 7):
         s.value = np.arange(float(rows))
         assert mean() == mean() == np.arange(float(rows)).mean()
-    halve(Y)  # the lengths change on the workers: 0 on rank 0; 3 and 4 on rank 1
-    assert mean() == pytest.approx((0 + 3 + 4) / 3, rel=1e-15)
-    s.value = np.arange(4.0)
-    halved, averaged = halve.submit(Y), mean.submit()
-    assert averaged.result() == pytest.approx((0 + 3 + 4) / 3, rel=1e-15)
+    halved, averaged = halve.submit(Y), mean.submit()  # the lengths change on the workers: 0; 3 and 4
+    assert averaged.result() == mean() == pytest.approx((0 + 3 + 4) / 3, rel=1e-15)
     halved.result()
 
 
 def test_serial_calls_have_whole_variables_and_cannot_assign_shards(shared_runtimes: Any) -> None:
     rt = shared_runtimes[3]
     value = {"x": np.arange(14.0).reshape(7, 2), "y": (np.arange(7.0),)}
-    nested = rt.shared(value, sharded=True)
+    nested, s = rt.shared(value, sharded=True), rt.shared(np.arange(5.0), sharded=True, name="s")
     f = rt.function(lambda: nested.value["x"].T @ nested.value["y"][0], outputs="sum")
     for call in (f, f.serial, f):  # afterwards each rank sees its own shard again
         np.testing.assert_array_equal(call(), value["x"].T @ value["y"][0])
-    s = rt.shared(np.arange(5.0), sharded=True, name="s")
 
     def double() -> float:
         s.value = 2 * s.value
@@ -106,9 +102,7 @@ def test_serial_calls_have_whole_variables_and_cannot_assign_shards(shared_runti
     g = rt.function(double)
     with pytest.raises(ValueError, match="cannot assign variable 's' in a serial call of 'double': it is sharded"):
         g.serial()
-    np.testing.assert_array_equal(s.value, np.arange(5.0))
     assert g() == 4.0
-    np.testing.assert_array_equal(s.value, 2 * np.arange(5.0))
 
 
 @pytest.mark.parametrize("where", [2, "1+1"])

@@ -1,4 +1,4 @@
-"""Variables as arguments: shards stay where they are, ``batch`` and ``shard_batch`` pick among them."""
+"""Variables as arguments: shards stay where they are, ``batch`` picks among them."""
 
 from __future__ import annotations
 
@@ -112,28 +112,13 @@ def test_a_call_on_shards_equals_numpy_on_all_rows(
         check(result, rows * y[positions][:, None], rows, counts, 2.0)
 
 
-def test_shard_batch_and_minibatch_data(shared_runtimes: Any, functions: Any) -> None:
-    """Rows of each rank are picked, and of other inputs as many; or those hold the rows of the batch alone."""
-    rt = shared_runtimes[3]
-    f, w, x = functions(rt), rt.shared(2.0), Sharded(rt, [4, 1, 6])
-    batches = [[3, 0], slice(1), np.array([True, False] * 3)]
-    rows = np.concatenate([picked(batch, shard) for batch, shard in zip(batches, x.shards, strict=True)])
-    y, order = np.arange(8.0), [7, 0, 5, 2, 2, 3]
-    check(f.alone(x.variable, shard_batch=batches, num_slices=2), rows * 2, rows, [2, 1, 3], 0.5)
-    result = f.beside(x.variable, y, w, shard_batch=batches, batch=order)
-    check(result, rows * y[order][:, None], rows, [2, 1, 3], 2.0)
-    chosen = x.whole[[5, 0, 2]]
-    result = f.beside(x.variable, rt.data(y[:4], minibatch=True), w, batch=[5, 0, 2])
-    check(result, chosen * y[:3, None], chosen, [2, 0, 1], 2.0)
-
-
 @pytest.mark.parametrize("where", [3, "inline"])
 def test_a_call_on_what_the_ranks_hold_moves_nothing(shared_runtimes: Any, where: Any) -> None:
     """One message to each rank and one back; no byte is staged or pickled, of shards or of a tree of parameters."""
     rt = shared_runtimes[where]
     x, w = rt.shared(np.ones((4 * rt.world_size, 2)), sharded=True), rt.shared({"a": np.ones(2), "b": [np.ones(2)]})
     f = rt.function(lambda x, w: (x @ w["a"] * w["b"][0][0]).sum(), bcast_inputs="w", outputs="sum")
-    for options, expected in (({}, 8.0), ({"shard_batch": slice(1, 3)}, 4.0), ({"batch": slice(0, None, 2)}, 4.0)):
+    for options, expected in (({}, 8.0), ({"batch": slice(0, None, 2)}, 4.0)):
         for _ in range(3):
             before = dict(rt.counters)
             assert f(x, w, **options) == expected * rt.world_size
@@ -147,9 +132,9 @@ def test_a_call_on_what_the_ranks_hold_moves_nothing(shared_runtimes: Any, where
 def test_shards_arrive_read_only_and_as_views_where_they_are_a_range(rt: Any) -> None:
     x = rt.shared(np.arange(4.0 * rt.world_size), sharded=True)
     f = rt.function(lambda x: (x.flags.writeable, x.flags.owndata), outputs=None)
-    for options in ({}, {"batch": slice(1, None, 2)}, {"shard_batch": slice(None, None, -2)}, {"batch": 3}):
+    for options in ({}, {"batch": slice(1, None, 2)}, {"batch": 3}):
         assert set(f(x, **options)) <= {(False, False), None}
-    assert set(f(x, shard_batch=[2, 0])) == {(False, True)}
+    assert (False, True) in set(f(x, batch=[2, 0]))
 
 
 def test_several_sharded_variables_together_and_by_name(rt: Any) -> None:
@@ -227,7 +212,7 @@ def test_an_argument_and_a_closure_see_the_same_assignment(shared_runtimes: Any)
 def test_inputs_that_do_not_match_the_shards(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     x, y = Sharded(rt, [3, 2]).variable, Sharded(rt, [2, 3]).variable
-    w, plain = rt.shared(np.ones(5), name="w"), np.ones(5)
+    w = rt.shared(np.ones(5), name="w")
     f = rt.function(lambda a, b: (a[:, 0] if a.ndim > 1 else a).sum(), outputs="sum")
     g = rt.function(lambda a: a.sum(), outputs="sum")
     b = rt.function(lambda a: 0.0, bcast_inputs="a")
@@ -236,17 +221,9 @@ def test_inputs_that_do_not_match_the_shards(subtests: pytest.Subtests, shared_r
         (ValueError, r"'x' is sharded; take it out of bcast_inputs", lambda: b(x)),
         (ValueError, r"a with \[3, 2\] rows.*b with \[2, 3\]", lambda: f(x, y)),
         (ValueError, r"b of '<lambda>': got 4 rows, expected 5", lambda: f(x, np.ones(4))),
-        (ValueError, r"b of '<lambda>': got 5 rows, expected 4.*selected", lambda: f(x, plain, shard_batch=slice(2))),
-        (ValueError, "batch was given, but no argument is scattered", lambda: g(x, batch=2, shard_batch=slice(1))),
-        (ValueError, "batch of 3 rows of b, expected 4", lambda: f(x, plain, batch=3, shard_batch=slice(2))),
-        (ValueError, "no argument is a sharded variable", lambda: g(plain, shard_batch=slice(1))),
-        (ValueError, "no argument is a sharded variable", lambda: b(w, shard_batch=slice(1))),
-        (ValueError, "3 entries", lambda: g(x, shard_batch=[slice(1)] * 3)),
-        (IndexError, "shard of rank 1.*index 2", lambda: g(x, shard_batch=[2])),
         (IndexError, "index 5", lambda: g(x, batch=[5])),
         (IndexError, "batch=6", lambda: g(x, batch=6)),
         (IndexError, "mask of 4", lambda: g(x, batch=np.ones(4, bool))),
-        (ValueError, "got 1 rows, expected 2 or more", lambda: f(x, rt.data(np.ones(1), minibatch=True), batch=[0, 2])),
     ]
     for error, words, call in cases:
         with subtests.test(words):

@@ -269,24 +269,15 @@ class Sequences(RuleBasedStateMachine):
         self._follow(variable, parts)
 
     @precondition(lambda self: any(variable.shared.is_sharded and variable.num_rows for variable in self.variables))
-    @rule(data=st.data(), is_local=st.booleans(), num_slices=st.integers(1, 3))
-    def call_on_shards(self, data: st.DataObject, is_local: bool, num_slices: int) -> None:
+    @rule(data=st.data(), num_slices=st.integers(1, 3))
+    def call_on_shards(self, data: st.DataObject, num_slices: int) -> None:
         sharded = [variable for variable in self.variables if variable.shared.is_sharded and variable.num_rows]
         variable = data.draw(st.sampled_from(sharded))
         shards = variable.values
         f = self._function("shards", lambda: self.runtime.function(lambda x: (len(x), x), outputs=("sum", "gather")))
-        if is_local:
-            own = [
-                st.lists(st.integers(0, len(shard) - 1), max_size=4) if len(shard) else st.just([]) for shard in shards
-            ]
-            picks = [data.draw(positions) for positions in own]
-            expected = np.concatenate([shard[np.array(pick, int)] for shard, pick in zip(shards, picks, strict=True)])
-            options: dict[str, Any] = {"shard_batch": picks}
-        else:
-            batch = data.draw(st.lists(st.integers(-variable.num_rows, variable.num_rows - 1), max_size=6))
-            expected = np.concatenate(shards)[np.array(batch, int)]
-            options = {"batch": batch}
-        count, got = f(variable.shared, num_slices=num_slices, **options)
+        batch = data.draw(st.lists(st.integers(-variable.num_rows, variable.num_rows - 1), max_size=6))
+        expected = np.concatenate(shards)[np.array(batch, int)]
+        count, got = f(variable.shared, num_slices=num_slices, batch=batch)
         assert count == len(expected)
         assert_same(got, expected)
 

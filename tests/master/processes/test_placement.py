@@ -41,24 +41,17 @@ def limits(placed: Placement) -> list[int]:
     return [each.pop() for each in found]
 
 
-def test_ranks_share_the_cores() -> None:
+def test_ranks_share_the_cores_and_keep_their_devices_variables() -> None:
     for count, expected in ((1, 8), (2, 4), (3, 2), (8, 1), (16, 1)):
         on_cores = on_cpu(*(f"cpu:{rank}" for rank in range(count)))
         assert limits(on_cores) == limits(placement(count)) == [expected] * count
-
-
-def test_ranks_share_the_cores_that_they_are_bound_to() -> None:
-    for cpus, expected in (
-        (((0, 1, 2, 3), (4, 5, 6, 7)), [4, 4]),  # each near its own cores
+        assert [placement(count).environment(rank)["DEVICE"] for rank in range(count)] == [*map(str, range(count))]
+    for cpus, each in (  # the cores that they are bound to
+        (((0, 1, 2, 3), (4, 5, 6, 7)), [4, 4]),
         (((0, 1, 2, 3), (0, 1, 2, 3), (4, 5, 6, 7)), [2, 2, 4]),
         (((0, 1, 2), (2, 3)), [1, 1]),
-        (((0,), (0,)), [1, 1]),
     ):
-        assert limits(placement(len(cpus), cpus)) == expected
-
-
-def test_a_device_keeps_its_own_variables() -> None:
-    assert [placement(2).environment(rank)["DEVICE"] for rank in range(2)] == ["0", "1"]
+        assert limits(placement(len(cpus), cpus)) == each
 
 
 def test_a_limit_of_the_user_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,17 +62,6 @@ def test_a_limit_of_the_user_stays(monkeypatch: pytest.MonkeyPatch) -> None:
             for placed in (on_cpu("cpu:0"), on_device):
                 environment = placed.environment(0)
                 assert {name: environment[name] for name in VARIABLES if name in environment} == {variable: "3"}
-
-
-def test_workers_are_told_ranks_that_count_those_of_other_machines() -> None:
-    here = on_cpu("cpu:0", "cpu:1")
-    setups = [setup_message(here, rank, ()) for rank in range(2)]
-    assert [(setup["rank"], setup["first_rank"], setup["total_ranks"]) for setup in setups] == [(0, 0, 2), (1, 0, 2)]
-    second = Placement("numpy", here.assignment, first_rank=4, ranks_elsewhere=6)
-    told = setup_message(second, 1, ())
-    assert (told["rank"], told["first_rank"], told["device"]) == (1, 4, "cpu:1")
-    assert (told["world_size"], told["total_ranks"]) == (2, 8)
-    assert second.named([0, 1]) == "rank 4, 5"
 
 
 def test_workers_search_the_folder_in_which_the_package_lies(monkeypatch: pytest.MonkeyPatch) -> None:

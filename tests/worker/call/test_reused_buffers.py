@@ -7,21 +7,15 @@ same Python code run serially, with a copy of each result.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
-import os
 import random
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.harness import wait_for
 from support.seeds import seeds
 from support.stateful import KINDS, LARGE, METHODS, SMALL, Box, Model, stepper
-
-import synk
 
 BATCHES: list[Any] = [None, None, 3, slice(None, None, -1), [2, 0, 2]]
 
@@ -56,85 +50,55 @@ def assert_equal(got: Any, expected: Any) -> None:
         np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
-def test_submitted_calls_return_what_each_of_them_computed(
-    subtests: Any, reused: Any, patience: str, num_workers: int
-) -> None:
+def test_submitted_calls_return_what_each_of_them_computed(subtests: Any, reused: Any, patience: str) -> None:
+    num_workers, num_calls = 3, 6
     rt = reused(num_workers)
     for method, op in itertools.product(METHODS, ("avg", "sum", "max", "first", "gather")):
         if op == "gather" and method == "twice":  # a number has no rows
             continue
         with subtests.test(method=method, op=op):
             f = rt.function(getattr(Model(LARGE), method), outputs=op)
-            pending = [f.submit(np.ones(num_workers)) for _ in range(8)]
-            for call, right in zip(pending, serial(method, 8), strict=True):
+            pending = [f.submit(np.ones(num_workers)) for _ in range(num_calls)]
+            for call, right in zip(pending, serial(method, num_calls), strict=True):
                 assert_equal(call.result(), combined(right, op, num_workers))
 
 
-def test_a_torch_parameter_that_is_trained_in_place(shared_runtimes: Any, tmp_path: Path) -> None:
-    """All calls have run before the outputs of the first one are asked for."""
+def test_each_rank_has_its_own_step(subtests: Any, reused: Any, patience: str) -> None:
+    """Each rank's values, of arrays and of tensors, and not those of a rank that is ahead by a call or two."""
     torch = pytest.importorskip("torch")
-    rt = shared_runtimes[2]
-    weight = torch.ones(LARGE)
-
-    def step(x: Any) -> Any:
-        weight.add_(1.0)
-        (tmp_path / f"{synk.comm.rank} {weight[0]}").touch()
-        return weight, weight.view(-1, 1)[::2]
-
-    f = rt.function(step, outputs="avg", framework="torch")
-    pending = [f.submit(np.ones(2)) for _ in range(3)]
-    assert wait_for(lambda: len(os.listdir(tmp_path)) == 6)
-    for k, call in enumerate(pending):
-        whole, part = call.result()
-        assert (whole == k + 2).all() and (part == k + 2).all()
-
-
-def test_each_rank_has_its_own_step(reused: Any, patience: str) -> None:
-    """Each rank's values, and not those of a rank that is ahead by a call or two."""
     rt = reused(2)
-    state = np.zeros(LARGE)
+    for framework, state in ((None, np.zeros(LARGE)), ("torch", torch.zeros(LARGE))):
 
-    def step(x: Any) -> Any:
-        state[:] = x[0]
-        return state, state
+        def step(x: Any, state: Any = state) -> Any:
+            state[:] = x[0]
+            return state, state
 
-    f = rt.function(step, outputs=("gather", None))
-    pending = [f.submit(np.array([k, 10.0 + k])) for k in range(9)]
-    for k, call in enumerate(pending):
-        rows, each = call.result()
-        np.testing.assert_array_equal(rows, np.repeat([k, 10.0 + k], LARGE))
-        assert [(part[0], part[-1]) for part in each] == [(k, k), (10.0 + k, 10.0 + k)]
-
-
-def filler(op: Any) -> Callable[[Any], Any]:
-    """Return a function that changes one array in each slice, and returns it or an object that holds it."""
-    box = Box(np.zeros(2))
-
-    def work(x: Any) -> Any:
-        box.value[:] = x[0]
-        return box.value if op == "sum" else box
-
-    return work
+        with subtests.test(framework=framework):
+            f = rt.function(functools.partial(step, state=state), outputs=("gather", None), framework=framework)
+            pending = [f.submit(np.array([k, 10.0 + k])) for k in range(9)]
+            for k, call in enumerate(pending):
+                rows, each = call.result()
+                np.testing.assert_array_equal(rows, np.repeat([k, 10.0 + k], LARGE))
+                assert [(part[0], part[-1]) for part in each] == [(k, k), (10.0 + k, 10.0 + k)]
 
 
 def test_each_slice_counts_with_what_it_returned(subtests: Any, shared_runtimes: Any) -> None:
+    """It changes one array in each slice, and returns it or an object that holds it."""
     x = np.arange(6.0)[::-1]
     for where, op in itertools.product(("inline", 2), (None, "first", "sum", lambda a, b: a + b)):
+        box = Box(np.zeros(2))
+
+        def work(x: Any, box: Any = box, op: Any = op) -> Any:
+            box.value[:] = x[0]
+            return box.value if op == "sum" else box
+
         with subtests.test(where=where, op=str(op)):
-            got = shared_runtimes[where].function(filler(op), outputs=op)(x, num_slices=6)
+            got = shared_runtimes[where].function(lambda x, work=work: work(x), outputs=op)(x, num_slices=6)
             if op is None:
                 assert [part for rank in got for part in rank] == [Box(np.full(2, value)) for value in x]
             else:
                 value = np.full(2, 5.0 if op == "first" else x.sum())
                 np.testing.assert_array_equal(got if op == "sum" else got.value, value)
-
-
-def test_a_tensor_stays_one_over_slices(shared_runtimes: Any) -> None:
-    torch = pytest.importorskip("torch")
-    f = shared_runtimes[2].function(lambda x: torch.tensor(x.sum()), outputs=None)
-    parts = [part for rank in f(np.arange(4.0), num_slices=2) for part in rank]
-    assert all(isinstance(part, torch.Tensor) for part in parts) and [float(part) for part in parts] == [0, 1, 2, 3]
 
 
 # ----- any sequence
@@ -174,7 +138,7 @@ def test_any_sequence_of_calls_equals_plain_python(
         call = functions[kind].submit if is_submitted else functions[kind]
         got = call(source, batch=batch, num_slices=num_slices)
         results.append(
-            (kind, got.result if is_submitted else partial(list, got), reference(kind, x, batch, num_slices))
+            (kind, got.result if is_submitted else functools.partial(list, got), reference(kind, x, batch, num_slices))
         )
     for number, (kind, result, expected) in enumerate(results):
         with subtests.test(kind, number=number):

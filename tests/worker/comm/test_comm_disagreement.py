@@ -56,13 +56,6 @@ def read_only(shape: Any) -> np.ndarray:
     return array
 
 
-STRANGE = {
-    "str32": np.array(["a"]),
-    "datetime64[D]": np.array(["2020-01-01"], "M8[D]"),
-    "timedelta64[s]": np.array([1], "m8[s]"),
-    "bytes16": np.array([b"ab"]),
-    "void64": np.zeros(1, "i4,f4"),
-}
 VERBS: dict[str, Any] = {
     "send": lambda comm, x: comm.send(x, 0),
     "isend": lambda comm, x: comm.isend(x, 0),
@@ -164,49 +157,49 @@ def test_what_has_no_meaning_is_refused_and_not_started(at: Any, place: Any, sub
 
 
 def test_errors_of_dtypes_name_the_dtype(at: Any) -> None:
-    def body(comm: Any) -> Any:
-        for name, array in STRANGE.items():
-            for ask in VERBS.values():
-                with pytest.raises(UnsupportedError, match=re.escape(f"dtype {name!r}")):
-                    ask(comm, array)
-        comm.send(np.ones(3), 0)
-        return comm.all_reduce(comm.recv(0), "sum").tolist()
+    arrays = {
+        "str32": np.array(["a"]),
+        "datetime64[D]": np.array(["2020-01-01"], "M8[D]"),
+        "void64": np.zeros(1, "i4,f4"),
+    }
 
-    assert on_each(at("inline"), body) == [[1.0, 1.0, 1.0]]
+    def body(comm: Any) -> None:
+        for (name, array), verb in itertools.product(arrays.items(), VERBS):
+            with pytest.raises(UnsupportedError, match=re.escape(f"dtype {name!r}")):
+                VERBS[verb](comm, array)
+
+    on_each(at("inline"), body)
 
 
 def test_an_out_that_does_not_fit_is_refused(at: Any, subtests: Any) -> None:
-    def write(x: np.ndarray, verb: str, wrong: str, length: int) -> None:
-        shape = OUT_SHAPES[verb](length, synk.comm.world_size)
-        getattr(synk.comm, verb)(np.ones(length), out=WRONG_OUTS[wrong](shape))
+    def write(x: np.ndarray, verb: str, wrong: str) -> None:
+        shape = OUT_SHAPES[verb](12, synk.comm.world_size)
+        getattr(synk.comm, verb)(np.ones(12), out=WRONG_OUTS[wrong](shape))
 
     runtime = at(3)
-    call = runtime.function(write, bcast_inputs=("verb", "wrong", "length"), outputs=None)
+    call = runtime.function(write, bcast_inputs=("verb", "wrong"), outputs=None)
     with same_workers(runtime):
-        for verb, wrong, length in itertools.product(OUT_SHAPES, WRONG_OUTS, (12, 120_000)):
+        for verb, wrong in itertools.product(OUT_SHAPES, WRONG_OUTS):
             with subtests.test(case=f"{verb}, out is {wrong}"), pytest.raises(ValueError, match="cannot write to out"):
-                call(np.zeros(3), verb, wrong, length)
+                call(np.zeros(3), verb, wrong)
 
 
 TAKES_TENSORS = [verb for verb in VERBS if verb not in ("irecv", "all_gather along an axis", "scatter")]
 
 
-@pytest.mark.parametrize("framework", [None, "torch"])
-def test_a_tensor_that_requires_grad_is_refused(shared_runtimes: Any, framework: Any) -> None:
+def test_a_tensor_that_requires_grad_is_refused(shared_runtimes: Any) -> None:
     """Its gradient would end there without a word. The same tensor detached is taken."""
-    pytest.importorskip("torch")
+    torch = pytest.importorskip("torch")
 
-    def body(x: Any) -> Any:
-        import torch
-
+    def body(comm: Any) -> int:
         leaf = torch.ones(2, requires_grad=True)
         for verb in TAKES_TENSORS:
             for tensor in (leaf, leaf * 2):
                 with pytest.raises(TypeError, match=rf"cannot {verb} a torch tensor: .*requires grad.*\.detach\(\)"):
-                    VERBS[verb](synk.comm, tensor)
-        return int(VERBS["all_reduce"](synk.comm, leaf.detach()).sum())
+                    VERBS[verb](comm, tensor)
+        return int(VERBS["all_reduce"](comm, leaf.detach()).sum())
 
-    assert shared_runtimes[2].function(body, outputs=None, framework=framework)(np.arange(2.0)) == [2, 2]
+    assert on_each(shared_runtimes[2], body) == [2, 2]
 
 
 def test_comm_has_no_meaning_in_the_master() -> None:
@@ -309,7 +302,7 @@ def disagree(comm: Any, name: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("place", [3, "little memory", "blind", "1+2"])
+@pytest.mark.parametrize("place", [3, "little memory", "1+2"])
 def test_ranks_that_disagree_are_told_what_each_asked_for(at: Any, place: Any, subtests: Any) -> None:
     runtime = at(place)
     call = runtime.function(lambda x, name: disagree(synk.comm, name), bcast_inputs="name", outputs=None)
@@ -326,21 +319,25 @@ def test_ranks_that_disagree_are_told_what_each_asked_for(at: Any, place: Any, s
                         continue
                     assert str(caught.value.__cause__.rank) in told  # type: ignore[union-attr]
                 assert [words for words in said.split("...") if words not in text] == []
-                if number % 4 == 0:
+                if number % 8 == 0:
                     assert_works(runtime)
         assert_works(runtime)
 
 
 def test_a_node_leaves_without_joining(shared_runtimes: Any, subtests: Any) -> None:
     """Also one none of whose ranks has communicated."""
-    for place, joins in itertools.product(("1+3", "2+2"), ("0", "3", "01", "123")):
+    for place, joins in (("1+3", "0"), ("1+3", "123"), ("2+2", "3"), ("2+2", "01")):
         runtime = shared_runtimes[place]
         text = rf"ranks? [^{joins}]+ left the function without joining it; waiting: rank [{joins}]: barrier"
         text = f"{text}|{re.escape(AMONG_NODES)}"
-        with subtests.test(case=f"{joins} of {place}"), same_workers(runtime):
-            with pytest.raises(CollectiveMismatch, match=text):
-                on_each(runtime, lambda comm, joins=joins: comm.barrier() if str(comm.rank) in joins else None)
-            assert_works(runtime)
+        with (
+            subtests.test(case=f"{joins} of {place}"),
+            same_workers(runtime),
+            pytest.raises(CollectiveMismatch, match=text),
+        ):
+            on_each(runtime, lambda comm, joins=joins: comm.barrier() if str(comm.rank) in joins else None)
+    for place in ("1+3", "2+2"):
+        assert_works(shared_runtimes[place])
 
 
 # ----- what a function leaves behind
@@ -354,7 +351,7 @@ UNRECEIVED = (
 )
 
 
-@pytest.mark.parametrize("place", [2, "blind", "1+2"])
+@pytest.mark.parametrize("place", [2, "1+2"])
 def test_a_message_that_nobody_receives_is_an_error_at_any_size(at: Any, place: Any, subtests: Any) -> None:
     """What the ranks have assigned before is not kept."""
     runtime = at(place)
@@ -366,7 +363,7 @@ def test_a_message_that_nobody_receives_is_an_error_at_any_size(at: Any, place: 
         return 0.0
 
     call = runtime.function(run, bcast_inputs="programs")
-    for programs, count in itertools.product(UNRECEIVED, (1, 500, 2_000_000)):
+    for programs, count in itertools.product(UNRECEIVED, (1, 2_000_000)):
         text, case = rf"send\(float64, {count} elements, to rank 1, tag 4\)", programs.format(f"d({count})")
         with subtests.test(case=case), same_workers(runtime), pytest.raises(CollectiveMismatch, match=text):
             call(np.zeros(runtime.world_size), case)
@@ -374,27 +371,39 @@ def test_a_message_that_nobody_receives_is_an_error_at_any_size(at: Any, place: 
     assert_works(runtime)
 
 
-def test_what_is_asked_for_and_does_not_come(shared_runtimes: Any) -> None:
-    def poll(comm: Any) -> None:
-        request = comm.irecv(1) if comm.rank == 0 else None
-        while request is not None and not request.test():
-            pass
-
-    def forget(comm: Any) -> None:
-        comm.irecv(1 - comm.rank)
-        if comm.rank == 1:
-            comm.isend(np.ones(300_000), 0)
-
-    text = "left the function without sending"
-    for place, body in itertools.product((2, "1+1"), (poll, forget)):
-        with same_workers(shared_runtimes[place]), pytest.raises(CollectiveMismatch, match=text):
-            on_each(shared_runtimes[place], body, timeout=60)
+def poll(comm: Any) -> None:
+    request = comm.irecv(1) if comm.rank == 0 else None
+    while request is not None and not request.test():
+        pass
 
 
-@pytest.mark.parametrize("place", ["inline", 1])
-def test_a_message_to_oneself_that_is_not_received(at: Any, place: Any) -> None:
-    with pytest.raises(CollectiveMismatch, match="rank 0 left the function without receiving"):
-        on_each(at(place), lambda comm: comm.send(np.arange(4.0), 0, 1))
+def forget(comm: Any) -> None:
+    comm.irecv(1 - comm.rank)
+    if comm.rank == 1:
+        comm.isend(np.ones(300_000), 0)
+
+
+def to_oneself(comm: Any) -> None:
+    comm.send(np.arange(4.0), 0, 1)
+
+
+LEFT: list[tuple[Callable[[Any], None], tuple[Any, ...], str]] = [
+    (poll, (2, "1+1"), "left the function without sending"),
+    (forget, (2, "1+1"), "left the function without sending"),
+    (to_oneself, ("inline", 1), "rank 0 left the function without receiving"),
+]
+
+
+def test_what_is_asked_for_and_does_not_come(shared_runtimes: Any, subtests: Any) -> None:
+    for body, places, text in LEFT:
+        for place in places:
+            runtime = shared_runtimes[place]
+            with (
+                subtests.test(case=body.__name__, place=place),
+                same_workers(runtime),
+                pytest.raises(CollectiveMismatch, match=text),
+            ):
+                on_each(runtime, body, timeout=60)
 
 
 @pytest.mark.parametrize("place", [3, "1+2"])

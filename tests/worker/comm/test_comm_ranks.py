@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.places import PLACES
 from support.rank_arrays import assert_same
 from test_comm_collectives import Case, perform
 
@@ -43,7 +42,7 @@ def everything(comm: Any, name: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("place", [3, "little memory", "blind", "1+2"])
+@pytest.mark.parametrize("place", [3, "little memory", "1+2"])
 def test_ranks_count_within_their_call(at: Any, place: Any, subtests: Any) -> None:
     runtime = at(place)
     x = runtime.shared(np.arange(6.0), sharded=True)
@@ -64,7 +63,7 @@ def test_ranks_count_within_their_call(at: Any, place: Any, subtests: Any) -> No
             assert f.submit(x, batch=rows_of(ranks)).result() == expected
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", ["inline", 3, "1+2"])
 def test_a_function_knows_its_rank_its_peers_and_their_rows(at: Any, place: Any) -> None:
     runtime = at(place)
 
@@ -87,46 +86,12 @@ def test_a_function_knows_its_rank_its_peers_and_their_rows(at: Any, place: Any)
     assert rowless() == [(tuple(range(size)), size, name) for name in device_names]
 
 
-@pytest.mark.parametrize("place", ["inline", 1, 3, "1+2"])
+@pytest.mark.parametrize("place", ["inline", "1+2"])
 def test_a_serial_call_and_one_row_have_one_rank(at: Any, place: Any) -> None:
     rt = at(place)
-    f = rt.function(
-        lambda x: (everything(synk.comm, "alone"), repr((synk.comm.rank, synk.comm.world_size))), outputs=(None, None)
-    )
-    for flags, facts in (f.serial(np.zeros(7)), f(np.zeros(1)), f.serial(np.zeros(1)), f.submit(np.zeros(1)).result()):
-        assert (flags[0], facts[0]) == (True, "(0, 1)")
-        assert {*flags[1:], *facts[1:]} <= {None}
-
-
-@pytest.mark.parametrize("place", ["inline", 1, 3, "1+2"])
-def test_a_program_with_neighbours_is_its_own_oracle(at: Any, place: Any) -> None:
-    """A heat equation in one dimension, by parallel calls of any number of rows, serially, and by NumPy."""
-    rt = at(place)
-
-    def heat(points: np.ndarray) -> np.ndarray:
-        comm, now = synk.comm, np.pad(points, 1)
-        for _ in range(5):
-            if comm.rank > 0:
-                comm.isend(now[1:2], comm.rank - 1)
-            if comm.rank < comm.world_size - 1:
-                comm.isend(now[-2:-1], comm.rank + 1)
-                comm.recv(comm.rank + 1, out=now[-1:])
-            if comm.rank > 0:
-                comm.recv(comm.rank - 1, out=now[:1])
-            now[1:-1] += 0.3 * (now[:-2] - 2 * now[1:-1] + now[2:])
-        return now[1:-1]
-
-    def plain(points: np.ndarray) -> np.ndarray:
-        now = np.pad(points, 1)
-        for _ in range(5):
-            now[1:-1] += 0.3 * (now[:-2] - 2 * now[1:-1] + now[2:])
-        return now[1:-1]
-
-    f = rt.function(heat, outputs="gather")
-    for rows in (1, 2, 3, 4, 17):
-        points = np.random.default_rng(rows).random(rows)
-        for found in (f(points), f.serial(points)):
-            np.testing.assert_array_equal(found, plain(points))
+    f = rt.function(lambda x: everything(synk.comm, "alone") and synk.comm.world_size, outputs=None)
+    for found in (f.serial(np.zeros(7)), f(np.zeros(1)), f.submit(np.zeros(1)).result()):
+        assert found[0] == 1 and not any(found[1:])
 
 
 def test_each_rank_draws_from_its_own_stream_whoever_takes_part() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from support.harness import same_workers
-from support.places import PLACES, SEVERAL_RANKS, on_each
-from support.rank_arrays import assert_same, everywhere
+from support.places import SEVERAL_RANKS, on_each
+from support.rank_arrays import assert_same
 
 import synk
 from synk.errors import CollectiveMismatch
@@ -22,7 +23,7 @@ def values(rank: int, count: int) -> np.ndarray:
     return np.random.default_rng(rank).integers(-9, 10, count).astype("f8")
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", ["inline", "little memory", "1+2"])
 def test_started_collectives_give_what_those_that_wait_give(at: Any, place: Any) -> None:
     """All kinds in one row, waited for in reverse, with one that waits and messages in between."""
     runtime = at(place)
@@ -60,57 +61,71 @@ def test_started_collectives_give_what_those_that_wait_give(at: Any, place: Any)
     assert all(on_each(runtime, body))
 
 
-def test_a_rank_that_waits_for_a_message_goes_on_with_what_it_has_started(at: Any) -> None:
+def sent_when_it_is_done(comm: Any) -> None:
     """Rank 1 sends only when the collective is done, which takes several meetings that the others must come to."""
+    request = comm.iall_reduce(np.full(COUNTS[-1], 1.0), "sum")
+    if comm.rank == 1:
+        assert request.wait()[-1] == comm.world_size
+        for rank in range(comm.world_size):
+            comm.isend(np.array([4.0, 5.0]), rank)
+    assert comm.recv(1).tolist() == [4.0, 5.0]
+    assert request.wait()[0] == comm.world_size
 
-    def body(comm: Any) -> float:
-        request = comm.iall_reduce(np.full(COUNTS[-1], 1.0), "sum")
+
+def asked_again_and_again(comm: Any) -> None:
+    """``test`` never waits, and goes on."""
+    if comm.rank == 0:
+        request = comm.iall_reduce(np.ones(4), "sum")
+        assert not request.test()
+        comm.send(np.zeros(1), 1)
+    else:
         if comm.rank == 1:
-            assert request.wait()[-1] == comm.world_size
-            for rank in range(comm.world_size):
-                comm.isend(np.array([4.0, 5.0]), rank)
-        assert comm.recv(1).tolist() == [4.0, 5.0]
-        return float(request.wait()[0])
+            comm.recv(0)
+        request = comm.iall_reduce(np.ones(4), "sum")
+    while not request.test():
+        pass
+    assert request.wait().tolist() == [comm.world_size] * 4
 
+
+def in_another_thread(comm: Any) -> None:
+    """As autograd's on devices: one caller at a time, whichever thread it is."""
+    size, found, request = comm.world_size, [], comm.iall_reduce(np.ones(2), "sum")
+
+    def run() -> None:
+        found.append(comm.all_reduce(np.ones(1), "sum"))
+        comm.isend(np.ones(2), (comm.rank + 1) % size)
+        found.append(comm.recv((comm.rank - 1) % size))
+        found.append(request.wait())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert [each.tolist() for each in found] == [[size], [1, 1], [size, size]]
+    assert comm.all_reduce(np.ones(1), "sum")[0] == size
+
+
+def waited_for_by_one(comm: Any) -> None:
+    """What nobody waits for is brought to its end; a request that nothing was received by is no error."""
+    after, before = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+    request, _ = comm.iall_reduce(np.ones(3), "sum", out=np.empty(3)), comm.irecv(before)
+    comm.isend(np.ones(300_000), after)
+    if comm.rank == 0:
+        request.wait()
+
+
+BODIES: list[Callable[[Any], None]] = [
+    sent_when_it_is_done,
+    asked_again_and_again,
+    in_another_thread,
+    waited_for_by_one,
+]
+
+
+def test_started_ones_go_on_whatever_a_rank_waits_for(at: Any, subtests: Any) -> None:
     for place in SEVERAL_RANKS:
-        runtime = at(place)
-        assert on_each(runtime, body) == [runtime.world_size] * runtime.world_size
-
-
-def test_test_never_waits_and_goes_on(at: Any) -> None:
-    def body(comm: Any) -> bool:
-        if comm.rank == 0:
-            request = comm.iall_reduce(np.ones(4), "sum")
-            assert not request.test()
-            comm.send(np.zeros(1), 1)
-        else:
-            if comm.rank == 1:
-                comm.recv(0)
-            request = comm.iall_reduce(np.ones(4), "sum")
-        while not request.test():
-            pass
-        return bool(request.wait().tolist() == [comm.world_size] * 4)
-
-    for place in SEVERAL_RANKS:
-        assert all(on_each(at(place), body))
-
-
-def test_what_nobody_waited_for_is_brought_to_its_end(shared_runtimes: Any) -> None:
-    for place in (2, "1+1"):
-        rt = shared_runtimes[place]
-        w = rt.shared(np.zeros(3))
-
-        def body(x: np.ndarray) -> int:
-            comm, out = synk.comm, np.empty(3)
-            request, _ = comm.iall_reduce(np.ones(3), "sum", out=out), comm.irecv(1 - comm.rank)
-            comm.isend(np.ones(300_000), 1 - comm.rank)
-            if comm.rank == 0:
-                request.wait()
-            w.value = w.value + 1  # noqa: B023
-            return 1
-
-        assert rt.function(body, outputs="sum")(np.zeros(2)) == 2
-        assert_same(everywhere(rt, w), [np.ones(3)] * 2)
+        for body in BODIES:
+            with subtests.test(case=body.__name__, place=place):
+                on_each(at(place), body)
 
 
 def test_a_request_belongs_to_its_call(shared_runtimes: Any) -> None:
@@ -128,25 +143,3 @@ def test_a_request_belongs_to_its_call(shared_runtimes: Any) -> None:
     for turn in (1, 2):
         with same_workers(rt), pytest.raises(CollectiveMismatch, match="which is over"):
             f(np.zeros(2), turn)
-
-
-def test_comm_in_another_thread(shared_runtimes: Any) -> None:
-    """As autograd's on devices: one caller at a time, whichever thread it is."""
-
-    def body(comm: Any) -> float:
-        found: list[Any] = []
-
-        def run() -> None:
-            found.append(comm.all_reduce(np.ones(1), "sum"))
-            comm.send(np.ones(2), 1 - comm.rank)
-            found.append(comm.recv(1 - comm.rank))
-            found.append(request.wait())
-
-        request = comm.iall_reduce(np.ones(2), "sum")
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-        return float(sum(each.sum() for each in found) + comm.all_reduce(np.ones(1), "sum")[0])
-
-    for place in (2, "1+1"):
-        assert on_each(shared_runtimes[place], body) == [2.0 + 2.0 + 4.0 + 2.0] * 2

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from synk._api.function import Function
-from synk._master.flight.pending import PendingCall
-from synk._master.objects.data import Data
-from synk._pure.interrupts import safe_point
-
-if TYPE_CHECKING:
-    from synk._api.verify import Report
+import synk
 
 
 class WrappedCall:
     """A submitted call of a :class:`FunctionWrapper`, used like :class:`synk.PendingCall`."""
 
-    def __init__(self, call: PendingCall[Any], finish: Callable[[Any], Any]) -> None:
+    def __init__(self, call: synk.PendingCall[Any], finish: Callable[[Any], Any]) -> None:
         self._call = call
         self._finish: Callable[[Any], Any] | None = finish
         self._value: Any = None
@@ -36,7 +30,7 @@ class WrappedCall:
         The result is finished once, by the first call of this method that succeeds.
         """
         if self._finish is not None:
-            self._value = safe_point(self._finish, self._call.result(timeout))
+            self._value = self._finish(self._call.result(timeout))
             self._finish = None
         return self._value
 
@@ -62,8 +56,8 @@ class WrappedCall:
 class FunctionWrapper:
     """The base of a class whose objects are called like the function that they wrap.
 
-    They have the verbs of a function: calls with all options, ``serial``, ``repeat``, ``submit``, ``stream``, ``rows``,
-    ``verify``, ``build_inputs``. A derived class turns a result into the caller's result in :meth:`finish`.
+    They have the verbs of a function: calls with all options, ``serial``, ``repeat``, ``submit``, ``stream``,
+    ``verify``. A derived class turns a result into the caller's result in :meth:`finish`.
 
     Parameters
     ----------
@@ -76,7 +70,8 @@ class FunctionWrapper:
     Examples
     --------
     >>> import numpy as np, synk
-    >>> class Mean(synk.FunctionWrapper):
+    >>> from synk.extensions._wrapper import FunctionWrapper
+    >>> class Mean(FunctionWrapper):
     ...     def finish(self, result):
     ...         total, rows = result
     ...         return float(total / rows)
@@ -86,9 +81,9 @@ class FunctionWrapper:
     (2.0, 2.0, 1.0)
     """
 
-    function: Function[..., Any]
+    function: synk.Function[..., Any]
 
-    def __init__(self, function: Function[..., Any]) -> None:
+    def __init__(self, function: synk.Function[..., Any]) -> None:
         self.function = function
 
     def finish(self, result: Any) -> Any:
@@ -115,7 +110,7 @@ class FunctionWrapper:
         """Submit a call; see :meth:`synk.Function.submit`. Its result is finished when it is asked for."""
         return WrappedCall(self.function.submit(*args, **options), self.finish)
 
-    def verify(self, /, *args: Any, **options: Any) -> Report:
+    def verify(self, /, *args: Any, **options: Any) -> Any:
         """Compare the results of the wrapped function, not finished; see :meth:`synk.Function.verify`."""
         return self.function.verify(*args, **options)
 
@@ -123,10 +118,6 @@ class FunctionWrapper:
         """Call the function for each batch; see :meth:`synk.Function.stream`. Results are finished one by one."""
         return self.function._streamed(self.submit, batches, progress)
 
-    def rows(self, /, *args: Any, batch_size: int, progress: bool = False, **inputs: Any) -> Iterator[Any]:
-        """Call the function for blocks of rows; see :meth:`synk.Function.rows`. Results are finished one by one."""
-        return self.function._in_blocks(self.submit, args, inputs, batch_size, progress)
-
-    def build_inputs(self, *arrays: Any, **options: Any) -> tuple[Data, ...]:
-        """Make the inputs of the function; see :meth:`synk.Function.build_inputs`."""
-        return self.function.build_inputs(*arrays, **options)
+    def build_inputs(self, *arrays: Any, **options: Any) -> tuple[synk.Data, ...]:
+        """Return one :class:`synk.Data` for each array, for the parameters in order; see :func:`synk.data`."""
+        return tuple(synk.data(array, **options) for array in arrays)
