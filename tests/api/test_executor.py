@@ -9,21 +9,22 @@ import functools
 import gc
 import operator
 import os
-import pathlib
 import signal
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support import harness
+from support.gates import Gate
 
 import synk
+from synk.errors import CallCancelled, ClosedError, RemoteError, SerializationError, WorkerDied
 
 
 @pytest.fixture(params=[2, "1+1"])
@@ -33,11 +34,9 @@ def executor(request: pytest.FixtureRequest, shared_runtimes: Any) -> Iterator[s
         yield made
 
 
-@pytest.fixture(params=[2, "1+1"])
-def own(request: pytest.FixtureRequest, reused: Callable[..., Any]) -> Iterator[synk.Executor]:
-    """One whose workers a test may kill."""
-    with synk.Executor(runtime=reused(request.param)) as made:
-        yield made
+@pytest.fixture
+def gate(tmp_path: Path) -> Gate:
+    return Gate(tmp_path)
 
 
 def fail(text: str) -> None:
@@ -47,84 +46,71 @@ def fail(text: str) -> None:
 # -- as in CPython's test_concurrent_futures/executor.py ---------------------------------------------------------------
 
 
-def test_submit(executor: synk.Executor) -> None:
+def test_submit_and_what_it_raises(executor: synk.Executor) -> None:
     assert executor.submit(pow, 2, 8).result() == 256
-    assert executor.submit(lambda *args, **kwargs: (args, kwargs), 1, self=3, fn=4).result() == (
-        (1,),
-        {"self": 3, "fn": 4},
-    )
-
-
-def test_map_is_the_built_in_one(executor: synk.Executor) -> None:
-    assert list(executor.map(pow, range(10), range(10))) == list(map(pow, range(10), range(10)))
-    assert list(executor.map(pow, range(10), range(10), chunksize=3)) == list(map(pow, range(10), range(10)))
-    assert list(executor.map(pow, range(10), range(10), chunksize=40)) == list(map(pow, range(10), range(10)))
-    assert list(executor.map(pow, [], [])) == []
+    both = executor.submit(lambda *args, **kwargs: (args, kwargs), 1, self=3, fn=4).result()
+    assert both == ((1,), {"self": 3, "fn": 4})
+    with pytest.raises(ValueError, match="text") as caught:
+        executor.submit(fail, "text").result()
+    assert isinstance(caught.value.__cause__, RemoteError)
+    for unpicklable in (threading.Lock(), (n for n in range(3))):
+        with pytest.raises(SerializationError):
+            executor.submit(id, unpicklable).result()
+    with pytest.raises(SerializationError):
+        executor.submit(lambda: threading.Lock()).result()
+    assert executor.submit(abs, -1).result() == 1
 
 
 class Thing:
     pass
 
 
-@pytest.mark.parametrize("chunksize", [1, 4])
-def test_the_iterator_of_map_keeps_no_result_that_it_has_given(executor: synk.Executor, chunksize: int) -> None:
-    for thing in executor.map(lambda _: Thing(), range(4), chunksize=chunksize):
-        reference = weakref.ref(thing)
-        del thing
-        gc.collect()
-        # the thread that gave it may be on its way out of set_result, as in the standard library's executors
-        assert harness.wait_for(lambda reference=reference: reference() is None, timeout_s=10)
-
-
-def test_map_gives_an_exception_in_its_place(executor: synk.Executor) -> None:
+def test_map_is_the_built_in_one(executor: synk.Executor, gate: Gate) -> None:
+    expected = list(map(pow, range(10), range(10)))
+    for options in ({}, {"chunksize": 3}, {"chunksize": 40}):
+        assert list(executor.map(pow, range(10), range(10), **options)) == expected
+    assert list(executor.map(pow, [], [])) == []
+    for chunksize in (0, -1, 1.5, None):
+        with pytest.raises(ValueError, match="chunksize"):
+            executor.map(str, range(3), chunksize=chunksize)
     results = executor.map(divmod, [1, 1, 1, 1], [2, 3, 0, 5])
-    assert next(results) == (0, 1) and next(results) == (0, 1)
+    assert [next(results), next(results)] == [(0, 1), (0, 1)]
     with pytest.raises(ZeroDivisionError):
         next(results)
-
-
-def test_map_with_a_time_limit(executor: synk.Executor) -> None:
-    results = []
+    results = executor.map(gate.wait, range(2), timeout=0.05)
     with pytest.raises(TimeoutError):
-        for result in executor.map(time.sleep, [0, 0, 0.5], timeout=0.2):
-            results.append(result)
-    assert results == [None, None]
+        next(results)
+    gate.open()
 
 
-@pytest.mark.parametrize("chunksize", [0, -1, 1.5, None])
-def test_a_chunksize_that_makes_no_sense(executor: synk.Executor, chunksize: Any) -> None:
-    with pytest.raises(ValueError, match="chunksize"):
-        executor.map(str, range(3), chunksize=chunksize)
+@pytest.mark.parametrize("chunksize", [1, 4])
+def test_the_iterator_of_map_keeps_no_result_that_it_has_given(shared_runtimes: Any, chunksize: int) -> None:
+    with synk.Executor(runtime=shared_runtimes[2]) as executor:
+        for thing in executor.map(lambda _: Thing(), range(2 * chunksize), chunksize=chunksize):
+            reference = weakref.ref(thing)
+            del thing
+            gc.collect()
+            # the thread that gave it may be on its way out of set_result, as in the standard library's executors
+            assert harness.wait_for(lambda reference=reference: reference() is None)
 
 
-def test_after_shutdown(shared_runtimes: Any) -> None:
-    executor = synk.Executor(runtime=shared_runtimes[2])
-    executor.shutdown()
-    executor.shutdown()
-    with pytest.raises(RuntimeError, match="shut down"):
-        executor.submit(pow, 2, 5)
-
-
-def test_shutdown_waits_for_what_was_submitted(shared_runtimes: Any) -> None:
-    executor = synk.Executor(runtime=shared_runtimes[2])
-    futures = [executor.submit(time.sleep, 0.05) for _ in range(6)]
-    executor.shutdown(wait=True)
-    assert all(future.done() for future in futures)
-
-
-def test_shutdown_that_does_not_wait(shared_runtimes: Any) -> None:
-    executor = synk.Executor(runtime=shared_runtimes[2])
-    futures = [executor.submit(operator.neg, k) for k in range(6)]
-    executor.shutdown(wait=False)
-    assert [future.result(60) for future in futures] == [-k for k in range(6)]
-
-
-def test_shutdown_that_cancels(shared_runtimes: Any) -> None:
-    executor = synk.Executor(runtime=shared_runtimes[2])
-    futures = [executor.submit(time.sleep, 0.1) for _ in range(50)]
-    executor.shutdown(cancel_futures=True)
-    assert any(future.cancelled() for future in futures)
-    assert all(future.done() and (future.cancelled() or future.result() is None) for future in futures)
+def test_shutdown(shared_runtimes: Any, gate: Gate) -> None:
+    for options in ({}, {"wait": False}, {"wait": False, "cancel_futures": True}):
+        executor = synk.Executor(runtime=shared_runtimes[2])
+        futures = [executor.submit(gate.wait, number) for number in range(8)]
+        if options:
+            executor.shutdown(**options)  # it returns though the gate is closed
+            gate.open()
+        else:
+            with gate.opened_meanwhile():
+                executor.shutdown()
+            assert all(future.done() for future in futures)
+        executor.shutdown()
+        with pytest.raises(RuntimeError, match="shut down"):
+            executor.submit(pow, 2, 5)
+        assert all(future.cancelled() or future.result(60) is None for future in futures)
+        assert any(future.cancelled() for future in futures) == ("cancel_futures" in options)
+        gate.close()
 
 
 def test_an_executor_that_is_dropped_ends_what_it_has(shared_runtimes: Any) -> None:
@@ -132,44 +118,46 @@ def test_an_executor_that_is_dropped_ends_what_it_has(shared_runtimes: Any) -> N
     future, gone = executor.submit(operator.neg, 3), weakref.ref(executor)
     del executor
     gc.collect()
-    assert gone() is None and future.result(60) == -3
+    assert gone() is None
+    assert future.result(60) == -3
 
 
-def test_wait_and_as_completed(executor: synk.Executor) -> None:
-    slow, quick = executor.submit(time.sleep, 0.5), executor.submit(pow, 2, 3)
+def test_waiting_and_cancelling(executor: synk.Executor, gate: Gate) -> None:
+    slow, quick = executor.submit(gate.wait), executor.submit(pow, 2, 3)
     done, pending = concurrent.futures.wait([slow, quick], return_when=FIRST_COMPLETED)
-    assert quick in done and slow in pending
+    assert (done, pending) == ({quick}, {slow})
     failing = executor.submit(fail, "now")
-    done, pending = concurrent.futures.wait([slow, failing], return_when=FIRST_EXCEPTION)
-    assert failing in done
-    assert set(concurrent.futures.as_completed([slow, quick])) == {slow, quick}
+    done, _ = concurrent.futures.wait([slow, failing], return_when=FIRST_EXCEPTION)
+    assert done == {failing}
+    busy = [executor.submit(gate.wait, number) for number in range(3)]
+    waiting = executor.submit(pow, 2, 2)
+    assert waiting.cancel()
+    with pytest.raises(concurrent.futures.CancelledError):
+        waiting.result()
+    assert harness.wait_for(slow.running)
+    assert not slow.cancel()
+    gate.open()
+    assert set(concurrent.futures.as_completed([slow, *busy])) == {slow, *busy}
 
 
-def test_callbacks_and_what_they_raise(executor: synk.Executor, caplog: pytest.LogCaptureFixture) -> None:
-    seen: list[Any] = []
-    future = executor.submit(pow, 2, 3)
-    future.add_done_callback(lambda done: fail("in a callback"))
-    future.add_done_callback(lambda done: seen.append(done.result()))
-    assert future.result() == 8
-    executor.submit(pow, 1, 1).result()
-    assert seen == [8]
-
-
-def test_a_callback_may_submit_and_call(executor: synk.Executor) -> None:
-    """It runs where no operation is running."""
+def test_callbacks(executor: synk.Executor, caplog: pytest.LogCaptureFixture) -> None:
+    """They run where no operation is running: one may submit and call."""
     total = executor._runtime.function(lambda x: x.sum(), outputs="sum")
     found: list[Any] = []
     is_over = threading.Event()
 
     def go_on(done: Any) -> None:
-        found.append(total(np.ones(4)))
+        found.append((done.result(), total(np.ones(4))))
         executor.submit(pow, 3, 2).add_done_callback(lambda more: (found.append(more.result()), is_over.set()))
 
-    executor.submit(pow, 2, 2).add_done_callback(go_on)
-    assert is_over.wait(60) and found == [4.0, 9]
+    future = executor.submit(pow, 2, 2)
+    future.add_done_callback(lambda done: fail("in a callback"))
+    future.add_done_callback(go_on)
+    assert is_over.wait(60)
+    assert found == [(4, 4.0), 9]
 
 
-def test_a_callback_may_shut_down_and_submit_while_tasks_are_cancelled(shared_runtimes: Any) -> None:
+def test_a_callback_may_shut_down_and_submit_while_tasks_are_cancelled(shared_runtimes: Any, gate: Gate) -> None:
     """Callbacks run under no lock: neither those of a task that ends, nor those of one that is cancelled."""
     executor = synk.Executor(runtime=shared_runtimes[2])
     refused: list[str] = []
@@ -181,135 +169,91 @@ def test_a_callback_may_shut_down_and_submit_while_tasks_are_cancelled(shared_ru
         except RuntimeError as error:
             refused.append(str(error))
 
-    futures = [executor.submit(time.sleep, 0.1) for _ in range(8)]
+    futures = [executor.submit(gate.wait, number) for number in range(8)]
     for future in futures:
         future.add_done_callback(again)
     shutter = threading.Thread(target=executor.shutdown, kwargs={"cancel_futures": True}, daemon=True)
     shutter.start()
+    gate.open()
     shutter.join(60)
-    assert not shutter.is_alive() and all(future.done() for future in futures)
+    assert not shutter.is_alive()
+    assert all(future.done() for future in futures)
     assert len(refused) == 8
 
 
-def test_cancel(executor: synk.Executor) -> None:
-    busy = [executor.submit(time.sleep, 0.2) for _ in range(4)]
-    waiting = executor.submit(pow, 2, 2)
-    assert waiting.cancel() and waiting.cancelled()
-    with pytest.raises(concurrent.futures.CancelledError):
-        waiting.result()
-    assert harness.wait_for(busy[0].running)
-    assert not busy[0].cancel() and [future.result() for future in busy] == [None] * 4
-
-
-@pytest.mark.parametrize("number", [0, -3, True, 2.5, "2"])
-def test_a_number_of_workers_that_makes_no_sense(shared_runtimes: Any, number: Any) -> None:
-    with pytest.raises(ValueError, match="max_workers"):
-        synk.Executor(number, runtime=shared_runtimes[2])
-
-
-def test_no_more_workers_than_were_asked_for(shared_runtimes: Any) -> None:
+def test_numbers_of_workers(shared_runtimes: Any, gate: Gate) -> None:
+    for number in (0, -3, True, 2.5, "2"):
+        with pytest.raises(ValueError, match="max_workers"):
+            synk.Executor(number, runtime=shared_runtimes[2])  # type: ignore[arg-type]
     with synk.Executor(1, runtime=shared_runtimes[2]) as executor:
         assert len({executor.submit(os.getpid).result() for _ in range(6)}) == 1
+
+    def meet(number: int) -> int:
+        gate.arrive(number)
+        gate.wait_for(1 - number)
+        return os.getpid()
+
     with synk.Executor(7, runtime=shared_runtimes[2]) as executor:
-        assert len(set(executor.map(lambda _: (time.sleep(0.05), os.getpid())[1], range(8)))) == 2
+        assert len(set(executor.map(meet, range(2)))) == 2
 
 
 # -- what is synk's own -----------------------------------------------------------------------------------------------
 
 
-def test_errors_are_the_functions_own(executor: synk.Executor) -> None:
-    future = executor.submit(fail, "text")
-    with pytest.raises(ValueError, match="text") as caught:
-        future.result()
-    assert isinstance(caught.value.__cause__, synk.errors.RemoteError)
-    assert executor.submit(abs, -1).result() == 1
+@pytest.mark.parametrize("kind", [2, "1+1"])
+def test_a_worker_that_dies_takes_its_task_along_and_no_other(reused: Callable[..., Any], kind: Any) -> None:
+    with synk.Executor(runtime=reused(kind)) as executor:
+        with pytest.raises(WorkerDied):
+            executor.submit(os._exit, 3).result()
+        assert list(executor.map(operator.neg, range(10))) == [-k for k in range(10)]
 
 
-@pytest.mark.parametrize("value", [threading.Lock(), (n for n in range(3))], ids=["lock", "generator"])
-def test_what_cannot_be_pickled(executor: synk.Executor, value: Any) -> None:
-    with pytest.raises(synk.errors.SerializationError):
-        executor.submit(id, value).result()
-    with pytest.raises(synk.errors.SerializationError):
-        executor.submit(lambda: threading.Lock()).result()
-    assert executor.submit(abs, -1).result() == 1
-
-
-def test_a_worker_that_dies_takes_its_task_along_and_no_other(own: synk.Executor) -> None:
-    dying = own.submit(os._exit, 3)
-    with pytest.raises(synk.errors.WorkerDied):
-        dying.result()
-    assert list(own.map(operator.neg, range(10))) == [-k for k in range(10)]
-
-
-def test_a_worker_that_dies_while_it_has_no_task_ends_no_other(
-    reused: Callable[..., Any], tmp_path: pathlib.Path
-) -> None:
-    rt, begun, go_on = reused(2), tmp_path / "begun", tmp_path / "go_on"
-
-    def task() -> str:
-        begun.touch()
-        while not go_on.exists():
-            time.sleep(0.005)
-        return "done"
-
+def test_a_worker_that_dies_while_it_has_no_task_ends_no_other(reused: Callable[..., Any], gate: Gate) -> None:
+    rt = reused(2)
     idle = harness.pids(rt)[1]
     with synk.Executor(runtime=rt) as executor, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        running = executor.submit(task)
-        assert harness.wait_for(begun.exists)
+        running = executor.submit(gate.wait)
+        assert harness.wait_for(lambda: gate.has(""))
         harness.kill_and_wait(idle)
         with contextlib.suppress(TimeoutError):
             running.exception(0.3)  # the executor's thread has looked by then
-        go_on.touch()
-        assert running.result() == "done"
+        gate.open()
+        assert running.result() is None
         assert executor.submit(abs, -1).result() == 1
 
 
-def test_a_runtime_that_is_closed_meanwhile(runtime: Callable[..., Any]) -> None:
+def test_a_runtime_that_is_closed_meanwhile(runtime: Callable[..., Any], gate: Gate) -> None:
     rt = runtime(2)
     executor = synk.Executor(runtime=rt)
-    futures = [executor.submit(time.sleep, 30) for _ in range(5)]
-    time.sleep(0.2)
+    futures = [executor.submit(gate.wait, number) for number in range(5)]
+    assert harness.wait_for(lambda: gate.has(0))
     rt.close()
     for future in futures:
-        assert isinstance(future.exception(60), (synk.errors.ClosedError, synk.errors.CallCancelled))
-    with pytest.raises(synk.errors.ClosedError):
+        assert isinstance(future.exception(60), (ClosedError, CallCancelled))
+    with pytest.raises(ClosedError):
         executor.submit(abs, 1)
     executor.shutdown()
 
 
-def test_a_runtime_that_another_thread_is_about_to_close(runtime: Callable[..., Any]) -> None:
-    """The thread finds it closing, and not closed: it cannot end the tasks, and must not end with an error itself."""
-    rt = runtime(1)
-    executor = synk.Executor(runtime=rt)
-    future = executor.submit(time.sleep, 30)
-    time.sleep(0.2)
-    rt._session.workers.waiting.is_closing = True
-    assert isinstance(future.exception(60), synk.errors.ClosedError)
-    executor.shutdown()
-
-
-def test_calls_of_functions_in_between(executor: synk.Executor) -> None:
-    total = executor._runtime.function(lambda x: x.sum(), outputs="sum")
-    futures = [executor.submit(lambda k=k: (time.sleep(0.01), k)[1]) for k in range(20)]
-    assert [total(np.full(4, k)) for k in range(5)] == [0, 4, 8, 12, 16]
-    assert [future.result() for future in futures] == list(range(20))
-
-
-def test_several_threads_and_executors(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_calls_threads_and_executors_between_one_another(executor: synk.Executor) -> None:
+    rt = executor._runtime
+    total = rt.function(lambda x: x.sum(), outputs="sum")
     found: dict[int, list[int]] = {}
 
     def use(number: int) -> None:
-        with synk.Executor(runtime=rt) as executor:
-            found[number] = list(executor.map(operator.mul, range(20), [number] * 20))
+        with synk.Executor(runtime=rt) as other:
+            found[number] = list(other.map(operator.mul, range(20), [number] * 20))
 
-    threads = [threading.Thread(target=use, args=(k,)) for k in range(4)]
+    threads = [threading.Thread(target=use, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
+    futures = [executor.submit(operator.neg, k) for k in range(20)]
+    assert [total(np.full(4, k)) for k in range(5)] == [0, 4, 8, 12, 16]
+    assert [future.result() for future in futures] == [-k for k in range(20)]
     for thread in threads:
         thread.join()
-    assert found == {k: [k * i for i in range(20)] for k in range(4)}
+    assert found == {number: [number * k for k in range(20)] for number in range(4)}
 
 
 def test_large_arrays_cross_once(shared_runtimes: Any) -> None:
@@ -321,47 +265,23 @@ def test_large_arrays_cross_once(shared_runtimes: Any) -> None:
     assert rt.counters["bytes_pickled"] - before < table.nbytes
 
 
-def test_asyncio(executor: synk.Executor) -> None:
-    async def main() -> list[int]:
-        loop = asyncio.get_running_loop()
-        return await asyncio.gather(*(loop.run_in_executor(executor, pow, k, 2) for k in range(5)))
-
-    assert asyncio.run(main()) == [0, 1, 4, 9, 16]
-
-
-def test_scipy_workers(executor: synk.Executor) -> None:
-    optimize = pytest.importorskip("scipy.optimize")
-    bounds = [(-2.0, 2.0)] * 2
-    found = optimize.differential_evolution(
-        optimize.rosen, bounds, seed=1, maxiter=5, polish=False, updating="deferred",
-        workers=functools.partial(executor.map, chunksize=8),
-    )  # fmt: skip
-    plain = optimize.differential_evolution(
-        optimize.rosen, bounds, seed=1, maxiter=5, polish=False, updating="deferred"
-    )
-    np.testing.assert_array_equal(found.x, plain.x)
-
-
-SCRIPT = """
-executor = synk.Executor()                  # forks where there is no runtime
-def slow(k):
-    time.sleep(0.1)
-    print("ended", k, flush=True)
-for k in range(3):
-    executor.submit(slow, k)
-"""
-
-
 def test_a_program_that_ends_waits_for_its_tasks() -> None:
-    result = harness.script(SCRIPT).check(stderr=None)
+    result = harness.script(
+        """
+        executor = synk.Executor()  # forks where there is no runtime
+        def slow(k):
+            time.sleep(0.1)
+            print("ended", k, flush=True)
+        for k in range(3):
+            executor.submit(slow, k)
+        """
+    ).check(stderr=None)
     assert result.stdout.count("ended") + result.stderr.count("ended") == 3
 
 
 def test_a_program_that_ctrl_c_has_ended_waits_for_no_task() -> None:
     result = harness.script(
         """
-        import os, signal, threading, time
-
         synk.fork(2, backend="numpy")
         future = synk.Executor().submit(time.sleep, 1000)
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -372,37 +292,36 @@ def test_a_program_that_ctrl_c_has_ended_waits_for_no_task() -> None:
     assert result.stderr.splitlines()[-1].strip() == "KeyboardInterrupt"
 
 
-def test_a_signal_that_comes_while_the_thread_starts_breaks_nothing(
-    shared_runtimes: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_a_thread_that_starts_badly_breaks_nothing(
+    shared_runtimes: Any, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
-    """Ctrl-C ends the submission, but the thread of the executor runs."""
-    executor, start = synk.Executor(runtime=shared_runtimes[2]), threading.Thread.start
+    """Ctrl-C ends the submission, but the thread of the executor runs; or the machine has no more threads."""
+    start = threading.Thread.start
 
-    def interrupted(thread: threading.Thread) -> None:
+    def starts_badly(thread: threading.Thread) -> None:
+        if error is ValueError:
+            fail("no more threads")
         signal.raise_signal(signal.SIGINT)
         start(thread)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            executor.submit(pow, 2, 3)
-    assert executor.submit(pow, 2, 4).result(60) == 16
-    executor.shutdown()
-
-
-def test_a_thread_that_cannot_start_leaves_no_task_behind(
-    shared_runtimes: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    executor = synk.Executor(runtime=shared_runtimes[2])
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", lambda thread: fail("no more threads"))
-        with pytest.raises(ValueError, match="no more threads"):
-            executor.submit(pow, 2, 3)
-    assert executor.submit(pow, 2, 4).result(60) == 16
-    executor.shutdown()
+    with synk.Executor(runtime=shared_runtimes[2]) as executor:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", starts_badly)
+            with pytest.raises(error):
+                executor.submit(pow, 2, 3)
+        assert executor.submit(pow, 2, 4).result(60) == 16
 
 
 # -- libraries that take an executor, or its map -----------------------------------------------------------------------
+
+
+def test_asyncio(executor: synk.Executor) -> None:
+    async def main() -> list[int]:
+        loop = asyncio.get_running_loop()
+        return await asyncio.gather(*(loop.run_in_executor(executor, pow, k, 2) for k in range(5)))
+
+    assert asyncio.run(main()) == [0, 1, 4, 9, 16]
 
 
 def test_dask_computes_its_tasks_on_the_workers(executor: synk.Executor) -> None:
@@ -413,15 +332,14 @@ def test_dask_computes_its_tasks_on_the_workers(executor: synk.Executor) -> None
     assert os.getpid() not in {pid for _, pid in found}
 
 
-def test_scipy_and_emcee_give_what_they_give_in_one_process(executor: synk.Executor) -> None:
+def test_scipy_and_emcee_give_what_they_give_in_one_process(shared_runtimes: Any) -> None:
     emcee = pytest.importorskip("emcee")
     optimize = pytest.importorskip("scipy.optimize")
-    options = {"updating": "deferred", "rng": 1, "maxiter": 5, "polish": False}
-    bounds = [(-2.0, 2.0)] * 2
-    expected = optimize.differential_evolution(optimize.rosen, bounds, **options)
-    for workers in (executor.map, functools.partial(synk.Runtime.map, executor._runtime)):
-        found = optimize.differential_evolution(optimize.rosen, bounds, workers=workers, **options)
-        assert np.array_equal(found.x, expected.x)
+    rt = shared_runtimes[2]
+
+    def optimum(**options: Any) -> np.ndarray:
+        options |= {"updating": "deferred", "rng": 1, "maxiter": 5, "polish": False}
+        return optimize.differential_evolution(optimize.rosen, [(-2.0, 2.0)] * 2, **options).x
 
     def chain(pool: Any) -> np.ndarray:
         sampler = emcee.EnsembleSampler(8, 2, lambda position: -float(position @ position), pool=pool)
@@ -429,5 +347,8 @@ def test_scipy_and_emcee_give_what_they_give_in_one_process(executor: synk.Execu
         sampler.run_mcmc(np.random.default_rng(0).standard_normal((8, 2)), 5)
         return np.asarray(sampler.get_chain())
 
-    assert np.array_equal(chain(executor), chain(None))
-    assert np.array_equal(chain(executor._runtime), chain(None))
+    with synk.Executor(runtime=rt) as executor:
+        for workers in (executor.map, functools.partial(executor.map, chunksize=8), rt.map):
+            np.testing.assert_array_equal(optimum(workers=workers), optimum())
+        for pool in (executor, rt):
+            np.testing.assert_array_equal(chain(pool), chain(None))

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import decimal
 import os
-import subprocess
 import sys
-import textwrap
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,6 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from support import harness
+from support.harness import script
+from support.tables import combinations
 
 import synk
 
@@ -154,50 +154,38 @@ def in_thread(act: Callable[[], Any]) -> Any:
     return got[0]
 
 
-@pytest.mark.sampled(20)
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("num_workers", [1, 2, "inline"])
-def test_a_call_computes_with_the_settings_of_its_place(shared_runtimes: Any, name: str, num_workers: Any) -> None:
-    rt, case = shared_runtimes[num_workers], CASES[name]
-    body = case.body
-    num_ranks = rt.world_size
-
-    def look(x: Any) -> Any:
-        return outcome(body)
-
-    f = rt.function(look, outputs=None)
-    for value in (*case.values, *case.values):
-        case.set(value)
-        expected = outcome(body)
-        for _ in range(5):  # the last of them are quiet ones
-            assert f(X) == [expected] * num_ranks
-        assert f.serial(X)[0] == expected
-        assert list(rt.map(lambda x: outcome(body), [1.0, 2.0])) == [expected] * 2
-        assert list(f.stream([X, X])) == [[expected] * num_ranks] * 2
-        assert list(f.stream(X[k : k + 2] for k in (0, 2))) == [[expected] * min(num_ranks, 2)] * 2
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_submitted_calls_have_the_settings_of_their_submission(shared_runtimes: Any, name: str) -> None:
-    rt, case = shared_runtimes[2], CASES[name]
-    body = case.body
-    f = rt.function(lambda x: outcome(body), outputs=None)
-    for _ in range(4):
-        pending, expected = [], []
-        for value in case.values:
-            case.set(value)
-            expected.append([outcome(body)] * 2)
-            pending.append(f.submit(X))
-        assert [call.result() for call in pending] == expected
+@pytest.mark.parametrize("count", [len(CASES), pytest.param(3 * len(CASES), marks=pytest.mark.storm)])
+def test_each_verb_computes_with_the_settings_of_its_place(
+    shared_runtimes: Any, subtests: pytest.Subtests, count: int
+) -> None:
+    """A submitted call has those of its submission."""
+    for name, kind in combinations(count, CASES, (1, 2, "inline")):
+        with subtests.test(name, kind=kind):
+            rt, case = shared_runtimes[kind], CASES[name]
+            body, num_ranks = case.body, rt.world_size
+            f = rt.function(lambda x, body=body: outcome(body), outputs=None)
+            submitted, expected = [], []
+            for value in (*case.values, *case.values):
+                case.set(value)
+                plain = outcome(body)
+                for _ in range(5):  # the last of them are quiet ones
+                    assert f(X) == [plain] * num_ranks
+                assert f.serial(X)[0] == plain
+                assert list(rt.map(lambda x, body=body: outcome(body), [1.0, 2.0])) == [plain] * 2
+                assert list(f.stream([X, X])) == [[plain] * num_ranks] * 2
+                expected.append([plain] * num_ranks)
+                submitted.append(f.submit(X))
+                pending, plains = in_thread(lambda f=f, body=body: (f.submit(X), outcome(body)))
+                expected.append([plains] * num_ranks)  # some belong to a thread, others to the process
+                submitted.append(pending)
+            assert [call.result() for call in submitted] == expected
 
 
 def test_with_blocks(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-
     def look(x: Any) -> Any:
         return repr([outcome(divided), outcome(in_decimal), has_grad(), outcome(warned)])
 
-    f = rt.function(look, outputs=None)
+    f = shared_runtimes[2].function(look, outputs=None)
     np.seterr(divide="ignore")
     warnings.simplefilter("ignore", OwnWarning)
     for _ in range(4):
@@ -217,30 +205,13 @@ def test_with_blocks(shared_runtimes: Any) -> None:
 def test_quiet_calls_stay_quiet_within_blocks_of_equal_settings(shared_runtimes: Any) -> None:
     """A new block of settings that are equal to those before is no news."""
     rt = shared_runtimes[2]
-    f = rt.function(lambda x: x.sum(), outputs="sum")
-    for _ in range(3):
-        with np.errstate(all="ignore"), decimal.localcontext(), warnings.catch_warnings(), torch.no_grad():
-            f(X)
-    before = dict(rt.counters)
-    for _ in range(5):
+    f, before = rt.function(lambda x: x.sum(), outputs="sum"), 0
+    for call in range(8):
+        if call == 3:
+            before = rt.counters["bytes_down"]
         with np.errstate(all="ignore"), decimal.localcontext(), warnings.catch_warnings(), torch.no_grad():
             assert f(X) == X.sum()
-    assert rt.counters["bytes_down"] - before["bytes_down"] == 5 * 2 * 8, "doorbells alone"
-
-
-@pytest.mark.parametrize("name", ["np.seterr", "decimal precision", "grad mode", "default dtype"])
-def test_the_thread_that_calls_decides(shared_runtimes: Any, name: str) -> None:
-    """Some settings belong to a thread, others to the process; the plain function in the same thread tells."""
-    rt, case = shared_runtimes[2], CASES[name]
-    body = case.body
-    f = rt.function(lambda x: outcome(body), outputs=None)
-    case.set(case.values[1])
-    for _ in range(3):
-        assert f(X) == [outcome(body)] * 2
-        called, plain = in_thread(lambda: (f(X), outcome(body)))
-        assert called == [plain] * 2
-        submitted, plain = in_thread(lambda: (f.submit(X), outcome(body)))
-        assert submitted.result() == [plain] * 2
+    assert rt.counters["bytes_down"] - before == 5 * 2 * 8, "doorbells alone"
 
 
 @pytest.mark.filterwarnings("ignore:rank . .pid:RuntimeWarning")
@@ -282,10 +253,12 @@ def test_what_a_function_sets_stays_on_its_rank_until_the_program_changes_it(run
     assert look(X) == [("inf", "torch.float64")], "the setting that the program has changed, and no other"
 
 
-def test_verify_leaves_settings_as_they_were(shared_runtimes: Any) -> None:
+def test_verify_compares_under_the_settings_of_the_call_and_leaves_them(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
-    np.seterr(divide="ignore")
-    torch.set_default_dtype(torch.float32)
+    tenth = rt.function(lambda x: np.float64(torch.full((1,), 0.1).double()[0].item() + 0 * x.sum()))
+    for dtype in (torch.float64, torch.float32):
+        torch.set_default_dtype(dtype)
+        assert tenth.verify(X, rtol=1e-15)
 
     def change(x: Any) -> Any:
         np.seterr(divide="raise")
@@ -293,19 +266,12 @@ def test_verify_leaves_settings_as_they_were(shared_runtimes: Any) -> None:
         torch.set_default_dtype(torch.float64)
         return x.mean()
 
+    np.seterr(divide="ignore")
     look = rt.function(lambda x: (outcome(divided), outcome(in_decimal), default_dtype()), outputs=None)
     expected = look(X)
     assert rt.function(change).verify(X)
     assert look(X) == expected
     assert (outcome(divided), outcome(in_decimal), default_dtype()) == expected[0]
-
-
-def test_verify_compares_under_the_settings_of_the_call(shared_runtimes: Any) -> None:
-    f = shared_runtimes[2].function(lambda x: np.float64(torch.full((1,), 0.1).double()[0].item() + 0 * x.sum()))
-    for dtype in (torch.float32, torch.float64):
-        torch.set_default_dtype(dtype)
-        assert f.verify(X, rtol=1e-15)
-        assert f(X) == torch.full((1,), 0.1).double()[0].item()
 
 
 def test_functions_are_loaded_where_warnings_are_errors(
@@ -324,93 +290,55 @@ def test_functions_are_loaded_where_warnings_are_errors(
     assert f(X) == warns_at_import.value
 
 
-def test_libraries_that_a_rank_imports_later(tmp_path: Any) -> None:
-    """In the body alone: nothing is imported for a setting, and it holds as soon as the library is there."""
-    program = """
-        import decimal, sys, warnings
-        import numpy as np, synk, torch
-        from scipy.sparse import SparseEfficiencyWarning
+def test_a_script_and_libraries_that_a_rank_imports_later() -> None:
+    """Nothing is imported for a setting, and it holds as soon as the library is there; also for a class of the script.
 
-        torch.set_default_dtype(torch.float64)
-        decimal.getcontext().prec = 4
-        warnings.simplefilter("error", SparseEfficiencyWarning)
-
-        def names(x):
-            import sys
-            return str([name in sys.modules for name in ("torch", "scipy.sparse")])
-
-        def late(x):
-            import decimal
-            import torch as library
-            return str(library.ones(1).dtype), str(decimal.Decimal(1) / 3)
-
-        def warned(x):
-            import warnings
-            from scipy.sparse import SparseEfficiencyWarning as Slow
-            try:
-                warnings.warn("slow", Slow)
-            except Slow:
-                return "raised"
-            return "said"
-
-        with synk.fork(1):
-            x = np.arange(4.0)
-            print(synk.function(names, outputs=None)(x)[0])
-            print(synk.function(late, outputs=None)(x), late(x))
-            print(synk.function(warned, outputs=None)(x))
+    After one backend has a precision of its own torch refuses to read the one of all: a call goes on with that it had.
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.stderr == ""
-    assert done.stdout.splitlines() == [
-        "[False, False]",
-        "[('torch.float64', '0.3333')] ('torch.float64', '0.3333')",
-        "['raised']",
-    ]
-
-
-def test_filters_for_a_class_of_the_main_script() -> None:
-    program = """
-        import warnings
-        import numpy as np, synk
+    script(
+        """
+        import decimal, warnings
+        import torch
+        from scipy.sparse import SparseEfficiencyWarning
 
         class Own(UserWarning):
             pass
 
-        def body(x):
-            try:
-                warnings.warn("told", Own)
-            except Own:
-                return "raised"
-            return "said"
+        def names(x):
+            return str([name in sys.modules for name in ("torch", "scipy.sparse")])
 
-        with synk.fork(2):
-            f = synk.function(body, outputs=None)
-            warnings.simplefilter("error", Own)
-            print(f(np.arange(4.0)))
+        def late(x):
+            import torch as library
+            return str(library.ones(1).dtype), str(decimal.Decimal(1) / 3)
+
+        def warned(x):
+            from scipy.sparse import SparseEfficiencyWarning as Slow
+            said = []
+            for kind in (Slow, Own):
+                try:
+                    warnings.warn("told", kind)
+                except kind:
+                    said.append(kind.__name__)
+            return said
+
+        torch.set_default_dtype(torch.float64)
+        decimal.getcontext().prec = 4
+        warnings.simplefilter("error")
+        x = np.arange(4.0)
+        with synk.fork(1, backend="numpy"):
+            f, g, h = (synk.function(fn, outputs=None) for fn in (names, late, warned))
+            print(f(x), g(x) == [late(x)], h(x))
             warnings.simplefilter("ignore", Own)
-            print(f(np.arange(4.0)))
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert (done.stdout, done.stderr) == ("['raised', 'raised']\n['said', 'said']\n", "")
-
-
-def test_precisions_of_single_backends_do_no_harm() -> None:
-    """torch refuses to read its one precision then; a call goes on with the one that it had."""
-    program = """
-        import numpy as np, synk, torch
-        with synk.fork(1):
-            f = synk.function(lambda x: torch.as_tensor(x).sum().item(), outputs="sum")
+            print(g(x), h(x))
             torch.backends.cuda.matmul.fp32_precision = "tf32"
-            print([float(f(np.arange(4.0))) for _ in range(4)])
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=120, check=False
+            print([g(x) == [late(x)] for _ in range(4)])
+        """,
+        flags=(),
+    ).check(
+        "['[False, False]'] True [['SparseEfficiencyWarning', 'Own']]\n"
+        "[('torch.float64', '0.3333')] [['SparseEfficiencyWarning']]\n"
+        "[True, True, True, True]\n"
     )
-    assert (done.stdout, done.returncode) == ("[6.0, 6.0, 6.0, 6.0]\n", 0)
 
 
 def test_steps_of_training_have_the_dtype_and_the_grad_mode_of_their_call(shared_runtimes: Any) -> None:
