@@ -63,7 +63,7 @@ def test_the_right_op_is_confirmed_and_a_wrong_one_corrected(shared_runtimes: An
 
 
 class Verdict(NamedTuple):
-    """What a report says of a function of X: both columns of each output, a text, and what fits where the first differs."""
+    """What a report says of a function of X: both columns of each output, a text, and what fits where one differs."""
 
     fn: Callable[[Any], Any]
     options: dict[str, Any]
