@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import decimal
 import os
-import subprocess
 import sys
-import textwrap
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -92,10 +90,10 @@ def is_deterministic() -> Any:
     return f"{torch.are_deterministic_algorithms_enabled()} {torch.is_deterministic_algorithms_warn_only_enabled()}"
 
 
-def cudnn(name: str) -> Any:
+def is_repeatable() -> Any:
     from torch.backends import cudnn
 
-    return getattr(cudnn, name)
+    return cudnn.deterministic
 
 
 CASES = {
@@ -121,13 +119,8 @@ CASES = {
         torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, ("highest", "high", "medium")
     ),
     "cudnn.deterministic": Case(
-        lambda: cudnn("deterministic"),
+        is_repeatable,
         lambda flag: setattr(torch.backends.cudnn, "deterministic", flag),
-        (False, True),
-    ),
-    "cudnn.benchmark": Case(
-        lambda: cudnn("benchmark"),
-        lambda flag: setattr(torch.backends.cudnn, "benchmark", flag),
         (False, True),
     ),
 }
@@ -142,7 +135,7 @@ def _as_before() -> Iterator[None]:
     sys.setrecursionlimit(limit)
     for name in ("grad mode", "default dtype", "deterministic algorithms", "matmul precision"):
         CASES[name].set(CASES[name].values[0])
-    torch.backends.cudnn.deterministic = torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = False
 
 
 def in_thread(act: Callable[[], Any]) -> Any:
@@ -154,93 +147,67 @@ def in_thread(act: Callable[[], Any]) -> Any:
     return got[0]
 
 
-@pytest.mark.sampled(20)
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("num_workers", [1, 2, "inline"])
-def test_a_call_computes_with_the_settings_of_its_place(shared_runtimes: Any, name: str, num_workers: Any) -> None:
-    rt, case = shared_runtimes[num_workers], CASES[name]
-    body = case.body
-    num_ranks = rt.world_size
-
-    def look(x: Any) -> Any:
-        return outcome(body)
-
-    f = rt.function(look, outputs=None)
-    for value in (*case.values, *case.values):
-        case.set(value)
-        expected = outcome(body)
-        for _ in range(5):  # the last of them are quiet ones
-            assert f(X) == [expected] * num_ranks
-        assert f.serial(X)[0] == expected
-        assert list(rt.map(lambda x: outcome(body), [1.0, 2.0])) == [expected] * 2
-        assert list(f.stream([X, X])) == [[expected] * num_ranks] * 2
-        assert list(f.rows(X, batch_size=2)) == [[expected] * min(num_ranks, 2)] * 2
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_submitted_calls_have_the_settings_of_their_submission(shared_runtimes: Any, name: str) -> None:
-    rt, case = shared_runtimes[2], CASES[name]
-    body = case.body
-    f = rt.function(lambda x: outcome(body), outputs=None)
-    for _ in range(4):
-        pending, expected = [], []
-        for value in case.values:
-            case.set(value)
-            expected.append([outcome(body)] * 2)
-            pending.append(f.submit(X))
-        assert [call.result() for call in pending] == expected
+def test_a_call_computes_with_the_settings_of_its_place(shared_runtimes: Any, subtests: pytest.Subtests) -> None:
+    """Also one that is submitted, of a stream or of a map: those of the moment when it was handed over."""
+    for number, (name, case) in enumerate(CASES.items()):
+        rt, body = shared_runtimes[(1, 2, "inline")[number % 3]], case.body
+        f = rt.function(lambda x, body=body: outcome(body), outputs=None)
+        pending = []
+        for value in (*case.values, *case.values):
+            with subtests.test(name, value=value):
+                case.set(value)
+                expected = outcome(body)
+                on_all = [expected] * rt.world_size
+                pending.append((f.submit(X), on_all))
+                for _ in range(5):  # the last of them are quiet ones
+                    assert f(X) == on_all
+                assert f.serial(X)[0] == expected
+                assert list(rt.map(lambda x, body=body: outcome(body), [1.0, 2.0])) == [expected] * 2
+                assert list(f.stream([X, X])) == [on_all] * 2
+        with subtests.test(name, submitted=True):
+            assert [call.result() for call, _ in pending] == [on_all for _, on_all in pending]
 
 
 def test_with_blocks(shared_runtimes: Any) -> None:
+    """A new block of settings that are equal to those before is no news."""
     rt = shared_runtimes[2]
 
     def look(x: Any) -> Any:
         return repr([outcome(divided), outcome(in_decimal), has_grad(), outcome(warned)])
 
-    f = rt.function(look, outputs=None)
+    f, total = rt.function(look, outputs=None), rt.function(lambda x: x.sum(), outputs="sum")
     np.seterr(divide="ignore")
     warnings.simplefilter("ignore", OwnWarning)
     for _ in range(4):
         assert f(X) == [look(X)] * 2
-        with np.errstate(divide="raise"):
+        with np.errstate(divide="raise"), torch.no_grad(), decimal.localcontext() as context:
+            context.prec = 7
             assert f(X) == [look(X)] * 2
-            with torch.no_grad(), decimal.localcontext() as context:
-                context.prec = 7
-                assert f(X) == [look(X)] * 2
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert f(X) == [look(X)] * 2
         with torch.inference_mode():
             assert f(X) == [look(X)] * 2
-
-
-def test_quiet_calls_stay_quiet_within_blocks_of_equal_settings(shared_runtimes: Any) -> None:
-    """A new block of settings that are equal to those before is no news."""
-    rt = shared_runtimes[2]
-    f = rt.function(lambda x: x.sum(), outputs="sum")
-    for _ in range(3):
+    before = 0
+    for _ in range(8):
         with np.errstate(all="ignore"), decimal.localcontext(), warnings.catch_warnings(), torch.no_grad():
-            f(X)
-    before = dict(rt.counters)
-    for _ in range(5):
-        with np.errstate(all="ignore"), decimal.localcontext(), warnings.catch_warnings(), torch.no_grad():
-            assert f(X) == X.sum()
-    assert rt.counters["bytes_down"] - before["bytes_down"] == 5 * 2 * 8, "doorbells alone"
+            before = rt.counters["bytes_down"]
+            assert total(X) == X.sum()
+    assert rt.counters["bytes_down"] - before == 2 * 8, "doorbells alone"
 
 
-@pytest.mark.parametrize("name", ["np.seterr", "decimal precision", "grad mode", "default dtype"])
-def test_the_thread_that_calls_decides(shared_runtimes: Any, name: str) -> None:
+def test_the_thread_that_calls_decides(shared_runtimes: Any, subtests: pytest.Subtests) -> None:
     """Some settings belong to a thread, others to the process; the plain function in the same thread tells."""
-    rt, case = shared_runtimes[2], CASES[name]
-    body = case.body
-    f = rt.function(lambda x: outcome(body), outputs=None)
-    case.set(case.values[1])
-    for _ in range(3):
-        assert f(X) == [outcome(body)] * 2
-        called, plain = in_thread(lambda: (f(X), outcome(body)))
-        assert called == [plain] * 2
-        submitted, plain = in_thread(lambda: (f.submit(X), outcome(body)))
-        assert submitted.result() == [plain] * 2
+    for name in ("np.seterr", "decimal precision", "grad mode", "default dtype"):
+        with subtests.test(name):
+            case = CASES[name]
+            body = case.body
+            f = shared_runtimes[2].function(lambda x, body=body: outcome(body), outputs=None)
+            case.set(case.values[1])
+            for _ in range(3):
+                assert f(X) == [outcome(body)] * 2
+                called, submitted, plain = in_thread(lambda f=f, body=body: (f(X), f.submit(X), outcome(body)))
+                assert called == submitted.result() == [plain] * 2
 
 
 @pytest.mark.filterwarnings("ignore:rank . .pid:RuntimeWarning")
@@ -282,10 +249,9 @@ def test_what_a_function_sets_stays_on_its_rank_until_the_program_changes_it(run
     assert look(X) == [("inf", "torch.float64")], "the setting that the program has changed, and no other"
 
 
-def test_verify_leaves_settings_as_they_were(shared_runtimes: Any) -> None:
+def test_verify_compares_under_the_settings_of_the_call_and_leaves_them(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     np.seterr(divide="ignore")
-    torch.set_default_dtype(torch.float32)
 
     def change(x: Any) -> Any:
         np.seterr(divide="raise")
@@ -294,18 +260,13 @@ def test_verify_leaves_settings_as_they_were(shared_runtimes: Any) -> None:
         return x.mean()
 
     look = rt.function(lambda x: (outcome(divided), outcome(in_decimal), default_dtype()), outputs=None)
-    expected = look(X)
-    assert rt.function(change).verify(X)
-    assert look(X) == expected
-    assert (outcome(divided), outcome(in_decimal), default_dtype()) == expected[0]
-
-
-def test_verify_compares_under_the_settings_of_the_call(shared_runtimes: Any) -> None:
-    f = shared_runtimes[2].function(lambda x: np.float64(torch.full((1,), 0.1).double()[0].item() + 0 * x.sum()))
-    for dtype in (torch.float32, torch.float64):
+    tenth = rt.function(lambda x: np.float64(torch.full((1,), 0.1).double()[0].item() + 0 * x.sum()))
+    for dtype in (torch.float64, torch.float32):
         torch.set_default_dtype(dtype)
-        assert f.verify(X, rtol=1e-15)
-        assert f(X) == torch.full((1,), 0.1).double()[0].item()
+        assert tenth.verify(X, rtol=1e-15)
+        expected = look(X)
+        assert rt.function(change).verify(X)
+        assert look(X) == [(outcome(divided), outcome(in_decimal), default_dtype())] * 2 == expected
 
 
 def test_functions_are_loaded_where_warnings_are_errors(
@@ -324,12 +285,18 @@ def test_functions_are_loaded_where_warnings_are_errors(
     assert f(X) == warns_at_import.value
 
 
-def test_libraries_that_a_rank_imports_later(tmp_path: Any) -> None:
-    """In the body alone: nothing is imported for a setting, and it holds as soon as the library is there."""
-    program = """
-        import decimal, sys, warnings
-        import numpy as np, synk, torch
+def test_libraries_that_a_rank_imports_later_and_classes_of_the_script() -> None:
+    """Nothing is imported for a setting, and it holds as soon as the library is there.
+
+    At the end torch refuses to read its one precision; a call goes on with the one that it had.
+    """
+    harness.script(
+        """
+        import decimal, warnings, torch
         from scipy.sparse import SparseEfficiencyWarning
+
+        class Own(UserWarning):
+            pass
 
         torch.set_default_dtype(torch.float64)
         decimal.getcontext().prec = 4
@@ -344,73 +311,31 @@ def test_libraries_that_a_rank_imports_later(tmp_path: Any) -> None:
             import torch as library
             return str(library.ones(1).dtype), str(decimal.Decimal(1) / 3)
 
-        def warned(x):
+        def raises(kind):
             import warnings
+            try:
+                warnings.warn("told", kind)
+            except kind:
+                return True
+            return False
+
+        def slow(x):
             from scipy.sparse import SparseEfficiencyWarning as Slow
-            try:
-                warnings.warn("slow", Slow)
-            except Slow:
-                return "raised"
-            return "said"
+            return raises(Slow)
 
-        with synk.fork(1):
+        with synk.fork(1, backend="numpy"):
             x = np.arange(4.0)
-            print(synk.function(names, outputs=None)(x)[0])
-            print(synk.function(late, outputs=None)(x), late(x))
-            print(synk.function(warned, outputs=None)(x))
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.stderr == ""
-    assert done.stdout.splitlines() == [
-        "[False, False]",
-        "[('torch.float64', '0.3333')] ('torch.float64', '0.3333')",
-        "['raised']",
-    ]
-
-
-def test_filters_for_a_class_of_the_main_script() -> None:
-    program = """
-        import warnings
-        import numpy as np, synk
-
-        class Own(UserWarning):
-            pass
-
-        def body(x):
-            try:
-                warnings.warn("told", Own)
-            except Own:
-                return "raised"
-            return "said"
-
-        with synk.fork(2):
-            f = synk.function(body, outputs=None)
-            warnings.simplefilter("error", Own)
-            print(f(np.arange(4.0)))
-            warnings.simplefilter("ignore", Own)
-            print(f(np.arange(4.0)))
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert (done.stdout, done.stderr) == ("['raised', 'raised']\n['said', 'said']\n", "")
-
-
-def test_precisions_of_single_backends_do_no_harm() -> None:
-    """torch refuses to read its one precision then; a call goes on with the one that it had."""
-    program = """
-        import numpy as np, synk, torch
-        with synk.fork(1):
-            f = synk.function(lambda x: torch.as_tensor(x).sum().item(), outputs="sum")
+            for body in (names, late, slow):
+                print(synk.function(body, outputs=None)(x)[0])
+            own = synk.function(lambda x: raises(Own), outputs=None)
+            for action in ("error", "ignore"):
+                warnings.simplefilter(action, Own)
+                print(own(x))
+            total = synk.function(lambda x: torch.full((len(x),), 1.5).sum().item(), outputs="sum")
             torch.backends.cuda.matmul.fp32_precision = "tf32"
-            print([float(f(np.arange(4.0))) for _ in range(4)])
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert (done.stdout, done.returncode) == ("[6.0, 6.0, 6.0, 6.0]\n", 0)
+            print([float(total(x)) for _ in range(4)])
+        """
+    ).check("[False, False]\n('torch.float64', '0.3333')\nTrue\n[True]\n[False]\n[6.0, 6.0, 6.0, 6.0]\n", stderr=None)
 
 
 def test_steps_of_training_have_the_dtype_and_the_grad_mode_of_their_call(shared_runtimes: Any) -> None:
