@@ -12,9 +12,6 @@ import pytest
 from support.beside import beside
 
 import synk
-from synk._master.state.ledger import Record
-from synk._master.state.sums import Transfer
-from synk._wire.control import Up
 
 
 def totals(rt: Any, name: str) -> dict[tuple[str, str], tuple[str, int, int]]:
@@ -53,7 +50,7 @@ def test_transfers_are_counted_by_argument_and_kind(shared_runtimes: Any) -> Non
 
 
 def test_calls_of_other_sizes_add_up(shared_runtimes: Any) -> None:
-    """Of arrays, of the rows of a batch of Data, of captured arrays that change, of objects and of tables."""
+    """Of arrays, of the rows of a batch of Data, and of tables."""
     rt, sizes = shared_runtimes[3], [10, 20, 10, 30, 30, 20]
     f = rt.function(lambda x: x, outputs="gather", name="other shapes")
     for width, size in itertools.product((1, 3), sizes):
@@ -64,18 +61,6 @@ def test_calls_of_other_sizes_add_up(shared_runtimes: Any) -> None:
     for batch in (np.array([0, 4, 8]), slice(0, 6), None):
         some(x, batch=batch)
     assert totals(rt, "some rows")["x", "data"][1:] == (3, (3 + 6 + 9) * 800)
-    table = np.ones(50_000)
-    captured, sent = rt.function(lambda x: x + table[0], outputs="gather", name="with a table"), []
-    for factor in (1, 1, 2):
-        table *= factor
-        captured(np.ones(4))
-        sent.append(totals(rt, "with a table")["code and captured objects", "captured"][2])
-    assert table.nbytes <= sent[0] == sent[1] < sent[2]
-    texts = rt.function(lambda x: "a" * 100_000, outputs=None, name="texts")
-    texts(np.ones(4))
-    _, calls, nbytes = totals(rt, "texts")["outputs", "output"]
-    assert calls == 1 and 3 * 100_000 < nbytes < 3 * 112_700  # with room for longer ones
-    assert [each.out_nbytes for each in rt.profile.ranks if each.function == "texts"] == [nbytes // 3] * 3
     pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame({"a": np.arange(9.0), "b": np.arange(9), "c": np.arange(9) % 2 == 0})
     rt.function(lambda table: len(table), outputs="sum", name="of a table")(frame)
@@ -130,9 +115,8 @@ def test_ranks_are_counted_by_their_rows(shared_runtimes: Any) -> None:
 def test_it_is_shown_as_a_table_and_as_plain_values(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     rt.profile.reset()
-    for name in ("cheap", "dear"):
-        rt.function(lambda x: x.sum(), outputs="sum", name=name)(np.ones(4))
-    rt.profile.records["cheap"].wall_ns = 1
+    for name, seconds in (("cheap", 0.0), ("dear", 0.5)):
+        rt.function(lambda x: time.sleep(seconds) or x.sum(), outputs="sum", name=name)(np.ones(4))  # noqa: B023
     shown = rt.function(lambda big, small: big.sum() + small.sum(), outputs="sum", name="shown")
     for _ in range(3):
         shown(np.ones(20_000), np.ones(20_000, np.int8))
@@ -150,16 +134,6 @@ def test_it_is_shown_as_a_table_and_as_plain_values(shared_runtimes: Any) -> Non
     assert sorted({each["rank"] for each in plain["ranks"]}) == [0, 1]
 
 
-def test_it_says_why_calls_are_prepared_anew_each_time(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    for why, arguments in (("x has shape (6,), was (4,)", (np.ones(4), np.ones(6))), ("", (np.ones(6), np.zeros(6)))):
-        f = rt.function(lambda x: len(x), outputs="sum", name=f"why {why}")
-        for each in arguments * 10:
-            f(each)
-        note = rt.profile.records[f"why {why}"].note
-        assert (why in note and note in str(rt.profile)) if why else note == ""
-
-
 def test_other_threads_may_read_and_reset_it_at_any_moment(shared_runtimes: Any) -> None:
     """Who reads sees a call whole or not at all, reading changes no number, and a reset fails no call."""
     rt = shared_runtimes[2]
@@ -173,45 +147,21 @@ def test_other_threads_may_read_and_reset_it_at_any_moment(shared_runtimes: Any)
         assert all(each.in_nbytes == 16 * each.calls for each in rt.profile.ranks if each.function == "read meanwhile")
 
     with beside(read):
-        for _ in range(300):
+        for _ in range(100):
             f(np.ones(4))
-    assert totals(rt, "read meanwhile")["x", "staged"] == ("to workers", 300, 300 * 32)
+    assert totals(rt, "read meanwhile")["x", "staged"] == ("to workers", 100, 100 * 32)
     with beside(rt.profile.reset):
-        for _ in range(300):
+        for _ in range(100):
             f(np.ones(4))
     rt.profile.reset()
     f(np.ones(4))
     assert totals(rt, "read meanwhile")["x", "staged"] == ("to workers", 1, 32)
 
 
-def verdict_of(function_ms: list[float], wait_ms: list[float], wall_ms: float, staged: dict[str, float]) -> str:
-    """Return the verdict on twenty calls of that kind."""
-    record = Record("f")
-    words = np.zeros((len(function_ms), 16), np.int64)
-    words[:, Up.FUNCTION_NS] = (np.array(function_ms) - np.array(wait_ms)) * 1e6
-    words[:, Up.WAIT_NS] = np.array(wait_ms) * 1e6
-    ranks = list(range(len(function_ms)))
-    moves = tuple(Transfer(name, "staged", 1_000_000, 10) for name in staged)
-    for _ in range(20):
-        record.staged_ns += int(sum(staged.values()) * 1e6)
-        record.add(moves, ranks, [10] * len(ranks), words, int(wall_ms * 1e6))
-    return record.verdict()
-
-
-@pytest.mark.parametrize(
-    ("function_ms", "wait_ms", "wall_ms", "staged", "verdict"),
-    [
-        ([10, 10], [0, 0], 11, {}, ""),
-        ([14, 10], [0, 0], 15, {}, "rank 0 computes 1.4 times longer than the others"),
-        ([10, 10, 30], [0, 0, 0], 31, {}, "rank 2 computes 3.0 times longer than the others"),
-        ([30, 30], [29, 0], 31, {}, "rank 1 computes 30.0 times longer than the others: they have waited for it"),
-        ([30, 30], [15, 15], 31, {}, ""),
-        ([2, 2], [0, 0], 10, {"x": 8}, "80% of its time is the copy of x: keep it in synk.data(x)"),
-        ([0.01, 0.01], [0, 0], 30, {}, "its calls are shorter than what they cost to divide"),
-    ],
-)
-def test_the_verdict_names_what_stands_out(
-    function_ms: list[float], wait_ms: list[float], wall_ms: float, staged: dict[str, float], verdict: str
-) -> None:
-    found = verdict_of(function_ms, wait_ms, wall_ms, staged)
-    assert found.startswith(verdict) if verdict else found == ""
+def test_one_line_of_the_table_says_what_stands_out(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    rt.profile.reset()
+    f = rt.function(lambda x: time.sleep(0.02 * synk.comm.rank), outputs=None, name="uneven")
+    for _ in range(6):
+        f(np.ones(4))
+    assert "rank 1 computes" in str(rt.profile)

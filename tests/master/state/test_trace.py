@@ -9,18 +9,12 @@ import signal
 import sys
 import threading
 import time
-import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.gates import Gate
 
-import synk
-from synk._master.state.trace import Tracer, write_trace
-from synk._wire import spans as _spans
 from synk._wire.cell import cell
 from synk.errors import WorkerDied
 from synk.profiler import span, trace
@@ -29,12 +23,9 @@ EPSILON_S = 1e-6
 
 
 @pytest.fixture
-def rt(shared_runtimes: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def rt(reused: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A runtime with two workers, which is the current one."""
-    return made_current(shared_runtimes[2], monkeypatch)
-
-
-def made_current(runtime: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    runtime = reused(2)
     monkeypatch.setattr(cell, "runtime", runtime)
     monkeypatch.setattr(cell, "session", runtime._session)
     return runtime
@@ -82,37 +73,23 @@ def test_the_spans_of_plain_calls(rt: Any) -> None:
             assert sent - 1e-3 <= start <= end <= heard + EPSILON_S
 
 
-def test_submitted_calls_have_their_lanes_and_items_of_a_map_their_rank(rt: Any) -> None:
-    f = rt.function(lambda x: time.sleep(0.001) or x.sum(), outputs="sum", name="sent on")
+def test_submitted_calls_maps_failures_and_restarts(rt: Any) -> None:
+    good = rt.function(lambda x: time.sleep(0.001) or x.sum(), outputs="sum", name="good")
     with trace() as t:
-        calls = [f.submit(np.full(4, float(k))) for k in range(9)]
+        calls = [good.submit(np.full(4, float(k))) for k in range(9)]
         assert [call.result() for call in calls] == [4.0 * k for k in range(9)]
         assert list(rt.map(abs, range(-20, 0))) == list(range(20, 0, -1))
-    places = by_place(t)
-    assert {lane for process, lane in places if process == 0} >= {"0", "1", "2"}
-    for rank in (1, 2):
-        everything = sorted(each for (process, _), spans in places.items() if process == rank for each in spans)
-        runs = [each for each in everything if each[2] == "sent on"]
-        assert runs and all(first[1] <= second[0] + EPSILON_S for first, second in itertools.pairwise(runs))
-    assert {process for process, _, name, _, _ in t.rows() if name == "abs"} <= {1, 2}
-    assert sum(event["args"]["items"] for event in t._tracer.events() if event["name"] == "abs") == 20
-
-
-def test_failed_calls_deaths_and_restarts(reused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    rt = made_current(reused(2), monkeypatch)
-    good = rt.function(lambda x: x.sum(), outputs="sum", name="good")
-    dies = rt.function(lambda x: os.kill(os.getpid(), signal.SIGKILL), outputs="sum", name="dies")
-    with trace() as t:
-        good(np.ones(4))
         with pytest.raises(ZeroDivisionError):
-            rt.function(lambda x: 1 / 0, outputs="sum", name="raises")(np.ones(4))
+            rt.function(lambda x: 1 / 0, outputs="sum")(np.ones(4))
         with pytest.raises(WorkerDied):
-            dies(np.ones(4))
+            rt.function(lambda x: os.kill(os.getpid(), signal.SIGKILL), outputs="sum")(np.ones(4))
         good(np.ones(4))
-    names = [event["name"] for event in t._tracer.events() if event["ph"] == "i"]
-    assert {"ZeroDivisionError", "WorkerDied"} < set(names)
-    assert any("started again" in name for name in names)
-    check_apart(by_place(t))
+    assert {lane for process, lane in by_place(t) if process == 0} >= {"0", "1", "2"}
+    assert {process for process, _, name, _, _ in t.rows() if name == "abs"} <= {1, 2}
+    events = t._tracer.events()
+    assert sum(event["args"]["items"] for event in events if event["name"] == "abs") == 20
+    instants = [event["name"] for event in events if event["ph"] == "i"]
+    assert {"ZeroDivisionError", "WorkerDied"} < set(instants) and any("started again" in name for name in instants)
 
 
 def test_spans_of_ones_own_here_and_in_functions(rt: Any) -> None:
@@ -138,29 +115,6 @@ def test_spans_of_ones_own_here_and_in_functions(rt: Any) -> None:
     assert "synk.profiler.trace" not in {name for _, _, name, _, _ in rows} | set(rt.profile.records)
     with pytest.raises(TypeError, match="cannot begin a span: got the name 3"), span(3):  # type: ignore[arg-type]
         pass
-
-
-def test_waits_in_communication_are_told(rt: Any, tmp_path: Path) -> None:
-    """Rank 1 joins long after rank 0 has begun to wait for it."""
-    gate = Gate(tmp_path)
-
-    def uneven(x: np.ndarray) -> float:
-        if synk.comm.rank == 0:
-            gate.arrive("rank 0")
-        else:
-            gate.wait_for("rank 0")
-            time.sleep(0.4)
-        return float(synk.comm.all_reduce(x.sum()))
-
-    f = rt.function(uneven, outputs="first", per_rank=True, name="uneven")
-    rt.profile.reset()
-    with trace() as t:
-        f(np.ones(2))
-    waited = {e["pid"]: e["args"]["waited_ms"] for e in t._tracer.events() if e["name"] == "uneven" and e["ph"] == "X"}
-    assert waited[1] > 20 and waited.keys() == {1, 2}
-    first, second = (each for each in rt.profile.ranks if each.function == "uneven")
-    assert first.wait_s > 0.02 and second.function_s - second.wait_s > 0.02
-    assert t.skew()["uneven"] > 1  # of their work: both were in the function for as long
 
 
 # ----- the file
@@ -198,40 +152,20 @@ def check_form(path: Path, world_size: int) -> list[dict[str, Any]]:
 
 
 def test_the_file_has_the_form_of_the_format(rt: Any, tmp_path: Path) -> None:
-    """Also where the body raises."""
+    """Also where another trace is begun meanwhile, the runtime is closed, or the body raises."""
     f = rt.function(lambda x: x * 2, outputs="gather", name='a "name" \\ with\nall')
     path = tmp_path / "run.json"
     with pytest.raises(KeyError), trace(path), span("äöü"):
         f(np.ones(100))
         f.submit(np.ones(100)).result()
         list(rt.map(abs, [1, 2]))
+        with pytest.raises(RuntimeError, match="being traced already"), trace():
+            pass
+        rt.close()
         raise KeyError
     events = check_form(path, 2)
     assert {"äöü", 'a "name" \\ with\nall', "abs"} <= {event["name"] for event in events}
     assert os.listdir(tmp_path) == ["run.json"]
-    write_trace(path, Tracer(3, 0).events())
-    check_form(path, 3)
-
-
-def test_a_runtime_that_is_closed_meanwhile_leaves_a_trace(
-    runtime: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    rt = made_current(runtime(1), monkeypatch)
-    path = tmp_path / "run.json"
-    with trace(path):
-        rt.function(lambda x: x.sum(), outputs="sum")(np.ones(2))
-        rt.close()
-    check_form(path, 1)
-
-
-def test_one_trace_at_a_time(rt: Any) -> None:
-    with trace(), pytest.raises(RuntimeError, match="being traced already"), trace():
-        pass
-    with trace():
-        pass
-
-
-# ----- other tools
 
 
 def test_plot_draws_with_matplotlib_and_names_it_without(rt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,28 +178,3 @@ def test_plot_draws_with_matplotlib_and_names_it_without(rt: Any, monkeypatch: p
     pytest.importorskip("matplotlib")
     labels = [label.get_text() for label in t.plot().axes[0].get_yticklabels()]
     assert labels == ["rank 1", "rank 0", "program"]
-
-
-def test_nvtx_ranges_where_they_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    pushed: list[Any] = []
-    stand_in = types.SimpleNamespace(
-        push_range=pushed.append,
-        pop_range=lambda: pushed.append(None),
-        annotate=lambda name: lambda fn: lambda *args: (pushed.append(name), fn(*args), pushed.append(None))[1],
-    )
-    monkeypatch.setitem(sys.modules, "nvtx", stand_in)  # type: ignore[arg-type]
-    monkeypatch.setenv("SYNK_NVTX", "1")
-    _spans.nvtx.cache_clear()
-    try:
-        with span("outer"), span("inner"):
-            pass
-        assert _spans.as_nvtx_range(abs, "f")(-3) == 3
-        assert pushed == ["outer", "inner", None, None, "f", None]
-        monkeypatch.setitem(sys.modules, "nvtx", None)
-        _spans.nvtx.cache_clear()
-        with pytest.raises(ImportError, match="without the package nvtx"), span("x"):
-            pass
-    finally:
-        monkeypatch.undo()
-        _spans.nvtx.cache_clear()
-    assert _spans.as_nvtx_range(abs, "f") is abs
