@@ -86,7 +86,7 @@ def test_submitted_calls_maps_failures_and_restarts(rt: Any) -> None:
         good(np.ones(4))
     assert {lane for process, lane in by_place(t) if process == 0} >= {"0", "1", "2"}
     assert {process for process, _, name, _, _ in t.rows() if name == "abs"} <= {1, 2}
-    events = t._tracer.events()
+    events = list(t._tracer.events())
     assert sum(event["args"]["items"] for event in events if event["name"] == "abs") == 20
     instants = [event["name"] for event in events if event["ph"] == "i"]
     assert {"ZeroDivisionError", "WorkerDied"} < set(instants) and any("started again" in name for name in instants)
