@@ -294,6 +294,7 @@ DISAGREEMENTS: dict[str, tuple[str, list[Any], str]] = {
     "trailing shapes": ("gather", [np.zeros((2, 2)), np.zeros((2, 3))], "the same dtype and trailing shape"),
     "texts": ("gather", [np.array(["a"]), np.array(["ab"])], r"one width, as in astype\('U20'\)"),
     "nestings": ("sum", [np.float64(1), (np.float64(1),)], r"rank 0: value; rank 1: \(value,\)"),
+    "containers": ("sum", [[1.0, 2.0], {"a": 1.0, "b": 2.0}], r"rank 0: .*; rank 1: \{'a': value, 'b': value\}"),
     "keys": ("sum", [{"a": np.float64(1)}, {"b": np.float64(1)}], r"\{'a': value\}; rank 1: \{'b': value\}"),
     "None on one rank": ("sum", [None, np.float64(1)], "rank 0: None; rank 1: value"),
 }
