@@ -191,18 +191,6 @@ def test_the_function_itself_can_get_other_parameters(shared_runtimes: Any) -> N
     np.testing.assert_array_equal(parallel(X, y=X), 2 * X)
 
 
-def test_a_submitted_call_works_with_what_was_there_when_it_was_submitted(shared_runtimes: Any) -> None:
-    main = namespace("rate = 0\ndef f(x): return x * rate")
-    f = shared_runtimes[2].function(main["f"], outputs="gather")
-    f(X)
-    calls = []
-    for rate in (0, 1, 1, 2, 3, 3, 3):
-        main["rate"] = rate
-        calls.append((rate, f.submit(X)))
-    for rate, call in calls:
-        np.testing.assert_array_equal(call.result(), X * rate)
-
-
 def test_only_what_has_changed_is_sent(runtime: Callable[..., Any]) -> None:
     """And the rest stays the rank's own, with the state that it has there."""
     rt = runtime(2)

@@ -510,15 +510,3 @@ def test_progress(rt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     with pytest.raises(ModuleNotFoundError, match=r'pip install "synkhronos\[progress\]"'):
         rt.map(square, range(7), progress=True)
-
-
-def test_what_scipy_takes_for_a_pool(shared_runtimes: Any) -> None:
-    from scipy.optimize import differential_evolution
-
-    def rosenbrock(x: np.ndarray) -> float:
-        return float((1 - x[0]) ** 2 + 100 * (x[1] - x[0] ** 2) ** 2)
-
-    options: dict[str, Any] = {"seed": 3, "maxiter": 5, "polish": False, "updating": "deferred"}
-    alone = differential_evolution(rosenbrock, [(-2, 2)] * 2, **options)
-    together = differential_evolution(rosenbrock, [(-2, 2)] * 2, workers=shared_runtimes[2].map, **options)
-    np.testing.assert_array_equal(alone.x, together.x)
