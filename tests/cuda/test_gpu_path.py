@@ -2,7 +2,8 @@
 
 Real worker processes run the backend ``cupy`` over a stand-in for CuPy whose arrays refuse implicit conversion to
 NumPy, so that no hidden assumption about host memory survives. Reductions go by a stand-in for NCCL, or through the
-host. What a GPU does with it is in ``test_gpu_calls.py``.
+host. What a GPU does with it is in ``test_gpu_calls.py``; what holds on every backend, this one too, in
+``backends/test_conformance.py``.
 """
 
 from __future__ import annotations
@@ -60,31 +61,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch, reuse: Any) -> Iterator[Gpus]:
 # -- calls -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
-def test_a_call_equals_numpy(gpu: Any, num_workers: int) -> None:
-    rt = gpu.reused(num_workers)
-    rng = np.random.default_rng(0)
-    rows, targets, w = rng.standard_normal((101, 5)), rng.standard_normal(101), rng.standard_normal(5)
-
-    def loss_and_grad(w: Any, x: Any, y: Any) -> Any:
-        assert type(x).__module__ == type(w).__module__ == "cupy"
-        r = x @ w - y
-        return 0.5 * (r @ r) / len(x), r @ x / len(x)
-
-    f = rt.function(loss_and_grad, bcast_inputs="w", outputs="avg")
-    x, y = rt.data(rows), rt.data(targets)
-    for batch in (None, 50, slice(3, 90, 7), slice(None, None, -1), [5, 3, 3, 99, 0], rows[:, 0] > 0):
-        index = slice(batch) if isinstance(batch, int) else slice(None) if batch is None else batch
-        r = rows[index] @ w - targets[index]
-        expected = 0.5 * (r @ r) / len(r), r @ rows[index] / len(r)
-        calls = [f.serial(w, x, y, batch=batch)]
-        for arguments in ((w, x, y), (w, rows, targets)):
-            calls += [f(*arguments, batch=batch, num_slices=num_slices) for num_slices in (1, 4)]
-        for loss, gradient in calls:
-            np.testing.assert_allclose(loss, expected[0], rtol=1e-12)
-            np.testing.assert_allclose(gradient, expected[1], rtol=1e-12, atol=1e-14)
-
-
 def test_every_op_and_dtype_equals_numpy(subtests: pytest.Subtests, gpus: Gpus) -> None:
     """Small and large outputs, of a length that is no multiple of the ranks."""
 
@@ -130,33 +106,6 @@ def test_averages_are_weighted_by_rows(gpus: Gpus) -> None:
     for rows in (100, 2):  # with two rows one rank does not run
         for got, tolerance in zip(rt.function(body, outputs="avg")(x[:rows]), (1e-12, 1e-5, 1e-12), strict=True):
             np.testing.assert_allclose(got, x[:rows].mean(), rtol=tolerance)
-
-
-def test_other_ops_and_results(gpus: Gpus) -> None:
-    rt = gpus.reused(3)
-    rows = np.arange(3 * LARGE * 4.0).reshape(-1, 4)
-
-    def body(x: Any, scale: Any) -> dict[str, Any]:
-        return {
-            "gather": x * scale["by"][0],
-            "first": x[0],
-            "each": (len(x), "words", x[:1]),
-            "folded": x[:2],
-            "host": np.full(LARGE * 4, scale["k"]),
-        }
-
-    outputs = {"gather": "gather", "first": "first", "each": None, "folded": np.subtract, "host": "max"}
-    f = rt.function(body, bcast_inputs="scale", outputs=outputs)
-    got = f(rows, {"by": np.array([2.0]), "k": 3.0})
-    np.testing.assert_array_equal(got["gather"], rows * 2)
-    np.testing.assert_array_equal(got["first"], rows[0])
-    starts = [0, LARGE, 2 * LARGE]
-    for start, (count, text, part) in zip(starts, got["each"], strict=True):
-        assert (count, text) == (LARGE, "words")
-        np.testing.assert_array_equal(part, rows[start : start + 1])
-    np.testing.assert_array_equal(got["folded"], rows[0:2] - rows[LARGE : LARGE + 2] - rows[2 * LARGE : 2 * LARGE + 2])
-    assert (got["host"] == 3.0).all()
-    np.testing.assert_array_equal(f(rows, {"by": np.array([2.0]), "k": 3.0}, num_slices=3)["gather"], rows * 2)
 
 
 def test_text_cannot_go_to_a_device(gpu: Any) -> None:
@@ -215,27 +164,6 @@ def test_a_torch_function(gpu: Any) -> None:
     total, same = rt.function(body, outputs=("sum", "gather"), framework="torch")(x)
     np.testing.assert_array_equal(total, x.sum(0))
     np.testing.assert_array_equal(same, x)
-
-
-def test_ops_of_a_users_own_get_arrays_of_the_host(gpus: Gpus) -> None:
-    class OfRows(synk.Op):
-        concatenates = True
-
-        def finish(self, value: Any) -> Any:
-            assert type(value) is np.ndarray
-            return np.median(value, axis=0)
-
-    class OfValues(synk.Op):
-        def combine(self, values: list[Any], rows: list[int]) -> Any:
-            assert all(type(value) is np.ndarray for value in values)
-            return np.average(values, axis=0, weights=rows)
-
-    f = gpus.reused(3).function(lambda x: (2 * x, x.sum(axis=0) / len(x)), outputs=(OfRows(), OfValues()))
-    for columns in (2, LARGE):
-        x = np.random.default_rng(0).normal(size=(7, columns))
-        for median, mean in (f(x), f(x), f(x, num_slices=2), f.submit(x).result(), f.serial(x)):
-            np.testing.assert_array_equal(median, np.median(2 * x, axis=0))
-            np.testing.assert_allclose(mean, x.mean(axis=0), rtol=1e-12, atol=1e-12)
 
 
 def test_calls_on_trial_leave_nothing_on_the_devices(gpu: Any) -> None:
@@ -680,22 +608,6 @@ def test_variables_are_on_the_device_until_they_are_read(gpus: Gpus, count: int)
     np.testing.assert_array_equal(rt.reduce(w, "max", in_place=False)[:count], start * 3)
 
 
-def test_a_failed_call_changes_no_variable(gpus: Gpus) -> None:
-    rt = gpus.reused(3)
-    w = rt.shared(np.ones(4), name="w")
-    scaler(rt, w)(np.ones(3))
-
-    def body(x: Any) -> Any:
-        w.value = w.value + 100
-        if synk.comm.rank == 1:
-            raise KeyError("no")
-        return x.sum()
-
-    with pytest.raises(KeyError):
-        rt.function(body)(np.ones(3))
-    np.testing.assert_array_equal(rt.gather(w)[:, 0], [1, 2, 3])
-
-
 def test_idle_ranks_follow(gpus: Gpus) -> None:
     rt = gpus.reused(3)
     w = rt.shared(np.ones(LARGE), name="w")
@@ -712,24 +624,6 @@ def test_repeated_runs_on_devices(gpu: Gpus) -> None:
     f = rt.function(lambda x: (x.sum(), w.value[::-1] + 1), updates=[w], outputs="sum")
     assert float(f.repeat(3, np.ones(5))) == 5
     np.testing.assert_array_equal(w.value, np.arange(4.0)[::-1] + 3)
-
-
-def test_shards_and_updates(gpus: Gpus) -> None:
-    rt = gpus.reused(3)
-    rows = np.arange(20.0).reshape(10, 2)
-    x = rt.shared(rows, sharded=True, name="x")
-    total = rt.shared({"sum": np.zeros(2), "count": np.zeros((), np.int64)}, name="total")
-    scaler(rt, x)(np.ones(3))
-    value = rows * np.repeat([1, 2, 3], [4, 3, 3])[:, None]
-    np.testing.assert_array_equal(x.value, value)
-
-    def body(x: Any) -> Any:
-        return x * 1.0, {"sum": x.sum(axis=0), "count": total.value["count"] + len(x)}
-
-    f = rt.function(body, outputs="gather", updates=[(total, "sum")])
-    for batch in (None, [9, 0, 4, 4], slice(8, 1, -3)):
-        np.testing.assert_array_equal(f(x, batch=batch, num_slices=2), value if batch is None else value[batch])
-    assert total.value["sum"].shape == (2,)
 
 
 def first_refusal(call: Callable[[], Any]) -> synk.errors.WorkerDied:
