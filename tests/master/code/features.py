@@ -139,36 +139,6 @@ FEATURES: dict[str, str] = {
         def feature(x): return take(x), Model().last(x), partial(take, 3)()
         """,
     # -- classes
-    "metaclass": """
-        class Meta(type):
-            @classmethod
-            def __prepare__(mcs, name, bases, **options): return {"prepared": 1}
-            def __new__(mcs, name, bases, table, unit="m"):
-                cls = super().__new__(mcs, name, bases, table)
-                cls.unit = unit
-                return cls
-            def __init__(cls, name, bases, table, **options): super().__init__(name, bases, table)
-            def __len__(cls): return 3
-        class Model(metaclass=Meta, unit="s"): pass
-        def feature(x): return Model.unit, Model.prepared, len(Model), type(Model).__name__
-        """,
-    "hooks of a class": """
-        class Descriptor:
-            def __set_name__(self, owner, name): self.name = name
-            def __get__(self, obj, owner=None): return self.name
-        class Base:
-            known = []
-            def __init_subclass__(cls, unit="m", **options): cls.unit = unit
-            def __class_getitem__(cls, item): return item
-        class Model(Base, unit="s"):
-            held = Descriptor()
-            __match_args__ = ("a",)
-            def __init__(self, a): self.a = a
-        def feature(x):
-            match Model(x):
-                case Model(a): found = a
-            return Model.unit, Model(x).held, Model[3], found
-        """,
     "abstract class": """
         import abc
         class Base(abc.ABC):
