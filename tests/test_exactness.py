@@ -205,7 +205,7 @@ def test_each_output_has_its_op(subtests: Any, shared_runtimes: Any, where: int)
         counts = [len(part) for part in np.array_split(x, where)]
         each = [{"rows": count} if count else None for count in counts]
         expected = (*several(w, x)[:4], each)
-        for options in ({}, {"num_slices": 5}, {"output_subset": [1, 0]}):
+        for options in ({}, {"num_slices": 5}, {"output_subset": np.array([1, 0])}):
             with subtests.test(rows=rows, options=options):
                 got = f(w, x, **options)
                 loss, parts = got[::-1] if "output_subset" in options else got[:2]

@@ -108,6 +108,14 @@ def test_averages_are_weighted_by_rows(gpus: Gpus) -> None:
             np.testing.assert_allclose(got, x[:rows].mean(), rtol=tolerance)
 
 
+def test_rows_that_go_in_pieces(gpu: Any) -> None:
+    """More of them than a pinned buffer takes at once."""
+    x = np.arange(5.0 * (1 << 20))
+    total = gpu.reused(1).function(lambda x: x.sum(), outputs="sum")
+    for batch in (slice(None, None, -2), np.arange(x.size)[::-1]):
+        assert total(x, batch=batch) == x[batch].sum()
+
+
 def test_text_cannot_go_to_a_device(gpu: Any) -> None:
     """As rows it is an error, as are tables. Broadcast, or returned by a function, it stays on the host."""
     rt = gpu.reused(2)

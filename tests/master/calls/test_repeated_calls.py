@@ -76,7 +76,7 @@ def test_other_arguments(subtests: Any, shared_runtimes: Any, where: Any) -> Non
 
 
 WRONG_BATCHES = (
-    *(9, -1, [8], [-9, 0, 1], np.zeros(7, bool), np.array([2**63 + 1], np.uint64), [[0, 1], [2, 3]]),
+    *(9, -1, [8], [-9, 0, 1], np.ones(7, bool), np.array([2**63 + 1], np.uint64), [[0, 1], [2, 3]]),
     *("ab", [0.5, 1.0, 2.0], 2.0, slice(0.5, 3), slice(None, None, 0), True, np.array([0, None]), object()),
 )
 WRONG: list[tuple[tuple[Any, ...], dict[str, Any]]] = [

@@ -190,7 +190,7 @@ def test_large_outputs_are_right_and_stay_so(reused: Any) -> None:
             assert n % 3 == 0 or result["b"] == ([str(n)] if n % 2 else None)
 
 
-def test_threads_submit_and_wait_for_their_own(reused: Any) -> None:
+def test_threads_call_submit_and_wait_for_their_own(reused: Any) -> None:
     rt = reused(2)
     total = rt.function(lambda x: x.sum(), outputs="sum")
     wrong: list[Any] = []
@@ -199,8 +199,10 @@ def test_threads_submit_and_wait_for_their_own(reused: Any) -> None:
         rng = np.random.default_rng(number)
         held: list[tuple[Any, float]] = []
         for _ in range(60):
-            value = float(rng.integers(1000))
-            held.append((total.submit(np.full(4, value)), 4 * value))
+            x = np.full(rng.integers(1, 8), float(rng.integers(1000)))
+            held.append((total.submit(x), x.sum()))
+            if total(x) != x.sum():
+                wrong.append(x)
             if len(held) > rng.integers(5):
                 call, expected = held.pop(int(rng.integers(len(held))))
                 if call.result() != expected:
