@@ -92,10 +92,14 @@ def is_deterministic() -> Any:
     return f"{torch.are_deterministic_algorithms_enabled()} {torch.is_deterministic_algorithms_warn_only_enabled()}"
 
 
-def is_repeatable() -> Any:
+def flags_of_cudnn() -> Any:
     from torch.backends import cudnn
 
-    return cudnn.deterministic
+    return cudnn.deterministic, cudnn.benchmark
+
+
+def set_cudnn(flags: tuple[bool, bool]) -> None:
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = flags
 
 
 CASES = {
@@ -120,11 +124,7 @@ CASES = {
     "matmul precision": Case(
         torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, ("highest", "high", "medium")
     ),
-    "cudnn.deterministic": Case(
-        is_repeatable,
-        lambda flag: setattr(torch.backends.cudnn, "deterministic", flag),
-        (False, True),
-    ),
+    "cuDNN": Case(flags_of_cudnn, set_cudnn, ((False, False), (True, False), (False, True))),
 }
 
 
@@ -135,9 +135,8 @@ def _as_before() -> Iterator[None]:
     with warnings.catch_warnings(), np.errstate(), decimal.localcontext():
         yield
     sys.setrecursionlimit(limit)
-    for name in ("grad mode", "default dtype", "deterministic algorithms", "matmul precision"):
+    for name in ("grad mode", "default dtype", "deterministic algorithms", "matmul precision", "cuDNN"):
         CASES[name].set(CASES[name].values[0])
-    torch.backends.cudnn.deterministic = False
 
 
 def in_thread(act: Callable[[], Any]) -> Any:

@@ -6,9 +6,7 @@ import asyncio
 import itertools
 import os
 import signal
-import sys
 import threading
-import types
 from collections import namedtuple
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -98,21 +96,6 @@ def test_streams_maps_and_calls_between_one_another(shared_runtimes: Any) -> Non
     total = totals(rt)
     for k, (a, b) in enumerate(zip(total.stream(BATCHES), rt.map(lambda n: n + 1, range(9)))):
         assert a == BATCHES[k].sum() and b == k + 1 and total(np.ones(3)) == 3.0
-
-
-def test_progress_of_a_stream(shared_runtimes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-
-    def tqdm(results: Any, desc: str, total: Any) -> Iterator[Any]:
-        seen.append((desc, total))
-        return iter(results)
-
-    module = types.ModuleType("tqdm.auto")
-    module.tqdm = tqdm  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "tqdm", types.ModuleType("tqdm"))
-    monkeypatch.setitem(sys.modules, "tqdm.auto", module)
-    assert len(list(totals(shared_runtimes[2]).stream(BATCHES, progress=True))) == 9
-    assert seen == [("total", 9)]
 
 
 # -- calls that are awaited -------------------------------------------------------------------------------------------

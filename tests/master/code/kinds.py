@@ -93,6 +93,9 @@ SIMPLE: dict[str, tuple[str, ...]] = {
     "list of 12 000, append": ("[*range(12_000)]", "held.append(n)"),
     "list of 12 000, item": ("[*range(12_000)]", "held[117 * n] += 0.5"),
     "list of 12 000, pop": ("[*range(12_000)]", "held.pop(797 * n)"),
+    "list of 12 000 tuples, item": ("[(i, str(i)) for i in range(12_000)]", "held[797 * n] = (n, 'new')"),
+    "list of 12 000 tuples, pop": ("[(i, str(i)) for i in range(12_000)]", "held.pop(797 * n)"),
+    "list of 12 000 dicts": ("[{'k': i} for i in range(12_000)]", "held[797 * n]['k'] -= 1"),
     "list of 1600 instances": ("[SimpleNamespace(k=i) for i in range(1600)]", "held[37 * n].k -= 1"),
     "list of 1600 small arrays": ("[np.zeros(3) for _ in range(1600)]", "held[1500][0] += 1"),
     "tuple holding a list": ("(1, [2])", "held[1].append(n)"),
@@ -111,6 +114,10 @@ SIMPLE: dict[str, tuple[str, ...]] = {
     "dict of 12 000, key added": ("dict.fromkeys(range(12_000), 0)", "held[f'new {n}'] = n"),
     "dict of 12 000, key removed": ("dict.fromkeys(range(12_000), 0)", "del held[797 * n]"),
     "dict of 12 000 lists": ("{i: [i] for i in range(12_000)}", "held[797 * n].append(n)"),
+    "dict of 12 000 lists, item": ("{i: [i] for i in range(12_000)}", "held[797 * n][0] -= 1"),
+    "dict of 12 000 lists, last key": (
+        "{f'k{i}': [i] for i in range(12_000)}", "held[f'new {n}'] = held.pop([*held][-1])"
+    ),
     "set of 12 000, one for another": ("{*range(12_000)}", "held.discard(797 * n); held.add(-n)"),
     "deque of 12 000, item": ("deque(range(12_000))", "held[797 * n] += 0.5"),
     "dict view": ("UserDict(a=1)", "held[n] = n", "repr([*held.items()])"),

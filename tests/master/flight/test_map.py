@@ -505,7 +505,9 @@ def test_progress(rt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tqdm.auto", module)
     assert list(rt.map(square, range(7), progress=True)) == [n * n for n in range(7)]
     assert next(rt.map(square, (n for n in range(7)), progress=True)) == 0
-    assert shown == [("square", 7, 7), ("square", None, 1)]
+    total = rt.function(lambda x: x.sum(), outputs="sum", name="total")
+    assert list(total.stream([np.ones(4)] * 3, progress=True)) == [4.0] * 3
+    assert shown == [("square", 7, 7), ("square", None, 1), ("total", 3, 3)]
     monkeypatch.setitem(sys.modules, "tqdm", None)
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     with pytest.raises(ModuleNotFoundError, match=r'pip install "synkhronos\[progress\]"'):
