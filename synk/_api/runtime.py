@@ -538,7 +538,7 @@ class Runtime(Hinting):
         A call that runs in another thread ends with ``ClosedError`` there, and so do submitted calls.
         """
         session = self._session
-        # Before the workers end: replicated objects and programs fetch their last state. Not in a forked copy, which
+        # Before the workers end: replicated objects fetch their last state. Not in a forked copy, which
         # has no workers, and not inside of an operation of this thread, which these functions could not begin.
         try:
             if session.is_own_process and not session.is_closed and not session.is_mine():
@@ -556,10 +556,6 @@ class Runtime(Hinting):
     @verb
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-    def __synk_recipe__(self) -> tuple[Any, ...]:
-        """Return the recipe of a runtime in a program: it stands for the runtime on which the program is put."""
-        return ("runtime",)
 
     def __repr__(self) -> str:
         return repr(self._session)
