@@ -33,7 +33,6 @@ from synk._pure.tensors import num_torch_threads
 from synk._pure.tracebacks import verb
 from synk._pure.words import Hinting
 from synk._wire.cell import refuse_inside_worker
-from synk._wire.spans import nvtx
 from synk.errors import ClosedError
 
 if TYPE_CHECKING:
@@ -118,7 +117,6 @@ class Runtime(Hinting):
         check_platform()
         prepared = _on_restart(on_restart)
         timeout = check_timeout(timeout)
-        nvtx()  # if its ranges are wanted and it is not installed, the error comes here
         if not is_integer(max_restarts, 0):
             raise ValueError(f"cannot fork: got max_restarts={max_restarts!r}, expected an integer of 0 or more.")
         seed = entropy_of(seed)

@@ -139,6 +139,7 @@ GONE = {
     "Function.plan": "synk.profile() after the calls: it has the bytes and the time of each argument",
     "Function.refresh": "nothing: every call compares all that it captured",
     "Function.rows": "f.stream(x[k : k + n] for k in range(0, len(x), n))",
+    "Profile.to_dict": "[each._asdict() for each in profile.transfers], and of profile.ranks",
     "Program.add": "synk.Program(step=step, predict=predict, state={...}), with all functions at once",
     "Program.names": "the functions by their names: p.step",
     "Program.program": "the program that you called on() of",
@@ -180,8 +181,8 @@ class Hinting:
     if not TYPE_CHECKING:  # for a type checker a name that is missing stays a mistake
 
         def __getattr__(self, name: str) -> Any:
-            owner = next(each.__name__ for each in type(self).__mro__ if each.__name__ in NAMES)
-            raise no_attribute(owner, self, name)
+            names = [each.__name__ for each in type(self).__mro__]
+            raise no_attribute(next((each for each in names if each in NAMES), names[0]), self, name)
 
 
 def explain(error: TypeError, fn: Callable[..., Any], given: Iterable[str]) -> None:

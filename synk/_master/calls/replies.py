@@ -116,8 +116,7 @@ def conclude(
     wall_ns = ended_ns - launched.started_ns
     launched.function.record.add(cached.transfers, call.ranks, call.rows, words, wall_ns)
     if call.is_timed:
-        is_step = bool(launched.function.changes)
-        launched.function.record.add_timed(call.ranks, words, is_step, session.has_devices)
+        launched.function.record.add_copies(call.ranks, words)
     for follow in session.followers:
         follow(session, launched, result, heard_ns, ended_ns)
     return result
@@ -132,7 +131,7 @@ def _agree(session: Session, launched: Launched, layouts: list[Layout]) -> Assem
             launched.function.name, launched.function.ops, cached.plan.output_subset, call.ranks, layouts,
             lane.slots, lane.slot_nbytes, session.world_size, call.has_group, launched.function.is_partial,
         )  # fmt: skip
-        launched.function.plans.forget_outputs(cached, has_fitted=launched.doorbells is not None)
+        launched.function.plans.forget_outputs(cached)
         written = [0] * session.world_size
         for rank, layout in zip(call.ranks, layouts):
             written[rank] = sum(leaf.nbytes for leaf in layout.leaves)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
+import re
 import time
 from typing import Any
 
@@ -42,11 +42,11 @@ def test_transfers_are_counted_by_argument_and_kind(shared_runtimes: Any) -> Non
     assert found["options", "pickled"][2] > 0
     assert found["code and captured objects", "captured"][2] > 0
     record = rt.profile.records["by argument"]
-    assert (record.num_calls, record.staged_nbytes, record.output_nbytes) == (5, 5 * 4240, 5 * 16)
+    assert (record.num_calls, record.nbytes_of("staged"), record.nbytes_of("output")) == (5, 5 * 4240, 5 * 16)
     assert 0 < record.function_ns < record.wall_ns
     for call in [f.submit(x, y, np.ones(30), {"a": 1}) for _ in range(7)]:
         call.result()
-    assert (record.num_calls, record.staged_nbytes) == (12, 12 * 4240)
+    assert (record.num_calls, record.nbytes_of("staged")) == (12, 12 * 4240)
 
 
 def test_calls_of_other_sizes_add_up(shared_runtimes: Any) -> None:
@@ -118,10 +118,13 @@ def test_ranks_are_counted_by_their_rows(shared_runtimes: Any) -> None:
     assert [each.calls for each in ranks] == [6] * 3
     assert [each.in_nbytes for each in ranks] == [6 * 8 * rows for rows in (4, 4, 3)]
     assert [each.out_nbytes for each in ranks] == [6 * 8] * 3
-    assert ranks[1].function_s >= 0.03 and sum(each.num_slowest for each in ranks) == 6
+    assert ranks[1].function_s >= 0.03
+    for each in ranks:
+        wall_s = rt.profile.records["one slow rank"].wall_ns / 1e9
+        assert each.wait_s == 0 and np.isclose(each.share, each.function_s / wall_s) and 0 < each.share < 1
 
 
-def test_it_is_shown_as_a_table_and_as_plain_values(shared_runtimes: Any) -> None:
+def test_it_is_shown_as_a_table(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     rt.profile.reset()
     for name in ("cheap", "dear"):
@@ -139,10 +142,6 @@ def test_it_is_shown_as_a_table_and_as_plain_values(shared_runtimes: Any) -> Non
     assert line.split()[3:5] == ["3", "0.48"]
     assert line.split()[-1].endswith("%")
     assert "<td style='text-align:left'>big</td>" in rt.profile._repr_html_()
-    plain = json.loads(json.dumps(rt.profile.to_dict()))
-    assert sorted(each["calls"] for each in plain["functions"]) == [1, 1, 3]
-    assert {each["argument"] for each in plain["transfers"]} >= {"x", "big", "small", "outputs"}
-    assert sorted({each["rank"] for each in plain["ranks"]}) == [0, 1]
 
 
 def test_other_threads_may_read_and_reset_it_at_any_moment(shared_runtimes: Any) -> None:
@@ -169,9 +168,27 @@ def test_other_threads_may_read_and_reset_it_at_any_moment(shared_runtimes: Any)
     assert totals(rt, "read meanwhile")["x", "staged"] == ("to workers", 1, 32)
 
 
-def test_one_line_names_the_rank_that_the_others_wait_for(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    f = rt.function(lambda x: time.sleep(0.02 * synk.comm.rank), outputs=None, name="uneven")
-    for _ in range(20):
-        f(np.ones(2))
-    assert "rank 1 computes" in rt.profile.records["uneven"].verdict()
+def test_one_line_says_what_dominates(shared_runtimes: Any, subtests: Any) -> None:
+    """The copy of an argument, the work and the rank that has most of it, or what it costs to divide a call."""
+    rt, big = shared_runtimes[2], np.ones(4_000_000)
+
+    cases = {
+        "copied": (lambda x, big: x.sum(), 2, r"copied: the copy of big: keep it in synk\.data\."),
+        "uneven": (lambda x, big: time.sleep(0.05 * synk.comm.rank), 4, r"uneven: work, most of it on rank 1\."),
+        "short": (lambda x, big: None, 50, r"short: its way to the workers and back: give each call more to do\."),
+    }
+    for name, (fn, num_calls, line) in cases.items():
+        with subtests.test(name):
+            f = rt.function(fn, outputs=None, bcast_inputs="big", name=name)
+            argument = big if name == "copied" else rt.data(big[:2])
+            f(np.ones(2), argument)
+            rt.profile.reset()
+            for _ in range(num_calls):
+                f(np.ones(2), argument)
+            *lines, last = str(rt.profile).splitlines()
+            assert re.fullmatch(rf"\d+% of the time of all calls is {line}", last), last
+            heads = ["function", "rank", "calls", "work", "s", "wait", "s", "share"]
+            (place,) = (k for k, each in enumerate(lines) if each.split() == heads)
+            rows = [each.split() for each in lines[place + 1 :]]
+            assert [row[:3] for row in rows] == [[name, str(rank), str(num_calls)] for rank in (0, 1)]
+            assert all(row[-1].endswith("%") for row in rows)
