@@ -145,6 +145,7 @@ GONE = {
     "Program.program": "the program that you called on() of",
     "Program.runtime": "p.on(runtime), with a runtime of yours",
     "Program.sync_from_parent": "p.on(runtime) once more",
+    "profiler.Trace": "synk.profiler.trace(path), which writes the file",
     "profiler.live": "print(synk.profile()) now and again",
     "profiler.transfer_guard": "synk.profile(): its table has the bytes of each argument",
     "synk.FunctionWrapper": "a function of your own that calls the synk function",

@@ -210,7 +210,7 @@ def abandon(session: Session, launched: Launched, error: BaseException) -> None:
         session.memory.results.give_back(launched.lease)
     if session.tracer is not None and not session.is_closed:  # else the lane has no words any more
         now = time.monotonic_ns()
-        session.tracer.note(launched, cached.lane.up_words, now, now, (cached.staged_nbytes, 0), type(error).__name__)
+        session.tracer.note(launched, now, now, type(error).__name__)
     is_known = not isinstance(error, Exception) or isinstance(error, SynkError)
     if session.is_closed and not is_known:
         raise ClosedError("the call was ended: the runtime was closed by another thread.") from error

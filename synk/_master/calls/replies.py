@@ -99,7 +99,8 @@ def conclude(
     assert assembly is not None
     if words is None:
         words = cached.lane.up_words
-    heard_ns = time.monotonic_ns() if session.followers else 0
+    tracer = session.tracer
+    heard_ns = time.monotonic_ns() if tracer is not None else 0
     # All workers have written their parts of the large outputs, so the buffer may become the user's. The commit comes
     # after everything that can fail.
     root = None if lease is None else lease.deliver()
@@ -117,8 +118,8 @@ def conclude(
     launched.function.record.add(cached.transfers, call.ranks, call.rows, words, wall_ns)
     if call.is_timed:
         launched.function.record.add_copies(call.ranks, words)
-    for follow in session.followers:
-        follow(session, launched, result, heard_ns, ended_ns)
+    if tracer is not None:
+        tracer.note(launched, heard_ns, ended_ns)
     return result
 
 

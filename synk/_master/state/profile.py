@@ -65,9 +65,9 @@ class Profile(Hinting):
             found = self.known[key] = Record(name, place)
         return found
 
-    def leave_out(self, name: str) -> None:
+    def leave_out(self, fn: Any) -> None:
         """Forget a function that is not the user's."""
-        self.known = {key: each for key, each in self.known.items() if each.name != name}
+        self.known.pop((fn.__name__, fn.__code__), None)
 
     def reset(self) -> None:
         """Forget what was counted so far."""
