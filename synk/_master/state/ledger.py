@@ -219,18 +219,20 @@ class Record:
         """Return how many bytes of these kinds were transferred."""
         return sum(each.nbytes for each in self.totals(self.name) if each.kind in kinds)
 
-    def parts(self) -> dict[str, int]:
-        """Return what the time of its calls was spent on, in ns, with what to do about it: on four things, at most."""
+    def parts(self, title: str) -> dict[str, int]:
+        """Return what the time of its calls went to, in ns, by what it is and what to do about it."""
+        way_ns = self.wall_ns - self.function_ns - self.wait_ns - self.staged_ns
         parts = {
-            "waits in synk.comm": self.wait_ns,
-            "its way to the workers and back: give each call more to do": self.wall_ns - self.function_ns
-            - self.wait_ns - self.staged_ns,
-        }  # fmt: skip
-        staged = [each for each in self.totals("") if each.kind == "staged"]
-        if self.staged_ns:
+            f"waits of {title!r} in synk.comm": self.wait_ns,
+            f"the way of {title!r} to the workers and back: give each call more to do": way_ns,
+        }
+        staged = [each for each in self.totals(title) if each.kind == "staged"]
+        if staged:
             largest = max(staged, key=lambda each: each.nbytes)
-            parts[f"the copy of {largest.argument}: keep it in synk.data"] = int(largest.seconds * 1e9)
+            copy = f"the copy of {largest.argument} for {title!r}: keep it in synk.data"
+            parts[copy] = int(largest.seconds * 1e9)
         work = {rank: each.work_ns for rank, each in self.ranks.copy().items()}
         if work:
-            parts[f"work, most of it on rank {max(work, key=work.__getitem__)}"] = self.function_ns
+            slowest = max(work, key=work.__getitem__)
+            parts[f"the work of {title!r}, most of it on rank {slowest}"] = self.function_ns
         return parts

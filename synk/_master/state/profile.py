@@ -154,12 +154,13 @@ class Profile(Hinting):
 
     def _dominating(self) -> list[str]:
         """Return the line that says what most of all time was spent on, if there were calls."""
-        parts = [(ns, title, what) for title, each in self.records.items() for what, ns in each.parts().items()]
-        whole = sum(record.wall_ns for record in self.records.values())
-        if not parts or not whole:
+        records = self.records
+        parts = [(ns, what) for title, each in records.items() for what, ns in each.parts(title).items()]
+        if not parts:
             return []
-        ns, title, what = max(parts)
-        return [f"{ns / whole:.0%} of the time of all calls is {title}: {what}."]
+        ns, what = max(parts)
+        whole_ns = max(sum(each.wall_ns for each in records.values()), 1)
+        return [f"{ns / whole_ns:.0%} of the time of all calls went to {what}."]
 
 
 def _columns(heads: Sequence[str], rows: Iterable[Sequence[str]], widths: Sequence[int]) -> list[str]:
