@@ -17,7 +17,7 @@ from synk._master.calls.arguments import Argument, Objects
 from synk._master.calls.assembly import Assembly
 from synk._master.processes.log import Log
 from synk._master.state.lanes import Lane
-from synk._master.state.sums import Transfer
+from synk._master.state.ledger import Transfer
 from synk._master.state.variable import Variable
 from synk._pure.shards import Assignment, Selection
 from synk._wire.control import NUM_LANES

@@ -11,8 +11,8 @@ from synk._master.calls.assembly import Assembly
 from synk._master.calls.launched import Launched, Steps
 from synk._master.calls.plans import CachedPlan
 from synk._master.session import Session
+from synk._master.state.ledger import Transfer
 from synk._master.state.results import Lease
-from synk._master.state.sums import Transfer
 from synk._master.workers.failures import raise_failures
 from synk._master.workers.requests import Request
 from synk._pure.interrupts import HandlerRaised, safe_point
@@ -60,7 +60,7 @@ def collecting(session: Session, launched: Launched) -> Steps[Any]:
         check_serial_assignments(session, assembly.layouts[0], name)
     result = conclude(session, launched, objects, lease)
     if any(packed):
-        launched.function.record.add_objects(call.ranks, [sum(len(each) for _, each in parts) for parts in packed])
+        launched.function.record.add_objects(sum(len(each) for parts in packed for _, each in parts))
     return result
 
 
@@ -133,10 +133,7 @@ def _agree(session: Session, launched: Launched, layouts: list[Layout]) -> Assem
             lane.slots, lane.slot_nbytes, session.world_size, call.has_group, launched.function.is_partial,
         )  # fmt: skip
         launched.function.plans.forget_outputs(cached)
-        written = [0] * session.world_size
-        for rank, layout in zip(call.ranks, layouts):
-            written[rank] = sum(leaf.nbytes for leaf in layout.leaves)
-        outputs = Transfer("outputs", "output", sum(written), by_rank=tuple(written))
+        outputs = Transfer("outputs", "output", sum(leaf.nbytes for layout in layouts for leaf in layout.leaves))
         cached.transfers = launched.function.record.known((*cached.inputs, outputs))
     if call.unequal and assembly.has_weights:
         raise ValueError(call.unequal)

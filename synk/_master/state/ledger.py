@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from synk._master.state.sums import Sums, Transfer
 from synk._wire.control import Up
 
 _FUNCTION_NS, _WAIT_NS = int(Up.FUNCTION_NS), int(Up.WAIT_NS)
@@ -23,6 +22,26 @@ _DIRECTIONS = {
     "d2h": "from devices",
 }
 """Of the kinds of transfers that do not go to the workers."""
+
+
+class Transfer(NamedTuple):
+    """What each call of a plan transfers for one argument, or for the outputs.
+
+    Attributes
+    ----------
+    argument : str
+    kind : str
+        See :class:`TransferTotal`.
+    nbytes : int
+        How much the master copies, or all ranks read or write, in one call.
+    row_nbytes : int
+        How much of it is one row of an array that is divided; else 0.
+    """
+
+    argument: str
+    kind: str
+    nbytes: int
+    row_nbytes: int = 0
 
 
 class TransferTotal(NamedTuple):
@@ -69,8 +88,6 @@ class RankTotal(NamedTuple):
         Time in the user's function, and the part of it spent waiting in ``synk.comm``.
     share : float
         The part of the calls' time in which it worked: in the function, and not waiting.
-    in_nbytes, out_nbytes : int
-        How much it read as arguments and wrote as outputs.
     """
 
     function: str
@@ -79,17 +96,68 @@ class RankTotal(NamedTuple):
     function_s: float
     wait_s: float
     share: float
-    in_nbytes: int
-    out_nbytes: int
 
 
 class _Rank:
-    """The times of one rank."""
+    """The calls and times of one rank."""
 
-    __slots__ = ("wait_ns", "work_ns")
+    __slots__ = ("calls", "wait_ns", "work_ns")
 
     def __init__(self) -> None:
-        self.work_ns = self.wait_ns = 0
+        self.calls = self.work_ns = self.wait_ns = 0
+
+
+class _Sums:
+    """How many calls there were, and what they have transferred.
+
+    A call that is like the one before replaces one tuple. To add up is to make another object. So the profile may be
+    read in any thread at any moment: it adds up what it finds, and no call is counted twice or lost.
+
+    Attributes
+    ----------
+    transfers : tuple of Transfer
+        Of the last call.
+    counted : (int, int)
+        The calls since the transfers changed last, and their rows.
+    calls : int
+        The calls before.
+    totals : dict of (str, str) to list of int
+        Calls and bytes before, by argument and kind.
+    ranks : dict of int to _Rank
+        In all calls.
+    last : tuple
+        Of the last call: its ranks, its rows, the ranks' own counts, and the number of rows.
+    """
+
+    def __init__(self) -> None:
+        self.transfers: tuple[Transfer, ...] = ()
+        self.counted = (0, 0)
+        self.calls = 0
+        self.totals: dict[tuple[str, str], list[int]] = {}
+        self.ranks: defaultdict[int, _Rank] = defaultdict(_Rank)
+        self.last: tuple[Any, Any, Sequence[tuple[int, _Rank]], int] = (None, None, (), 0)
+
+    def added_up(self) -> _Sums:
+        """Return the sums with all calls among the totals."""
+        found = _Sums()
+        count, num_rows = self.counted
+        found.transfers, found.calls = self.transfers, self.calls + count
+        found.ranks, found.last = self.ranks, self.last
+        found.totals = {key: [*total] for key, total in self.totals.copy().items()}
+        counted: set[tuple[str, str]] = set()  # the parts of a table or a sparse matrix are one argument
+        for each in self.transfers if count else ():
+            # What is copied is copied whole. In place, only the rows of the batch are read.
+            is_in_rows = each.kind == "data" and each.row_nbytes
+            nbytes = num_rows * each.row_nbytes if is_in_rows else count * each.nbytes
+            key = each.argument, each.kind
+            found.add(*key, 0 if key in counted else count, nbytes)
+            counted.add(key)
+        return found
+
+    def add(self, argument: str, kind: str, calls: int, nbytes: int) -> None:
+        total = self.totals.setdefault((argument, kind), [0, 0])
+        total[0] += calls
+        total[1] += nbytes
 
 
 class Record:
@@ -112,18 +180,16 @@ class Record:
 
     def __init__(self, name: str, place: str = "") -> None:
         self.name, self.place = name, place
-        self._counted: Sequence[tuple[int, _Rank]] = ()  # of the ranks of the last call
         self.reset()
 
     def reset(self) -> None:
         """Start over, in any thread or signal handler. A call that is being added at that moment may be left out."""
         self.wall_ns = self.function_ns = self.wait_ns = self.staged_ns = 0
-        self.ranks: defaultdict[int, _Rank] = defaultdict(_Rank)
-        self._sums = Sums()  # of no ranks, so the next call counts anew for each of its own
+        self._sums = _Sums()
 
     @property
     def num_calls(self) -> int:
-        return self._sums.num_calls
+        return self._sums.calls + self._sums.counted[0]
 
     def known(self, transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
         """Return the transfers of the last call if they are equal, as they are for the plans of several lanes."""
@@ -140,18 +206,19 @@ class Record:
         sums = self._sums
         if transfers is not sums.transfers:
             sums = sums.added_up()
-            sums.transfers = transfers
+            sums.counted, sums.transfers = (0, 0), transfers
             self._sums = sums
-        if rows is not sums.rows and (rows != sums.rows or ranks != sums.ranks):
-            if ranks != sums.ranks:
-                self._counted = [(rank, self.ranks[rank]) for rank in ranks]
-            sums = self._sums = sums.turned_to(ranks, rows)
-        sums.calls_since += 1
+        last = sums.last
+        if ranks is not last[0] or rows is not last[1]:
+            last = sums.last = ranks, rows, [(rank, sums.ranks[rank]) for rank in ranks], sum(rows)
+        count, num_rows = sums.counted
+        sums.counted = count + 1, num_rows + last[3]
         self.wall_ns += wall_ns
         most = -1
-        for rank, counted in self._counted:
+        for rank, counted in last[2]:
             word = words[rank]
             work_ns = word[_FUNCTION_NS]
+            counted.calls += 1
             counted.work_ns += work_ns
             if work_ns > most:
                 most, its_word = work_ns, word
@@ -163,32 +230,29 @@ class Record:
     def add_copies(self, ranks: Sequence[int], words: Any) -> None:
         """Add the copies to and from the devices of a call that was just added."""
         for rank in ranks:
-            self._sums.add_total("to the devices", "h2d", 1, words[rank][Up.H2D_NBYTES])
-            self._sums.add_total("from the devices", "d2h", 1, words[rank][Up.D2H_NBYTES])
+            self._sums.add("to the devices", "h2d", 1, words[rank][Up.H2D_NBYTES])
+            self._sums.add("from the devices", "d2h", 1, words[rank][Up.D2H_NBYTES])
 
     def add_items(
         self, rank: int, num_items: int, in_nbytes: int, out_nbytes: int, function_ns: int, wall_ns: int
     ) -> None:
         """Add a chunk of a map that a rank has finished."""
         sums = self._sums
-        sums.add_total("items", "items", num_items, in_nbytes)
-        sums.add_total("results", "output", num_items, out_nbytes)
+        sums.add("items", "items", num_items, in_nbytes)
+        sums.add("results", "output", num_items, out_nbytes)
         sums.calls += num_items
         self.wall_ns += wall_ns
         self.function_ns += function_ns
-        self.ranks[rank].work_ns += function_ns
-        sums.add_to_rank(rank, num_items, in_nbytes, out_nbytes)
+        sums.ranks[rank].calls += num_items
+        sums.ranks[rank].work_ns += function_ns
 
-    def add_objects(self, ranks: Sequence[int], nbytes: Sequence[int]) -> None:
+    def add_objects(self, nbytes: int) -> None:
         """Add the pickled outputs of a call that was just added. Their sizes are in no plan."""
-        sums = self._sums
-        sums.add_total("outputs", "output", 0, sum(nbytes))
-        for rank, written in zip(ranks, nbytes):
-            sums.add_to_rank(rank, 0, 0, written)
+        self._sums.add("outputs", "output", 0, nbytes)
 
     def add_captured(self, nbytes: int) -> None:
         """Note that the function, or a change in what it captured, was sent."""
-        self._sums.add_total("code and captured objects", "captured", 1, nbytes)
+        self._sums.add("code and captured objects", "captured", 1, nbytes)
 
     # -- reports -------------------------------------------------------------------------------------------------------
 
@@ -205,15 +269,12 @@ class Record:
 
     def rank_totals(self, title: str) -> list[RankTotal]:
         """Return what the ranks have done."""
-        ranks = self.ranks.copy()
-        return [
-            RankTotal(
-                title, rank, calls, (ranks[rank].work_ns + ranks[rank].wait_ns) / 1e9, ranks[rank].wait_ns / 1e9,
-                ranks[rank].work_ns / max(self.wall_ns, 1), in_nbytes, out_nbytes,
-            )
-            for rank, (calls, in_nbytes, out_nbytes) in sorted(self._sums.added_up().by_rank.items())
-            if rank in ranks
-        ]  # fmt: skip
+        found = []
+        for rank, each in sorted(self._sums.ranks.copy().items()):
+            worked, waited = each.work_ns / 1e9, each.wait_ns / 1e9
+            share = each.work_ns / max(self.wall_ns, 1)
+            found.append(RankTotal(title, rank, each.calls, worked + waited, waited, share))
+        return found
 
     def nbytes_of(self, *kinds: str) -> int:
         """Return how many bytes of these kinds were transferred."""
@@ -231,7 +292,7 @@ class Record:
             largest = max(staged, key=lambda each: each.nbytes)
             copy = f"the copy of {largest.argument} for {title!r}: keep it in synk.data"
             parts[copy] = int(largest.seconds * 1e9)
-        work = {rank: each.work_ns for rank, each in self.ranks.copy().items()}
+        work = {rank: each.work_ns for rank, each in self._sums.ranks.copy().items()}
         if work:
             slowest = max(work, key=work.__getitem__)
             parts[f"the work of {title!r}, most of it on rank {slowest}"] = self.function_ns

@@ -43,8 +43,8 @@ class Profile(Hinting):
     >>> print(profile)  # doctest: +ELLIPSIS
     function     calls   total s   ms/call   share    wait   in B/call  out B/call
     total            4     ...                               0%        1000          16...
-    >>> [(each.rank, each.in_nbytes) for each in profile.ranks]
-    [(0, 2016), (1, 1984)]
+    >>> [(each.rank, each.calls) for each in profile.ranks]
+    [(0, 4), (1, 4)]
     """
 
     def __init__(self) -> None:

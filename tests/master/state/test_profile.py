@@ -102,7 +102,7 @@ def test_what_counts_as_one_function(shared_runtimes: Any) -> None:
     assert sum(each.calls for each in rt.profile.ranks if each.function == "square_of_item") == 40
 
 
-def test_ranks_are_counted_by_their_rows(shared_runtimes: Any) -> None:
+def test_what_each_rank_has_done(shared_runtimes: Any) -> None:
     rt = shared_runtimes[3]
 
     def slow_on_1(x: np.ndarray) -> float:
@@ -112,12 +112,11 @@ def test_ranks_are_counted_by_their_rows(shared_runtimes: Any) -> None:
 
     f = rt.function(slow_on_1, outputs="sum", name="one slow rank")
     for _ in range(6):
-        f(np.ones(11))  # 4, 4 and 3 rows
+        f(np.ones(11))
+    f(np.ones(2))  # rank 2 has no rows
     ranks = [each for each in rt.profile.ranks if each.function == "one slow rank"]
     assert [each.rank for each in ranks] == [0, 1, 2]
-    assert [each.calls for each in ranks] == [6] * 3
-    assert [each.in_nbytes for each in ranks] == [6 * 8 * rows for rows in (4, 4, 3)]
-    assert [each.out_nbytes for each in ranks] == [6 * 8] * 3
+    assert [each.calls for each in ranks] == [7, 7, 6]
     assert ranks[1].function_s >= 0.03
     for each in ranks:
         wall_s = rt.profile.records["one slow rank"].wall_ns / 1e9
@@ -154,7 +153,6 @@ def test_other_threads_may_read_and_reset_it_at_any_moment(shared_runtimes: Any)
     def read() -> None:
         _, calls, nbytes = totals(rt, "read meanwhile").get(("x", "staged"), ("", 0, 0))
         assert nbytes == 32 * calls
-        assert all(each.in_nbytes == 16 * each.calls for each in rt.profile.ranks if each.function == "read meanwhile")
 
     with beside(read):
         for _ in range(100):
