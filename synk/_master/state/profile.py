@@ -12,7 +12,7 @@ from synk._pure.words import Hinting
 from synk._wire.apart import Quiet
 
 _SHOWN_NBYTES = 1 << 16
-"""A transfer of at least this size, in all calls together, is shown in the table."""
+"""An argument of at least this size, in all calls together, is shown in the table."""
 
 _NUM_SHOWN = 8
 
@@ -23,8 +23,9 @@ class Profile(Hinting):
     ``share`` is the part of the calls' time in which the rank that worked longest was computing. The rest is
     distribution, copies, reduction and waiting. ``wait`` is the part in which that rank waited in ``synk.comm``. ``in``
     are the bytes that the master copied per call (``Data`` and shared variables cost none), ``out`` the bytes of
-    outputs of all ranks per call. Below come the largest transfers, what each rank has done in the most expensive
-    function, and one line that says what most of all time was spent on.
+    outputs of all ranks per call. Below come the largest arguments and outputs, those included that stay where they are
+    (``data``, ``shared``), what each rank has done in the most expensive function, and one line that says what most of
+    all time was spent on.
 
     Attributes
     ----------
@@ -111,7 +112,7 @@ class Profile(Hinting):
         functions, largest, ranks = self._functions(), self._largest(), self._ranks()
         found: dict[str, Any] = {"profile": (*functions, (8, 10, 10, 8, 8, 12, 12))}
         if largest[1]:
-            found["largest transfers"] = (*largest, (20, 10, 8, 12, 10, 11))
+            found["arguments"] = (*largest, (20, 10, 8, 12, 10, 11))
         if ranks[1]:
             found["ranks"] = (*ranks, (6, 8, 10, 10, 8))
         return found
@@ -139,7 +140,7 @@ class Profile(Hinting):
         return ["function", "rank", "calls", "work s", "wait s", "share"], rows
 
     def _largest(self) -> tuple[list[str], list[list[str]]]:
-        found = [each for each in self.transfers if each.nbytes >= _SHOWN_NBYTES and each.direction != "none"]
+        found = [each for each in self.transfers if each.nbytes >= _SHOWN_NBYTES or each.kind == "shared"]
         found.sort(key=lambda each: -each.nbytes)
         walls = {title: record.wall_ns for title, record in self.records.items()}
         rows = [
