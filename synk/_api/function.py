@@ -658,49 +658,6 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
             "self.step = synk.function(self._step)."
         )
 
-    @verb
-    def on(self, runtime: Any, /) -> Function[P, R]:
-        """Return a copy of the function on another runtime, with copies of its variables and resident objects.
-
-        The copies have the values of this moment; from then on each runtime has its own. Several functions over the
-        same variables move together as a :class:`synk.Program`.
-
-        Parameters
-        ----------
-        runtime : Runtime
-
-        Raises
-        ------
-        TypeError
-            If ``runtime`` is not a runtime.
-        SerializationError
-            If the function, or an object that it refers to, cannot be pickled.
-        ClosedError
-            If either runtime is closed.
-
-        Examples
-        --------
-        >>> import numpy as np, synk
-        >>> with synk.fork(2), synk.Runtime(3) as other:
-        ...     w = synk.shared(np.array([1.0, 2.0]))
-        ...     f = synk.function(lambda x: x @ w.value, outputs="gather")
-        ...     g = f.on(other)
-        ...     w.value = np.zeros(2)
-        ...     f(np.eye(2)), g(np.eye(2))
-        (array([0., 0.]), array([1., 2.]))
-        """
-        from synk._api import moves
-
-        moves.check_runtime(runtime, repr(self.name))
-        copy: Function[P, R] = moves.moved({"": self}, runtime)[""]
-        return copy
-
-    def __synk_recipe__(self) -> tuple[Any, ...]:
-        """Return the recipe by which it is built on another runtime; see ``synk._api.moves``."""
-        callee = self._callee
-        options = {**self._built_with, "updates": callee.options["updates"], "changes": callee.options["changes"]}
-        return "function", callee.fn, options
-
     def __reduce__(self) -> Any:
         raise TypeError(
             f"cannot pickle the synk function {self.name!r}: it belongs to a runtime, and a function on the workers "

@@ -33,7 +33,6 @@ from synk._pure.tensors import num_torch_threads
 from synk._pure.tracebacks import verb
 from synk._pure.words import Hinting
 from synk._wire.cell import refuse_inside_worker
-from synk._wire.spans import nvtx
 from synk.errors import ClosedError
 
 if TYPE_CHECKING:
@@ -118,7 +117,6 @@ class Runtime(Hinting):
         check_platform()
         prepared = _on_restart(on_restart)
         timeout = check_timeout(timeout)
-        nvtx()  # if its ranges are wanted and it is not installed, the error comes here
         if not is_integer(max_restarts, 0):
             raise ValueError(f"cannot fork: got max_restarts={max_restarts!r}, expected an integer of 0 or more.")
         seed = entropy_of(seed)
@@ -538,7 +536,7 @@ class Runtime(Hinting):
         A call that runs in another thread ends with ``ClosedError`` there, and so do submitted calls.
         """
         session = self._session
-        # Before the workers end: replicated objects and programs fetch their last state. Not in a forked copy, which
+        # Before the workers end: replicated objects fetch their last state. Not in a forked copy, which
         # has no workers, and not inside of an operation of this thread, which these functions could not begin.
         try:
             if session.is_own_process and not session.is_closed and not session.is_mine():
@@ -556,10 +554,6 @@ class Runtime(Hinting):
     @verb
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-    def __synk_recipe__(self) -> tuple[Any, ...]:
-        """Return the recipe of a runtime in a program: it stands for the runtime on which the program is put."""
-        return ("runtime",)
 
     def __repr__(self) -> str:
         return repr(self._session)

@@ -435,7 +435,7 @@ def profile() -> Profile:
     >>> with synk.fork(2):
     ...     total = synk.function(lambda x: x.sum(), outputs="sum", name="total")
     ...     _ = total(np.ones(1000))
-    ...     synk.profile().records["total"].staged_nbytes
+    ...     synk.profile().records["total"].nbytes_of("staged")
     8000
     """
     return current().profile

@@ -114,22 +114,6 @@ def set_values(
         variable.flip([rank])
 
 
-def assign_all(session: Session, values: Sequence[tuple[Variable, Any]]) -> None:
-    """Give several variables new values: all are checked and copied before the first one takes effect."""
-    checked = [
-        (variable, check_scatter(variable, value, None)[0] if variable.is_sharded else variable.check(value))
-        for variable, value in values
-    ]
-    for variable, arrays in checked:
-        for rank, part in enumerate(variable.split(arrays) if variable.is_sharded else [arrays]):
-            variable.fill_back(rank, part)
-    for variable, _ in checked:
-        if variable.is_sharded:
-            variable.flip(range(session.world_size))
-        else:
-            variable.unite(is_new=True)
-
-
 def _map_rows(variable: Variable, value: Any, batch: Any) -> Any:
     leaves, structure = flatten_value(ordinary(value), variable.structure)
     arrays = [np.asarray(leaf) for leaf in leaves]

@@ -82,9 +82,6 @@ class Session:
     ----------
     workers, ranks, lanes, group, memory, functions, variables, residents, device_values, queue, profile
         The parts of the session.
-    followers : list of callable
-        Empty in most programs. They are called after each successful call with the session, the call, its result, and
-        when its replies had come and it ended.
     tracer : Tracer or None
         Records the calls for a trace.
     counters : dict of str to int
@@ -122,7 +119,6 @@ class Session:
         self.pid = os.getpid()
         self._lock = threading.RLock()
         self.profile = Profile()
-        self.followers: list[Any] = []
         self.tracer: Tracer | None = None
         self.numbers: Iterator[int] = itertools.count(1)
         self.plan_ids = itertools.count(1)

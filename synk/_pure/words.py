@@ -135,9 +135,17 @@ KEYWORDS = {
 GONE = {
     "Function.build_inputs": "synk.data(a), synk.data(b)",
     "Function.cprofile": "synk.profiler.cprofile(f, *args)",
+    "Function.on": "synk.Program(f, state={...}).on(backend)",
     "Function.plan": "synk.profile() after the calls: it has the bytes and the time of each argument",
     "Function.refresh": "nothing: every call compares all that it captured",
     "Function.rows": "f.stream(x[k : k + n] for k in range(0, len(x), n))",
+    "Profile.to_dict": "[each._asdict() for each in profile.transfers], and of profile.ranks",
+    "Program.add": "synk.Program(step=step, predict=predict, state={...}), with all functions at once",
+    "Program.names": "the functions by their names: p.step",
+    "Program.program": "the program that you called on() of",
+    "Program.runtime": "p.on(runtime), with a runtime of yours",
+    "Program.sync_from_parent": "p.on(runtime) once more",
+    "profiler.Trace": "synk.profiler.trace(path), which writes the file",
     "profiler.live": "print(synk.profile()) now and again",
     "profiler.transfer_guard": "synk.profile(): its table has the bytes of each argument",
     "synk.FunctionWrapper": "a function of your own that calls the synk function",
@@ -174,8 +182,8 @@ class Hinting:
     if not TYPE_CHECKING:  # for a type checker a name that is missing stays a mistake
 
         def __getattr__(self, name: str) -> Any:
-            owner = next(each.__name__ for each in type(self).__mro__ if each.__name__ in NAMES)
-            raise no_attribute(owner, self, name)
+            names = [each.__name__ for each in type(self).__mro__]
+            raise no_attribute(next((each for each in names if each in NAMES), names[0]), self, name)
 
 
 def explain(error: TypeError, fn: Callable[..., Any], given: Iterable[str]) -> None:

@@ -13,10 +13,9 @@ import contextlib
 import functools
 import pickle
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,7 +30,6 @@ from synk._pure.interrupts import as_operation
 from synk._pure.output_ops import DEFAULT_OP
 from synk._pure.tensors import num_torch_threads
 from synk._pure.tracebacks import verb
-from synk._wire.parcels import dumps
 from synk.errors import ReentrancyError
 from synk.torch import _checkpoint, _rank, _state, _state_bytes
 from synk.torch._links import link, refresh_of, unlink
@@ -431,29 +429,6 @@ class Replicated(Handle):
     def _session(self) -> Any:
         return self._runtime._session
 
-    def _part(self) -> dict[str, Any]:
-        """Return the part of a saved program: one pickle of the objects, and the rest of a checkpoint."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the pickle has what a checkpoint leaves out
-            state = {**self.state_dict(), "objects": []}
-        others = [_state.other_attributes(obj) if _state.is_optimizer(obj) else {} for obj in self._objects]
-        gradients = [parameter.grad for parameter in _state.parameters_of(self._objects)]
-        made = dumps((self._objects, others, gradients))
-        name, options = self._resident.name, asdict(self._options)
-        return {"kind": "replicated", "name": name, "object": made, "options": options, "state": state}
-
-    @classmethod
-    def _of_part(cls, runtime: Runtime, part: dict[str, Any]) -> Replicated:
-        """Replicate copies of the objects that a part holds."""
-        made = cls(_objects_of(part), Options(**part["options"]), runtime)
-        made._put(part)
-        return made
-
-    def _put(self, part: dict[str, Any]) -> None:
-        """Bring the objects here and on the ranks into the state of a part. The program's own generators stay."""
-        states, _ = _checkpoint.plain_states(_objects_of(part))
-        self.load_state_dict({**part["state"], "objects": states, "generators": _checkpoint.plain_generators()})
-
     def _own_of_ranks(self) -> list[dict[str, Any]]:
         """Return each rank's own state. Rank 0's is that of the objects."""
         tell = self._on_ranks("own", name="save")
@@ -607,14 +582,3 @@ class Replicated(Handle):
 
     def __repr__(self) -> str:
         return f"<synk.torch.Replicated {', '.join(type(obj).__name__ for obj in self._objects)}>"
-
-
-def _objects_of(part: dict[str, Any]) -> Sequence[Any]:
-    """Return copies of the objects of a part."""
-    objects: Sequence[Any]
-    objects, others, gradients = pickle.loads(part["object"])
-    for obj, attributes in zip(objects, others):
-        obj.__dict__.update(attributes)
-    for parameter, gradient in zip(_state.parameters_of(objects), gradients):
-        parameter.grad = gradient
-    return objects

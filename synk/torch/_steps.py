@@ -64,11 +64,6 @@ class StepFunction(Function[..., Any]):
         self._replicated._before_call(trains=False)
         return super().verify(*args, **kwargs)
 
-    def __synk_recipe__(self) -> tuple[Any, ...]:
-        names = ("outputs", "bcast_inputs", "on_oom", "name")
-        options = {name: self._built_with[name] for name in names}
-        return "step", self._replicated, self._fn, {**options, "trains": self._trains}
-
     def _compared(self) -> Function[..., Any]:
         return self._by("_run")  # without a seed of its own, so that draws can be seen
 

@@ -73,7 +73,7 @@ def test_tab_shows_what_users_call(reused: Fork) -> None:
     call = total.submit(np.ones(4))
     call.result()
     shown = {
-        total: "name on outputs repeat serial stream submit verify",
+        total: "name outputs repeat serial stream submit verify",
         call: "add_done_callback done exception name ranks result",
         rt.shared(np.zeros(3)): "dtype is_sharded lengths name shape value",
         rt.resident({}): "get load name save set value",

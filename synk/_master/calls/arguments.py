@@ -13,7 +13,7 @@ import numpy as np
 
 from synk._master.code.culprits import culprit_in
 from synk._master.objects.data import Contents
-from synk._master.state.sums import Transfer
+from synk._master.state.ledger import Transfer
 from synk._pure.interrupts import operation, safe_point
 from synk._pure.nested import PLAIN_TYPES
 from synk._pure.tensors import array_of, copied_tensor, dtype_of, is_ordinary, is_tensor

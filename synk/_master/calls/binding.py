@@ -153,7 +153,7 @@ def _divide(
         sources=sources,
         unequal=unequal,
         index_arrays=index_arrays(selection, owned),
-        is_timed=bool(function.changes) or session.has_devices,
+        is_timed=session.has_devices,
     )
 
 

@@ -299,8 +299,8 @@ class Chunks:
         )
         tracer = self._session.tracer
         if tracer is not None:
-            began_ns = time.monotonic_ns() - done.duration_ns
-            tracer.note_chunk(self._function.name, chunk.rank, chunk.num_items, began_ns, done.duration_ns)
+            now = time.monotonic_ns()
+            tracer.note_chunk(self._function.name, chunk.rank, chunk.num_items, now - done.duration_ns, now)
         self._are_short = done.duration_ns <= LONG_NS and not self._session.workers.is_inline
         if done.failure is None:
             return None

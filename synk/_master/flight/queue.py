@@ -12,7 +12,7 @@ from typing import Any
 
 from synk._master.calls.call import CallOptions, abandon, launch, send
 from synk._master.calls.callee import Callee
-from synk._master.calls.compiled import IN_FLIGHT, IN_OPERATION, compile_call
+from synk._master.calls.compiled import compile_call
 from synk._master.calls.launched import Launched
 from synk._master.calls.replies import collecting, conclude
 from synk._master.calls.staging import stage
@@ -28,8 +28,6 @@ from synk._wire.cell import cell
 from synk._wire.control import NUM_LANES
 from synk._wire.memory import Segment
 from synk.errors import CallCancelled, CallTimeout, ClosedError
-
-_SUBMITTED = "it is submitted and uses shared variables"
 
 
 class Queue:
@@ -87,13 +85,9 @@ class Queue:
     def submit_again(
         self, function: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any
     ) -> PendingCall[Any] | None:
-        """Submit a call that fits a compiled one.
-
-        If it does not fit, note why in ``function.plans``, and return None; nothing has been done then.
-        """
-        session, calls, plans = self._session, self.calls, function.plans
+        """Submit a call that fits a compiled one. If it does not fit, return None; nothing has been done then."""
+        session, calls = self._session, self.calls
         if session.is_mine() or cell.worker is not None:
-            plans.why_new = IN_OPERATION
             return None
         started = time.monotonic_ns()
         if not session._lock.acquire(blocking=False):
@@ -105,25 +99,21 @@ class Queue:
             is_step = bool(function.changes)
             # What it reads of variables may depend on what calls in flight assign, so such a call begins an operation.
             if function.variables or (calls and (newest is None or (calls[-1]._is_alone and not is_step))):
-                plans.why_new = _SUBMITTED if function.variables else IN_FLIGHT
                 return None
-            compiled = plans.compiled[(newest.cached.lane.index + 1) % NUM_LANES if newest is not None else 0]
+            compiled = function.plans.compiled[(newest.cached.lane.index + 1) % NUM_LANES if newest is not None else 0]
             # If there are more requests than calls, an interrupt has left one without an owner.
             if compiled is None:
                 return None
             if compiled.pattern.has_variables or len(session.workers.requests) != len(calls):
-                plans.why_new = _SUBMITTED if compiled.pattern.has_variables else IN_FLIGHT
                 return None
             launched = compiled.fits(session, function, args, kwargs, batch, started)
-            if isinstance(launched, str):
-                plans.why_new = launched
+            if launched is None:
                 return None
             pending: PendingCall[Any] = PendingCall(self, function.name)
             try:
                 stage(session, launched)
                 if is_step and not self._steps_end(function, launched):
                     launched.lease = None  # the end of its array brings the buffer back
-                    plans.why_new = IN_FLIGHT
                     return None
                 send(session, launched)
             except BaseException as error:

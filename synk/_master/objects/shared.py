@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,7 @@ from synk._master.state.variable import Variable
 from synk._pure.read_only import read_only
 from synk._pure.show import table
 from synk._pure.tracebacks import verb
-from synk._pure.trees import flatten, paths, skeleton_of, unflatten
-from synk._wire.parcels import dumps
-from synk._wire.variables import flatten_value, resolve_variable, value_as_array
+from synk._wire.variables import resolve_variable, value_as_array
 
 
 class Shared(Handle):
@@ -103,18 +100,6 @@ class Shared(Handle):
             read = collectives.gather if self.is_sharded else collectives.get_value
             return read(self._session, self._referent, 0)
 
-    def _part(self) -> dict[str, Any]:
-        """Return what a program keeps of it; see ``synk._api.moves``."""
-        leaves, structure = flatten_value(self._read(), self._referent.structure)
-        skeleton = skeleton_of(structure, len(leaves))
-        return {
-            "kind": "shared",
-            "name": self.name,
-            "sharded": self.is_sharded,
-            "arrays": dict(zip(paths(skeleton) if self._referent.is_nested else [""], leaves)),
-            "skeleton": dumps(skeleton),
-        }
-
     def __reduce__(self) -> Any:
         raise TypeError(
             f"cannot pickle variable {self.name!r}: it lives on the workers. Pass it as an argument, or close over it; "
@@ -128,10 +113,3 @@ class Shared(Handle):
     def __repr__(self) -> str:
         kind = "sharded" if self.is_sharded else "replicated"
         return f"<synk.Shared {self.name!r} {kind} shape={self.shape} dtype={self.dtype}>"
-
-
-def value_of(part: dict[str, Any]) -> Any:
-    """Return the value that a part of a program holds; see :meth:`Shared._part`."""
-    arrays = list(part["arrays"].values())
-    _, structure = flatten(pickle.loads(part["skeleton"]))
-    return arrays[0] if structure == "leaf" else unflatten(structure, arrays)

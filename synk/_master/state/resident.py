@@ -23,7 +23,6 @@ from synk._master.workers.failures import raise_failures
 from synk._master.workers.ranks import Ranks
 from synk._pure.interrupts import safe_point
 from synk._wire.messages import Kind, Reply
-from synk._wire.parcels import dumps
 from synk._wire.residents import NEVER, Adopt, Dump, ReportStates, Restore, methods_of
 from synk.errors import ClosedError, SerializationError, WorkerDied, add_note
 
@@ -80,11 +79,6 @@ class ResidentObject:
             ) from error
         self.classes = pickler.named
         return file.getvalue()
-
-    def whole(self, deadline: float | None) -> dict[str, Any]:
-        """Return rank 0's whole object, with its own ``dump`` and ``load``, as one pickle."""
-        value = self.residents.copy_of(self, 0, deadline)
-        return {"object": dumps((value, self._dump, self._load)), "state": None}
 
     def replace(self, value: Any, version: int) -> None:
         """Give every rank ``value`` as its object. The ranks learn of it before anything else."""

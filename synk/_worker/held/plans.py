@@ -16,7 +16,6 @@ from synk._pure.trees import DictStructure, flatten, key_orders
 from synk._wire.control import Down
 from synk._wire.memory import Segment
 from synk._wire.messages import IN_SEGMENTS, Layout, Leaf, Move, Plan
-from synk._wire.spans import as_nvtx_range
 from synk._worker.held.loans import Loans
 from synk._worker.held.residents import Changing, Reading
 from synk._worker.held.rows import Rows
@@ -43,7 +42,6 @@ class LoadedFunction:
         classes: Any,  # only to be kept
         backend: Backend,
     ) -> None:
-        fn = as_nvtx_range(fn, name)
         if changes:
             fn = Changing(fn, changes, is_repeated)
         self.fn = Reading(fn, modules, name) if modules and not changes else fn

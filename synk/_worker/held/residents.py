@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from synk._wire.cell import cell
-from synk._wire.control import PHASES, Down
+from synk._wire.control import Down
 from synk._wire.residents import Adopt, Dump, ReportStates, Restore
 from synk._worker.held.pickling import dumps
 
@@ -186,8 +186,6 @@ class Changing:
         for resident in self._residents:
             resident.begin(is_repeated=self._is_repeated)
         worker = cell.worker
-        for place in PHASES.values():  # only training steps write them
-            worker.lane.own_up[place] = 0
         try:
             result = action(*args, **kwargs)
             # All of them, or none: an interrupt waits until the last one has its number.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
+import re
 import time
 from typing import Any
 
@@ -42,11 +42,11 @@ def test_transfers_are_counted_by_argument_and_kind(shared_runtimes: Any) -> Non
     assert found["options", "pickled"][2] > 0
     assert found["code and captured objects", "captured"][2] > 0
     record = rt.profile.records["by argument"]
-    assert (record.num_calls, record.staged_nbytes, record.output_nbytes) == (5, 5 * 4240, 5 * 16)
+    assert (record.num_calls, record.nbytes_of("staged"), record.nbytes_of("output")) == (5, 5 * 4240, 5 * 16)
     assert 0 < record.function_ns < record.wall_ns
     for call in [f.submit(x, y, np.ones(30), {"a": 1}) for _ in range(7)]:
         call.result()
-    assert (record.num_calls, record.staged_nbytes) == (12, 12 * 4240)
+    assert (record.num_calls, record.nbytes_of("staged")) == (12, 12 * 4240)
 
 
 def test_calls_of_other_sizes_add_up(shared_runtimes: Any) -> None:
@@ -102,7 +102,7 @@ def test_what_counts_as_one_function(shared_runtimes: Any) -> None:
     assert sum(each.calls for each in rt.profile.ranks if each.function == "square_of_item") == 40
 
 
-def test_ranks_are_counted_by_their_rows(shared_runtimes: Any) -> None:
+def test_what_each_rank_has_done(shared_runtimes: Any) -> None:
     rt = shared_runtimes[3]
 
     def slow_on_1(x: np.ndarray) -> float:
@@ -112,16 +112,18 @@ def test_ranks_are_counted_by_their_rows(shared_runtimes: Any) -> None:
 
     f = rt.function(slow_on_1, outputs="sum", name="one slow rank")
     for _ in range(6):
-        f(np.ones(11))  # 4, 4 and 3 rows
+        f(np.ones(11))
+    f(np.ones(2))  # rank 2 has no rows
     ranks = [each for each in rt.profile.ranks if each.function == "one slow rank"]
     assert [each.rank for each in ranks] == [0, 1, 2]
-    assert [each.calls for each in ranks] == [6] * 3
-    assert [each.in_nbytes for each in ranks] == [6 * 8 * rows for rows in (4, 4, 3)]
-    assert [each.out_nbytes for each in ranks] == [6 * 8] * 3
-    assert ranks[1].function_s >= 0.03 and sum(each.num_slowest for each in ranks) == 6
+    assert [each.calls for each in ranks] == [7, 7, 6]
+    assert ranks[1].function_s >= 0.03
+    for each in ranks:
+        wall_s = rt.profile.records["one slow rank"].wall_ns / 1e9
+        assert each.wait_s == 0 and np.isclose(each.share, each.function_s / wall_s) and 0 < each.share < 1
 
 
-def test_it_is_shown_as_a_table_and_as_plain_values(shared_runtimes: Any) -> None:
+def test_it_is_shown_as_a_table(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     rt.profile.reset()
     for name in ("cheap", "dear"):
@@ -138,11 +140,11 @@ def test_it_is_shown_as_a_table_and_as_plain_values(shared_runtimes: Any) -> Non
     (line,) = (each for each in lines if each.split()[:3] == ["shown", "big", "staged"])
     assert line.split()[3:5] == ["3", "0.48"]
     assert line.split()[-1].endswith("%")
+    in_place = rt.function(lambda x, y: x.sum() + y.sum(), outputs="sum", bcast_inputs="y", name="in place")
+    in_place(rt.data(np.ones(20_000)), rt.shared(np.ones(9)))
+    lines = [each.split() for each in str(rt.profile).splitlines() if each.startswith("in place")]
+    assert [each[3:] for each in lines[1:]] == [["data", "1", "0.16"], ["shared", "1", "0.00"]]
     assert "<td style='text-align:left'>big</td>" in rt.profile._repr_html_()
-    plain = json.loads(json.dumps(rt.profile.to_dict()))
-    assert sorted(each["calls"] for each in plain["functions"]) == [1, 1, 3]
-    assert {each["argument"] for each in plain["transfers"]} >= {"x", "big", "small", "outputs"}
-    assert sorted({each["rank"] for each in plain["ranks"]}) == [0, 1]
 
 
 def test_other_threads_may_read_and_reset_it_at_any_moment(shared_runtimes: Any) -> None:
@@ -155,7 +157,6 @@ def test_other_threads_may_read_and_reset_it_at_any_moment(shared_runtimes: Any)
     def read() -> None:
         _, calls, nbytes = totals(rt, "read meanwhile").get(("x", "staged"), ("", 0, 0))
         assert nbytes == 32 * calls
-        assert all(each.in_nbytes == 16 * each.calls for each in rt.profile.ranks if each.function == "read meanwhile")
 
     with beside(read):
         for _ in range(100):
@@ -169,9 +170,25 @@ def test_other_threads_may_read_and_reset_it_at_any_moment(shared_runtimes: Any)
     assert totals(rt, "read meanwhile")["x", "staged"] == ("to workers", 1, 32)
 
 
-def test_one_line_names_the_rank_that_the_others_wait_for(shared_runtimes: Any) -> None:
+def test_one_line_says_what_dominates(shared_runtimes: Any, subtests: Any) -> None:
+    """Of 10 s, which are set here: copies, work and the rank that has most of it, waits, or what it costs to divide."""
     rt = shared_runtimes[2]
-    f = rt.function(lambda x: time.sleep(0.02 * synk.comm.rank), outputs=None, name="uneven")
-    for _ in range(20):
-        f(np.ones(2))
-    assert "rank 1 computes" in rt.profile.records["uneven"].verdict()
+    f = rt.function(lambda x, y: time.sleep(0.05 * synk.comm.rank), outputs=None, name="uneven")
+    cases = {
+        (6, 2, 1): r"60% .* went to the copy of y for 'uneven': keep it in synk\.data\.",
+        (2, 7, 1): r"70% .* went to the work of 'uneven', most of it on rank 1\.",
+        (0, 1, 8): r"80% .* went to waits of 'uneven' in synk\.comm\.",
+        (0, 1, 0): r"90% .* went to the way of 'uneven' to the workers and back: give each call more to do\.",
+    }
+    for (staged, worked, waited), expected in cases.items():
+        with subtests.test(expected):
+            rt.profile.reset()
+            f(np.ones(2), np.ones((2, 200_000)))
+            record = rt.profile.records["uneven"]
+            record.wall_ns, record.staged_ns = 10 * 10**9, staged * 10**9
+            record.function_ns, record.wait_ns = worked * 10**9, waited * 10**9
+            *lines, last = str(rt.profile).splitlines()
+            assert re.fullmatch(expected, last), last
+            heads = ["function", "rank", "calls", "work", "s", "wait", "s", "share"]
+            (place,) = (k for k, each in enumerate(lines) if each.split() == heads)
+            assert [each.split()[:3] for each in lines[place + 1 :]] == [["uneven", rank, "1"] for rank in "01"]
