@@ -23,7 +23,6 @@ from synk._master.objects.resident import make_resident_of
 from synk._master.objects.shared import Shared, value_of
 from synk._master.session import Session
 from synk._master.state.captured import unsendable
-from synk._pure.interrupts import operation, safe_point
 from synk._wire.parcels import Pickler
 from synk.errors import SerializationError
 
@@ -50,10 +49,9 @@ class CodePickler(Pickler):
         return None if recipe is None else recipe(obj)
 
     def reducer_override(self, obj: Any) -> Any:
-        with operation():
-            if type(obj) is types.FunctionType and is_users_module(obj.__module__):
-                return self._dynamic_function_reduce(obj)
-            return super().reducer_override(obj)
+        if type(obj) is types.FunctionType and is_users_module(obj.__module__):
+            return self._dynamic_function_reduce(obj)
+        return super().reducer_override(obj)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -83,7 +81,7 @@ def dumps(functions: Mapping[str, Any], slot_of: Callable[[Handle], int]) -> byt
     """
     file = io.BytesIO()
     try:
-        safe_point(CodePickler(file, slot_of).dump, dict(functions))
+        CodePickler(file, slot_of).dump(dict(functions))
     except Exception as error:
         fn = next((f._callee.fn for f in functions.values() if isinstance(f, FunctionHandle)), None)
         raise unsendable(", ".join(map(repr, functions)), fn, error) from error
@@ -99,7 +97,7 @@ def loads(data: bytes, runtime: Any, handles: Sequence[Handle]) -> dict[str, Any
         If a module or a name that they need cannot be imported here.
     """
     try:
-        return dict(safe_point(_Unpickler(data, runtime, handles).load))
+        return dict(_Unpickler(data, runtime, handles).load())
     except (ImportError, AttributeError, pickle.UnpicklingError) as error:
         raise SerializationError(
             f"cannot build the functions of a program here: {type(error).__name__}: {error}. Install what they import; "

@@ -35,7 +35,7 @@ from synk._master.state.variable import Variables
 from synk._master.workers.ranks import Ranks
 from synk._master.workers.waiting import interrupted
 from synk._master.workers.workers import Workers
-from synk._pure.interrupts import deferred, holding, operation, waiting
+from synk._pure.interrupts import deferred, holding, waiting
 from synk._pure.limits import lock_s
 from synk._wire.cell import cell, refuse_inside_worker
 from synk._wire.memory import Segment
@@ -210,8 +210,8 @@ class Session:
                 f"cannot {verb} over nodes: got a runtime with cluster='here', expected one without cluster=. {instead}"
             )
 
-    def entered(self, verb: str) -> holding:
-        """Return the lock to hold for one operation. Inside, call :meth:`begin` first.
+    def entered(self, verb: str) -> threading.RLock:
+        """Return the lock to hold for one operation of a verb (which holds Ctrl-C back). Inside, :meth:`begin` first.
 
         Raises
         ------
@@ -225,14 +225,14 @@ class Session:
             raise ReentrancyError(
                 f"cannot {verb} while this thread is in another call: got here from a signal handler or a finalizer."
             )
-        return holding(self._lock)
+        return self._lock
 
     def if_free(self, action: Callable[[], None], timeout: float = 0.0) -> bool:
         """Run ``action`` under the lock if the lock is free within ``timeout`` seconds. Return whether it ran."""
         if self.is_mine():
             return False
         lock = self._lock
-        with operation():
+        with holding():
             try:
                 is_free: bool = lock.acquire(blocking=False) or waiting(lock.acquire, timeout=lock_s(timeout))
                 if is_free:

@@ -9,7 +9,7 @@ import numpy as np
 
 from synk._pure.dtypes import foreign_name
 from synk._pure.exact import RULE, exact_array, has_own_meaning, plain_form
-from synk._pure.interrupts import deferred, safe_point
+from synk._pure.interrupts import deferred
 from synk._pure.tables import is_table, kind_of
 from synk._pure.tensors import check_tensor, is_tensor
 
@@ -67,9 +67,9 @@ def _converted(value: Any, what: str) -> np.ndarray:
             )
         return array
     try:
-        array = safe_point(np.asarray, value)
+        array = np.asarray(value)
         is_array = hasattr(value, "dtype") and not isinstance(value, (str, bytes))
-        found = array if is_array else safe_point(exact_array, value, array)
+        found = array if is_array else exact_array(value, array)
     except Exception as error:
         if isinstance(value, list) and "inhomogeneous" in str(error):
             got = "a list whose entries differ in length or shape, expected rows of one shape"

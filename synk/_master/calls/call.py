@@ -24,7 +24,7 @@ from synk._master.state.device_values import check_not_lost
 from synk._master.state.lanes import Lane
 from synk._master.state.resident import ResidentObject
 from synk._master.state.results import Lease
-from synk._pure.interrupts import operation, raised_by_handler
+from synk._pure.interrupts import holding
 from synk._wire.cell import cell
 from synk._wire.control import TRACED, Down
 from synk._wire.messages import Kind
@@ -196,7 +196,7 @@ def complete(session: Session, launched: Launched) -> Any:
     try:
         if doorbells is not None and doorbells.hear(launched, is_assembled=launched.lease is not None):
             return conclude(session, launched, (), launched.lease)
-        with operation():
+        with holding():
             result = carry_out(session, collecting(session, launched))
             compile_call(session, launched)
             return result
@@ -220,7 +220,7 @@ def abandon(session: Session, launched: Launched, error: BaseException) -> None:
     if session.is_closed and not is_known:
         raise ClosedError("the call was ended: the runtime was closed by another thread.") from error
     if launched.sequence and function.changes:
-        session.residents.note_failed(function.changes, raised_by_handler(error))
+        session.residents.note_failed(function.changes, error)
 
 
 def load(session: Session, function: Callee, arguments: Sequence[Argument], deadline: float | None, verb: str) -> None:

@@ -11,7 +11,6 @@ from synk._master.calls.launched import Launched, Steps
 from synk._master.state.in_flight import SubmittedCalls
 from synk._master.workers.requests import Request
 from synk._pure.arrivals import wait_readable
-from synk._pure.interrupts import as_operation, raised_by_handler, safe_point
 from synk._pure.show import table
 from synk._pure.tracebacks import verb
 from synk._pure.words import Hinting
@@ -150,7 +149,6 @@ class PendingCall(Hinting, Generic[R]):
         if self._launched is None:
             self._call_back()
 
-    @as_operation
     def _call_back(self) -> None:
         while self._callbacks:
             try:
@@ -158,7 +156,7 @@ class PendingCall(Hinting, Generic[R]):
             except IndexError:
                 return
             try:
-                safe_point(fn, self)
+                fn(self)
             except Exception:
                 _logger.exception("a callback of the call of %r failed", self.name)
 
@@ -238,5 +236,5 @@ def cancelled(pending: PendingCall[Any], error: BaseException | None) -> CallCan
 
 
 def caused_by(error: BaseException | None, cancelled: CallCancelled) -> CallCancelled:
-    cancelled.__cause__ = error if error is None else raised_by_handler(error)
+    cancelled.__cause__ = error
     return cancelled

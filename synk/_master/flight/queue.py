@@ -21,7 +21,6 @@ from synk._master.objects.shared import Shared
 from synk._master.session import Session
 from synk._master.state.in_flight import ChunksInFlight
 from synk._master.workers.requests import Request
-from synk._pure.interrupts import await_lock
 from synk._pure.limits import as_seconds
 from synk._pure.nested import holds
 from synk._wire.cell import cell
@@ -96,9 +95,7 @@ class Queue:
             plans.why_new = IN_OPERATION
             return None
         started = time.monotonic_ns()
-        if not session._lock.acquire(blocking=False):
-            await_lock(session._lock)
-        try:
+        with session._lock:
             if len(calls) >= NUM_LANES:
                 self._make_room(f"submit {function.name!r}", None)
             newest = calls[-1]._launched if calls else None
@@ -131,8 +128,6 @@ class Queue:
                 self._end_lost(error)
                 raise
             self._append(pending, launched, is_step)
-        finally:
-            session._lock.release()
         return pending
 
     def _append(self, pending: PendingCall[Any], launched: Launched, is_alone: bool) -> None:

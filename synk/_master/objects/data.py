@@ -19,7 +19,7 @@ from synk._master.objects.array_like import ArrayLike
 from synk._master.session import Session
 from synk._pure.arrays import as_plain_array, check_shareable
 from synk._pure.exact import has_own_meaning
-from synk._pure.interrupts import as_operation, deferred
+from synk._pure.interrupts import deferred
 from synk._pure.nested import check_no_list
 from synk._pure.show import table
 from synk._pure.tracebacks import verb
@@ -213,7 +213,6 @@ class Data(ArrayLike):
     # -- writing ------------------------------------------------------------------------------------------------------
 
     @verb
-    @as_operation
     def set_value(self, value: Any, *, force_cast: bool = False, oversize: float = 1.0) -> None:
         """Replace the whole contents.
 
@@ -369,7 +368,6 @@ class Data(ArrayLike):
             )
 
 
-@as_operation
 def make_data(session: Session, value: Any = None, **options: Any) -> Data:
     """Make a :class:`Data` of an open runtime."""
     refuse_inside_worker("make Data")

@@ -11,7 +11,6 @@ from synk._master.code.handles import Handle
 from synk._master.session import Session
 from synk._master.state.resident import ResidentObject
 from synk._pure import files, plain_values
-from synk._pure.interrupts import safe_point
 from synk._pure.tracebacks import verb
 from synk._wire.cell import refuse_inside_worker
 from synk._wire.residents import resolve_resident
@@ -199,7 +198,7 @@ def make_resident_of(session: Session, part: dict[str, Any]) -> Resident:
 def _loaded(part: dict[str, Any]) -> tuple[Any, Any, Any]:
     """Return the object of a part, and its own ``dump`` and ``load``."""
     try:
-        made: tuple[Any, Any, Any] = safe_point(pickle.loads, part["object"])
+        made: tuple[Any, Any, Any] = pickle.loads(part["object"])
     except Exception as error:
         raise SerializationError(
             f"cannot make resident object {part['name']!r} anew: {type(error).__name__}: {error}. What it is made of "
