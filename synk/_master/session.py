@@ -234,11 +234,15 @@ class Session:
         lock = self._lock
         with holding():
             try:
-                is_free: bool = lock.acquire(blocking=False) or waiting(lock.acquire, timeout=lock_s(timeout))
-                if is_free:
-                    action()
-                return is_free
-            finally:
+                try:
+                    is_free: bool = lock.acquire(blocking=False) or waiting(lock.acquire, timeout=lock_s(timeout))
+                    if is_free:
+                        action()
+                    return is_free
+                finally:
+                    if self.is_mine():
+                        lock.release()
+            finally:  # a signal handler may have raised in the lines above
                 if self.is_mine():
                     lock.release()
 
@@ -257,7 +261,9 @@ class Session:
         CallCancelled
             If another thread interrupted the wait for them.
         """
-        self.workers.waiting.is_interrupted = False  # A leftover interrupt was meant for an operation that has ended.
+        if not self.queue.calls and self.queue.chunks is None:
+            # A leftover interrupt was meant for an operation that has ended. With calls in flight it is meant for them.
+            self.workers.waiting.is_interrupted = False
         self.resume(verb, deadline)
         if self.has_dropped:
             self.memory.free_dropped()  # No worker is busy, so the places of dropped small segments may be used again.

@@ -23,7 +23,7 @@ from synk._master.workers.requests import Request
 from synk._pure.interrupts import holding
 from synk._wire.items import Items, ItemsDone
 from synk._wire.messages import Failure, Reply, Status
-from synk.errors import CallCancelled, CallTimeout, SerializationError
+from synk.errors import CallCancelled, CallTimeout, SerializationError, SynkError
 
 _SMALL_NBYTES = 1 << 14
 """Results are loaded together up to this size of their pickles. What they load into is held until it is consumed."""
@@ -310,7 +310,7 @@ class Chunks:
     def _lose(self, error: BaseException) -> None:
         """After ``error``: end the chunks that were lost with it."""
         lost: Exception
-        if isinstance(error, Exception):
+        if isinstance(error, SynkError):
             lost = error
         else:
             what = f"{self.verb}: its items were ended by an interrupt. Map them again."

@@ -332,8 +332,9 @@ class Queue:
                 compile_call(session, launched)
             else:
                 request.lost_to = error  # if the lines below fail, too, the next step says what has ended the call
+                is_own = pending._is_stepping and isinstance(error, Exception)
                 self._on_error(pending, launched, request, error)
-                if is_foreign(error):
+                if is_foreign(error) and not is_own:
                     raise
         if pending._launched is None and self.calls and self.calls[0] is pending:
             self.calls.popleft()

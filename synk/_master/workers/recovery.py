@@ -275,9 +275,9 @@ class Recovery:
         self._on_idle()
         for worker in workers:
             self._counters["restarts"] += 1
-            self._processes.start_again(worker)
             worker.is_prepared = False
-            self.restarted.append(worker.rank)
+            self.restarted.append(worker.rank)  # before it is started: who uses it is sure to see that it is another
+            self._processes.start_again(worker)
 
     def replace_all(self) -> None:
         """End all workers, which must be idle, and start others in their place. The new ones are not up yet."""
