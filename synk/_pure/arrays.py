@@ -118,15 +118,23 @@ def copy_into(target: np.ndarray, source: np.ndarray) -> None:
     if target.nbytes < PARALLEL_NBYTES or target.ndim == 0 or len(target) < 2:
         np.copyto(target, source, casting="unsafe")  # the byte order is all that a cast can change here
         return
-    half = len(target) // 2
-    thread = threading.Thread(target=np.copyto, args=(target[half:], source[half:]), kwargs={"casting": "unsafe"})
+    half, is_over = len(target) // 2, False
+
+    def copy_rest() -> None:
+        if not is_over:
+            np.copyto(target[half:], source[half:], casting="unsafe")
+
+    thread = threading.Thread(target=copy_rest)
     with deferred():  # The thread must not outlive the operation: it would overwrite what is copied next.
         try:
-            thread.start()
-        except RuntimeError:  # the system refuses another thread
-            np.copyto(target, source, casting="unsafe")
-            return
-        try:
+            try:
+                thread.start()
+            except RuntimeError:  # the system refuses another thread
+                half = len(target)
             np.copyto(target[:half], source[:half], casting="unsafe")
-        finally:
-            thread.join()
+            if half < len(target):
+                thread.join()
+        finally:  # a signal handler may have raised, in the start of the thread, too
+            is_over = True
+            if thread.is_alive():
+                thread.join()
