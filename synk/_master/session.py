@@ -291,6 +291,13 @@ class Session:
             self.workers.recovery.restarted.clear()
         if self.residents.is_unsettled:
             self.residents.settle(self.deadline(None) if deadline is None else deadline)
+        if self.functions.is_torn:
+            self.replace_workers()
+            warn_at_users_line(
+                "all workers were started again: a signal handler had raised while functions were sent to them. What "
+                "functions kept there, in closures or globals, is gone.",
+                RuntimeWarning,
+            )
 
     @property
     def has_dropped(self) -> bool:

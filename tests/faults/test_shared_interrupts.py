@@ -1,7 +1,7 @@
 """Ctrl-C at any point of an operation, or another handler that raises there.
 
-All ranks hold the old values of a variable, or all the new ones. Whatever it is that was interrupted, the next calls are
-right, in other threads too: no lock is held any more.
+All ranks hold the old values of a variable, or all the new ones. Whatever was interrupted, the next calls are right, in
+other threads too: no lock is held any more.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Fork = Callable[..., Any]
 
 
 class TimeIsOver(TimeoutError):
-    """What the handler of SIGALRM raises."""
+    """What the handler of SIGUSR1 raises."""
 
 
 def raise_time_is_over(signum: int, frame: Any) -> None:
@@ -159,7 +159,7 @@ def interrupt(rt: Any, name: str, nth: int, number: int, other_thread: ThreadPoo
     return interrupting.count
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGALRM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
 @pytest.mark.parametrize("is_whole", WHOLE_OR_SAMPLE)
 @pytest.mark.timeout(1800)
 def test_a_signal_at_any_point_of_an_operation(
@@ -167,7 +167,7 @@ def test_a_signal_at_any_point_of_an_operation(
 ) -> None:
     rt, chance = reused(2), random.Random(0)
     monkeypatch.setattr(sys, "unraisablehook", lambda dropped: None)  # Python drops what is raised in a finalizer
-    before = signal.signal(signal.SIGALRM, raise_time_is_over)
+    before = signal.signal(signal.SIGUSR1, raise_time_is_over)
     try:
         with ThreadPoolExecutor(1) as other_thread:
             for name in OPERATIONS:
@@ -177,7 +177,7 @@ def test_a_signal_at_any_point_of_an_operation(
                     for nth in points if is_whole else chance.sample(points, min(count, 4)):
                         interrupt(rt, name, nth, number, other_thread)
     finally:
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_D4_no_copy_outlives_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:

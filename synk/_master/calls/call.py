@@ -60,8 +60,7 @@ def call_again(
 
     Else return ``UNFIT``, and note why in ``function.plans``.
 
-    Signal handlers may run at any line here. Every ``except`` raises their exceptions again, and the next operation
-    settles what they broke off.
+    Ctrl-C is not held back here. The next operation settles what it broke off.
     """
     # A finalizer or a signal handler may call in the middle of an operation of this thread; the lock would let it in.
     if session._lock._is_owned() or cell.worker is not None:  # type: ignore[attr-defined]
