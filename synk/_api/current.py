@@ -122,7 +122,7 @@ def fork(
         "on_restart": on_restart, "seed": seed, "cluster": cluster, "nodes": nodes, "insecure": insecure,
     }  # fmt: skip
     wanted = num_workers, {**options, "devices": str(devices)}
-    place = notebook_cell(sys._getframe(2))
+    place = notebook_cell(sys._getframe(3))
     if cell.runtime is not None and cell.session.is_own_process:
         if place is None or not place.is_run_again(cell.forked_at) or wanted != cell.forked_with:
             raise SynkError(

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from synk._master.flight.pending import PendingCall
-from synk._pure.interrupts import deferred
 from synk._wire.control import NUM_LANES
 from synk.errors import add_note
 
@@ -68,8 +67,7 @@ def with_progress(results: Iterator[Any], name: str, length: int) -> Iterator[An
         If tqdm is not installed.
     """
     try:
-        with deferred():  # an import that is broken off leaves half a module behind
-            from tqdm.auto import tqdm
+        from tqdm.auto import tqdm
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"cannot show the progress of {name!r}: got no module {error.name!r}, expected tqdm. Install it by "

@@ -27,13 +27,23 @@ _PACKAGES = re.compile(r"[/\\](site|dist)-packages[/\\]")
 
 
 def verb(fn: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a public function: it holds Ctrl-C back, and its exceptions show the program's lines, none of synk's."""
+    """Decorate a public function that does something: it holds Ctrl-C back, and is :func:`outlined`."""
+
+    @functools.wraps(fn)
+    def held(*args: P.args, **kwargs: P.kwargs) -> R:
+        with holding():
+            return fn(*args, **kwargs)
+
+    return outlined(held)
+
+
+def outlined(fn: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a public function: its exceptions show the program's lines and none of synk's."""
 
     @functools.wraps(fn)
     def told(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            with holding():
-                return fn(*args, **kwargs)
+            return fn(*args, **kwargs)
         except BaseException as error:
             __tracebackhide__ = True
             if kwargs and isinstance(error, TypeError):

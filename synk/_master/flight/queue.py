@@ -21,6 +21,7 @@ from synk._master.objects.shared import Shared
 from synk._master.session import Session
 from synk._master.state.in_flight import ChunksInFlight
 from synk._master.workers.requests import Request
+from synk._pure.interrupts import holding
 from synk._pure.limits import as_seconds
 from synk._pure.nested import holds
 from synk._wire.cell import cell
@@ -265,7 +266,7 @@ class Queue:
         """Wait for the calls that read ``segment``, because it is about to change."""
         if not self.reads(segment) or self._session.is_mine():
             return
-        with self._session.entered("change Data"):
+        with holding(), self._session.entered("change Data"):
             while self.reads(segment):
                 self._step_oldest(None)
 
