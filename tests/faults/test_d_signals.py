@@ -102,7 +102,7 @@ def test_D1_ctrl_c_in_code_of_the_users_in_the_program(reused: Fork, tmp_path: P
             pass
 
     class Hooked:
-        __reduce__ = __array__ = stay
+        __reduce__ = stay
 
     def items() -> Iterator[int]:
         yield stay()
@@ -130,7 +130,6 @@ def test_D1_ctrl_c_in_code_of_the_users_in_the_program(reused: Fork, tmp_path: P
 
     cases: dict[str, Callable[[], object]] = {
         "argument": lambda: size(Hooked(), X),
-        "rows": lambda: rt.data(Hooked()),
         "captured": lambda: rt.function(lambda x: (hooked, x.sum())[1], outputs="sum")(X),
         "op": lambda: folded(X),
         "items": lambda: list(rt.map(lambda n: n, items())),
