@@ -103,6 +103,13 @@ class Subject:
             warnings.simplefilter("ignore")
             assert self.total(np.arange(4.0)) == 6.0
 
+    def define(self) -> None:
+        factors = [2.0, 3.0]
+        scaled = self.rt.function(lambda x: x.sum() * factors[-1], outputs="sum")
+        assert scaled(np.ones(4)) == 12.0
+        factors.append(5.0)
+        assert scaled(np.ones(4)) == 20.0
+
     def grow(self) -> None:
         self.data.set_length(50_000)
         self.data[:] = 2.0
@@ -123,6 +130,7 @@ OPERATIONS: dict[str, tuple[Callable[[Subject], Any], Any]] = {
     "all_gather": (lambda at: at.rt.all_gather(at.w), [np.concatenate(Subject.OLD)] * 2),
     "all_reduce": (lambda at: at.rt.all_reduce(at.w, "sum"), [np.full(3, 10.0)] * 2),
     "call after a death": (Subject.call_after_a_death, Subject.OLD),
+    "new function": (Subject.define, Subject.OLD),
     "data that grows": (Subject.grow, Subject.OLD),
     "data that is freed": (lambda at: at.data.free_memory(), Subject.OLD),
 }

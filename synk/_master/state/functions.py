@@ -20,6 +20,7 @@ from synk._master.state.lanes import Lanes
 from synk._master.state.memory import Memory
 from synk._master.workers.failures import rebuild
 from synk._master.workers.workers import Workers
+from synk._pure.interrupts import deferred
 from synk._wire.logs import levels
 from synk._wire.memory import Segment
 from synk._wire.messages import Failure, Kind, LoadOrder, ParcelOrder, Status
@@ -195,9 +196,10 @@ class Functions:
 
     def _settle(self, step: Callable[[], None]) -> None:
         """Take a step of the book after which it is as the ranks are."""
-        self.is_torn = True
-        step()
-        self.is_torn = False
+        with deferred():
+            self.is_torn = True
+            step()
+            self.is_torn = False
 
     def ensure_loaded(self, deadline: float | None) -> None:
         """Send each worker the functions that it lacks. A replacement lacks all of them."""
