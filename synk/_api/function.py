@@ -31,7 +31,7 @@ from synk._master.calls.callee import Callee, FunctionHandle
 from synk._master.calls.signature import OPTION_NAMES
 from synk._master.flight.pending import PendingCall
 from synk._master.session import Session, current_session
-from synk._pure.interrupts import as_operation, operation
+from synk._pure.interrupts import holding
 from synk._pure.limits import check_timeout
 from synk._pure.output_ops import DEFAULT_OP, DefaultOp, in_blocks
 from synk._pure.show import table
@@ -91,7 +91,6 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
     """
 
     @verb
-    @as_operation
     def __init__(
         self,
         fn: Callable[P, R],
@@ -215,7 +214,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
                     if result is not UNFIT:
                         return result
                     was_compared = True
-            with operation():
+            with holding():
                 options = CallOptions(
                     batch, check_slices(num_slices), check_subset(output_subset), check_timeout(timeout)
                 )
@@ -277,8 +276,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         options = CallOptions(
             batch, check_slices(num_slices), check_subset(output_subset), check_timeout(timeout), is_serial=True
         )
-        with operation():
-            return self._run(args, kwargs, options)
+        return self._run(args, kwargs, options)
 
     @verb
     def repeat(
@@ -347,11 +345,9 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         subset, limit = check_subset(output_subset), check_timeout(timeout)
         num_repeats = check_repeats(num_repeats, self.name)
         options = CallOptions(batch, check_slices(num_slices), subset, limit, num_repeats=num_repeats)
-        with operation():
-            return self._run_checked(args, kwargs, options)
+        return self._run_checked(args, kwargs, options)
 
     @verb
-    @as_operation
     def verify(
         self,
         /,
@@ -508,27 +504,26 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
             raise self._retry_error("submit")
         if self._slices is not None:
             num_slices = self._slices.of(args, kwargs, num_slices)
-        with operation():
-            was_compared = False
-            is_checked = self._op_check is None or not self._op_check.may_be_due(args)
-            if is_checked and output_subset is None and timeout is None and type(num_slices) is int and num_slices == 1:
-                callee = self._callee
-                session, capture = callee.session, callee.capture
-                if session is not None and capture is not None and capture.is_current():
-                    was_compared = True
-                    pending = session.queue.submit_again(callee, args, kwargs, batch)
-                    if pending is not None:
-                        return pending
-            function = self if was_compared else self._renewed()
-            session = function._bound_session()
-            subset, limit = check_subset(output_subset), check_timeout(timeout)
-            options = CallOptions(batch, check_slices(num_slices), subset, limit, is_submitted=True)
-            release = None if is_checked else self._hold_back(args, kwargs, options)
-            with session.entered(f"submit {self.name!r}"):
-                deadline = session.deadline(options.timeout)
-                pending = session.queue.submit(function._callee, args, kwargs, options, deadline)
-            pending._release = release
-            return pending
+        was_compared = False
+        is_checked = self._op_check is None or not self._op_check.may_be_due(args)
+        if is_checked and output_subset is None and timeout is None and type(num_slices) is int and num_slices == 1:
+            callee = self._callee
+            session, capture = callee.session, callee.capture
+            if session is not None and capture is not None and capture.is_current():
+                was_compared = True
+                pending = session.queue.submit_again(callee, args, kwargs, batch)
+                if pending is not None:
+                    return pending
+        function = self if was_compared else self._renewed()
+        session = function._bound_session()
+        subset, limit = check_subset(output_subset), check_timeout(timeout)
+        options = CallOptions(batch, check_slices(num_slices), subset, limit, is_submitted=True)
+        release = None if is_checked else self._hold_back(args, kwargs, options)
+        with session.entered(f"submit {self.name!r}"):
+            deadline = session.deadline(options.timeout)
+            pending = session.queue.submit(function._callee, args, kwargs, options, deadline)
+        pending._release = release
+        return pending
 
     @verb
     def stream(self, batches: Iterable[Any], *, progress: bool = False) -> Iterator[R]:

@@ -20,7 +20,6 @@ from synk._master.objects.resident import Resident
 from synk._master.objects.shared import Shared
 from synk._master.state.captured import unsendable
 from synk._pure import files
-from synk._pure.interrupts import operation, safe_point
 from synk._pure.tracebacks import verb
 from synk._pure.words import no_attribute
 from synk._wire.cell import refuse_inside_worker
@@ -299,10 +298,9 @@ class _CodePickler(Pickler):
         )
 
     def reducer_override(self, obj: Any) -> Any:
-        with operation():
-            if type(obj) is types.FunctionType and is_users_module(obj.__module__):
-                return self._dynamic_function_reduce(obj)
-            return super().reducer_override(obj)
+        if type(obj) is types.FunctionType and is_users_module(obj.__module__):
+            return self._dynamic_function_reduce(obj)
+        return super().reducer_override(obj)
 
 
 class _CodeUnpickler(pickle.Unpickler):
@@ -322,7 +320,7 @@ def _code_of(functions: dict[str, Any], state: dict[str, Any]) -> bytes:
     }
     file = io.BytesIO()
     try:
-        safe_point(_CodePickler(file, state).dump, built)
+        _CodePickler(file, state).dump(built)
     except SerializationError:
         raise
     except Exception as error:
@@ -338,7 +336,7 @@ _HANDLES = ("updates", "changes")
 def _built(code: bytes, state: dict[str, Any]) -> dict[str, Any]:
     """Return plain functions that refer to the handles of a state, and the options to build them with."""
     try:
-        built: dict[str, Any] = safe_point(_CodeUnpickler(code, state).load)
+        built: dict[str, Any] = _CodeUnpickler(code, state).load()
     except (ImportError, AttributeError, pickle.UnpicklingError) as error:
         raise SerializationError(
             f"cannot build the functions of a program here: {type(error).__name__}: {error}. Install what they import; "

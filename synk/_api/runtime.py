@@ -26,7 +26,6 @@ from synk._master.session import Session, watch_over
 from synk._master.state.profile import Profile
 from synk._master.state.variable import Variable, check_owner
 from synk._pure.environment import check_platform
-from synk._pure.interrupts import as_operation
 from synk._pure.limits import check_timeout
 from synk._pure.show import Text, table
 from synk._pure.tensors import num_torch_threads
@@ -97,7 +96,6 @@ class Runtime(Hinting):
     """
 
     @verb
-    @as_operation
     def __init__(
         self,
         num_workers: int | Sequence[int] | None = None,
@@ -181,7 +179,6 @@ class Runtime(Hinting):
 
     @timeout.setter
     @verb
-    @as_operation
     def timeout(self, timeout: float | None) -> None:
         self._session.timeout = check_timeout(timeout)
 
@@ -197,7 +194,6 @@ class Runtime(Hinting):
         return make_data(self._session, value, **options)
 
     @verb
-    @as_operation
     def shared(self, value: Any, *, sharded: bool = False, name: str | None = None) -> Shared:
         """Make a :class:`synk.Shared` of this runtime; see :func:`synk.shared`."""
         refuse_inside_worker("make a shared variable")

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synk._pure.interrupts import safe_point
 from synk._pure.sparse import csr_parts, is_csr
 from synk._pure.tables import is_table, table_parts
 from synk._pure.tensors import is_tensor
@@ -355,7 +354,7 @@ def _maker(cls: type, parts: Any, plain: type) -> Callable[..., Any]:
     is_built_so = _is_built_so.get(cls)
     if is_built_so is None:
         try:
-            made = safe_point(cls, parts)
+            made = cls(parts)
             # The elements of a tuple, or the keys of a mapping: ``Point(*xs)`` would make a tuple with one element.
             is_built_so = len(made) == len(parts) and all(map(operator.is_, made, parts))
         except Exception:  # the user's constructor may raise anything

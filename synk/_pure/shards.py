@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from synk._pure.interrupts import safe_point
-
 
 def shard_bounds(num_rows: int, world_size: int) -> list[tuple[int, int]]:
     """Return ``(start, stop)`` of each rank's rows, as ``numpy.array_split`` splits them.
@@ -142,7 +140,7 @@ def _index_array(batch: Any, num_rows: int, what: str) -> npt.NDArray[np.int64]:
 
 def _as_array(batch: Any, what: str) -> np.ndarray:
     try:
-        return safe_point(np.asarray, batch)
+        return np.asarray(batch)
     except Exception as error:
         raise TypeError(
             f"cannot select rows of {what}: got a batch of type {type(batch).__name__} ({error})."

@@ -25,7 +25,6 @@ import torch
 
 from synk._api.function import Function
 from synk._api.runtime import Runtime
-from synk._pure.interrupts import as_operation
 from synk._wire.parcels import dumps
 from synk.errors import ClosedError, SerializationError, WorkerDied
 from synk.torch import _kept_graphs as ranks
@@ -228,7 +227,6 @@ class Placed:
         self._num_sent += 1
         return self._memory
 
-    @as_operation
     def _dumped(self, nesting: Any) -> bytes:
         try:
             return dumps(nesting)

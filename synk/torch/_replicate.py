@@ -26,7 +26,6 @@ from synk._api.runtime import Runtime
 from synk._master.code.handles import Handle
 from synk._master.processes.output import warn_at_users_line
 from synk._pure import files
-from synk._pure.interrupts import as_operation
 from synk._pure.output_ops import DEFAULT_OP
 from synk._pure.tensors import num_torch_threads
 from synk._pure.tracebacks import verb
@@ -559,7 +558,6 @@ class Replicated(Handle):
         for obj in self._linked:
             unlink(obj)
 
-    @as_operation
     def _leave(self, session: Any, /) -> None:
         """Make the objects ordinary again, with the ranks' last state, because the runtime is about to be closed.
 

@@ -393,6 +393,8 @@ def ctrl_c_when(condition: Callable[[], object], *, is_told_to_main: bool = True
 
     def press() -> None:
         waited.append(wait_for(condition))
+        if not waited[0]:
+            return
         if is_told_to_main:
             os.kill(os.getpid(), signal.SIGINT)
         else:

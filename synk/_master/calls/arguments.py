@@ -14,7 +14,6 @@ import numpy as np
 from synk._master.code.culprits import culprit_in
 from synk._master.objects.data import Contents
 from synk._master.state.ledger import Transfer
-from synk._pure.interrupts import operation, safe_point
 from synk._pure.nested import PLAIN_TYPES
 from synk._pure.tensors import array_of, copied_tensor, dtype_of, is_ordinary, is_tensor
 from synk._wire.parcels import TravelPickler, dumps
@@ -110,8 +109,7 @@ class ObjectPickler(TravelPickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if is_tensor(obj) and is_ordinary(obj):
-            with operation():
-                array: Any = np.ascontiguousarray(array_of(obj)).reshape(-1).view(np.uint8)
+            array: Any = np.ascontiguousarray(array_of(obj)).reshape(-1).view(np.uint8)
             buffer = pickle.PickleBuffer(array)
             return copied_tensor, (buffer, dtype_of(obj), tuple(obj.shape))
         return super().reducer_override(obj)
@@ -144,7 +142,7 @@ def pickle_objects(values: list[Any], labels: list[str], function_name: str) -> 
     try:
         file = io.BytesIO()
         pickler = ObjectPickler(file, protocol=5, buffer_callback=buffers.append)
-        safe_point(pickler.dump, tuple(values))
+        pickler.dump(tuple(values))
         data = file.getvalue()
     except Exception as error:
         for label, value in zip(labels, values):
@@ -167,7 +165,7 @@ def dumps_rows(column: Any) -> bytes:
     """
     with contextlib.suppress(Exception):
         # Python's own pickler takes a third of the time. It loses attributes of arrays and classes of the script.
-        data = safe_point(pickle.dumps, column, protocol=5)
+        data = pickle.dumps(column, protocol=5)
         if b"__main__" not in data and not any(cls.__qualname__.encode() in data for cls in _subclasses(np.ndarray)):
             return data
     return dumps(column, has_word=True)

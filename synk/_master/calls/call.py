@@ -24,7 +24,7 @@ from synk._master.state.device_values import check_not_lost
 from synk._master.state.lanes import Lane
 from synk._master.state.resident import ResidentObject
 from synk._master.state.results import Lease
-from synk._pure.interrupts import operation, raised_by_handler
+from synk._pure.interrupts import holding
 from synk._wire.cell import cell
 from synk._wire.control import Down
 from synk._wire.messages import Kind
@@ -58,8 +58,7 @@ def call_again(
 ) -> Any:
     """Run a call that fits a compiled one and return its result, else ``UNFIT``. What it captured must be current.
 
-    Signal handlers may run at any line here. Every ``except`` raises their exceptions again, and the next operation
-    settles what they broke off.
+    Ctrl-C is not held back here. The next operation settles what it broke off.
     """
     # A finalizer or a signal handler may call in the middle of an operation of this thread; the lock would let it in.
     if session._lock._is_owned() or cell.worker is not None:  # type: ignore[attr-defined]
@@ -191,7 +190,7 @@ def complete(session: Session, launched: Launched) -> Any:
     try:
         if doorbells is not None and doorbells.hear(launched, is_assembled=launched.lease is not None):
             return conclude(session, launched, (), launched.lease)
-        with operation():
+        with holding():
             result = carry_out(session, collecting(session, launched))
             compile_call(session, launched)
             return result
@@ -215,7 +214,7 @@ def abandon(session: Session, launched: Launched, error: BaseException) -> None:
     if session.is_closed and not is_known:
         raise ClosedError("the call was ended: the runtime was closed by another thread.") from error
     if launched.sequence and function.changes:
-        session.residents.note_failed(function.changes, raised_by_handler(error))
+        session.residents.note_failed(function.changes, error)
 
 
 def load(session: Session, function: Callee, arguments: Sequence[Argument], deadline: float | None, verb: str) -> None:

@@ -14,7 +14,6 @@ from synk._master.calls.arguments import Argument, Nest, dumps_rows, padded
 from synk._master.calls.binding import Divider, choose_rows, index_arrays, ranks_with_rows, rows_of
 from synk._master.calls.plans import Call
 from synk._master.code.handles import Handle
-from synk._pure.interrupts import operation
 from synk._pure.nested import SINGLE_VALUES, is_plain_object, take_apart, take_apart_whole
 from synk._pure.read_only import ReadOnlyArray
 from synk._pure.tensors import memory_of, torch_dtypes
@@ -122,10 +121,8 @@ class Pattern:
         values = [*args, *kwargs.values()]
         if tuple(kwargs) != self._keywords or len(values) != self._num_values:
             return None
-        if self._nests or self._tensors:
-            with operation():  # errors in the arguments are caught below; exceptions of signal handlers must not be
-                if not self._open(values):
-                    return None
+        if (self._nests or self._tensors) and not self._open(values):
+            return None
         return self._with_pickle(values) if self._objects else values
 
     def _open(self, values: list[Any]) -> bool:

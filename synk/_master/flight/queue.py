@@ -21,7 +21,7 @@ from synk._master.objects.shared import Shared
 from synk._master.session import Session
 from synk._master.state.in_flight import ChunksInFlight
 from synk._master.workers.requests import Request
-from synk._pure.interrupts import await_lock
+from synk._pure.interrupts import holding
 from synk._pure.limits import as_seconds
 from synk._pure.nested import holds
 from synk._wire.cell import cell
@@ -90,9 +90,7 @@ class Queue:
         if session.is_mine() or cell.worker is not None:
             return None
         started = time.monotonic_ns()
-        if not session._lock.acquire(blocking=False):
-            await_lock(session._lock)
-        try:
+        with session._lock:
             if len(calls) >= NUM_LANES:
                 self._make_room(f"submit {function.name!r}", None)
             newest = calls[-1]._launched if calls else None
@@ -121,8 +119,6 @@ class Queue:
                 self._end_lost(error)
                 raise
             self._append(pending, launched, is_step)
-        finally:
-            session._lock.release()
         return pending
 
     def _append(self, pending: PendingCall[Any], launched: Launched, is_alone: bool) -> None:
@@ -260,7 +256,7 @@ class Queue:
         """Wait for the calls that read ``segment``, because it is about to change."""
         if not self.reads(segment) or self._session.is_mine():
             return
-        with self._session.entered("change Data"):
+        with holding(), self._session.entered("change Data"):
             while self.reads(segment):
                 self._step_oldest(None)
 
@@ -327,8 +323,9 @@ class Queue:
                 compile_call(session, launched)
             else:
                 request.lost_to = error  # if the lines below fail, too, the next step says what has ended the call
+                is_own = pending._is_stepping and isinstance(error, Exception)
                 self._on_error(pending, launched, request, error)
-                if is_foreign(error):
+                if is_foreign(error) and not is_own:
                     raise
         if pending._launched is None and self.calls and self.calls[0] is pending:
             self.calls.popleft()

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from synk._master.code.handles import HandlePickler
-from synk._pure.interrupts import deferred, safe_point
+from synk._pure.interrupts import deferred
 from synk._pure.nested import PLAIN_TYPES
 from synk._wire.file_maps import sure_recipe_of_map
 from synk._wire.items import array_in_pickle, array_in_segment
@@ -148,7 +148,7 @@ class ItemPickler:
             return pickle.dumps(item, protocol=5), [], []
         file = io.BytesIO()
         pickler = _Pickler(file, self._copies)
-        safe_point(pickler.dump, item)
+        pickler.dump(item)
         if pickler.handles:
             raise TypeError(
                 f"got {type(pickler.handles[0]).__name__}, expected objects that each worker gets a copy of. Have the "

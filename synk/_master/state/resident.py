@@ -21,7 +21,6 @@ from synk._master.processes.log import Dropped
 from synk._master.processes.program import search_path
 from synk._master.workers.failures import raise_failures
 from synk._master.workers.ranks import Ranks
-from synk._pure.interrupts import safe_point
 from synk._wire.messages import Kind, Reply
 from synk._wire.residents import NEVER, Adopt, Dump, ReportStates, Restore, methods_of
 from synk.errors import ClosedError, SerializationError, WorkerDied, add_note
@@ -71,7 +70,7 @@ class ResidentObject:
         file = io.BytesIO()
         try:
             pickler = HandlePickler(file)
-            safe_point(pickler.dump, (value, dump, load))
+            pickler.dump((value, dump, load))
         except Exception as error:
             raise SerializationError(
                 f"cannot send resident object {self.name!r} to the workers: {type(error).__name__}: "
@@ -287,7 +286,7 @@ class Residents:
 
     def _loaded(self, resident: ResidentObject, data: bytes, rank: int) -> Any:
         try:
-            return safe_point(pickle.loads, data)
+            return pickle.loads(data)
         except Exception as error:
             raise SerializationError(
                 f"cannot load resident object {resident.name!r} from rank {rank}: {type(error).__name__}: {error}."
