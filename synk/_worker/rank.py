@@ -295,11 +295,9 @@ class Worker:
 
     def settle_inputs(self, prepared: PreparedPlan) -> None:
         """Give inputs that the function has kept pages of their own, and have later calls use another mapping."""
-        is_kept = self.executor.settle_inputs(prepared)
-        if prepared.function.to_framework is not None:
-            self.held.kept_data |= prepared.loans.kept_data()
-        if is_kept:
-            self.held.map_again(prepared.loans.staging)
+        segment = self.executor.settle_inputs(prepared)
+        if segment is not None:
+            self.held.map_again(segment)
 
     # -- interrupts, which may come at any line of the user's code ---------------------------------------------------
 

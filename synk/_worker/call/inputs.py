@@ -45,7 +45,7 @@ class Inputs:
         if prepared.pickle_view is None:
             return ()
         try:
-            objects = pickle.loads(prepared.pickle_view, buffers=prepared.loans.buffers)
+            objects = pickle.loads(prepared.pickle_view, buffers=prepared.inputs.buffers)
             arrays = [self._backend.from_objects(value) for value in objects]
             if prepared.function.to_framework is None:
                 return arrays
@@ -105,7 +105,9 @@ class Inputs:
             view = bases[position][part]
             arrays[position] = backend.from_host(view) if backend.is_device else view
         for position, indices in rows.picked.items():
-            arrays[position] = backend.take_rows(bases[position], indices)
+            own = arrays[position] = backend.take_rows(bases[position], indices)
+            if not backend.is_device and prepared.function.to_framework is None:
+                own.flags.writeable = False  # inputs are read-only, also if their rows are copies
         return arrays
 
     # -- brought ahead ------------------------------------------------------------------------------------------------

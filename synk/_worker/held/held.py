@@ -9,7 +9,7 @@ import numpy as np
 
 from synk._wire.memory import Segment
 from synk._wire.messages import Body, LoadOrder, Plan
-from synk._worker.held.pages import give_back, is_written, own_bytes
+from synk._worker.held.pages import own_bytes
 from synk._worker.held.plans import LoadedFunction, PreparedPlan
 from synk._worker.held.received import Received
 from synk.backends import Backend
@@ -23,8 +23,6 @@ class Held:
     ----------
     segments, functions, plans : dict
         By number.
-    kept_data : set of (int, int, int)
-        The ``Data`` whose tensors functions have kept; see ``Loans.kept_data``.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -33,7 +31,6 @@ class Held:
         self.segments: dict[int, Segment] = {}
         self.functions: dict[int, LoadedFunction] = {}
         self.plans: dict[int, PreparedPlan] = {}
-        self.kept_data: set[tuple[int, int, int]] = set()
 
     # -- segments -----------------------------------------------------------------------------------------------------
 
@@ -78,7 +75,6 @@ class Held:
             # The plans go first: their views would keep the memory mapped.
             for plan_id in [p for p, prepared in self.plans.items() if prepared.segment_ids & segment_ids]:
                 del self.plans[plan_id]
-            self.kept_data = {kept for kept in self.kept_data if kept[0] not in segment_ids}
             for segment_id in segment_ids:
                 segment = self.segments.pop(segment_id, None)
                 if segment is not None:
@@ -128,9 +124,3 @@ class Held:
         for prepared in self.plans.values():
             if segment.id in prepared.segment_ids:
                 prepared.map(self.segments)
-
-    def renew_data(self, prepared: PreparedPlan) -> None:
-        """Before a call, drop what functions wrote into ``Data`` through tensors that they had kept."""
-        for segment_id, address, nbytes in self.kept_data:
-            if segment_id in prepared.segment_ids and is_written(address, nbytes):
-                give_back(address, nbytes)

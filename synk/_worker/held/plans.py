@@ -17,7 +17,7 @@ from synk._wire.control import Down
 from synk._wire.memory import Segment
 from synk._wire.messages import IN_SEGMENTS, Layout, Leaf, Move, Plan
 from synk._wire.spans import as_nvtx_range
-from synk._worker.held.loans import Loans
+from synk._worker.held.inputs import InputViews
 from synk._worker.held.residents import Changing, Reading
 from synk._worker.held.rows import Rows
 from synk.backends import Backend
@@ -193,8 +193,8 @@ class PreparedPlan:
     def map(self, segments: dict[int, Segment]) -> None:
         """Make the views of shared memory. Called once more after a segment was mapped again."""
         plan = self.plan
-        self.loans = Loans(plan, segments, is_writable=self.function.to_framework is not None)
-        self.bases: list[Any] = self.loans.arrays
+        self.inputs = InputViews(plan, segments)
+        self.bases: list[Any] = self.inputs.arrays
         self.whole: dict[int, list[Any]] = {}  # for a serial call: by variable, all rows of sharded variables
         for item, base in zip(plan.inputs, self.bases):
             if item.kind == "closed over":
@@ -207,14 +207,11 @@ class PreparedPlan:
             self.pickle_view = segments[segment_id].buffer[offset : offset + nbytes].data
         self.numbers = b""
         self.rows: Rows | None = None
-        self.spans: Sequence[tuple[int, int]] = ()  # the memory that the function can write into
 
     def choose(self, numbers: bytes, own_down: Sequence[int]) -> None:
         """Choose this rank's rows from the numbers of a call, given as bytes and as the rank's control block."""
         self.numbers = b""  # an interrupt may come between any two lines: no old rows may pass for these
         self.rows = self.cut(own_down, own_down[Down.LOW], own_down[Down.HIGH])
-        if self.function.to_framework is not None:
-            self.spans = self.loans.spans(self.rows)
         self.numbers = numbers
 
     def cut(self, own_down: Sequence[int], low: int, high: int) -> Rows:

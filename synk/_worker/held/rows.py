@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 class Rows:
     """The rows that a function gets at a time: its rank's rows, or the rows of one slice.
 
-    It holds places, not arrays, because a reference to an array would look like one that the function kept (``Loans``).
+    It holds places, not arrays, because a reference to an array would look like one that the function kept
+    (``InputViews``).
 
     Parameters
     ----------

@@ -519,5 +519,5 @@ class VariableStore:
         return unflatten(replica._structure, leaves)
 
     def as_framework(self, leaf: Any) -> Any:
-        """Return an array of a value as a tensor. On the host it is a copy, because a tensor cannot be read-only."""
+        """Return an array of a value as one of the framework, on the host with memory of its own."""
         return self.to_framework(leaf.copy() if isinstance(leaf, np.ndarray) else leaf)
