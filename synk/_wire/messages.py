@@ -113,6 +113,8 @@ class Input(NamedTuple):
         The shape and dtype of the whole array. Axis 0 is the rows.
     tensor_dtype : str
         The dtype of a tensor, if NumPy lacks it. ``dtype`` is then the one that stores its elements.
+    file : tuple or None
+        If the array lies in a file that each rank maps itself: the arguments of ``synk._wire.file_maps.map_again``.
     """
 
     name: str
@@ -122,6 +124,7 @@ class Input(NamedTuple):
     shape: tuple[int, ...] = ()
     dtype: Any = None
     tensor_dtype: str = ""
+    file: Any = None
 
 
 IN_SEGMENTS = ("rows", "whole", "closed over")
@@ -282,7 +285,7 @@ class Body(NamedTuple):
 
     Attributes
     ----------
-    segments : list of (segment_id, nbytes, is_writable, is_staging, is_arena, is_file)
+    segments : list of (segment_id, nbytes, is_writable, is_staging, is_arena)
     parts : list of (segment_id, arena_id, offset, nbytes)
         Segments that lie in arenas. The arenas came before or come with this message.
     dropped : dict of str to dict
@@ -294,7 +297,7 @@ class Body(NamedTuple):
     content : the message's own body
     """
 
-    segments: Sequence[tuple[int, int, bool, bool, bool, bool]] = ()
+    segments: Sequence[tuple[int, int, bool, bool, bool]] = ()
     parts: Sequence[tuple[int, int, int, int]] = ()
     dropped: Mapping[str, Mapping[int, Any]] = {}
     news: Sequence[tuple[str, int, Any]] = ()

@@ -290,7 +290,9 @@ def _arguments(call: Call, low: int, high: int) -> list[Argument]:
             array = np.asarray(array)
         dtype = None if array is None else array.dtype
         number = argument.value.id if argument.kind in HELD else None
-        found.append(replace(argument, array=array, dtype=dtype, data=None, contents=None, value=number, nest=None))
+        found.append(
+            replace(argument, array=array, dtype=dtype, data=None, contents=None, file=None, value=number, nest=None)
+        )
     return found
 
 

@@ -46,8 +46,10 @@ class Argument:
         The array to stage: ``rows`` or ``whole`` that lies in no segment yet.
     data : synk.Data or None
     contents : Contents or None
-        The contents of ``data`` when the argument was bound, or the place of a memory-mapped array. Another thread may
-        replace the contents of ``data`` at any time, so the whole call uses these.
+        The contents of ``data`` when the argument was bound, or a memory-mapped array. Another thread may replace the
+        contents of ``data`` at any time, so the whole call uses these.
+    file : tuple or None
+        How a rank maps the file in which the array lies: the arguments of ``map_again``.
     value : object
         For ``object``, ``shard``, ``replica`` and ``resident``.
     tensor_dtype : str
@@ -66,6 +68,7 @@ class Argument:
     array: np.ndarray | None = None
     data: Any = None
     contents: Contents | None = None
+    file: Any = None
     value: Any = None
     dtype: Any = None
     tensor_dtype: str = ""
@@ -77,8 +80,8 @@ class Argument:
     def key(self) -> Any:
         """The part of a plan's key that comes from this argument: equal keys can share a plan."""
         if self.contents is not None:
-            array, place = self.contents.array, (self.contents.segment_id, self.contents.offset)
-            return (self.kind, *place, array.shape, array.dtype, array.dtype.type)
+            array = self.contents.array
+            return (self.kind, self.contents.segment_id, self.file, array.shape, array.dtype, array.dtype.type)
         if self.kind == "closed over":
             return (self.kind, self.value.id, self.array.shape)  # type: ignore[union-attr]
         if self.array is not None:  # the type too: NumPy calls np.record equal to a plain record

@@ -36,7 +36,11 @@ from synk._pure.nested import (
 )
 from synk._pure.read_only import ReadOnlyArray
 from synk._pure.tensors import check_no_grad, check_tensor, is_tensor
+from synk._wire.file_maps import check_length, recipe_of_map
 from synk._wire.messages import DEVICE_DTYPES
+
+_MAPPED_NBYTES = 1 << 22
+"""Arrays of at least this size are mapped. Copying that much costs as much as a call that is new."""
 
 
 class Checks:
@@ -197,11 +201,12 @@ class Checks:
         else:
             array = as_plain_array(value, what)
         dtype = check_shareable(array.dtype, label)
-        if not was_tensor and not (self._is_submitted and array.flags.writeable):
-            place = self._session.memory.files.place_of(array, what)
-            if place is not None:
-                segment, offset = place
-                return Argument(label, keyword, "whole", contents=Contents(segment, array, offset))
+        if not was_tensor and array.nbytes >= _MAPPED_NBYTES and array.flags.aligned and array.dtype.isnative:
+            # The program may write to a map before a submitted call reads it.
+            recipe = recipe_of_map(array, ("r",) if self._is_submitted else ("r", "r+", "w+"))
+            if recipe is not None:
+                check_length(array, what)
+                return Argument(label, keyword, "whole", contents=Contents(None, array), file=recipe[1])
         return Argument(
             label, keyword, "whole", array=array, dtype=dtype, tensor_dtype=tensor_dtype, is_tensor=was_tensor
         )

@@ -139,8 +139,8 @@ def input_of(argument: Argument, segment_id: int, offset: int) -> Input:
     if argument.kind in ("shard", "replica", "resident"):
         return Input(argument.keyword, argument.kind, argument.value.id)
     if argument.contents is not None:
-        array, place = argument.contents.array, (argument.contents.segment_id, argument.contents.offset)
-        return Input(argument.keyword, argument.kind, *place, array.shape, array.dtype)
+        array, number = argument.contents.array, argument.contents.segment_id
+        return Input(argument.keyword, argument.kind, number, 0, array.shape, array.dtype, file=argument.file)
     assert argument.array is not None
     if argument.kind == "closed over":
         name = str(argument.value.id)

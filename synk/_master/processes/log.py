@@ -206,12 +206,9 @@ class Known:
         self._unanswered = {key: (place + distance, body) for key, (place, body) in self._unanswered.items()}
 
     @staticmethod
-    def describe(segments: Sequence[Segment]) -> list[tuple[int, int, bool, bool, bool, bool]]:
+    def describe(segments: Sequence[Segment]) -> list[tuple[int, int, bool, bool, bool]]:
         """Describe the segments whose descriptors travel with a message."""
-        return [
-            (each.id, each.nbytes, each.is_worker_writable, each.is_staging, each.is_arena, each.is_file)
-            for each in segments
-        ]
+        return [(each.id, each.nbytes, each.is_worker_writable, each.is_staging, each.is_arena) for each in segments]
 
     def pack(self, content: Any, needed: Sequence[Segment], sources: Sources) -> Packed:
         """Return a message with ``content``, the ``needed`` segments that the rank lacks, and all news for the rank."""

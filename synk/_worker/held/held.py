@@ -35,7 +35,7 @@ class Held:
     # -- segments -----------------------------------------------------------------------------------------------------
 
     def map_segment(
-        self, fd: int, number: int, nbytes: int, is_writable: bool, is_staging: bool, is_arena: bool, is_file: bool
+        self, fd: int, number: int, nbytes: int, is_writable: bool, is_staging: bool, is_arena: bool
     ) -> Segment:
         """Map a segment that has arrived. If it is only read, its mapping is private: nobody else sees what is written.
 
@@ -43,7 +43,7 @@ class Held:
         """
         is_private = not (is_writable or self._backend.is_device)
         segment = Segment(fd, nbytes, is_writable=is_writable, segment_id=number, is_private=is_private)
-        segment.is_staging, segment.is_arena, segment.is_file = is_staging, is_arena, is_file
+        segment.is_staging, segment.is_arena = is_staging, is_arena
         if not is_staging:  # only a staging segment may have to be mapped again
             segment.close_fd()
         return segment
@@ -51,8 +51,7 @@ class Held:
     def add_segment(self, segment: Segment) -> None:
         """Take in a segment that has arrived."""
         self.segments[segment.id] = segment
-        # The backend does not register these: the parts of an arena come and go, and a file's pages are the system's.
-        if not (segment.is_arena or segment.is_file):
+        if not segment.is_arena:  # its parts come and go, so the backend does not register it
             self._backend.note_segment(segment)
 
     def take_in(self, body: Body) -> None:

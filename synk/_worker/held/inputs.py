@@ -30,6 +30,8 @@ class InputViews:
     plan : Plan
     segments : mapping of int to Segment
         The segments that the worker holds.
+    files : mapping of int to ndarray
+        By position, the arrays that lie in files.
 
     Attributes
     ----------
@@ -41,7 +43,7 @@ class InputViews:
         The segment of the plain arrays and the buffers, if there are any.
     """
 
-    def __init__(self, plan: Plan, segments: Mapping[int, Segment]) -> None:
+    def __init__(self, plan: Plan, segments: Mapping[int, Segment], files: Mapping[int, np.ndarray]) -> None:
         self.arrays: list[np.ndarray | None] = []
         self.buffers: list[np.ndarray] = []
         self.staging: Segment | None = None
@@ -51,6 +53,8 @@ class InputViews:
         for position, item in enumerate(plan.inputs):
             if item.kind not in IN_SEGMENTS:
                 self.arrays.append(None)
+            elif item.file is not None:
+                self.arrays.append(files[position])
             elif 0 in item.shape or item.dtype.itemsize == 0:  # no bytes, so no segment
                 array = as_recarray(np.empty(item.shape, item.dtype))
                 array.flags.writeable = False

@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from synk._pure.exact import as_recarray
 from synk._pure.nested import PLAIN_TYPES
 from synk._pure.ops import EACH, Op
 from synk._pure.output_ops import each_op, ops_of
 from synk._pure.tensors import is_tensor
 from synk._pure.trees import DictStructure, flatten, key_orders
 from synk._wire.control import Down
+from synk._wire.file_maps import map_again
 from synk._wire.memory import Segment
 from synk._wire.messages import IN_SEGMENTS, Layout, Leaf, Move, Plan
 from synk._wire.spans import as_nvtx_range
@@ -177,6 +179,7 @@ class PreparedPlan:
         is_whole = len(arguments) == len(plan.inputs)
         is_once = not self.is_sliced and plan.num_repeats == 1
         self.is_plain = self.takes_views and is_whole and is_once and not function.updates
+        self._files = {k: as_recarray(map_again(*item.file)) for k, item in arguments if item.file is not None}
         self.map(segments)
         self.segment_ids = {item.segment_id for item in plan.inputs if item.kind in IN_SEGMENTS}
         places = (plan.pickle_place, plan.indices_place, plan.local_indices_place, *plan.buffers)
@@ -193,7 +196,7 @@ class PreparedPlan:
     def map(self, segments: dict[int, Segment]) -> None:
         """Make the views of shared memory. Called once more after a segment was mapped again."""
         plan = self.plan
-        self.inputs = InputViews(plan, segments)
+        self.inputs = InputViews(plan, segments, self._files)
         self.bases: list[Any] = self.inputs.arrays
         self.whole: dict[int, list[Any]] = {}  # for a serial call: by variable, all rows of sharded variables
         for item, base in zip(plan.inputs, self.bases):
