@@ -119,7 +119,7 @@ class Worker:
         self.down, self.up = self.lane.down, self.lane.up
         self.own_down, self.own_up = memoryview(self.down[rank]), self.lane.own_up
         self.own_up[Up.PHASE] = Phase.IDLE  # a dead worker that this one replaces may have left another phase
-        self.held = Held(self.backend)
+        self.held = Held(rank, self.backend)
         self.variables = VariableStore(rank, self.held.segments, self.down, self.backend, _replica_type(self.backend))
         self.residents = RankResidents()
         self.settings = Settings()

@@ -191,7 +191,7 @@ class Nodes:
                 note,
                 launched.number,
                 known.get(node),
-                _arguments(call, low, high),
+                _arguments(call, low, high, ranks),
                 nests,
                 objects,
                 call.selection is not None,
@@ -278,12 +278,14 @@ class Nodes:
                     np.copyto(target, source)
 
 
-def _arguments(call: Call, low: int, high: int) -> list[Argument]:
+def _arguments(call: Call, low: int, high: int, ranks: range) -> list[Argument]:
     """Return the arguments of a call for one node: rows ``low`` to ``high`` of each scattered array."""
     found = []
     for argument in call.arguments:
         array = argument.whole_array
-        if array is not None and argument.kind == "rows":
+        if array is not None and argument.kind == "table":
+            array = array[ranks.start : ranks.stop]
+        elif array is not None and argument.kind == "rows":
             assert call.selection is not None
             array = rows_between(array, call.selection, low, high)
         if array is not None:

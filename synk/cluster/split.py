@@ -88,13 +88,7 @@ def rows_between(array: np.ndarray, selection: Selection, low: int, high: int) -
     >>> rows_between(np.arange(10), Selection(5, start=9, step=-2), 1, 4)
     array([7, 5, 3])
     """
-    if selection.indices is not None:
-        return array[selection.indices[low:high]]
-    if low == high:  # if the selection goes backwards, its first row may lie before the array
-        return array[:0]
-    first, step = selection.start + low * selection.step, selection.step
-    stop = first + (high - low) * step
-    return array[first : None if stop < 0 else stop : step]
+    return array[selection.between(low, high)]
 
 
 def own_bounds(bounds: Sequence[tuple[int, int]], ranks: range) -> tuple[int, int, list[tuple[int, int]]]:

@@ -16,6 +16,8 @@ from synk._master.objects.data import Contents
 from synk._master.state.sums import Transfer
 from synk._pure.interrupts import operation, safe_point
 from synk._pure.nested import PLAIN_TYPES
+from synk._pure.shards import Selection
+from synk._pure.tables import packed, pickled_rows
 from synk._pure.tensors import array_of, copied_tensor, dtype_of, is_ordinary, is_tensor
 from synk._wire.parcels import TravelPickler, dumps
 from synk.errors import SerializationError
@@ -43,7 +45,8 @@ class Argument:
     kind : str
         As in ``Input.kind``.
     array : ndarray or None
-        The array to stage: ``rows`` or ``whole`` that lies in no segment yet.
+        The array to stage: ``rows`` or ``whole`` that lies in no segment yet; for ``table``, the packed rows of all
+        ranks.
     data : synk.Data or None
     contents : Contents or None
         The contents of ``data`` when the argument was bound, or a memory-mapped array. Another thread may replace the
@@ -51,15 +54,13 @@ class Argument:
     file : tuple or None
         How a rank maps the file in which the array lies: the arguments of ``map_again``.
     value : object
-        For ``object``, ``shard``, ``replica`` and ``resident``.
+        For ``object``, ``shard``, ``replica`` and ``resident``; for ``table``, a table or a CSR matrix with rows.
     tensor_dtype : str
         As in ``Input.tensor_dtype``.
     is_tensor : bool
         Whether ``array`` is the memory of a torch tensor.
     nest : Nest or None
         The nested value, if this is its first leaf.
-    is_part : bool
-        Whether ``array`` is part of a sparse matrix or a table, which cannot be a ``Data``.
     """
 
     label: str
@@ -74,7 +75,6 @@ class Argument:
     tensor_dtype: str = ""
     is_tensor: bool = False
     nest: Nest | None = None
-    is_part: bool = False
 
     @property
     def key(self) -> Any:
@@ -89,6 +89,13 @@ class Argument:
         if self.kind in ("shard", "replica", "resident"):
             return (self.kind, self.value.id)
         return self.kind
+
+    @property
+    def num_rows(self) -> int | None:
+        """How many rows are to be divided; None if the argument has none, or is a shard."""
+        if self.kind == "table":
+            return int(self.value.shape[0])
+        return len(self.whole_array) if self.kind == "rows" and self.whole_array is not None else None
 
     @property
     def whole_array(self) -> np.ndarray | None:
@@ -163,17 +170,50 @@ def pickle_objects(values: list[Any], labels: list[str], function_name: str) -> 
     return (data, [buffer.raw() for buffer in buffers]), pickler.named
 
 
-def dumps_rows(column: Any) -> bytes:
-    """Return rows of a column of objects pickled.
+def pack_tables(
+    arguments: Sequence[Argument],
+    selection: Selection | None,
+    bounds: Sequence[tuple[int, int]],
+    ranks: Sequence[int],
+    name: str,
+) -> None:
+    """Give each table the packed rows of all ranks that run the call.
+
+    Raises
+    ------
+    TypeError
+        If rows cannot be pickled. The text names the column.
+    """
+    for argument in arguments:
+        if argument.kind == "table" and selection is not None:
+            pickles: list[list[Any]] = [[] for _ in bounds]
+            try:
+                for rank in ranks:
+                    rows = selection.between(*bounds[rank])
+                    pickles[rank] = pickled_rows(argument.value, rows, _dumps_rows)
+            except TypeError as error:
+                raise TypeError(
+                    f"cannot scatter {argument.label} of {name!r}: {error}. Pass its arrays in a dict or a tuple."
+                ) from None
+            argument.array = packed(pickles)
+            argument.dtype = argument.array.dtype
+
+
+def _dumps_rows(rows: Any, buffer_callback: Any = None) -> bytes:
+    """Return rows of a table pickled.
 
     No function captures the classes in them, so the pickle itself says how those of the program are now.
     """
+    buffers: list[Any] = []
+    keep = None if buffer_callback is None else buffers.append
     with contextlib.suppress(Exception):
         # Python's own pickler takes a third of the time. It loses attributes of arrays and classes of the script.
-        data = safe_point(pickle.dumps, column, protocol=5)
+        data = safe_point(pickle.dumps, rows, protocol=5, buffer_callback=keep)
         if b"__main__" not in data and not any(cls.__qualname__.encode() in data for cls in _subclasses(np.ndarray)):
+            for buffer in buffers:
+                buffer_callback(buffer)
             return data
-    return dumps(column, has_word=True)
+    return dumps(rows, buffer_callback=buffer_callback, has_word=True)
 
 
 def _subclasses(cls: type) -> list[type]:

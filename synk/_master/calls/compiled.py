@@ -144,8 +144,6 @@ def compile_call(session: Session, launched: Launched) -> None:
     # If the state of the log is the same, no rank had to be told anything, and the next call need not tell it either.
     # A function's first call told them of the function and the plan, so the second is the first that is compiled.
     is_same = launched.log_state == session.workers.log.state and not session.has_dropped
-    if is_same:
-        function.repeated.ignore(each.label for each in launched.call.arguments if each.is_part)
     new = plans.compiled[place] = CompiledCall(session, launched, is_current=is_same)
     if record.why_new is NEWS and before is not None:  # perhaps because of other arguments
         record.why_new = before.pattern.difference(new.pattern) or NEWS
@@ -184,6 +182,8 @@ def _why_never(session: Session, launched: Launched) -> str:
     staged = iter(cached.staged)
     for argument in call.arguments:
         array, target = argument.array, None if argument.array is None else next(staged)
+        if argument.kind == "table":
+            return f"{argument.label} is a table, whose rows are pickled"
         if argument.kind == "closed over" or (argument.kind == "object" and not is_plain_object(argument.value)):
             return f"{argument.label} {MAY_HOLD_ARRAYS}"
         if argument.contents is not None and argument.data is None:  # a file can become shorter between two calls

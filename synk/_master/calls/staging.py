@@ -159,7 +159,7 @@ def _cached_plan(plan: Plan, call: Call, lane: Lane, staging: Segment, places: _
         lane,
         [*segments, staging] if places.nbytes else segments,
         [staging.view(at, array.shape, argument.dtype) for argument, array, at in arrays],
-        [argument.label if array.nbytes >= TIMED_NBYTES else "" for argument, array, _ in arrays],
+        [a.label if array.nbytes >= TIMED_NBYTES and a.kind != "table" else "" for a, array, _ in arrays],
         staging.buffer[places.pickle : places.pickle + places.capacity] if places.capacity else None,
         [staging.buffer[at : at + view.nbytes] for at, view in zip(places.buffers, call.objects[1])],
         [

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from synk._pure.nested import build
+from synk._pure.tables import taken_rows, unpacked
 from synk._pure.tensors import as_dtype
 from synk._pure.trees import flatten, unflatten
 from synk._wire.cell import cell
@@ -87,6 +88,10 @@ class Inputs:
         for position, item in prepared.others:
             if item.kind == "object":
                 values[position] = objects[item.offset]
+            elif item.kind == "table":
+                own = unpacked(prepared.bases[position])
+                low, high = rows.low - rows.first, rows.high - rows.first
+                values[position] = taken_rows(own, slice(low, high)) if prepared.is_sliced else own
             elif item.kind == "resident":
                 values[position] = cell.worker.residents.get(item.segment_id).value
             else:

@@ -25,7 +25,8 @@ class Held:
         By number.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, rank: int, backend: Backend) -> None:
+        self._rank = rank
         self._backend = backend
         self._received = Received(self._own_memory)
         self.segments: dict[int, Segment] = {}
@@ -102,7 +103,7 @@ class Held:
         """Take in the plan of a call, for this call and its repetitions."""
         try:
             function, is_device = self.functions[plan.function_id], self._backend.is_device
-            self.plans[plan.plan_id] = PreparedPlan(plan, function, self.segments, is_device=is_device)
+            self.plans[plan.plan_id] = PreparedPlan(plan, function, self.segments, self._rank, is_device=is_device)
         except KeyError as error:
             raise SharedMemoryError(
                 f"cannot find shared segment {error}: it came with an earlier call, which this process could not "

@@ -32,6 +32,7 @@ class InputViews:
         The segments that the worker holds.
     files : mapping of int to ndarray
         By position, the arrays that lie in files.
+    rank : int
 
     Attributes
     ----------
@@ -43,7 +44,7 @@ class InputViews:
         The segment of the plain arrays and the buffers, if there are any.
     """
 
-    def __init__(self, plan: Plan, segments: Mapping[int, Segment], files: Mapping[int, np.ndarray]) -> None:
+    def __init__(self, plan: Plan, segments: Mapping[int, Segment], files: Mapping[int, np.ndarray], rank: int) -> None:
         self.arrays: list[np.ndarray | None] = []
         self.buffers: list[np.ndarray] = []
         self.staging: Segment | None = None
@@ -60,8 +61,10 @@ class InputViews:
                 array.flags.writeable = False
                 self.arrays.append(array)
             else:
-                segment = segments[item.segment_id]
-                self.arrays.append(self._view(segment, item.offset, item.shape, item.dtype, position))
+                segment, offset, shape = segments[item.segment_id], item.offset, item.shape
+                if item.kind == "table":  # one row of bytes for each rank
+                    offset, shape = offset + rank * shape[1], shape[1:]
+                self.arrays.append(self._view(segment, offset, shape, item.dtype, position))
         for segment_id, offset, nbytes in plan.buffers:
             self.buffers.append(self._view(segments[segment_id], offset, (nbytes,), np.dtype(np.uint8), None))
         self._num_references = self._count()

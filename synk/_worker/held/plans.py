@@ -160,8 +160,11 @@ class PreparedPlan:
     :meth:`choose`), and what the function returned last (its layout, and the slots where it went).
     """
 
-    def __init__(self, plan: Plan, function: LoadedFunction, segments: dict[int, Segment], *, is_device: bool) -> None:
+    def __init__(
+        self, plan: Plan, function: LoadedFunction, segments: dict[int, Segment], rank: int, *, is_device: bool
+    ) -> None:
         self.plan = plan
+        self._rank = rank
         self.function = function
         self.is_sliced = (plan.num_slices > 1 or plan.block_rows > 0) and not plan.is_rowless
         self.nests: Sequence[tuple[int, int, Any]] = _load_nests(plan.nests, function.name)
@@ -196,7 +199,7 @@ class PreparedPlan:
     def map(self, segments: dict[int, Segment]) -> None:
         """Make the views of shared memory. Called once more after a segment was mapped again."""
         plan = self.plan
-        self.inputs = InputViews(plan, segments, self._files)
+        self.inputs = InputViews(plan, segments, self._files, self._rank)
         self.bases: list[Any] = self.inputs.arrays
         self.whole: dict[int, list[Any]] = {}  # for a serial call: by variable, all rows of sharded variables
         for item, base in zip(plan.inputs, self.bases):
