@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import io
 import pickle
 from collections.abc import Sequence
@@ -179,46 +179,27 @@ def pack_tables(
 ) -> None:
     """Give each table the packed rows of all ranks that run the call.
 
+    No function captures the classes in them, so the pickle itself says how those of the program are now.
+
     Raises
     ------
     TypeError
         If rows cannot be pickled. The text names the column.
     """
+    dumps_now = functools.partial(dumps, has_word=True)
     for argument in arguments:
         if argument.kind == "table" and selection is not None:
             pickles: list[list[Any]] = [[] for _ in bounds]
             try:
                 for rank in ranks:
                     rows = selection.between(*bounds[rank])
-                    pickles[rank] = pickled_rows(argument.value, rows, _dumps_rows)
+                    pickles[rank] = pickled_rows(argument.value, rows, dumps_now)
             except TypeError as error:
                 raise TypeError(
                     f"cannot scatter {argument.label} of {name!r}: {error}. Pass its arrays in a dict or a tuple."
                 ) from None
             argument.array = packed(pickles)
             argument.dtype = argument.array.dtype
-
-
-def _dumps_rows(rows: Any, buffer_callback: Any = None) -> bytes:
-    """Return rows of a table pickled.
-
-    No function captures the classes in them, so the pickle itself says how those of the program are now.
-    """
-    buffers: list[Any] = []
-    keep = None if buffer_callback is None else buffers.append
-    with contextlib.suppress(Exception):
-        # Python's own pickler takes a third of the time. It loses attributes of arrays and classes of the script.
-        data = safe_point(pickle.dumps, rows, protocol=5, buffer_callback=keep)
-        if b"__main__" not in data and not any(cls.__qualname__.encode() in data for cls in _subclasses(np.ndarray)):
-            for buffer in buffers:
-                buffer_callback(buffer)
-            return data
-    return dumps(rows, buffer_callback=buffer_callback, has_word=True)
-
-
-def _subclasses(cls: type) -> list[type]:
-    found: list[type] = cls.__subclasses__()
-    return [*found, *(below for each in found for below in _subclasses(each))]
 
 
 def pickle_nests(arguments: Sequence[Argument], function_name: str) -> bytes:
