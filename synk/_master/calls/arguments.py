@@ -22,6 +22,9 @@ from synk._pure.tensors import array_of, copied_tensor, dtype_of, is_ordinary, i
 from synk._wire.parcels import TravelPickler, dumps
 from synk.errors import SerializationError
 
+NEW_NBYTES = 1 << 22
+"""Copying that much costs as much as a call that is new. Larger arrays are mapped by name, or copied by rows."""
+
 
 class Nest(NamedTuple):
     """A nested value. Its leaves are consecutive arguments, from the one that holds this; see ``synk._pure.nested``."""
@@ -45,8 +48,8 @@ class Argument:
     kind : str
         As in ``Input.kind``.
     array : ndarray or None
-        The array to stage: ``rows`` or ``whole`` that lies in no segment yet; for ``table``, the packed rows of all
-        ranks.
+        The array to stage: ``rows``, ``picked`` or ``whole`` that lies in no segment yet; for ``table``, the packed
+        rows of all ranks.
     data : synk.Data or None
     contents : Contents or None
         The contents of ``data`` when the argument was bound, or a memory-mapped array. Another thread may replace the
@@ -229,7 +232,7 @@ def transfers_in(arguments: Sequence[Argument], objects: Objects) -> tuple[Trans
             found.append(Transfer(argument.label, "shared", 0))
         elif array is not None:
             kind = "staged" if argument.contents is None else "data"
-            num_rows = len(array) if argument.kind == "rows" else 0
+            num_rows = len(array) if argument.kind in ("rows", "picked") else 0
             found.append(Transfer(argument.label, kind, array.nbytes, array.nbytes // num_rows if num_rows else 0))
     if objects[0]:
         names = ", ".join(argument.label for argument in arguments if argument.kind == "object")

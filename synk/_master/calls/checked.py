@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._master.calls.arguments import Argument, Nest
+from synk._master.calls.arguments import NEW_NBYTES, Argument, Nest
 from synk._master.code.handles import Handle
 from synk._master.objects.data import Contents, Data
 from synk._master.objects.resident import Resident
@@ -38,9 +38,6 @@ from synk._pure.tables import is_table, kind_of
 from synk._pure.tensors import check_no_grad, check_tensor, is_tensor
 from synk._wire.file_maps import check_length, recipe_of_map
 from synk._wire.messages import DEVICE_DTYPES
-
-_MAPPED_NBYTES = 1 << 22
-"""Arrays of at least this size are mapped. Copying that much costs as much as a call that is new."""
 
 
 class Checks:
@@ -197,7 +194,7 @@ class Checks:
         else:
             array = as_plain_array(value, what)
         dtype = check_shareable(array.dtype, label)
-        if not was_tensor and array.nbytes >= _MAPPED_NBYTES and array.flags.aligned and array.dtype.isnative:
+        if not was_tensor and array.nbytes >= NEW_NBYTES and array.flags.aligned and array.dtype.isnative:
             # The program may write to a map before a submitted call reads it.
             recipe = recipe_of_map(array, ("r",) if self._is_submitted else ("r", "r+", "w+"))
             if recipe is not None:

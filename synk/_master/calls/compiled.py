@@ -184,6 +184,8 @@ def _why_never(session: Session, launched: Launched) -> str:
         array, target = argument.array, None if argument.array is None else next(staged)
         if argument.kind == "table":
             return f"{argument.label} is a table, whose rows are pickled"
+        if argument.kind == "picked":
+            return f"{argument.label} is a large array, of which the rows of batch= are copied"
         if argument.kind == "closed over" or (argument.kind == "object" and not is_plain_object(argument.value)):
             return f"{argument.label} {MAY_HOLD_ARRAYS}"
         if argument.contents is not None and argument.data is None:  # a file can become shorter between two calls

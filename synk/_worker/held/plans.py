@@ -172,7 +172,7 @@ class PreparedPlan:
         arguments = [(k, item) for k, item in enumerate(plan.inputs) if item.kind != "closed over"]
         # The names of the arguments that the function gets by keyword, which come last.
         self.keywords = [item.name for k, item in arguments if k not in inner and item.name]
-        self.others = [(k, item) for k, item in arguments if item.kind not in ("rows", "whole")]
+        self.others = [(k, item) for k, item in arguments if item.kind not in ("rows", "picked", "whole")]
         # Whether the function gets views of arrays, by position and nothing else.
         self.takes_views = not (
             is_device or function.to_framework or self.nests or self.keywords

@@ -55,6 +55,8 @@ class Rows:
         for position, item in enumerate(inputs):
             if indices is not None and item.kind == "rows":
                 self.picked[position] = indices[low:high]
+            elif item.kind == "picked":
+                self.views[position] = slice(low, high)
             elif item.kind == "rows":
                 self.views[position] = row_range(own_down, low, high)
             elif item.kind == "whole":
