@@ -13,7 +13,7 @@ from synk._pure.nested import PLAIN_TYPES
 from synk._pure.ops import EACH, Op
 from synk._pure.output_ops import each_op, ops_of
 from synk._pure.tensors import is_tensor
-from synk._pure.trees import DictStructure, flatten, key_orders
+from synk._pure.trees import flatten, key_orders
 from synk._wire.control import Down
 from synk._wire.file_maps import map_again
 from synk._wire.memory import Segment
@@ -73,21 +73,23 @@ class OutputSlots:
         self,
         result: Any,
         values: Sequence[Any],
-        leaves: Sequence[Leaf],
+        layout: Layout,
         views: Sequence[np.ndarray],
         structure: Any,
         function: LoadedFunction,
     ) -> None:
-        self._kind = type(result)
+        self._kind, skeleton, leaves = type(result), layout.skeleton, layout.leaves
+        is_dict = type(skeleton) is dict and set(map(type, skeleton)) == {str}
+        parts = list(skeleton.values()) if is_dict else skeleton if type(skeleton) is tuple else [skeleton]
         # None for a single value, a tuple of values, or a dict of values: then the slots are in the order of the dict.
-        is_flat = structure == "leaf" or structure == (tuple, len(values)) or type(structure) is DictStructure
+        is_flat = all(type(part) is int for part in parts)
         self._structure = None if is_flat else structure
         self._orders = None if is_flat else key_orders(result)
         self._keys: tuple[str, ...] = ()
-        if type(structure) is DictStructure:
-            self._keys = structure.order
-            values = [values[k] for k in structure.places]
-            leaves, views = [leaves[k] for k in structure.places], [views[k] for k in structure.places]
+        if is_flat and is_dict:
+            self._keys = tuple(skeleton)
+            values, views = [values[k] for k in parts], [views[k] for k in parts]
+            leaves = tuple(leaves[k] for k in parts)
         self._slots = [
             (type(value), _conversion(value, leaf, function), view.dtype, view.shape, view)
             for value, leaf, view in zip(values, leaves, views)

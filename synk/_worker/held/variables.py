@@ -118,8 +118,7 @@ class Replica:
         if self._structure == "leaf":
             return leaves[0]
         value = unflatten(self._structure, leaves)
-        is_flat_tuple = isinstance(self._structure, tuple) and self._structure[0] is tuple
-        if not is_flat_tuple:
+        if type(value) is not tuple or any(isinstance(part, (tuple, list, dict)) for part in value):
             self._store.note_given(self, value, leaves)
         return value
 
