@@ -67,15 +67,15 @@ def skeleton_of(structure: Any, num_leaves: int) -> Any:
 
 
 def paths(skeleton: Any) -> list[str]:
-    """Return the path of each leaf in a result, as one would write it behind the result's name.
+    """Return the path of each leaf in a result, by its position, as one would write it behind the result's name.
 
     Examples
     --------
     >>> paths({"a": (0, 1), "b": 2})
     ["['a'][0]", "['a'][1]", "['b']"]
     """
-    steps = imported_late("optree").tree_paths(skeleton)
-    return ["".join(f"[{step!r}]" for step in path) for path in steps]
+    found, places, _ = imported_late("optree").tree_flatten_with_path(skeleton)
+    return ["".join(f"[{step!r}]" for step in path) for _, path in sorted(zip(places, found))]
 
 
 def output_names(skeleton: Any) -> list[str]:
