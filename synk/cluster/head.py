@@ -35,7 +35,7 @@ from synk.cluster.agent_process import AgentProcess, NodePlacement
 from synk.cluster.channel import unpacked
 from synk.cluster.orders import CallOrder, FunctionNote, NodeReply, VariableNote, without_code
 from synk.cluster.ranks import NodeRanks, error_of, show_warnings
-from synk.cluster.split import Topology, own_bounds, own_rows, rows_between
+from synk.cluster.split import Topology, own_bounds, own_rows
 from synk.cluster.wire_group import WireGroup
 from synk.errors import CallCancelled
 
@@ -287,7 +287,7 @@ def _arguments(call: Call, low: int, high: int, ranks: range) -> list[Argument]:
             array = array[ranks.start : ranks.stop]
         elif array is not None and argument.kind == "rows":
             assert call.selection is not None
-            array = rows_between(array, call.selection, low, high)
+            array = array[call.selection.between(low, high)]
         if array is not None:
             array = np.asarray(array)
         dtype = None if array is None else array.dtype
