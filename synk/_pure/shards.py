@@ -59,6 +59,21 @@ class Selection:
             return self.indices
         return self.start + self.step * np.arange(self.count, dtype=np.int64)
 
+    def between(self, low: int, high: int) -> slice | npt.NDArray[np.int64]:
+        """Return where the selected rows ``low`` to ``high`` lie, in their order.
+
+        Examples
+        --------
+        >>> np.arange(10)[Selection(5, start=9, step=-2).between(1, 4)]
+        array([7, 5, 3])
+        """
+        if self.indices is not None:
+            return self.indices[low:high]
+        if low == high:  # if the selection goes backwards, its first row may lie before the array
+            return slice(0, 0)
+        first, stop = self.start + low * self.step, self.start + high * self.step
+        return slice(first, None if stop < 0 else stop, self.step)
+
     def same_rows(self, other: Selection) -> bool:
         """Whether both select the same rows in the same order."""
         if self.indices is None and other.indices is None:

@@ -117,8 +117,6 @@ def compile_call(session: Session, launched: Launched) -> None:
     # If the state of the log is the same, no rank had to be told anything, and the next call need not tell it either.
     # A function's first call told them of the function and the plan, so the second is the first that is compiled.
     is_same = launched.log_state == session.workers.log.state and not session.has_dropped
-    if is_same:
-        function.repeated.ignore(each.label for each in launched.call.arguments if each.is_part)
     place = launched.cached.lane.index
     function.plans.compiled[place] = CompiledCall(session, launched, is_current=is_same)
 
@@ -139,7 +137,9 @@ def _may_fit(session: Session, launched: Launched) -> bool:
     staged = iter(cached.staged)
     for argument in call.arguments:
         array, target = argument.array, None if argument.array is None else next(staged)
-        if argument.kind == "closed over" or (argument.kind == "object" and not is_plain_object(argument.value)):
+        if argument.kind in ("table", "picked", "closed over"):  # rows are copied at each call
+            return False
+        if argument.kind == "object" and not is_plain_object(argument.value):
             return False
         if argument.contents is not None and argument.data is None:  # a file can become shorter between two calls
             return False

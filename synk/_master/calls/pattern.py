@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._master.calls.arguments import Argument, Nest, dumps_rows, padded
+from synk._master.calls.arguments import Argument, Nest, padded
 from synk._master.calls.binding import Divider, choose_rows, index_arrays, ranks_with_rows, rows_of
 from synk._master.calls.plans import Call
 from synk._master.code.handles import Handle
@@ -130,7 +130,7 @@ class Pattern:
         try:
             for position, nest in self._nests:
                 value = values[position]
-                leaves, found = take_apart_whole(value) if nest.is_whole else take_apart(value, dumps=dumps_rows)
+                leaves, found = take_apart_whole(value) if nest.is_whole else take_apart(value)
                 if found != nest.structure:
                     return False
                 values[position : position + 1] = leaves

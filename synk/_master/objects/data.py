@@ -28,15 +28,13 @@ from synk.errors import ClosedError
 
 
 class Contents(NamedTuple):
-    """What a ``Data`` holds at one moment, or where an array lies in a file.
+    """What a ``Data`` holds at one moment.
 
     It is replaced as a whole, so a thread that reads it gets memory and rows of the same moment.
     """
 
     segment: Segment | None
     array: np.ndarray
-    offset: int = 0
-    """Where the array starts in the segment, in bytes."""
 
     @property
     def segment_id(self) -> int:
@@ -292,7 +290,7 @@ class Data(ArrayLike):
             self._replace(Contents(None, np.empty((0, *self.shape[1:]), self._dtype)))
 
     def _resize(self, shape: tuple[int, ...], oversize: float) -> None:
-        segment, array, _ = self._contents
+        segment, array = self._contents
         nbytes = self._nbytes_of(shape)
         if nbytes == 0 or (segment is not None and nbytes <= segment.nbytes):
             self._contents = self._placed(segment, shape)

@@ -202,12 +202,9 @@ class Known:
         return min([self.read, *(place for place, _ in self._unanswered.values())])
 
     @staticmethod
-    def describe(segments: Sequence[Segment]) -> list[tuple[int, int, bool, bool, bool, bool]]:
+    def describe(segments: Sequence[Segment]) -> list[tuple[int, int, bool, bool, bool]]:
         """Describe the segments whose descriptors travel with a message."""
-        return [
-            (each.id, each.nbytes, each.is_worker_writable, each.is_staging, each.is_arena, each.is_file)
-            for each in segments
-        ]
+        return [(each.id, each.nbytes, each.is_worker_writable, each.is_staging, each.is_arena) for each in segments]
 
     def pack(self, content: Any, needed: Sequence[Segment], sources: Sources) -> Packed:
         """Return a message with ``content``, the ``needed`` segments that the rank lacks, and all news for the rank."""
