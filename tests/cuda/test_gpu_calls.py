@@ -52,11 +52,10 @@ from test_gpu_submitted import (  # noqa: F401
 )
 
 import synk
-from synk.cuda._devices import visible_devices
-from synk.cuda._nvml import discover
+from synk.cuda._devices import visible_gpus
 
 pytestmark = pytest.mark.gpu
-discover()  # NVML keeps descriptors, which a census is to know of, and torch those of its first backward pass
+# torch keeps descriptors of its first backward pass, which a census is to know of
 torch.ones(1, requires_grad=True).backward()
 
 
@@ -110,7 +109,7 @@ def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         if nccl_version() < SHARED_GPU_VERSION:
             pytest.skip("ranks can share a GPU from NCCL 2.30.3 on")
         monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-    elif not is_shared and len(visible_devices(discover(), os.environ)) < 3:
+    elif not is_shared and len(visible_gpus().devices) < 3:
         pytest.skip("needs three GPUs")
     else:
         monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
@@ -323,7 +322,7 @@ def test_replicated_training_is_that_of_one_process(gpus: Any) -> None:
 @pytest.mark.multi_gpu
 def test_a_bucket_is_reduced_before_the_last_gradient_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """By events on each device: of the end of the first sum, and of the gradient that is computed last."""
-    if len(visible_devices(discover(), os.environ)) < 2:
+    if len(visible_gpus().devices) < 2:
         pytest.skip("needs two GPUs")
     layers = [layer for _ in range(12) for layer in (torch.nn.Linear(2048, 2048), torch.nn.ReLU())]
     model = torch.nn.Sequential(*layers, torch.nn.Linear(2048, 1))

@@ -392,7 +392,7 @@ def test_the_master_imports_no_cupy(gpu: Any) -> None:
 
 
 def test_without_cupy_the_error_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("synk.cuda._nvml.read_snapshot", lambda: fake_gpus.snapshot(2))
+    fake_gpus.install_driver(monkeypatch, 2)
     with pytest.raises(synk.errors.UnsupportedError, match=r'pip install "synkhronos\[cuda13\]"'):
         synk.Runtime(backend="cupy")
     with synk.Runtime(1) as rt:
