@@ -64,6 +64,7 @@ class Up(IntEnum):
     # bytes that the backend has copied to and from the device since the last timed call; written on devices
     H2D_NBYTES = 14
     D2H_NBYTES = 15
+    PAGEABLE_NBYTES = 16  # those of both that went by way of memory which the driver does not know
 
 
 PHASES = {name: int(Up[f"{name.upper()}_NS"]) for name in ("forward", "backward", "reduce", "optimizer")}

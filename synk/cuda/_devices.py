@@ -37,7 +37,8 @@ devices = [ask("cuDeviceGet", Number, place) for place in range(0 if status else
 found = [ask("cuDriverGetVersion", Number)]
 for device in devices:
     number = ask("cuDeviceGetUuid_v2", Text, device)[:16].hex()
-    name, bus = (ask(f"cuDeviceGet{what}", Text, 256, device).split(b"\\0")[0].decode() for what in ("Name", "PCIBusId"))
+    texts = [ask(f"cuDeviceGet{what}", Text, 256, device) for what in ("Name", "PCIBusId")]
+    name, bus = (text.split(b"\\0")[0].decode() for text in texts)
     others = [(place, peer) for place, peer in enumerate(devices) if peer != device]
     reads = [place for place, peer in others if ask("cuDeviceCanAccessPeer", Number, device, peer)]
     found.append([number, name, bus, ask("cuDeviceTotalMem_v2", Number, device), reads])

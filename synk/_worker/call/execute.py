@@ -152,7 +152,7 @@ class PlanExecutor:
         own_up[Up.PUBLISHED_NS] = time.monotonic_ns()
         if self._backend.is_device:
             copied = cast(DeviceBackend, self._backend).take_copied()
-            own_up[Up.H2D_NBYTES], own_up[Up.D2H_NBYTES] = copied
+            own_up[Up.H2D_NBYTES], own_up[Up.D2H_NBYTES], own_up[Up.PAGEABLE_NBYTES] = copied
 
     def forget(self) -> None:
         """Drop the outputs of the last call, and inputs that were brought ahead of the next one."""
