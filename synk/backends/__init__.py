@@ -152,6 +152,18 @@ class DeviceBackend(Backend, Protocol):
         The third number says how many of them went by way of pageable memory, though registered memory is faster.
         """
 
+    def note_begin(self) -> None:
+        """Note on the device that the function of a call begins, in one of its slices."""
+
+    def note_end(self) -> None:
+        """Note on the device that it has ended."""
+
+    def take_work_ns(self) -> int:
+        """Return the time on the device from the first begin to the last end since the last call of this method.
+
+        0 if it is not known: the device keeps no time, or has not done its work.
+        """
+
 
 class BufferBackend(Backend, Protocol):
     """A backend whose arrays a communicator reads and writes where they lie. Addresses are plain integers."""

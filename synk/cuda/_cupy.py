@@ -79,6 +79,8 @@ class CupyBackend(DeviceArrays):
         # still run when memcpyAsync has returned.
         self._sources: list[np.ndarray] = []
         self._segments = PinnedSegments(runtime)
+        self._begin, self._end = cupy.cuda.Event(), cupy.cuda.Event()
+        self._has_begun = False
         self._entered = threading.local()
         self._ordinal = ordinal
         self._torch_stream: Any = None
@@ -217,6 +219,23 @@ class CupyBackend(DeviceArrays):
 
     def is_pinned(self, host: np.ndarray) -> bool:
         return bool(host.flags.c_contiguous) and self._segments.is_pinned(address_of(host), host.nbytes)
+
+    # -- its time -----------------------------------------------------------------------------------------------------
+
+    def note_begin(self) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._begin.record(self.stream)
+
+    def note_end(self) -> None:
+        self._end.record(self.stream)
+
+    def take_work_ns(self) -> int:
+        has_begun, self._has_begun = self._has_begun, False
+        try:
+            return int(1e6 * self.xp.cuda.get_elapsed_time(self._begin, self._end)) if has_begun else 0
+        except self._runtime.CUDARuntimeError:  # the call has failed
+            return 0
 
     # -- from the device ----------------------------------------------------------------------------------------------
 
