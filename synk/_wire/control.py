@@ -59,6 +59,7 @@ class Up(IntEnum):
     # bytes that the backend has copied to and from the device since the last timed call; written on devices
     H2D_NBYTES = 10
     D2H_NBYTES = 11
+    PAGEABLE_NBYTES = 12  # those of both that went by way of memory which the driver does not know
 
 
 class Phase(IntEnum):

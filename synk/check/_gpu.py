@@ -13,8 +13,7 @@ import numpy as np
 import synk
 from synk.check._cpu import call_ms, deaths, require, seconds_of, total
 from synk.check._found import Broken, Figure, Found
-from synk.cuda import _nvml
-from synk.cuda._devices import visible_devices
+from synk.cuda._devices import visible_gpus
 
 _CALL_S = 15.0
 """The time limit of the call that communicates: a second or two on devices that work."""
@@ -28,8 +27,7 @@ def on_all_gpus() -> synk.Runtime:
 
 def on_two_ranks() -> synk.Runtime:
     """Return a runtime with two ranks or more; on one GPU they share it."""
-    num_gpus = len(visible_devices(_nvml.discover(os.environ), os.environ))
-    return on_all_gpus() if num_gpus > 1 else synk.Runtime(backend="cupy", devices=[0, 0])
+    return on_all_gpus() if len(visible_gpus().devices) > 1 else synk.Runtime(backend="cupy", devices=[0, 0])
 
 
 def overhead() -> Found:

@@ -209,6 +209,47 @@ def test_what_is_copied_to_devices_and_back_is_counted(gpu: Any) -> None:
     assert found["d2h"] == ("from devices", 3 * 100 * 8)
 
 
+def test_what_the_device_works_is_time_of_the_function(gpu: Any) -> None:
+    """By CUDA's events: the host has long queued it. With the clock of the stand-in, also over slices."""
+    rt = gpu(2)
+
+    def body(x: Any) -> Any:
+        import cupy
+
+        runtime = cupy.cuda.runtime
+        runtime.spend(runtime.current.streams[-1], 10**11, is_pinned=True)  # 2 s
+        return x.sum()
+
+    f = rt.function(body, outputs="sum")
+    for num_calls, num_slices in enumerate((1, 3), start=1):
+        assert float(f(np.ones(12), num_slices=num_slices)) == 12.0
+        expected_s = 2.0 if num_calls == 1 else 2.0 + 6.0
+        for rank in rt.profile.ranks:
+            assert expected_s <= rank.function_s < expected_s + 1
+    with pytest.raises(KeyError):
+        rt.function(lambda x: {}[0], outputs="sum")(np.ones(2))
+    assert float(rt.function(lambda x: x.sum(), outputs="sum", name="short")(np.ones(12))) == 12.0
+    assert max(rank.function_s for rank in rt.profile.ranks if rank.function == "short") < 1
+
+
+def test_work_that_does_not_end_has_the_calls_limit(gpu: Any) -> None:
+    """The host waits in the driver, where no signal reaches it."""
+    rt = gpu(2)
+
+    def body(x: Any) -> Any:
+        import cupy
+
+        if synk.comm.rank:
+            runtime = cupy.cuda.runtime
+            runtime.stall(runtime.current.streams[-1], lambda: False)
+        return x.sum()
+
+    with pytest.raises(synk.errors.CallTimeout):
+        rt.function(body, outputs="sum")(np.ones(4), timeout=0.5)
+    large_sum(rt)
+    assert rt.counters["restarts"] == 1
+
+
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
@@ -261,7 +302,7 @@ def test_memory_that_the_other_library_keeps_is_given_back(gpu: Any) -> None:
 
 @pytest.mark.parametrize("refuse", ["", "1"])
 def test_registered_memory_is_given_back(gpu: Any, monkeypatch: pytest.MonkeyPatch, capfd: Any, refuse: str) -> None:
-    """That of data which was freed. Where registering is refused calls work."""
+    """That of data which was freed. Where registering is refused calls work, and the profile says what was pageable."""
     monkeypatch.setenv("SYNK_FAKE_REFUSE", refuse)
     rt = gpu(2)
     f = rt.function(lambda x: x.sum(), outputs="sum")
@@ -269,6 +310,8 @@ def test_registered_memory_is_given_back(gpu: Any, monkeypatch: pytest.MonkeyPat
         x = rt.data(np.ones(size))
         assert f(x) == size
         x.free_memory()
+    pageable = [each for each in rt.profile.transfers if each.kind == "pageable"]
+    assert sum(each.nbytes for each in pageable) == (8 * 100_020 + 2 * 3 * 8 if refuse else 0)
     count = rt.function(lambda x: len(sys.modules["cupy"].cuda.runtime.registered()), outputs=None)
     assert max(count(np.ones(2))) <= 4  # slots, staging, results
 
@@ -328,7 +371,7 @@ def test_the_master_imports_no_cupy(gpu: Any) -> None:
 
 
 def test_without_cupy_the_error_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("synk.cuda._nvml.read_snapshot", lambda: fake_gpus.snapshot(2))
+    fake_gpus.install_driver(monkeypatch, 2)
     with pytest.raises(synk.errors.UnsupportedError, match=r'pip install "synkhronos\[cuda13\]"'):
         synk.Runtime(backend="cupy")
     with synk.Runtime(1) as rt:

@@ -30,13 +30,11 @@ from nccl_cases import NUMPY_REDUCTIONS, SUPPORTED, random_array
 from nccl_gpu_rank import Rank
 
 from synk._pure.ops import REDUCE_OPS
-from synk.cuda._devices import choose_devices, ranks_per_device, visible_devices, worker_environment
+from synk.cuda._devices import VISIBLE_VARIABLE, choose_devices, visible_gpus
 from synk.cuda._nccl_bindings import BINDINGS
 from synk.cuda._nccl_library import NcclError, nccl_environment
-from synk.cuda._nvml import discover
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-discover()  # NVML keeps descriptors, which a census is to know of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ANSWER_LIMIT_S = 120.0
@@ -77,16 +75,16 @@ class Ranks:
     """Rank processes, not yet joined."""
 
     def __init__(self, devices: list[Any], binding: str) -> None:
-        chosen = choose_devices(visible_devices(discover(), os.environ), devices=devices)
-        self.is_shared = ranks_per_device(chosen) > 1
+        chosen = choose_devices(visible_gpus().devices, devices=devices)
+        self.is_shared = len(set(chosen)) < len(chosen)
         self._flag_fd = os.memfd_create("flag")
         os.ftruncate(self._flag_fd, 1)
         self.flag = mmap.mmap(self._flag_fd, 1)
-        environ = nccl_environment(os.environ, ranks_per_device=ranks_per_device(chosen))
+        environ = nccl_environment(os.environ, ranks_per_device=max(map(chosen.count, chosen)))
         path = os.pathsep.join([str(REPOSITORY), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         # Without the last a rank alone does not get past the launch of its first collective: there it waits for peers.
         environ |= {"SYNK_NCCL_BINDING": binding, "PYTHONPATH": path, "NCCL_RUNTIME_CONNECT": "0"}
-        self.processes = [RankProcess(environ | worker_environment(device), self._flag_fd) for device in chosen]
+        self.processes = [RankProcess(environ | {VISIBLE_VARIABLE: device.entry}, self._flag_fd) for device in chosen]
 
     def run(self, function: Callable[[Rank], Any]) -> list[Any]:
         """Run ``function`` on all ranks at once."""
@@ -128,7 +126,7 @@ def joined(devices: list[Any], binding: str) -> Iterator[Ranks]:
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     devices, binding = request.param
     if devices == "all":
-        devices = list(range(len(visible_devices(discover(), os.environ))))
+        devices = list(range(len(visible_gpus().devices)))
         if len(devices) < 2:
             pytest.skip("needs two GPUs")
     with joined(devices, binding) as group:

@@ -20,6 +20,7 @@ _DIRECTIONS = {
     "shared": "none",
     "h2d": "to devices",
     "d2h": "from devices",
+    "pageable": "none",
 }
 """Of the kinds of transfers that do not go to the workers."""
 
@@ -56,11 +57,12 @@ class TransferTotal(NamedTuple):
         ``"shared"``: data in shared memory or already on the ranks, so that nothing was copied. ``"captured"``: the
         function and what it captured, when it was sent, and again for changes. ``"items"``: items of a map.
         ``"output"``: outputs of calls, results of a map. ``"h2d"``, ``"d2h"``: what all ranks copied to their devices
-        and back, counted with the call in which they copied it, which for inputs may be the one before.
+        and back, counted with the call in which they copied it, which for inputs may be the one before. ``"pageable"``:
+        what part of it lay in host memory that CUDA had not registered, and took the slower way.
     direction : str
         ``"to workers"``, ``"to master"``, ``"to devices"``, ``"from devices"``, or ``"none"`` if nothing was copied.
     calls : int
-        For ``"h2d"`` and ``"d2h"``, how many calls of single ranks.
+        For ``"h2d"``, ``"d2h"`` and ``"pageable"``, how many calls of single ranks.
     nbytes : int
         In all calls together. For ``"data"``, the rows that were read in place; 0 for ``"shared"``.
     seconds : float
@@ -232,6 +234,8 @@ class Record:
         for rank in ranks:
             self._sums.add("to the devices", "h2d", 1, words[rank][Up.H2D_NBYTES])
             self._sums.add("from the devices", "d2h", 1, words[rank][Up.D2H_NBYTES])
+            if pageable := words[rank][Up.PAGEABLE_NBYTES]:
+                self._sums.add("by pageable memory", "pageable", 1, pageable)
 
     def add_items(
         self, rank: int, num_items: int, in_nbytes: int, out_nbytes: int, function_ns: int, wall_ns: int

@@ -134,21 +134,32 @@ class PlanExecutor:
         function = prepared.function
         args, kwargs = self.inputs.arguments(prepared, rows, objects, variables, ahead)
         began = time.monotonic_ns()
+        if self._backend.is_device:
+            cast(DeviceBackend, self._backend).note_begin()
         result = function.fn(*args, **kwargs)
+        if self._backend.is_device:
+            cast(DeviceBackend, self._backend).note_end()
         self.ended = time.monotonic_ns()
         self.function_ns += self.ended - began
         return variables.take_updates(function, result, rows.high - rows.low) if function.updates else result
 
     def note_times(self, own_up: memoryview, received: int) -> None:
-        """Write when this rank received the call, began and ended its function, and had its outputs in place."""
+        """Write when this rank received the call, began and ended its function, and had its outputs in place.
+
+        A function on a device has ended when the device has done what it queued.
+        """
+        if self._backend.is_device:
+            backend = cast(DeviceBackend, self._backend)
+            own_up[Up.H2D_NBYTES], own_up[Up.D2H_NBYTES], own_up[Up.PAGEABLE_NBYTES] = backend.take_copied()
+            queued_ns = max(backend.take_work_ns() - self.function_ns - own_up[Up.WAIT_NS], 0)
+            self.ended += queued_ns
+            self.function_ns += queued_ns
+            own_up[Up.FUNCTION_NS] = self.function_ns
         own_up[Up.RECEIVED_NS] = received
         # With slices: as if they followed each other. What the function waited for other ranks is not in function_ns.
         own_up[Up.BEGAN_NS] = self.ended - self.function_ns - own_up[Up.WAIT_NS]
         own_up[Up.ENDED_NS] = self.ended
         own_up[Up.PUBLISHED_NS] = time.monotonic_ns()
-        if self._backend.is_device:
-            copied = cast(DeviceBackend, self._backend).take_copied()
-            own_up[Up.H2D_NBYTES], own_up[Up.D2H_NBYTES] = copied
 
     def forget(self) -> None:
         """Drop the outputs of the last call, and inputs that were brought ahead of the next one."""
