@@ -19,7 +19,7 @@ from synk.cuda._devices import (
     visible_devices,
     worker_environment,
 )
-from synk.cuda._nccl_library import nccl_environment
+from synk.cuda._nccl import nccl_environment
 from synk.cuda._report import gpu_lines
 from synk.errors import UnsupportedError
 

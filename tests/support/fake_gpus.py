@@ -28,8 +28,7 @@ def install(monkeypatch: pytest.MonkeyPatch, num_gpus: int, *, has_nccl: bool = 
     monkeypatch.syspath_prepend(str(FAKES))
     monkeypatch.setattr(_nvml, "read_snapshot", lambda: snapshot(num_gpus))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if has_nccl:
-        monkeypatch.setenv("SYNK_FAKE_NCCL", "1")
+    monkeypatch.setenv("SYNK_FAKE_NCCL", "1" if has_nccl else "")
 
 
 class Gpus:
@@ -38,8 +37,6 @@ class Gpus:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, has_nccl: bool, reuse: Any = None) -> None:
         install(monkeypatch, 3, has_nccl=has_nccl)
         self._reuse = reuse
-        if not has_nccl:
-            monkeypatch.setenv("SYNK_FAKE_NCCL", "refuse")
         self.has_nccl = has_nccl
         self.opened: list[synk.Runtime] = []
 
