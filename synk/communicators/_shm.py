@@ -14,11 +14,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from synk._pure.ops import REDUCE_OPS
 from synk._wire.channel import Patience
 from synk._wire.memory import Segment
 from synk._wire.process_memory import let_siblings_read
-from synk.communicators._buffers import DTYPE_NAMES
 from synk.communicators._exchange import Exchange
 from synk.communicators._layout import SegmentLayout
 from synk.communicators._mailbox import Mailbox

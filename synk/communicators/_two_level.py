@@ -12,7 +12,6 @@ get the same bits, each time.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 

@@ -19,7 +19,6 @@ _P2P_READ = 0
 _PACKAGES = {
     "CuPy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"),
     "NCCL": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
-    "NCCL binding": ("nccl4py", "pynccl"),
 }
 
 
