@@ -6,7 +6,7 @@ The same collectives run over a stub library in ``test_nccl_adapter.py``. Run on
   host id of its own, which makes NCCL take sockets; that follows from NCCL's source and has not been tried.
 - Each small collective of ranks that share a GPU takes milliseconds, because they take turns on it: only correctness
   is tested here, and every test has a limit.
-- NVIDIA's wheel may hold an older one. With ``LD_PRELOAD=.../libnccl.so.2 python -m pytest`` CuPy and torch use another,
+- NVIDIA's wheel may hold an older one. ``LD_PRELOAD=.../libnccl.so.2 python -m pytest`` gives CuPy and torch another,
   here and in the ranks.
 """
 
