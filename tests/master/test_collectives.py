@@ -31,7 +31,7 @@ def set_to(rt: Any, values: list[Any], **options: Any) -> tuple[Any, list[Any]]:
 
 
 def test_reductions_equal_numpy(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
-    for where, (op, dtype), shape in combinations(80, EVERYWHERE, REDUCIBLE, ((7, 3), (), (0, 2))):
+    for where, (op, dtype), shape in combinations(50, EVERYWHERE, REDUCIBLE, ((7, 3), (), (0, 2))):
         rt = shared_runtimes[where]
         with subtests.test(where=where, op=op, dtype=dtype, shape=shape):
             w, values = differing(rt, shape, dtype)
@@ -64,7 +64,7 @@ def test_nan_infinity_and_overflow_are_numpys(shared_runtimes: Any, op: str) -> 
 
 
 def test_any_dtype_is_moved(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
-    for where, dtype in combinations(20, EVERYWHERE, ANY_DTYPE):
+    for where, dtype in combinations(12, EVERYWHERE, ANY_DTYPE):
         rt = shared_runtimes[where]
         with subtests.test(where=where, dtype=dtype):
             w, values = differing(rt, (4, 2), dtype)
@@ -105,21 +105,19 @@ def by_leaf(function: Callable[..., Any], *trees: Any) -> Any:
 
 
 @pytest.mark.parametrize("where", [3, "inline", "1+3"])
-def test_a_nesting_goes_through_every_verb_as_its_arrays_do(shared_runtimes: Any, where: Any) -> None:
+def test_nestings_and_several_variables_go_through_every_verb(shared_runtimes: Any, where: Any) -> None:
     rt = shared_runtimes[where]
     size = rt.world_size
     w, values = set_to(rt, [tree(rank) for rank in range(size)])
-    assert rt.get_shapes(w)[0]["w"] == ((3, 5), (3, 1))
-    assert_same(rt.gather(w), by_leaf(lambda *leaves: np.stack(leaves), *values))
+    a, a_values = differing(rt, (4,))
+    assert rt.get_shapes((a, w))[1][0]["w"] == ((3, 5), (3, 1))
+    assert_same(rt.gather([a, w]), [np.stack(a_values), by_leaf(lambda *leaves: np.stack(leaves), *values)])
     joined = by_leaf(lambda *leaves: np.concatenate(leaves), *values)
     assert_same(rt.gather(w, nd_up=0), joined)
     for op in OPS:
         expected = by_leaf(lambda *leaves: reduced(op, leaves), *values)  # noqa: B023
         assert_same(rt.reduce(w, op, in_place=False), expected, is_rounded=True)
-        rt.reduce(w, op)
-        assert_same(everywhere(rt, w), [expected, *values[1:]], is_rounded=True)
-        rt.set_value(w, values[0], rank=0)
-        rt.all_reduce(w, op)
+        rt.all_reduce([a, w], op)
         assert_same(everywhere(rt, w), [expected] * size, is_rounded=True)
         for rank, value in enumerate(values):
             rt.set_value(w, value, rank=rank)
@@ -134,23 +132,6 @@ def test_a_nesting_goes_through_every_verb_as_its_arrays_do(shared_runtimes: Any
         for rank, got in enumerate(everywhere(rt, w)):
             split = [slice(None) if batch is None else batch, rank]
             assert_same(got, by_leaf(lambda leaf: np.array_split(leaf[split[0]], size)[split[1]], rows))  # noqa: B023
-
-
-@pytest.mark.parametrize("where", [3, "inline", "1+3"])
-def test_several_variables_in_one_verb(shared_runtimes: Any, where: Any) -> None:
-    rt = shared_runtimes[where]
-    (a, a_values), (b, b_values) = differing(rt, (4,)), differing(rt, (2, 3), "f4")
-    assert_same(rt.gather([a, b]), [np.stack(a_values), np.stack(b_values)])
-    assert rt.get_shapes((a, b)) == [[(4,)] * rt.world_size, [(2, 3)] * rt.world_size]
-    results = rt.reduce([a, b], "sum", in_place=False)
-    assert_same(results, [reduced("sum", a_values), reduced("sum", b_values)])
-    rt.all_reduce([a, b], "max")
-    assert_same(everywhere(rt, b), [reduced("max", b_values)] * rt.world_size)
-    rt.scatter([a], [np.arange(5.0)])
-    rt.all_gather([a, b])
-    assert_same(everywhere(rt, a), [np.arange(5.0)] * rt.world_size)
-    assert rt.gather([]) == []
-    rt.broadcast([])
 
 
 # ----- large values
@@ -221,7 +202,6 @@ def test_what_does_not_fit_is_refused_and_moves_nothing(subtests: pytest.Subtest
         # several variables: all of them move or none
         (TypeError, None, lambda: rt.broadcast([a, n], [np.zeros(3), np.zeros(3)])),
         (ValueError, None, lambda: rt.broadcast([a, n], [np.zeros(3)])),
-        ((ValueError, TypeError), None, lambda: rt.broadcast([a, n], np.zeros(3))),
         (ValueError, None, lambda: rt.scatter([a, n], [np.zeros(3), np.zeros((3, 2), "i8")])),
         (IndexError, None, lambda: rt.scatter([a, n], [np.zeros(3), np.zeros(2, "i8")], batch=[2])),
         (TypeError, None, lambda: rt.all_reduce([a, n], "avg")),
@@ -229,14 +209,11 @@ def test_what_does_not_fit_is_refused_and_moves_nothing(subtests: pytest.Subtest
         (ValueError, "'z'", lambda: rt.all_gather([a, z])),
         # unequal values
         (ValueError, r"'w'.*\(0, 3\), \(2, 3\)", lambda: rt.reduce(u, "sum")),
-        (ValueError, r"'w'.*\(0, 3\), \(2, 3\)", lambda: rt.reduce(u, "max", in_place=False)),
         (ValueError, r"'w'.*\(0, 3\), \(2, 3\)", lambda: rt.all_reduce(u, "avg")),
         (ValueError, "nd_up=0", lambda: rt.gather(u)),
         (ValueError, "'nest'|rows", lambda: rt.scatter(nest, {"a": np.zeros(4), "b": np.zeros(3)})),
         # batches
-        (IndexError, None, lambda: rt.scatter(a, rows, batch=[4])),
         (IndexError, None, lambda: rt.scatter(a, rows, batch=5)),
-        (IndexError, None, lambda: rt.set_value(a, rows, batch=[4])),
         (IndexError, None, lambda: rt.scatter(a, rows, batch=np.ones(3, bool))),
         (TypeError, None, lambda: rt.scatter(a, rows, batch=True)),
         ((TypeError, ValueError), None, lambda: rt.scatter(a, None)),
@@ -244,12 +221,8 @@ def test_what_does_not_fit_is_refused_and_moves_nothing(subtests: pytest.Subtest
         (ValueError, "'z'", lambda: rt.scatter(z, 2.0)),
         (ValueError, "'z'", lambda: rt.gather(z, nd_up=0)),
         (ValueError, "'z'", lambda: rt.all_gather(z)),
-        (ValueError, "'z'", lambda: rt.get_lengths(z)),
-        (ValueError, "'z'", lambda: rt.set_value(z, 2.0, batch=1)),
         (ValueError, "'z'", lambda: rt.gather(z, nd_up=2)),
-        (ValueError, "'z'", lambda: rt.gather(z, nd_up=None)),
-        *(((ValueError, TypeError), "rank", lambda k=k: rt.get_value(a, k)) for k in (-1, 2, True, 0.0, None, "0")),
-        *(((ValueError, TypeError), "rank", lambda k=k: rt.set_value(a, rows, rank=k)) for k in (-1, 2, True, "0")),
+        *(((ValueError, TypeError), "rank", lambda k=k: rt.get_value(a, k)) for k in (-1, 2, True, None)),
     ]
     for number, (error, words, call) in enumerate(cases):
         with subtests.test(number=number), pytest.raises(error, match=words):
@@ -262,9 +235,8 @@ def test_what_does_not_fit_is_refused_and_moves_nothing(subtests: pytest.Subtest
 def test_what_is_no_variable_is_named(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     w = rt.shared(np.ones(3))
-    verbs = (rt.broadcast, rt.gather, rt.all_gather, rt.reduce, rt.all_reduce, rt.get_lengths, rt.get_shapes)
-    with_values = [lambda variable: rt.scatter(variable, np.ones(3)), lambda variable: rt.set_value(variable, [1.0])]
-    for wrong in (3, None, np.ones(3), "w", {"w": w}, [w, np.ones(3)]):
-        for verb in (*verbs, rt.get_value, *with_values):
+    verbs = (rt.broadcast, rt.gather, rt.all_gather, rt.reduce, rt.all_reduce, lambda wrong: rt.scatter(wrong, [1.0]))
+    for wrong in (3, None, np.ones(3), {"w": w}, [w, np.ones(3)]):
+        for verb in verbs:
             with pytest.raises(TypeError, match="expected a Shared"):
                 verb(wrong)
