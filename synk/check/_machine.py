@@ -15,7 +15,7 @@ from synk.cuda._report import gpu_lines
 
 _NEEDED = ("numpy", "cloudpickle", "optree")
 _OPTIONAL = (
-    "torch", "cupy-cuda12x", "cupy-cuda13x", "cupy", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nccl4py", "pynccl",
+    "torch", "cupy-cuda12x", "cupy-cuda13x", "cupy", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "pynccl",
     "jax", "dpnp", "pandas", "polars", "ray",
 )  # fmt: skip
 _VARIABLES = ("CUDA_", "NCCL_", "SYNK_", "OMP_", "MKL_", "OPENBLAS_")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from synk.backends._assignment import DeviceAssignment
 from synk.cuda._devices import VISIBLE_VARIABLE, choose_devices, cpus_near, explain_absence, visible_gpus
-from synk.cuda._nccl_library import nccl_environment
+from synk.cuda._nccl import nccl_environment
 from synk.cuda._report import gpu_lines
 from synk.errors import UnsupportedError
 

@@ -10,7 +10,6 @@ from synk.cuda._devices import Device, Gpus, explain_absence, install_command, v
 _PACKAGES = {
     "CuPy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"),
     "NCCL": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
-    "NCCL binding": ("nccl4py", "pynccl"),
 }
 
 

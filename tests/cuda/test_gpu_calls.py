@@ -89,13 +89,7 @@ def nccl_version() -> int:
 
     Asked in a program of its own, for torch has loaded one into this process.
     """
-    program = """
-import ctypes
-from synk.cuda._nccl_library import find_library
-version = ctypes.c_int()
-assert ctypes.CDLL(find_library()).ncclGetVersion(ctypes.byref(version)) == 0
-print(version.value)
-"""
+    program = "from synk.cuda._nccl import load_nccl; print(load_nccl().get_version())"
     return int(subprocess.check_output([sys.executable, "-c", program], text=True, timeout=60))
 
 
@@ -282,8 +276,12 @@ def test_an_illegal_address_gets_a_new_worker(gpu: Any) -> None:
     assert rt.function(lambda x: x.sum(), outputs="sum")(np.ones(4)) == 4.0
 
 
-def test_a_death_in_a_collective_frees_the_others(gpus: RealGpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NCCL_RUNTIME_CONNECT", "0")  # else the first launch waits for the peer on the host
+@pytest.mark.parametrize("connects", ["when it joins", "when it launches"])
+def test_a_death_in_a_collective_frees_the_others(
+    gpus: RealGpus, monkeypatch: pytest.MonkeyPatch, connects: str
+) -> None:
+    """One that waits on the device, or (if the proof has not connected the ranks for it) on the host, in the launch."""
+    monkeypatch.setenv("NCCL_RUNTIME_CONNECT", "01"[connects == "when it launches"])
     rt = gpus(2)
 
     def body(x: Any) -> Any:

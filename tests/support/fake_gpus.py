@@ -36,8 +36,7 @@ def install(monkeypatch: pytest.MonkeyPatch, num_gpus: int, *, has_nccl: bool = 
     """Have this process, and the workers that it starts, see ``num_gpus`` GPUs, with a stand-in for NCCL or none."""
     monkeypatch.syspath_prepend(str(FAKES))
     install_driver(monkeypatch, num_gpus)
-    if has_nccl:
-        monkeypatch.setenv("SYNK_FAKE_NCCL", "1")
+    monkeypatch.setenv("SYNK_FAKE_NCCL", "1" if has_nccl else "")
 
 
 class Gpus:
@@ -46,8 +45,6 @@ class Gpus:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, has_nccl: bool, reuse: Any = None) -> None:
         install(monkeypatch, 3, has_nccl=has_nccl)
         self._reuse = reuse
-        if not has_nccl:
-            monkeypatch.setenv("SYNK_FAKE_NCCL", "refuse")
         self.has_nccl = has_nccl
         self.opened: list[synk.Runtime] = []
 
