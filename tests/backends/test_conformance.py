@@ -57,10 +57,13 @@ with_torch = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(params=PARAMETERS)
+@pytest.fixture(params=[*PARAMETERS, pytest.param("gpu", marks=pytest.mark.gpu)])
 def here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, reuse: Any) -> Iterator[Here]:
-    """A runtime of two workers that serves all tests of its backend."""
+    """A runtime of two workers that serves all tests of its backend; or both on the first GPU."""
     name = request.param
+    if name == "gpu":
+        yield Here("cupy", reuse(name, lambda: synk.Runtime(devices=[0, 0], backend="cupy", max_restarts=10**9)))
+        return
     each_backend.require(name, monkeypatch)
     options: dict[str, Any] = {"backend": name, "max_restarts": 10**9, **each_backend.devices(name, 2)}
     yield Here(name, reuse(("conformance", name), lambda: synk.Runtime(2, **options)))
