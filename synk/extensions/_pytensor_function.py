@@ -85,9 +85,9 @@ class PyTensorFunction(FunctionWrapper):
         if self._reduced:
             weights = [0.0 if rows is None else float(np.sum(rows)) for rows in extra]
             for shared in self._reduced:
-                values = self.runtime.gather(shared, nd_up=1)
+                values = synk.gather(shared, nd_up=1)
                 mean = np.average(values, axis=0, weights=weights).astype(shared.dtype)
-                self.runtime.broadcast(shared, mean)
+                synk.broadcast(shared, mean)
         return outputs[0] if self._num_outputs is None else outputs
 
     def __call__(self, /, *args: Any, output_subset: Any = None, **options: Any) -> Any:

@@ -51,8 +51,9 @@ def test_outside_of_a_notebook_a_second_fork_is_an_error() -> None:
         synk.fork(1, backend="numpy", inline=True)
 
 
-def test_what_was_in_the_first_edition_says_what_to_write_instead() -> None:
-    owners = {"synk": synk, "profiler": profiler, "Function": synk.function(len, outputs="first")}
+def test_what_was_in_the_first_edition_says_what_to_write_instead(shared_runtimes: Any) -> None:
+    function = synk.function(len, outputs="first")
+    owners = {"synk": synk, "profiler": profiler, "Function": function, "Runtime": shared_runtimes[2]}
     for name, instead in GONE.items():
         owner, _, attribute = name.partition(".")
         with pytest.raises(AttributeError, match=re.escape(instead)):

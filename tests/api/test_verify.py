@@ -222,7 +222,7 @@ def test_shared_variables_hold_what_they_held(shared_runtimes: Any) -> None:
         count.verify(X, num_slices=2)
         np.testing.assert_array_equal(w.value, np.zeros(3))
         np.testing.assert_array_equal(s.value, np.arange(5.0))
-        assert not np.any(rt.gather(total))
+        assert not np.any(synk.gather(total))
     f(X)
     np.testing.assert_allclose(w.value, -X.mean(axis=0), rtol=1e-12)
     np.testing.assert_array_equal(s.value, np.arange(5.0) + 1)

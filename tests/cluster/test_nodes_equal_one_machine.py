@@ -225,7 +225,7 @@ def shared_variables(rt: Any) -> Any:
     double = rt.function(lambda: setattr(s, "value", s.value * 2), outputs=None, per_rank=True)
     for rows in (4, 1, 2, 3, 7):
         found.append((f(np.ones(rows)), everywhere(rt, w), [tuple(each) for each in everywhere(rt, nested)]))
-        rt.set_value(w, np.full(3, 10.0 * rows), rank=3)
+        w[3] = np.full(3, 10.0 * rows)
         found.append([everywhere(rt, w), [call.result() for call in [f.submit(np.ones(4)) for _ in range(3)]]])
         f.verify(np.ones(4))
         double()

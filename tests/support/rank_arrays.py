@@ -117,7 +117,7 @@ def from_all_ranks(rt: Any, variable: Any) -> list[Any]:
 
 def everywhere(rt: Any, variable: Any) -> list[Any]:
     """Return each rank's value as the master reads it, after checking that the workers see the same."""
-    values = [rt.get_value(variable, rank) for rank in range(rt.world_size)]
+    values = [variable[rank] for rank in range(rt.world_size)]
     assert_same(from_all_ranks(rt, variable), values)
     return values
 
