@@ -193,7 +193,7 @@ def cprofile(function: Function[..., Any], /, *args: Any, timeout: float | None 
     Raises
     ------
     UnsupportedError
-        If the function was built with ``updates``, which need its results.
+        If the function was built with variables in ``updates``, which need its results.
 
     Examples
     --------
@@ -208,8 +208,8 @@ def cprofile(function: Function[..., Any], /, *args: Any, timeout: float | None 
 
     if function._callee.options["updates"]:
         raise UnsupportedError(
-            f"cannot profile {function.name!r}: it was built with updates, which are made of what it returns. Build it "
-            "without them."
+            f"cannot profile {function.name!r}: it was built with variables in updates, whose values it returns. Build "
+            "it without them."
         )
-    profiled = function._alike(Profiled(function._callee.fn), outputs=None, changes=function._callee.options["changes"])
+    profiled = function._alike(Profiled(function._callee.fn), outputs=None, updates=function._callee.options["changes"])
     return [stats_of(raw) for raw in profiled(*args, timeout=timeout, **kwargs) if raw is not None]

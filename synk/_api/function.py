@@ -16,15 +16,14 @@ from synk._api.options import (
     FRAMEWORKS,
     can_try_again,
     check_blocks,
-    check_changes,
     check_function,
     check_on_oom,
     check_repeats,
     check_retry,
     check_slices,
     check_subset,
-    check_updates,
     name_of,
+    split_updates,
 )
 from synk._master.calls.call import UNFIT, CallOptions, call_again, run_call
 from synk._master.calls.callee import Callee, FunctionHandle
@@ -99,7 +98,6 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         bcast_inputs: str | Sequence[str] = (),
         outputs: Any = DEFAULT_OP,
         updates: Any = (),
-        changes: Any = (),
         framework: str | None = None,
         name: str | None = None,
         retry: int = 0,
@@ -111,28 +109,27 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
     ) -> None:
         check_function(fn)
         name = name or name_of(fn)
-        check_updates(updates, name)
+        variables, residents = split_updates(updates, name)
         if framework not in FRAMEWORKS:
             raise ValueError(f"cannot build {name!r}: got framework={framework!r}, expected one of {FRAMEWORKS}.")
         if not isinstance(per_rank, bool):
             raise TypeError(f"cannot build {name!r}: got per_rank={per_rank!r}, expected True or False.")
-        updates = tuple(updates) if isinstance(updates, (tuple, list)) else (updates,)
-        changes = check_changes(changes, name)
-        self._retry = check_retry(retry, updates, changes, name)
+        updates = (*variables, *residents)
+        self._retry = check_retry(retry, updates, name)
         self._slices: Slices | None = None
-        if check_on_oom(on_oom, updates, name):
+        if check_on_oom(on_oom, variables, name):
             from synk._api.slices import Slices
 
             self._slices = Slices(name)
-        others = {"updates": updates, "changes": changes, "per_rank": per_rank, "on_oom": self._slices is not None}
+        others = {"updates": updates, "per_rank": per_rank, "on_oom": self._slices is not None}
         block_rows = check_blocks(reproducible, block_rows, others, name)
         self._callee = Callee(
             fn,
             name,
             bcast_inputs=bcast_inputs,
             outputs=in_blocks(outputs) if block_rows else outputs,
-            updates=updates,
-            changes=changes,
+            updates=variables,
+            changes=residents,
             framework=framework,
             per_rank=per_rank,
             block_rows=block_rows,
@@ -141,12 +138,12 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
             reserved=OPTION_NAMES,
             session=session,
         )
-        is_default = isinstance(outputs, DefaultOp) and not (per_rank or any(updates) or changes)
+        is_default = isinstance(outputs, DefaultOp) and not (per_rank or updates)
         self._op_check: OpCheck | None = OpCheck(self._callee.signature.first_scattered) if is_default else None
         self._verb = f"call {name!r}"
         self._built_with = {
-            "bcast_inputs": bcast_inputs, "outputs": outputs, "framework": framework, "name": name, "retry": retry,
-            "per_rank": per_rank, "on_oom": on_oom, "reproducible": reproducible,
+            "bcast_inputs": bcast_inputs, "outputs": outputs, "updates": updates, "framework": framework, "name": name,
+            "retry": retry, "per_rank": per_rank, "on_oom": on_oom, "reproducible": reproducible,
         }  # fmt: skip
         if reproducible:
             self._built_with["block_rows"] = block_rows
@@ -697,9 +694,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
 
     def __synk_recipe__(self) -> tuple[Any, ...]:
         """Return the recipe by which it is built on another runtime; see ``synk._api.moves``."""
-        callee = self._callee
-        options = {**self._built_with, "updates": callee.options["updates"], "changes": callee.options["changes"]}
-        return "function", callee.fn, options
+        return "function", self._callee.fn, self._built_with
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -714,12 +709,13 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
     def _repr_html_(self) -> str:
         callee = self._callee
         signature = callee.signature
+        updated = [each[0] if isinstance(each, tuple) else each for each in self._built_with["updates"]]
         rows = [
             ("divided by rows", ", ".join(name for name in signature.names if name not in signature.broadcast)),
             ("whole to every rank", ", ".join(name for name in signature.names if name in signature.broadcast)),
             ("outputs", self.outputs if isinstance(self.outputs, str) else repr(self.outputs)),
             ("framework", callee.framework or ""),
-            ("changes", ", ".join(resident.name for resident in callee.changes)),
+            ("updates", ", ".join(each.name for each in updated)),
             ("per_rank", callee.per_rank or ""),
         ]
         return table(f"synk.Function {self.name}", [(head, text) for head, text in rows if text])

@@ -166,7 +166,7 @@ def resident(
     >>> import numpy as np, synk
     >>> with synk.fork(2):
     ...     seen = synk.resident({"rows": 0})
-    ...     @synk.function(outputs="sum", changes=[seen])
+    ...     @synk.function(outputs="sum", updates=[seen])
     ...     def count(x):
     ...         seen.value["rows"] += synk.comm.total_rows
     ...         return len(x)

@@ -118,6 +118,7 @@ _OF_FUNCTION = _each(
         "outaxes outspecs reduce reduction op ops combine output": "outputs=",
         f"{_WORKERS} {_GPUS}": "synk.fork(num_workers, devices=...): functions run on the workers that there are",
         "retries maxretries": "retry=",
+        "changes": "updates=, which takes variables and resident objects",
         "batch batchsize timeout numslices": "the option in the call, as f(x, timeout=seconds)",
     }
 )

@@ -422,7 +422,7 @@ class Replicated(Handle):
             self._restore({**numbers, "objects": _state_bytes.dump_all(self._objects)}, "load")
             self._options = replace(self._options, seed=state["seed"])
             if len(ranks) == self._runtime.world_size:
-                take_own = self._on_ranks("take_own", name="load", changes=[self._resident])
+                take_own = self._on_ranks("take_own", name="load", updates=[self._resident])
                 take_own([_checkpoint.to_bytes(each) for each in ranks])
             self._note_equal()
             _checkpoint.load_generators(state["generators"])
@@ -465,7 +465,7 @@ class Replicated(Handle):
             each["own"] = _checkpoint.from_bytes(own[rank]) if own and rank else []
         return ranks
 
-    def _on_ranks(self, method: str, *, name: str, changes: Sequence[Any] = ()) -> Function[..., Any]:
+    def _on_ranks(self, method: str, *, name: str, updates: Sequence[Any] = ()) -> Function[..., Any]:
         """Return a function that calls a method of each rank's ``RankReplica`` with one argument."""
         resident, session = self._resident, self._runtime._session
 
@@ -473,7 +473,7 @@ class Replicated(Handle):
             return getattr(resident.value, method)(given)
 
         return Function(
-            run, bcast_inputs="given", outputs=None, per_rank=True, changes=changes, name=name, session=session
+            run, bcast_inputs="given", outputs=None, per_rank=True, updates=updates, name=name, session=session
         )
 
     def _restore(self, state: dict[str, Any], verb: str) -> None:

@@ -347,7 +347,7 @@ def test_what_assigns_or_changes_is_not_held_back(shared_runtimes: Any) -> None:
 
     assert rt.function(assign)(x) == 14.0
     assert float(w.value) == 28.0
-    assert rt.function(change, bcast_inputs="box", changes=box)(box, x) == 14.0
+    assert rt.function(change, bcast_inputs="box", updates=box)(box, x) == 14.0
     assert box.get() == [1.0]
     assert rt.function(lambda x: x.sum(), per_rank=True)(x) == 14.0
     rt.function(assign_on_few)(np.arange(200.0))

@@ -57,7 +57,7 @@ class Walk:
         def count(x: np.ndarray) -> int:
             return len(log.value.sizes)
 
-        self.step = rt.function(step, updates=[w], changes=[log], outputs="sum", name="step")
+        self.step = rt.function(step, updates=[w, log], outputs="sum", name="step")
         self.predict = rt.function(predict, outputs="gather", name="predict")
         self.count = rt.function(count, outputs="max", name="count")
         self.program = synk.Program(step=self.step, predict=self.predict)
@@ -245,14 +245,14 @@ def test_an_object_that_cannot_be_pickled_moves_by_its_state(
 ) -> None:
     rt = shared_runtimes[2]
     counter = rt.resident(Counter(), dump=Counter.dump, load=Counter.load)
-    f = rt.function(lambda x: counter.value.add(), changes=[counter], outputs="max")
+    f = rt.function(lambda x: counter.value.add(), updates=[counter], outputs="max")
     assert f.repeat(3, X) == 3
     data = pickle.dumps(synk.Program(f=f))
     monkeypatch.setattr(Counter, "step", 5)
     assert pickle.loads(data).on(shared_runtimes[1]).f(X) > 3
     assert Counter.step == 5, "to load a program changes no class of this one"
     bare = rt.resident(Counter(), name="bare")
-    g = rt.function(lambda x: bare.value.add(), changes=[bare], outputs="max")
+    g = rt.function(lambda x: bare.value.add(), updates=[bare], outputs="max")
     g(X)
     with pytest.raises(TypeError, match=r"cannot pickle '_thread\.lock' object"):
         pickle.dumps(synk.Program(g=g))

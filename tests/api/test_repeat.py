@@ -130,7 +130,7 @@ def test_ranks_without_rows_follow(shared_runtimes: Any) -> None:
         log.value.append(float(x.sum()))
         return float(x.sum()), w.value + 1
 
-    rt.function(step, updates=[w], outputs="sum", changes=[log]).repeat(4, X[:1])
+    rt.function(step, updates=[w, log], outputs="sum").repeat(4, X[:1])
     assert [float(w[rank]) for rank in range(3)] == [4.0] * 3
     assert [log.get(rank) for rank in range(3)] == [[1.0] * 4] * 3
 
@@ -148,7 +148,7 @@ def failing(rt: synk.Runtime, fails: Callable[[int, int], Any]) -> tuple[Any, An
         synk.comm.barrier()
         return 0.0, w.value + 1 if answer is None else answer
 
-    return rt.function(step, updates=[w], changes=[log]), w, log
+    return rt.function(step, updates=[w, log]), w, log
 
 
 def raises_on_one(rank: int, runs: int) -> None:

@@ -57,8 +57,8 @@ def test_objects_show_what_they_are(reused: Fork) -> None:
     shown = {"divided by rows": "x", "whole to every rank": "w", "outputs": "sum"}
     assert cells(total) == shown and repr(total) == "<synk.Function 'total' outputs='sum'>"
     seen = rt.resident({}, name="seen")
-    step = rt.function(lambda x: {"a": x.sum()}, outputs={"a": "avg"}, framework="torch", changes=[seen])
-    assert cells(step) == {"divided by rows": "x", "outputs": "{'a': 'avg'}", "framework": "torch", "changes": "seen"}
+    step = rt.function(lambda x: {"a": x.sum()}, outputs={"a": "avg"}, framework="torch", updates=[seen])
+    assert cells(step) == {"divided by rows": "x", "outputs": "{'a': 'avg'}", "framework": "torch", "updates": "seen"}
     call = rt.function(lambda x: x.sum(), outputs="sum").submit(np.ones(4))
     assert cells(call)["ranks"] == "0, 1" and cells(call)["function"] == "<lambda>"
     call.result()
@@ -75,7 +75,7 @@ def test_tab_shows_what_users_call(reused: Fork) -> None:
     shown = {
         total: "name on outputs repeat serial stream submit verify",
         call: "add_done_callback done exception name ranks result",
-        rt.shared(np.zeros(3)): "dtype is_sharded lengths name shape value",
+        rt.shared(np.zeros(3)): "dtype is_sharded lengths name shape shapes value",
         rt.resident({}): "get load name save set value",
     }
     for each, names in shown.items():

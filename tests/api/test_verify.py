@@ -281,7 +281,7 @@ def test_buffers_of_a_torch_module_stay(shared_runtimes: Any, kind: Any) -> None
     torch = pytest.importorskip("torch")
     rt = shared_runtimes[kind]
     kept = rt.resident(torch.nn.BatchNorm1d(3, dtype=torch.float64))
-    f = rt.function(lambda x: kept.value(x).mean(), framework="torch", name="norm", changes=kept)
+    f = rt.function(lambda x: kept.value(x).mean(), framework="torch", name="norm", updates=kept)
     report = f.verify(X)
     assert verdicts(report) == ["equal"]
     assert not kept.get(0).running_mean.any()
@@ -392,11 +392,11 @@ def test_nothing_is_left_of_it_on_nodes(shared_runtimes: Any, kind: str) -> None
         seen.value.append(len(x))
         return np.outer(x, x).sum(axis=0).repeat(100), x[:, None].repeat(100, axis=1)
 
-    f = rt.function(step, outputs=("avg", "gather"), changes=[seen], name="step on nodes")
+    f = rt.function(step, outputs=("avg", "gather"), updates=[seen], name="step on nodes")
     x = np.arange(1.0, 1001.0)
     report = f.verify(x)
     assert verdicts(report) == ["different", "equal"]
-    assert rt.function(step, outputs=("sum", "gather"), changes=[seen]).verify(x).outputs[0].verdict == "different"
+    assert rt.function(step, outputs=("sum", "gather"), updates=[seen]).verify(x).outputs[0].verdict == "different"
     assert [seen.get(rank) for rank in range(rt.world_size)] == [[0]] * rt.world_size
     f(x)
     assert rt.profile.records["step on nodes"].num_calls == 1

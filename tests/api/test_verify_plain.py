@@ -327,7 +327,7 @@ def test_what_lives_on_the_workers_is_left_out(shared_runtimes: Any) -> None:
     cases = {
         "captured": rt.function(lambda x: x.mean() * kept.value[0]).verify(X),
         "passed": rt.function(lambda x, k: x.mean() * k[0], bcast_inputs="k").verify(X, kept),
-        "changes": rt.function(lambda x: (x.mean(), kept.value.append(1.0))[0], changes=kept).verify(X),
+        "changes": rt.function(lambda x: (x.mean(), kept.value.append(1.0))[0], updates=kept).verify(X),
     }
     for case, report in cases.items():
         assert is_left_out(report, "it uses objects that live on the workers"), case

@@ -46,7 +46,7 @@ def make_step(rt: synk.Runtime, log: synk.Resident, **options: Any) -> Any:
         log.value.add(float(synk.comm.all_reduce(x.sum(), "sum")))
         return float(x.sum())
 
-    return rt.function(step, outputs="sum", changes=[log], name="step", **options)
+    return rt.function(step, outputs="sum", updates=[log], name="step", **options)
 
 
 def make_passed_step(rt: synk.Runtime, *changes: synk.Resident) -> Any:
@@ -56,7 +56,7 @@ def make_passed_step(rt: synk.Runtime, *changes: synk.Resident) -> Any:
         log.add(float(synk.comm.all_reduce(x.sum(), "sum")))
         return float(x.sum())
 
-    return rt.function(step, outputs="sum", bcast_inputs="log", changes=changes)
+    return rt.function(step, outputs="sum", bcast_inputs="log", updates=changes)
 
 
 def logs(rt: synk.Runtime, log: synk.Resident) -> list[list[float]]:
@@ -134,7 +134,7 @@ def make_watched(rt: synk.Runtime) -> tuple[synk.Resident, Any]:
         sys.watched_resident = weakref.ref(log.value)  # type: ignore[attr-defined]
         return 0.0
 
-    return log, rt.function(watch, outputs="sum", changes=[log])
+    return log, rt.function(watch, outputs="sum", updates=[log])
 
 
 @on_one_machine_and_two
@@ -174,7 +174,7 @@ def test_a_module_and_its_optimizer_stay_one_pair(shared_runtimes: Any, tmp_path
             advance(*pair.value)
             return x.sum()
 
-        return rt.function(step, framework="torch", outputs="sum", changes=[pair])
+        return rt.function(step, framework="torch", outputs="sum", updates=[pair])
 
     first, second, (model, optimizer) = rt.resident(make(), name="both"), rt.resident(make()), make()
     train, train_again = trainer(first), trainer(second)
@@ -203,7 +203,7 @@ def test_a_submitted_step_is_not_begun_after_one_that_failed(shared_runtimes: An
     def fail(x: np.ndarray) -> float:
         raise ArithmeticError("on purpose")
 
-    failing = rt.function(fail, changes=[log], name="failing")
+    failing = rt.function(fail, updates=[log], name="failing")
     step, another = make_step(rt, log), make_step(rt, other)
     first = failing.submit(np.ones(4))
     second, third, unrelated = step.submit(np.ones(4)), step.submit(np.ones(4)), another.submit(np.ones(4))
@@ -238,7 +238,7 @@ def test_an_exception_leaves_all_ranks_alike(shared_runtimes: Any, kind: Any) ->
         (torn, False, "'log' may hold a part of what the call was to change", [1.0, 0.0]),  # what rank 0 has
     ):
         with pytest.raises(ArithmeticError) as caught:
-            rt.function(fn, changes=[log])(np.ones(4))
+            rt.function(fn, updates=[log])(np.ones(4))
         assert caught.value.step_counted is is_counted  # type: ignore[attr-defined]
         assert any(note in each for each in caught.value.__notes__)
         assert logs(rt, log) == [expected] * 2
@@ -266,7 +266,7 @@ def test_a_time_limit_leaves_all_ranks_alike_and_tears_no_shielded_section(reuse
         return 0.0
 
     with pytest.raises(CallTimeout) as caught:
-        rt.function(slow, changes=[log])(np.ones(4), timeout=0.4)
+        rt.function(slow, updates=[log])(np.ones(4), timeout=0.4)
     assert caught.value.step_counted is False
     step(np.ones(4))
     first, second = logs(rt, log)
@@ -288,7 +288,7 @@ def test_a_submitted_step_that_is_interrupted_while_nobody_waits(reused: Reused,
 
     add = make_step(rt, log)
     add(np.ones(2))
-    pending = rt.function(step, outputs=None, changes=[log]).submit(np.arange(2.0))
+    pending = rt.function(step, outputs=None, updates=[log]).submit(np.arange(2.0))
     for name in ("end", "rank 1"):
         gate.wait_for(name)
     rt.interrupt()
@@ -314,7 +314,7 @@ def test_ctrl_c_at_any_moment_leaves_all_ranks_alike(storm_count: Callable[[int]
                     log.value.append(value)
                 return value
 
-            step = rt.function(step, outputs="first", changes=[log])
+            step = rt.function(step, outputs="first", updates=[log])
             expected = []
             for _ in range({storm_count(15)}):
                 timer = threading.Timer(rng.uniform(0.0005, 0.004), os.kill, (os.getpid(), signal.SIGINT))
@@ -427,7 +427,7 @@ def test_what_a_broken_restart_has_kept_does_not_undo_later_calls(reused: Reused
     rt = reused(2)
     log, other = rt.resident(Log(), name="log"), rt.resident(Log(), name="other")
     step = make_step(rt, log)
-    spoil = rt.function(lambda x: setattr(other.value, "lock", threading.Lock()), outputs=None, changes=[other])
+    spoil = rt.function(lambda x: setattr(other.value, "lock", threading.Lock()), outputs=None, updates=[other])
     step(np.ones(4))
     spoil(np.ones(4))
     with pytest.raises(Exception, match="cannot pickle"):
@@ -471,8 +471,8 @@ def test_wrong_uses_are_refused_before_anything_is_sent(
             lambda: rt.resident(threading.Lock()),
         ),
         "dump without load": (TypeError, "only one of dump and load", lambda: rt.resident([], dump=list)),
-        "no resident": (TypeError, "got Log in changes", lambda: rt.function(lambda x: x, changes=Log())),
-        "retry": (ValueError, "got retry=1 with updates= or", lambda: rt.function(lambda x: x, changes=[log], retry=1)),
+        "no resident": (TypeError, "got Log in updates", lambda: rt.function(lambda x: x, updates=Log())),
+        "retry": (ValueError, "got retry=1 with updates=", lambda: rt.function(lambda x: x, updates=[log], retry=1)),
         "slices": (ValueError, "got num_slices=2, expected 1", lambda: step(x, num_slices=2)),
         "read here": (AttributeError, "lives on the workers", lambda: log.value),
         "pickled": (TypeError, "cannot pickle resident object 'log'", lambda: pickle.dumps(log)),
