@@ -365,7 +365,7 @@ def test_state_and_streams_are_those_without_the_check(reused: Any, capfd: pytes
     """Of the ranks: the classes of the program are not touched."""
     rt, method, state = reused(2), Scale.of, {"calls": 0}
 
-    def step(x: np.ndarray) -> Any:
+    def drawing(x: np.ndarray) -> Any:
         state["calls"] += 1
         print("here", flush=True)
         drawn = rng.random(), np.random.random(), synk.comm.rng.random(), random.random()
@@ -380,14 +380,14 @@ def test_state_and_streams_are_those_without_the_check(reused: Any, capfd: pytes
     for options in ({}, {"outputs": "avg"}):
         state, rng = {"calls": 0}, np.random.default_rng(3)
         rt.function(seed, outputs=None)(np.zeros(2))
-        f = rt.function(step, **options)
+        f = rt.function(drawing, **options)
         results.append([f(np.arange(13.0)) for _ in range(3)])
     np.testing.assert_array_equal(results[0], results[1])
     assert [row[0] for row in results[0]] == [1, 2, 3]
     assert state == {"calls": 0}
     assert Scale.of is method
     assert capfd.readouterr().out.count("here") == 12
-    assert [record.num_calls for name, record in rt.profile.records.items() if name.startswith("step")] == [6]
+    assert [record.num_calls for name, record in rt.profile.records.items() if name.startswith("drawing")] == [6]
 
 
 # ----- when it goes wrong

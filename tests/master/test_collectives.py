@@ -34,7 +34,7 @@ def set_to(rt: Any, values: list[Any], **options: Any) -> tuple[Any, list[Any]]:
 
 
 def test_reductions_equal_numpy(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
-    for where, (op, dtype), shape in combinations(80, EVERYWHERE, REDUCIBLE, ((7, 3), (), (0, 2))):
+    for where, (op, dtype), shape in combinations(50, EVERYWHERE, REDUCIBLE, ((7, 3), (), (0, 2))):
         rt = shared_runtimes[where]
         with subtests.test(where=where, op=op, dtype=dtype, shape=shape):
             w, values = differing(rt, shape, dtype)
@@ -67,7 +67,7 @@ def test_nan_infinity_and_overflow_are_numpys(shared_runtimes: Any, op: str) -> 
 
 
 def test_any_dtype_is_moved(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
-    for where, dtype in combinations(20, EVERYWHERE, ANY_DTYPE):
+    for where, dtype in combinations(12, EVERYWHERE, ANY_DTYPE):
         rt = shared_runtimes[where]
         with subtests.test(where=where, dtype=dtype):
             w, values = differing(rt, (4, 2), dtype)
@@ -108,21 +108,19 @@ def by_leaf(function: Callable[..., Any], *trees: Any) -> Any:
 
 
 @pytest.mark.parametrize("where", [3, "inline", "1+3"])
-def test_a_nesting_goes_through_every_verb_as_its_arrays_do(shared_runtimes: Any, where: Any) -> None:
+def test_nestings_and_several_variables_go_through_every_verb(shared_runtimes: Any, where: Any) -> None:
     rt = shared_runtimes[where]
     size = rt.world_size
     w, values = set_to(rt, [tree(rank) for rank in range(size)])
+    a, a_values = differing(rt, (4,))
     assert w.shapes[0]["w"] == ((3, 5), (3, 1))
-    assert_same(synk.gather(w), by_leaf(lambda *leaves: np.stack(leaves), *values))
+    assert_same(synk.gather([a, w]), [np.stack(a_values), by_leaf(lambda *leaves: np.stack(leaves), *values)])
     joined = by_leaf(lambda *leaves: np.concatenate(leaves), *values)
     assert_same(synk.gather(w, nd_up=0), joined)
     for op in OPS:
         expected = by_leaf(lambda *leaves: reduced(op, leaves), *values)  # noqa: B023
         assert_same(synk.reduce(w, op, in_place=False), expected, is_rounded=True)
-        synk.reduce(w, op)
-        assert_same(everywhere(rt, w), [expected, *values[1:]], is_rounded=True)
-        w[0] = values[0]
-        synk.all_reduce(w, op)
+        synk.all_reduce([a, w], op)
         assert_same(everywhere(rt, w), [expected] * size, is_rounded=True)
         for rank, value in enumerate(values):
             w[rank] = value
@@ -137,20 +135,6 @@ def test_a_nesting_goes_through_every_verb_as_its_arrays_do(shared_runtimes: Any
         for rank, got in enumerate(everywhere(rt, w)):
             split = [slice(None) if batch is None else batch, rank]
             assert_same(got, by_leaf(lambda leaf: np.array_split(leaf[split[0]], size)[split[1]], rows))  # noqa: B023
-
-
-@pytest.mark.parametrize("where", [3, "inline", "1+3"])
-def test_several_variables_in_one_verb(shared_runtimes: Any, where: Any) -> None:
-    rt = shared_runtimes[where]
-    (a, a_values), (b, b_values) = differing(rt, (4,)), differing(rt, (2, 3), "f4")
-    assert_same(synk.gather([a, b]), [np.stack(a_values), np.stack(b_values)])
-    results = synk.reduce([a, b], "sum", in_place=False)
-    assert_same(results, [reduced("sum", a_values), reduced("sum", b_values)])
-    synk.all_reduce([a, b], "max")
-    assert_same(everywhere(rt, b), [reduced("max", b_values)] * rt.world_size)
-    synk.scatter([a], [np.arange(5.0)])
-    synk.all_gather([a, b])
-    assert_same(everywhere(rt, a), [np.arange(5.0)] * rt.world_size)
 
 
 # ----- large values
@@ -221,7 +205,6 @@ def test_what_does_not_fit_is_refused_and_moves_nothing(subtests: pytest.Subtest
         # several variables: all of them move or none
         (TypeError, None, lambda: synk.broadcast([a, n], [np.zeros(3), np.zeros(3)])),
         (ValueError, None, lambda: synk.broadcast([a, n], [np.zeros(3)])),
-        ((ValueError, TypeError), None, lambda: synk.broadcast([a, n], np.zeros(3))),
         (ValueError, None, lambda: synk.scatter([a, n], [np.zeros(3), np.zeros((3, 2), "i8")])),
         (IndexError, None, lambda: synk.scatter([a, n], [np.zeros(3), np.zeros(2, "i8")], batch=[2])),
         (TypeError, None, lambda: synk.all_reduce([a, n], "avg")),
@@ -229,12 +212,10 @@ def test_what_does_not_fit_is_refused_and_moves_nothing(subtests: pytest.Subtest
         (ValueError, "'z'", lambda: synk.all_gather([a, z])),
         # unequal values
         (ValueError, r"'w'.*\(0, 3\), \(2, 3\)", lambda: synk.reduce(u, "sum")),
-        (ValueError, r"'w'.*\(0, 3\), \(2, 3\)", lambda: synk.reduce(u, "max", in_place=False)),
         (ValueError, r"'w'.*\(0, 3\), \(2, 3\)", lambda: synk.all_reduce(u, "avg")),
         (ValueError, "nd_up=0", lambda: synk.gather(u)),
         (ValueError, "'nest'|rows", lambda: synk.scatter(nest, {"a": np.zeros(4), "b": np.zeros(3)})),
         # batches
-        (IndexError, None, lambda: synk.scatter(a, rows, batch=[4])),
         (IndexError, None, lambda: synk.scatter(a, rows, batch=5)),
         (IndexError, None, lambda: synk.scatter(a, rows, batch=np.ones(3, bool))),
         (TypeError, None, lambda: synk.scatter(a, rows, batch=True)),
@@ -243,12 +224,10 @@ def test_what_does_not_fit_is_refused_and_moves_nothing(subtests: pytest.Subtest
         (ValueError, "'z'", lambda: synk.scatter(z, 2.0)),
         (ValueError, "'z'", lambda: synk.gather(z, nd_up=0)),
         (ValueError, "'z'", lambda: synk.all_gather(z)),
-        (ValueError, "'z'", lambda: z.lengths),
         (ValueError, "'z'", lambda: synk.gather(z, nd_up=2)),
-        (ValueError, "'z'", lambda: synk.gather(z, nd_up=None)),
         (TypeError, "not iterable", lambda: list(a)),
-        *(((IndexError, TypeError), "rank.*'w'", lambda k=k: a[k]) for k in (-1, 2, True, 0.0, None, "0", slice(2))),
-        *(((IndexError, TypeError), "rank.*'w'", lambda k=k: operator.setitem(a, k, rows)) for k in (-1, 2, True, "0")),
+        *(((IndexError, TypeError), "rank.*'w'", lambda k=k: a[k]) for k in (-1, 2, True, None, slice(2))),
+        *(((IndexError, TypeError), "rank.*'w'", lambda k=k: operator.setitem(a, k, rows)) for k in (-1, 2, True)),
     ]
     for number, (error, words, call) in enumerate(cases):
         with subtests.test(number=number), pytest.raises(error, match=words):
@@ -261,8 +240,9 @@ def test_what_does_not_fit_is_refused_and_moves_nothing(subtests: pytest.Subtest
 def test_what_is_no_variable_is_named(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     w = rt.shared(np.ones(3))
-    verbs = (synk.broadcast, synk.gather, synk.all_gather, synk.reduce, synk.all_reduce)
-    for wrong in (3, None, np.ones(3), "w", {"w": w}, [w, np.ones(3)]):
-        for verb in (*verbs, lambda variable: synk.scatter(variable, np.ones(3))):
+    verbs: tuple[Any, ...] = (synk.broadcast, synk.gather, synk.all_gather, synk.reduce, synk.all_reduce)
+    verbs += (lambda wrong: synk.scatter(wrong, [1.0]),)
+    for wrong in (3, None, np.ones(3), {"w": w}, [w, np.ones(3)]):
+        for verb in verbs:
             with pytest.raises(TypeError, match="expected a Shared"):
                 verb(wrong)

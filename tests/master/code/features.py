@@ -18,13 +18,6 @@ import synk
 
 FEATURES: dict[str, str] = {
     # -- annotations
-    "annotations that name nothing": """
-        import typing
-        if typing.TYPE_CHECKING:
-            from nowhere import Tensor
-        def rate(x: "Tensor") -> "list[Tensor]": return [x, rate.__annotations__]
-        def feature(x): return rate(x)
-        """,
     "deferred annotations that name nothing, 3.14": """
         import typing
         if typing.TYPE_CHECKING:
@@ -81,17 +74,6 @@ FEATURES: dict[str, str] = {
         def feature(x): return Model(x), Model.__annotations__, scaled(x), scaled.__annotations__
         """,
     # -- generics
-    "generic class": """
-        from typing import Generic, TypeVar
-        T = TypeVar("T")
-        class Box(Generic[T]):
-            def __init__(self, held: T): self.held = held
-        class Ints(Box[int]): pass
-        def feature(x):
-            return (
-                Box[int](x).held, Ints(x).held, Ints.__orig_bases__[0].__args__, Box.__parameters__ == (T,),
-            )
-        """,
     "type parameters of a class, 3.12": """
         class Box[T, *Ts, **P]:
             held: T
@@ -111,19 +93,6 @@ FEATURES: dict[str, str] = {
             one, two = first.__type_params__
             return first([x, 1]), str(one), one.__constraints__, two.__bound__ is Base
         """,
-    "typed decorator, 3.12": """
-        import functools
-        from collections.abc import Callable
-        def logged[**P, R](fn: Callable[P, R]) -> Callable[P, R]:
-            @functools.wraps(fn)
-            def inner(*args: P.args, **kwargs: P.kwargs) -> R: return fn(*args, **kwargs)
-            return inner
-        def packed[*Ts](*args: *Ts) -> tuple[*Ts]: return args
-        @logged
-        def scaled(x: int) -> int: return x
-        def feature(x): return scaled(x), packed(x, 1), inspect_names(logged)
-        def inspect_names(fn): return [str(each) for each in fn.__type_params__]
-        """,
     "default of a type parameter, 3.13": """
         class Box[T = int]:
             held: T
@@ -140,25 +109,6 @@ FEATURES: dict[str, str] = {
             return (
                 swapped((x, 1)), Pair.__name__, Pair[int].__args__, str(Nested), str(Nested.__value__),
                 Tree[int].__args__, str(Second),
-            )
-        """,
-    "type variables": """
-        from typing import NewType, ParamSpec, TypeVar
-        P, R, Unit = ParamSpec("P"), TypeVar("R", bound=int), NewType("Unit", int)
-        def feature(x): return str(P), R.__bound__, Unit(x), Unit.__name__, str(list[R])
-        """,
-    "typed dict": """
-        from typing import NamedTuple, TypedDict
-        class Options(TypedDict, total=False):
-            rate: int
-        class Point(NamedTuple):
-            x: int
-            y: float = 2.0
-            def total(self): return self.x + self.y
-        def feature(x):
-            return (
-                Options(rate=x), Options.__optional_keys__, Point(x), Point(x).total(),
-                Point._field_defaults, Point(1)._asdict(),
             )
         """,
     # -- functools
@@ -189,12 +139,6 @@ FEATURES: dict[str, str] = {
         def feature(x): return take(x), Model().last(x), partial(take, 3)()
         """,
     # -- classes
-    "static attributes, 3.13": """
-        class Model:
-            def __init__(self, x): self.x = x
-            def later(self): self.y = 1
-        def feature(x): return sorted(Model.__static_attributes__), Model.__firstlineno__, Model.__qualname__
-        """,
     "slots": """
         import dataclasses
         class Slots:
@@ -208,18 +152,6 @@ FEATURES: dict[str, str] = {
             x: int
             y: list = dataclasses.field(default_factory=list, repr=False)
         def feature(x): return Slots(x).both(), Documented.__slots__, Point(x=x), Point(x=1) < Point(x=2)
-        """,
-    "dataclass with weak references, 3.11": """
-        import dataclasses, weakref
-        @dataclasses.dataclass(slots=True, weakref_slot=True)
-        class Point:
-            x: int = 0
-            _: dataclasses.KW_ONLY
-            z: dataclasses.InitVar[int] = 3
-            def __post_init__(self, z): self.x += z
-        def feature(x):
-            point = Point(x)
-            return weakref.ref(point)() is point, point, dataclasses.replace(point, z=1)
         """,
     "metaclass": """
         class Meta(type):
@@ -329,59 +261,6 @@ FEATURES: dict[str, str] = {
                 Model.Inner.Innermost().value, Model.unit.__doc__,
             )
         """,
-    "super": """
-        class Base:
-            @classmethod
-            def made(cls): return cls()
-            def shown(self): return ["base"]
-        class Left(Base):
-            def shown(self): return ["left", *super().shown()]
-        class Right(Base):
-            def shown(self): return ["right", *super().shown()]
-        class Both(Left, Right):
-            def shown(self): return [__class__.__name__, *super().shown()]
-        def feature(x): return Both.made().shown(), [each.__name__ for each in Both.__mro__]
-        """,
-    "subclasses of built-in classes": """
-        import pathlib
-        class Numbers(list):
-            def total(self): return sum(self)
-        class Options(dict):
-            def __missing__(self, key): return key
-        class Text(str): pass
-        class Whole(int):
-            def __new__(cls, x): return super().__new__(cls, x + 1)
-        class Wrong(ValueError):
-            def __init__(self, code): super().__init__(f"code {code}"); self.code = code
-        def feature(x):
-            return (
-                Numbers([1, 2]).total(), Options()["a"], Text("a"), Whole(3) + 0, Wrong(3).code,
-                str(Wrong(3)),
-            )
-        """,
-    "deprecated, 3.13": """
-        from warnings import catch_warnings, deprecated, simplefilter
-        @deprecated("use another", category=None)
-        def old(x): return x
-        @deprecated("use another")
-        class Old:
-            def __init__(self, x): self.x = x
-        def feature(x):
-            with catch_warnings(record=True) as found:
-                simplefilter("always")
-                Old(1)
-            return old(x), old.__deprecated__, Old.__deprecated__, len(found), found[0].category
-        """,
-    "override, 3.12": """
-        from typing import final, override
-        class Base:
-            def shown(self): return 0
-        @final
-        class Model(Base):
-            @override
-            def shown(self): return 1
-        def feature(x): return Model().shown(), Model.shown.__override__, Model.__final__
-        """,
     # -- syntax of functions
     "template strings, 3.14": """
         from string.templatelib import Interpolation, Template
@@ -390,17 +269,6 @@ FEATURES: dict[str, str] = {
         def feature(x):
             made = t"rate {rate:.2f} of {name!r}"
             return list(made), list(held), isinstance(held, Template), made.interpolations[0].format_spec
-        """,
-    "coroutines": """
-        import asyncio
-        class Source:
-            async def __aenter__(self): return 5
-            async def __aexit__(self, *info): return None
-        async def numbers():
-            for number in range(3): yield number
-        async def main():
-            async with Source() as found: return [each async for each in numbers()] + [found]
-        def feature(x): return asyncio.run(main())
         """,
     "lazy imports, 3.15": """
         lazy import fractions

@@ -81,6 +81,15 @@ UNSENDABLE = {
     "users_lock": "import threading, logging\nlock, log, k = threading.Lock(), logging.getLogger('users'), [1]\n"
     "squares = (n * n for n in range(9))\ndef read():\n    with lock: return k, log.name, squares is not None\n"
 }
+POINTS = {
+    "users_points": """
+import ctypes
+class Point(ctypes.Structure):
+    _fields_ = (("x", ctypes.c_int), ("y", ctypes.c_int))
+Pointer, Pair, k = ctypes.POINTER(Point), Point * 2, 1
+def read(): return k * Pointer(Pair((1, 2), (3, 4))[1]).contents.y
+"""
+}
 CLASSES = {
     "users_classes": """
 import enum, functools, users_parts
@@ -168,18 +177,14 @@ CASES: dict[str, tuple[dict[str, str], str, str, str]] = {
         CONFIG, "def imported():\n    from users_config import k, settings as s\n    return k, s", "imported()",
         "import users_config; users_config.k = 7; users_config.settings['layers'].append(3)",
     ),
-    "imported in the body by its name": (
-        CONFIG, "import importlib", "importlib.import_module('users_config').settings",
-        "import users_config; users_config.settings['lr'] = 3; users_config.settings = {}",
-    ),
-    "found in sys.modules": (
-        CONFIG, "import sys, users_config", "sys.modules['users_config'].settings",
-        "users_config.settings['lr'] = 3; users_config.settings = {}",
-    ),
-    "module in a dict": (
-        CONFIG, "import users_config\nmodules = {'m': users_config}", "getattr(modules['m'], 'settings')",
-        "users_config.settings['lr'] = 3; users_config.settings = [1]; users_config.settings.append(2)",
-    ),
+    **{
+        f"the module of {found}": (
+            CONFIG, "import importlib, sys, users_config\nmodules = {'m': users_config}",
+            f"getattr({found}, 'settings')",
+            "users_config.settings['lr'] = 3; users_config.settings = [1]; users_config.settings.append(2)",
+        )
+        for found in ("modules['m']", "sys.modules['users_config']", "importlib.import_module('users_config')")
+    },
     "function and table bound": (
         HELPERS, "import users_helpers as m\nfrom users_helpers import run\nrate = 5\ndef my_step(): return rate",
         "(m.run(), run())",
@@ -201,21 +206,15 @@ CASES: dict[str, tuple[dict[str, str], str, str, str]] = {
         HIDDEN, "import users_hidden", "users_hidden.k",
         "users_hidden._values['k'] = 5; users_hidden._values = {'k': 6}; users_hidden.k = 7",
     ),
-    "submodule": (
-        PACKAGE, "import users_package.sub", "(users_package.sub.table, users_package.sub.k, users_package.k)",
-        "users_package.sub.k = 2; users_package.sub.table.append(2); users_package.k = 3",
+    "submodules, one behind another": (
+        PACKAGE, "import users_package\nfrom users_package import sub, user",
+        "(users_package.sub.table, users_package.k, user.helper())",
+        "sub.k = 2; sub.table.append(2); users_package.k = 3; sub.table = [7]; user.table.append(5)",
     ),
-    "submodule, behind another": (
-        PACKAGE, "from users_package import sub, user", "user.helper()",
-        "sub.k = 2; sub.table.append(2); sub.table = [7]; user.table.append(5)",
-    ),
-    "two modules that share an object": (
-        PAIR, "import users_a, users_b", "(users_a.table, users_b.read(), users_b.other)",
-        "users_b.other = users_a.table; users_a.table.append(2); users_b.own.append(3); users_b.own = 5",
-    ),
-    "an object of the program in a module": (
-        PAIR, "import users_a, users_b\nmine = [1]", "(mine, users_a.table, users_b.other)",
-        "users_a.table = users_b.other = mine; mine.append(2); users_b.other.append(3)",
+    "an object of the program in two modules": (
+        PAIR, "import users_a, users_b\nmine = [1]", "(mine, users_a.table, users_b.read(), users_b.other)",
+        "users_b.other = users_a.table; users_b.own.append(3); users_a.table = users_b.other = mine; mine.append(2); "
+        "users_b.own = 5; users_b.other.append(3)",
     ),
     "nested class, enum": (
         CLASSES, "from users_classes import Config, Level",
@@ -241,13 +240,22 @@ CASES: dict[str, tuple[dict[str, str], str, str, str]] = {
     "beside what cannot be sent": (
         UNSENDABLE, "import users_lock", "users_lock.read()", "users_lock.k.append(2); users_lock.k = 5",
     ),
+    "types that each import makes": (
+        POINTS, "import users_points", "users_points.read()", "users_points.k = 2; users_points.k = 3",
+    ),
+
+    "the class of an object": (
+        {"users_model": "k = 1\nclass Model:\n    def rate(self): return k\n"},
+        "import users_model\nmodel = users_model.Model()", "model.rate()",
+        "users_model.k = 2; users_model.k = 3; users_model.Model.rate = lambda self: 7",
+    ),
 }  # fmt: skip
 """The files of modules, a program, what its function reads, and lines that change that, one after the other.
 
 Names of modules begin with ``users_`` and get a number, so that each program has its own.
 """
 
-TWO_OBJECTS = ("an object of the program in a module", "in place, behind a function of the module")
+TWO_OBJECTS = ("an object of the program in two modules", "in place, behind a function of the module")
 """Cases with two objects in an inline runtime: its module is the program's, and what the function captured a copy."""
 
 
@@ -421,42 +429,16 @@ def test_a_module_that_makes_something_of_each_process(shared_runtimes: Any, pro
         assert seen_by_first == seen_by_second == k
 
 
-def test_a_module_that_calls_a_library_by_ctypes(
-    shared_runtimes: Any, program: Programs, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its types are made by each import; pickled ones can neither be loaded nor bound."""
-    source = """
-import ctypes
-class Point(ctypes.Structure):
-    _fields_ = (("x", ctypes.c_int), ("y", ctypes.c_int))
-Pointer, Pair, k = ctypes.POINTER(Point), Point * 2, 1
-def read(x): return k * Pointer(Pair((1, 2), (3, 4))[1]).contents.y
-"""
-    main = program({"users_m": source}, "import users_m\ndef f(x): return users_m.read(x)")
-    f = shared_runtimes[2].function(main.names["f"], outputs="first")
-    assert f(X) == 4
-    main.run("users_m.k = 2")
-    assert f(X) == 8
-    assert not caplog.text
-
-
-@pytest.mark.parametrize("num_workers", (2, "inline"))
-def test_an_argument_of_a_modules_class_has_the_methods_of_now(
-    shared_runtimes: Any, program: Programs, num_workers: Any
-) -> None:
+def test_an_argument_of_a_modules_class_has_the_methods_of_now(shared_runtimes: Any, program: Programs) -> None:
     """The function names neither the class nor its module."""
-    source = "k = 1\nclass Model:\n    def rate(self): return k\n"
-    main = program({"users_m": source}, "import users_m\nmodel = users_m.Model()")
-    model, ones, rt = main.names["model"], np.ones(2), shared_runtimes[num_workers]
-    passed = rt.function(lambda x, model: x * model.rate(), outputs="gather", bcast_inputs="model")
-    nested = rt.function(lambda x, models: x * models[0].rate(), outputs="gather", bcast_inputs="models")
-    for k in (1, 2, 3):
-        main.run(f"users_m.k = {k}")
-        assert passed(ones, model).tolist() == passed.submit(ones, model).result().tolist() == [k, k]
-        assert nested(ones, [model]).tolist() == [k, k]
-        assert [*rt.map(lambda model: model.rate(), [model, model])] == [k, k]
-    main.run("users_m.Model.rate = lambda self: 7")
-    assert passed(ones, model).tolist() == nested(ones, [model]).tolist() == [7, 7]
+    main = of_case(program, "the class of an object")
+    for rt in (shared_runtimes[2], shared_runtimes["inline"]):
+        f = rt.function(lambda x, models: [models[0].rate()] * len(x), outputs="gather", bcast_inputs="models")
+        for change in ["pass", *changes_of("the class of an object")]:
+            main.run(change)
+            model = main.names["model"]
+            found = [*f(X, [model]), *f.submit(X, [model]).result(), *rt.map(lambda model: model.rate(), [model] * 3)]
+            assert found == [model.rate()] * 11
 
 
 class OnlyHere:
@@ -494,12 +476,11 @@ def test_a_submodule_that_only_workers_have_imported_stays(shared_runtimes: Any,
     assert f(X) == (7, False)
 
 
-@pytest.mark.parametrize("num_workers", [2, 1])
-def test_a_reload_that_did_not_arrive_is_sent_again(shared_runtimes: Any, program: Programs, num_workers: int) -> None:
+def test_a_reload_that_did_not_arrive_is_sent_again(shared_runtimes: Any, program: Programs) -> None:
     """The call that would bring it fails over something else that it captured."""
     source = "import users_m\nheld = []\ndef f(x): return [users_m.step() + len(held)] * len(x)"
     main = program({"users_m": "def step(): return 1\n"}, source)
-    f = shared_runtimes[num_workers].function(main.names["f"], outputs="gather")
+    f = shared_runtimes[2].function(main.names["f"], outputs="gather")
     assert f(X) == [1] * 4
     main.edit("users_m", "def step(): return 100\n")
     main.names["held"].append(threading.Lock())
@@ -562,8 +543,5 @@ def test_a_large_module_that_was_made_by_hand(shared_runtimes: Any) -> None:
     exec("rate = 0\ndef read(): return rate", vars(module))
     vars(module).update({f"name_{number}": number for number in range(3000)})
     f = shared_runtimes[2].function(lambda x: [(module.read(), module.name_7)] * len(x), outputs="gather")
-    for number in range(1, 9):
-        for _ in range(3):
-            assert f(X)[0] == (number - 1, 7)
-        module.rate = number
-        assert f(X)[0] == (number, 7)
+    for module.rate in [0, 1, 1, 2, 3, 3]:
+        assert f(X)[0] == (module.rate, 7)

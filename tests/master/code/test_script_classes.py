@@ -6,7 +6,6 @@ The expected values come from the same classes in this process.
 from __future__ import annotations
 
 import functools
-import gc
 import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -46,19 +45,6 @@ def test_an_attribute_that_equals_the_bases_is_the_class_own(shared_runtimes: An
     assert f(X).tolist() == [1.0, 1.0]
     del s.Model.factor
     assert f(X).tolist() == [5.0, 5.0]
-
-
-def test_an_attribute_that_is_removed_between_two_functions_is_gone(shared_runtimes: Any) -> None:
-    s, rt = script(), shared_runtimes[2]
-    f = rt.function(lambda x: x * s.Model.factor, outputs="gather")
-    for factor in (3, 4):
-        s.Model.factor, s.Model.more = factor, 1
-        assert f(X).tolist() == [factor, factor]
-    del f
-    gc.collect()
-    del s.Model.factor, s.Model.more
-    g = rt.function(lambda x: x * s.Model.factor + hasattr(s.Model, "more"), outputs="gather")
-    assert g(X).tolist() == [1.0, 1.0]
 
 
 def test_what_brings_a_class_again_does_not_make_a_function_stale_that_captured_it(
@@ -143,18 +129,6 @@ def test_objects_with_slots_come_back(shared_runtimes: Any) -> None:
     assert [each.k for each in rt.function(lambda x: Slots(len(x)), outputs=None)(X)] == [1, 1]
     found = [*rt.map(lambda each: (type(each)(each.k + 1), hasattr(each, "__dict__")), [Slots(1), Empty(2)])]
     assert [(type(each), each.k, is_open) for each, is_open in found] == [(Slots, 2, False), (Empty, 3, False)]
-
-
-def test_a_class_that_a_worker_has_made_comes_as_it_is_there(shared_runtimes: Any) -> None:
-    made: dict[str, Any] = {}
-
-    def make(x: np.ndarray) -> Any:
-        cls = made.setdefault("class", type("Made", (), {"calls": 0}))
-        cls.calls += 1
-        return cls()
-
-    f = shared_runtimes[2].function(make, outputs=None)
-    assert [f(X)[0].calls for _ in range(3)] == [1, 2, 3]
 
 
 def test_a_class_that_was_an_argument_before_many_others(shared_runtimes: Any) -> None:

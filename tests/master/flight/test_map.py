@@ -12,13 +12,22 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support.gates import Gate
-from support.harness import assert_right, ctrl_c_when, kill_and_wait, replaced_workers, same_workers, wait_for
+from support.harness import (
+    assert_right,
+    ctrl_c_when,
+    kill_and_wait,
+    nothing_sent,
+    replaced_workers,
+    same_workers,
+    wait_for,
+)
 from support.tables import combinations
 
 import synk
@@ -83,10 +92,10 @@ def taken(results: Iterator[Any], error: type[BaseException], match: str | None 
     return got, caught.value
 
 
-@pytest.fixture(params=[2, "1+3"])
-def rt(request: pytest.FixtureRequest, shared_runtimes: Any) -> synk.Runtime:
-    """A runtime of one machine, and one over nodes."""
-    runtime: synk.Runtime = shared_runtimes[request.param]
+@pytest.fixture
+def rt(shared_runtimes: Any) -> synk.Runtime:
+    """Maps over nodes are those of ``cluster/test_nodes_map.py``, and of the table below."""
+    runtime: synk.Runtime = shared_runtimes[2]
     return runtime
 
 
@@ -173,43 +182,42 @@ def test_unordered_results_come_as_they_are_ready(rt: Any, gate: Gate) -> None:
 
 def test_it_is_lazy(rt: Any) -> None:
     """Work begins with the first result that is asked for, and the iterable may be endless."""
-    before, pulled = rt.counters["messages_down"], iter([1, 2])
-    results = rt.map(square, pulled)
-    assert rt.counters["messages_down"] == before and next(pulled) == 1
+    pulled = iter([1, 2])
+    with nothing_sent(rt):
+        results = rt.map(square, pulled)
+        assert next(pulled) == 1
     assert list(results) == [4]
     numbers = itertools.count()
     assert list(itertools.islice(rt.map(square, numbers, batch_size=1), 200)) == [n * n for n in range(200)]
     assert next(numbers) <= 200 + 4 * rt.world_size + 1
 
 
-def test_what_a_function_or_an_iterable_changes_in_place(rt: Any) -> None:
-    buffer, own = np.zeros(3), np.zeros(3)
+@pytest.mark.parametrize("size", [3, 1 << 17])
+def test_what_a_function_or_an_iterable_changes_in_place_or_keeps(rt: Any, size: int) -> None:
+    """Small items are copied, large ones mapped: neither is another one later."""
+    buffer, own, kept = np.zeros((2, size)), np.zeros((size, 2), order="F"), []
 
     def filled() -> Iterator[np.ndarray]:
-        for n in range(10):
+        for n in range(1, 21):
             buffer[:] = n
-            yield buffer
+            yield buffer.T
 
-    def add(x: np.ndarray) -> np.ndarray:
+    def add(x: np.ndarray) -> Any:
         own[:] = x + 1
-        return own
+        kept.append(x)
+        return own, [float(each.mean()) for each in kept]
 
-    for n, result in enumerate(rt.map(add, filled(), batch_size=5)):
-        np.testing.assert_array_equal(result, np.full(3, n + 1.0))
-
-
-def test_large_items_and_results(rt: Any) -> None:
-    for order in ("C", "F"):
-        items = [np.array(np.arange(n, n + (1 << 18), dtype=float).reshape(2, -1), order=order) for n in range(6)]
-        results = rt.map(lambda x: (x.sum(), x + 1, x.flags.writeable), items)
-        for item, (total, back, is_writable) in zip(items, results):
-            assert total == item.sum() and not is_writable
-            np.testing.assert_array_equal(back, item + 1)
+    for n, (result, means) in enumerate(rt.map(add, filled(), batch_size=1), start=1):
+        np.testing.assert_array_equal(result, np.full((size, 2), n + 1.0))
+        assert means[-1] == n and means == sorted(set(means)) and means[0] >= 1
+    assert_right(rt)
+    for means in rt.map(lambda n: [float(each.mean()) for each in kept], range(4), batch_size=1):
+        assert means == sorted(set(means)) and min(means, default=1) >= 1
 
 
-def test_a_large_array_crosses_once_as_long_as_it_is_the_same(shared_runtimes: Any) -> None:
+def test_a_large_array_crosses_once_as_long_as_it_is_the_same(rt: Any) -> None:
     """Memory is passed as a descriptor, once per worker."""
-    rt, x = shared_runtimes[2], np.ones(1 << 18)
+    x = np.ones(1 << 18)
     before, pairs = rt.counters["bytes_down"], ((x, n) for n in range(20))
     assert list(rt.map(lambda pair: float(pair[0].sum() * pair[1]), pairs)) == [x.sum() * n for n in range(20)]
     assert rt.counters["bytes_down"] - before < x.nbytes / 4
@@ -218,47 +226,25 @@ def test_a_large_array_crosses_once_as_long_as_it_is_the_same(shared_runtimes: A
         assert list(rt.map(lambda pair: float(pair[0].sum()), [(x, n)])) == [x.size - 1.0 + n]
 
 
-def test_what_a_function_keeps_of_large_items(rt: Any) -> None:
-    kept: list[np.ndarray] = []
-
-    def keep(x: np.ndarray) -> list[float]:
-        kept.append(x)
-        return [float(each.mean()) for each in kept]
-
-    items = (np.full(1 << 17, float(n)) for n in range(1, 21))
-    for n, means in enumerate(rt.map(keep, items, batch_size=1), start=1):
-        assert means[-1] == n and means == sorted(set(means)) and means[0] >= 1
-    for _ in range(3):
-        assert_right(rt)
-    for means in rt.map(lambda n: [float(each.mean()) for each in kept], range(4), batch_size=1):
-        assert means == sorted(set(means)) and min(means, default=1) >= 1
-
-
 # ----- beside other things
 
 
-def test_a_loop_that_is_left_and_another_call(rt: Any) -> None:
-    with same_workers(rt):
-        for n in rt.map(lambda n: n, itertools.count(), batch_size=1):
-            if n == 5:
-                break
-        assert_right(rt)
-        results = rt.map(lambda n: n, itertools.count())
-        assert next(results) == 0
-        results.close()
-        assert_right(rt)
-        assert list(results) == []
-
-
 @with_two_workers
-def test_what_was_left_running_is_ended_and_not_waited_for(reused: Any, kind: Any, gate: Gate) -> None:
+def test_a_loop_that_is_left_and_another_call(reused: Any, kind: Any, gate: Gate) -> None:
+    """What is left running is ended, and not waited for."""
     rt = reused(kind)
     with same_workers(rt):
-        results = rt.map(stay_from(1, gate), range(9), batch_size=1)
-        assert next(results) == 0
-        del results
-        assert_right(rt)
-        assert not gate.has(8)
+        for end in ("break", "close", "del"):
+            results = rt.map(stay_from(2, gate) if end == "del" else abs, itertools.count(), batch_size=1)
+            for n in results:
+                if n == 1:
+                    break
+            if end == "close":
+                results.close()
+                assert list(results) == []
+            del results
+            assert_right(rt)
+            assert not gate.has(8)
 
 
 def test_calls_between_the_results(rt: Any) -> None:
@@ -291,26 +277,18 @@ def test_maps_side_by_side_and_in_one_another(rt: Any) -> None:
 
 
 def test_threads(rt: Any) -> None:
+    """One goes on with a map that was begun here."""
     total = rt.function(lambda x: x.sum(), outputs="sum")
-    passed_on = rt.map(square, range(30), batch_size=2)  # made here, begun here, ended in a thread
-    results: dict[int, Any] = {-1: [next(passed_on), next(passed_on)]}
-
-    def work(k: int) -> None:
-        if k == -1:
-            results[k] += passed_on
-        elif k % 2:
-            results[k] = [float(total(np.full(3, float(n)))) for n in range(20)]
-        else:
-            results[k] = list(rt.map(lambda n: n + k, range(200), batch_size=4))
-
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(-1, 6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results[-1] == [n * n for n in range(30)]
-    for k in range(6):
-        assert results[k] == ([3.0 * n for n in range(20)] if k % 2 else [n + k for n in range(200)])
+    passed_on = rt.map(square, range(30), batch_size=2)
+    begun = [next(passed_on), next(passed_on)]
+    ways: list[tuple[Callable[[], list[Any]], list[Any]]] = [
+        (lambda: [*begun, *passed_on], [n * n for n in range(30)]),
+        *[(lambda: [float(total(np.full(3, float(n)))) for n in range(20)], [3.0 * n for n in range(20)])] * 2,
+        *[(lambda: list(rt.map(lambda n: n + 1, range(200), batch_size=4)), [n + 1 for n in range(200)])] * 2,
+    ]
+    with ThreadPoolExecutor(len(ways)) as pool:
+        found = [pool.submit(act) for act, _ in ways]
+    assert [each.result() for each in found] == [expected for _, expected in ways]
 
 
 def test_what_the_program_changes_counts_for_the_chunks_that_are_sent_after_it(rt: Any) -> None:
@@ -334,12 +312,9 @@ def test_what_the_program_changes_counts_for_the_chunks_that_are_sent_after_it(r
         num_old = sum(value < new for value in rest)
         assert num_old <= num_pulled - 3
         assert rest == [n + (new if n >= 3 + num_old else old) for n in range(3, 200)]
-    shift = [10]
-    assert list(rt.map(add, range(3))) == [10, 11, 12]
 
 
-def test_shared_variables_are_read_and_not_assigned(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_shared_variables_are_read_and_not_assigned(rt: Any) -> None:
     w = rt.shared(np.arange(3.0), name="weights")
     rows = rt.shared(np.arange(4.0), sharded=True, name="rows")
     kept = rt.resident({"k": 5})
@@ -360,20 +335,9 @@ def test_shared_variables_are_read_and_not_assigned(shared_runtimes: Any) -> Non
 
 
 def test_communication_has_no_meaning(rt: Any) -> None:
-    verbs: dict[str, Callable[[], Any]] = {
-        "all_reduce": lambda: synk.comm.all_reduce(np.ones(2)),
-        "barrier": lambda: synk.comm.barrier(),
-        "rows": lambda: synk.comm.rows,
-        "total_rows": lambda: synk.comm.total_rows,
-        "ranks": lambda: synk.comm.ranks,
-    }
-    for verb in verbs.values():
-
-        def talk(n: int) -> Any:
-            return verb()  # noqa: B023
-
-        with pytest.raises(ValueError, match=r"cannot communicate in 'talk': synk.map runs it for each item"):
-            list(rt.map(talk, range(4)))
+    for verb in (lambda: synk.comm.all_reduce(np.ones(2)), lambda: synk.comm.barrier(), lambda: synk.comm.rows):
+        with pytest.raises(ValueError, match=r"cannot communicate in .*: synk.map runs it for each item"):
+            list(rt.map(lambda n: verb(), range(4)))  # noqa: B023
     seen = set(rt.map(lambda n: (synk.comm.rank, synk.comm.world_size), range(9)))
     assert seen <= {(rank, rt.world_size) for rank in range(rt.world_size)}
     assert_right(rt)
@@ -421,8 +385,7 @@ def test_what_cannot_be_had_sent_or_loaded(rt: Any) -> None:
     assert_right(rt)
 
 
-def test_bad_input(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
+def test_bad_input(subtests: pytest.Subtests, rt: Any) -> None:
     f, lock = rt.function(square, name="f"), threading.Lock()
     assert list(rt.map(f.__wrapped__, [3])) == [9]
     nested = rt.map(lambda n: list(synk.map(square, range(n))), range(3))
@@ -445,9 +408,8 @@ def test_bad_input(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
 
 
 @pytest.mark.parametrize("is_noticed_by_another_call", [False, True])
-@with_two_workers
-def test_a_worker_that_dies(reused: Any, kind: Any, gate: Gate, is_noticed_by_another_call: bool) -> None:
-    rt = reused(kind)
+def test_a_worker_that_dies(reused: Any, gate: Gate, is_noticed_by_another_call: bool) -> None:
+    rt = reused(2)
     with replaced_workers(rt, [1]) as before:
         results = rt.map(stay_from(2, gate), range(12), batch_size=1)
         assert next(results) == 0
@@ -455,13 +417,11 @@ def test_a_worker_that_dies(reused: Any, kind: Any, gate: Gate, is_noticed_by_an
         if is_noticed_by_another_call:
             assert_right(rt)
         assert taken(results, WorkerDied, r"rank 1 of 2 .* during .* \(item \d\)")[0] == [1]
-        assert_right(rt)
     assert list(rt.map(square, range(5))) == [0, 1, 4, 9, 16]
 
 
-@with_two_workers
-def test_a_worker_that_dies_while_it_has_no_items(reused: Any, kind: Any) -> None:
-    rt = reused(kind)
+def test_a_worker_that_dies_while_it_has_no_items(reused: Any) -> None:
+    rt = reused(2)
     with replaced_workers(rt, [0]) as before, pytest.warns(RuntimeWarning, match="rank 0 .* started again"):
         results = rt.map(square, range(20), batch_size=1)
         assert next(results) == 0
@@ -513,35 +473,23 @@ def test_runtime_interrupt_and_time_limits(reused: Any, kind: Any, gate: Gate) -
             rt.timeout = None
 
 
-def test_a_runtime_that_is_closed_or_restarted(runtime: Any) -> None:
-    two_nodes: dict[str, Any] = {"cluster": "here", "nodes": 2, "backend": "auto"}
-    for num_workers, options in ((2, {}), ((1, 1), two_nodes)):
-        rt = runtime(num_workers, **options)
-        results = rt.map(square, range(50), batch_size=1)
+def test_a_runtime_that_is_closed_or_restarted() -> None:
+    with synk.fork(2, backend="numpy") as rt:
+        results = synk.map(square, range(50), batch_size=1)
         assert next(results) == 0
         rt.restart()
         assert [next(results) for _ in range(5)] == [1, 4, 9, 16, 25]
-        rt.close()
-        taken(results, ClosedError)
-        with pytest.raises(ClosedError):
-            rt.map(square, [1])
+    taken(results, ClosedError)
+    with pytest.raises(ClosedError):
+        rt.map(square, [1])
 
 
-# ----- names, progress and other libraries
+# ----- progress and other libraries
 
 
-def test_the_current_runtime_and_the_names(runtime: Any) -> None:
-    with synk.fork(2, backend="numpy"):
-        assert list(synk.map(square, range(4))) == [0, 1, 4, 9]
-    assert "map" not in synk.__all__ and "map" in dir(synk)
-    names: dict[str, Any] = {}
-    exec("from synk import *", names)
-    assert "map" not in names
-
-
-def test_progress(shared_runtimes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress(rt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for tqdm remembers what it is given, how many values passed through it, and that it was closed."""
-    rt, module, shown = shared_runtimes[2], types.ModuleType("tqdm.auto"), []
+    module, shown = types.ModuleType("tqdm.auto"), []
 
     def bar(iterable: Any, desc: str, total: Any) -> Iterator[Any]:
         count = 0

@@ -30,7 +30,6 @@ VALUES = {
     "bool": np.array([[True, False, True]] * 3),
     "complex": np.array([[1 + 2j, 0, 1], [2, 1j, 3], [1, 1, 2]]),
     "text": np.array([["a", "b", "c"]] * 3),
-    "records": np.array([[(1, 2.0)] * 3] * 3, dtype=[("a", "i4"), ("b", "f8")]),
 }
 OTHERS: dict[str, Callable[[np.ndarray], Any]] = {
     "itself": lambda a: a,
@@ -84,7 +83,7 @@ def and_as_data(rt: Any, operand: Any) -> list[Any]:
 
 def test_operators_give_what_the_array_gives(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
-    for name, other, kind in combinations(200, BINARY, OTHERS, VALUES):
+    for name, other, kind in combinations(120, BINARY, OTHERS, VALUES):
         is_reflected = name not in dir(operator) and name != "__divmod__"
         symbol = divmod if "divmod" in name else getattr(operator, name.replace("__r", "__") if is_reflected else name)
         value = VALUES[kind]
@@ -107,7 +106,7 @@ def test_in_place_operators_write_to_where_the_workers_read(subtests: pytest.Sub
     """With NumPy's rules for the dtype; the name stays bound to the object, and an error leaves it as it was."""
     rt = shared_runtimes[2]
     read = rt.function(lambda x: x, outputs="gather")
-    for name, other, kind in combinations(100, IN_PLACE, OTHERS, ("float", "int", "bool", "complex")):
+    for name, other, kind in combinations(60, IN_PLACE, OTHERS, ("float", "int", "bool", "complex")):
         value, symbol = VALUES[kind], getattr(operator, name)
         d, expected, operand = rt.data(value), value.copy(), OTHERS[other](value)
         with subtests.test(operator=name, other=other, kind=kind):
@@ -152,30 +151,23 @@ def test_functions_and_methods_give_what_the_array_gives(subtests: pytest.Subtes
                 assert_alike(outcome(act, first, second), expected)
 
 
-WRITERS: list[Callable[[Any, np.ndarray], Any]] = [
-    lambda d, x: np.add(d, 1, out=d),
-    lambda d, x: np.add(x, d, out=d),
-    lambda d, x: np.divmod(x, 2, out=(d, None))[0],
-    lambda d, x: np.divmod(x, 2, out=(np.empty_like(x), d))[1],
-    lambda d, x: np.multiply(d, d, out=d, where=x > 2),
-    lambda d, x: np.clip(x, 2, 4, out=d),
-    lambda d, x: operator.setitem(d, ..., x * 3),
-    lambda d, x: operator.setitem(d, x > 2, 9),
-    lambda d, x: np.add.at(d, [0, 0, 2], 5),
-    lambda d, x: np.add.accumulate(x, out=d),
-    lambda d, x: np.mean(np.stack([x, x + 1]), axis=0, out=d),
-    lambda d, x: np.stack([x, x + 1]).mean(axis=0, out=d),
-    lambda d, x: np.var(np.stack([x, x + 1]), axis=0, out=d),
-    lambda d, x: np.stack([x, x + 1]).std(axis=0, out=d),
-    lambda d, x: np.add.reduce(np.stack([x, x]), out=d),
-    lambda d, x: np.nanmean(np.stack([x, x + 4]), axis=0, out=d),
-]
-
-
 def test_whatever_is_told_to_write_into_data_does(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
+    writers: list[Callable[[Any, np.ndarray], Any]] = [
+        lambda d, x: np.add(x, d, out=d),
+        lambda d, x: np.divmod(x, 2, out=(np.empty_like(x), d))[1],
+        lambda d, x: np.multiply(d, d, out=d, where=x > 2),
+        lambda d, x: np.clip(x, 2, 4, out=d),
+        lambda d, x: operator.setitem(d, x > 2, 9),
+        lambda d, x: np.add.at(d, [0, 0, 2], 5),
+        lambda d, x: np.add.accumulate(x, out=d),
+        lambda d, x: np.mean(np.stack([x, x + 1]), axis=0, out=d),
+        lambda d, x: np.stack([x, x + 1]).std(axis=0, out=d),
+        lambda d, x: np.add.reduce(np.stack([x, x]), out=d),
+        lambda d, x: np.nanmean(np.stack([x, x + 4]), axis=0, out=d),
+    ]
     rt = shared_runtimes[2]
     x, read = np.array([1.0, 2, 3, 4, 5]), rt.function(lambda x: x, outputs="gather")
-    for number, act in enumerate(WRITERS):
+    for number, act in enumerate(writers):
         with subtests.test(writer=number):
             d, expected = rt.data(x), x.copy()
             result, wanted = act(d, x), act(expected, x)
@@ -255,7 +247,7 @@ def test_any_sequence_of_changes_is_that_of_an_array(shared_runtimes: Any, where
     rng = np.random.default_rng(rt.world_size)
     read = rt.function(lambda x: (x, len(x)), outputs=("gather", "sum"))
     d, model = rt.data(numbers("f4", (5, 2), 0), name="d"), numbers("f4", (5, 2), 0)
-    for step in range(60 if where == "1+3" else 150):
+    for step in range(80):
         count, oversize = int(rng.integers(0, 40)) ** 2, float(rng.uniform(1, 2))
         columns = model.shape[1]
         match int(rng.integers(8)):
@@ -311,26 +303,22 @@ def test_memory_of_what_is_dropped_is_given_back(shared_runtimes: Any) -> None:
 def test_what_does_not_fit_is_refused_and_changes_nothing(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     d, single = rt.data(np.ones((3, 2), "f4"), name="d"), rt.data(np.float32(1), name="single")
-    cases: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
-        "dtype": (
-            TypeError,
-            "'d': got dtype float64.*force_cast",
-            lambda: d.set_value(np.ones((1, 2))),
-        ),
-        "axes": (ValueError, "'d': got 1 axes, expected 2", lambda: d.set_value(np.ones(2, "f4"))),
-        "axes of a shape": (ValueError, r"'d': got shape \(4,\), expected 2 axes", lambda: d.set_shape(4)),
-        "a negative length": (ValueError, "expected lengths of zero or more", lambda: d.set_length(-1)),
-        "oversize": (ValueError, "got oversize=3, expected 1.0 to 2.0", lambda: d.set_length(9, oversize=3)),
-        "a length without axes": (ValueError, "'single': it has no axes", lambda: single.set_length(2)),
-        "to free what has no axes": (ValueError, "'single': it has no axes", lambda: single.free_memory()),
-        "a view as another dtype": (ValueError, "without a copy", lambda: d.__array__("f8", copy=False)),
-        "no value": (TypeError, "got no value, expected dtype", lambda: rt.data()),
-        "two shapes": (ValueError, r"got a value of shape \(2,\) and shape=\(3,\)", lambda: rt.data([1, 2], shape=3)),
-        "objects": (TypeError, "object", lambda: rt.data(np.array([None]))),
-        "pickling": (TypeError, "cannot pickle Data 'd'", lambda: pickle.dumps(d)),
-    }
-    for name, (error, text, act) in cases.items():
-        with subtests.test(name):
+    cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+        (TypeError, "'d': got dtype float64.*force_cast", lambda: d.set_value(np.ones((1, 2)))),
+        (ValueError, "'d': got 1 axes, expected 2", lambda: d.set_value(np.ones(2, "f4"))),
+        (ValueError, r"'d': got shape \(4,\), expected 2 axes", lambda: d.set_shape(4)),
+        (ValueError, "expected lengths of zero or more", lambda: d.set_length(-1)),
+        (ValueError, "got oversize=3, expected 1.0 to 2.0", lambda: d.set_length(9, oversize=3)),
+        (ValueError, "'single': it has no axes", lambda: single.set_length(2)),
+        (ValueError, "'single': it has no axes", lambda: single.free_memory()),
+        (ValueError, "without a copy", lambda: d.__array__("f8", copy=False)),
+        (TypeError, "got no value, expected dtype", lambda: rt.data()),
+        (ValueError, r"got a value of shape \(2,\) and shape=\(3,\)", lambda: rt.data([1, 2], shape=3)),
+        (TypeError, "object", lambda: rt.data(np.array([None]))),
+        (TypeError, "cannot pickle Data 'd'", lambda: pickle.dumps(d)),
+    ]
+    for error, text, act in cases:
+        with subtests.test(text):
             with pytest.raises(error, match=text):
                 act()
             np.testing.assert_array_equal(d.data, np.ones((3, 2)))

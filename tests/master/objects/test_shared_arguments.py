@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from support.harness import nothing_sent
 from support.rank_arrays import assert_same, numbers, picked
-from support.seeds import examples
+from support.tables import combinations
 
 import synk
 from synk.errors import CollectiveMismatch
 
 EVERYWHERE = (1, 2, 4, 3, "inline", "1+3")
-KINDS = ["none", "count", "slice", "step", "backwards", "list", "array", "mask"]
 NEST = {"a": np.arange(3), "b": (np.ones(2), None)}
 
 
@@ -36,80 +35,60 @@ class Sharded:
         self.variable = rt.shared(np.zeros((1, 2)), sharded=True, name="x")
         for rank, shard in enumerate(self.shards):
             self.variable[rank] = shard
-        self.edges = np.concatenate([[0], np.cumsum(lengths)]).astype(int)
-
-    def counts(self, positions: np.ndarray) -> list[int]:
-        """Return how many of the selected positions each rank holds."""
-        return [int(((low <= positions) & (positions < high)).sum()) for low, high in zip(self.edges, self.edges[1:])]
+        self.ranks = np.repeat(np.arange(len(lengths)), lengths)
 
 
-def batch_of(kind: str, count: int, rng: np.random.Generator) -> Any:
-    """Return a batch of a given kind that picks at least one of ``count`` rows."""
-    low, high = sorted(rng.integers(0, count, 2).tolist())
-    return {
-        "none": None,
-        "count": int(rng.integers(1, count + 1)),
-        "slice": slice(low, high + 1),
-        "step": slice(low, None, int(rng.integers(1, 4))),
-        "backwards": slice(None, None, -int(rng.integers(1, 3))),
-        "list": rng.integers(-count, count, int(rng.integers(1, 2 * count + 1))).tolist(),
-        "array": rng.permutation(count)[: int(rng.integers(1, count + 1))],
-        "mask": (rng.random(count) < 0.6) | (np.arange(count) == low),
-    }[kind]
+BATCHES: dict[str, Callable[[int, np.random.Generator], Any]] = {
+    "none": lambda count, rng: None,
+    "count": lambda count, rng: int(rng.integers(count + 1)),
+    "slice": lambda count, rng: slice(*sorted(rng.integers(0, count + 1, 2).tolist())),
+    "step": lambda count, rng: slice(int(rng.integers(count + 1)), None, int(rng.integers(1, 4))),
+    "backwards": lambda count, rng: slice(None, None, -int(rng.integers(1, 3))),
+    "list": lambda count, rng: rng.integers(-count, count, int(rng.integers(2 * count))).tolist() if count else [],
+    "array": lambda count, rng: rng.permutation(count)[: int(rng.integers(count + 1))],
+    "mask": lambda count, rng: rng.random(count) < 0.6,
+}
+LENGTHS = ([2, 5, 0, 3], [0, 1, 4, 1], [6, 6, 6, 6], [1, 0, 0, 0], [0, 0, 0, 0])
 
 
-class Functions:
-    """The functions of one runtime: of the shards alone, and of the shards with other inputs."""
+def test_a_call_on_shards_equals_numpy_on_all_rows(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
+    """In the caller's order, beside other inputs, which hold the whole data set, and where no row is selected."""
+    build = functools.lru_cache(None)(functions_of)
+    for number, (where, lengths, kind, num_slices) in enumerate(
+        combinations(48, EVERYWHERE, LENGTHS, BATCHES, (1, 1, 2, 3, 7))
+    ):
+        rt, rng = shared_runtimes[where], np.random.default_rng(number)
+        x, (alone, beside) = Sharded(rt, lengths[: rt.world_size], number), build(rt)
+        batch = BATCHES[kind](len(x.whole), rng)
+        positions = picked(batch, np.arange(len(x.whole)))
+        y, w = rng.integers(-3, 4, len(x.whole)).astype(float), rt.shared(2.0)
+        with subtests.test(where=where, lengths=lengths, batch=batch, num_slices=num_slices):
+            for got, factors in (
+                (alone(x.variable, batch=batch, num_slices=num_slices), np.ones((len(positions), 1))),
+                (beside(x.variable, y, w, batch=batch, num_slices=num_slices), 2 * y[positions, None]),
+                (beside(x.variable, b=rt.data(y), w=w, batch=batch), 2 * y[positions, None]),
+            ):
+                rows = x.whole[positions] * factors
+                assert_same(got, (rows.sum(axis=0), rows, x.ranks[positions]))
+            if len(positions):
+                assert_same(alone.serial(x.variable, batch=batch)[0], x.whole[positions].sum(axis=0))
+            else:
+                with pytest.raises(ValueError, match="no rows"):
+                    rt.function(lambda x: x.sum(0))(x.variable, batch=batch)
 
-    def __init__(self, rt: Any) -> None:
-        outputs = ("sum", "gather", "avg", None)
-        self.alone = rt.function(lambda x: (x.sum(0), x * 2, x.mean(0), len(x)), outputs=outputs)
-        self.beside = rt.function(
-            lambda x, y, w: ((x * y[:, None]).sum(0) * w, x * y[:, None], x.mean(0), len(y)),
-            outputs=outputs,
-            bcast_inputs="w",
-        )
 
+def functions_of(rt: Any) -> tuple[Any, Any]:
+    """Return a function of the shards alone, and one of the shards with other inputs: sum, rows and who has them."""
 
-@pytest.fixture(scope="module")
-def functions() -> Any:
-    return functools.lru_cache(None)(Functions)
+    def own_rank() -> int:
+        return synk.comm.ranks[synk.comm.rank]
 
+    def beside(a: np.ndarray, b: np.ndarray, w: Any) -> Any:
+        return (a * b[:, None] * w).sum(axis=0), a * b[:, None] * w, np.full(len(b), own_rank())
 
-def check(result: Any, rows: np.ndarray, means: np.ndarray, counts: list[int], scale: float = 1.0) -> None:
-    """Compare the four outputs with NumPy on the selected rows, in the caller's order."""
-    total, gathered, mean, lengths = result
-    assert_same(total, rows.sum(axis=0) * scale)
-    assert_same(gathered, rows)
-    assert_same(mean, means.mean(axis=0), is_rounded=True)
-    assert [sum(entry) if isinstance(entry, list) else entry or 0 for entry in lengths] == counts
-
-
-@pytest.mark.parametrize("where", EVERYWHERE)
-@examples(5)
-@given(
-    lengths=st.lists(st.integers(0, 6), min_size=4, max_size=4),
-    kind=st.sampled_from(KINDS),
-    num_slices=st.sampled_from([1, 1, 2, 3, 7]),
-    seed=st.integers(0, 1000),
-)
-def test_a_call_on_shards_equals_numpy_on_all_rows(
-    shared_runtimes: Any, functions: Any, where: Any, lengths: list[int], kind: str, num_slices: int, seed: int
-) -> None:
-    rt = shared_runtimes[where]
-    lengths = lengths[: rt.world_size]
-    lengths[-1] += not sum(lengths)
-    x, f = Sharded(rt, lengths, seed), functions(rt)
-    batch = batch_of(kind, sum(lengths), np.random.default_rng(seed))
-    positions = picked(batch, np.arange(sum(lengths)))
-    rows, counts = x.whole[positions], x.counts(positions)
-    check(f.alone(x.variable, batch=batch, num_slices=num_slices), rows * 2, rows, counts, 0.5)
-    assert_same(f.alone.serial(x.variable, batch=batch)[0], rows.sum(axis=0))
-    # Other inputs hold the whole data set.
-    y, w = np.random.default_rng(seed).integers(-3, 4, sum(lengths)).astype(float), rt.shared(2.0)
-    for given_y in (y, rt.data(y)):
-        result = f.beside(x.variable, given_y, w, batch=batch, num_slices=num_slices)
-        check(result, rows * y[positions][:, None], rows, counts, 2.0)
+    options: dict[str, Any] = {"outputs": ("sum", "gather", "gather")}
+    alone = rt.function(lambda x: (x.sum(axis=0), x, np.full(len(x), own_rank())), **options)
+    return alone, rt.function(beside, bcast_inputs="w", **options)
 
 
 @pytest.mark.parametrize("where", [3, "inline"])
@@ -137,16 +116,6 @@ def test_shards_arrive_read_only_and_as_views_where_they_are_a_range(rt: Any) ->
     assert (False, True) in set(f(x, batch=[2, 0]))
 
 
-def test_several_sharded_variables_together_and_by_name(rt: Any) -> None:
-    x, y = numbers("f8", (9, 2), 0), numbers("i8", (9,), 1)
-    xs, ys = rt.shared(x, sharded=True), rt.shared(y, sharded=True)
-    f = rt.function(lambda a, b, *, c=None: a * b[:, None] + (0 if c is None else c[:, None]), outputs="gather")
-    assert_same(f(xs, ys), x * y[:, None])
-    assert_same(f(b=ys, a=xs), x * y[:, None])
-    assert_same(f(xs, b=ys, c=np.arange(9.0), batch=[8, 0, 3]), (x * y[:, None] + np.arange(9.0)[:, None])[[8, 0, 3]])
-    assert_same(f(xs, xs.value[:, 0] * 0 + 2.0), x * 2)
-
-
 def test_a_nested_sharded_variable_is_a_data_set(rt: Any) -> None:
     x, y = numbers("f4", (9, 2), 0), numbers("i8", (9,), 1)
     data = rt.shared({"x": x, "y": y}, sharded=True, name="data")
@@ -163,17 +132,6 @@ def test_a_nested_sharded_variable_is_a_data_set(rt: Any) -> None:
     data.value = new
     assert_same(data.value, new)
     assert f(data)[1] == new["y"].sum()
-
-
-def test_no_rows_at_all(rt: Any) -> None:
-    f = rt.function(lambda x: (x.sum(0), x), outputs=("sum", "gather"))
-    for batch in (None, 0, [], slice(2, 2)):
-        x = rt.shared(np.zeros((0, 2)) if batch is None else np.ones((5, 2)), sharded=True)
-        total, rows = f(x, batch=batch)
-        assert_same(total, np.zeros(2))
-        assert_same(rows, np.zeros((0, 2)))
-        with pytest.raises(ValueError, match="no rows"):
-            rt.function(lambda x: x.sum(0))(x, batch=batch)
 
 
 def test_a_replica_is_a_broadcast_argument(rt: Any) -> None:
@@ -226,11 +184,8 @@ def test_inputs_that_do_not_match_the_shards(subtests: pytest.Subtests, shared_r
         (IndexError, "mask of 4", lambda: g(x, batch=np.ones(4, bool))),
     ]
     for error, words, call in cases:
-        with subtests.test(words):
-            messages = rt.counters["messages_down"]
-            with pytest.raises(error, match=words):
-                call()
-            assert rt.counters["messages_down"] == messages, "nothing was sent"
+        with subtests.test(words), nothing_sent(rt), pytest.raises(error, match=words):
+            call()
 
 
 def test_gathered_rows_that_do_not_fit_the_order_of_the_batch(shared_runtimes: Any) -> None:

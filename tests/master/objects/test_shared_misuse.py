@@ -44,7 +44,6 @@ UNFIT: list[tuple[Any, Any, Any, str]] = [
         (np.ones((2, 2), "f4"), value, error, words)
         for value, error, words in (
             (np.zeros((3, 2)), TypeError, r"got dtype float64, expected float32.*astype\('float32'\)"),
-            (np.zeros((3, 2), "c8"), TypeError, "complex64"),
             ([["a", "b"]], TypeError, "<U1"),
             (np.zeros(3, "f4"), ValueError, "1 axes"),
             (np.zeros((2, 3), "f4"), ValueError, "only axis 0"),
@@ -61,39 +60,30 @@ UNFIT: list[tuple[Any, Any, Any, str]] = [
             {"a": ZEROS},
             {"a": ZEROS, "b": (ZEROS,), "c": 1.0},
             {"a": ZEROS, "b": [ZEROS]},
-            {"a": ZEROS, "b": ZEROS},
-            (ZEROS, (ZEROS,)),
             None,
         )
     ),
 ]
 
 
-@pytest.mark.parametrize("where", [2, "inline", "1+3"])
-def test_a_value_that_does_not_fit_is_refused(subtests: pytest.Subtests, shared_runtimes: Any, where: Any) -> None:
-    rt = shared_runtimes[where]
-    for number, (held, value, error, words) in enumerate(UNFIT):
+def test_a_value_that_does_not_fit_is_refused(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
+    """Python's numbers have no width: 0.1 fits a float32 variable."""
+    for where, (held, value, error, words) in combinations(30, (2, "inline", "1+3"), UNFIT):
+        rt = shared_runtimes[where]
         w = rt.shared(held, name="w")
         ways: list[Callable[[], Any]] = [
             lambda: setattr(w, "value", value),  # noqa: B023
             lambda: operator.setitem(w, 0, value),  # noqa: B023
             lambda: assigner(rt, w, lambda old, x: value)(np.ones(2)),  # noqa: B023
         ]
-        with subtests.test(number=number):
+        with subtests.test(where=where, value=str(value)):
             for assign in ways:
                 with pytest.raises(error, match=words):
                     assign()
             assert_same(everywhere(rt, w), [held] * rt.world_size)
-
-
-def test_python_numbers_fit_by_kind(shared_runtimes: Any) -> None:
-    """They have no width: 0.1 fits a float32 variable."""
-    rt = shared_runtimes[2]
-    w, n = rt.shared(np.zeros(2, "f4")), rt.shared(np.zeros(2, "i4"))
-    w.value, n.value = [0.1, 2], [1, 2]
-    assert_same([w.value, n.value], [np.array([0.1, 2], "f4"), np.array([1, 2], "i4")])
-    assigner(rt, n, lambda value, x: [3, 4])(np.ones(2))
-    assert_same(everywhere(rt, n), [np.array([3, 4], "i4")] * 2)
+    w = shared_runtimes[2].shared(np.zeros(2, "f4"))
+    w.value = [0.1, 2]
+    assert_same(w.value, np.array([0.1, 2], "f4"))
 
 
 def test_what_cannot_be_shared(shared_runtimes: Any) -> None:
@@ -133,7 +123,7 @@ def test_a_value_of_a_class_that_no_worker_can_import_ends_the_call_and_no_worke
 # ----- uses in the wrong place
 
 
-def test_a_variable_is_passed_or_closed_over_and_never_pickled(shared_runtimes: Any) -> None:
+def test_a_variable_is_passed_or_closed_over_and_nothing_else(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     w = rt.shared(np.ones(2), name="w")
     for carry in (pickle.dumps, copy.copy, copy.deepcopy):
@@ -141,21 +131,10 @@ def test_a_variable_is_passed_or_closed_over_and_never_pickled(shared_runtimes: 
             carry(w)
     with pytest.raises(SerializationError, match="'w'"):
         rt.function(lambda state, x: 0.0, bcast_inputs="state")({"w": w}, np.ones(2))
-    with pytest.raises((SerializationError, TypeError)):
-        rt.function(lambda x: w, outputs=None)(np.ones(2))
-    with pytest.raises(TypeError, match=r"Replica|Shared"):
-        rt.function(lambda x: w, outputs="avg")(np.ones(2))
-
-
-def test_the_verbs_have_no_meaning_inside_a_function(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    w = rt.shared(np.ones(2))
-    for verb in (
-        lambda: synk.broadcast(w),
-        lambda: synk.all_reduce(w),
-        lambda: synk.scatter(w, np.zeros(2)),
-        lambda: synk.shared(1.0),
-    ):
+    for op in (None, "avg"):
+        with pytest.raises((TypeError, SerializationError), match=r"Replica|[Ss]hared"):
+            rt.function(lambda x: w, outputs=op)(np.ones(2))
+    for verb in (lambda: synk.broadcast(w), lambda: synk.all_reduce(w), lambda: synk.shared(1.0)):
         with pytest.raises(ReentrancyError, match="inside worker rank 0"):
             rt.function(lambda x: verb(), outputs=None)(np.ones(2))  # noqa: B023
     assert_same(everywhere(rt, w), [np.ones(2)] * 2)
@@ -182,14 +161,7 @@ def test_a_variable_of_another_runtime_or_of_a_closed_one_is_named(shared_runtim
     for use in uses:
         with pytest.raises(ClosedError, match=r"'stranger'.*was closed"):
             use()
-    for use in (
-        lambda: w.value,
-        lambda: x[0],
-        lambda: x.lengths,
-        lambda: other.shared(1.0),
-        lambda: synk.gather(x),
-        own,
-    ):
+    for use in (lambda: w.value, lambda: x[0], lambda: x.shapes, lambda: other.shared(1), lambda: synk.gather(x), own):
         with pytest.raises(ClosedError):
             use()
     assert "'stranger'" in repr(w) and "'x'" in repr(x)
@@ -199,25 +171,17 @@ def test_a_variable_of_another_runtime_or_of_a_closed_one_is_named(shared_runtim
 
 INTO_ARRAYS: list[Callable[[Any], Any]] = [
     lambda v: operator.setitem(v, 0, 5),
-    lambda v: operator.setitem(v, ..., 5),
     lambda v: operator.setitem(v, v > 0, 5),
-    lambda v: operator.setitem(v[1:], 0, 5),
     lambda v: operator.setitem(v.reshape(3, 1)[0], 0, 5),
-    lambda v: operator.setitem(v.T, 0, 5),
     lambda v: v.sort(),
     lambda v: np.add(v, 1, out=v),
-    lambda v: np.copyto(v, 1.0),
-    lambda v: operator.setitem(v.flat, 0, 1),
     lambda v: np.random.default_rng(0).shuffle(v),
 ]
 INTO_CONTAINERS: list[Callable[[Any], Any]] = [
     lambda v: operator.setitem(v, "b", np.ones(2)),
     lambda v: operator.delitem(v, "b"),
     lambda v: v.update(b=1),
-    lambda v: v.pop("b"),
     lambda v: v.setdefault("c", 1),
-    lambda v: v.clear(),
-    lambda v: operator.setitem(v["layers"], 0, 1),
     lambda v: v["layers"].append(1),
     lambda v: v["layers"].reverse(),
     lambda v: operator.setitem(v["layers"][1], "s", 1),
@@ -230,7 +194,7 @@ def test_what_the_program_read_is_read_only_and_says_to_assign(subtests: pytest.
     w, x, nest = rt.shared(values), rt.shared(values, sharded=True), rt.shared(params())
     for number, change in enumerate(INTO_ARRAYS):
         for variable in (w, x):
-            text = ASSIGN if number < 6 else r"read-only|w\.value"
+            text = ASSIGN if number < 3 else r"read-only|w\.value"
             with subtests.test("array", number=number), pytest.raises(ValueError, match=text):
                 change(variable.value)
     for number, change in enumerate(INTO_CONTAINERS):
@@ -269,8 +233,6 @@ def test_augmented_assignment_assigns(subtests: pytest.Subtests, shared_runtimes
     nest = rt.shared({"a": np.zeros(2), "b": np.ones(1)})
     nest.value |= {"b": np.full(1, 7.0)}
     assert_same(nest[1], {"a": np.zeros(2), "b": np.full(1, 7.0)})
-    nest.value = {**nest.value, "a": np.ones(2)}
-    assert_same(nest[1], {"a": np.ones(2), "b": np.full(1, 7.0)})
 
 
 def test_what_was_read_works_as_an_array_and_copies_may_be_changed(shared_runtimes: Any) -> None:
@@ -286,9 +248,6 @@ def test_what_was_read_works_as_an_array_and_copies_may_be_changed(shared_runtim
         got[0] = 5
     assert repr(w.value) == "array([0., 1., 2.])" and f"{rt.shared(2.5).value:.1f}" == "2.5"
     assert type(w.value[1]) is type(w.value.sum()) is np.float64 and type(w.value == 1.0) is np.ndarray
-    f = rt.function(lambda x, v: x * v[1], outputs="gather", bcast_inputs="v")
-    for _ in range(2):
-        assert_same(f(w.value, w.value), value)
     for own in (copy.deepcopy(nest.value), pickle.loads(pickle.dumps(nest.value))):
         assert type(own) is dict and type(own["layers"]) is list and type(own["layers"][1]) is dict
         own["layers"][0][0][0] = 7
@@ -307,7 +266,7 @@ def test_a_change_in_place_in_a_function_is_an_error(subtests: pytest.Subtests, 
         lambda w: operator.setitem(w.value["b"], 0, 1),
         lambda w: (setattr(w, "value", params()), operator.setitem(w.value["b"], 0, 9)),
     ]
-    for where, num_slices, number in combinations(22, (2, "inline", "1+3"), (1, 2), range(len(INTO_CONTAINERS))):
+    for where, num_slices, number in combinations(12, (2, "inline", "1+3"), (1, 2), range(len(INTO_CONTAINERS))):
         rt, change = shared_runtimes[where], INTO_CONTAINERS[number]
         w = rt.shared(params(), name="model")
         f = rt.function(lambda x: (change(w.value), x.sum())[1], outputs="sum")  # noqa: B023
@@ -342,5 +301,3 @@ def test_what_a_function_read_and_changed_it_may_assign(shared_runtimes: Any) ->
     assert_same(w[1], {"a": np.full(2, -1.0), "b": np.zeros(1)})
     rt.function(update, outputs="sum", updates=[(w, "sum")])(np.ones(4), num_slices=2)
     assert_same(w[1]["b"], np.full(1, 2.0))
-    kinds = rt.function(lambda x: repr(type(w.value)), outputs=None)
-    assert kinds(np.ones(2)) == ["<class 'dict'>"] * 2

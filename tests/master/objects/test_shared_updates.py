@@ -28,13 +28,13 @@ def test_new_values_are_accumulated_over_slices_that_all_see_the_old(
     subtests: pytest.Subtests, shared_runtimes: Any
 ) -> None:
     """Ranks without rows follow the first one."""
-    for where, (op, dtype) in combinations(50, EVERYWHERE, REDUCIBLE):
+    for where, (op, dtype) in combinations(36, EVERYWHERE, REDUCIBLE):
         rt, step = shared_runtimes[where], make_step()
         with subtests.test(where=where, op=op, dtype=dtype):
             w = rt.shared(numbers(dtype, (3,), 0), name="w")
             f = rt.function(lambda x: (w.value, step(w.value, x)), updates=[(w, op)], outputs=None)  # noqa: B023
             expected = everywhere(rt, w)
-            for rows, num_slices in ((8, 1), (11, 3), (2, 5), (5, 2)):
+            for rows, num_slices in ((8, 1), (11, 3), (2, 5)):
                 x = numbers(dtype, (rows, 3), rows)
                 parts = np.array_split(x, rt.world_size)
                 seen = f(x, num_slices=num_slices)
@@ -51,33 +51,29 @@ def test_new_values_are_accumulated_over_slices_that_all_see_the_old(
                 expected = got
 
 
-def test_with_one_slice_the_value_is_stored_bit_by_bit(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
-    """No weight is applied where there is nothing to average: no rounding, no overflow."""
-    for where, dtype in combinations(9, (3, "inline", "1+3"), ("f2", "f4", "f8")):
+def test_with_one_slice_the_value_is_stored_as_it_is(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
+    """No weight is applied where there is nothing to average: no rounding, no overflow, and any op will do."""
+    for where, dtype, rows in combinations(12, (3, "inline", "1+3"), ("f2", "f4", "f8", "i8", "S3"), (0, 1, 49)):
         rt, new = shared_runtimes[where], (np.random.default_rng(0).normal(size=200) * 100).astype(dtype)
-        new[0], new[1] = np.finfo(dtype).max, np.finfo(dtype).tiny
-        with subtests.test(where=where, dtype=dtype):
+        if new.dtype.kind == "f":
+            new[0], new[1] = np.finfo(dtype).max, np.finfo(dtype).tiny
+        with subtests.test(where=where, dtype=dtype, rows=rows):
             w = rt.shared(np.zeros(200, dtype))
-            f = rt.function(lambda x: (0.0, new), updates=w)  # noqa: B023
-            for rows in (1, 3, 49, 200):
+            for updates in (w, [w], (w,), [(w, "avg")]):
                 w.value = np.zeros(200, dtype)
-                f(np.ones(rows))
+                f = rt.function(lambda x: (x.sum(), [new]), updates=updates, outputs="sum")  # noqa: B023
+                assert f(np.ones(rows)) == rows
                 assert_same(everywhere(rt, w), [new] * rt.world_size)
 
 
-def test_a_call_without_rows_updates_as_well(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
-    for where, op in combinations(9, (3, "inline", "1+3"), ("avg", "sum", "max")):
-        rt = shared_runtimes[where]
-        with subtests.test(where=where, op=op):
-            w = rt.shared(np.full(2, 5.0))
-            rowless = rt.function(lambda: (0.0, w.value + 1), updates=[(w, op)], outputs="first")  # noqa: B023
-            rowless()
-            rowless(num_slices=3)
-            assert_same(everywhere(rt, w), [np.full(2, 7.0)] * rt.world_size)
-            f = rt.function(lambda x: (x.sum(), w.value + len(x) + 1), updates=[(w, op)], outputs="sum")  # noqa: B023
-            assert f(np.ones(4), batch=0) == 0
-            assert f(np.ones(4), batch=[], num_slices=2) == 0
-            assert_same(everywhere(rt, w), [np.full(2, 9.0)] * rt.world_size)
+def test_a_call_without_arguments_updates_as_well(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[3]
+    for op in ("avg", "sum", "max"):
+        w = rt.shared(np.full(2, 5.0))
+        f = rt.function(lambda: (0.0, w.value + 1), updates=[(w, op)], outputs="first")  # noqa: B023
+        for num_slices in (1, 3):
+            f(num_slices=num_slices)
+        assert_same(everywhere(rt, w), [np.full(2, 7.0)] * 3)
 
 
 @pytest.mark.parametrize("where", [3, "inline", "1+3"])
@@ -104,16 +100,6 @@ def test_several_variables_each_with_its_op(shared_runtimes: Any, where: Any) ->
         assert_same(everywhere(rt, counts), [np.array([len(part)]) for part in parts])
 
 
-def test_the_ways_to_name_one_variable(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    w = rt.shared(np.zeros(2))
-    for updates in (w, [(w, "sum")], [w], (w,)):
-        w.value = np.zeros(2)
-        for returns in (lambda value: value, lambda value: (value,), lambda value: [value]):
-            rt.function(lambda x: (0.0, returns(w.value + 1)), updates=updates)(np.ones(4))  # noqa: B023
-        assert_same(everywhere(rt, w), [np.full(2, 3.0)] * 2)
-
-
 def test_a_function_may_fill_one_buffer_for_all_slices(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
     def refill() -> Any:
         buffer = np.zeros(2)
@@ -134,25 +120,6 @@ def test_a_function_may_fill_one_buffer_for_all_slices(subtests: pytest.Subtests
             sums = [[part.sum(axis=0) for part in own] for own in slices]
             assert_same(everywhere(rt, w), [reduce(own, axis=0) for own in sums], is_rounded=True)
             assert_same(result, reduce([value for own in sums for value in own], axis=0), is_rounded=True)
-            again = refill()
-            first = rt.function(lambda x: again(x)[0], outputs="first")  # noqa: B023
-            assert_same(first(x, num_slices=3), sums[0][0])
-
-
-def test_with_one_slice_any_dtype_is_stored_as_it_is(shared_runtimes: Any) -> None:
-    """Nothing is accumulated then; an integer variable needs an op that integers have."""
-    rt = shared_runtimes[2]
-    n = rt.shared(np.zeros(2, "i8"), name="n")
-    f = rt.function(lambda x: (0.0, n.value + len(x)), updates=[(n, "max")])
-    f(np.ones(6))
-    assert_same(everywhere(rt, n), [np.full(2, 3)] * 2)
-    f(np.ones(6), num_slices=2)
-    assert_same(everywhere(rt, n), [np.full(2, 5)] * 2)
-    for op, dtype in [("avg", "i8"), ("avg", "?"), ("sum", "?"), ("prod", "?"), ("min", "c16"), ("sum", "S3")]:
-        w = rt.shared(np.zeros(2, dtype), name="state")
-        with pytest.raises(TypeError, match="state"):
-            rt.function(lambda x: (0.0, w.value), updates=[(w, op)])(np.ones(4), num_slices=2)  # noqa: B023
-        assert_same(everywhere(rt, w), [np.zeros(2, dtype)] * 2)
 
 
 def test_torch_tensors_are_read_updated_and_assigned(shared_runtimes: Any) -> None:
@@ -184,7 +151,6 @@ WRONG_RESULTS: list[tuple[Any, Any, str]] = [
     ((1.0, 2.0, 3.0), TypeError, "type tuple"),
     ((0.0, (np.ones(2), np.ones(2))), ValueError, "'w'.*axes"),
     ((0.0, {"w": np.ones(2)}), ValueError, "'w'.*structure"),
-    ((0.0, np.ones((2, 2))), ValueError, "'w'.*axes"),
     ((0.0, np.ones(2, complex)), TypeError, "'w'.*complex128"),
     ((0.0, "text"), TypeError, "'w'|update"),
     ((0.0, None), (TypeError, ValueError), "'w'"),
@@ -205,17 +171,12 @@ def test_a_wrong_result_is_an_error_and_the_next_call_is_right(subtests: pytest.
     for values in ([np.ones(2)], [np.ones(2)] * 3, np.ones(2), {"w": 1}):
         with pytest.raises(ValueError, match="one for each of the 2 updates"):
             rt.function(lambda x: (0.0, values), updates=[w, v])(np.ones(4))  # noqa: B023
-    for updates, error, words in (
-        ([3], TypeError, "got int in updates"),
-        (["w"], TypeError, "got str in updates"),
-        ([(w, "gather")], ValueError, "op 'gather'"),
-        ([(w, None)], ValueError, "op None"),
-    ):
+    for updates, error, words in (([3], TypeError, "got int in updates"), ([(w, None)], ValueError, "op None")):
         with pytest.raises(error, match=words):
             rt.function(lambda x: (0.0, 0.0), updates=updates)
 
 
-def test_new_values_of_all_slices_have_one_shape_and_structure(shared_runtimes: Any) -> None:
+def test_new_values_of_all_slices_have_one_shape_and_structure_and_a_dtype_for_the_op(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     w, tree = rt.shared(np.ones(2), name="w"), rt.shared({"a": np.zeros(2), "b": np.zeros(2)}, name="tree")
     full, part = {"a": np.ones(2), "b": np.ones(2)}, {"a": np.ones(2)}
@@ -227,6 +188,11 @@ def test_new_values_of_all_slices_have_one_shape_and_structure(shared_runtimes: 
     with pytest.raises(ValueError, match=r"accumulate the update of 'tree'.*structure"):
         rt.function(lambda x: (0.0, [full if x[0] % 2 == 0 else part]), updates=[tree])(np.arange(4.0), num_slices=2)
     assert_same(everywhere(rt, tree), [{"a": np.zeros(2), "b": np.zeros(2)}] * 2)
+    for op, dtype in [("avg", "i8"), ("sum", "?"), ("min", "c16"), ("sum", "S3")]:
+        state = rt.shared(np.zeros(2, dtype), name="state")
+        with pytest.raises(TypeError, match="state"):
+            rt.function(lambda x: (0.0, state.value), updates=[(state, op)])(np.ones(4), num_slices=2)  # noqa: B023
+        assert_same(everywhere(rt, state), [np.zeros(2, dtype)] * 2)
 
 
 @pytest.mark.parametrize("where", [2, "inline", "1+3"])
