@@ -117,7 +117,9 @@ class trace:
     --------
     >>> import numpy as np, synk
     >>> with synk.fork(2):
-    ...     total = synk.function(lambda x: x.sum(), outputs="sum", name="total")
+    ...     @synk.function(outputs="sum")
+    ...     def total(x):
+    ...         return x.sum()
     ...     with synk.profiler.trace() as t:
     ...         for _ in range(3):
     ...             _ = total(np.ones(8))
@@ -170,10 +172,10 @@ class trace:
             self._tracer.spans[0] = take_spans()
 
     def _take_spans_of_ranks(self) -> None:
-        take = self._runtime.function(pickled_spans, outputs=None, per_rank=True, name="synk.profiler.trace")
+        take = self._runtime.function(pickled_spans, outputs=None, per_rank=True)
         for rank, spans in enumerate(take()):
             self._tracer.spans[1 + rank] = pickle.loads(spans)
-        self._runtime.profile.leave_out("synk.profiler.trace")
+        self._runtime.profile.leave_out(take.__name__)
 
 
 def cprofile(function: Function[..., Any], /, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Stats]:
@@ -208,8 +210,8 @@ def cprofile(function: Function[..., Any], /, *args: Any, timeout: float | None 
 
     if function._callee.options["updates"]:
         raise UnsupportedError(
-            f"cannot profile {function.name!r}: it was built with variables in updates, whose values it returns. Build "
-            "it without them."
+            f"cannot profile {function.__name__!r}: it was built with variables in updates, whose values it returns. "
+            "Build it without them."
         )
     profiled = function._alike(Profiled(function._callee.fn), outputs=None, updates=function._callee.options["changes"])
     return [stats_of(raw) for raw in profiled(*args, timeout=timeout, **kwargs) if raw is not None]

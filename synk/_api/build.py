@@ -75,7 +75,7 @@ def function(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     ----------
     fn : callable
         Anything that cloudpickle can pickle: a lambda, closure, notebook function, method or partial. It is written for
-        one device and gets the rows of that device.
+        one device and gets the rows of that device. Errors and profiles show its ``__name__``.
     bcast_inputs : str or sequence of str
         Parameters that every rank gets whole. All others are scattered along axis 0.
     outputs : op, or nesting of ops
@@ -92,8 +92,6 @@ def function(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
         and without a gradient. A JAX array comes back as a NumPy array, because the calling program touches no device.
         Numbers and NumPy arrays stay as they are. Tensor arguments are copied once into shared memory, whatever their
         dtype (without ``"torch"``, dtypes that NumPy lacks are refused).
-    name : str, optional
-        The name in errors and profiles. By default the name of ``fn``.
     retry : int
         How often a call is run again after a worker died in it (never after an exception, an interrupt or a timeout).
         With 0 a call runs at most once. Not with ``updates``.

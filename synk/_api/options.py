@@ -24,7 +24,6 @@ class FunctionOptions(TypedDict, total=False):
     outputs: Any
     updates: Any
     framework: str | None
-    name: str | None
     retry: int
     per_rank: bool
     on_oom: str
@@ -39,7 +38,6 @@ class KeptOptions(TypedDict, total=False):
     outputs: str | Sequence[str] | Mapping[str, str]
     updates: Resident | Sequence[Resident]
     framework: Literal["torch"]
-    name: str | None
     retry: int
     per_rank: bool
 
@@ -146,9 +144,10 @@ def split_updates(updates: Any, name: str) -> tuple[tuple[Any, ...], tuple[Resid
 
 
 def name_of(fn: Any) -> str:
-    """Return the name of a function, of the function that a partial calls, or of the class of a callable object."""
-    name = getattr(fn, "__name__", None) or getattr(getattr(fn, "func", None), "__name__", None)
-    return str(name or type(fn).__name__)
+    """Return the name of a function, of the one that a partial or a wrapper calls, or of the class of an object."""
+    inner = getattr(fn, "func", None) or getattr(fn, "__wrapped__", None)
+    name = getattr(fn, "__name__", None) or (name_of(inner) if callable(inner) else type(fn).__name__)
+    return str(name)
 
 
 def check_slices(num_slices: Any) -> int:

@@ -487,7 +487,7 @@ def _streams_of(session: Session) -> list[Any]:
 
         return pickle.dumps(cell.worker.rng.bit_generator.state)  # a dict would be one output for each entry
 
-    found: Any = Function(tell, outputs=None, per_rank=True, name="comm.rng", session=session)()
+    found: Any = Function(tell, outputs=None, per_rank=True, session=session)()
     return [pickle.loads(each) for each in found]
 
 
@@ -500,4 +500,4 @@ def _set_streams(session: Session, streams: Sequence[Any]) -> None:
         cell.worker.rng.bit_generator.state = states[cell.worker.number]
 
     if len(streams) == session.world_size:
-        Function(go_on, bcast_inputs="states", outputs=None, per_rank=True, name="comm.rng", session=session)(streams)
+        Function(go_on, bcast_inputs="states", outputs=None, per_rank=True, session=session)(streams)

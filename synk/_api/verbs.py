@@ -274,7 +274,9 @@ def profile() -> Profile:
     --------
     >>> import numpy as np, synk
     >>> with synk.fork(2):
-    ...     total = synk.function(lambda x: x.sum(), outputs="sum", name="total")
+    ...     @synk.function(outputs="sum")
+    ...     def total(x):
+    ...         return x.sum()
     ...     _ = total(np.ones(1000))
     ...     synk.profile().records["total"].staged_nbytes
     8000

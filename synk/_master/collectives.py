@@ -93,6 +93,15 @@ def broadcast(session: Session, variable: Variable, value: Any = None) -> None:
     variable.unite(is_new=value is not None)
 
 
+def assign(session: Session, variable: Variable, value: Any) -> None:
+    """Set the value of all ranks, or divide its rows among them."""
+    if variable.is_sharded:
+        scatter(session, variable, *check_scatter(variable, value, None))
+    else:
+        variable.fill_back(0, variable.check(value))
+        variable.unite(is_new=True)
+
+
 def set_value(session: Session, variable: Variable, value: Any, rank: Any) -> None:
     """Set the value of one rank."""
     _check_rank(session, variable, rank)

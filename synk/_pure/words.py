@@ -118,6 +118,7 @@ _OF_FUNCTION = _each(
         "outaxes outspecs reduce reduction op ops combine output": "outputs=",
         f"{_WORKERS} {_GPUS}": "synk.fork(num_workers, devices=...): functions run on the workers that there are",
         "retries maxretries": "retry=",
+        "name": "a def with this name, or set fn.__name__: errors and profiles show that",
         "changes": "updates=, which takes variables and resident objects",
         "batch batchsize timeout numslices": "the option in the call, as f(x, timeout=seconds)",
     }
@@ -136,6 +137,7 @@ KEYWORDS = {
 GONE = {
     "Function.build_inputs": "synk.data(a), synk.data(b)",
     "Function.cprofile": "synk.profiler.cprofile(f, *args)",
+    "Function.name": "f.__name__",
     "Function.plan": "synk.profile() after the calls: it has the bytes and the time of each argument",
     "Function.refresh": "nothing: every call compares all that it captured",
     "Function.rows": "f.stream(x[k : k + n] for k in range(0, len(x), n))",

@@ -106,8 +106,8 @@ class PyTensorFunction(FunctionWrapper):
     def repeat(self, num_repeats: int, /, *args: Any, **options: Any) -> Any:
         if self._reduced and num_repeats != 1:
             raise ValueError(
-                f"cannot repeat {self.name!r}: got an update with 'all', which is averaged over the ranks when a call "
-                "has ended, expected updates of each rank's own rows. Call it in a loop."
+                f"cannot repeat {self.function.__name__!r}: got an update with 'all', which is averaged over the ranks "
+                "when a call has ended, expected updates of each rank's own rows. Call it in a loop."
             )
         return super().repeat(num_repeats, *args, **options, **self._rows)
 
@@ -233,13 +233,13 @@ def function(
     sizes = len(pairs), len(pairs) + len(new), (0 if inputs else len(given)) if is_reduced else -1
     # Tuples, because captured objects that cannot change are not compared at each call.
     run = _run_of(pickle.dumps(compiled), tuple(replicated.values()), tuple(entropies), sizes, tuple(names))
+    run.__name__ = name or "graph"
     extra = (None,) if is_reduced else () if pairs else ("first",)
     made_function = runtime.function(
         run,
         bcast_inputs=names[len(inputs) : len(given)],
         outputs=(*(op for _, op in pairs), *extra),
         updates=[(replicated[v], "avg" if op == "all" else op) for v, (_, op) in new.items()],
-        name=name or "graph",
     )
     return PyTensorFunction(
         made_function,

@@ -145,11 +145,11 @@ class TrainFunction(FunctionWrapper):
         if not isinstance(state, Mapping) or set(state) != set(names):
             got = f"the keys {list(state)}" if isinstance(state, Mapping) else f"a {type(state).__name__}"
             raise ValueError(
-                f"cannot load the state of {self.function.name!r}: got {got}, expected a dict with the keys "
+                f"cannot load the state of {self.function.__name__!r}: got {got}, expected a dict with the keys "
                 f"{list(names)}, as state_dict() returns it."
             )
         values = [
-            _filled(_tree(variable), state[name], f"{self.function.name}.{name}")
+            _filled(_tree(variable), state[name], f"{self.function.__name__}.{name}")
             for name, variable in self._variables()
         ]
         synk.broadcast(variables, values)
@@ -315,7 +315,7 @@ def make_train_function(
     step.__name__ = step.__qualname__ = name
     step.__signature__ = signature  # type: ignore[attr-defined]
     outputs = (("avg", aux_outputs) if has_aux else "avg", "first", "first")
-    function = runtime.function(step, bcast_inputs=bcast_inputs, outputs=outputs, framework=framework, name=name)
+    function = runtime.function(step, bcast_inputs=bcast_inputs, outputs=outputs, framework=framework)
     return TrainFunction(runtime, function, shared_params, shared_state)
 
 

@@ -23,6 +23,7 @@ import torch
 
 from synk._api.current import current
 from synk._api.function import Function
+from synk._api.options import name_of
 from synk._api.runtime import Runtime
 from synk._master.code.handles import Handle
 from synk._master.processes.output import warn_at_users_line
@@ -206,7 +207,6 @@ class Replicated(Handle):
         bcast_inputs: str | Sequence[str] = (),
         trains: bool = True,
         on_oom: str = "raise",
-        name: str | None = None,
     ) -> Any:
         """Build a :class:`synk.Function` whose first parameters are the replicated objects. Also a decorator.
 
@@ -215,7 +215,7 @@ class Replicated(Handle):
         fn : callable
             The body of the training loop. It gets the rank's own objects, then the rank's rows as tensors. When
             ``loss.backward()`` returns in it, the gradients are those of all rows.
-        outputs, bcast_inputs, name
+        outputs, bcast_inputs
             As for :func:`synk.function`.
         on_oom : {"raise", "slices"}
             With ``"slices"``, a step that runs out of memory on a rank is undone and taken again in slices, on all
@@ -239,19 +239,16 @@ class Replicated(Handle):
         """
         if fn is None:
             return functools.partial(
-                self.function, outputs=outputs, bcast_inputs=bcast_inputs, trains=trains, on_oom=on_oom, name=name
+                self.function, outputs=outputs, bcast_inputs=bcast_inputs, trains=trains, on_oom=on_oom
             )
         if not callable(fn):
             raise TypeError(f"cannot build a function: got {type(fn).__name__}, expected a callable.")
-        name = name or getattr(fn, "__name__", type(fn).__name__)
         if on_oom == "slices" and self._options.sync_batchnorm:
             raise ValueError(
-                f"cannot build {name!r}: got on_oom='slices' and replicate(..., sync_batchnorm=True), expected one of "
-                "the two: batch norms over all rows need the rows of all slices at once."
+                f"cannot build {name_of(fn)!r}: got on_oom='slices' and replicate(..., sync_batchnorm=True), expected "
+                "one of the two: batch norms over all rows need the rows of all slices at once."
             )
-        return StepFunction(
-            self, fn, outputs=outputs, bcast_inputs=bcast_inputs, trains=trains, on_oom=on_oom, name=name
-        )
+        return StepFunction(self, fn, outputs=outputs, bcast_inputs=bcast_inputs, trains=trains, on_oom=on_oom)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context, inside the body, in which backward passes do not reduce gradients.
@@ -472,9 +469,8 @@ class Replicated(Handle):
         def run(given: Any) -> Any:
             return getattr(resident.value, method)(given)
 
-        return Function(
-            run, bcast_inputs="given", outputs=None, per_rank=True, updates=updates, name=name, session=session
-        )
+        run.__name__ = name
+        return Function(run, bcast_inputs="given", outputs=None, per_rank=True, updates=updates, session=session)
 
     def _restore(self, state: dict[str, Any], verb: str) -> None:
         """Bring all ranks into a state that ``_rank.dump`` returned, or into the given parts of one."""

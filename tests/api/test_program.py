@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from support.harness import PACKAGE_FOLDER, kill_and_wait, pids
+from support.names import named
 
 import synk
 from synk.errors import ClosedError, SerializationError
@@ -46,10 +47,10 @@ class Walk:
             value = nested.value
             return rows.value @ (w.value * scale) + value["a"].low.sum() + value["a"].high + value["b"][0].sum()
 
-        self.step = rt.function(step, updates=[w, log], outputs="sum", name="step")
-        self.predict = rt.function(predict, outputs="gather", name="predict")
+        self.step = rt.function(step, updates=[w, log], outputs="sum")
+        self.predict = rt.function(predict, outputs="gather")
         self.program = synk.Program(step=self.step, predict=self.predict)
-        self.program.add("count", rt.function(lambda x: len(log.value), outputs="max", name="count"))
+        self.program.add("count", rt.function(named("count", lambda x: len(log.value)), outputs="max"))
 
 
 def predicted(num_steps: int) -> np.ndarray:

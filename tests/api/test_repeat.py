@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.harness import same_workers
+from support.names import named
 
 import synk
 from synk.errors import CallTimeout, WorkerDied
@@ -223,7 +224,7 @@ def test_a_time_limit_ends_it(reused: Reused) -> None:
 
 
 def test_what_is_no_number(shared_runtimes: Any) -> None:
-    f = shared_runtimes[2].function(lambda x: x.sum(), outputs="sum", name="total")
+    f = shared_runtimes[2].function(named("total", lambda x: x.sum()), outputs="sum")
     for n in (0, -1, 2.0, True, "3", None, X):
         with pytest.raises(ValueError, match=r"(?s)cannot repeat 'total': got .*expected an integer of 1 or more"):
             f.repeat(n, X)

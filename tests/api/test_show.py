@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.names import named
 
 import synk
 
@@ -53,7 +54,7 @@ def test_objects_show_what_they_are(reused: Fork) -> None:
     shard = rt.shared(np.arange(5.0), sharded=True, name="rows")
     assert cells(shard)["kind"] == "sharded, [3, 2] rows on the ranks"
     assert cells(rt.shared(np.arange(5.0)))["kind"] == "replicated"
-    total = rt.function(lambda x, w: x.sum() * w, bcast_inputs="w", outputs="sum", name="total")
+    total = rt.function(named("total", lambda x, w: x.sum() * w), bcast_inputs="w", outputs="sum")
     shown = {"divided by rows": "x", "whole to every rank": "w", "outputs": "sum"}
     assert cells(total) == shown and repr(total) == "<synk.Function 'total' outputs='sum'>"
     seen = rt.resident({}, name="seen")
@@ -73,7 +74,7 @@ def test_tab_shows_what_users_call(reused: Fork) -> None:
     call = total.submit(np.ones(4))
     call.result()
     shown = {
-        total: "name on outputs repeat serial stream submit verify",
+        total: "on outputs repeat serial stream submit verify",
         call: "add_done_callback done exception name ranks result",
         rt.shared(np.zeros(3)): "dtype is_sharded lengths name shape shapes value",
         rt.resident({}): "get load name save set value",
@@ -95,7 +96,7 @@ def test_what_is_closed_shows_itself(runtime: Fork) -> None:
 
 def test_tables_of_text_show_as_they_are(reused: Fork, capsys: pytest.CaptureFixture[str]) -> None:
     rt = reused(2)
-    mean = rt.function(lambda x: x.mean(), name="a < b & c")
+    mean = rt.function(named("a < b & c", lambda x: x.mean()))
     mean(np.ones(4))
     profile = rt.profile
     assert repr(profile) == str(profile) and "a < b & c" in repr(profile)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.harness import assert_right, replaced_workers, wait_for
+from support.names import named
 
 import synk
 from synk.errors import CallCancelled, WorkerDied
@@ -25,7 +26,7 @@ BATCHES = [np.arange(n, n + 5.0) for n in range(9)]
 
 
 def totals(rt: synk.Runtime) -> Any:
-    return rt.function(lambda x: x.sum(), outputs="sum", name="total")
+    return rt.function(named("total", lambda x: x.sum()), outputs="sum")
 
 
 # -- streams ----------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from support import saboteurs
 from support.harness import assert_right, nothing_sent, same_workers
+from support.names import named
 
 from synk.errors import ClosedError
 
@@ -185,7 +186,7 @@ class Table:
         runtime = self.runtime(where)
         key = (runtime, op)
         if key not in self._functions:
-            self._functions[key] = runtime.function(KERNELS[op], outputs=op, name=f"{op} in {where}")
+            self._functions[key] = runtime.function(KERNELS[op], outputs=op)
             runtime.distribute()
         function = self._functions[key]
         return function.serial if where == "serial" else function
@@ -274,7 +275,7 @@ def test_H_any_array_in_any_layout(
 
 def test_H1_lengths_differ(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
-    f = rt.function(lambda x, y: (x * y).sum(), outputs="sum", name="dot")
+    f = rt.function(named("dot", lambda x, y: (x * y).sum()), outputs="sum")
     with same_workers(rt):
         with nothing_sent(rt), pytest.raises(ValueError, match=r"'dot'.*x with 5 rows.*y with 6"):
             f(np.ones(5), np.ones(6))
@@ -302,7 +303,7 @@ BAD_BATCHES: dict[str, Any] = {
 
 def test_H27_H28_batches_that_name_no_rows(shared_runtimes: Any, subtests: pytest.Subtests) -> None:
     rt = shared_runtimes[2]
-    f = rt.function(lambda x: x, outputs="gather", name="rows")
+    f = rt.function(named("rows", lambda x: x), outputs="gather")
     f(PLAIN)
     with same_workers(rt):
         for (kind, batch), rows in itertools.product(BAD_BATCHES.items(), (PLAIN, rt.data(PLAIN))):

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.harness import assert_right, same_workers
+from support.names import named
 from support.signs import hear, say, sign
 
 import synk
@@ -46,7 +47,7 @@ def test_H19_outputs_that_differ_between_ranks(shared_runtimes: Any, subtests: p
     rt = shared_runtimes[3]
     with same_workers(rt):
         for kind, (op, output) in DISAGREEMENTS.items():
-            odd = rt.function(lambda row, output=output: output(int(row[0] == 1)), outputs=op, name="odd")
+            odd = rt.function(named("odd", lambda row, output=output: output(int(row[0] == 1))), outputs=op)
             with subtests.test(kind):
                 with pytest.raises((ValueError, TypeError), match="'odd'") as caught:
                     odd(np.arange(3))
@@ -99,7 +100,7 @@ def test_H21_arrays_with_operators_of_their_own_are_not_combined(
     rt = shared_runtimes[2]
     for kind, (make, text) in OF_THEIR_OWN.items():
         for op in ("sum", "avg", "max", "gather"):
-            f = rt.function(lambda x, make=make: (1.0, make(x)), outputs=("sum", op), name="f")
+            f = rt.function(named("f", lambda x, make=make: (1.0, make(x))), outputs=("sum", op))
             told = rf"cannot apply op '{op}' to .* of 'f': got {text}"
             with subtests.test(kind, op=op), pytest.raises(TypeError, match=told):
                 f(PLAIN)

@@ -111,7 +111,7 @@ def accumulated(op: str, step: Callable[[np.ndarray], np.ndarray], rows: np.ndar
 
 def from_all_ranks(rt: Any, variable: Any) -> list[Any]:
     """Return each rank's value as its worker sees it."""
-    values = rt.function(lambda: deque([variable.value]), outputs=None, name="look")()  # a deque is one object
+    values = rt.function(lambda: deque([variable.value]), outputs=None)()  # a deque is one object
     return [value for (value,) in values]
 
 

@@ -59,7 +59,7 @@ class Shared(Handle):
     def value(self, value: Any) -> None:
         with self._session.entered("assign"):
             self._session.begin("assign")
-            collectives.assign_all(self._session, [(self._referent, value)])
+            collectives.assign(self._session, self._referent, value)
 
     @verb
     def __getitem__(self, rank: int) -> Any:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from support.names import named
 
 X = np.arange(2.0)
 SIZES = (1_000, 10_001, 100_000)
@@ -85,7 +86,7 @@ def test_any_change_of_a_large_container_is_seen_by_the_next_call(subtests: Any,
     for name in CONTAINERS:
         size = rng.choice(SIZES)
         held = CONTAINERS[name](size)
-        f = rt.function(lambda x, held=held: shown(held), outputs="first", name=name)
+        f = rt.function(named(name, lambda x, held=held: shown(held)), outputs="first")
         acts = [rng.choice([add, remove, replace, within]) for _ in range(4)]
         with subtests.test(container=name, size=size, acts=[act.__name__ for act in acts]):
             assert f(X) == shown(held)

@@ -386,11 +386,15 @@ def test_what_cannot_be_had_sent_or_loaded(rt: Any) -> None:
 
 
 def test_bad_input(subtests: pytest.Subtests, rt: Any) -> None:
-    f, lock = rt.function(square, name="f"), threading.Lock()
+    f, lock = rt.function(square), threading.Lock()
     assert list(rt.map(f.__wrapped__, [3])) == [9]
     nested = rt.map(lambda n: list(synk.map(square, range(n))), range(3))
     cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
-        (TypeError, r"cannot map 'f': got a synk function.*f.__wrapped__.*f.stream", lambda: rt.map(f, [1])),
+        (
+            TypeError,
+            r"cannot map 'square': got a synk function.*square.__wrapped__.*square.stream",
+            lambda: rt.map(f, [1]),
+        ),
         (TypeError, "cannot map over items: got int", lambda: rt.map(3, [1])),
         (TypeError, "cannot map 'square': got items of type int", lambda: rt.map(square, 3)),
         (TypeError, "items of type int", lambda: rt.map(pow, [1], 2)),

@@ -46,7 +46,7 @@ def make_step(rt: synk.Runtime, log: synk.Resident, **options: Any) -> Any:
         log.value.add(float(synk.comm.all_reduce(x.sum(), "sum")))
         return float(x.sum())
 
-    return rt.function(step, outputs="sum", updates=[log], name="step", **options)
+    return rt.function(step, outputs="sum", updates=[log], **options)
 
 
 def make_passed_step(rt: synk.Runtime, *changes: synk.Resident) -> Any:
@@ -195,9 +195,9 @@ def test_a_submitted_step_is_not_begun_after_one_that_failed(shared_runtimes: An
     def fail(x: np.ndarray) -> float:
         raise ArithmeticError("on purpose")
 
-    steps = rt.function(fail, updates=[log], name="failing"), make_step(rt, log), make_step(rt, other)
+    steps = rt.function(fail, updates=[log]), make_step(rt, log), make_step(rt, other)
     first, second, unrelated = (step.submit(np.ones(4)) for step in steps)
-    with pytest.raises(CallCancelled, match="'step' was not begun: one of 'failing' that was submitted"):
+    with pytest.raises(CallCancelled, match="'step' was not begun: one of 'fail' that was submitted"):
         second.result()
     assert unrelated.result() == 4.0
     with pytest.raises(ArithmeticError):

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.names import named
 from support.rank_arrays import assert_same, assigner, everywhere, numbers
 from support.tables import combinations
 
@@ -172,7 +173,7 @@ def test_all_functions_share_the_one_replica_of_each_rank(rt: Any) -> None:
         return variable.value
 
     first = rt.function(lambda x: add(w, x), outputs="max")
-    second = rt.function(functools.partial(add, w), outputs="max", name="second")
+    second = rt.function(named("second", functools.partial(add, w)), outputs="max")
     x = np.ones(rt.world_size)
     rt.distribute()
     assert first(x) == 1

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.names import named
 
 from synk._wire.cell import cell
 from synk.errors import WorkerDied
@@ -52,7 +53,7 @@ def check_apart(places: dict[tuple[int, str], list[tuple[float, float, str]]]) -
 
 
 def test_the_spans_of_plain_calls(rt: Any) -> None:
-    f = rt.function(lambda x: time.sleep(0.002) or x.sum(), outputs="sum", name="summed")
+    f = rt.function(named("summed", lambda x: time.sleep(0.002) or x.sum()), outputs="sum")
     began = time.monotonic()
     with trace() as t:
         for k in range(5):
@@ -93,7 +94,7 @@ def test_spans_of_ones_own_here_and_in_functions(rt: Any) -> None:
     assert [row[2] for row in rows if row[:2] == (0, "span other")] == ["in a thread"]
     for process in (1, 2):
         assert [row[2] for row in rows if row[0] == process and row[1].startswith("span")] == ["on a rank"] * 3
-    assert "synk.profiler.trace" not in {name for _, _, name, _, _ in rows} | set(rt.profile.records)
+    assert "pickled_spans" not in {name for _, _, name, _, _ in rows} | set(rt.profile.records)
     with pytest.raises(TypeError, match="cannot begin a span: got the name 3"), span(3):  # type: ignore[arg-type]
         pass
 
@@ -135,7 +136,7 @@ def check_form(path: Path, world_size: int) -> list[dict[str, Any]]:
 def test_the_file_has_the_form_of_the_format(reused: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of plain and submitted calls, maps, failed calls, deaths and restarts; also where the body raises."""
     rt = made_current(reused(2), monkeypatch)
-    f = rt.function(lambda x: x * 2, outputs="gather", name='a "name" \\ with\nall')
+    f = rt.function(named('a "name" \\ with\nall', lambda x: x * 2), outputs="gather")
     dies = rt.function(lambda x: os.kill(os.getpid(), signal.SIGKILL), outputs="sum")
     path = tmp_path / "run.json"
     with pytest.raises(KeyError), trace(path) as t, span("äöü"):
