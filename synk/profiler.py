@@ -58,7 +58,9 @@ def trace(path: Path) -> Iterator[None]:
     >>> import json, pathlib, tempfile, numpy as np, synk
     >>> path = pathlib.Path(tempfile.mkdtemp(), "run.json")
     >>> with synk.fork(2):
-    ...     total = synk.function(lambda x: x.sum(), outputs="sum", name="total")
+    ...     @synk.function(outputs="sum")
+    ...     def total(x):
+    ...         return x.sum()
     ...     with synk.profiler.trace(path):
     ...         for _ in range(3):
     ...             _ = total(np.ones(8))
@@ -107,7 +109,7 @@ def cprofile(function: Function[..., Any], /, *args: Any, timeout: float | None 
     Raises
     ------
     UnsupportedError
-        If the function was built with ``updates``, which need its results.
+        If the function was built with variables in ``updates``, which need its results.
 
     Examples
     --------
@@ -122,8 +124,8 @@ def cprofile(function: Function[..., Any], /, *args: Any, timeout: float | None 
 
     if function._callee.options["updates"]:
         raise UnsupportedError(
-            f"cannot profile {function.name!r}: it was built with updates, which are made of what it returns. Build it "
-            "without them."
+            f"cannot profile {function.__name__!r}: it was built with variables in updates, whose values it returns. "
+            "Build it without them."
         )
-    profiled = function._alike(Profiled(function._callee.fn), outputs=None, changes=function._callee.options["changes"])
+    profiled = function._alike(Profiled(function._callee.fn), outputs=None, updates=function._callee.options["changes"])
     return [stats_of(raw) for raw in profiled(*args, timeout=timeout, **kwargs) if raw is not None]

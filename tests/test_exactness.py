@@ -156,7 +156,7 @@ def called(f: Any, rows: Any, batch: Any, case: Case) -> Any:
 @pytest.mark.parametrize("where", WHERE)
 def test_every_call_equals_numpy(subtests: Any, shared_runtimes: Any, storm_count: Any, where: Any) -> None:
     rt = shared_runtimes[where]
-    functions = {op: rt.function(kernel, outputs=op, name=op) for op, kernel in KERNELS.items()}
+    functions = {op: rt.function(kernel, outputs=op) for op, kernel in KERNELS.items()}
     for case in drawn_calls(storm_count(3), seed=f"{where}"):
         with subtests.test(case=str(case)):
             x = rows_of(case.dtype, case.op, case.rows, case.columns, case.seed)

@@ -315,7 +315,7 @@ class _CodeUnpickler(pickle.Unpickler):
 def _code_of(functions: dict[str, Any], state: dict[str, Any]) -> bytes:
     """Return functions and what they were built with as one pickle, so that what they share stays shared."""
     built = {
-        name: (each._callee.fn, {**each._built_with, **{key: each._callee.options[key] for key in _HANDLES}})
+        name: (each._callee.fn, {**each._built_with, "updates": each._callee.options["updates"]})
         for name, each in functions.items()
     }
     file = io.BytesIO()
@@ -327,10 +327,6 @@ def _code_of(functions: dict[str, Any], state: dict[str, Any]) -> bytes:
         fn = next((fn for fn, _ in built.values()), None)
         raise unsendable(", ".join(map(repr, functions)), fn, error) from error
     return file.getvalue()
-
-
-_HANDLES = ("updates", "changes")
-"""Options of functions that hold variables and resident objects."""
 
 
 def _built(code: bytes, state: dict[str, Any]) -> dict[str, Any]:

@@ -118,6 +118,8 @@ _OF_FUNCTION = _each(
         "outaxes outspecs reduce reduction op ops combine output": "outputs=",
         f"{_WORKERS} {_GPUS}": "synk.fork(num_workers, devices=...): functions run on the workers that there are",
         "retries maxretries": "retry=",
+        "name": "a def with this name, or set fn.__name__: errors and profiles show that",
+        "changes": "updates=, which takes variables and resident objects",
         "batch batchsize timeout numslices": "the option in the call, as f(x, timeout=seconds)",
     }
 )
@@ -135,6 +137,7 @@ KEYWORDS = {
 GONE = {
     "Function.build_inputs": "synk.data(a), synk.data(b)",
     "Function.cprofile": "synk.profiler.cprofile(f, *args)",
+    "Function.name": "f.__name__",
     "Function.on": "synk.Program(f, state={...}).on(backend)",
     "Function.plan": "synk.profile() after the calls: it has the bytes and the time of each argument",
     "Function.refresh": "nothing: every call compares all that it captured",
@@ -145,10 +148,24 @@ GONE = {
     "Program.program": "the program that you called on() of",
     "Program.runtime": "p.on(runtime), with a runtime of yours",
     "Program.sync_from_parent": "p.on(runtime) once more",
+    "Runtime.all_gather": "synk.all_gather(w)",
+    "Runtime.all_reduce": "synk.all_reduce(w)",
+    "Runtime.broadcast": "synk.broadcast(w)",
+    "Runtime.gather": "synk.gather(w)",
+    "Runtime.get_lengths": "w.lengths",
+    "Runtime.get_shapes": "w.shapes",
+    "Runtime.get_value": "w.value, or w[rank]",
+    "Runtime.reduce": "synk.reduce(w)",
+    "Runtime.scatter": "synk.scatter(w, values)",
+    "Runtime.set_value": "w.value = value, or w[rank] = value",
     "profiler.Trace": "synk.profiler.trace(path), which writes the file",
     "profiler.live": "print(synk.profile()) now and again",
     "profiler.transfer_guard": "synk.profile(): its table has the bytes of each argument",
     "synk.FunctionWrapper": "a function of your own that calls the synk function",
+    "synk.get_lengths": "w.lengths",
+    "synk.get_shapes": "w.shapes",
+    "synk.get_value": "w.value, or w[rank]",
+    "synk.set_value": "w.value = value, or w[rank] = value",
     "synk.wrap": "synk.fork(), and synk.function(f)",
 }
 """What was there in 0.1: what to write instead."""

@@ -87,8 +87,9 @@ class Placed:
         _living.add(self)
 
     def _function(self, fn: Any, bcast_inputs: Sequence[str], outputs: tuple[Any, ...]) -> Function[..., Any]:
-        name, session = f"{self._name}.{fn.__name__}", self._runtime._session
-        return Function(fn, bcast_inputs=bcast_inputs, outputs=outputs, framework="torch", name=name, session=session)
+        fn.__name__ = f"{self._name}.{fn.__name__}"
+        session = self._runtime._session
+        return Function(fn, bcast_inputs=bcast_inputs, outputs=outputs, framework="torch", session=session)
 
     def renewed(self) -> Placed:
         """Return this object, or its replacement if the module has changed."""

@@ -22,6 +22,7 @@ import torch
 
 from synk._api.current import current
 from synk._api.function import Function
+from synk._api.options import name_of
 from synk._api.runtime import Runtime
 from synk._master.code.handles import Handle
 from synk._master.processes.output import warn_at_users_line
@@ -203,7 +204,6 @@ class Replicated(Handle):
         bcast_inputs: str | Sequence[str] = (),
         trains: bool = True,
         on_oom: str = "raise",
-        name: str | None = None,
     ) -> Any:
         """Build a :class:`synk.Function` whose first parameters are the replicated objects. Also a decorator.
 
@@ -212,7 +212,7 @@ class Replicated(Handle):
         fn : callable
             The body of the training loop. It gets the rank's own objects, then the rank's rows as tensors. When
             ``loss.backward()`` returns in it, the gradients are those of all rows.
-        outputs, bcast_inputs, name
+        outputs, bcast_inputs
             As for :func:`synk.function`.
         on_oom : {"raise", "slices"}
             With ``"slices"``, a step that runs out of memory on a rank is undone and taken again in slices, on all
@@ -236,19 +236,16 @@ class Replicated(Handle):
         """
         if fn is None:
             return functools.partial(
-                self.function, outputs=outputs, bcast_inputs=bcast_inputs, trains=trains, on_oom=on_oom, name=name
+                self.function, outputs=outputs, bcast_inputs=bcast_inputs, trains=trains, on_oom=on_oom
             )
         if not callable(fn):
             raise TypeError(f"cannot build a function: got {type(fn).__name__}, expected a callable.")
-        name = name or getattr(fn, "__name__", type(fn).__name__)
         if on_oom == "slices" and self._options.sync_batchnorm:
             raise ValueError(
-                f"cannot build {name!r}: got on_oom='slices' and replicate(..., sync_batchnorm=True), expected one of "
-                "the two: batch norms over all rows need the rows of all slices at once."
+                f"cannot build {name_of(fn)!r}: got on_oom='slices' and replicate(..., sync_batchnorm=True), expected "
+                "one of the two: batch norms over all rows need the rows of all slices at once."
             )
-        return StepFunction(
-            self, fn, outputs=outputs, bcast_inputs=bcast_inputs, trains=trains, on_oom=on_oom, name=name
-        )
+        return StepFunction(self, fn, outputs=outputs, bcast_inputs=bcast_inputs, trains=trains, on_oom=on_oom)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context, inside the body, in which backward passes do not reduce gradients.
@@ -419,7 +416,7 @@ class Replicated(Handle):
             self._restore({**numbers, "objects": _state_bytes.dump_all(self._objects)}, "load")
             self._options = replace(self._options, seed=state["seed"])
             if len(ranks) == self._runtime.world_size:
-                take_own = self._on_ranks("take_own", name="load", changes=[self._resident])
+                take_own = self._on_ranks("take_own", name="load", updates=[self._resident])
                 take_own([_checkpoint.to_bytes(each) for each in ranks])
             self._note_equal()
             _checkpoint.load_generators(state["generators"])
@@ -439,16 +436,15 @@ class Replicated(Handle):
             each["own"] = _checkpoint.from_bytes(own[rank]) if own and rank else []
         return ranks
 
-    def _on_ranks(self, method: str, *, name: str, changes: Sequence[Any] = ()) -> Function[..., Any]:
+    def _on_ranks(self, method: str, *, name: str, updates: Sequence[Any] = ()) -> Function[..., Any]:
         """Return a function that calls a method of each rank's ``RankReplica`` with one argument."""
         resident, session = self._resident, self._runtime._session
 
         def run(given: Any) -> Any:
             return getattr(resident.value, method)(given)
 
-        return Function(
-            run, bcast_inputs="given", outputs=None, per_rank=True, changes=changes, name=name, session=session
-        )
+        run.__name__ = name
+        return Function(run, bcast_inputs="given", outputs=None, per_rank=True, updates=updates, session=session)
 
     def _restore(self, state: dict[str, Any], verb: str) -> None:
         """Bring all ranks into a state that ``_rank.dump`` returned, or into the given parts of one."""

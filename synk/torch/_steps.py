@@ -21,8 +21,8 @@ class StepFunction(Function[..., Any]):
         body = body_of(fn, resident, objects, trains)
         self._replicated = replicated
         self._trains = trains
-        changes = [resident] if trains else []
-        self._options = {"framework": "torch", "changes": changes, "session": replicated._runtime._session, **options}
+        updates = [resident] if trains else []
+        self._options = {"framework": "torch", "updates": updates, "session": replicated._runtime._session, **options}
         self._fn = fn
         super().__init__(body, **self._options)
         is_default, first = isinstance(options["outputs"], DefaultOp), self._callee.signature.first_scattered

@@ -52,9 +52,11 @@ def test_outside_of_a_notebook_a_second_fork_is_an_error() -> None:
         synk.fork(1, backend="numpy", inline=True)
 
 
-def test_what_was_in_the_first_edition_says_what_to_write_instead() -> None:
-    f = synk.function(len, outputs="first")
-    owners = {"synk": synk, "profiler": profiler, "Function": f, "Program": synk.Program(), "Profile": Profile()}
+def test_what_was_in_the_first_edition_says_what_to_write_instead(shared_runtimes: Any) -> None:
+    owners = {
+        "synk": synk, "profiler": profiler, "Function": synk.function(len, outputs="first"),
+        "Program": synk.Program(), "Profile": Profile(), "Runtime": shared_runtimes[2],
+    }  # fmt: skip
     for name, instead in GONE.items():
         owner, _, attribute = name.partition(".")
         with pytest.raises(AttributeError, match=re.escape(instead)):

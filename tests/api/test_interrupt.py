@@ -75,7 +75,7 @@ def test_a_call_that_is_interrupted_from_another_thread(reused: Any, busy: Any, 
         later(busy.is_running, rt.interrupt)
         with pytest.raises(CallCancelled, match=r"the call was ended by Runtime.interrupt\(\)"):
             rt.function(assign, outputs="sum")(X)
-    assert all((rt.get_value(w, rank) == 0).all() for rank in range(2))
+    assert all((w[rank] == 0).all() for rank in range(2))
 
 
 def test_a_call_in_another_thread_is_interrupted_from_this_one(reused: Any, busy: Any) -> None:

@@ -46,7 +46,7 @@ class Walk:
             value = nested.value
             return rows.value @ (w.value * scale) + value["a"].low.sum() + value["a"].high + value["b"][0].sum()
 
-        self.step = rt.function(step, updates=[w], changes=[log], outputs="sum")
+        self.step = rt.function(step, updates=[w, log], outputs="sum")
         self.predict = rt.function(predict, outputs="gather")
         self.state = {"w": w, "rows": rows, "nested": nested, "log": log}
         count = rt.function(lambda x: len(log.value), outputs="max")

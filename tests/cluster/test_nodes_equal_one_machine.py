@@ -29,7 +29,7 @@ def functions(shared_runtimes: Any) -> Callable[[Any, str], Any]:
 
     def function(where: Any, op: str) -> Any:
         if (where, op) not in made:
-            made[where, op] = shared_runtimes[where].function(KERNELS[op], outputs=op, name=op)
+            made[where, op] = shared_runtimes[where].function(KERNELS[op], outputs=op)
         return made[where, op]
 
     return function

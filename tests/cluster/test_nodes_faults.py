@@ -99,14 +99,14 @@ def change_an_object(runtime: synk.Runtime, fault: Fault) -> Any:
         fault.happen()
 
     try:
-        runtime.function(step, outputs=None, changes=[log])(np.zeros(4))
+        runtime.function(step, outputs=None, updates=[log])(np.zeros(4))
     except WorkerDied as error:
         assert error.step_counted is False  # type: ignore[attr-defined]
         raise
     finally:
         found = [log.get(rank) for rank in range(4)]
         assert found in ([[]] * 4, [[1.0]] * 4)
-        runtime.function(lambda x: log.value.append(2.0), outputs=None, changes=[log])(np.zeros(4))
+        runtime.function(lambda x: log.value.append(2.0), outputs=None, updates=[log])(np.zeros(4))
         assert [log.get(rank) for rank in range(4)] == [[*found[0], 2.0]] * 4
 
 
@@ -215,7 +215,7 @@ def test_workers_and_nodes_that_die_while_idle_are_started_again(nodes: synk.Run
         return float(x.sum())
 
     box["f"] = nodes.function(lambda x: x.sum() * scale["is"], outputs="sum")
-    box["step"] = nodes.function(step, outputs="sum", bcast_inputs="amount", changes=[log])
+    box["step"] = nodes.function(step, outputs="sum", bcast_inputs="amount", updates=[log])
     by_call(nodes, box)
     by_step(nodes, box)
     following = itertools.cycle([by_call, by_new_function, by_map, by_step])

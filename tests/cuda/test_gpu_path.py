@@ -24,6 +24,7 @@ import pytest
 from support import fake_gpus
 from support.fake_gpus import Gpus
 from support.harness import kill_and_wait, pids, start_polars
+from support.names import named
 
 import synk
 
@@ -228,7 +229,7 @@ def test_what_the_device_works_is_time_of_the_function(gpu: Any) -> None:
             assert expected_s <= rank.function_s < expected_s + 1
     with pytest.raises(KeyError):
         rt.function(lambda x: {}[0], outputs="sum")(np.ones(2))
-    assert float(rt.function(lambda x: x.sum(), outputs="sum", name="short")(np.ones(12))) == 12.0
+    assert float(rt.function(named("short", lambda x: x.sum()), outputs="sum")(np.ones(12))) == 12.0
     assert max(rank.function_s for rank in rt.profile.ranks if rank.function == "short") < 1
 
 
@@ -647,20 +648,20 @@ def test_variables_are_on_the_device_until_they_are_read(gpus: Gpus, count: int)
     scale = scaler(rt, w)
     scale(np.ones(3))
     scale(np.ones(3))
-    np.testing.assert_array_equal(rt.gather(w), start * np.array([[1], [4], [9]]))
+    np.testing.assert_array_equal(synk.gather(w), start * np.array([[1], [4], [9]]))
     scale(np.ones(3))
-    rt.all_reduce(w, "sum")
-    np.testing.assert_array_equal(rt.gather(w), np.stack([start * 36] * 3))
+    synk.all_reduce(w, "sum")
+    np.testing.assert_array_equal(synk.gather(w), np.stack([start * 36] * 3))
     scale(np.ones(3))
-    rt.broadcast(w)
-    np.testing.assert_array_equal(rt.get_value(w, 2), start * 36)
-    rt.set_value(w, start)
+    synk.broadcast(w)
+    np.testing.assert_array_equal(w[2], start * 36)
+    w.value = start
     scale(np.ones(3))
-    rt.all_gather(w)
-    assert rt.get_lengths(w) == [3 * count] * 3
-    np.testing.assert_array_equal(rt.get_value(w, 1), np.concatenate([start, start * 2, start * 3]))
+    synk.all_gather(w)
+    assert w.lengths == [3 * count] * 3
+    np.testing.assert_array_equal(w[1], np.concatenate([start, start * 2, start * 3]))
     scale(np.ones(3))
-    np.testing.assert_array_equal(rt.reduce(w, "max", in_place=False)[:count], start * 3)
+    np.testing.assert_array_equal(synk.reduce(w, "max", in_place=False)[:count], start * 3)
 
 
 def test_idle_ranks_follow(gpus: Gpus) -> None:
@@ -669,7 +670,7 @@ def test_idle_ranks_follow(gpus: Gpus) -> None:
     scale = scaler(rt, w)
     scale(np.ones(3))
     scale(np.ones(1))  # on rank 0 alone
-    np.testing.assert_array_equal(rt.gather(w)[:, 0], [1, 1, 1])
+    np.testing.assert_array_equal(synk.gather(w)[:, 0], [1, 1, 1])
 
 
 def test_repeated_runs_on_devices(gpu: Gpus) -> None:
@@ -710,11 +711,11 @@ def test_replicas_that_agree_come_back_and_others_are_lost(gpus: Gpus) -> None:
         warnings.simplefilter("ignore", RuntimeWarning)
         error = first_refusal(lambda: f(np.ones(3)))
     assert "the value of 'own' of rank 1; 'shard' of rank 1" in str(error)
-    np.testing.assert_array_equal(rt.gather(untouched), np.stack([np.arange(3.0)] * 3))
-    assert len({value.tobytes() for value in rt.gather(alike)}) == 1
+    np.testing.assert_array_equal(synk.gather(untouched), np.stack([np.arange(3.0)] * 3))
+    assert len({value.tobytes() for value in synk.gather(alike)}) == 1
     with pytest.raises(synk.errors.WorkerDied, match="cannot read variable 'own'"):
-        rt.gather(own)
-    rt.broadcast(own)
-    rt.scatter(shard, np.arange(6.0))
+        synk.gather(own)
+    synk.broadcast(own)
+    synk.scatter(shard, np.arange(6.0))
     f(np.ones(3))
     np.testing.assert_array_equal(shard.value, np.arange(6.0) * 2)

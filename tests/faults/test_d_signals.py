@@ -301,7 +301,7 @@ STORM = """
                 held += 1
             except (CallCancelled, Mine):
                 pass
-        first, second = rt.get_value(w, 0), rt.get_value(w, 1)
+        first, second = w[0], w[1]
         assert (first == first[0]).all() and (first == second).all(), (first, second)
         assert held <= first[0] - known <= begun, (held, first[0] - known, begun)
     assert SIGNAL != signal.SIGINT or pids(rt) == before

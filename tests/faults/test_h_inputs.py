@@ -185,7 +185,7 @@ class Table:
         runtime = self.runtime(where)
         key = (runtime, op)
         if key not in self._functions:
-            self._functions[key] = runtime.function(KERNELS[op], outputs=op, name=f"{op} in {where}")
+            self._functions[key] = runtime.function(KERNELS[op], outputs=op)
             runtime.distribute()
         function = self._functions[key]
         return function.serial if where == "serial" else function

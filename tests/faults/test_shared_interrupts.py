@@ -7,6 +7,7 @@ other threads too: no lock is held any more.
 from __future__ import annotations
 
 import inspect
+import operator
 import random
 import signal
 import sys
@@ -22,6 +23,7 @@ from support.harness import PACKAGE_FOLDER, assert_right, kill_and_wait, pids
 from support.rank_arrays import assert_same, everywhere
 from support.seeds import WHOLE_OR_SAMPLE
 
+import synk
 from synk._pure.arrays import copy_into
 
 Fork = Callable[..., Any]
@@ -89,7 +91,7 @@ class Subject:
 
     def set_back(self) -> None:
         for rank, value in enumerate(self.OLD):
-            self.rt.set_value(self.w, value, rank=rank)
+            self.w[rank] = value
 
     def submit(self) -> None:
         pending = self.append.submit(np.ones(4))
@@ -121,14 +123,14 @@ OPERATIONS: dict[str, tuple[Callable[[Subject], Any], Any]] = {
     "call": (lambda at: at.append(np.ones(4)), APPENDED),
     "call of one rank": (lambda at: at.append(np.ones(1)), [np.array([0.0, 0, 0, 1])] * 2),
     "submit": (Subject.submit, APPENDED),
-    "set_value": (lambda at: at.rt.set_value(at.w, np.full(4, 7.0)), [np.full(4, 7.0)] * 2),
-    "broadcast": (lambda at: at.rt.broadcast(at.w), [np.zeros(3)] * 2),
+    "assignment to a rank": (lambda at: operator.setitem(at.w, 1, np.full(4, 7.0)), [np.zeros(3), np.full(4, 7.0)]),
+    "broadcast": (lambda at: synk.broadcast(at.w), [np.zeros(3)] * 2),
     "scatter": (
-        lambda at: at.rt.scatter(at.w, np.arange(5.0), batch=[4, 0, 1]),
+        lambda at: synk.scatter(at.w, np.arange(5.0), batch=[4, 0, 1]),
         [np.array([4.0, 0]), np.array([1.0])],
     ),
-    "all_gather": (lambda at: at.rt.all_gather(at.w), [np.concatenate(Subject.OLD)] * 2),
-    "all_reduce": (lambda at: at.rt.all_reduce(at.w, "sum"), [np.full(3, 10.0)] * 2),
+    "all_gather": (lambda at: synk.all_gather(at.w), [np.concatenate(Subject.OLD)] * 2),
+    "all_reduce": (lambda at: synk.all_reduce(at.w, "sum"), [np.full(3, 10.0)] * 2),
     "call after a death": (Subject.call_after_a_death, Subject.OLD),
     "new function": (Subject.define, Subject.OLD),
     "data that grows": (Subject.grow, Subject.OLD),

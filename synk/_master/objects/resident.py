@@ -21,7 +21,7 @@ class Resident(Handle):
 
     A function refers to it by closing over it: inside the function ``r.value`` is this rank's object. Or the function
     gets it as an argument that ``bcast_inputs`` names: ``f(x, r)`` passes this rank's object itself, not a copy. All
-    functions see the same object. A function that changes it must say so with ``changes=[r]``. Ranks stay alike as long
+    functions see the same object. A function that changes it must say so with ``updates=[r]``. Ranks stay alike as long
     as functions change them in the same way, as an optimizer does with averaged gradients.
 
     After a failed call, a death, Ctrl-C, or a call in which a rank had no rows, some ranks may lag behind. Before

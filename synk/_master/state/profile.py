@@ -38,7 +38,9 @@ class Profile(Hinting):
     --------
     >>> import numpy as np, synk
     >>> with synk.fork(2):
-    ...     total = synk.function(lambda x: x.sum(), outputs="sum", name="total")
+    ...     @synk.function(outputs="sum")
+    ...     def total(x):
+    ...         return x.sum()
     ...     _ = [total(np.ones(125)) for _ in range(4)]
     ...     profile = synk.profile()
     >>> print(profile)  # doctest: +ELLIPSIS

@@ -49,7 +49,7 @@ def test_what_is_broadcast(subtests: Any, shared_runtimes: Any) -> None:
 
 def test_rows_that_do_not_fit(shared_runtimes: Any) -> None:
     rt, five, six = shared_runtimes[2], np.arange(5.0), np.arange(6.0)
-    f = rt.function(lambda x, y: x @ y[: len(x)], outputs="sum", name="dot")
+    f = rt.function(named("dot", lambda x, y: x @ y[: len(x)]), outputs="sum")
     with nothing_sent(rt), pytest.raises(ValueError, match=r"'dot'.*x with 5 rows.* y with 6"):
         f(five, six)
     assert f(five, six, batch=5) == five @ five, "the common rows"

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.harness import census, descriptors, pids, replaced_workers, settled_census
+from support.names import named
 
 import synk
 from synk.errors import WorkerDied
@@ -27,7 +28,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def copies(rt: Any) -> Any:
-    return rt.function(lambda x: x * 1, outputs="gather", name="copies")
+    return rt.function(named("copies", lambda x: x * 1), outputs="gather")
 
 
 def staged(rt: Any, f: Any, *args: Any, **kwargs: Any) -> tuple[int, Any]:

@@ -168,7 +168,7 @@ def test_assignments_beside_something_else(subtests: Any, shared_runtimes: Any) 
             w.value = np.zeros(2)
             for number in range(1, 9):
                 f(how, np.full(4, float(number)))
-                assert [rt.get_value(w, rank).tolist() for rank in range(2)] == [[number] * 2] * 2
+                assert [w[rank].tolist() for rank in range(2)] == [[number] * 2] * 2
 
 
 # ----- what the function does

@@ -21,6 +21,7 @@ from pandas.testing import assert_frame_equal, assert_series_equal
 from polars.testing import assert_frame_equal as assert_polars_equal
 from polars.testing import assert_series_equal as assert_polars_series_equal
 from support.harness import script, start_polars
+from support.names import named
 from support.seeds import WHOLE_OR_SAMPLE
 
 import synk
@@ -506,7 +507,7 @@ def test_outputs_that_are_refused(shared_runtimes: Any, subtests: Any) -> None:
     for error, table in ((CollectiveMismatch, MISMATCHED), (TypeError, MEANINGLESS)):
         for make, op, words in table:
             with subtests.test(words=words), pytest.raises(error, match=words):
-                rt.function(refused_by(make), outputs=op, name="f")(frame)
+                rt.function(named("f", refused_by(make)), outputs=op)(frame)
     assert rt.function(len, outputs="sum")(np.ones(5)) == 5
 
 

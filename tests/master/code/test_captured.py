@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.names import named
 
 import synk
 
@@ -340,7 +341,7 @@ def test_a_dropped_function_lets_go_of_what_it_captured_at_once(shared_runtimes:
 @pytest.mark.filterwarnings("default:.*to compare what it captured takes")
 def test_what_is_dear_to_compare_is_named_once(shared_runtimes: Any) -> None:
     big, small = np.zeros(8_000_000), [1]
-    f = shared_runtimes[2].function(lambda x: x + big[0] + small[0], outputs="gather", name="dear")
+    f = shared_runtimes[2].function(named("dear", lambda x: x + big[0] + small[0]), outputs="gather")
     with pytest.warns(
         UserWarning, match=r"'dear' captured big, and to compare.*synk\.data.*synk\.shared.*np\.frombuffer"
     ) as told:

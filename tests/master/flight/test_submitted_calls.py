@@ -104,7 +104,7 @@ def test_random_sequences_equal_numpy(shared_runtimes: Any, num_workers: int | s
             data[position][:] = arrays[position]
         elif action == "variable":
             value = rng.standard_normal(3)
-            rt.broadcast(w, value)
+            synk.broadcast(w, value)
         elif action == "drop" and held and held[-1][0] != "failing":
             held.pop()
         elif action == "done":
@@ -257,7 +257,7 @@ def test_everything_else_begins_when_no_call_is_in_flight(subtests: pytest.Subte
     total, w, x = waiting(rt, gate), rt.shared(np.ones(2)), np.ones(4)
     operations = {
         "a call": lambda: total(x),
-        "a collective": lambda: rt.all_reduce(w, "sum"),
+        "a collective": lambda: synk.all_reduce(w, "sum"),
         "a variable": lambda: w.value,
         "info": rt.info,
         "distribute": rt.distribute,

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.beside import beside
+from support.names import named
 
 import synk
 
@@ -26,10 +27,9 @@ def totals(rt: Any, name: str) -> dict[tuple[str, str], tuple[str, int, int]]:
 def test_transfers_are_counted_by_argument_and_kind(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     f = rt.function(
-        lambda x, y, w, options: (x * y).sum() + w.sum() + len(options),
+        named("by argument", lambda x, y, w, options: (x * y).sum() + w.sum() + len(options)),
         bcast_inputs=("w", "options"),
         outputs="sum",
-        name="by argument",
     )
     x, y = rt.data(np.ones(1000)), np.ones(1000, np.float32)
     for _ in range(5):
@@ -52,27 +52,27 @@ def test_transfers_are_counted_by_argument_and_kind(shared_runtimes: Any) -> Non
 def test_calls_of_other_sizes_add_up(shared_runtimes: Any) -> None:
     """Of arrays, of the rows of a batch of Data, of captured arrays that change, of objects and of tables."""
     rt, sizes = shared_runtimes[3], [10, 20, 10, 30, 30, 20]
-    f = rt.function(lambda x: x, outputs="gather", name="other shapes")
+    f = rt.function(named("other shapes", lambda x: x), outputs="gather")
     for width, size in itertools.product((1, 3), sizes):
         f(np.ones((size, width)))
     found = totals(rt, "other shapes")
     assert found["x", "staged"][1:] == found["outputs", "output"][1:] == (12, 4 * 8 * sum(sizes))
-    some, x = rt.function(lambda x: x, outputs="gather", name="some rows"), rt.data(np.ones((9, 100)))
+    some, x = rt.function(named("some rows", lambda x: x), outputs="gather"), rt.data(np.ones((9, 100)))
     for batch in (np.array([0, 4, 8]), slice(0, 6), None):
         some(x, batch=batch)
     assert totals(rt, "some rows")["x", "data"][1:] == (3, (3 + 6 + 9) * 800)
     table, sent = np.ones(50_000), []
-    captured = rt.function(lambda x: x + table[0], outputs="gather", name="with a table")
+    captured = rt.function(named("with a table", lambda x: x + table[0]), outputs="gather")
     for factor in (1, 1, 2):
         table *= factor
         captured(np.ones(4))
         sent.append(totals(rt, "with a table")["code and captured objects", "captured"][2])
     assert table.nbytes <= sent[0] == sent[1] < sent[2]
-    rt.function(lambda x: "a" * 100_000, outputs=None, name="texts")(np.ones(4))
+    rt.function(named("texts", lambda x: "a" * 100_000), outputs=None)(np.ones(4))
     _, calls, nbytes = totals(rt, "texts")["outputs", "output"]
     assert calls == 1 and 3 * 100_000 < nbytes < 3 * 112_700  # with room for longer ones
     frame = pytest.importorskip("pandas").DataFrame({"a": np.arange(9.0), "b": np.arange(9)})
-    rt.function(lambda table: len(table), outputs="sum", name="of a table")(frame)
+    rt.function(named("of a table", lambda table: len(table)), outputs="sum")(frame)
     _, calls, nbytes = totals(rt, "of a table")["table", "staged"]
     assert calls == 1 and nbytes >= 9 * (8 + 8)  # its columns are one argument
 
@@ -87,7 +87,7 @@ def test_what_counts_as_one_function(shared_runtimes: Any) -> None:
     for _ in range(3):
         rt.function(lambda x: x.min(), outputs="min")(np.ones(2))
     with pytest.raises(ZeroDivisionError):
-        rt.function(lambda x: 1 / 0, outputs="sum", name="failing")(np.ones(2))
+        rt.function(named("failing", lambda x: 1 / 0), outputs="sum")(np.ones(2))
     records = rt.profile.records
     assert len(records) == 3 and all(name.startswith("<lambda> (test_profile.py:") for name in records)
     assert sorted(record.num_calls for record in records.values()) == [1, 1, 3]
@@ -110,16 +110,16 @@ def test_what_each_rank_has_done(shared_runtimes: Any) -> None:
             time.sleep(0.005)
         return float(x.sum())
 
-    f = rt.function(slow_on_1, outputs="sum", name="one slow rank")
+    f = rt.function(slow_on_1, outputs="sum")
     for _ in range(6):
         f(np.ones(11))
     f(np.ones(2))  # rank 2 has no rows
-    ranks = [each for each in rt.profile.ranks if each.function == "one slow rank"]
+    ranks = [each for each in rt.profile.ranks if each.function == "slow_on_1"]
     assert [each.rank for each in ranks] == [0, 1, 2]
     assert [each.calls for each in ranks] == [7, 7, 6]
     assert ranks[1].function_s >= 0.03
     for each in ranks:
-        wall_s = rt.profile.records["one slow rank"].wall_ns / 1e9
+        wall_s = rt.profile.records["slow_on_1"].wall_ns / 1e9
         assert each.wait_s == 0 and np.isclose(each.share, each.function_s / wall_s) and 0 < each.share < 1
 
 
@@ -127,9 +127,9 @@ def test_it_is_shown_as_a_table(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     rt.profile.reset()
     for name in ("cheap", "dear"):
-        rt.function(lambda x: x.sum(), outputs="sum", name=name)(np.ones(4))
+        rt.function(named(name, lambda x: x.sum()), outputs="sum")(np.ones(4))
     rt.profile.records["cheap"].wall_ns = 1
-    shown = rt.function(lambda big, small: big.sum() + small.sum(), outputs="sum", name="shown")
+    shown = rt.function(named("shown", lambda big, small: big.sum() + small.sum()), outputs="sum")
     for _ in range(3):
         shown(np.ones(20_000), np.ones(20_000, np.int8))
     text = str(rt.profile)
@@ -140,7 +140,7 @@ def test_it_is_shown_as_a_table(shared_runtimes: Any) -> None:
     (line,) = (each for each in lines if each.split()[:3] == ["shown", "big", "staged"])
     assert line.split()[3:5] == ["3", "0.48"]
     assert line.split()[-1].endswith("%")
-    in_place = rt.function(lambda x, y: x.sum() + y.sum(), outputs="sum", bcast_inputs="y", name="in place")
+    in_place = rt.function(named("in place", lambda x, y: x.sum() + y.sum()), outputs="sum", bcast_inputs="y")
     in_place(rt.data(np.ones(20_000)), rt.shared(np.ones(9)))
     lines = [each.split() for each in str(rt.profile).splitlines() if each.startswith("in place")]
     assert [each[3:] for each in lines[1:]] == [["data", "1", "0.16"], ["shared", "1", "0.00"]]
@@ -150,7 +150,7 @@ def test_it_is_shown_as_a_table(shared_runtimes: Any) -> None:
 def test_other_threads_may_read_and_reset_it_at_any_moment(shared_runtimes: Any) -> None:
     """Who reads sees a call whole or not at all, reading changes no number, and a reset fails no call."""
     rt = shared_runtimes[2]
-    f = rt.function(lambda x: x.sum(), outputs="sum", name="read meanwhile")
+    f = rt.function(named("read meanwhile", lambda x: x.sum()), outputs="sum")
     f(np.ones(4))
     rt.profile.reset()
 
@@ -173,7 +173,7 @@ def test_other_threads_may_read_and_reset_it_at_any_moment(shared_runtimes: Any)
 def test_one_line_says_what_dominates(shared_runtimes: Any, subtests: Any) -> None:
     """Of 10 s, which are set here: copies, work and the rank that has most of it, waits, or what it costs to divide."""
     rt = shared_runtimes[2]
-    f = rt.function(lambda x, y: time.sleep(0.05 * synk.comm.rank), outputs=None, name="uneven")
+    f = rt.function(named("uneven", lambda x, y: time.sleep(0.05 * synk.comm.rank)), outputs=None)
     cases = {
         (6, 2, 1): r"60% .* went to the copy of y for 'uneven': keep it in synk\.data\.",
         (2, 7, 1): r"70% .* went to the work of 'uneven', most of it on rank 1\.",

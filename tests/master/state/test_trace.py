@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.names import named
 
 from synk._wire.cell import cell
 from synk.errors import WorkerDied
@@ -63,7 +64,7 @@ def check_apart(places: dict[tuple[int, str], list[tuple[float, float, str]]]) -
 
 
 def test_the_spans_of_plain_calls(rt: Any, tmp_path: Path) -> None:
-    f = rt.function(lambda x: time.sleep(0.002) or x.sum(), outputs="sum", name="summed")
+    f = rt.function(named("summed", lambda x: time.sleep(0.002) or x.sum()), outputs="sum")
     began = time.monotonic()
     with trace(tmp_path / "run.json"):
         for k in range(5):
@@ -113,7 +114,7 @@ def test_spans_of_ones_own_here_and_in_functions(rt: Any, tmp_path: Path) -> Non
 def test_the_file_has_the_form_of_the_format(reused: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of plain and submitted calls, maps, failed calls, deaths and restarts; also where the body raises."""
     rt = made_current(reused(2), monkeypatch)
-    f = rt.function(lambda x: x * 2, outputs="gather", name='a "name" \\ with\nall')
+    f = rt.function(named('a "name" \\ with\nall', lambda x: x * 2), outputs="gather")
     dies = rt.function(lambda x: os.kill(os.getpid(), signal.SIGKILL), outputs="sum")
     path = tmp_path / "run.json"
     with pytest.raises(KeyError), trace(path), span("äöü"):
