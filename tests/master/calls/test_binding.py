@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.harness import nothing_sent
+from support.names import named
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "two": lambda w, x: (len(w), len(x)),
