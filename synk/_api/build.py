@@ -75,7 +75,7 @@ def function(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     ----------
     fn : callable
         Anything that cloudpickle can pickle: a lambda, closure, notebook function, method or partial. It is written for
-        one device and gets the rows of that device.
+        one device and gets the rows of that device. Errors and profiles show its ``__name__``.
     bcast_inputs : str or sequence of str
         Parameters that every rank gets whole. All others are scattered along axis 0.
     outputs : op, or nesting of ops
@@ -83,34 +83,31 @@ def function(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
         list with one entry for each rank), a callable ``op(a, b)`` or an instance of your own subclass of
         :class:`synk.Op`. Give one for all outputs, or a structure like that of the result. A Series or a DataFrame is
         one output: ``"gather"`` joins it with its index, and reductions require equal labels on all ranks.
-    updates : sequence of Shared, or of (Shared, op)
-        Variables that the function updates. It then returns ``(outputs, new_values)``.
-    changes : Resident or sequence of Resident
-        Resident objects that the function changes; see :class:`synk.Resident`.
+    updates : sequence of Shared, (Shared, op) and Resident
+        What the function changes. With variables it returns ``(outputs, new_values)``, a new value for each. Resident
+        objects it changes in place; see :class:`synk.Resident`.
     framework : {None, "torch", "jax"}
         The library whose arrays the function gets and returns: scattered and broadcast arguments, and the arrays in
         tuples, lists and dicts of the broadcast ones. A torch tensor that it returns comes back as a tensor, on the CPU
         and without a gradient. A JAX array comes back as a NumPy array, because the calling program touches no device.
         Numbers and NumPy arrays stay as they are. Tensor arguments are copied once into shared memory, whatever their
         dtype (without ``"torch"``, dtypes that NumPy lacks are refused).
-    name : str, optional
-        The name in errors and profiles. By default the name of ``fn``.
     retry : int
         How often a call is run again after a worker died in it (never after an exception, an interrupt or a timeout).
-        With 0 a call runs at most once. Not with ``updates`` or ``changes``.
+        With 0 a call runs at most once. Not with ``updates``.
     on_oom : {"raise", "slices"}
         How to go on when a call runs out of memory on a rank. With ``"slices"`` it is repeated with twice as many
         slices, as by ``num_slices``, until it fits or a slice is one row. The number is remembered for arguments of
-        these shapes, and logged once. Not with ``updates``. Submitted calls are not repeated, but use the remembered
-        number. With ``changes``, the function is run for each slice and must change the objects as if the slices were
-        separate calls. Changes of a failed attempt are undone on all ranks; for this each rank copies the objects'
-        state before every call. Steps of ``synk.torch.replicate`` have this option, too.
+        these shapes, and logged once. Not with variables in ``updates``. Submitted calls are not repeated, but use the
+        remembered number. With resident objects there, the function is run for each slice and must change the objects
+        as if the slices were separate calls. Changes of a failed attempt are undone on all ranks; for this each rank
+        copies the objects' state before every call. Steps of ``synk.torch.replicate`` have this option, too.
     reproducible : bool
         Whether ``"avg"``, ``"sum"``, ``"prod"``, ``"min"`` and ``"max"`` give the same bits for any number of workers.
         The function is called once for each block of ``block_rows`` rows, and the program combines the blocks in a
         fixed order. The outputs of all blocks go to the program and no call is compiled, so this costs some 0.2 ms per
         call and a copy of the outputs for each block. The result for a block must not depend on the rank. Not with
-        ``updates``, ``changes``, ``per_rank`` or ``on_oom``.
+        ``updates``, ``per_rank`` or ``on_oom``.
     block_rows : int
         The number of rows in a block. Only with ``reproducible``.
     per_rank : bool

@@ -74,5 +74,5 @@ def _leaves(value: Any) -> list[Any]:
 def _shape_of(leaf: Any) -> Any:
     """Return the shape of an argument, of which only the first length counts; None if it has no rows."""
     if isinstance(leaf, Shared):
-        return (sum(leaf.lengths),) if leaf.is_sharded else None
+        return (sum(leaf._referent.lengths),) if leaf.is_sharded else None
     return (len(leaf),) if isinstance(leaf, (list, tuple)) else getattr(leaf, "shape", None)

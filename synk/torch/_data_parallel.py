@@ -14,7 +14,6 @@ import torch
 
 from synk._api.current import current
 from synk._api.runtime import Runtime
-from synk._pure.interrupts import as_operation
 from synk._pure.nested import check_no_list, paths, take_apart
 from synk._wire.parcels import dumps
 from synk.errors import ClosedError, SerializationError
@@ -241,7 +240,6 @@ class _Passes:
         found = iter([value if flag else None for value, flag in zip([*summed, *by_rows], is_used)])
         return [next(found) if wants else None for wants in call.wants]
 
-    @as_operation
     def _dumped(self, nesting: Any) -> bytes:
         try:
             return dumps(nesting)

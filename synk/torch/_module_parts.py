@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from synk._pure.interrupts import as_operation, safe_point
 from synk._pure.tensors import array_of
 from synk._wire.parcels import TravelPickler
 from synk.errors import SerializationError, UnsupportedError
@@ -70,13 +69,12 @@ class _Pickler(TravelPickler):
         return self._numbers.get(id(obj)) if isinstance(obj, torch.Tensor) else None
 
 
-@as_operation
 def pickled_without(name: str, module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> tuple[bytes, list[type]]:
     """Return a module pickled without some tensors, and the classes that the pickle names."""
     file = io.BytesIO()
     pickler = _Pickler(file, tensors)
     try:
-        safe_point(pickler.dump, module)
+        pickler.dump(module)
     except Exception as error:
         raise SerializationError(
             f"cannot send module {name!r} to the workers: {type(error).__name__}: {str(error).rstrip('.')}. Make it of "

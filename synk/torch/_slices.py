@@ -88,7 +88,6 @@ def step_in_slices(
     call: Callable[[Any], Any],
     combined: Callable[[Callable[[Any], Any]], Any],
     go_back: Callable[[], None],
-    between: Callable[[], Any],
 ) -> Any:
     """Return the result of a step over parts of this rank's rows.
 
@@ -101,8 +100,6 @@ def step_in_slices(
         Runs the function that it is given on each part, and returns the combined outputs.
     go_back : callable
         Brings the objects into their state before the step.
-    between : callable
-        Returns the context in which the ranks communicate.
 
     Raises
     ------
@@ -129,7 +126,7 @@ def step_in_slices(
             begun = num_run
             try:
                 result = combined(run)
-                with _talking(between):
+                with _talking():
                     comm.barrier()  # all or none: if a rank fails in the last round, the others fail here and go back
                 return result
             except Awaited:
@@ -141,14 +138,14 @@ def step_in_slices(
                     "cannot take a step in slices: its body runs more backward passes on some rows than on others, "
                     "expected as many on all. Use num_slices=1, and no on_oom."
                 )
-            with _talking(between):
+            with _talking():
                 sums.add_up()
     finally:
         sliced.sums, sliced.part, worker.part_rows = None, 0, 0
 
 
 @contextlib.contextmanager
-def _talking(between: Callable[[], Any]) -> Iterator[None]:
+def _talking() -> Iterator[None]:
     """Let the ranks communicate between the parts, where all ranks are at the same place.
 
     Its time counts as time of the function.
@@ -156,8 +153,7 @@ def _talking(between: Callable[[], Any]) -> Iterator[None]:
     worker, began = cell.worker, time.monotonic_ns()
     worker.part_rows, worker.variables.is_sliced = 0, False
     try:
-        with between():
-            yield
+        yield
     finally:
         worker.variables.is_sliced = True
         worker.executor.function_ns += time.monotonic_ns() - began

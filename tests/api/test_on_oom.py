@@ -85,11 +85,11 @@ def test_what_a_failed_attempt_has_changed_is_put_back(reused: Fork, short_ranks
         return len(x)
 
     room = 3
-    assert rt.function(add, outputs="sum", changes=[sizes], on_oom="slices")(np.zeros(16)) == 16
+    assert rt.function(add, outputs="sum", updates=[sizes], on_oom="slices")(np.zeros(16)) == 16
     assert [sizes.get(rank) for rank in range(2)] == [[2] * 4] * 2
     room = 0
     with pytest.raises(MemoryError):
-        rt.function(add, outputs="sum", changes=[sizes], on_oom="slices")(np.zeros(16))
+        rt.function(add, outputs="sum", updates=[sizes], on_oom="slices")(np.zeros(16))
     assert [sizes.get(rank) for rank in range(2)] == [[2] * 4] * 2
 
 

@@ -45,6 +45,7 @@ FOLDERS = ("_api", "_master", "_worker", "_wire", "_pure")
 
 SEES_ALSO = {
     "synk.backends": "cuda",  # by name, when a backend is opened
+    "synk.cuda._collectives": "_worker",  # on a rank only
     "synk._api.inline": "_worker",  # a rank in the master's process: the one place where both halves meet
     "synk.torch._replicate": "_master",
     "synk.torch._process_group": "_worker",

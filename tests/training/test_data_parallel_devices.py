@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from support import fake_gpus
 from test_data_parallel import (  # noqa: F401
-    test_a_worker_killed_between_forward_and_backward,
     test_nested_inputs_and_outputs_with_gradients_for_all_that_want_them,
     test_training_is_that_of_plain_torch,
+    test_workers_killed_between_forward_and_backward_are_not_missed,
 )
 from trainings import batches, mlp
 
