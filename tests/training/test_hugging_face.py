@@ -111,13 +111,13 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_trainer_learns_as_in_one_process(shared_runtimes: Any, tmp_path: Path, name: str) -> None:
     build, rows, loss, workers = CASES[name]
-    expected, plain = trained(build(), tmp_path / "plain", rows(), compute_loss_func=loss)
-    parallel = synk.torch.DataParallel(build(), runtime=shared_runtimes[workers])
+    expected, plain = trained(build().double(), tmp_path / "plain", rows(), compute_loss_func=loss)
+    parallel = synk.torch.DataParallel(build().double(), runtime=shared_runtimes[workers])
     losses, model = trained(parallel, tmp_path / "parallel", rows(), compute_loss_func=loss)
-    assert len(expected) == 8 and losses == pytest.approx(expected, rel=1e-5)
-    saved = type(plain).from_pretrained(tmp_path / "parallel" / "checkpoint-8")
+    assert len(expected) == 8 and losses == pytest.approx(expected, rel=1e-9)
+    saved = type(plain).from_pretrained(tmp_path / "parallel" / "checkpoint-8", dtype=torch.float64)
     for key, tensor in plain.state_dict().items():
-        assert torch.allclose(model.state_dict()[key], tensor, atol=1e-5), key
+        assert torch.allclose(model.state_dict()[key], tensor, rtol=0, atol=1e-6), key
         assert torch.equal(saved.state_dict()[key], model.state_dict()[key]), key
 
 
