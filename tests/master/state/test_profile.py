@@ -143,7 +143,7 @@ def test_it_is_shown_as_a_table(shared_runtimes: Any) -> None:
     in_place = rt.function(named("in place", lambda x, y: x.sum() + y.sum()), outputs="sum", bcast_inputs="y")
     in_place(rt.data(np.ones(20_000)), rt.shared(np.ones(9)))
     lines = [each.split() for each in str(rt.profile).splitlines() if each.startswith("in place")]
-    assert [each[3:] for each in lines[1:]] == [["data", "1", "0.16"], ["shared", "1", "0.00"]]
+    assert [each[3:] for each in lines[1:3]] == [["data", "1", "0.16"], ["shared", "1", "0.00"]]
     assert "<td style='text-align:left'>big</td>" in rt.profile._repr_html_()
 
 
