@@ -15,7 +15,6 @@ import contextlib
 import math
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -282,8 +281,6 @@ class CupyBackend(DeviceArrays):
         if framework == "torch":
             import torch
 
-            # A thread of autograd comes without a context and takes the right one; torch warns of it.
-            warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
             if torch.cuda.is_available():  # a torch without CUDA computes on the host
                 self._torch_stream = torch.cuda.ExternalStream(self.stream.ptr, device=self._ordinal)
         return device_converters(framework)

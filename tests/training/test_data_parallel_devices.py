@@ -21,7 +21,11 @@ import synk
 
 torch = pytest.importorskip("torch")
 
-pytestmark = pytest.mark.filterwarnings("ignore:rank . .pid:RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:rank . .pid:RuntimeWarning",
+    # torch, in the first backward() of any program whose context another library has made
+    "ignore:Attempting to run cuBLAS, but there was no current CUDA context",
+)
 
 
 class Devices:
