@@ -52,7 +52,7 @@ SEES_ALSO = {
     "synk.torch._rank": "_worker",
     "synk.torch._reduction": "_worker",
     "synk.torch._slices": "_worker",
-    "synk.torch._kept_graphs": "_worker",
+    "synk.torch._passes": "_worker",
     "synk.torch._adjoints": "_worker",
     "synk.torch._batchnorm": "_worker",
     "synk.torch._collectives": "_worker",
