@@ -46,9 +46,8 @@ class DataParallel(torch.nn.Module):
     TypeError
         If ``module`` is not a module, or is parallel already.
     ValueError
-        If the module has lazy parameters without a shape, or parameters or buffers that overlap in memory, or
-        ``bcast_inputs`` names no parameter of ``forward``. A call raises it if the tensors to divide have different
-        numbers of rows.
+        If the module has lazy parameters without a shape, or ``bcast_inputs`` names no parameter of ``forward``. A call
+        raises it if the tensors to divide have different numbers of rows, or an output has no row for each of them.
     UnsupportedError
         If the module is on a GPU: it stays on the CPU, and the workers bring its parameters to their devices. Also if
         the runtime's workers are on other nodes.
@@ -66,9 +65,10 @@ class DataParallel(torch.nn.Module):
     The results equal the serial loop except for rounding, with two exceptions: a batch norm in training mode normalises
     over the rows of each worker, and dropout draws other numbers. Both passes draw the same ones: the workers'
     generators are seeded by ``torch.initial_seed()``, the number of the call and the rank. Buffers that the first pass
-    changes come back from rank 0; other attributes that a pass assigns stay on the workers. A call whose tensors have
-    no rows runs in the program, and so do all calls after the runtime was closed. As in torch, parameters and inputs
-    must not change in place between the passes.
+    changes come back from rank 0; other attributes that a pass assigns stay on the workers. Tensors that are plain
+    attributes are pickled with each call, so register large ones as buffers. A call whose tensors have no rows runs in
+    the program, and so do all calls after the runtime was closed. As in torch, parameters and inputs must not change in
+    place between the passes.
 
     Examples
     --------
@@ -132,6 +132,9 @@ class DataParallel(torch.nn.Module):
         return self._synk_passes.module.__reduce_ex__(protocol)
 
 
+_owners = itertools.count()
+
+
 class _Passes:
     """The forward and backward passes of one ``DataParallel``.
 
@@ -145,6 +148,7 @@ class _Passes:
         self._name = type(module).__name__
         self._runtime = runtime
         self._bcast_inputs = bcast_inputs
+        self._number = next(_owners)
         self._numbers = itertools.count(1)
         self._check_bcast_inputs()
         check(self._name, [*module.parameters(), *module.buffers()])
@@ -181,22 +185,21 @@ class _Passes:
             )
         parameters = dict(self.module.named_parameters())
         inputs = [*parameters.values(), *whole, *rows]
-        call = _Call(self, parameters, whole, rows, self._order(nesting, parameters, whole, rows))
+        has_grad = torch.is_grad_enabled()
+        wants = [[has_grad and each.requires_grad for each in part] for part in (parameters.values(), whole, rows)]
+        call = _Call(self, inputs, wants, self._order(nesting, parameters, wants))
         outputs = _Autograd.apply(call, *inputs)
         return put(call.nesting, outputs, ())
 
-    def _order(self, nesting: Any, parameters: Any, whole: Any, rows: Any) -> ranks.Order:
+    def _order(self, nesting: Any, parameters: dict[str, Any], wants: list[list[bool]]) -> ranks.Order:
         """Return what the ranks need to know of a call besides its tensors."""
         buffers = dict(self.module.named_buffers())
         pickled, classes = pickled_without(self._name, self.module, [*parameters.values(), *buffers.values()])
         kind = self._runtime._session.assignment.torch_device
-        has_grad = torch.is_grad_enabled()
-        wants = [
-            tuple(k for k, each in enumerate(part) if has_grad and each.requires_grad)
-            for part in (parameters.values(), whole, rows)
-        ]
+        numbers = [tuple(k for k, is_wanted in enumerate(part) if is_wanted) for part in wants]
         order = ranks.Pass(
-            pickled, (*parameters, *buffers), len(parameters), self._dumped(nesting), wants, has_grad,
+            self._number, pickled, (*parameters, *buffers), len(parameters), self._dumped(nesting), numbers,
+            torch.is_grad_enabled(),
             torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
             (torch.initial_seed(), next(self._numbers)),
         )  # fmt: skip
@@ -216,7 +219,7 @@ class _Passes:
     def _take_buffer(self, name: str, before: torch.Tensor, after: torch.Tensor) -> None:
         path, _, key = name.rpartition(".")
         own = self.module.get_submodule(path)._buffers
-        if before.shape != after.shape:
+        if (before.shape, before.dtype) != (after.shape, after.dtype):
             own[key] = after.clone()
         elif not torch.equal(before, after):
             with torch.no_grad():
@@ -304,13 +307,14 @@ class _Call:
     nesting: Any
     flags: list[bool]
 
-    def __init__(self, passes: _Passes, parameters: Any, whole: Any, rows: Any, order: ranks.Order) -> None:
+    def __init__(
+        self, passes: _Passes, inputs: Sequence[torch.Tensor], wants: list[list[bool]], order: ranks.Order
+    ) -> None:
         self.passes, self.order = passes, order
-        inputs = [*parameters.values(), *whole, *rows]
         self.inputs = [each.detach() for each in inputs]
-        self.wants = [torch.is_grad_enabled() and each.requires_grad for each in inputs]
+        self.wants = [each for part in wants for each in part]
         self.buffers = {name: buffer.detach().clone() for name, buffer in passes.module.named_buffers()}
-        self._ends = len(parameters), len(parameters) + len(whole)
+        self._ends = len(wants[0]), len(wants[0]) + len(wants[1])
 
     def parts(self, inputs: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
         """Return parameters, whole tensors and tensors with rows."""

@@ -1,12 +1,13 @@
 """The rank's half of ``DataParallel``: a forward pass, and the same pass again with the gradients of its outputs.
 
-Nothing is kept from one call to the next but the module without its tensors, as long as the program sends the same one.
+Nothing is kept from one call to the next but the module without its tensors, while the program sends the same one.
 Parameters and buffers come with each call, so the second pass begins where the first one did.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import pickle
 from collections.abc import Sequence
@@ -26,6 +27,8 @@ class Pass(NamedTuple):
 
     Attributes
     ----------
+    owner : int
+        The number of the ``DataParallel``. Modules that are equal in two of them stay two on the ranks.
     module : bytes
         The module, pickled without its tensors.
     names : tuple of str
@@ -43,6 +46,7 @@ class Pass(NamedTuple):
         The program's seed and the number of the call.
     """
 
+    owner: int
     module: bytes
     names: tuple[str, ...]
     num_parameters: int
@@ -87,18 +91,10 @@ class _Whole(torch.nn.Module):
         return self.module.forward(*args, **kwargs)
 
 
-class _Last:
-    """The module of the last pass. One that is compiled would else be compiled in each."""
-
-    pickled = b""
-    module: _Whole
-
-    @classmethod
-    def loaded(cls, order: Pass) -> _Whole:
-        if cls.pickled != order.module:
-            cls.module = _Whole(_Unpickler(order.module, order.num_parameters).load())
-            cls.pickled = order.module
-        return cls.module
+@functools.lru_cache(maxsize=8)
+def _loaded(owner: int, pickled: bytes, num_parameters: int) -> _Whole:
+    """Return the module of one ``DataParallel``. It is kept, or one that is compiled would be compiled in each pass."""
+    return _Whole(_Unpickler(pickled, num_parameters).load())
 
 
 class _Run:
@@ -117,11 +113,12 @@ class _Run:
         args = tuple(put(value, rows, whole) for value in nested_args)
         kwargs = {name: put(value, rows, whole) for name, value in nested_kwargs.items()}
         values = {f"module.{name}": tensor for name, tensor in zip(order.names, tensors)}
+        module = _loaded(order.owner, order.module, order.num_parameters)
         seed_generators(*order.seed, comm.ranks[comm.rank])
         is_cast = order.autocast is not None
         cast = torch.autocast(rows[0].device.type, order.autocast) if is_cast else contextlib.nullcontext()
         with torch.set_grad_enabled(order.has_grad), cast:
-            result = torch.func.functional_call(_Last.loaded(order), values, args, kwargs)
+            result = torch.func.functional_call(module, values, args, kwargs)
         self.outputs: list[torch.Tensor] = []
         self.nesting = take(result, self.outputs)
         self.buffers = tuple(value.detach() for value in list(values.values())[order.num_parameters :])

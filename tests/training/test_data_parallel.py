@@ -178,11 +178,13 @@ class Counting(torch.nn.Module):
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("last", torch.zeros(5))
         self.register_buffer("seen", torch.zeros(0))
+        self.register_buffer("whole", torch.ones((), dtype=torch.int64))
 
     def forward(self, x: Any) -> Any:
         self.calls += 1
         self.last = x[0].detach().clone()
         self.seen = torch.cat([self.seen, x[:1, 0].detach()])
+        self.whole = self.whole * 1.5  # of another dtype from here on
         return self.norm(x)
 
 
@@ -287,6 +289,23 @@ def test_dropout_draws_anew_on_each_rank_and_runs_repeat(shared_runtimes: Any) -
     model(x).sum().backward()
     assert model[1].weight.grad is None and model[1].bias.grad is not None
     assert not model.requires_grad_(False)(x).requires_grad
+
+
+class Stateful(torch.nn.Linear):
+    """Counts its passes in a plain attribute, which stays on the ranks."""
+
+    passes = 0
+
+    def forward(self, x: Any) -> Any:
+        self.passes += 1
+        return super().forward(x) * 0 + self.passes
+
+
+def test_equal_modules_stay_two_on_the_ranks(shared_runtimes: Any) -> None:
+    one, other = (synk.torch.DataParallel(Stateful(5, 2), runtime=shared_runtimes[2]) for _ in range(2))
+    x = torch.ones(4, 5)
+    with torch.no_grad():
+        assert [float(each(x)[0, 0]) for each in (one, other, one, other, other)] == [1, 1, 2, 2, 3]
 
 
 def test_it_is_the_module_in_all_but_its_calls(shared_runtimes: Any) -> None:
