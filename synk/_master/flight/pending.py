@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import traceback
 from collections.abc import Callable, Generator
 from typing import Any, Generic, TypeVar
 
@@ -158,7 +159,8 @@ class PendingCall(Hinting, Generic[R]):
             try:
                 fn(self)
             except Exception:
-                _logger.exception("a callback of the call of %r failed", self.name)
+                # As text: a handler may keep the record, and frames would keep the call's memory.
+                _logger.error("a callback of the call of %r failed\n%s", self.name, traceback.format_exc())
 
     def done(self) -> bool:
         """Return whether the call has ended, with or without an error. Never waits for it."""
