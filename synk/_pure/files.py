@@ -29,6 +29,11 @@ class _Part:
 
     def __init__(self, path: Path) -> None:
         self._target = os.path.realpath(os.fspath(path))
+        if os.path.exists(self._target) and not os.path.isfile(self._target):  # a device would lose its name
+            raise ValueError(
+                f"cannot write {os.fspath(path)!r}: got what is no regular file (a folder, a pipe or a device), expected "
+                "a file or a new name. Name a file in it or beside it."
+            )
         self._path = f"{self._target}.part"
         self._descriptor = self._open()
 
@@ -105,6 +110,11 @@ def save(
     wait : bool
         True: return when the file is on the disk. False: return a future as soon as ``take`` has returned. A program
         does not end before its files are written.
+
+    Raises
+    ------
+    ValueError
+        If ``path`` is a folder or a device.
     """
     part = _Part(path)
     try:

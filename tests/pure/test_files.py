@@ -102,6 +102,17 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_part(tmp_path: Path) -> N
         files.save(tmp_path / "none" / "file", lambda: NEW, write, wait=True)
 
 
+def test_what_is_no_regular_file_keeps_its_name(tmp_path: Path) -> None:
+    pipe, folder = tmp_path / "pipe", tmp_path / "folder"
+    os.mkfifo(pipe)
+    folder.mkdir()
+    for path in (pipe, folder, os.devnull):
+        with pytest.raises(ValueError, match="got what is no regular file"):
+            files.save(path, lambda: NEW, write, wait=True)
+    assert pipe.is_fifo() and folder.is_dir() and not os.path.isfile(os.devnull)
+    assert sorted(os.listdir(tmp_path)) == ["folder", "pipe"]
+
+
 def test_in_the_background_the_last_one_to_save_is_the_last_one_written(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
