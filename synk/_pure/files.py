@@ -31,8 +31,8 @@ class _Part:
         self._target = os.path.realpath(os.fspath(path))
         if os.path.exists(self._target) and not os.path.isfile(self._target):  # a device would lose its name
             raise ValueError(
-                f"cannot write {os.fspath(path)!r}: got what is no regular file (a folder, a pipe or a device), expected "
-                "a file or a new name. Name a file in it or beside it."
+                f"cannot write {os.fspath(path)!r}: got what is no regular file (a folder or a device), expected a "
+                "file or a new name. Name a file in it or beside it."
             )
         self._path = f"{self._target}.part"
         self._descriptor = self._open()
