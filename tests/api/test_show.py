@@ -88,7 +88,7 @@ def test_tab_shows_what_users_call(reused: Fork) -> None:
 
 
 def test_what_is_closed_shows_itself(runtime: Fork) -> None:
-    rt = runtime(1, inline=True)
+    rt = runtime(0)
     data = rt.data(np.zeros(2))
     rt.close()
     assert cells(rt)["state"] == "closed" and cells(data)["shape"] == "(2,)"
