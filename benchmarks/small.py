@@ -40,7 +40,7 @@ def measure(world_size: int, rounds: int, block_s: float) -> dict[str, list[dict
     """Return what ``run`` returns; in a process of its own."""
     import synk  # here, so that the harness that imports this module needs no synk
 
-    with synk.fork(1, backend="numpy", inline=True) as runtime:
+    with synk.fork(0, backend="numpy") as runtime:
         inline = _turns({"inline": _tiny(runtime)}, rounds, block_s, time.process_time)
     results = {"inline": inline}
     with synk.fork(world_size, backend="numpy") as runtime:

@@ -85,7 +85,7 @@ def __getattr__(name: str) -> _Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "map"})
+    return sorted({*__all__, "map", "profiler", "torch"})
 
 
 __all__ = [  # noqa: F405

@@ -27,6 +27,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 class SynkError(RuntimeError):
     """The base class of the runtime's errors.
 

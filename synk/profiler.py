@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 __all__ = ["cprofile", "span", "trace"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     raise no_attribute("profiler", sys.modules[__name__], name)
 

@@ -108,7 +108,7 @@ def nodes_of(kind: str, **options: Any) -> synk.Runtime:
 
 
 class SharedRuntimes:
-    """Runtimes that tests of pure semantics share: ``shared_runtimes[n]`` has n workers, ``["inline"]`` none, and
+    """Runtimes that tests of pure semantics share: ``shared_runtimes[n]`` has n workers, ``[0]`` none, and
     ``["1+3"]`` two nodes.
 
     Made at first use; made again when a test closed one. Tests without torch have others than those with it: a worker
@@ -125,9 +125,7 @@ class SharedRuntimes:
         kind = num_workers, self.has_torch
         runtime = self._runtimes.get(kind)
         if runtime is None or runtime.is_closed:
-            if num_workers == "inline":
-                runtime = synk.Runtime(inline=True, backend="numpy")
-            elif "+" in str(num_workers):
+            if "+" in str(num_workers):
                 runtime = nodes_of(str(num_workers))
             else:
                 runtime = synk.Runtime(int(num_workers), backend="numpy")

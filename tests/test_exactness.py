@@ -19,7 +19,7 @@ from synk._pure.ops import OPS
 from synk.errors import CollectiveMismatch
 
 WORKERS = (1, 2, 3, 4)
-WHERE = [*WORKERS, "inline"]
+WHERE = [*WORKERS, 0]
 FLOATS = ("float16", "float32", "float64")
 INTEGERS = ("int8", "uint8", "int16", "int32", "uint32", "int64", "uint64")
 COMPLEX = ("complex64", "complex128")

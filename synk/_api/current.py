@@ -38,7 +38,6 @@ def fork(
     *,
     backend: str = "auto",
     devices: Sequence[Any] | None = None,
-    inline: bool = False,
     timeout: float | None = None,
     max_restarts: int = 3,
     on_restart: Callable[[], Any] | None = None,
@@ -58,14 +57,14 @@ def fork(
     ----------
     num_workers : int or None
         The number of workers. By default one for each visible GPU or, without GPUs, one for each usable CPU core.
+        With 0 the program itself is the one rank, on the same path, for a debugger: a function that is called is still
+        a pickled copy, and ``timeout`` is refused everywhere.
     backend : str
         The array library of the workers: ``"auto"`` (cupy if a GPU is visible and CuPy is installed, else numpy),
         ``"numpy"``, ``"cupy"``, ``"dpnp"`` (OpenCL and SYCL) or ``"torch"``. No GPU has been tried with any of them.
     devices : sequence or None
         The devices to use: GPUs by index or UUID with CuPy, by name with dpnp and torch (``"cpu"``, ``"gpu:0"``,
         ``"cuda:1"``). One may appear more than once.
-    inline : bool
-        Whether to run the one rank in this process, on the same path, for a debugger. Time limits have no effect then.
     timeout : float or None
         Default time limit of all calls, in seconds; None means no limit. The time starts with the call and includes the
         start of the workers.
@@ -118,7 +117,7 @@ def fork(
     if cell.runtime is not None and cell.runtime.is_closed:  # a fault closed it, and its memory is not released yet
         cell.runtime.close()
     options: dict[str, Any] = {
-        "backend": backend, "devices": devices, "inline": inline, "timeout": timeout, "max_restarts": max_restarts,
+        "backend": backend, "devices": devices, "timeout": timeout, "max_restarts": max_restarts,
         "on_restart": on_restart, "seed": seed, "cluster": cluster, "nodes": nodes, "insecure": insecure,
     }  # fmt: skip
     wanted = num_workers, {**options, "devices": str(devices)}

@@ -19,7 +19,7 @@ import numpy as np
 
 from synk._api.plain import NotComparable, ScatteredArguments, as_plain, has_rows, rows_at
 from synk._api.plain_copy import copied
-from synk._api.runs import LIMIT_S, Few, Runs, Unknown, comparable, outputs_of
+from synk._api.runs import LIMIT_S, Few, Runs, Unknown, comparable, limit_of, outputs_of
 from synk._master.calls.plans import CallOptions
 from synk._master.processes.output import warn_at_users_line
 from synk._pure.comparison import MISSING, Tolerance, combine, fitting_ops, precision
@@ -202,7 +202,8 @@ def _compare(function: Any, few: Few, result: Any, end: float | None) -> str:
     expected = seconds * function._bound_session().total_ranks * few.num_rows / max(few.total, 1)
     if expected > MAX_S or sum(getattr(leaf, "nbytes", 0) for leaf in flatten(result)[0]) > _MAX_NBYTES:
         raise Unknown
-    runs = Runs(function, few, LIMIT_S if end is None else max(min(LIMIT_S, end - time.monotonic()), 0.05))
+    limit_s = limit_of(function) if end is None else max(min(LIMIT_S, end - time.monotonic()), 0.05)
+    runs = Runs(function, few, limit_s)
     parts = runs.in_parts()
     (whole,) = runs.alone()
     misfits, is_unsure = misfits_of(few, whole.value, parts)

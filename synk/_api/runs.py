@@ -75,7 +75,7 @@ class Runs:
         How long the function took in a run, on the rank that took longest.
     """
 
-    def __init__(self, function: Any, few: Few, limit_s: float | None = LIMIT_S, changes: Sequence[Any] = ()) -> None:
+    def __init__(self, function: Any, few: Few, limit_s: float | None, changes: Sequence[Any] = ()) -> None:
         self._function, self._few, self._timeout, self._changes = function, few, limit_s, changes
         # One function for all runs: a generator that it captured goes on drawing on its rank.
         self._copy = self._built()
@@ -136,6 +136,11 @@ class Runs:
         record = function._callee.record
         self.seconds = record.function_ns * 1e-9 / max(record.num_calls, 1)
         return parts
+
+
+def limit_of(function: Any) -> float | None:
+    """Return the time limit of a run that the user has not asked for; None where the program itself is the rank."""
+    return None if function._bound_session().workers.is_inline else LIMIT_S
 
 
 def outputs_of(whole: Any, parts: Sequence[Any], path: str = "") -> Iterator[tuple[str, Any, list[Any]]]:

@@ -21,7 +21,7 @@ from synk._master.processes.process import Process
 from synk._master.processes.program import check_program
 from synk._master.processes.reports import stacks, where
 from synk._master.processes.worker_process import WorkerProcess
-from synk._master.session import Session, watch_over
+from synk._master.session import Session, refuse_limit, watch_over
 from synk._master.state.profile import Profile
 from synk._master.state.variable import Variable
 from synk._pure.environment import check_platform
@@ -54,12 +54,11 @@ class Runtime(Hinting):
     ----------
     num_workers : int or None
         The number of workers. By default one for each visible GPU or, without GPUs, one for each usable CPU core.
+        0 is one rank in the program itself; see :func:`synk.fork`.
     backend : str
         ``"auto"``, ``"numpy"``, ``"cupy"``, ``"dpnp"`` or ``"torch"``; see :func:`synk.fork`.
     devices : sequence or None
         The devices to use (not with ``"numpy"``). One may appear more than once.
-    inline : bool
-        Whether to run the one rank in this process, on the same path, for a debugger.
     timeout : float or None
         Default time limit of all calls, in seconds; None means no limit.
     max_restarts : int
@@ -101,7 +100,6 @@ class Runtime(Hinting):
         *,
         backend: str = "auto",
         devices: Sequence[Any] | None = None,
-        inline: bool = False,
         timeout: float | None = None,
         max_restarts: int = 3,
         on_restart: Callable[[], Any] | None = None,
@@ -120,11 +118,7 @@ class Runtime(Hinting):
         if cluster is not None:
             from synk.cluster.forking import open_session, refuse
 
-            refuse(
-                cluster,
-                backend=("numpy" if backend == "auto" else backend, "numpy"), devices=(devices, None),
-                inline=(inline, False),
-            )  # fmt: skip
+            refuse(cluster, backend=("numpy" if backend == "auto" else backend, "numpy"), devices=(devices, None))
             check_program()
             self._session: Session = open_session(
                 num_workers, cluster, nodes, insecure=bool(insecure),
@@ -133,9 +127,10 @@ class Runtime(Hinting):
             return
         if nodes is not None:
             raise ValueError(f"cannot fork: got nodes={nodes!r} and no cluster=, expected both. Pass cluster='here'.")
-        placement = place(num_workers, backend, devices, inline)
+        placement = place(num_workers, backend, devices)
         process_type: type[Process] = WorkerProcess
-        if inline:
+        if num_workers == 0:
+            refuse_limit(timeout)
             from synk._api.inline import InlineProcess  # with the worker's half
 
             process_type = InlineProcess
@@ -179,7 +174,10 @@ class Runtime(Hinting):
     @timeout.setter
     @verb
     def timeout(self, timeout: float | None) -> None:
-        self._session.timeout = check_timeout(timeout)
+        timeout = check_timeout(timeout)
+        if self._session.workers.is_inline:
+            refuse_limit(timeout)
+        self._session.timeout = timeout
 
     @property
     def is_closed(self) -> bool:
@@ -346,7 +344,7 @@ class Runtime(Hinting):
         ClosedError
             If the runtime is closed.
         UnsupportedError
-            With ``inline=True``: functions run in the thread that calls them, and only Ctrl-C can end them there.
+            With ``num_workers=0``: functions run in the thread that calls them, and only Ctrl-C can end them there.
 
         Examples
         --------
@@ -369,7 +367,8 @@ class Runtime(Hinting):
         return Text(self._description())
 
     def _description(self) -> str:
-        title = f"runtime: {self.world_size} x {self.backend}{' inline' if self._session.workers.is_inline else ''}"
+        place = " in the program" if self._session.workers.is_inline else ""
+        title = f"runtime: {self.world_size} x {self.backend}{place}"
         if self.is_closed:
             return f"{title}, closed"
         with self._session.entered("describe the workers"):

@@ -109,22 +109,6 @@ def set_value(session: Session, variable: Variable, value: Any, rank: Any) -> No
     variable.flip([rank])
 
 
-def assign_all(session: Session, values: Sequence[tuple[Variable, Any]]) -> None:
-    """Give several variables new values: all are checked and copied before the first one takes effect."""
-    checked = [
-        (variable, check_scatter(variable, value, None)[0] if variable.is_sharded else variable.check(value))
-        for variable, value in values
-    ]
-    for variable, arrays in checked:
-        for rank, part in enumerate(variable.split(arrays) if variable.is_sharded else [arrays]):
-            variable.fill_back(rank, part)
-    for variable, _ in checked:
-        if variable.is_sharded:
-            variable.flip(range(session.world_size))
-        else:
-            variable.unite(is_new=True)
-
-
 def _check_rank(session: Session, variable: Variable, rank: Any) -> None:
     if isinstance(rank, bool) or not isinstance(rank, (int, np.integer)):
         raise TypeError(

@@ -303,6 +303,8 @@ class Session:
 
     def deadline(self, timeout: float | None) -> float | None:
         """Return the monotonic time by which an operation that begins now must end."""
+        if self.workers.is_inline:
+            refuse_limit(timeout)
         timeout = self.timeout if timeout is None else timeout
         return None if timeout is None else time.monotonic() + timeout
 
@@ -370,8 +372,8 @@ class Session:
         self.check_open("interrupt")
         if self.workers.is_inline:
             raise UnsupportedError(
-                "cannot interrupt an inline runtime: got a function that runs in the thread which calls it, expected "
-                "one on a worker. Press Ctrl-C, or fork without inline=True."
+                "cannot interrupt a runtime with num_workers=0: got a function that runs in the thread which calls it, "
+                "expected one on a worker. Press Ctrl-C, or fork workers."
             )
         # If an operation holds the lock, its own wait ends it. Otherwise only submitted calls and items can be in
         # flight.
@@ -436,8 +438,17 @@ class Session:
         self._release_memory()
 
     def __repr__(self) -> str:
-        state = "closed" if self.is_closed else "inline" if self.workers.is_inline else "open"
+        state = "closed" if self.is_closed else "in the program" if self.workers.is_inline else "open"
         return f"<synk.Runtime {self.world_size} x {self.backend}, {state}>"
+
+
+def refuse_limit(timeout: float | None) -> None:
+    """Raise ValueError for a time limit where the program itself is the rank: nobody could end it."""
+    if timeout is not None:
+        raise ValueError(
+            f"cannot limit the time of calls: got timeout={timeout!r} with num_workers=0, expected none, as the "
+            "function runs in the program itself. Leave it out, and press Ctrl-C, or fork workers."
+        )
 
 
 def current_session() -> Session:

@@ -100,6 +100,7 @@ _OF_FORK = _each(
         "numnodes nnodes": "nodes=, with cluster=",
         "randomstate": "seed=",
         "balance": "fork() without it: rows are divided evenly. It was in synk 0.1",
+        "inline": "num_workers=0, one rank in the program itself",
         "transferguard": "fork() without it, and look at synk.profile(). It was in synk 0.1",
     }
 )

@@ -28,7 +28,7 @@ class _Cell:
         The arguments of that call.
     worker : Worker or None
         The rank whose message this process is handling. None between messages, and in a master without
-        ``inline=True``.
+        ``num_workers=0``.
     unfinished : dict of str to object
         For each stream of the master ("stdout", "stderr"), the writer of a line that has no end yet.
     broken_streams : set of str

@@ -66,7 +66,7 @@ class Agent:
         self.node = node
         self._own_path: list[str] | None = setup.get("own_path")  # None on the head's own machine
         self._host: str = setup.get("host", "")
-        placement = place(setup["num_workers"], setup["backend"], None, False)
+        placement = place(setup["num_workers"], setup["backend"], None)
         first_rank = setup["first_worker"]
         ARMED.set(setup["failpoints"])
         self.session = Session(

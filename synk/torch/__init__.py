@@ -48,7 +48,7 @@ def __getattr__(name: str) -> _Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_TRAINING})
+    return __all__
 
 
 __all__ = [

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from synk._api.op_check import MAX_S, few_rows, misfits_of
-from synk._api.runs import Few, Runs, Unknown, are_same
+from synk._api.runs import Few, Runs, Unknown, are_same, limit_of
 from synk._wire.apart import Part
 from synk.errors import CallTimeout, OpMismatch, WorkerDied
 from synk.torch import _rank
@@ -65,7 +65,7 @@ def check_step(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], opt
 def _misfit(function: Any, few: Few, copy: Any, method: str) -> str | None:
     """Return what to tell the user about a step of the copy; an empty text if all is well, None if it is random."""
     body = body_of(few.fn, copy, function._replicated._objects, True, method=method)
-    runs = Runs(function, few._replace(fn=body), changes=[copy])
+    runs = Runs(function, few._replace(fn=body), limit_of(function), [copy])
     apart = runs.apart()
     if runs.seconds * len(apart) > MAX_S:
         raise Unknown

@@ -26,7 +26,7 @@ def test_breakpoint_names_inline(reused: Fork) -> None:
         breakpoint()
         return float(x.sum())
 
-    with pytest.raises(RuntimeError, match=r"cannot stop at breakpoint\(\).*fork\(inline=True\)"):
+    with pytest.raises(RuntimeError, match=r"cannot stop at breakpoint\(\).*fork\(0\)"):
         reused(1).function(stops)(np.ones(2))
 
 
@@ -48,8 +48,28 @@ def test_a_cell_of_a_notebook_is_known_again() -> None:
 
 
 def test_outside_of_a_notebook_a_second_fork_is_an_error() -> None:
-    with synk.fork(1, backend="numpy", inline=True), pytest.raises(synk.errors.SynkError, match="already running"):
-        synk.fork(1, backend="numpy", inline=True)
+    with synk.fork(0, backend="numpy"), pytest.raises(synk.errors.SynkError, match="already running"):
+        synk.fork(0, backend="numpy")
+
+
+def test_a_time_limit_is_refused_where_the_program_is_the_rank(shared_runtimes: Any) -> None:
+    rt, x = shared_runtimes[0], np.ones(4)
+    f = rt.function(lambda x: x.sum(), outputs="sum")
+    for limit in (
+        lambda: synk.Runtime(0, backend="numpy", timeout=1.0),
+        lambda: setattr(rt, "timeout", 1.0),
+        lambda: f(x, timeout=1.0),
+        lambda: f.serial(x, timeout=1.0),
+        lambda: f.submit(x, timeout=1.0),
+        lambda: f.verify(x, timeout=1.0),
+        lambda: f.repeat(2, x, timeout=1.0),
+    ):
+        with pytest.raises(ValueError, match=r"cannot limit the time of calls: got .* with num_workers=0"):
+            limit()
+    for wrong in (-1, False):
+        with pytest.raises((ValueError, TypeError), match=f"got num_workers={wrong}"):
+            synk.Runtime(wrong, backend="numpy")
+    assert f(x) == 4 and f.verify(x)
 
 
 def test_what_was_in_the_first_edition_says_what_to_write_instead(shared_runtimes: Any) -> None:
@@ -82,6 +102,9 @@ WORDS = {
     "rt.map(len, items, chunk_size=3)": r"cannot call 'Runtime.map': .*Write batch_size=",
     "synk.function(len, in_axes=0)": r"got option 'in_axes', .*Write bcast_inputs=",
     "synk.function(len, output='sum')": r"Write outputs=",
+    "synk.function(len, changes=())": r"Write updates=",
+    "synk.function(len, name='f')": r"Write .*fn.__name__",
+    "synk.fork(inline=True)": r"Write num_workers=0",
     "synk.Executor(n_workers=2)": r"cannot call 'Executor': .*Write max_workers=",
     "pending.get()": r"'PendingCall' object has no attribute 'get'. Write call.result\(\).",
     "pending.cancel()": r"timeout=seconds",

@@ -146,5 +146,5 @@ def test_a_handler_that_raises_ends_no_call(reused: Fork, caplog: pytest.LogCapt
 
 
 def test_an_inline_rank_logs_as_it_is(shared_runtimes: Any, caplog: pytest.LogCaptureFixture) -> None:
-    shared_runtimes["inline"].function(lambda x: logging.getLogger("inline").warning("here"), outputs=None)(ROWS)
+    shared_runtimes[0].function(lambda x: logging.getLogger("inline").warning("here"), outputs=None)(ROWS)
     assert [each.getMessage() for each in caplog.records if each.name == "inline"] == ["here"]

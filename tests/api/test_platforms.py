@@ -28,7 +28,7 @@ TRY_EACH = """
 import synk
 f = synk.function(np.sum, outputs="sum")
 print(synk.info())
-for fork in (synk.fork, lambda: synk.fork(inline=True), lambda: synk.Runtime(2), synk.Executor):
+for fork in (synk.fork, lambda: synk.fork(0), lambda: synk.Runtime(2), synk.Executor):
     try:
         fork()
     except synk.errors.UnsupportedError as error:

@@ -81,7 +81,7 @@ def test_it_goes_on_from_its_values_wherever_it_is_put(
     walk: Walk, shared_runtimes: Any, tmp_path: Path, way: str, subtests: pytest.Subtests
 ) -> None:
     program = WAYS[way](walk.program, tmp_path / "walk")
-    for number, kind in enumerate((1, 2, 3, "inline"), start=1):
+    for number, kind in enumerate((1, 2, 3, 0), start=1):
         with subtests.test(workers=kind), program.on(shared_runtimes[kind]) as q:
             np.testing.assert_allclose(q.predict(), predicted(number))
             assert q.step(X) == X.sum()
@@ -111,7 +111,7 @@ def test_a_runtime_that_it_made_is_closed_with_it(runtime: Any) -> None:
     rt = runtime(2)
     walk = Walk(rt)
     stored = pickle.loads(pickle.dumps(walk.program))
-    with walk.program.on("numpy", num_workers=1, inline=True) as q:
+    with walk.program.on("numpy", num_workers=0) as q:
         q.step(X)
         q.sync_to_parent()
     np.testing.assert_array_equal(walk.program.values()["w"], [1.0, 1.0])

@@ -42,9 +42,9 @@ def test_a_worker_that_takes_the_place_of_another_draws_numbers_of_its_own(runti
     harness.kill_and_wait(harness.pids(rt)[1])
     after = function(np.zeros(4))
     assert not np.intersect1d(before[2:], after[2:]).size
-    inline = runtime(1, inline=True).function(draws, outputs="gather")(np.zeros(8))
+    inline = runtime(0).function(draws, outputs="gather")(np.zeros(8))
     assert not np.intersect1d(before, inline).size
-    seeded = runtime(1, inline=True, seed=2).function(draws, outputs="gather")(np.zeros(5))
+    seeded = runtime(0, seed=2).function(draws, outputs="gather")(np.zeros(5))
     np.testing.assert_array_equal(seeded, streams(2, 1)[0].random(5))
 
 

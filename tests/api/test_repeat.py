@@ -17,7 +17,7 @@ import synk
 from synk.errors import CallTimeout, WorkerDied
 
 Reused = Callable[..., synk.Runtime]
-KINDS = [1, 2, 3, "inline"]
+KINDS = [1, 2, 3, 0]
 X = np.arange(14.0).reshape(7, 2)
 
 
@@ -72,7 +72,7 @@ def test_shards_change_and_keep_their_rows(shared_runtimes: Any) -> None:
     assert (g.repeat(1, rows), len(rows.value)) == (7, 14)
 
 
-@pytest.mark.parametrize("kind", [2, "inline"])
+@pytest.mark.parametrize("kind", [2, 0])
 def test_each_run_gets_its_arguments_anew(shared_runtimes: Any, kind: Any) -> None:
     torch = pytest.importorskip("torch")
     rt = shared_runtimes[kind]

@@ -153,7 +153,7 @@ def test_each_verb_computes_with_the_settings_of_its_place(
     shared_runtimes: Any, subtests: pytest.Subtests, count: int
 ) -> None:
     """A submitted call has those of its submission."""
-    for name, kind in combinations(count, CASES, (1, 2, "inline")):
+    for name, kind in combinations(count, CASES, (1, 2, 0)):
         with subtests.test(name, kind=kind):
             rt, case = shared_runtimes[kind], CASES[name]
             body, num_ranks = case.body, rt.world_size

@@ -15,7 +15,7 @@ import synk.profiler
 from synk.errors import StartupError, UnsupportedError
 
 OPTIONS = {
-    "backend": "torch", "devices": [0], "inline": True,
+    "backend": "torch", "devices": [0],
 }  # fmt: skip
 
 

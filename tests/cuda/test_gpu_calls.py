@@ -318,7 +318,7 @@ def test_inline_runs_on_the_gpu() -> None:
     script(
         """
         for _ in range(2):
-            with synk.Runtime(inline=True, backend="cupy", devices=[0]) as rt:
+            with synk.Runtime(0, backend="cupy", devices=[0]) as rt:
                 w = rt.shared(np.ones(4))
                 assert rt.function(lambda x: w.value.sum() * x.mean())(np.full(3, 2.0)) == 8.0
                 assert rt.function(lambda x: x.sum(), outputs="sum")(rt.data(np.ones(1 << 20))) == 1 << 20

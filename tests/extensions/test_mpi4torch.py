@@ -19,7 +19,7 @@ import synk
 from synk.extensions import mpi4torch
 from synk.extensions.mpi4torch import COMM_WORLD, JoinDummies, JoinDummiesHandle
 
-KINDS = (1, 3, "inline")
+KINDS = (1, 3, 0)
 
 
 def on_each(rt: Any, body: Callable[[Any, int, int], Any]) -> list[Any]:

@@ -28,7 +28,7 @@ from synk.errors import ClosedError
 RNG = np.random.default_rng(7)
 PLAIN = RNG.integers(-9, 9, size=(7, 4)).astype(np.float64)
 OPS = ("sum", "avg", "min", "max", "gather", None)
-WHERE = ("serial", "inline", 1, 2, 3)
+WHERE = ("serial", 0, 1, 2, 3)
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def expected(op: str | None, value: Any, where: Any) -> Any:
     x = np.asarray(value)
     x = x.astype(x.dtype.newbyteorder("="))
     if op is None:
-        parts = [x, x[:0]] if where == "serial" else np.array_split(x, 1 if where == "inline" else where)
+        parts = [x, x[:0]] if where == "serial" else np.array_split(x, 1 if where == 0 else where)
         return [(len(part), part.tobytes()) if len(part) else None for part in parts]
     if op == "gather":
         return x
@@ -371,7 +371,7 @@ def test_H30_any_call_binds_like_python(
     shared_runtimes: Any, fn: Callable[..., Any], arguments: list[float], keywords: dict[str, float]
 ) -> None:
     """A call is refused with TypeError where Python refuses it, and else means the same; all parameters are rows."""
-    rt = shared_runtimes["inline"]
+    rt = shared_runtimes[0]
     if fn not in _binders:
         _binders[fn] = rt.function(fn, outputs="gather")
     rows = [np.full(3, value) for value in arguments]

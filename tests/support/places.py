@@ -12,12 +12,12 @@ import synk
 from support.seccomp import forbid_reading_memory
 from synk._master.state import lanes
 
-ON_ONE_MACHINE = ("inline", 1, 2, 3, "little memory", "blind")
+ON_ONE_MACHINE = (0, 1, 2, 3, "little memory", "blind")
 OVER_NODES = ("1+1", "1+2", "2+2")
 PLACES = (*ON_ONE_MACHINE, *OVER_NODES)
-"""The numbers of ranks; ``"inline"`` is the program itself, ``"1+2"`` a node with one rank and one with two."""
+"""The numbers of ranks; ``0`` is the program itself, ``"1+2"`` a node with one rank and one with two."""
 
-SEVERAL_RANKS = tuple(place for place in PLACES if place not in ("inline", 1))
+SEVERAL_RANKS = tuple(place for place in PLACES if place not in (0, 1))
 
 
 def made(place: str) -> synk.Runtime:

@@ -36,7 +36,7 @@ def test_a_module_may_be_read_and_differentiated_and_follows_the_programs(shared
         model(x).mean().backward()
         return model[0].weight.grad.clone()
 
-    for workers in (1, 2, "inline"):
+    for workers in (1, 2, 0):
         predict = shared_runtimes[workers].function(lambda x: model(x), framework="torch", outputs="gather")
         find = shared_runtimes[workers].function(gradient, framework="torch")
         for _ in range(3):
@@ -91,7 +91,7 @@ def test_a_pass_runs_the_methods_of_now(subtests: Any, reused: Any, shared_runti
         def forward(self, x: Any) -> Any:
             return x * settings["scale"] + self.offset
 
-    for runtime in (reused(2), shared_runtimes["inline"]):
+    for runtime in (reused(2), shared_runtimes[0]):
         with subtests.test(workers=runtime.world_size):
             layer = torch.nn.Linear(2, 2)
             torch.nn.init.ones_(layer.weight)

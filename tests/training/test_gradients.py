@@ -127,7 +127,7 @@ def derivatives(losses: torch.Tensor, xs: Tensors) -> tuple[Any, Any]:
 
 def test_derivatives_are_those_of_the_joined_problem(subtests: Any, shared_runtimes: Any) -> None:
     """Result, gradient and the gradient of a function of the gradient."""
-    for (name, case), where in product(CASES.items(), (2, 3, "inline")):
+    for (name, case), where in product(CASES.items(), (2, 3, 0)):
 
         def body(rank: int, size: int, case: Case = case) -> bool:
             xs = [brought(case, each, size) for each in range(size)]
@@ -322,7 +322,7 @@ def rank_program(rounds: list[list[Message]], x: torch.Tensor, rank: int, draw: 
     return x
 
 
-@pytest.mark.parametrize("where", [3, "inline"])
+@pytest.mark.parametrize("where", [3, 0])
 def test_gradients_of_random_programs_of_messages(
     shared_runtimes: Any, where: Any, storm_count: Callable[[int], int]
 ) -> None:
@@ -414,7 +414,7 @@ def test_messages_of_any_look(shared_runtimes: Any) -> None:
         assert torch.equal(x.grad, torch.full((700_001, 1), peer + 2.0))
         return True
 
-    for where in (2, "inline"):
+    for where in (2, 0):
         assert all(on_each(shared_runtimes[where], body))
 
 

@@ -77,7 +77,7 @@ def sample(num_of_each_model: int) -> list[tuple[Any, ...]]:
             optimizer = "sgd" if model in HAVE_NORMS else draw.choice([*OPTIMIZERS])
             losses = ["mean", "sum"] if model in HAVE_NORMS | {"checkpointed and left out layers"} else [*LOSSES]
             sizes = (8, 7, 5, 3, 6) if model in HAVE_NORMS else draw.choice([SIZES, (9, 10), (3,)])
-            chosen = [draw.choice(values) for values in ([*SCHEDULERS], losses, WAYS, (2, 2, 3, 1, "inline"))]
+            chosen = [draw.choice(values) for values in ([*SCHEDULERS], losses, WAYS, (2, 2, 3, 1, 0))]
             cases.append((model, optimizer, *chosen, sizes, draw.choice((True, False)), draw.choice((25.0, 2e-4))))
     return cases
 

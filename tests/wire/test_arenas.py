@@ -197,12 +197,11 @@ class Fuzz:
 
 
 @pytest.mark.parametrize("num_seeds", [1, pytest.param(50, marks=pytest.mark.storm)])
-@pytest.mark.parametrize("num_workers", ["inline", 2])
+@pytest.mark.parametrize("num_workers", [0, 2])
 def test_any_sequence_of_small_values_equals_numpy(runtime: Fork, num_workers: Any, num_seeds: int) -> None:
     num_steps = 60 if num_seeds == 1 else 150
     for seed in range(num_seeds):
-        rt = runtime(1, inline=True) if num_workers == "inline" else runtime(num_workers)
-        with rt:
+        with runtime(num_workers) as rt:
             Fuzz(rt, random.Random(f"{num_workers} {seed}")).run(num_steps)
 
 

@@ -106,7 +106,7 @@ def hash_seed_of(environment: Mapping[str, str], seed: int) -> str:
     return own if own not in ("", "random") else str(seed % 2**32)
 
 
-def place(num_workers: Any, backend: str, devices: Sequence[Any] | None, inline: bool) -> Placement:
+def place(num_workers: Any, backend: str, devices: Sequence[Any] | None) -> Placement:
     """Choose backend and devices.
 
     Raises
@@ -126,13 +126,12 @@ def place(num_workers: Any, backend: str, devices: Sequence[Any] | None, inline:
         if isinstance(num_workers, bool) or not hasattr(num_workers, "__index__"):
             raise TypeError(f"cannot fork: got num_workers={num_workers!r}, expected an integer or None.")
         num_workers = int(num_workers)
-        if num_workers < 1:
-            raise ValueError(f"cannot fork: got num_workers={num_workers}, expected 1 or more.")
-    if inline:
-        if num_workers not in (None, 1):
-            raise ValueError(f"cannot fork inline: got num_workers={num_workers}, expected 1 (or None).")
-        num_workers = 1
-    assignment = module.place(num_workers, devices)
-    if assignment.notice and not inline:  # there the program itself is the worker
+        if num_workers < 0:
+            raise ValueError(
+                f"cannot fork: got num_workers={num_workers}, expected 1 or more, or 0 for one rank in the "
+                "program itself."
+            )
+    assignment = module.place(1 if num_workers == 0 else num_workers, devices)
+    if assignment.notice and num_workers != 0:  # there the program itself is the worker
         warn_at_users_line(assignment.notice, RuntimeWarning)
     return Placement(backend, assignment, is_on_cpu_by_default=is_chosen_here and not assignment.has_devices)

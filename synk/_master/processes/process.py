@@ -1,4 +1,4 @@
-"""The protocol of what plays a rank: a worker process, or with ``inline=True`` an object in the master."""
+"""The protocol of what plays a rank: a worker process, or with ``num_workers=0`` an object in the master."""
 
 from __future__ import annotations
 

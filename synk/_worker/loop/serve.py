@@ -259,7 +259,7 @@ def _prefer_for_oom() -> None:
 def _refuse_breakpoint(*args: Any, **kwargs: Any) -> None:
     raise RuntimeError(
         "cannot stop at breakpoint(): got there on a worker, which has no terminal. "
-        "Run the program with synk.fork(inline=True): the function then runs in its own process."
+        "Run the program with synk.fork(0): the function then runs in its own process."
     )
 
 

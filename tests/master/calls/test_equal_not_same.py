@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 X = np.arange(4.0)
-WHERE = [2, "inline"]
+WHERE = [2, 0]
 rate: Any = 0.0
 
 

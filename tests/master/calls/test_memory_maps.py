@@ -38,7 +38,7 @@ def staged(rt: Any, f: Any, *args: Any, **kwargs: Any) -> tuple[int, Any]:
     return rt.counters["bytes_staged"] - before, result
 
 
-@pytest.mark.parametrize("where", [2, "inline"])
+@pytest.mark.parametrize("where", [2, 0])
 def test_what_lies_in_a_file_is_mapped(subtests: Any, shared_runtimes: Any, path: Path, where: Any) -> None:
     """Views among them, and with any batch. Nothing of it is copied by the program."""
     rt, plain = shared_runtimes[where], np.load(path)
@@ -142,7 +142,7 @@ def test_a_name_that_means_another_file(subtests: Any, shared_runtimes: Any, pat
                 assert nbytes == plain.nbytes
 
 
-@pytest.mark.parametrize("where", [2, "inline"])
+@pytest.mark.parametrize("where", [2, 0])
 def test_a_file_that_was_cut(shared_runtimes: Any, path: Path, where: Any) -> None:
     x, copy = np.load(path, mmap_mode="r"), copies(shared_runtimes[where])
     copy(x)

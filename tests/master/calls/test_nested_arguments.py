@@ -21,7 +21,7 @@ from support.told import told
 
 from synk.errors import SerializationError
 
-WHERE = (1, 2, 3, "inline")
+WHERE = (1, 2, 3, 0)
 X = np.arange(6.0)
 
 
@@ -145,7 +145,7 @@ def test_each_rank_gets_the_nesting_with_its_rows(shared_runtimes: Any, subtests
         batch = np.array(batch) if batch == [True] * rows else batch
         positions = picked(batch, np.arange(rows))
         with subtests.test(seed=seed, where=where, batch=str(batch)):
-            shares = np.array_split(positions, 1 if where == "inline" else where)
+            shares = np.array_split(positions, 1 if where == 0 else where)
             expected = [told(with_rows(value, share)) if len(share) else None for share in shares]
             f = functions[where]
             for _ in range(2):

@@ -88,7 +88,7 @@ PLACES: dict[str, tuple[Callable[[Any, Any], Any], Any, Callable[[Any], Any]]] =
 }  # fmt: skip
 
 
-WHERE = (1, 2, 3, "inline", "1+1")
+WHERE = (1, 2, 3, 0, "1+1")
 
 
 @pytest.mark.parametrize("is_whole", WHOLE_OR_SAMPLE)
@@ -202,7 +202,7 @@ LISTS: tuple[Callable[[Any], Any], ...] = (
 
 def test_lists_are_joined_in_the_order_of_the_rows(shared_runtimes: Any, subtests: Any) -> None:
     """The oracle is the serial list."""
-    for where, fn in combinations(24, (1, 2, 3, "inline"), LISTS):
+    for where, fn in combinations(24, (1, 2, 3, 0), LISTS):
         f = shared_runtimes[where].function(fn, outputs="gather")
         with subtests.test(where=where, form=LISTS.index(fn)):
             for rows in (X, X, X[:3], np.tile(X, 4)):

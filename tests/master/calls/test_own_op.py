@@ -17,7 +17,7 @@ from support.names import named
 import synk
 from synk.errors import CollectiveMismatch
 
-WHERE = (2, 3, "inline")
+WHERE = (2, 3, 0)
 WIDE = (1 << 18) // 8
 """Columns of float64 from which on an output is large."""
 

@@ -52,7 +52,7 @@ WAYS: dict[str, Callable[..., Any]] = {
     "submit": lambda f, *args, **options: f.submit(*args, **options).result(),
     "repeated": lambda f, *args, **options: [f(*args, **options) for _ in range(4)][-1],
 }
-WHERE = (1, 2, 3, "inline", "1+3")
+WHERE = (1, 2, 3, 0, "1+3")
 
 
 def combine(rows: Any, of_values: Callable[[Sequence[int]], int], table: list[int]) -> int:

@@ -62,7 +62,7 @@ ARGUMENTS: dict[str, Callable[[np.ndarray], Any]] = {
 }
 
 
-@pytest.mark.parametrize("where", [2, "inline"])
+@pytest.mark.parametrize("where", [2, 0])
 def test_other_arguments(subtests: Any, shared_runtimes: Any, where: Any) -> None:
     f = make(shared_runtimes[where])
     for kind, change in ARGUMENTS.items():
@@ -195,7 +195,7 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize("where", [2, "inline"])
+@pytest.mark.parametrize("where", [2, 0])
 def test_outputs_that_change(subtests: Any, shared_runtimes: Any, where: Any) -> None:
     f = shared_runtimes[where].function(lambda k, x: moody(int(k[0])), bcast_inputs="k", outputs="avg")
     for position, step in enumerate(STEPS):

@@ -11,7 +11,7 @@ import pytest
 
 import synk
 
-WHERE = (2, 3, "inline")
+WHERE = (2, 3, 0)
 Y = np.arange(6.0)
 
 

@@ -239,7 +239,7 @@ def same(table: Any) -> Any:
 
 # -- as an argument ---------------------------------------------------------------------------------------------------
 
-WHERE = (1, 2, 3, "inline")
+WHERE = (1, 2, 3, 0)
 VERBS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "call": lambda f, table, batch: f(table, batch=batch),
     "submit": lambda f, table, batch: f.submit(table, batch=batch).result(),
@@ -261,7 +261,7 @@ def test_each_rank_gets_its_rows(shared_runtimes: Any, subtests: Any, is_whole: 
     for kind, make in KINDS.items():
         table = make()
         for number, where, verb in cases if is_whole else random.Random(kind).sample(cases, 2):
-            batch, num_ranks = BATCHES[number], 1 if where == "inline" or verb == "serial" else where
+            batch, num_ranks = BATCHES[number], 1 if where == 0 or verb == "serial" else where
             chosen = np.arange(N)[slice(batch) if batch is None or isinstance(batch, int) else batch]
             shares = [part for part in np.array_split(chosen, num_ranks) if len(part)]
             if verb == "slices":

@@ -16,7 +16,7 @@ from support.told import told
 
 torch = pytest.importorskip("torch")
 
-WHERE = (1, 2, 3, "inline")
+WHERE = (1, 2, 3, 0)
 X = np.zeros(4)
 DTYPES = (
     "bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float16", "bfloat16", "float32",

@@ -116,7 +116,7 @@ SCRIPTS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 def test_what_a_script_binds_anew(subtests: Any, shared_runtimes: Any) -> None:
     for name, (source, changes) in SCRIPTS.items():
-        for workers in (2, "inline"):
+        for workers in (2, 0):
             with subtests.test(script=name, workers=workers):
                 main = namespace(source)
                 check = Checked(shared_runtimes[workers], main["f"])
@@ -350,7 +350,7 @@ def test_what_is_dear_to_compare_is_named_once(shared_runtimes: Any) -> None:
     assert len(told) == 1
 
 
-@pytest.mark.parametrize("num_workers", [2, "inline"])
+@pytest.mark.parametrize("num_workers", [2, 0])
 def test_functions_that_live_go_on_when_others_are_dropped(shared_runtimes: Any, num_workers: Any) -> None:
     rt = shared_runtimes[num_workers]
     x, shared = np.ones(4), {"scale": 3.0}

@@ -21,7 +21,7 @@ from support import harness, signs
 import synk
 
 X = np.arange(6.0)
-WORKERS = (2, 1, 3, "inline")
+WORKERS = (2, 1, 3, 0)
 WHEN = {"before the first call": 0, "after one call": 1, "after quiet calls": 4}
 
 pytestmark = pytest.mark.filterwarnings("ignore:(?s).*bcast_inputs")  # a large object that is sent whole each time

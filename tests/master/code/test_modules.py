@@ -27,7 +27,7 @@ from support.edited_module import LIBRARY
 import synk
 
 X = np.arange(4.0)
-WORKERS = (2, 1, 3, "inline")
+WORKERS = (2, 1, 3, 0)
 VERBS: dict[str, Callable[[Any, Any, Any], list[str]]] = {
     "call": lambda rt, f, plain: f(X),
     "submit": lambda rt, f, plain: f.submit(X).result(),
@@ -419,7 +419,7 @@ def test_what_a_rank_has_changed_in_a_module_stays_its_own(shared_runtimes: Any,
 def test_an_argument_of_a_modules_class_has_the_methods_of_now(shared_runtimes: Any, program: Programs) -> None:
     """The function names neither the class nor its module."""
     main = of_case(program, "the class of an object")
-    for rt in (shared_runtimes[2], shared_runtimes["inline"]):
+    for rt in (shared_runtimes[2], shared_runtimes[0]):
         f = rt.function(lambda x, models: [models[0].rate()] * len(x), outputs="gather", bcast_inputs="models")
         for change in ["pass", *changes_of("the class of an object")]:
             main.run(change)

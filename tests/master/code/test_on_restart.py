@@ -120,7 +120,7 @@ def test_restart_brings_everything_up_to_date(
 
 
 def test_restart_of_an_inline_runtime() -> None:
-    with synk.Runtime(inline=True, backend="numpy") as rt:
+    with synk.Runtime(0, backend="numpy") as rt:
         table = np.zeros(1)
         f = rt.function(lambda x: x + table[0], outputs="gather")
         np.testing.assert_array_equal(f(X), X)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 X = np.ones(2)
-WORKERS = (2, "inline")
+WORKERS = (2, 0)
 
 
 def script() -> SimpleNamespace:

@@ -40,7 +40,7 @@ def waiting(rt: Any, gate: Gate) -> Any:
 # ----- results and their order
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3, "inline"])
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 0])
 @pytest.mark.parametrize("seed", seeds(2, 4))
 def test_random_sequences_equal_numpy(shared_runtimes: Any, num_workers: int | str, seed: int) -> None:  # noqa: C901
     """Submitted and plain calls of all kinds, changes of Data and variables, dropped calls, in any order."""
@@ -367,7 +367,7 @@ def test_calls_end_with_the_runtime(runtime: Any, gate: Gate, is_waited_for: boo
 
 
 def test_submit_inside_a_function_is_refused() -> None:
-    with synk.Runtime(inline=True, backend="numpy") as rt:
+    with synk.Runtime(0, backend="numpy") as rt:
         _handles[:] = [rt.function(lambda x: x.sum(), outputs="sum")]
         with pytest.raises(ReentrancyError, match="submit"):
             rt.function(lambda x: _handle().submit(x))(np.ones(2))

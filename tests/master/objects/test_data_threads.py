@@ -52,7 +52,7 @@ def test_a_call_works_on_the_rows_that_it_was_given(subtests: pytest.Subtests, s
         "submit": lambda f, *args: f.submit(*args).result(),
         "submit behind another": lambda f, *args: (f.submit(OLD, 0), f.submit(*args))[1].result(),
     }
-    for where, change, verb in combinations(28, (1, 3, "inline"), CHANGES, verbs):
+    for where, change, verb in combinations(28, (1, 3, 0), CHANGES, verbs):
         rt, (act, new), run = shared_runtimes[where], CHANGES[change], verbs[verb]
         f = rt.function(lambda x, hook: x, outputs="gather", bcast_inputs="hook")
         with subtests.test(where=where, change=change, verb=verb):
@@ -138,7 +138,7 @@ def test_memory_is_not_reclaimed_under_a_call_that_another_thread_submits(shared
 
 
 def test_functions_are_sent_while_another_thread_makes_some(shared_runtimes: Any) -> None:
-    rt, other, interval = shared_runtimes[1], shared_runtimes["inline"], sys.getswitchinterval()
+    rt, other, interval = shared_runtimes[1], shared_runtimes[0], sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         with beside(lambda: [other.function(lambda x: x, outputs="gather") for _ in range(500)]):

@@ -18,11 +18,11 @@ from support.tables import combinations
 
 import synk
 
-EVERYWHERE = (1, 2, 3, 4, "inline", "1+3")
+EVERYWHERE = (1, 2, 3, 4, 0, "1+3")
 DTYPES = ("f2", "f4", "f8", "i1", "i8", "u4", "c8", "c16", "?", "S3", "U2", "i4,f8", "M8[s]")
 
 
-@pytest.fixture(params=[3, "inline", "1+3"])
+@pytest.fixture(params=[3, 0, "1+3"])
 def rt(request: pytest.FixtureRequest, shared_runtimes: Any) -> synk.Runtime:
     """A runtime with workers, one without and one over two nodes."""
     runtime: synk.Runtime = shared_runtimes[request.param]

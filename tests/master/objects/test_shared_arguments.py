@@ -15,11 +15,11 @@ from support.tables import combinations
 import synk
 from synk.errors import CollectiveMismatch
 
-EVERYWHERE = (1, 2, 4, 3, "inline", "1+3")
+EVERYWHERE = (1, 2, 4, 3, 0, "1+3")
 NEST = {"a": np.arange(3), "b": (np.ones(2), None)}
 
 
-@pytest.fixture(params=[3, "inline", "1+3"])
+@pytest.fixture(params=[3, 0, "1+3"])
 def rt(request: pytest.FixtureRequest, shared_runtimes: Any) -> synk.Runtime:
     """A runtime with workers, one without and one over two nodes."""
     runtime: synk.Runtime = shared_runtimes[request.param]
@@ -91,7 +91,7 @@ def functions_of(rt: Any) -> tuple[Any, Any]:
     return alone, rt.function(beside, bcast_inputs="w", **options)
 
 
-@pytest.mark.parametrize("where", [3, "inline"])
+@pytest.mark.parametrize("where", [3, 0])
 def test_a_call_on_what_the_ranks_hold_moves_nothing(shared_runtimes: Any, where: Any) -> None:
     """One message to each rank and one back; no byte is staged or pickled, of shards or of a tree of parameters."""
     rt = shared_runtimes[where]

@@ -68,7 +68,7 @@ UNFIT: list[tuple[Any, Any, Any, str]] = [
 
 def test_a_value_that_does_not_fit_is_refused(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
     """Python's numbers have no width: 0.1 fits a float32 variable."""
-    for where, (held, value, error, words) in combinations(30, (2, "inline", "1+3"), UNFIT):
+    for where, (held, value, error, words) in combinations(30, (2, 0, "1+3"), UNFIT):
         rt = shared_runtimes[where]
         w = rt.shared(held, name="w")
         ways: list[Callable[[], Any]] = [
@@ -266,7 +266,7 @@ def test_a_change_in_place_in_a_function_is_an_error(subtests: pytest.Subtests, 
         lambda w: operator.setitem(w.value["b"], 0, 1),
         lambda w: (setattr(w, "value", params()), operator.setitem(w.value["b"], 0, 9)),
     ]
-    for where, num_slices, number in combinations(12, (2, "inline", "1+3"), (1, 2), range(len(INTO_CONTAINERS))):
+    for where, num_slices, number in combinations(12, (2, 0, "1+3"), (1, 2), range(len(INTO_CONTAINERS))):
         rt, change = shared_runtimes[where], INTO_CONTAINERS[number]
         w = rt.shared(params(), name="model")
         f = rt.function(lambda x: (change(w.value), x.sum())[1], outputs="sum")  # noqa: B023

@@ -9,7 +9,7 @@ import pytest
 from support.rank_arrays import REDUCIBLE, accumulated, assert_same, everywhere, numbers
 from support.tables import combinations
 
-EVERYWHERE = (1, 2, 3, 4, "inline", "1+3")
+EVERYWHERE = (1, 2, 3, 4, 0, "1+3")
 
 
 def make_step() -> Any:
@@ -53,7 +53,7 @@ def test_new_values_are_accumulated_over_slices_that_all_see_the_old(
 
 def test_with_one_slice_the_value_is_stored_as_it_is(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
     """No weight is applied where there is nothing to average: no rounding, no overflow, and any op will do."""
-    for where, dtype, rows in combinations(12, (3, "inline", "1+3"), ("f2", "f4", "f8", "i8", "S3"), (0, 1, 49)):
+    for where, dtype, rows in combinations(12, (3, 0, "1+3"), ("f2", "f4", "f8", "i8", "S3"), (0, 1, 49)):
         rt, new = shared_runtimes[where], (np.random.default_rng(0).normal(size=200) * 100).astype(dtype)
         if new.dtype.kind == "f":
             new[0], new[1] = np.finfo(dtype).max, np.finfo(dtype).tiny
@@ -76,7 +76,7 @@ def test_a_call_without_arguments_updates_as_well(shared_runtimes: Any) -> None:
         assert_same(everywhere(rt, w), [np.full(2, 7.0)] * 3)
 
 
-@pytest.mark.parametrize("where", [3, "inline", "1+3"])
+@pytest.mark.parametrize("where", [3, 0, "1+3"])
 def test_several_variables_each_with_its_op(shared_runtimes: Any, where: Any) -> None:
     rt = shared_runtimes[where]
     total, largest = rt.shared(0.0, name="total"), rt.shared(np.full(2, -np.inf), name="largest")
@@ -110,7 +110,7 @@ def test_a_function_may_fill_one_buffer_for_all_slices(subtests: pytest.Subtests
 
         return f
 
-    for where, op in combinations(6, (1, 2, "inline", "1+3"), ("avg", "sum", "max")):
+    for where, op in combinations(6, (1, 2, 0, "1+3"), ("avg", "sum", "max")):
         rt, x = shared_runtimes[where], numbers("f8", (12, 2), 0)
         with subtests.test(where=where, op=op):
             w = rt.shared(np.zeros(2))
@@ -123,7 +123,7 @@ def test_a_function_may_fill_one_buffer_for_all_slices(subtests: pytest.Subtests
 
 
 def test_torch_tensors_are_read_updated_and_assigned(shared_runtimes: Any) -> None:
-    rt = shared_runtimes["inline"]
+    rt = shared_runtimes[0]
     w = rt.shared({"a": np.ones((2, 2)), "b": np.zeros(2, "f4")})
     rows = np.arange(6.0).reshape(3, 2)
     x = rt.shared(rows, sharded=True)
@@ -195,7 +195,7 @@ def test_new_values_of_all_slices_have_one_shape_and_structure_and_a_dtype_for_t
         assert_same(everywhere(rt, state), [np.zeros(2, dtype)] * 2)
 
 
-@pytest.mark.parametrize("where", [2, "inline", "1+3"])
+@pytest.mark.parametrize("where", [2, 0, "1+3"])
 def test_direct_assignment_and_updates_exclude_each_other(shared_runtimes: Any, where: Any) -> None:
     rt = shared_runtimes[where]
     w, v = rt.shared(np.ones(2), name="w"), rt.shared(np.ones(2), name="v")

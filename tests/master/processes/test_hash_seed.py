@@ -96,5 +96,5 @@ def test_the_users_own_seed_is_kept(
 
 
 def test_a_rank_in_the_program_has_the_programs_hashes() -> None:
-    with synk.Runtime(inline=True, backend="numpy", seed=7) as rt:
+    with synk.Runtime(0, backend="numpy", seed=7) as rt:
         assert rt.function(lambda x: hash("apple"), outputs=None)(X) == [hash("apple")]

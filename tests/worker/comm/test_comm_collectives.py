@@ -295,7 +295,7 @@ def test_ranks_of_nodes_round_as_one(shared_runtimes: Any) -> None:
             np.testing.assert_array_equal(each, exact)
 
 
-@pytest.mark.parametrize("place", ["inline", 3, "1+2"])
+@pytest.mark.parametrize("place", [0, 3, "1+2"])
 def test_averages_weigh_by_rows_or_as_told(at: Any, place: Any) -> None:
     """The average of means is the mean over all rows, however they are split; ranks without rows do not count."""
     runtime = at(place)

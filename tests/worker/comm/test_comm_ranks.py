@@ -63,7 +63,7 @@ def test_ranks_count_within_their_call(at: Any, place: Any, subtests: Any) -> No
             assert f.submit(x, batch=rows_of(ranks)).result() == expected
 
 
-@pytest.mark.parametrize("place", ["inline", 3, "1+2"])
+@pytest.mark.parametrize("place", [0, 3, "1+2"])
 def test_a_function_knows_its_rank_its_peers_and_their_rows(at: Any, place: Any) -> None:
     runtime = at(place)
 
@@ -86,7 +86,7 @@ def test_a_function_knows_its_rank_its_peers_and_their_rows(at: Any, place: Any)
     assert rowless() == [(tuple(range(size)), size, name) for name in device_names]
 
 
-@pytest.mark.parametrize("place", ["inline", "1+2"])
+@pytest.mark.parametrize("place", [0, "1+2"])
 def test_a_serial_call_and_one_row_have_one_rank(at: Any, place: Any) -> None:
     rt = at(place)
     f = rt.function(lambda x: everything(synk.comm, "alone") and synk.comm.world_size, outputs=None)

@@ -23,7 +23,7 @@ def values(rank: int, count: int) -> np.ndarray:
     return np.random.default_rng(rank).integers(-9, 10, count).astype("f8")
 
 
-@pytest.mark.parametrize("place", ["inline", "little memory", "1+2"])
+@pytest.mark.parametrize("place", [0, "little memory", "1+2"])
 def test_started_collectives_give_what_those_that_wait_give(at: Any, place: Any) -> None:
     """All kinds in one row, waited for in reverse, with one that waits and messages in between."""
     runtime = at(place)
