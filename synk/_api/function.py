@@ -18,9 +18,7 @@ from synk._api.options import (
     check_blocks,
     check_changes,
     check_function,
-    check_on_oom,
     check_repeats,
-    check_retry,
     check_slices,
     check_subset,
     check_updates,
@@ -38,10 +36,8 @@ from synk._pure.show import table
 from synk._pure.tracebacks import Results, outline, verb
 from synk._pure.words import Hinting
 from synk._wire.cell import refuse_inside_worker
-from synk.errors import WorkerDied
 
 if TYPE_CHECKING:
-    from synk._api.slices import Slices
     from synk._api.verify import Report
 
 P = ParamSpec("P")
@@ -102,9 +98,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         changes: Any = (),
         framework: str | None = None,
         name: str | None = None,
-        retry: int = 0,
         per_rank: bool = False,
-        on_oom: str = "raise",
         reproducible: bool = False,
         block_rows: int = 1024,
         session: Session | None = None,
@@ -118,13 +112,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
             raise TypeError(f"cannot build {name!r}: got per_rank={per_rank!r}, expected True or False.")
         updates = tuple(updates) if isinstance(updates, (tuple, list)) else (updates,)
         changes = check_changes(changes, name)
-        self._retry = check_retry(retry, updates, changes, name)
-        self._slices: Slices | None = None
-        if check_on_oom(on_oom, updates, name):
-            from synk._api.slices import Slices
-
-            self._slices = Slices(name)
-        others = {"updates": updates, "changes": changes, "per_rank": per_rank, "on_oom": self._slices is not None}
+        others = {"updates": updates, "changes": changes, "per_rank": per_rank}
         block_rows = check_blocks(reproducible, block_rows, others, name)
         self._callee = Callee(
             fn,
@@ -136,8 +124,6 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
             framework=framework,
             per_rank=per_rank,
             block_rows=block_rows,
-            retry=self._retry,
-            is_repeated=self._slices is not None,
             reserved=OPTION_NAMES,
             session=session,
         )
@@ -145,8 +131,8 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         self._op_check: OpCheck | None = OpCheck(self._callee.signature.first_scattered) if is_default else None
         self._verb = f"call {name!r}"
         self._built_with = {
-            "bcast_inputs": bcast_inputs, "outputs": outputs, "framework": framework, "name": name, "retry": retry,
-            "per_rank": per_rank, "on_oom": on_oom, "reproducible": reproducible,
+            "bcast_inputs": bcast_inputs, "outputs": outputs, "framework": framework, "name": name,
+            "per_rank": per_rank, "reproducible": reproducible,
         }  # fmt: skip
         if reproducible:
             self._built_with["block_rows"] = block_rows
@@ -202,8 +188,6 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         **kwargs: Any,
     ) -> Any:
         was_compared = False
-        if self._slices is not None:
-            num_slices = self._slices.of(args, kwargs, num_slices)
         try:
             is_checked = self._op_check is None or not self._op_check.may_be_due(args)
             if is_checked and output_subset is None and timeout is None and type(num_slices) is int and num_slices == 1:
@@ -224,11 +208,6 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
                 return self._run_checked(args, kwargs, options)
         except BaseException as error:  # like a verb, but written out: this is the path of every call
             __tracebackhide__ = True
-            if self._slices is not None and self._slices.help_against(error, args, kwargs, num_slices):
-                return self(
-                    *args, batch=batch, num_slices=num_slices,
-                    output_subset=output_subset, timeout=timeout, **kwargs,
-                )  # fmt: skip
             outline(error)
             if sys.version_info < (3, 11):
                 raise error
@@ -324,8 +303,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         Notes
         -----
         The ranks do not wait for each other between two repetitions, unless the function communicates. Ranks that have
-        no rows get the new values at the end. With ``on_oom="slices"`` the remembered number of slices is used; if
-        memory runs out, the error is raised and nothing is run again.
+        no rows get the new values at the end.
 
         Examples
         --------
@@ -342,8 +320,6 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         ...     w.value
         array([3., 4.])
         """
-        if self._slices is not None:
-            num_slices = self._slices.of(args, kwargs, num_slices)
         subset, limit = check_subset(output_subset), check_timeout(timeout)
         num_repeats = check_repeats(num_repeats, self.name)
         options = CallOptions(batch, check_slices(num_slices), subset, limit, num_repeats=num_repeats)
@@ -501,13 +477,9 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         Raises
         ------
         TypeError, ValueError, IndexError
-            For wrong input, at once. ``result()`` raises the errors of the call itself. A function with ``retry``
-            cannot be submitted.
+            For wrong input, at once. ``result()`` raises the errors of the call itself. A function with ``retry`` or
+            ``on_oom`` cannot be submitted.
         """
-        if self._retry:
-            raise self._retry_error("submit")
-        if self._slices is not None:
-            num_slices = self._slices.of(args, kwargs, num_slices)
         with operation():
             was_compared = False
             is_checked = self._op_check is None or not self._op_check.may_be_due(args)
@@ -555,8 +527,6 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         ------
         TypeError
             If ``batches`` is not an iterable.
-        ValueError
-            If the function was built with ``retry``.
         ModuleNotFoundError
             With ``progress``, if tqdm is not installed.
 
@@ -580,18 +550,10 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
             raise TypeError(
                 f"cannot stream {self.name!r}: got {type(batches).__name__}, expected an iterable of batches."
             )
-        if self._retry:
-            raise self._retry_error("stream")
         results = stream(lambda batch: submit(*arguments(batch)), self.name, iter(batches))
         if progress:
             results = with_progress(results, self.name, operator.length_hint(batches))
         return Results(results, "synk.Function.stream", self.name)
-
-    def _retry_error(self, verb: str) -> ValueError:
-        return ValueError(
-            f"cannot {verb} {self.name!r}: it was built with retry={self._retry}, and a call that is submitted ahead "
-            "is never run again. Call it, or build it without retry."
-        )
 
     def _run_checked(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
         """Run a call, and hold its result back until the default op is known to fit."""
@@ -616,18 +578,12 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
             return function._run(args, kwargs, options)
         session = self._bound_session()
         deadline = session.deadline(options.timeout)
-        # Each attempt is an operation of its own: ``begin`` replaces the worker that has died, and the call is bound
-        # and staged again.
-        attempts_left, had_memory = self._retry, True
+        had_memory = True
         while True:
             with session.entered(self._verb):
                 session.begin(self._verb, deadline)
                 try:
                     return run_call(session, self._callee, args, kwargs, options, deadline)
-                except WorkerDied:
-                    if not attempts_left:
-                        raise
-                    attempts_left -= 1
                 except Exception as error:
                     if not had_memory or not can_try_again(error):
                         raise

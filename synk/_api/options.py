@@ -26,11 +26,11 @@ class FunctionOptions(TypedDict, total=False):
     changes: Any
     framework: str | None
     name: str | None
-    retry: int
     per_rank: bool
-    on_oom: str
     reproducible: bool
     block_rows: int
+    retry: int
+    on_oom: str
 
 
 class KeptOptions(TypedDict, total=False):
@@ -107,22 +107,22 @@ def check_blocks(reproducible: Any, block_rows: Any, options: dict[str, Any], na
     return int(block_rows) if reproducible else 0
 
 
-def check_on_oom(on_oom: Any, updates: Any, name: str) -> bool:
-    """Return whether calls that run out of memory are repeated in slices."""
+def check_on_oom(on_oom: Any, changes: bool, name: str) -> bool:
+    """Return whether calls that run out of memory are made again in slices."""
     if on_oom not in ("raise", "slices"):
         raise ValueError(f"cannot build {name!r}: got on_oom={on_oom!r}, expected 'raise' or 'slices'.")
-    if on_oom == "slices" and updates:
+    if on_oom == "slices" and changes:
         raise ValueError(
-            f"cannot build {name!r}: got on_oom='slices' with updates, expected none: what it has changed before it "
-            "ran out of memory would be changed twice."
+            f"cannot build {name!r}: got on_oom='slices' with updates= or changes=, expected a function that changes "
+            "nothing. Pass num_slices= to the call, or fewer rows."
         )
     return bool(on_oom == "slices")
 
 
-def check_retry(retry: Any, updates: Any, changes: Any, name: str) -> int:
+def check_retry(retry: Any, changes: bool, name: str) -> int:
     if not is_integer(retry, 0):
         raise ValueError(f"cannot build {name!r}: got retry={retry!r}, expected an integer of 0 or more.")
-    if retry and (updates or changes):
+    if retry and changes:
         raise ValueError(
             f"cannot build {name!r}: got retry={retry} with updates= or changes=, expected a function that changes "
             "nothing."

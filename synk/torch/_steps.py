@@ -65,7 +65,7 @@ class StepFunction(Function[..., Any]):
         return super().verify(*args, **kwargs)
 
     def __synk_recipe__(self) -> tuple[Any, ...]:
-        names = ("outputs", "bcast_inputs", "on_oom", "name")
+        names = ("outputs", "bcast_inputs", "name")
         options = {name: self._built_with[name] for name in names}
         return "step", self._replicated, self._fn, {**options, "trains": self._trains}
 

@@ -155,8 +155,6 @@ def _why_by_options(function: Callee, options: CallOptions) -> str:
     """Say why calls with these options are new each time; "" if they need not be."""
     if function.block_rows:
         return "reproducible=True"
-    if function.retry:
-        return "retry="
     if options.timeout is not None:
         return "timeout= in the call"
     if options.num_slices > 1:

@@ -6,7 +6,7 @@ This file knows plans, but neither processes nor channels.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -20,7 +20,6 @@ from synk._worker.call.outputs import Outputs
 from synk._worker.call.slices import run_slices
 from synk._worker.held.pages import give_back, is_written
 from synk._worker.held.plans import PreparedPlan
-from synk._worker.held.residents import Changing
 from synk._worker.held.rows import Rows
 from synk._worker.held.variables import VariableStore
 from synk.backends import Backend, DeviceBackend
@@ -114,17 +113,13 @@ class PlanExecutor:
     def _run_slices(
         self, prepared: PreparedPlan, parts: Sequence[Rows], objects: Sequence[Any], variables: VariableStore
     ) -> Any:
-        function, fn = prepared.function, prepared.function.fn
-
-        def call(part: Rows) -> Any:
-            return self._call(prepared, part, objects, variables)
-
-        def combined(call: Callable[[Rows], Any]) -> Any:
-            return run_slices(
-                function, self._backend, parts, call, lambda part: self._take_back(prepared.loans.spans(part))
-            )
-
-        return fn.in_slices(parts, call, combined) if isinstance(fn, Changing) else combined(call)
+        return run_slices(
+            prepared.function,
+            self._backend,
+            parts,
+            lambda part: self._call(prepared, part, objects, variables),
+            lambda part: self._take_back(prepared.loans.spans(part)),
+        )
 
     def _call(
         self,

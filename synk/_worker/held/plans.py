@@ -38,14 +38,13 @@ class LoadedFunction:
         framework: str | None,
         updates: Any,
         changes: Any,
-        is_repeated: bool,
         modules: Any,
         classes: Any,  # only to be kept
         backend: Backend,
     ) -> None:
         fn = as_nvtx_range(fn, name)
         if changes:
-            fn = Changing(fn, changes, is_repeated)
+            fn = Changing(fn, changes)
         self.fn = Reading(fn, modules, name) if modules and not changes else fn
         self.name = name
         self.ops = ops_of(outputs, repr(name))
