@@ -117,14 +117,12 @@ def function(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
         How to go on when a call runs out of memory on a rank. With ``"slices"`` it is made again with twice as many
         slices, as by ``num_slices``, until it fits or a slice is one row. The number is remembered for arguments of
         these shapes, and logged once. Not with ``updates`` or ``changes``. Such a function cannot be submitted.
-    reproducible : bool
+    reproducible : bool or int
         Whether ``"avg"``, ``"sum"``, ``"prod"``, ``"min"`` and ``"max"`` give the same bits for any number of workers.
-        The function is called once for each block of ``block_rows`` rows, and the program combines the blocks in a
-        fixed order. The outputs of all blocks go to the program and no call is compiled, so this costs some 0.2 ms per
-        call and a copy of the outputs for each block. The result for a block must not depend on the rank. Not with
+        The function is called once for each block of so many rows (True: 1024), and the program combines the blocks in
+        a fixed order. The outputs of all blocks go to the program and no call is compiled, so this costs some 0.2 ms
+        per call and a copy of the outputs for each block. The result for a block must not depend on the rank. Not with
         ``updates``, ``changes``, ``per_rank`` or ``on_oom``.
-    block_rows : int
-        The number of rows in a block. Only with ``reproducible``.
     per_rank : bool
         Whether each rank contributes a value of its own (its random draws, its part of a search). Then ``"sum"``,
         ``"prod"``, ``"gather"`` and a callable op are allowed without rows to divide, that is, without a scattered

@@ -99,8 +99,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         framework: str | None = None,
         name: str | None = None,
         per_rank: bool = False,
-        reproducible: bool = False,
-        block_rows: int = 1024,
+        reproducible: bool | int = False,
         session: Session | None = None,
     ) -> None:
         check_function(fn)
@@ -113,7 +112,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         updates = tuple(updates) if isinstance(updates, (tuple, list)) else (updates,)
         changes = check_changes(changes, name)
         others = {"updates": updates, "changes": changes, "per_rank": per_rank}
-        block_rows = check_blocks(reproducible, block_rows, others, name)
+        block_rows = check_blocks(reproducible, others, name)
         self._callee = Callee(
             fn,
             name,
@@ -134,8 +133,6 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
             "bcast_inputs": bcast_inputs, "outputs": outputs, "framework": framework, "name": name,
             "per_rank": per_rank, "reproducible": reproducible,
         }  # fmt: skip
-        if reproducible:
-            self._built_with["block_rows"] = block_rows
         functools.update_wrapper(self, fn, updated=())
 
     @property

@@ -1,4 +1,4 @@
-"""``reproducible=True``: the same bits for any number of workers."""
+"""``reproducible=``: the same bits for any number of workers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def raw(result: dict[str, Any]) -> dict[str, Any]:
 def test_any_number_of_workers_gives_the_same_bits(shared_runtimes: Any, block_rows: int) -> None:
     x, found = X[:300] if block_rows == 1 else X, []
     for num_workers in (1, 2, 3):
-        f = shared_runtimes[num_workers].function(moments, outputs=OPS, reproducible=True, block_rows=block_rows)
+        f = shared_runtimes[num_workers].function(moments, outputs=OPS, reproducible=block_rows)
         found += [f(x), f.serial(x), f.submit(x).result()]
     assert all(raw(each) == raw(found[0]) for each in found)
     want = moments(x)
@@ -55,7 +55,7 @@ def test_without_it_the_bits_depend_on_the_workers(shared_runtimes: Any) -> None
 
 
 def test_averages_are_weighted_by_the_rows_of_the_blocks(shared_runtimes: Any) -> None:
-    f = shared_runtimes[2].function(lambda x: x.mean(), outputs="avg", reproducible=True, block_rows=4)
+    f = shared_runtimes[2].function(lambda x: x.mean(), outputs="avg", reproducible=4)
     x = np.arange(9.0)  # blocks of 4, 4 and 1 rows
     assert f(x) == 4.0
     assert f.verify(x)
@@ -71,8 +71,7 @@ def test_batches_data_and_tensors_are_cut_into_blocks(shared_runtimes: Any, subt
     options: dict[str, Any] = {
         "bcast_inputs": "w",
         "outputs": ("sum", "gather"),
-        "reproducible": True,
-        "block_rows": 64,
+        "reproducible": 64,
     }
     for number, batch in enumerate(BATCHES):
         for kind in ("array", "data", "tensor"):
@@ -96,14 +95,13 @@ def test_what_does_not_go_with_it_is_refused(shared_runtimes: Any) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"per_rank": True}, "with per_rank"),
         ({"on_oom": "slices"}, "with on_oom"),
-        ({"block_rows": 0}, "got block_rows=0"),
-        ({"block_rows": 2.5}, "got block_rows=2.5"),
-        ({"reproducible": 1}, "got reproducible=1"),
+        ({"reproducible": 0}, "got reproducible=0"),
+        ({"reproducible": 2.5}, "got reproducible=2.5"),
     ]
     for options, words in wrong:
         with pytest.raises((ValueError, TypeError), match=words):
             rt.function(lambda x: x.sum(), outputs="sum", **{"reproducible": True, **options})
-    f = rt.function(lambda x: x, outputs="sum", reproducible=True, block_rows=4)
+    f = rt.function(lambda x: x, outputs="sum", reproducible=4)
     with pytest.raises(ValueError, match="cannot combine blocks with op 'sum'"):
         f(np.ones(10))
     with pytest.raises(ValueError, match="got the sharded variable x"):
