@@ -1,4 +1,4 @@
-"""Functions each of whose calls is made of several: built with ``retry=`` or ``on_oom="slices"``.
+"""Functions each of whose calls is made of several: built with ``reproducible=``, ``retry=`` or ``on_oom=``.
 
 Each of these is a plain function around a call, and the call knows nothing of it.
 """
@@ -9,11 +9,14 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from synk._api.blocks import in_blocks
 from synk._api.function import Function, P, R
-from synk._api.options import check_on_oom, check_retry, check_slices
+from synk._api.options import check_blocks, check_on_oom, check_retry, check_slices
+from synk._master.calls.call import CallOptions
 from synk._master.calls.signature import OPTION_NAMES, Signature
 from synk._master.objects.shared import Shared
 from synk._master.processes.output import report
+from synk._pure.interrupts import operation
 from synk._pure.nested import take_apart
 from synk._pure.tracebacks import verb
 from synk.errors import RemoteError, WorkerDied, add_note
@@ -25,14 +28,26 @@ class Composed(Function[P, R]):
     """A :class:`synk.Function` with these options. They are about calls: all other verbs are those of a plain one."""
 
     @verb
-    def __init__(self, fn: Callable[P, R], *, retry: int = 0, on_oom: str = "raise", **options: Any) -> None:
+    def __init__(
+        self,
+        fn: Callable[P, R],
+        *,
+        reproducible: bool | int = False,
+        retry: int = 0,
+        on_oom: str = "raise",
+        **options: Any,
+    ) -> None:
         super().__init__(fn, **options)
-        self._built_with |= {"retry": retry, "on_oom": on_oom}
-        callee, call = self._callee, super().__call__
+        self._built_with |= {"reproducible": reproducible, "retry": retry, "on_oom": on_oom}
+        callee, call, serial = self._callee, super().__call__, super().serial
         changes = bool(callee.changes) or any(callee.options["updates"])
+        others = {"updates= or changes=": changes, "per_rank": callee.per_rank, "on_oom": on_oom != "raise"}
+        if block_rows := check_blocks(reproducible, others, self.name):
+            blocks: Function[..., Any] = Function(fn, **options | {"outputs": None})
+            call = self._checked(in_blocks(blocks, blocks.serial, call, self, self._num_ranks, block_rows))
+            serial = in_blocks(blocks.serial, blocks.serial, serial, self, lambda: 1, block_rows)
+        self._serial: Call = serial
         if check_on_oom(on_oom, changes, self.name):
-            if options.get("reproducible"):
-                raise ValueError(f"cannot build {self.name!r}: got reproducible=True with on_oom, expected one.")
             call = in_slices(call, callee.signature, self.name)
         if check_retry(retry, changes, self.name):
             call = retried(call, retry)
@@ -43,12 +58,34 @@ class Composed(Function[P, R]):
         return self._call(*args, **options)
 
     @verb
+    def serial(self, /, *args: Any, **options: Any) -> Any:
+        """Run the whole input on one worker; see :meth:`synk.Function.serial`."""
+        return self._serial(*args, **options)
+
+    def _num_ranks(self) -> int:
+        return self._bound_session().total_ranks
+
+    def _checked(self, call: Call) -> Call:
+        """Return a call whose result is held back until the default op is known to fit, as that of a plain one."""
+
+        def checked(*args: Any, **options: Any) -> Any:
+            given = {key: value for key, value in options.items() if key not in OPTION_NAMES}
+            with operation():
+                release = self._hold_back(args, given, CallOptions(options.get("batch"), num_slices=2))
+                result = call(*args, **options)
+                if release is not None:
+                    release(result)
+            return result
+
+        return checked
+
+    @verb
     def submit(self, /, *args: Any, **options: Any) -> Any:
-        """Refuse it: a call that is submitted is made once."""
+        """Refuse it: a call that is submitted is one call."""
+        given = [f"{name}={self._built_with[name]!r}" for name in ("reproducible", "retry", "on_oom")]
         raise ValueError(
-            f"cannot submit {self.name!r}: got a function with retry={self._built_with['retry']!r} and "
-            f"on_oom={self._built_with['on_oom']!r}, expected one without: a call that is submitted is never made "
-            "again. Call it, or build it without."
+            f"cannot submit {self.name!r}: got a function with {', '.join(given)}, expected one without: its calls are "
+            "made of several, and a call that is submitted is one. Call it, or build it without."
         )
 
 

@@ -15,7 +15,6 @@ from synk._api.op_check import OpCheck, hold_back
 from synk._api.options import (
     FRAMEWORKS,
     can_try_again,
-    check_blocks,
     check_changes,
     check_function,
     check_repeats,
@@ -31,7 +30,7 @@ from synk._master.flight.pending import PendingCall
 from synk._master.session import Session, current_session
 from synk._pure.interrupts import as_operation, operation
 from synk._pure.limits import check_timeout
-from synk._pure.output_ops import DEFAULT_OP, DefaultOp, in_blocks
+from synk._pure.output_ops import DEFAULT_OP, DefaultOp
 from synk._pure.show import table
 from synk._pure.tracebacks import Results, outline, verb
 from synk._pure.words import Hinting
@@ -99,7 +98,6 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         framework: str | None = None,
         name: str | None = None,
         per_rank: bool = False,
-        reproducible: bool | int = False,
         session: Session | None = None,
     ) -> None:
         check_function(fn)
@@ -111,18 +109,15 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
             raise TypeError(f"cannot build {name!r}: got per_rank={per_rank!r}, expected True or False.")
         updates = tuple(updates) if isinstance(updates, (tuple, list)) else (updates,)
         changes = check_changes(changes, name)
-        others = {"updates": updates, "changes": changes, "per_rank": per_rank}
-        block_rows = check_blocks(reproducible, others, name)
         self._callee = Callee(
             fn,
             name,
             bcast_inputs=bcast_inputs,
-            outputs=in_blocks(outputs) if block_rows else outputs,
+            outputs=outputs,
             updates=updates,
             changes=changes,
             framework=framework,
             per_rank=per_rank,
-            block_rows=block_rows,
             reserved=OPTION_NAMES,
             session=session,
         )
@@ -131,7 +126,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         self._verb = f"call {name!r}"
         self._built_with = {
             "bcast_inputs": bcast_inputs, "outputs": outputs, "framework": framework, "name": name,
-            "per_rank": per_rank, "reproducible": reproducible,
+            "per_rank": per_rank,
         }  # fmt: skip
         functools.update_wrapper(self, fn, updated=())
 

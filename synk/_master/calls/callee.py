@@ -81,8 +81,6 @@ class Callee:
         What it refers to on the workers.
     ops : Op or nesting of them
         What ``outputs`` means.
-    block_rows : int
-        How many rows each block has for which it is called; 0 for no blocks.
     plans : PlanCache
     record : Record
         What its calls have cost in this session.
@@ -110,7 +108,6 @@ class Callee:
         changes: Sequence[Resident] = (),
         framework: str | None = None,
         per_rank: bool = False,
-        block_rows: int = 0,
         reserved: frozenset[str] = frozenset(),
         session: Session | None = None,
     ) -> None:
@@ -127,7 +124,6 @@ class Callee:
         self.changes = tuple(handle._referent for handle in changes)
         self.framework = framework
         self.per_rank = per_rank
-        self.block_rows = block_rows
         self.fixed_session = session
         self.session: Session | None = None
         self.id = -1

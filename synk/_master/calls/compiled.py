@@ -90,7 +90,7 @@ class CompiledCall:
             return values
         last_batch, call = self._last
         if type(batch) is not type(last_batch) or batch != last_batch:
-            chosen = self._chosen(session, function, batch)
+            chosen = self._chosen(session, batch)
             if isinstance(chosen, str):
                 return chosen
             call = chosen
@@ -110,9 +110,9 @@ class CompiledCall:
             self._log_state, self._doorbells, lease,
         )  # fmt: skip
 
-    def _chosen(self, session: Session, function: Callee, batch: Any) -> Call | str:
+    def _chosen(self, session: Session, batch: Any) -> Call | str:
         """Return the call with the rows of another batch, and remember it; else return why it is new."""
-        chosen = self.pattern.choose(self._last[1], divider(session, function), batch)
+        chosen = self.pattern.choose(self._last[1], divider(session), batch)
         if isinstance(chosen, str):
             return chosen
         self._last = _remembered(chosen, batch)
@@ -132,7 +132,7 @@ def compile_call(session: Session, launched: Launched) -> None:
     if launched.doorbells is not None or session.nodes is not None:
         return
     plans, record, place = function.plans, function.record, launched.cached.lane.index
-    by_options = _why_by_options(function, options)
+    by_options = _why_by_options(options)
     why_never = by_options or _why_never(session, launched)
     before = plans.compiled[place]
     record.num_new += 1
@@ -151,10 +151,8 @@ def compile_call(session: Session, launched: Launched) -> None:
         record.why_new = before.pattern.difference(new.pattern) or NEWS
 
 
-def _why_by_options(function: Callee, options: CallOptions) -> str:
+def _why_by_options(options: CallOptions) -> str:
     """Say why calls with these options are new each time; "" if they need not be."""
-    if function.block_rows:
-        return "reproducible=True"
     if options.timeout is not None:
         return "timeout= in the call"
     if options.num_slices > 1:

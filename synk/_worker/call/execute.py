@@ -14,7 +14,6 @@ import numpy as np
 from synk._pure.shards import shard_bounds
 from synk._wire.control import Down, Up, control_blocks
 from synk._wire.memory import Segment
-from synk._wire.messages import Plan
 from synk._worker.call.inputs import Inputs
 from synk._worker.call.outputs import Outputs
 from synk._worker.call.slices import run_slices
@@ -100,7 +99,7 @@ class PlanExecutor:
         if prepared.whole:
             variables.show(prepared.whole)
         if prepared.is_sliced:
-            bounds = slices_of(rows.high - rows.low, prepared.plan)
+            bounds = shard_bounds(rows.high - rows.low, prepared.plan.num_slices)
             slices = [prepared.cut(self._own_down, rows.low + a, rows.low + b) for a, b in bounds if b > a]
             result = self._run_slices(prepared, slices or [rows], objects, variables)
         else:
@@ -179,13 +178,6 @@ class PlanExecutor:
                 return True
         self._take_back(prepared.spans)
         return False
-
-
-def slices_of(num_rows: int, plan: Plan) -> list[tuple[int, int]]:
-    """Return the rows of each slice: as many slices as were asked for, or one for each block."""
-    if not plan.block_rows:
-        return shard_bounds(num_rows, plan.num_slices)
-    return [(start, min(start + plan.block_rows, num_rows)) for start in range(0, num_rows, plan.block_rows)]
 
 
 _CALL = int(Down.CALL)

@@ -160,7 +160,7 @@ class PreparedPlan:
     def __init__(self, plan: Plan, function: LoadedFunction, segments: dict[int, Segment], *, is_device: bool) -> None:
         self.plan = plan
         self.function = function
-        self.is_sliced = (plan.num_slices > 1 or plan.block_rows > 0) and not plan.is_rowless
+        self.is_sliced = plan.num_slices > 1 and not plan.is_rowless
         self.nests: Sequence[tuple[int, int, Any]] = _load_nests(plan.nests, function.name)
         inner = {first + k for first, num_leaves, _ in self.nests for k in range(1, num_leaves)}
         arguments = [(k, item) for k, item in enumerate(plan.inputs) if item.kind != "closed over"]
