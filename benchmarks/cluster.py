@@ -110,7 +110,7 @@ def resident_step(runtime: Any) -> Callable[[], Any]:
     def add(x: np.ndarray, held: list[np.ndarray]) -> None:
         held[0] += 1.0
 
-    step, x = runtime.function(add, outputs=None, bcast_inputs="held", changes=[held]), np.arange(2.0)
+    step, x = runtime.function(add, outputs=None, bcast_inputs="held", updates=[held]), np.arange(2.0)
     return lambda: step(x, held)
 
 

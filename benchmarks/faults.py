@@ -133,7 +133,7 @@ class Trials:
 
         while True:
             try:
-                values = self.runtime.gather(self.total).reshape(self.runtime.world_size, -1)
+                values = np.stack([self.total[rank] for rank in range(self.runtime.world_size)])
             except (
                 synk.errors.WorkerDied,
                 synk.errors.CallTimeout,
@@ -173,7 +173,7 @@ class NodeTrials(Trials):
             time.sleep(CALL_S / 3)
             return x.sum(axis=0)
 
-        self.function = self.runtime.function(slow_sum, outputs="sum", bcast_inputs="is_bad", changes=[held])
+        self.function = self.runtime.function(slow_sum, outputs="sum", bcast_inputs="is_bad", updates=[held])
         self.plain = self.runtime.function(plain_sum, outputs="sum")
         self.pids = self.runtime.function(lambda row: os.getpid(), outputs=None)
 

@@ -15,6 +15,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -74,7 +75,8 @@ def _followed(runtime: Any, rounds: int, block_s: float) -> list[dict[str, float
     """Measure calls that are traced beside plain ones on the same workers."""
     from synk.profiler import trace
 
-    contexts = {"plain": nullcontext, "traced": trace}
+    folder = tempfile.mkdtemp()
+    contexts = {"plain": nullcontext, "traced": lambda: trace(os.path.join(folder, "run.json"))}
     mode = "plain"
     stack = ExitStack()
 

@@ -25,17 +25,17 @@ def mean_product(x: np.ndarray) -> np.ndarray:
     return (x @ y.value).mean(axis=0)  # y.value is this rank's replica
 
 
-print("lengths of x on the ranks:", synk.get_lengths(x))
-assert sum(synk.get_lengths(x)) == 100
+print("lengths of x on the ranks:", x.lengths)
+assert sum(x.lengths) == 100
 
 # Scatter splits rows among the ranks, broadcast gives all of them the same value, gather brings the rows back.
 synk.scatter(x, x_host)
 synk.broadcast(y, y_host)
-print("after scatter and broadcast:", synk.get_shapes(x), synk.get_shapes(y))
-assert synk.get_shapes(x) == [(8, 4)] * num_workers
+print("after scatter and broadcast:", x.shapes, y.shapes)
+assert x.shapes == [(8, 4)] * num_workers
 assert np.array_equal(synk.gather(x, nd_up=0), x_host)
 assert all(np.array_equal(replica, y_host) for replica in synk.gather(y))
-assert np.array_equal(synk.get_value(x, rank=1), x_host[8:16])
+assert np.array_equal(x[1], x_host[8:16])
 
 # A call on a sharded variable moves no rows.
 expected = (x_host @ y_host).mean(axis=0)
@@ -48,11 +48,11 @@ synk.all_reduce(x, op="avg")
 assert all(np.allclose(shard, np.mean(shards, axis=0)) for shard in synk.gather(x, nd_up=1))
 
 # Give one rank its old shard back, then give every rank all rows.
-synk.set_value(x, x_host[8:16], rank=1)
-assert np.array_equal(synk.get_value(x, rank=1), x_host[8:16])
+x[1] = x_host[8:16]
+assert np.array_equal(x[1], x_host[8:16])
 synk.all_gather(x)
-print("after all_gather:", synk.get_shapes(x))
-assert synk.get_shapes(x) == [(8 * num_workers, 4)] * num_workers
+print("after all_gather:", x.shapes)
+assert x.shapes == [(8 * num_workers, 4)] * num_workers
 
 # In the master, reading and assigning .value are the same moves in short.
 y.value = 2 * y_host

@@ -67,8 +67,13 @@ for number, (first, second) in enumerate(zip(results[one_after_the_other], resul
     assert np.allclose(first, read(number).T @ buffer)
 print(f"overlapped / one after the other: {seconds[overlapped] / seconds[one_after_the_other]:.2f}")
 
+
 # An error belongs to the call that raised it; those behind it run all the same.
-check = synk.function(lambda x: 1 / int(x[0] != 2), outputs="max", name="check")
+@synk.function(outputs="max")
+def check(x: np.ndarray) -> float:
+    return 1 / int(x[0] != 2)
+
+
 calls = [check.submit(np.full(2, k)) for k in range(4)]
 outcomes = []
 for call in calls:

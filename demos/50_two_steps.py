@@ -36,7 +36,7 @@ def target() -> dict[str, object]:
 
 # The first step: functions over a variable, on the workers of this machine.
 synk.fork(2, backend="numpy")
-rank = synk.shared(np.full(NUM_PAGES, 1 / NUM_PAGES), name="rank")
+rank = synk.shared(np.full(NUM_PAGES, 1 / NUM_PAGES))
 
 
 @synk.function(bcast_inputs="matrix", updates=[rank], outputs="first")
@@ -52,7 +52,7 @@ def scores(pages: np.ndarray) -> np.ndarray:
     return rank.value[pages]
 
 
-program = synk.Program(iterate=iterate, scores=scores)
+program = synk.Program(iterate=iterate, scores=scores, state={"rank": rank})
 for _ in range(3):
     change = iterate(matrix)
 print(f"built on 2 NumPy workers: after 3 steps the scores change by {float(change):.1e}")

@@ -48,7 +48,6 @@ autodoc_mock_imports = [
     "cupyx",
     "pynccl",
     "numba",
-    "pynvml",
     "mpi4py",
     "torch",
     "joblib",

@@ -41,11 +41,9 @@ def transferred() -> list[list[Any]]:
     ]
 
 
-def bars_of(t: Any) -> list[list[Any]]:
+def bars_of(path: str) -> list[list[Any]]:
     """Return ``[process, name, start, duration, waited]``, in seconds, of the two quickest calls in a row."""
-    with tempfile.TemporaryDirectory() as folder:
-        t.save(Path(folder, "run.json"))
-        events = json.loads(Path(folder, "run.json").read_text(encoding="utf-8"))["traceEvents"]
+    events = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
     bars = [each for each in events if each["ph"] == "X"]
     last = max(each["args"]["call"] for each in bars)
     pairs = [[each for each in bars if each["args"]["call"] in (call, call + 1)] for call in range(last - 8, last)]
@@ -57,15 +55,15 @@ def bars_of(t: Any) -> list[list[Any]]:
 
 
 def main() -> None:
-    with synk.fork(2):
+    with synk.fork(2), tempfile.TemporaryDirectory() as folder:
         f = synk.function(uneven, outputs="first", per_rank=True)
         x = np.ones((2000, 1000))
         for _ in range(5):
             f(x)
-        with synk.profiler.trace() as t:
+        with synk.profiler.trace(folder + "/run.json"):
             for _ in range(10):  # on a machine that has other things to do, most are disturbed
                 f(x)
-        rows = bars_of(t)
+        rows = bars_of(folder + "/run.json")
         found = {"rows": rows, "transfers": transferred()}
     Path(__file__).with_name("traced.json").write_text(json.dumps(found) + "\n", encoding="utf-8")
 

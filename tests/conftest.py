@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
-import itertools
 import os
-import random
-import re
 import signal
 import sys
 import warnings
@@ -17,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _pytest.mark import KeywordMatcher, MarkMatcher
-from _pytest.mark.expression import Expression
 
 TESTS = Path(__file__).resolve().parent
 sys.path.insert(0, str(TESTS))  # for ``support``
@@ -28,113 +22,13 @@ pytest.register_assert_rewrite("support.harness")
 from support import harness, nursery  # noqa: E402
 
 import synk  # noqa: E402
-from synk._master.calls.signature import OPTION_NAMES  # noqa: E402
-from synk._pure.ops import OPS  # noqa: E402
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Undo what a run in the background, or under nohup, ignores: the scenarios that it starts would inherit it."""
-    config.stash[_chosen] = expression("-m", config.option.markexpr), expression("-k", config.option.keyword)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Do not import the files in which no word of ``-k`` occurs: to import all takes ten times as long as most choices.
-
-    What is in a test's name and not in its file is a number, or stands in a file of helpers or a table that the file
-    names. A file whose names come from elsewhere (files that it looks for, attributes) is read, as is one that
-    the command line names. ``not`` chooses most files anyway.
-    """
-    words = [word.lower() for word in re.findall(r"[^\s()]+", config.option.keyword) if word not in ("and", "or")]
-    if collection_path.suffix != ".py" or not words or "not" in words:
-        return None
-    if any(str(collection_path) in argument for argument in named_files(config)):
-        return None
-    text = collection_path.read_text()
-    if re.search(r"glob\(|\b(vars|dir)\(", text):
-        return None
-    helpers = {**helper_texts(TESTS / "support"), **helper_texts(collection_path.parent)}
-    text = "\n".join([text, *(shared for name, shared in helpers.items() if name in text)])
-    tables = [names for table, names in tables_of_the_package().items() if re.search(rf"\b({table})\b", text)]
-    text = f"{collection_path.relative_to(TESTS)} {text} {' '.join(tables)}".lower()
-    return None if any(all(part in text for part in re.findall("[a-z]+", word)) for word in words) else True
-
-
-def named_files(config: pytest.Config) -> list[str]:
-    return [str(config.invocation_params.dir / argument) for argument in config.args if ".py" in argument]
-
-
-@functools.cache
-def helper_texts(folder: Path) -> dict[str, str]:
-    return {path.stem: path.read_text() for path in folder.glob("*.py") if not path.name.startswith("test_")}
-
-
-def tables_of_the_package() -> dict[str, str]:
-    """Return what names of tests are made from: the ops, and the options of a call."""
-    return {"REDUCE_OPS|REDUCTIONS|OPS": " ".join(OPS), "OPTION_NAMES": " ".join(OPTION_NAMES)}
-
-
-@pytest.hookimpl(trylast=True)  # all parameters are known then
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Leave most cases of a test that is ``sampled`` to the storm; of all, make items of those only that are asked for.
-
-    pytest would make an item of each case before it drops those that ``-m`` or ``-k`` leaves out, which are most.
-    """
-    cases = metafunc._calls
-    if sampled := metafunc.definition.get_closest_marker("sampled"):
-        leave_most_to_the_storm(metafunc.definition.name, cases, *sampled.args, **sampled.kwargs)
-    if cases:
-        is_wanted = selection(metafunc.config, metafunc.definition)
-        cases[:] = [case for case in cases if is_wanted(case)] or cases[:1]  # without any there would be one unnamed
-
-
-def leave_most_to_the_storm(test: str, cases: list[Any], n: int, *, together: int = 1, in_order: bool = False) -> None:
-    """Keep one case in n of a test, and whatever meets ``together`` values of parameters for the first time.
-
-    They are gone through in a random order, the same in each run: in their own order the values of the last parameter
-    would meet nothing but the first values of the others. With ``together=0`` values do not count: in a file whose
-    tests all have the same parameter, a fixture's, and n is large, each test has one value of it, and not all the same.
-    """
-    met: set[tuple[tuple[str, str], ...]] = set()
-    elsewhere = {"storm", "gpu", "multi_gpu", "high_memory"}
-    cases = [case for case in cases if elsewhere.isdisjoint(mark.name for mark in case.marks)]
-    for number, case in enumerate(cases if in_order else random.Random(test).sample(cases, len(cases))):
-        each = sorted((name, repr(value)) for name, value in case.params.items())
-        values = set(itertools.combinations(each, min(together, len(each))))
-        if number % n and values <= met:
-            case.marks.append(pytest.mark.storm.mark)
-        else:
-            met |= values
-
-
-def selection(config: pytest.Config, function: Any) -> Callable[[Any], bool]:
-    """Return whether ``-m`` and ``-k`` choose a case of a function, as pytest finds out once there are items."""
-    markers = list(function.iter_markers())
-    by_name = KeywordMatcher.from_item(function)
-    chosen_by_marks, chosen_by_names = config.stash[_chosen]
-
-    def is_wanted(case: Any) -> bool:
-        names = [case.id.lower(), *(mark.name.lower() for mark in case.marks)]
-
-        def is_named(word: str) -> bool:
-            return by_name(word) or any(word.lower() in name for name in names)
-
-        return chosen_by_marks(MarkMatcher.from_markers([*markers, *case.marks])) and chosen_by_names(is_named)
-
-    return is_wanted
-
-
-def expression(option: str, text: str) -> Callable[[Any], bool]:
-    """Return how to evaluate what follows ``-m`` or ``-k``; without anything all is chosen."""
-    try:
-        return Expression.compile(text).evaluate if text.strip() else lambda matcher: True
-    except SyntaxError as error:
-        raise pytest.UsageError(f"cannot read the expression of {option}: got {text!r}. {error.msg}") from error
-
-
-_chosen = pytest.StashKey[tuple[Callable[[Any], bool], Callable[[Any], bool]]]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -17,7 +17,7 @@ from synk.extensions.dataflow import flow
 def prepare(job: str, **params: int) -> Call:
     """Distribute the function of ``job`` and place its rows (in ``linear passed``: pass them as plain arrays)."""
     outputs = "avg" if job == "output" else ("avg", "avg", "max")
-    function = synk.function(_work.function_of(job, **params), bcast_inputs="w", outputs=outputs, name=job)
+    function = synk.function(_work.function_of(job, **params), bcast_inputs="w", outputs=outputs)
     x, y = _work.inputs(_work.rows_of(job))
     if job != "linear passed":
         x, y = synk.data(x), synk.data(y)
@@ -75,7 +75,7 @@ def inside(name: str, nbytes: int, repetitions: int) -> Call:
             run(repetition % size)
         return (time.perf_counter() - start) / repetitions
 
-    function = synk.function(body, outputs="max", name=name)
+    function = synk.function(body, outputs="max")
     rows = np.zeros(WORLD_SIZE)
     return lambda number: float(function(rows))
 
@@ -124,7 +124,7 @@ def message(name: str, nbytes: int, repetitions: int) -> Call:
                 comm.send(array, peer)
         return (time.perf_counter() - start) / num_messages
 
-    function = synk.function(body, outputs="max", name=name)
+    function = synk.function(body, outputs="max")
     rows = np.zeros(WORLD_SIZE)
     return lambda number: float(function(rows))
 
@@ -164,7 +164,7 @@ def _kalman(nbytes: int, *, is_ordered: bool) -> Call:
             run(matrix, lambda function, *args: function(*args), comm.send, comm.recv)
         return time.perf_counter() - start
 
-    function = synk.function(body, outputs="max", name="kalman")
+    function = synk.function(body, outputs="max")
     rows = np.zeros(WORLD_SIZE)
     return lambda number: float(function(rows))
 

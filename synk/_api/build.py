@@ -90,7 +90,7 @@ def function(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     ----------
     fn : callable
         Anything that cloudpickle can pickle: a lambda, closure, notebook function, method or partial. It is written for
-        one device and gets the rows of that device.
+        one device and gets the rows of that device. Errors and profiles show its ``__name__``.
     bcast_inputs : str or sequence of str
         Parameters that every rank gets whole. All others are scattered along axis 0.
     outputs : op, or nesting of ops
@@ -98,31 +98,28 @@ def function(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
         list with one entry for each rank), a callable ``op(a, b)`` or an instance of your own subclass of
         :class:`synk.Op`. Give one for all outputs, or a structure like that of the result. A Series or a DataFrame is
         one output: ``"gather"`` joins it with its index, and reductions require equal labels on all ranks.
-    updates : sequence of Shared, or of (Shared, op)
-        Variables that the function updates. It then returns ``(outputs, new_values)``.
-    changes : Resident or sequence of Resident
-        Resident objects that the function changes; see :class:`synk.Resident`.
+    updates : sequence of Shared, (Shared, op) and Resident
+        What the function changes. With variables it returns ``(outputs, new_values)``, a new value for each. Resident
+        objects it changes in place; see :class:`synk.Resident`.
     framework : {None, "torch", "jax"}
         The library whose arrays the function gets and returns: scattered and broadcast arguments, and the arrays in
         tuples, lists and dicts of the broadcast ones. A torch tensor that it returns comes back as a tensor, on the CPU
         and without a gradient. A JAX array comes back as a NumPy array, because the calling program touches no device.
         Numbers and NumPy arrays stay as they are. Tensor arguments are copied once into shared memory, whatever their
         dtype (without ``"torch"``, dtypes that NumPy lacks are refused).
-    name : str, optional
-        The name in errors and profiles. By default the name of ``fn``.
     retry : int
         How often a call is run again after a worker died in it (never after an exception, an interrupt or a timeout).
-        With 0 a call runs at most once. Not with ``updates`` or ``changes``.
+        With 0 a call runs at most once. Not with ``updates``.
     on_oom : {"raise", "slices"}
         How to go on when a call runs out of memory on a rank. With ``"slices"`` it is made again with twice as many
         slices, as by ``num_slices``, until it fits or a slice is one row. The number is remembered for arguments of
-        these shapes, and logged once. Not with ``updates`` or ``changes``. Such a function cannot be submitted.
+        these shapes, and logged once. Not with ``updates``. Such a function cannot be submitted.
     reproducible : bool or int
         Whether ``"avg"``, ``"sum"``, ``"prod"``, ``"min"`` and ``"max"`` give the same bits for any number of workers.
         The function is called once for each block of so many rows (True: 1024), and the program combines the blocks in
         a fixed order. The outputs of all blocks go to the program. One call runs as many blocks as there are for all
         ranks alike, and the first rank runs those that are left, so many rows and small blocks cost the least. The
-        result for a block must not depend on the rank. Not with ``updates``, ``changes``, ``per_rank``, ``on_oom`` or
+        result for a block must not depend on the rank. Not with ``updates``, ``per_rank``, ``on_oom`` or
         sharded variables, and such a function cannot be submitted.
     per_rank : bool
         Whether each rank contributes a value of its own (its random draws, its part of a search). Then ``"sum"``,

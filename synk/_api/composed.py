@@ -16,7 +16,6 @@ from synk._master.calls.call import CallOptions
 from synk._master.calls.signature import OPTION_NAMES, Signature
 from synk._master.objects.shared import Shared
 from synk._master.processes.output import report
-from synk._pure.interrupts import operation
 from synk._pure.nested import take_apart
 from synk._pure.tracebacks import verb
 from synk.errors import RemoteError, WorkerDied, add_note
@@ -41,15 +40,15 @@ class Composed(Function[P, R]):
         self._built_with |= {"reproducible": reproducible, "retry": retry, "on_oom": on_oom}
         callee, call, serial = self._callee, super().__call__, super().serial
         changes = bool(callee.changes) or any(callee.options["updates"])
-        others = {"updates= or changes=": changes, "per_rank": callee.per_rank, "on_oom": on_oom != "raise"}
-        if block_rows := check_blocks(reproducible, others, self.name):
+        others = {"updates": changes, "per_rank": callee.per_rank, "on_oom": on_oom != "raise"}
+        if block_rows := check_blocks(reproducible, others, self.__name__):
             blocks: Function[..., Any] = Function(fn, **options | {"outputs": None})
             call = self._checked(in_blocks(blocks, blocks.serial, call, self, self._num_ranks, block_rows))
             serial = in_blocks(blocks.serial, blocks.serial, serial, self, lambda: 1, block_rows)
         self._serial: Call = serial
-        if check_on_oom(on_oom, changes, self.name):
-            call = in_slices(call, callee.signature, self.name)
-        if check_retry(retry, changes, self.name):
+        if check_on_oom(on_oom, changes, self.__name__):
+            call = in_slices(call, callee.signature, self.__name__)
+        if check_retry(retry, changes, self.__name__):
             call = retried(call, retry)
         self._call: Call = call
 
@@ -70,11 +69,10 @@ class Composed(Function[P, R]):
 
         def checked(*args: Any, **options: Any) -> Any:
             given = {key: value for key, value in options.items() if key not in OPTION_NAMES}
-            with operation():
-                release = self._hold_back(args, given, CallOptions(options.get("batch"), num_slices=2))
-                result = call(*args, **options)
-                if release is not None:
-                    release(result)
+            release = self._hold_back(args, given, CallOptions(options.get("batch"), num_slices=2))
+            result = call(*args, **options)
+            if release is not None:
+                release(result)
             return result
 
         return checked
@@ -84,8 +82,8 @@ class Composed(Function[P, R]):
         """Refuse it: a call that is submitted is one call."""
         given = [f"{name}={self._built_with[name]!r}" for name in ("reproducible", "retry", "on_oom")]
         raise ValueError(
-            f"cannot submit {self.name!r}: got a function with {', '.join(given)}, expected one without: its calls are "
-            "made of several, and a call that is submitted is one. Call it, or build it without."
+            f"cannot submit {self.__name__!r}: got a function with {', '.join(given)}, expected one without: its calls "
+            "are made of several, and a call that is submitted is one. Call it, or build it without."
         )
 
 
@@ -151,5 +149,5 @@ def _shapes(signature: Signature, args: Sequence[Any], kwargs: dict[str, Any]) -
 def _shape_of(leaf: Any) -> Any:
     """Return the shape of an argument, of which only the first length counts; None if it has no rows."""
     if isinstance(leaf, Shared):
-        return (sum(leaf.lengths),) if leaf.is_sharded else None
+        return (sum(leaf._referent.lengths),) if leaf.is_sharded else None
     return (len(leaf),) if isinstance(leaf, (list, tuple)) else getattr(leaf, "shape", None)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from synk._api.runtime import Runtime
 from synk._master.processes.output import report
 from synk._master.session import current_session
-from synk._pure.interrupts import deferred
+from synk._pure.interrupts import deferred, waiting
 from synk._pure.tracebacks import verb
 from synk._wire.cell import cell, refuse_inside_worker
 from synk.errors import SynkError
@@ -122,7 +122,7 @@ def fork(
         "on_restart": on_restart, "seed": seed, "cluster": cluster, "nodes": nodes, "insecure": insecure,
     }  # fmt: skip
     wanted = num_workers, {**options, "devices": str(devices)}
-    place = notebook_cell(sys._getframe(2))
+    place = notebook_cell(sys._getframe(3))
     if cell.runtime is not None and cell.session.is_own_process:
         if place is None or not place.is_run_again(cell.forked_at) or wanted != cell.forked_with:
             raise SynkError(
@@ -131,12 +131,13 @@ def fork(
             )
         _close_to_begin_anew()
     try:
-        # Handlers wait until the cell holds the runtime: if one raised before, nobody could close it.
+        # Ctrl-C waits until the cell holds the runtime: before, nobody could close it.
         with deferred():
             runtime = Runtime(num_workers, **options)
             cell.runtime, cell.session, cell.last_session = runtime, runtime._session, runtime._session
             cell.forked_at, cell.forked_with = place, wanted
-    except BaseException:  # also a Ctrl-C that waited in ``deferred``: the runtime exists by then, and is closed again
+        waiting(int)  # a Ctrl-C that was held back comes here: the runtime exists by then, and is closed again
+    except BaseException:
         close()
         raise
     return cell.runtime

@@ -26,7 +26,6 @@ from synk._api.options import is_integer, name_of
 from synk._api.runtime import Runtime
 from synk._master.flight.tasks import Task, Tasks
 from synk._master.processes.processes import eventfd
-from synk._pure.interrupts import holding
 from synk._pure.tracebacks import Results, outline, verb
 from synk._wire.cell import cell, refuse_inside_worker
 from synk._wire.descriptors import Descriptor
@@ -201,7 +200,7 @@ class _Driver:
         self._thread: threading.Thread | None = None
 
     def submit(self, task: Callable[[], Any]) -> concurrent.futures.Future[Any]:
-        with holding(self._lock):
+        with self._lock:
             if self._is_stopping:
                 raise RuntimeError("cannot submit a task: the executor was shut down. Make another one.")
             self._session.check_open("submit a task")
@@ -217,7 +216,7 @@ class _Driver:
 
     def stop(self, *, cancel_futures: bool = False) -> None:
         """Accept no more tasks. The thread ends when the accepted ones have. A finalizer may call this."""
-        with holding(self._lock):
+        with self._lock:
             self._is_stopping = True
             self._ring()
         # Not under the lock: callbacks of the futures run here, and may use the executor.

@@ -15,20 +15,19 @@ from synk._api.op_check import OpCheck, hold_back
 from synk._api.options import (
     FRAMEWORKS,
     can_try_again,
-    check_changes,
     check_function,
     check_repeats,
     check_slices,
     check_subset,
-    check_updates,
     name_of,
+    split_updates,
 )
 from synk._master.calls.call import UNFIT, CallOptions, call_again, run_call
 from synk._master.calls.callee import Callee, FunctionHandle
 from synk._master.calls.signature import OPTION_NAMES
 from synk._master.flight.pending import PendingCall
 from synk._master.session import Session, current_session
-from synk._pure.interrupts import as_operation, operation
+from synk._pure.interrupts import holding
 from synk._pure.limits import check_timeout
 from synk._pure.output_ops import DEFAULT_OP, DefaultOp
 from synk._pure.show import table
@@ -85,8 +84,9 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
     even if they were changed in place. Changes that only a rank has made to its copies stay on that rank.
     """
 
+    __name__: str
+
     @verb
-    @as_operation
     def __init__(
         self,
         fn: Callable[P, R],
@@ -94,46 +94,39 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         bcast_inputs: str | Sequence[str] = (),
         outputs: Any = DEFAULT_OP,
         updates: Any = (),
-        changes: Any = (),
         framework: str | None = None,
-        name: str | None = None,
         per_rank: bool = False,
         session: Session | None = None,
     ) -> None:
         check_function(fn)
-        name = name or name_of(fn)
-        check_updates(updates, name)
+        name = name_of(fn)
+        variables, residents = split_updates(updates, name)
         if framework not in FRAMEWORKS:
             raise ValueError(f"cannot build {name!r}: got framework={framework!r}, expected one of {FRAMEWORKS}.")
         if not isinstance(per_rank, bool):
             raise TypeError(f"cannot build {name!r}: got per_rank={per_rank!r}, expected True or False.")
-        updates = tuple(updates) if isinstance(updates, (tuple, list)) else (updates,)
-        changes = check_changes(changes, name)
+        updates = (*variables, *residents)
         self._callee = Callee(
             fn,
             name,
             bcast_inputs=bcast_inputs,
             outputs=outputs,
-            updates=updates,
-            changes=changes,
+            updates=variables,
+            changes=residents,
             framework=framework,
             per_rank=per_rank,
             reserved=OPTION_NAMES,
             session=session,
         )
-        is_default = isinstance(outputs, DefaultOp) and not (per_rank or any(updates) or changes)
+        is_default = isinstance(outputs, DefaultOp) and not (per_rank or updates)
         self._op_check: OpCheck | None = OpCheck(self._callee.signature.first_scattered) if is_default else None
         self._verb = f"call {name!r}"
         self._built_with = {
-            "bcast_inputs": bcast_inputs, "outputs": outputs, "framework": framework, "name": name,
+            "bcast_inputs": bcast_inputs, "outputs": outputs, "updates": updates, "framework": framework,
             "per_rank": per_rank,
         }  # fmt: skip
         functools.update_wrapper(self, fn, updated=())
-
-    @property
-    def name(self) -> str:
-        """The function's name in errors and profiles."""
-        return self._callee.name
+        self.__name__ = name
 
     @property
     def outputs(self) -> Any:
@@ -191,7 +184,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
                     if result is not UNFIT:
                         return result
                     was_compared = True
-            with operation():
+            with holding():
                 options = CallOptions(
                     batch, check_slices(num_slices), check_subset(output_subset), check_timeout(timeout)
                 )
@@ -248,8 +241,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         options = CallOptions(
             batch, check_slices(num_slices), check_subset(output_subset), check_timeout(timeout), is_serial=True
         )
-        with operation():
-            return self._run(args, kwargs, options)
+        return self._run(args, kwargs, options)
 
     @verb
     def repeat(
@@ -313,13 +305,11 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         array([3., 4.])
         """
         subset, limit = check_subset(output_subset), check_timeout(timeout)
-        num_repeats = check_repeats(num_repeats, self.name)
+        num_repeats = check_repeats(num_repeats, self.__name__)
         options = CallOptions(batch, check_slices(num_slices), subset, limit, num_repeats=num_repeats)
-        with operation():
-            return self._run_checked(args, kwargs, options)
+        return self._run_checked(args, kwargs, options)
 
     @verb
-    @as_operation
     def verify(
         self,
         /,
@@ -379,7 +369,9 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         --------
         >>> import numpy as np, synk
         >>> with synk.fork(2):
-        ...     total = synk.function(lambda x: x.sum(), name="total")
+        ...     @synk.function
+        ...     def total(x):
+        ...         return x.sum()
         ...     total.verify(np.arange(6.0))
         'total' against the plain function and its serial call:
         output  op   equals serial  equals plain  largest difference  would match
@@ -398,7 +390,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         """Return a function of another callable with the inputs of this one, on the same runtime."""
         callee = self._callee
         own = {"bcast_inputs": callee.bcast_inputs, "framework": callee.framework, "per_rank": callee.per_rank}
-        return Function(fn, name=callee.name, session=self._bound_session(), **own | options)
+        return Function(fn, session=self._bound_session(), **own | options)
 
     def _compared(self) -> Function[..., Any]:
         """Return the function that ``verify`` calls."""
@@ -472,27 +464,26 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
             For wrong input, at once. ``result()`` raises the errors of the call itself. A function with ``retry`` or
             ``on_oom`` cannot be submitted.
         """
-        with operation():
-            was_compared = False
-            is_checked = self._op_check is None or not self._op_check.may_be_due(args)
-            if is_checked and output_subset is None and timeout is None and type(num_slices) is int and num_slices == 1:
-                callee = self._callee
-                session, capture = callee.session, callee.capture
-                if session is not None and capture is not None and capture.is_current():
-                    was_compared = True
-                    pending = session.queue.submit_again(callee, args, kwargs, batch)
-                    if pending is not None:
-                        return pending
-            function = self if was_compared else self._renewed()
-            session = function._bound_session()
-            subset, limit = check_subset(output_subset), check_timeout(timeout)
-            options = CallOptions(batch, check_slices(num_slices), subset, limit, is_submitted=True)
-            release = None if is_checked else self._hold_back(args, kwargs, options)
-            with session.entered(f"submit {self.name!r}"):
-                deadline = session.deadline(options.timeout)
-                pending = session.queue.submit(function._callee, args, kwargs, options, deadline)
-            pending._release = release
-            return pending
+        was_compared = False
+        is_checked = self._op_check is None or not self._op_check.may_be_due(args)
+        if is_checked and output_subset is None and timeout is None and type(num_slices) is int and num_slices == 1:
+            callee = self._callee
+            session, capture = callee.session, callee.capture
+            if session is not None and capture is not None and capture.is_current():
+                was_compared = True
+                pending = session.queue.submit_again(callee, args, kwargs, batch)
+                if pending is not None:
+                    return pending
+        function = self if was_compared else self._renewed()
+        session = function._bound_session()
+        subset, limit = check_subset(output_subset), check_timeout(timeout)
+        options = CallOptions(batch, check_slices(num_slices), subset, limit, is_submitted=True)
+        release = None if is_checked else self._hold_back(args, kwargs, options)
+        with session.entered(f"submit {self.__name__!r}"):
+            deadline = session.deadline(options.timeout)
+            pending = session.queue.submit(function._callee, args, kwargs, options, deadline)
+        pending._release = release
+        return pending
 
     @verb
     def stream(self, batches: Iterable[Any], *, progress: bool = False) -> Iterator[R]:
@@ -537,15 +528,15 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         """Do what :meth:`stream` does, by the ``submit`` of this function or of an object that wraps it."""
         from synk._api.stream import arguments, stream, with_progress
 
-        refuse_inside_worker(f"stream {self.name!r}")
+        refuse_inside_worker(f"stream {self.__name__!r}")
         if not isinstance(batches, Iterable):
             raise TypeError(
-                f"cannot stream {self.name!r}: got {type(batches).__name__}, expected an iterable of batches."
+                f"cannot stream {self.__name__!r}: got {type(batches).__name__}, expected an iterable of batches."
             )
-        results = stream(lambda batch: submit(*arguments(batch)), self.name, iter(batches))
+        results = stream(lambda batch: submit(*arguments(batch)), self.__name__, iter(batches))
         if progress:
-            results = with_progress(results, self.name, operator.length_hint(batches))
-        return Results(results, "synk.Function.stream", self.name)
+            results = with_progress(results, self.__name__, operator.length_hint(batches))
+        return Results(results, "synk.Function.stream", self.__name__)
 
     def _run_checked(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
         """Run a call, and hold its result back until the default op is known to fit."""
@@ -602,75 +593,33 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         if instance is None:
             return self
         raise TypeError(
-            f"cannot use {self.name!r} as a method: build it from the bound method, as in "
+            f"cannot use {self.__name__!r} as a method: build it from the bound method, as in "
             "self.step = synk.function(self._step)."
         )
 
-    @verb
-    def on(self, runtime: Any, /) -> Function[P, R]:
-        """Return a copy of the function on another runtime, with copies of its variables and resident objects.
-
-        The copies have the values of this moment; from then on each runtime has its own. Several functions over the
-        same variables move together as a :class:`synk.Program`.
-
-        Parameters
-        ----------
-        runtime : Runtime
-
-        Raises
-        ------
-        TypeError
-            If ``runtime`` is not a runtime.
-        SerializationError
-            If the function, or an object that it refers to, cannot be pickled.
-        ClosedError
-            If either runtime is closed.
-
-        Examples
-        --------
-        >>> import numpy as np, synk
-        >>> with synk.fork(2), synk.Runtime(3) as other:
-        ...     w = synk.shared(np.array([1.0, 2.0]))
-        ...     f = synk.function(lambda x: x @ w.value, outputs="gather")
-        ...     g = f.on(other)
-        ...     w.value = np.zeros(2)
-        ...     f(np.eye(2)), g(np.eye(2))
-        (array([0., 0.]), array([1., 2.]))
-        """
-        from synk._api import moves
-
-        moves.check_runtime(runtime, repr(self.name))
-        copy: Function[P, R] = moves.moved({"": self}, runtime)[""]
-        return copy
-
-    def __synk_recipe__(self) -> tuple[Any, ...]:
-        """Return the recipe by which it is built on another runtime; see ``synk._api.moves``."""
-        callee = self._callee
-        options = {**self._built_with, "updates": callee.options["updates"], "changes": callee.options["changes"]}
-        return "function", callee.fn, options
-
     def __reduce__(self) -> Any:
         raise TypeError(
-            f"cannot pickle the synk function {self.name!r}: it belongs to a runtime, and a function on the workers "
-            "cannot call another one there. Call the plain function there; to store or move it, pickle a program: "
-            f"synk.Program({_argument(self.name)}={_argument(self.name)})."
+            f"cannot pickle the synk function {self.__name__!r}: it belongs to a runtime, and a function on the "
+            "workers cannot call another one there. Call the plain function there; to store or move it, pickle a "
+            f"program: synk.Program({_argument(self.__name__)}={_argument(self.__name__)})."
         )
 
     def __repr__(self) -> str:
-        return f"<synk.Function {self.name!r} outputs={self.outputs!r}>"
+        return f"<synk.Function {self.__name__!r} outputs={self.outputs!r}>"
 
     def _repr_html_(self) -> str:
         callee = self._callee
         signature = callee.signature
+        updated = [each[0] if isinstance(each, tuple) else each for each in self._built_with["updates"]]
         rows = [
             ("divided by rows", ", ".join(name for name in signature.names if name not in signature.broadcast)),
             ("whole to every rank", ", ".join(name for name in signature.names if name in signature.broadcast)),
             ("outputs", self.outputs if isinstance(self.outputs, str) else repr(self.outputs)),
             ("framework", callee.framework or ""),
-            ("changes", ", ".join(resident.name for resident in callee.changes)),
+            ("updates", ", ".join(each.name for each in updated)),
             ("per_rank", callee.per_rank or ""),
         ]
-        return table(f"synk.Function {self.name}", [(head, text) for head, text in rows if text])
+        return table(f"synk.Function {self.__name__}", [(head, text) for head, text in rows if text])
 
 
 def _argument(name: str) -> str:

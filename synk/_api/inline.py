@@ -155,7 +155,7 @@ class InlineProcess:
         if segment.arena is not None:  # the rank has the arena, and the message has the place in it
             return
         fd = segment.duplicate_fd()
-        described = segment.id, segment.nbytes, False, segment.is_staging, segment.is_arena, segment.is_file
+        described = segment.id, segment.nbytes, False, segment.is_staging, segment.is_arena
         try:
             twin = self._worker.held.map_segment(fd, *described)
         except SharedMemoryError:  # not mapped, so nobody else will close the descriptor

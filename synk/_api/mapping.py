@@ -13,13 +13,11 @@ from synk._master.calls.callee import Callee, FunctionHandle
 from synk._master.flight.chunks import check_mapped
 from synk._master.flight.item_map import ItemMap
 from synk._master.session import Session
-from synk._pure.interrupts import as_operation, safe_point
 from synk._pure.tracebacks import Results
 from synk._wire.cell import refuse_inside_worker
 from synk._wire.items import call_with
 
 
-@as_operation
 def map_items(
     session: Session,
     fn: Callable[..., Any],
@@ -57,9 +55,8 @@ def map_items(
 
 
 def _iterator(name: str, items: Any) -> Iterator[Any]:
-    """Return an iterator. ``iter`` is the user's code, so handlers may run in it."""
     try:
-        return safe_point(iter, items)
+        return iter(items)
     except TypeError:
         raise TypeError(
             f"cannot map {name!r}: got items of type {type(items).__name__}, expected an iterable."

@@ -98,8 +98,8 @@ def hold_back(
         except (CallTimeout, WorkerDied) as error:
             function._op_check = None
             warn_at_users_line(
-                f"a second run of {function.name!r}, made to find out whether its default op fits, has ended: {error} "
-                f"Name its op, as by outputs={_quoted(DEFAULT_OP)}; then there is no second run.",
+                f"a second run of {function.__name__!r}, made to find out whether its default op fits, has ended: "
+                f"{error} Name its op, as by outputs={_quoted(DEFAULT_OP)}; then there is no second run.",
                 RuntimeWarning,
             )
         if misfit:
@@ -218,7 +218,7 @@ def _compare(function: Any, few: Few, result: Any, end: float | None) -> str:
     if any(misfit.ops for misfit in misfits) and (other := runs.backwards()) is not None:
         misfits = _also_fitting(few, misfits, *other)
     return (
-        f"cannot average the outputs of {function.name!r}, which names no op: on {few.described()} "
+        f"cannot average the outputs of {function.__name__!r}, which names no op: on {few.described()} "
         f"{_said_of(misfits, [part.num_rows for part in parts])}Naming an op in synk.function(..., outputs=...), also "
         f"{_quoted(DEFAULT_OP)}, ends this check."
     )

@@ -26,9 +26,7 @@ class FunctionOptions(TypedDict, total=False):
     bcast_inputs: str | Sequence[str]
     outputs: Any
     updates: Any
-    changes: Any
     framework: str | None
-    name: str | None
     per_rank: bool
     reproducible: bool | int
     retry: int
@@ -40,9 +38,8 @@ class KeptOptions(TypedDict, total=False):
 
     bcast_inputs: str | Sequence[str]
     outputs: str | Sequence[str] | Mapping[str, str]
-    changes: Any
+    updates: Resident | Sequence[Resident]
     framework: Literal["torch"]
-    name: str | None
     retry: int
     per_rank: bool
 
@@ -117,8 +114,8 @@ def check_on_oom(on_oom: Any, changes: bool, name: str) -> bool:
         raise ValueError(f"cannot build {name!r}: got on_oom={on_oom!r}, expected 'raise' or 'slices'.")
     if on_oom == "slices" and changes:
         raise ValueError(
-            f"cannot build {name!r}: got on_oom='slices' with updates= or changes=, expected a function that changes "
-            "nothing. Pass num_slices= to the call, or fewer rows."
+            f"cannot build {name!r}: got on_oom='slices' with updates=, expected a function that changes nothing."
+            " Pass num_slices= to the call, or fewer rows."
         )
     return bool(on_oom == "slices")
 
@@ -128,41 +125,33 @@ def check_retry(retry: Any, changes: bool, name: str) -> int:
         raise ValueError(f"cannot build {name!r}: got retry={retry!r}, expected an integer of 0 or more.")
     if retry and changes:
         raise ValueError(
-            f"cannot build {name!r}: got retry={retry} with updates= or changes=, expected a function that changes "
-            "nothing."
+            f"cannot build {name!r}: got retry={retry} with updates=, expected a function that changes nothing."
         )
     return int(retry)
 
 
-def check_changes(changes: Any, name: str) -> tuple[Resident, ...]:
-    """Return the resident objects in ``changes``."""
-    listed = tuple(changes) if isinstance(changes, (tuple, list, set)) else (changes,)
-    for resident in listed:
-        if not isinstance(resident, Resident):
-            raise TypeError(
-                f"cannot build {name!r}: got {type(resident).__name__} in changes, expected objects made by "
-                "synk.resident."
-            )
-    return listed
-
-
-def check_updates(updates: Any, name: str) -> None:
-    """Raise TypeError or ValueError unless ``updates`` holds shared variables, or pairs of a variable and an op."""
-    for update in updates if isinstance(updates, (tuple, list)) else (updates,):
+def split_updates(updates: Any, name: str) -> tuple[tuple[Any, ...], tuple[Resident, ...]]:
+    """Return the shared variables in ``updates``, or pairs of a variable and an op, and the resident objects."""
+    listed = tuple(updates) if isinstance(updates, (tuple, list)) else (updates,)
+    residents = tuple(each for each in listed if isinstance(each, Resident))
+    variables = tuple(each for each in listed if not isinstance(each, Resident))
+    for update in variables:
         variable, op = update if isinstance(update, tuple) and len(update) == 2 else (update, "avg")
         if not isinstance(variable, Shared):
             raise TypeError(
-                f"cannot build {name!r}: got {type(variable).__name__} in updates, expected Shared variables or "
-                "(variable, op) pairs."
+                f"cannot build {name!r}: got {type(variable).__name__} in updates, expected what synk.shared or "
+                "synk.resident made, or (variable, op) pairs."
             )
         if op not in REDUCE_OPS:
             raise ValueError(f"cannot build {name!r}: got op {op!r} in updates, expected one of {REDUCE_OPS}.")
+    return variables, residents
 
 
 def name_of(fn: Any) -> str:
-    """Return the name of a function, of the function that a partial calls, or of the class of a callable object."""
-    name = getattr(fn, "__name__", None) or getattr(getattr(fn, "func", None), "__name__", None)
-    return str(name or type(fn).__name__)
+    """Return the name of a function, of the one that a partial or a wrapper calls, or of the class of an object."""
+    inner = getattr(fn, "func", None) or getattr(fn, "__wrapped__", None)
+    name = getattr(fn, "__name__", None) or (name_of(inner) if callable(inner) else type(fn).__name__)
+    return str(name)
 
 
 def check_slices(num_slices: Any) -> int:

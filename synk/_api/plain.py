@@ -28,7 +28,7 @@ from synk._master.code.handles import Handle
 from synk._master.objects.data import Data
 from synk._master.objects.shared import Shared
 from synk._pure.generators import generator_states, restore_generators
-from synk._pure.interrupts import safe_point
+from synk._pure.interrupts import waiting
 from synk._pure.nested import build, take_apart
 from synk._pure.shards import Selection
 from synk._pure.sparse import is_csr
@@ -141,7 +141,7 @@ class PlainCall:
 
     def _called(self, copy: PlainCopy, skeleton: Any) -> PlainOutputs:
         try:
-            result = safe_point(copy.fn, *copy.args, **copy.kwargs)
+            result = waiting(copy.fn, *copy.args, **copy.kwargs)
         except ReentrancyError:
             raise NotComparable("it uses synk.comm, which has no meaning outside of a worker") from None
         except MemoryError:

@@ -15,7 +15,6 @@ from synk._master.code.handles import Handle, HandlePickler
 from synk._master.code.modules import is_users_module
 from synk._master.objects.data import Data
 from synk._master.objects.shared import Shared
-from synk._pure.interrupts import safe_point
 from synk._wire.memory import available_nbytes
 from synk._wire.parcels import Pickler
 
@@ -56,9 +55,9 @@ class PlainCopy:
             return result
         file = io.BytesIO()
         try:
-            safe_point(_ClassesOut(file, self.copies).dump, result)
+            _ClassesOut(file, self.copies).dump(result)
             file.seek(0)
-            return safe_point(_ByNumber(file, self.classes).load)
+            return _ByNumber(file, self.classes).load()
         except Exception:  # a result that cannot be pickled is compared as it is
             return result
 
@@ -98,7 +97,7 @@ def copied(
     copier = _Copier(file, buffer_callback=keep)
     copier.kept = (Handle, Data) if for_workers else (Handle,)
     # The list of classes is pickled last, when it is complete.
-    safe_point(copier.dump, (fn, args, kwargs, copier.copied))
+    copier.dump((fn, args, kwargs, copier.copied))
     if copier.handles and not for_workers:
         raise NotComparable(why_no_handle(copier.handles[0]))
     objects = {} if for_workers else _objects_in(copier.modules)
@@ -106,7 +105,7 @@ def copied(
         raise NotComparable("it shares an object with a module, which would not be copied with it")
     file.seek(0)
     loader = _ByNumber(file, copier.handles, buffers=[bytearray(buffer.raw()) for buffer in buffers])
-    fn, args, kwargs, copies = safe_point(loader.load)
+    fn, args, kwargs, copies = loader.load()
     return PlainCopy(fn, args, kwargs, copier.copied, copies)
 
 

@@ -121,7 +121,7 @@ class Runs:
 
     def _built(self, **options: Any) -> Any:
         fn = Apart(self._few.fn, self._changes)
-        return self._function._alike(fn, outputs=Parts(), changes=self._changes, **options)
+        return self._function._alike(fn, outputs=Parts(), updates=self._changes, **options)
 
     def _run(self, function: Any, order: Any = None, is_alone: bool = False) -> list[Part]:
         few = self._few

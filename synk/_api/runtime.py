@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from synk._api.build import Decorator, KeepingDecorator, build_function
 from synk._api.function import Function, P
 from synk._api.options import FunctionOptions, KeptOptions, check_on_restart, entropy_of, is_integer
-from synk._master import collectives
 from synk._master.calls.callee import Callee, distribute
 from synk._master.flight.queue import Queue
 from synk._master.objects.data import Data, make_data
@@ -24,16 +23,14 @@ from synk._master.processes.reports import stacks, where
 from synk._master.processes.worker_process import WorkerProcess
 from synk._master.session import Session, watch_over
 from synk._master.state.profile import Profile
-from synk._master.state.variable import Variable, check_owner
+from synk._master.state.variable import Variable
 from synk._pure.environment import check_platform
-from synk._pure.interrupts import as_operation
 from synk._pure.limits import check_timeout
 from synk._pure.show import Text, table
 from synk._pure.tensors import num_torch_threads
 from synk._pure.tracebacks import verb
 from synk._pure.words import Hinting
 from synk._wire.cell import refuse_inside_worker
-from synk._wire.spans import nvtx
 from synk.errors import ClosedError
 
 if TYPE_CHECKING:
@@ -98,7 +95,6 @@ class Runtime(Hinting):
     """
 
     @verb
-    @as_operation
     def __init__(
         self,
         num_workers: int | Sequence[int] | None = None,
@@ -118,7 +114,6 @@ class Runtime(Hinting):
         check_platform()
         prepared = _on_restart(on_restart)
         timeout = check_timeout(timeout)
-        nvtx()  # if its ranges are wanted and it is not installed, the error comes here
         if not is_integer(max_restarts, 0):
             raise ValueError(f"cannot fork: got max_restarts={max_restarts!r}, expected an integer of 0 or more.")
         seed = entropy_of(seed)
@@ -183,7 +178,6 @@ class Runtime(Hinting):
 
     @timeout.setter
     @verb
-    @as_operation
     def timeout(self, timeout: float | None) -> None:
         self._session.timeout = check_timeout(timeout)
 
@@ -199,7 +193,6 @@ class Runtime(Hinting):
         return make_data(self._session, value, **options)
 
     @verb
-    @as_operation
     def shared(self, value: Any, *, sharded: bool = False, name: str | None = None) -> Shared:
         """Make a :class:`synk.Shared` of this runtime; see :func:`synk.shared`."""
         refuse_inside_worker("make a shared variable")
@@ -292,117 +285,6 @@ class Runtime(Hinting):
         with self._session.entered("distribute"):
             self._session.begin("distribute")
             distribute(self._session, deadline=self._session.deadline(None))
-
-    def _list(self, verb: str, variables: Any) -> list[Variable]:
-        """Return the variables of one ``Shared``, or of a sequence of them, after a check."""
-        if not isinstance(variables, (Shared, list, tuple)):
-            raise TypeError(f"cannot {verb}: got {type(variables).__name__}, expected a Shared or a sequence of them.")
-        listed = [variables] if isinstance(variables, Shared) else list(variables)
-        for shared in listed:
-            if not isinstance(shared, Shared):
-                raise TypeError(f"cannot {verb}: got {type(shared).__name__}, expected a Shared or several.")
-            check_owner(shared._referent, self._session.variables, f"{verb} argument")
-        return [shared._referent for shared in listed]
-
-    @verb
-    def broadcast(self, variables: Any, values: Any = None) -> None:
-        """Copy rank 0's value, or ``values``, to all ranks; see :func:`synk.broadcast`."""
-        listed = self._list("broadcast", variables)
-        with self._session.entered("broadcast"):
-            self._session.begin("broadcast")
-            pairs = collectives.pair(variables, listed, values)
-            for variable, value in pairs:
-                collectives.broadcast(self._session, variable, value)
-
-    @verb
-    def scatter(self, variables: Any, values: Any, batch: Any = None) -> None:
-        """Give each rank its part of the rows of ``values``; see :func:`synk.scatter`."""
-        listed = self._list("scatter", variables)
-        with self._session.entered("scatter"):
-            self._session.begin("scatter")
-            parts = [
-                (variable, *collectives.check_scatter(variable, value, batch))
-                for variable, value in collectives.pair(variables, listed, values)
-            ]
-            for variable, arrays, selection in parts:
-                collectives.scatter(self._session, variable, arrays, selection)
-
-    @verb
-    def gather(self, variables: Any, nd_up: int = 1) -> Any:
-        """Return the values of all ranks, stacked or concatenated; see :func:`synk.gather`."""
-        listed = self._list("gather", variables)
-        with self._session.entered("gather"):
-            self._session.begin("gather")
-            results = [collectives.gather(self._session, variable, nd_up) for variable in listed]
-        return results[0] if isinstance(variables, Shared) else results
-
-    @verb
-    def all_gather(self, variables: Any) -> None:
-        """Give every rank the concatenation of all values; see :func:`synk.all_gather`."""
-        listed = self._list("all_gather", variables)
-        with self._session.entered("all_gather"):
-            self._session.begin("all_gather")
-            for variable in listed:
-                collectives.check_rows(variable)
-            for variable in listed:
-                collectives.all_gather(self._session, variable)
-
-    @verb
-    def reduce(self, variables: Any, op: str = "avg", in_place: bool = True) -> Any:
-        """Reduce the values of all ranks to rank 0, or to the caller; see :func:`synk.reduce`."""
-        listed = self._list("reduce", variables)
-        with self._session.entered("reduce"):
-            self._session.begin("reduce")
-            for variable in listed:
-                collectives.check_reduction(self._session, variable, op)
-            results = [collectives.reduce(self._session, variable, op, in_place) for variable in listed]
-        return results[0] if isinstance(variables, Shared) else results
-
-    @verb
-    def all_reduce(self, variables: Any, op: str = "avg") -> None:
-        """Reduce the values of all ranks to all ranks; see :func:`synk.all_reduce`."""
-        listed = self._list("all_reduce", variables)
-        with self._session.entered("all_reduce"):
-            self._session.begin("all_reduce")
-            for variable in listed:
-                collectives.check_reduction(self._session, variable, op)
-            for variable in listed:
-                collectives.all_reduce(self._session, variable, op)
-
-    @verb
-    def set_value(self, variables: Any, values: Any, rank: int | None = None, batch: Any = None) -> None:
-        """Set the value of one rank, or of all; see :func:`synk.set_value`."""
-        listed = self._list("set_value", variables)
-        with self._session.entered("set_value"):
-            self._session.begin("set_value")
-            collectives.set_values(self._session, variables, listed, values, rank, batch)
-
-    @verb
-    def get_value(self, variables: Any, rank: int = 0) -> Any:
-        """Return a copy of the value of one rank; see :func:`synk.get_value`."""
-        listed = self._list("get_value", variables)
-        with self._session.entered("get_value"):
-            self._session.begin("get_value")
-            values = [collectives.get_value(self._session, variable, rank) for variable in listed]
-        return values[0] if isinstance(variables, Shared) else values
-
-    @verb
-    def get_lengths(self, variables: Any) -> Any:
-        """Return how many rows each rank has; see :func:`synk.get_lengths`."""
-        listed = self._list("get_lengths", variables)
-        with self._session.entered("get_lengths"):
-            self._session.begin("get_lengths")
-            results = [variable.lengths for variable in listed]
-        return results[0] if isinstance(variables, Shared) else results
-
-    @verb
-    def get_shapes(self, variables: Any) -> Any:
-        """Return the shape on each rank; see :func:`synk.get_shapes`."""
-        listed = self._list("get_shapes", variables)
-        with self._session.entered("get_shapes"):
-            self._session.begin("get_shapes")
-            results = [collectives.shapes(variable) for variable in listed]
-        return results[0] if isinstance(variables, Shared) else results
 
     @verb
     def where(self) -> str:
@@ -538,7 +420,7 @@ class Runtime(Hinting):
         A call that runs in another thread ends with ``ClosedError`` there, and so do submitted calls.
         """
         session = self._session
-        # Before the workers end: replicated objects and programs fetch their last state. Not in a forked copy, which
+        # Before the workers end: replicated objects fetch their last state. Not in a forked copy, which
         # has no workers, and not inside of an operation of this thread, which these functions could not begin.
         try:
             if session.is_own_process and not session.is_closed and not session.is_mine():
@@ -556,10 +438,6 @@ class Runtime(Hinting):
     @verb
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-    def __synk_recipe__(self) -> tuple[Any, ...]:
-        """Return the recipe of a runtime in a program: it stands for the runtime on which the program is put."""
-        return ("runtime",)
 
     def __repr__(self) -> str:
         return repr(self._session)

@@ -1,7 +1,7 @@
 """Calls over an iterable of batches: submitted ahead, with results in order.
 
 At most ``NUM_LANES`` calls are in flight. The iterable is the user's code: it runs in the caller's thread, between
-operations, at a safe point.
+operations.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from synk._master.flight.pending import PendingCall
-from synk._pure.interrupts import deferred, operation, safe_point
 from synk._wire.control import NUM_LANES
 from synk.errors import add_note
 
@@ -25,14 +24,13 @@ def stream(submit: Callable[[Any], PendingCall[Any]], name: str, batches: Iterat
     is_at_end = False
     while calls or not is_at_end:
         if not is_at_end:
-            with operation():
-                try:
-                    calls.append(submit(safe_point(next, batches)))
-                except StopIteration:
-                    is_at_end = True
-                except Exception as raised:  # from the iterable, or for bad input: raised after the results before it
-                    add_note(raised, f"for batch {number + len(calls)} of the stream of {name!r}")
-                    is_at_end, error = True, raised
+            try:
+                calls.append(submit(next(batches)))
+            except StopIteration:
+                is_at_end = True
+            except Exception as raised:  # from the iterable, or for bad input: raised after the results before it
+                add_note(raised, f"for batch {number + len(calls)} of the stream of {name!r}")
+                is_at_end, error = True, raised
         while calls and (is_at_end or len(calls) == NUM_LANES or calls[0].done()):
             yield _result(calls, name, number)
             number += 1
@@ -50,15 +48,14 @@ def _result(calls: deque[PendingCall[Any]], name: str, number: int) -> Any:
 
     The iterator ends with the error, so nobody else would take the others' results, or see their errors.
     """
-    with operation():
-        try:
-            return calls.popleft().result()
-        except Exception as error:
-            add_note(error, f"for batch {number} of the stream of {name!r}")
-            for call in calls:
-                with contextlib.suppress(Exception):
-                    call.result()
-            raise
+    try:
+        return calls.popleft().result()
+    except Exception as error:
+        add_note(error, f"for batch {number} of the stream of {name!r}")
+        for call in calls:
+            with contextlib.suppress(Exception):
+                call.result()
+        raise
 
 
 def with_progress(results: Iterator[Any], name: str, length: int) -> Iterator[Any]:
@@ -70,8 +67,7 @@ def with_progress(results: Iterator[Any], name: str, length: int) -> Iterator[An
         If tqdm is not installed.
     """
     try:
-        with deferred():  # an import that is broken off leaves half a module behind
-            from tqdm.auto import tqdm
+        from tqdm.auto import tqdm
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"cannot show the progress of {name!r}: got no module {error.name!r}, expected tqdm. Install it by "

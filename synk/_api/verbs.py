@@ -166,7 +166,7 @@ def resident(
     >>> import numpy as np, synk
     >>> with synk.fork(2):
     ...     seen = synk.resident({"rows": 0})
-    ...     @synk.function(outputs="sum", changes=[seen])
+    ...     @synk.function(outputs="sum", updates=[seen])
     ...     def count(x):
     ...         seen.value["rows"] += synk.comm.total_rows
     ...         return len(x)
@@ -267,165 +267,6 @@ def map(
 
 
 @verb
-def broadcast(variables: Any, values: Any = None) -> None:
-    """Copy rank 0's value of each variable, or ``values``, to all ranks.
-
-    Parameters
-    ----------
-    variables : Shared or sequence of Shared
-    values : value or sequence of values, optional
-        One for each variable. A nested value has the nesting of its variable.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If a value does not fit its variable. Nothing has changed then.
-    """
-    current().broadcast(variables, values)
-
-
-@verb
-def scatter(variables: Any, values: Any, batch: Any = None) -> None:
-    """Divide the rows of ``values`` among the ranks, as calls divide their inputs.
-
-    Parameters
-    ----------
-    variables : Shared or sequence of Shared
-    values : array-like of shape (rows, *rest), Data, or a sequence of them
-        One for each variable.
-    batch : int, slice, sequence of int or bool mask, optional
-        The rows of ``values`` to use.
-
-    Raises
-    ------
-    TypeError, ValueError, IndexError
-        If a value does not fit its variable, or ``batch`` does not fit the rows. Nothing has changed then.
-    """
-    current().scatter(variables, values, batch)
-
-
-@verb
-def gather(variables: Any, nd_up: int = 1) -> Any:
-    """Return the values of all ranks as new arrays.
-
-    Parameters
-    ----------
-    variables : Shared or sequence of Shared
-    nd_up : {0, 1}
-        With 1 the values are stacked, with shape ``(world_size, *shape)``; all values must have one shape. With 0 they
-        are concatenated along axis 0; shards may differ in length.
-
-    Returns
-    -------
-    ndarray, nesting of ndarray, or list of them
-        New arrays, with the nesting of the variable; a list for a sequence of variables.
-
-    Raises
-    ------
-    ValueError
-        If the shapes do not allow it, or ``nd_up`` is neither 0 nor 1.
-    """
-    return current().gather(variables, nd_up)
-
-
-@verb
-def all_gather(variables: Any) -> None:
-    """Give every rank the concatenation of all ranks' values along axis 0.
-
-    Parameters
-    ----------
-    variables : Shared or sequence of Shared
-
-    Raises
-    ------
-    ValueError
-        If a variable has no axis 0. Nothing has changed then.
-    """
-    current().all_gather(variables)
-
-
-@verb
-def reduce(variables: Any, op: str = "avg", in_place: bool = True) -> Any:
-    """Reduce the values of all ranks. All ranks weigh the same.
-
-    Parameters
-    ----------
-    variables : Shared or sequence of Shared
-        Variables with one shape on all ranks.
-    op : {"avg", "sum", "prod", "min", "max"}
-    in_place : bool
-        True makes the result rank 0's value. False returns the result and changes no variable.
-
-    Returns
-    -------
-    ndarray, list of ndarray, or None
-        With ``in_place=False``, the result of each variable.
-
-    Raises
-    ------
-    ValueError, TypeError
-        If the op is unknown or does not fit the dtype, or the shapes differ. Nothing has changed then.
-    """
-    return current().reduce(variables, op, in_place)
-
-
-@verb
-def all_reduce(variables: Any, op: str = "avg") -> None:
-    """Reduce the values of all ranks and give every rank the result. All ranks weigh the same.
-
-    Parameters
-    ----------
-    variables : Shared or sequence of Shared
-    op : {"avg", "sum", "prod", "min", "max"}
-
-    Raises
-    ------
-    ValueError, TypeError
-        As for :func:`reduce`.
-    """
-    current().all_reduce(variables, op)
-
-
-@verb
-def set_value(variables: Any, values: Any, rank: int | None = None, batch: Any = None) -> None:
-    """Set the value of one rank, or of all ranks if ``rank`` is None.
-
-    Parameters
-    ----------
-    variables : Shared or sequence of Shared
-    values : value or sequence of values
-        One for each variable.
-    rank : int, optional
-    batch : int, slice, sequence of int or bool mask, optional
-        The rows of ``values`` to use.
-
-    Raises
-    ------
-    TypeError, ValueError, IndexError
-        If a value does not fit its variable, or there is no such rank. Nothing has changed then.
-    """
-    current().set_value(variables, values, rank, batch)
-
-
-@verb
-def get_value(variables: Any, rank: int = 0) -> Any:
-    """Return a copy of the value of one rank; for a sequence of variables, a list of copies."""
-    return current().get_value(variables, rank)
-
-
-@verb
-def get_lengths(variables: Any) -> Any:
-    """Return the number of rows on each rank, as a list for each variable."""
-    return current().get_lengths(variables)
-
-
-@verb
-def get_shapes(variables: Any) -> Any:
-    """Return the shape on each rank, as a list for each variable."""
-    return current().get_shapes(variables)
-
-
-@verb
 def profile() -> Profile:
     """Return time and bytes of all calls of the current runtime so far, by function. It prints as a table.
 
@@ -433,9 +274,11 @@ def profile() -> Profile:
     --------
     >>> import numpy as np, synk
     >>> with synk.fork(2):
-    ...     total = synk.function(lambda x: x.sum(), outputs="sum", name="total")
+    ...     @synk.function(outputs="sum")
+    ...     def total(x):
+    ...         return x.sum()
     ...     _ = total(np.ones(1000))
-    ...     synk.profile().records["total"].staged_nbytes
+    ...     synk.profile().records["total"].nbytes_of("staged")
     8000
     """
     return current().profile

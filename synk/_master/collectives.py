@@ -20,13 +20,11 @@ from synk._master.workers.failures import raise_failures
 from synk._pure.arrays import copy_into
 from synk._pure.ops import REDUCE_OPS, REDUCTIONS
 from synk._pure.ranges import chunk_bounds
-from synk._pure.read_only import ordinary
 from synk._pure.shards import Selection, select_rows, shard_bounds
-from synk._pure.trees import unflatten
 from synk._wire.memory import Segment
 from synk._wire.messages import LARGE_NBYTES, Kind
 from synk._wire.steps import Copy, Reduce, Step, run_steps
-from synk._wire.variables import Shapes, dtype_runs, flatten_value, leaf_offsets
+from synk._wire.variables import Shapes, dtype_runs, leaf_offsets
 
 _MASTER_NBYTES = 8 << 20
 """If a collective reads no more than this, the master is faster than the workers; benchmarks/collectives.py."""
@@ -95,23 +93,20 @@ def broadcast(session: Session, variable: Variable, value: Any = None) -> None:
     variable.unite(is_new=value is not None)
 
 
-def set_values(
-    session: Session, variables: Any, listed: Sequence[Variable], values: Any, rank: int | None, batch: Any
-) -> None:
-    """Set the values of ``rank``, or of all ranks, if all values fit. ``batch`` selects rows of ``values``."""
-    checked = []
-    for variable, value in _paired(variables, listed, values):
-        if batch is not None:
-            value = _map_rows(variable, value, batch)
-        if rank is not None:
-            _check_rank(session, rank)
-        checked.append((variable, value, variable.check(value, rank or 0)))
-    for variable, value, arrays in checked:
-        if rank is None:
-            broadcast(session, variable, value)
-            continue
-        variable.fill_back(rank, arrays)
-        variable.flip([rank])
+def assign(session: Session, variable: Variable, value: Any) -> None:
+    """Set the value of all ranks, or divide its rows among them."""
+    if variable.is_sharded:
+        scatter(session, variable, *check_scatter(variable, value, None))
+    else:
+        variable.fill_back(0, variable.check(value))
+        variable.unite(is_new=True)
+
+
+def set_value(session: Session, variable: Variable, value: Any, rank: Any) -> None:
+    """Set the value of one rank."""
+    _check_rank(session, variable, rank)
+    variable.fill_back(rank, variable.check(value, rank))
+    variable.flip([rank])
 
 
 def assign_all(session: Session, values: Sequence[tuple[Variable, Any]]) -> None:
@@ -130,23 +125,21 @@ def assign_all(session: Session, values: Sequence[tuple[Variable, Any]]) -> None
             variable.unite(is_new=True)
 
 
-def _map_rows(variable: Variable, value: Any, batch: Any) -> Any:
-    leaves, structure = flatten_value(ordinary(value), variable.structure)
-    arrays = [np.asarray(leaf) for leaf in leaves]
-    if any(array.ndim == 0 for array in arrays):
-        raise ValueError(f"cannot select rows for variable {variable.name!r}: got a value without rows.")
-    rows = [select_rows(batch, len(array), f"the value of {variable.name!r}").positions() for array in arrays]
-    return unflatten(structure, [array[at] for array, at in zip(arrays, rows)])
+def _check_rank(session: Session, variable: Variable, rank: Any) -> None:
+    if isinstance(rank, bool) or not isinstance(rank, (int, np.integer)):
+        raise TypeError(
+            f"cannot use {rank!r} as a rank of variable {variable.name!r}: expected an integer. w[rank] is the value "
+            "on one rank; the rows are w.value[...]."
+        )
+    if not 0 <= rank < session.world_size:
+        raise IndexError(
+            f"cannot use rank {rank} of variable {variable.name!r}: expected 0 to {session.world_size - 1}."
+        )
 
 
-def _check_rank(session: Session, rank: int) -> None:
-    if isinstance(rank, bool) or not isinstance(rank, (int, np.integer)) or not 0 <= rank < session.world_size:
-        raise ValueError(f"cannot use rank {rank!r}: expected 0 to {session.world_size - 1}.")
-
-
-def get_value(session: Session, variable: Variable, rank: int) -> Any:
+def get_value(session: Session, variable: Variable, rank: Any) -> Any:
     """Return a copy of the value on ``rank``."""
-    _check_rank(session, rank)
+    _check_rank(session, variable, rank)
     session.device_values.refresh(variable, session.deadline(None), [rank])
     return variable.build([_copy(leaf) for leaf in variable.leaves(rank)])
 

@@ -35,7 +35,7 @@ from synk._master.state.variable import Variables
 from synk._master.workers.ranks import Ranks
 from synk._master.workers.waiting import interrupted
 from synk._master.workers.workers import Workers
-from synk._pure.interrupts import deferred, holding, operation, waiting
+from synk._pure.interrupts import deferred, holding, waiting
 from synk._pure.limits import lock_s
 from synk._wire.cell import cell, refuse_inside_worker
 from synk._wire.memory import Segment
@@ -82,9 +82,6 @@ class Session:
     ----------
     workers, ranks, lanes, group, memory, functions, variables, residents, device_values, queue, profile
         The parts of the session.
-    followers : list of callable
-        Empty in most programs. They are called after each successful call with the session, the call, its result, and
-        when its replies had come and it ended.
     tracer : Tracer or None
         Records the calls for a trace.
     counters : dict of str to int
@@ -122,7 +119,6 @@ class Session:
         self.pid = os.getpid()
         self._lock = threading.RLock()
         self.profile = Profile()
-        self.followers: list[Any] = []
         self.tracer: Tracer | None = None
         self.numbers: Iterator[int] = itertools.count(1)
         self.plan_ids = itertools.count(1)
@@ -210,8 +206,8 @@ class Session:
                 f"cannot {verb} over nodes: got a runtime with cluster='here', expected one without cluster=. {instead}"
             )
 
-    def entered(self, verb: str) -> holding:
-        """Return the lock to hold for one operation. Inside, call :meth:`begin` first.
+    def entered(self, verb: str) -> threading.RLock:
+        """Return the lock to hold for one operation of a verb (which holds Ctrl-C back). Inside, :meth:`begin` first.
 
         Raises
         ------
@@ -225,20 +221,24 @@ class Session:
             raise ReentrancyError(
                 f"cannot {verb} while this thread is in another call: got here from a signal handler or a finalizer."
             )
-        return holding(self._lock)
+        return self._lock
 
     def if_free(self, action: Callable[[], None], timeout: float = 0.0) -> bool:
         """Run ``action`` under the lock if the lock is free within ``timeout`` seconds. Return whether it ran."""
         if self.is_mine():
             return False
         lock = self._lock
-        with operation():
+        with holding():
             try:
-                is_free: bool = lock.acquire(blocking=False) or waiting(lock.acquire, timeout=lock_s(timeout))
-                if is_free:
-                    action()
-                return is_free
-            finally:
+                try:
+                    is_free: bool = lock.acquire(blocking=False) or waiting(lock.acquire, timeout=lock_s(timeout))
+                    if is_free:
+                        action()
+                    return is_free
+                finally:
+                    if self.is_mine():
+                        lock.release()
+            finally:  # a signal handler may have raised in the lines above
                 if self.is_mine():
                     lock.release()
 
@@ -257,7 +257,9 @@ class Session:
         CallCancelled
             If another thread interrupted the wait for them.
         """
-        self.workers.waiting.is_interrupted = False  # A leftover interrupt was meant for an operation that has ended.
+        if not self.queue.calls and self.queue.chunks is None:
+            # A leftover interrupt was meant for an operation that has ended. With calls in flight it is meant for them.
+            self.workers.waiting.is_interrupted = False
         self.resume(verb, deadline)
         if self.has_dropped:
             self.memory.free_dropped()  # No worker is busy, so the places of dropped small segments may be used again.
@@ -285,6 +287,13 @@ class Session:
             self.workers.recovery.restarted.clear()
         if self.residents.is_unsettled:
             self.residents.settle(self.deadline(None) if deadline is None else deadline)
+        if self.functions.is_torn:
+            self.replace_workers()
+            warn_at_users_line(
+                "all workers were started again: a signal handler had raised while functions were sent to them. What "
+                "functions kept there, in closures or globals, is gone.",
+                RuntimeWarning,
+            )
 
     @property
     def has_dropped(self) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 
 from synk._pure.dtypes import foreign_name
 from synk._pure.exact import RULE, exact_array, has_own_meaning, plain_form
-from synk._pure.interrupts import deferred, safe_point
+from synk._pure.interrupts import deferred
 from synk._pure.tables import is_table, kind_of
 from synk._pure.tensors import check_tensor, is_tensor
 
@@ -67,9 +67,9 @@ def _converted(value: Any, what: str) -> np.ndarray:
             )
         return array
     try:
-        array = safe_point(np.asarray, value)
+        array = np.asarray(value)
         is_array = hasattr(value, "dtype") and not isinstance(value, (str, bytes))
-        found = array if is_array else safe_point(exact_array, value, array)
+        found = array if is_array else exact_array(value, array)
     except Exception as error:
         if isinstance(value, list) and "inhomogeneous" in str(error):
             got = "a list whose entries differ in length or shape, expected rows of one shape"
@@ -118,15 +118,23 @@ def copy_into(target: np.ndarray, source: np.ndarray) -> None:
     if target.nbytes < PARALLEL_NBYTES or target.ndim == 0 or len(target) < 2:
         np.copyto(target, source, casting="unsafe")  # the byte order is all that a cast can change here
         return
-    half = len(target) // 2
-    thread = threading.Thread(target=np.copyto, args=(target[half:], source[half:]), kwargs={"casting": "unsafe"})
+    half, is_over = len(target) // 2, False
+
+    def copy_rest() -> None:
+        if not is_over:
+            np.copyto(target[half:], source[half:], casting="unsafe")
+
+    thread = threading.Thread(target=copy_rest)
     with deferred():  # The thread must not outlive the operation: it would overwrite what is copied next.
         try:
-            thread.start()
-        except RuntimeError:  # the system refuses another thread
-            np.copyto(target, source, casting="unsafe")
-            return
-        try:
+            try:
+                thread.start()
+            except RuntimeError:  # the system refuses another thread
+                half = len(target)
             np.copyto(target[:half], source[:half], casting="unsafe")
-        finally:
-            thread.join()
+            if half < len(target):
+                thread.join()
+        finally:  # a signal handler may have raised, in the start of the thread, too
+            is_over = True
+            if thread.is_alive():
+                thread.join()

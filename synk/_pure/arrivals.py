@@ -7,8 +7,6 @@ import select
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from synk._pure.interrupts import operation
-
 _LONGEST_S = 0.1
 
 
@@ -24,7 +22,7 @@ async def wait_readable(descriptors: Callable[[], Iterable[int]]) -> None:
     arrived = loop.create_future()
     with contextlib.closing(select.epoll()) as waiting:
         for fd in descriptors():
-            with operation(), contextlib.suppress(OSError):  # another thread closed it: its worker is replaced
+            with contextlib.suppress(OSError):  # another thread closed it: its worker is replaced
                 waiting.register(fd, select.EPOLLIN)
         loop.add_reader(waiting.fileno(), _note, arrived)
         try:

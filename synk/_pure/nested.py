@@ -1,8 +1,5 @@
 """Takes nested arguments apart and builds them again: dicts, tuples, named tuples and dataclasses of arrays.
 
-Sparse matrices and tables are taken apart in the same way where single rows of them are needed: they too are structure
-around arrays.
-
 This file decides what is structure and what is rows. A list is rows, as for ``numpy.asarray``, and so is a tuple of
 numbers or texts. Every other tuple is structure, so arrays of equal length are never stacked. A list of arrays could be
 either, and is refused where rows are divided.
@@ -23,9 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synk._pure.interrupts import safe_point
-from synk._pure.sparse import csr_parts, is_csr
-from synk._pure.tables import is_table, table_parts
+from synk._pure.sparse import is_csr
+from synk._pure.tables import is_table
 from synk._pure.tensors import is_tensor
 
 SINGLE_VALUES = (str, bytes, bool, int, float, complex, np.generic)
@@ -40,8 +36,6 @@ _SEQUENCES = (list, tuple, collections.deque)
 _MAX_DEPTH, _PLAIN_DEPTH = 16, 8
 
 LEAF = "leaf"
-WHOLE = "whole"
-"""Stands for a leaf without rows of its own: a part of a matrix or table, which every rank needs whole."""
 
 
 class Container(NamedTuple):
@@ -49,13 +43,12 @@ class Container(NamedTuple):
 
     Attributes
     ----------
-    kind : {"mapping", "fields", "named", "tuple", "rows"}
-        ``"rows"`` is a sparse matrix or a table: each of its parts is an array.
+    kind : {"mapping", "fields", "named", "tuple"}
     make : callable
         What the container is built with: its class, in most cases.
     keys : tuple
         The keys of a mapping in its order, or the names of the fields, or nothing.
-    parts : tuple of Container, ``LEAF``, ``WHOLE`` or None
+    parts : tuple of Container, ``LEAF`` or None
         None stands for a value that is None.
     key_types : tuple of type
         The types of the keys; nothing if all are str. The key 1 equals True, which a function can tell apart.
@@ -66,25 +59,6 @@ class Container(NamedTuple):
     keys: tuple[Any, ...]
     parts: tuple[Any, ...]
     key_types: tuple[type, ...] = ()
-
-
-class LeafInfo(NamedTuple):
-    """What is known about a leaf.
-
-    Attributes
-    ----------
-    path : str
-        The place of the leaf, as one would write it behind the argument's name. A part of a sparse matrix or a table
-        has the path of the matrix or table.
-    is_whole : bool
-        Whether every rank needs the leaf whole.
-    made_by : callable or None
-        Builds the sparse matrix or the table that the leaf is part of.
-    """
-
-    path: str
-    is_whole: bool
-    made_by: Any
 
 
 def is_nested(value: Any) -> bool:
@@ -116,7 +90,7 @@ def is_plain_object(value: Any, depth: int = _PLAIN_DEPTH) -> bool:
 
 
 def has_inner_rows(value: Any) -> bool:
-    """Whether a value is a sparse matrix or a table: no array, but made of arrays that have its rows."""
+    """Whether a value is a sparse matrix or a table: no array, but an object that has rows."""
     return is_csr(value) or is_table(value)
 
 
@@ -174,16 +148,13 @@ def check_no_list(value: Any, verb: str, what: str, label: str = "", caller: str
     )
 
 
-def take_apart(value: Any, *, dumps: Callable[[Any], bytes] | None = None) -> tuple[list[Any], Any]:
+def take_apart(value: Any) -> tuple[list[Any], Any]:
     """Return the leaves of a nested value, and its structure.
-
-    With ``dumps``, which pickles columns of objects, a sparse matrix or a table with rows to divide is taken apart as
-    well; otherwise it is a leaf.
 
     Raises
     ------
     TypeError
-        If a dataclass cannot be built from its fields, or a table cannot be pickled.
+        If a dataclass cannot be built from its fields.
     RecursionError
         If the value holds itself.
 
@@ -196,21 +167,17 @@ def take_apart(value: Any, *, dumps: Callable[[Any], bytes] | None = None) -> tu
     {'x': 'a', 'y': ('b', None)}
     """
     leaves: list[Any] = []
-    return leaves, _structure(value, leaves, dumps)
+    return leaves, _structure(value, leaves)
 
 
-def _structure(value: Any, leaves: list[Any], dumps: Callable[[Any], bytes] | None) -> Any:
+def _structure(value: Any, leaves: list[Any]) -> Any:
     if value is None:
         return None
     if not is_nested(value):
-        if dumps is not None and type(value) is not np.ndarray and has_inner_rows(value):
-            maker, arrays = csr_parts(value) if is_csr(value) else table_parts(value, dumps)
-            leaves += [array for array, _ in arrays]
-            return Container("rows", maker, (), tuple([WHOLE if is_whole else LEAF for _, is_whole in arrays]))
         leaves.append(value)
         return LEAF
     kind, make, keys, parts = _opened(value)
-    return Container(kind, make, keys, tuple([_structure(part, leaves, dumps) for part in parts]), _types_of(keys))
+    return Container(kind, make, keys, tuple([_structure(part, leaves) for part in parts]), _types_of(keys))
 
 
 def _types_of(keys: tuple[Any, ...]) -> tuple[type, ...]:
@@ -355,7 +322,7 @@ def _maker(cls: type, parts: Any, plain: type) -> Callable[..., Any]:
     is_built_so = _is_built_so.get(cls)
     if is_built_so is None:
         try:
-            made = safe_point(cls, parts)
+            made = cls(parts)
             # The elements of a tuple, or the keys of a mapping: ``Point(*xs)`` would make a tuple with one element.
             is_built_so = len(made) == len(parts) and all(map(operator.is_, made, parts))
         except Exception:  # the user's constructor may raise anything
@@ -376,7 +343,7 @@ def holds(value: Any, kind: type) -> bool:
 
 def build(structure: Any, leaves: Iterator[Any]) -> Any:
     """Return the nesting of ``structure``, filled with the next items of ``leaves``."""
-    if structure is LEAF or structure in (LEAF, WHOLE):
+    if structure == LEAF:
         return next(leaves)
     if structure is None:
         return None
@@ -387,25 +354,18 @@ def build(structure: Any, leaves: Iterator[Any]) -> Any:
         return items if make is dict else make(items)
     if kind == "fields":
         return make(**dict(zip(keys, built)))
-    return make(*built) if kind in ("named", "rows") else make(built)
+    return make(*built) if kind == "named" else make(built)
 
 
 def paths(structure: Any, path: str = "") -> list[str]:
     """Return the path of each leaf, as one would write it behind the argument's name."""
-    return [leaf.path for leaf in leaf_infos(structure, path)]
-
-
-def leaf_infos(structure: Any, path: str = "") -> list[LeafInfo]:
-    """Return what is known about each leaf."""
     if structure is None:
         return []
-    if structure in (LEAF, WHOLE):
-        return [LeafInfo(path, False, None)]
-    kind, make, keys, parts, _ = structure
-    if kind == "rows":
-        return [LeafInfo(path, part == WHOLE, make) for part in parts]
+    if structure == LEAF:
+        return [path]
+    kind, _, keys, parts, _ = structure
     if kind == "tuple":
         steps = [f"[{position}]" for position in range(len(parts))]
     else:
         steps = [f"[{key!r}]" if kind == "mapping" else f".{key}" for key in keys]
-    return [leaf for step, part in zip(steps, parts) for leaf in leaf_infos(part, path + step)]
+    return [leaf for step, part in zip(steps, parts) for leaf in paths(part, path + step)]

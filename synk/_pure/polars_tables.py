@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import polars as pl
 
-_ARRAYS = {
+_NUMBERS = {
     pl.Int8, pl.Int16, pl.Int32, pl.Int64, pl.UInt8, pl.UInt16, pl.UInt32, pl.UInt64, pl.Float32, pl.Float64,
     pl.Boolean,
 }  # fmt: skip
 
 
-def opened(table: Any) -> tuple[Any, list[Any], bool]:
-    """Return a table without rows, its columns, and False: there is no index that could count the rows."""
-    return table.clear(), columns_of(table), False
+def sent(rows: Any) -> Any:
+    """Return what is pickled of some rows: an object whose pickle loads as the rows, which lie beside it."""
+    return _Sent(rows)
+
+
+class _Sent:
+    def __init__(self, rows: Any) -> None:
+        self._rows = rows
+
+    def __reduce__(self) -> Any:
+        is_series, file = isinstance(self._rows, pl.Series), io.BytesIO()
+        (self._rows.to_frame() if is_series else self._rows).write_ipc(file, compression="uncompressed")
+        return _read, (pickle.PickleBuffer(file.getbuffer()), is_series)
+
+
+def _read(data: Any, is_series: bool) -> Any:
+    frame = pl.read_ipc(io.BytesIO(data))
+    return frame.to_series() if is_series else frame
 
 
 def columns_of(table: Any) -> list[Any]:
@@ -28,20 +45,14 @@ def labels_of(table: Any) -> list[Any]:
     return [table.name] if isinstance(table, pl.Series) else table.columns
 
 
-def arrays(column: Any) -> list[np.ndarray] | None:
-    """Return the arrays that hold a column, or None if it must be pickled."""
-    if column.dtype not in _ARRAYS and not column.dtype.is_temporal():
-        return None
-    physical = column.to_physical()
-    if not column.null_count():
-        return [physical.to_numpy()]
-    missing = pl.Series([False] if physical.dtype == pl.Boolean else [0], dtype=physical.dtype)
-    return [physical.zip_with(physical.is_not_null(), missing).to_numpy(), column.is_null().to_numpy()]
-
-
 def numbers(column: Any) -> list[np.ndarray] | None:
     """Return the arrays of a column that an op can compute with, or None."""
-    return arrays(column) if column.dtype in _ARRAYS else None
+    if column.dtype not in _NUMBERS:
+        return None
+    if not column.null_count():
+        return [column.to_numpy()]
+    missing = pl.Series([False] if column.dtype == pl.Boolean else [0], dtype=column.dtype)
+    return [column.zip_with(column.is_not_null(), missing).to_numpy(), column.is_null().to_numpy()]
 
 
 def alike(columns: Sequence[Any]) -> list[Any]:
@@ -51,25 +62,11 @@ def alike(columns: Sequence[Any]) -> list[Any]:
 
 
 def restored(column: Any, arrays: Sequence[np.ndarray]) -> Any:
-    """Return a column built from its arrays. ``column`` gives the dtype and may have no rows."""
+    """Return a column like another from the arrays of :func:`numbers`."""
     made = pl.Series(column.name, arrays[0]).cast(column.dtype)
     if len(arrays) == 1:
         return made
     return made.zip_with(pl.Series(~arrays[1]), pl.Series([None], dtype=column.dtype))
-
-
-def concatenated(columns: Sequence[Any]) -> Any:
-    """Join columns of one dtype."""
-    return pl.concat(columns)
-
-
-def taken(column: Any, positions: np.ndarray) -> Any:
-    return column[positions]
-
-
-def built(template: Any, columns: Sequence[Any], numbers: np.ndarray | None) -> Any:
-    """Return a table like ``template`` of its columns."""
-    return with_columns(template, None, columns)
 
 
 def with_columns(template: Any, index: None, columns: Sequence[Any]) -> Any:

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from synk._pure.interrupts import safe_point
-
 
 def shard_bounds(num_rows: int, world_size: int) -> list[tuple[int, int]]:
     """Return ``(start, stop)`` of each rank's rows, as ``numpy.array_split`` splits them.
@@ -48,6 +46,21 @@ class Selection:
         if self.indices is not None:
             return self.indices
         return self.start + self.step * np.arange(self.count, dtype=np.int64)
+
+    def between(self, low: int, high: int) -> slice | npt.NDArray[np.int64]:
+        """Return where the selected rows ``low`` to ``high`` lie, in their order.
+
+        Examples
+        --------
+        >>> np.arange(10)[Selection(5, start=9, step=-2).between(1, 4)]
+        array([7, 5, 3])
+        """
+        if self.indices is not None:
+            return self.indices[low:high]
+        if low == high:  # if the selection goes backwards, its first row may lie before the array
+            return slice(0, 0)
+        first, stop = self.start + low * self.step, self.start + high * self.step
+        return slice(first, None if stop < 0 else stop, self.step)
 
     def same_rows(self, other: Selection) -> bool:
         """Whether both select the same rows in the same order."""
@@ -130,7 +143,7 @@ def _index_array(batch: Any, num_rows: int, what: str) -> npt.NDArray[np.int64]:
 
 def _as_array(batch: Any, what: str) -> np.ndarray:
     try:
-        return safe_point(np.asarray, batch)
+        return np.asarray(batch)
     except Exception as error:
         raise TypeError(
             f"cannot select rows of {what}: got a batch of type {type(batch).__name__} ({error})."

@@ -1,28 +1,25 @@
-"""Takes Series and DataFrames of pandas and polars apart into arrays with rows, and builds tables from some rows.
+"""Rows of Series and DataFrames of pandas and polars, and of CSR matrices: cut by their own library, and packed.
 
-Columns of numbers, bools and times are arrays already. Categories travel as their codes, and columns that may have
-missing values as values and masks. All other columns (text, objects, lists) are pickled in blocks of rows, and a rank
-loads only the blocks that hold its rows. The table without its rows, which carries the labels, the dtypes and the name,
-is part of the structure.
+The rows of a rank are a table of their own, with the labels, the dtypes and the attributes of the whole one. It is
+pickled with its arrays beside the pickle, and read where it lies.
 
-This file imports neither library: a program with a table has imported its own.
+This file imports none of the libraries: a program with a table has imported its own.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 import pickle
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 _MODULES = {"pandas": "synk._pure.pandas_tables", "polars": "synk._pure.polars_tables"}
-_BLOCK = 1 << 13
-"""How many rows are pickled together."""
+_ALIGNMENT = 64
+_ROUNDING = 8
+"""A place for rows is at most this fraction larger than they are, so that rows of about the same size fit one plan."""
 
 
 def library_of(value: Any) -> str:
@@ -58,133 +55,70 @@ def functions_for(library: str) -> Any:
     return importlib.import_module(_MODULES[library])
 
 
-def table_parts(table: Any, dumps: Callable[[Any], bytes]) -> tuple[TableRows, list[tuple[np.ndarray, bool]]]:
-    """Return an object that builds rows of a table, and the arrays that it needs.
+def taken_rows(table: Any, positions: Sequence[int] | np.ndarray | slice) -> Any:
+    """Return the rows of a table or a CSR matrix at these positions."""
+    return table.iloc[positions] if library_of(table) == "pandas" else table[positions]
 
-    Parameters
-    ----------
-    table : Series or DataFrame
-    dumps : callable
-        Pickles an object.
 
-    Returns
-    -------
-    make : TableRows
-    parts : list of (ndarray, is_whole)
-        Arrays with the rows of the table, and arrays that every rank needs whole.
+def pickled_rows(table: Any, positions: np.ndarray | slice, dumps: Callable[..., bytes]) -> list[Any]:
+    """Return the pickle of some rows, and the buffers beside it.
 
     Raises
     ------
     TypeError
         If a column or the labels cannot be pickled.
     """
-    library = library_of(table)
-    functions = functions_for(library)
-    template, columns, has_numbers = functions.opened(table)
-    parts: list[tuple[np.ndarray, bool]] = []
-    counts = []
-    labels = functions.labels_of(table)
-    # columns of the index have negative positions
-    for position, column in enumerate(columns, len(labels) - len(columns)):
-        arrays = functions.arrays(column)
-        what = f"column {labels[position]!r}" if position >= 0 else "index"
-        whole = _blocks(column, what, dumps) if arrays is None else ()
-        parts += [(each, True) for each in whole] + [(each, False) for each in arrays or ()]
-        counts.append(0 if arrays is None else len(arrays))
-    has_numbers = has_numbers or 0 in counts
-    if has_numbers:
-        num_rows = len(table)
-        parts.insert(0, (np.arange(num_rows, dtype=np.int32 if num_rows < 1 << 31 else np.int64), False))
-    return TableRows(library, kind_of(table), _pickled(template, "labels", dumps), tuple(counts), has_numbers), parts
-
-
-@dataclass(frozen=True)
-class TableRows:
-    """Builds a table from some rows of another one.
-
-    Attributes
-    ----------
-    library : str
-    what : str
-        Names the table in errors.
-    template : bytes
-        The pickle of the table without rows.
-    counts : tuple of int
-        How many arrays each column has; 0 where it is pickled.
-    has_numbers : bool
-        Whether the first array holds the row numbers.
-
-    Examples
-    --------
-    >>> import pandas
-    >>> frame = pandas.DataFrame({"price": [1.5, 2.5, 3.5], "name": ["a", "b", "c"]})
-    >>> make, parts = table_parts(frame, pickle.dumps)
-    >>> make(*[array if is_whole else array[1:] for array, is_whole in parts])
-       price name
-    1    2.5    b
-    2    3.5    c
-    """
-
-    library: str
-    what: str
-    template: bytes
-    counts: tuple[int, ...]
-    has_numbers: bool
-    cure = ".to_numpy()"
-
-    @functools.cached_property
-    def _opened(self) -> tuple[Any, list[Any], bool]:
-        opened: tuple[Any, list[Any], bool] = functions_for(self.library).opened(pickle.loads(self.template))
-        return opened
-
-    def __call__(self, *parts: np.ndarray) -> Any:
-        functions, (template, columns, _), left = functions_for(self.library), self._opened, iter(parts)
-        numbers = next(left) if self.has_numbers else None
-        made = [
-            functions.restored(column, [next(left) for _ in range(count)]) if count else _loaded(column, left, numbers)
-            for column, count in zip(columns, self.counts)
-        ]
-        return functions.built(template, made, numbers)
-
-    def __reduce__(self) -> Any:  # without the cached template
-        return TableRows, (self.library, self.what, self.template, self.counts, self.has_numbers)
-
-
-# -- columns that are pickled -----------------------------------------------------------------------------------------
-
-
-def _blocks(column: Any, what: str, dumps: Callable[[Any], bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the pickled blocks of a column as one array, and where each block ends."""
-    pickles = [_pickled(column[start : start + _BLOCK], what, dumps) for start in range(0, len(column), _BLOCK)]
-    ends = np.cumsum([len(each) for each in pickles], dtype=np.int64)
-    data = b"".join(pickles)
-    # Round the size up, so that columns of about the same size fit the same plan.
-    room = np.zeros(1 << max(8, (len(data) - 1).bit_length()), np.uint8)
-    room[: len(data)] = np.frombuffer(data, np.uint8)
-    return room, ends
-
-
-def _loaded(column: Any, parts: Iterator[np.ndarray], numbers: np.ndarray | None) -> Any:
-    """Return the rows of a column that have these numbers. ``column`` is the column without rows."""
-    data, ends = next(parts), next(parts)
-    assert numbers is not None
-    blocks, places = np.divmod(numbers, _BLOCK)
-    wanted = np.unique(blocks)
-    loaded = [pickle.loads(data[ends[block - 1] if block else 0 : ends[block]].data) for block in wanted]
-    functions = functions_for("polars" if library_of(column) else "pandas")
-    return functions.taken(functions.concatenated([column, *loaded]), np.searchsorted(wanted, blocks) * _BLOCK + places)
-
-
-def _pickled(value: Any, what: str, dumps: Callable[[Any], bytes]) -> bytes:
+    rows, library = taken_rows(table, positions), library_of(table)
+    buffers: list[pickle.PickleBuffer] = []
     try:
-        return dumps(value)
+        sent = functions_for(library).sent(rows) if library else rows
+        return [dumps(sent, buffer_callback=buffers.append), *(buffer.raw() for buffer in buffers)]
     except Exception as error:
+        what = _culprit(rows, dumps)
         raise TypeError(f"its {what} cannot be pickled ({type(error).__name__}: {error})") from error
 
 
-# -- rows of tables ---------------------------------------------------------------------------------------------------
+def _culprit(table: Any, dumps: Callable[..., bytes]) -> str:
+    functions = functions_for(library_of(table))
+    for label, column in zip(functions.labels_of(table), functions.columns_of(table)):
+        try:
+            dumps(column)
+        except Exception:
+            return f"column {label!r}"
+    return "labels"
 
 
-def taken_rows(table: Any, positions: Sequence[int] | np.ndarray | slice) -> Any:
-    """Return the rows of a table at these positions."""
-    return table.iloc[positions] if library_of(table) == "pandas" else table[positions]
+def packed(pickles: Sequence[list[Any]]) -> np.ndarray:
+    """Return the rows of all ranks in one array of bytes, shape ``(ranks, nbytes)``, as :func:`unpacked` reads them.
+
+    Examples
+    --------
+    >>> [unpacked(own) for own in packed([[pickle.dumps("a")], [pickle.dumps((1, "b"))]])]
+    ['a', (1, 'b')]
+    """
+    places = [_places([memoryview(part).nbytes for part in parts]) for parts in pickles]
+    largest = max(ends[-1] for ends in places)
+    step = max(1 << 10, (1 << largest.bit_length()) // (2 * _ROUNDING))
+    room = np.empty((len(pickles), -(-largest // step) * step), np.uint8)
+    for own, parts, ends in zip(room, pickles, places):
+        head = np.array([len(parts), *(memoryview(part).nbytes for part in parts)], np.int64)
+        own[: head.nbytes] = head.view(np.uint8)
+        for part, start in zip(parts, ends):
+            own[start : start + memoryview(part).nbytes] = np.frombuffer(part, np.uint8)
+    return room
+
+
+def unpacked(memory: np.ndarray) -> Any:
+    """Load what one rank has of :func:`packed`. Its arrays are views of ``memory``."""
+    count = int(memory[:8].view(np.int64)[0])
+    sizes = memory[8 : 8 * (count + 1)].view(np.int64).tolist()
+    data, *buffers = [memory[start : start + size] for start, size in zip(_places(sizes), sizes)]
+    return pickle.loads(data.data, buffers=buffers)
+
+
+def _places(sizes: Sequence[int]) -> list[int]:
+    """Return where each part starts, and the end of the last."""
+    ends = [-(-8 * (len(sizes) + 1) // _ALIGNMENT) * _ALIGNMENT]
+    for size in sizes:
+        ends.append(-(-(ends[-1] + size) // _ALIGNMENT) * _ALIGNMENT)
+    return ends

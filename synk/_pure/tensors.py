@@ -87,10 +87,13 @@ def memory_of(tensor: Any, dtype: Any, plain: Any) -> np.ndarray | None:
 
 
 def tensor_of(array: np.ndarray) -> Any:
-    """Return a tensor on the memory of an array whose dtype torch has."""
+    """Return a tensor on the memory of an array whose dtype torch has: on a copy if the array is read-only.
+
+    torch has neither read-only tensors nor negative strides.
+    """
     import torch
 
-    if array.ndim and min(array.strides) < 0:  # torch has no negative strides
+    if not array.flags.writeable or (array.ndim and min(array.strides) < 0):
         array = array.copy()
     name = dtype_name(array.dtype)
     if name in _SHARED_DTYPES:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import reprlib
 
-from synk._pure.interrupts import safe_point
-
 _MAX_LENGTH = 80
 
 _repr = reprlib.Repr()
@@ -23,7 +21,7 @@ def short_repr(value: object) -> str:
     True
     """
     try:
-        text = " ".join(safe_point(_repr.repr, value).split())
+        text = " ".join(_repr.repr(value).split())
     except Exception:  # reprlib guards against instances that raise, but not against odd containers
         text = f"<{type(value).__name__}>"
     return text if len(text) <= _MAX_LENGTH else f"{text[: _MAX_LENGTH - 3]}..."

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import ParamSpec, TypeVar
 
 from synk import errors
-from synk._pure.interrupts import is_from_handler
+from synk._pure.interrupts import holding
 from synk._pure.words import explain
 
 P = ParamSpec("P")
@@ -27,6 +27,17 @@ _PACKAGES = re.compile(r"[/\\](site|dist)-packages[/\\]")
 
 
 def verb(fn: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a public function that does something: it holds Ctrl-C back, and is :func:`outlined`."""
+
+    @functools.wraps(fn)
+    def held(*args: P.args, **kwargs: P.kwargs) -> R:
+        with holding():
+            return fn(*args, **kwargs)
+
+    return outlined(held)
+
+
+def outlined(fn: Callable[P, R]) -> Callable[P, R]:
     """Decorate a public function: its exceptions show the program's lines and none of synk's."""
 
     @functools.wraps(fn)
@@ -83,10 +94,10 @@ def outline(error: BaseException) -> None:
     """Drop all but the program's own frames from the traceback of ``error`` if the others say nothing.
 
     They say nothing about an exception of a worker's function, an error of the runtime, a mistake that synk found, or
-    an exception of a signal handler, such as Ctrl-C. For any other exception all frames are kept.
+    Ctrl-C. For any other exception all frames are kept.
     ``SYNK_FULL_TRACEBACK=1`` in the environment always keeps them.
     """
-    if os.environ.get("SYNK_FULL_TRACEBACK") or not (_is_told(error) or is_from_handler(error)):
+    if os.environ.get("SYNK_FULL_TRACEBACK") or not (_is_told(error) or isinstance(error, KeyboardInterrupt)):
         return
     each: BaseException | None = error
     seen: set[int] = set()

@@ -118,6 +118,8 @@ _OF_FUNCTION = _each(
         "outaxes outspecs reduce reduction op ops combine output": "outputs=",
         f"{_WORKERS} {_GPUS}": "synk.fork(num_workers, devices=...): functions run on the workers that there are",
         "retries maxretries": "retry=",
+        "name": "a def with this name, or set fn.__name__: errors and profiles show that",
+        "changes": "updates=, which takes variables and resident objects",
         "batch batchsize timeout numslices": "the option in the call, as f(x, timeout=seconds)",
     }
 )
@@ -135,12 +137,35 @@ KEYWORDS = {
 GONE = {
     "Function.build_inputs": "synk.data(a), synk.data(b)",
     "Function.cprofile": "synk.profiler.cprofile(f, *args)",
+    "Function.name": "f.__name__",
+    "Function.on": "synk.Program(f, state={...}).on(backend)",
     "Function.plan": "synk.profile() after the calls: it has the bytes and the time of each argument",
     "Function.refresh": "nothing: every call compares all that it captured",
     "Function.rows": "f.stream(x[k : k + n] for k in range(0, len(x), n))",
+    "Profile.to_dict": "[each._asdict() for each in profile.transfers], and of profile.ranks",
+    "Program.add": "synk.Program(step=step, predict=predict, state={...}), with all functions at once",
+    "Program.names": "the functions by their names: p.step",
+    "Program.program": "the program that you called on() of",
+    "Program.runtime": "p.on(runtime), with a runtime of yours",
+    "Program.sync_from_parent": "p.on(runtime) once more",
+    "Runtime.all_gather": "synk.all_gather(w)",
+    "Runtime.all_reduce": "synk.all_reduce(w)",
+    "Runtime.broadcast": "synk.broadcast(w)",
+    "Runtime.gather": "synk.gather(w)",
+    "Runtime.get_lengths": "w.lengths",
+    "Runtime.get_shapes": "w.shapes",
+    "Runtime.get_value": "w.value, or w[rank]",
+    "Runtime.reduce": "synk.reduce(w)",
+    "Runtime.scatter": "synk.scatter(w, values)",
+    "Runtime.set_value": "w.value = value, or w[rank] = value",
+    "profiler.Trace": "synk.profiler.trace(path), which writes the file",
     "profiler.live": "print(synk.profile()) now and again",
     "profiler.transfer_guard": "synk.profile(): its table has the bytes of each argument",
     "synk.FunctionWrapper": "a function of your own that calls the synk function",
+    "synk.get_lengths": "w.lengths",
+    "synk.get_shapes": "w.shapes",
+    "synk.get_value": "w.value, or w[rank]",
+    "synk.set_value": "w.value = value, or w[rank] = value",
     "synk.wrap": "synk.fork(), and synk.function(f)",
 }
 """What was there in 0.1: what to write instead."""
@@ -174,8 +199,8 @@ class Hinting:
     if not TYPE_CHECKING:  # for a type checker a name that is missing stays a mistake
 
         def __getattr__(self, name: str) -> Any:
-            owner = next(each.__name__ for each in type(self).__mro__ if each.__name__ in NAMES)
-            raise no_attribute(owner, self, name)
+            names = [each.__name__ for each in type(self).__mro__]
+            raise no_attribute(next((each for each in names if each in NAMES), names[0]), self, name)
 
 
 def explain(error: TypeError, fn: Callable[..., Any], given: Iterable[str]) -> None:

@@ -26,7 +26,7 @@ class Down(IntEnum):
     ROWS = 6  # the rank's weight in averages
     LOCAL_START = 7  # first row and step of the rank's rows within its shard
     LOCAL_STEP = 8
-    TIMED = 9  # 1: the ranks write the times of the call; TRACED: it is in a trace; rank 0's entry counts for all
+    TIMED = 9  # whether the ranks write the times of the call; rank 0's entry counts for all
     CALL = 10  # number of the call; rank 0's entry counts for all
     COMMITTED = 11  # number of the last call whose assignments took effect on this rank
     GROUP = 12  # number of the NCCL group that reduces the call's large outputs on the devices; 0: the host does
@@ -56,22 +56,10 @@ class Up(IntEnum):
     BEGAN_NS = 7
     ENDED_NS = 8
     PUBLISHED_NS = 9
-    # the phases of a training step, without what was spent waiting in them; written in calls that change residents
-    FORWARD_NS = 10
-    BACKWARD_NS = 11
-    REDUCE_NS = 12
-    OPTIMIZER_NS = 13
     # bytes that the backend has copied to and from the device since the last timed call; written on devices
-    H2D_NBYTES = 14
-    D2H_NBYTES = 15
-
-
-PHASES = {name: int(Up[f"{name.upper()}_NS"]) for name in ("forward", "backward", "reduce", "optimizer")}
-"""The phases of a training step on its rank, and their words."""
-
-
-TRACED = 2
-"""The value of ``Down.TIMED`` in a trace."""
+    H2D_NBYTES = 10
+    D2H_NBYTES = 11
+    PAGEABLE_NBYTES = 12  # those of both that went by way of memory which the driver does not know
 
 
 class Phase(IntEnum):

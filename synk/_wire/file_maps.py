@@ -9,32 +9,36 @@ import contextlib
 import mmap
 import os
 import stat
-from typing import Any, NamedTuple
+import weakref
+from typing import Any
 
 import numpy as np
+from numpy.lib.array_utils import byte_bounds
+
+_files: weakref.WeakKeyDictionary[Any, tuple[int, int] | None] = weakref.WeakKeyDictionary()
+"""For each map, the device and the inode of its file; None if the name led to another file when it was first met."""
 
 
-def recipe_of_map(array: np.ndarray) -> Any:
+def recipe_of_map(array: np.ndarray, modes: tuple[str, ...] = ("r",)) -> Any:
     """Return how a rank makes the same array: a function and its arguments.
 
-    None if the array does not lie in a read-only map of a file that can be opened by its name.
+    None if the array does not lie in a map of a file, in one of these modes, that can be opened by its name.
     """
     owner = map_of(array)
-    if owner is None or owner.mode != "r" or array.dtype.hasobject:
+    if owner is None or owner.mode not in modes or array.dtype.hasobject:
         return None
+    if owner.base not in _files:
+        _files[owner.base] = _file_of(owner)
+    path = str(owner.filename)
     try:
-        status = os.stat(str(owner.filename))
+        status = os.stat(path)
     except OSError:
         return None
+    file = status.st_dev, status.st_ino
+    if file != _files[owner.base]:
+        return None
     offset = owner.offset + _address(array) - _address(owner)
-    file = str(owner.filename), (status.st_dev, status.st_ino)
-    return map_again, (*file, offset, array.dtype, array.shape, array.strides, type(array) is np.memmap)
-
-
-def sure_recipe_of_map(array: np.ndarray) -> Any:
-    """Return the same after making sure that the name still leads to the file; None if another has taken it."""
-    owner, recipe = map_of(array), recipe_of_map(array)
-    return recipe if owner is not None and recipe is not None and _is_found_by_name(owner) else None
+    return map_again, (path, file, offset, array.dtype, array.shape, array.strides, type(array) is np.memmap)
 
 
 def map_of(array: np.ndarray) -> np.memmap | None:
@@ -52,8 +56,8 @@ def map_again(
 
     Raises
     ------
-    OSError, ValueError
-        If the file cannot be opened, is shorter by now, or another one has taken its name.
+    OSError, ValueError, TypeError
+        If the file cannot be opened, another one has taken its name, or it is shorter by now.
     """
     whole = np.memmap(path, np.uint8, "r")
     status = os.stat(path)
@@ -65,50 +69,49 @@ def map_again(
     return made.view(np.memmap) if is_memmap else made
 
 
-def _is_found_by_name(owner: np.memmap) -> bool:
-    """Whether the name of a file still leads to the file that is mapped: another may have taken its place."""
+def check_length(array: np.ndarray, what: str) -> None:
+    """Raise ValueError if the file of a map is too short for an array in it: reading it would end the process."""
+    owner = map_of(array)
+    assert owner is not None
+    size, needed = os.stat(str(owner.filename)).st_size, owner.offset + byte_bounds(array)[1] - _address(owner)
+    if size < needed:
+        raise ValueError(
+            f"cannot pass {what}: got a memory map of {owner.filename}, which has {size} bytes by now, expected "
+            f"{needed} or more. Open it again."
+        )
+
+
+def _file_of(owner: np.memmap) -> tuple[int, int] | None:
+    """Return the device and the inode of the file that is mapped; None if its name leads to another by now.
+
+    What tells is the kernel's own table of this process's maps. ``fstat`` reports other numbers on some file systems.
+    """
     try:
         # The name may belong to a pipe by now, and opening it would wait for a writer.
         fd = os.open(str(owner.filename), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
-        return False
+        return None
     try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            return False
-        with contextlib.suppress(OSError, ValueError), mmap.mmap(fd, 1, access=mmap.ACCESS_READ) as page:
-            address = np.frombuffer(page, np.uint8).ctypes.data
-            theirs, ours = mappings_at([_address(owner), address])
-            return theirs is not None and ours is not None and theirs.file == ours.file
-        return False
+        status = os.fstat(fd)
+        if stat.S_ISREG(status.st_mode):
+            with contextlib.suppress(OSError, ValueError), mmap.mmap(fd, 1, access=mmap.ACCESS_READ) as page:
+                theirs, ours = _files_at([_address(owner), _address(np.frombuffer(page, np.uint8))])
+                return (status.st_dev, status.st_ino) if theirs == ours is not None else None
+        return None
     finally:
         os.close(fd)
 
 
-class Mapping(NamedTuple):
-    """A part of this process's memory: its address, and the part of a file that lies there."""
-
-    start: int
-    offset: int
-    file: tuple[bytes, bytes]
-    is_shared: bool
-
-
-def mappings_at(addresses: list[int]) -> list[Mapping | None]:
-    """Return what this process has mapped at each of the addresses.
-
-    These are the kernel's own names of files: on some file systems ``fstat`` reports others.
-    """
-    found: list[Mapping | None] = [None] * len(addresses)
-    try:
-        with open("/proc/self/maps", "rb") as lines:
-            for line in lines:
-                span, permissions, offset, device, inode = line.split(maxsplit=5)[:5]
-                low, high = (int(bound, 16) for bound in span.split(b"-"))
-                for position, address in enumerate(addresses):
-                    if low <= address < high:
-                        found[position] = Mapping(low, int(offset, 16), (device, inode), permissions.endswith(b"s"))
-    except OSError:  # /proc is hidden: every array is copied
-        pass
+def _files_at(addresses: list[int]) -> list[tuple[bytes, bytes] | None]:
+    """Return the kernel's names of the files that this process has mapped at each of the addresses."""
+    found: list[tuple[bytes, bytes] | None] = [None] * len(addresses)
+    with open("/proc/self/maps", "rb") as lines:
+        for line in lines:
+            span, _, _, device, inode = line.split(maxsplit=5)[:5]
+            low, high = (int(bound, 16) for bound in span.split(b"-"))
+            for position, address in enumerate(addresses):
+                if low <= address < high:
+                    found[position] = device, inode
     return found
 
 

@@ -154,8 +154,6 @@ class Segment:
         The larger segment in which it lies, ``offset`` bytes from the start. It then has no descriptor of its own.
     is_arena : bool
         Whether it holds other segments.
-    is_file : bool
-        Whether it is one of the user's files, which are only read.
     generation : int
         ``forks.count`` when it was made.
     mapping : MappedFile or None
@@ -166,7 +164,7 @@ class Segment:
     """
 
     __slots__ = (
-        "__weakref__", "arena", "buffer", "generation", "id", "is_arena", "is_file", "is_owner", "is_private",
+        "__weakref__", "arena", "buffer", "generation", "id", "is_arena", "is_owner", "is_private",
         "is_staging", "is_worker_writable", "mapping", "nbytes", "offset", "tail_nbytes",
     )  # fmt: skip
 
@@ -204,7 +202,7 @@ class Segment:
         self.nbytes = nbytes
         self.arena = arena
         self.is_owner = arena is None  # of the descriptor
-        self.is_arena = self.is_file = self.is_staging = False
+        self.is_arena = self.is_staging = False
         self.tail_nbytes = 0
         self.is_private = arena is not None and arena.is_private
         self.is_worker_writable = arena is not None and arena.is_worker_writable
@@ -318,7 +316,7 @@ class Segment:
         twin._lie_at(self.mapping, self.id, self.offset, self.nbytes, self.arena)
         twin.tail_nbytes = self.tail_nbytes
         twin.is_owner, twin.is_worker_writable = False, self.is_worker_writable
-        twin.is_arena, twin.is_file = self.is_arena, self.is_file
+        twin.is_arena = self.is_arena
         # a view of this very array, so that what the rank keeps is seen as a view of this segment
         twin.buffer = self.buffer.view()
         twin.buffer.flags.writeable = self.is_worker_writable

@@ -102,9 +102,11 @@ class Input(NamedTuple):
     name : str
         The parameter; empty if the argument is passed by position.
     kind : str
-        ``"rows"`` (scattered array), ``"whole"`` (broadcast array), ``"object"`` (entry of the call's pickle),
-        ``"shard"`` or ``"replica"`` (a shared variable, sharded or replicated), ``"resident"`` (the rank's own object),
-        ``"closed over"`` (all rows of one array of a sharded variable that the function closes over, in a serial call;
+        ``"rows"`` (scattered array), ``"picked"`` (the rows of such an array that the call uses), ``"whole"``
+        (broadcast array), ``"table"`` (the packed rows of a table, a row of bytes for each rank), ``"object"`` (entry
+        of the call's pickle), ``"shard"`` or ``"replica"`` (a shared variable, sharded or replicated), ``"resident"``
+        (the rank's own object), ``"closed over"`` (all rows of one array of a sharded variable that the function closes
+        over, in a serial call;
         ``name`` is the variable's number).
     segment_id, offset : int
         Where the array starts. For ``"object"``, ``offset`` is the position in the pickled tuple. For shared variables
@@ -113,6 +115,8 @@ class Input(NamedTuple):
         The shape and dtype of the whole array. Axis 0 is the rows.
     tensor_dtype : str
         The dtype of a tensor, if NumPy lacks it. ``dtype`` is then the one that stores its elements.
+    file : tuple or None
+        If the array lies in a file that each rank maps itself: the arguments of ``synk._wire.file_maps.map_again``.
     """
 
     name: str
@@ -122,9 +126,10 @@ class Input(NamedTuple):
     shape: tuple[int, ...] = ()
     dtype: Any = None
     tensor_dtype: str = ""
+    file: Any = None
 
 
-IN_SEGMENTS = ("rows", "whole", "closed over")
+IN_SEGMENTS = ("rows", "picked", "whole", "closed over", "table")
 """The kinds of input that are arrays in a segment."""
 
 
@@ -279,7 +284,7 @@ class Body(NamedTuple):
 
     Attributes
     ----------
-    segments : list of (segment_id, nbytes, is_writable, is_staging, is_arena, is_file)
+    segments : list of (segment_id, nbytes, is_writable, is_staging, is_arena)
     parts : list of (segment_id, arena_id, offset, nbytes)
         Segments that lie in arenas. The arenas came before or come with this message.
     dropped : dict of str to dict
@@ -291,7 +296,7 @@ class Body(NamedTuple):
     content : the message's own body
     """
 
-    segments: Sequence[tuple[int, int, bool, bool, bool, bool]] = ()
+    segments: Sequence[tuple[int, int, bool, bool, bool]] = ()
     parts: Sequence[tuple[int, int, int, int]] = ()
     dropped: Mapping[str, Mapping[int, Any]] = {}
     news: Sequence[tuple[str, int, Any]] = ()

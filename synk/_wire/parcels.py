@@ -20,7 +20,6 @@ from cloudpickle.cloudpickle import (
     _lookup_module_and_qualname,
 )
 
-from synk._pure.interrupts import safe_point
 from synk._wire.classes import by_word, completed
 from synk._wire.hints import REDUCERS, readable
 
@@ -193,7 +192,7 @@ def _reduce_array(array: np.ndarray) -> Any:
     table = {key: value for key, value in getattr(array, "__dict__", {}).items() if type(value) is not mmap.mmap}
     if not table or not is_plain or array.dtype.hasobject:
         return NotImplemented
-    recipe: Any = safe_point(array.__reduce_ex__, 5)
+    recipe: Any = array.__reduce_ex__(5)
     make, args, state, *_ = recipe
     return make, args, (state, table), None, None, fill_array
 
@@ -281,11 +280,11 @@ def dumps(
     file = io.BytesIO()
     pickler = TravelPickler(file, protocol=protocol, buffer_callback=buffer_callback)
     pickler.has_word = has_word
-    safe_point(pickler.dump, obj)
+    pickler.dump(obj)
     return file.getvalue()
 
 
 def reduced(obj: Any) -> Any:
     """Return the recipe by which an object is pickled: a name, or what ``__reduce_ex__`` returns now."""
     rule = Pickler.dispatch_table.get(type(obj))
-    return safe_point(obj.__reduce_ex__, 5) if rule is None else safe_point(rule, obj)
+    return obj.__reduce_ex__(5) if rule is None else rule(obj)

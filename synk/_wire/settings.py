@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy._core import umath
 
-from synk._pure.interrupts import as_operation
-
 
 class Setting(NamedTuple):
     """A setting of a library.
@@ -165,7 +163,6 @@ class Reader:
             self._find()
         return [read() for read in self._readers]
 
-    @as_operation
     def _find(self) -> None:
         num_modules, found = len(sys.modules), {}
         for name, setting in SETTINGS.items():

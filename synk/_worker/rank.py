@@ -119,7 +119,7 @@ class Worker:
         self.down, self.up = self.lane.down, self.lane.up
         self.own_down, self.own_up = memoryview(self.down[rank]), self.lane.own_up
         self.own_up[Up.PHASE] = Phase.IDLE  # a dead worker that this one replaces may have left another phase
-        self.held = Held(self.backend)
+        self.held = Held(rank, self.backend)
         self.variables = VariableStore(rank, self.held.segments, self.down, self.backend, _replica_type(self.backend))
         self.residents = RankResidents()
         self.settings = Settings()
@@ -294,11 +294,9 @@ class Worker:
 
     def settle_inputs(self, prepared: PreparedPlan) -> None:
         """Give inputs that the function has kept pages of their own, and have later calls use another mapping."""
-        is_kept = self.executor.settle_inputs(prepared)
-        if prepared.function.to_framework is not None:
-            self.held.kept_data |= prepared.loans.kept_data()
-        if is_kept:
-            self.held.map_again(prepared.loans.staging)
+        segment = self.executor.settle_inputs(prepared)
+        if segment is not None:
+            self.held.map_again(segment)
 
     # -- interrupts, which may come at any line of the user's code ---------------------------------------------------
 

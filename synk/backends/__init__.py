@@ -146,8 +146,23 @@ class DeviceBackend(Backend, Protocol):
     def is_pinned(self, host: np.ndarray) -> bool:
         """Whether copying a host array to the device does not block the host."""
 
-    def take_copied(self) -> tuple[int, int]:
-        """Return the bytes of the arrays copied to the device, and back, since the last call of this method."""
+    def take_copied(self) -> tuple[int, int, int]:
+        """Return the bytes copied to the device, and back, since the last call of this method.
+
+        The third number says how many of them went by way of pageable memory, though registered memory is faster.
+        """
+
+    def note_begin(self) -> None:
+        """Note on the device that the function of a call begins, in one of its slices."""
+
+    def note_end(self) -> None:
+        """Note on the device that it has ended."""
+
+    def take_work_ns(self) -> int:
+        """Return the time on the device from the first begin to the last end since the last call of this method.
+
+        0 if it is not known: the device keeps no time, or has not done its work.
+        """
 
 
 class BufferBackend(Backend, Protocol):

@@ -26,7 +26,7 @@ class DeviceArrays:
         self.device = device
         self.xp = xp
         self._host = NumpyBackend(device)
-        self._num_copied = [0, 0]  # bytes to the device, and back
+        self._num_copied = [0, 0, 0]  # bytes to the device, and back; and those of both by way of pageable memory
 
     def has_dtype(self, array: np.ndarray) -> bool:
         """Whether the library has arrays of the dtype of a host array."""
@@ -85,9 +85,17 @@ class DeviceArrays:
         # The user may change the array while its copy to the device is still running, so a copy of it is the source.
         return self.from_host(np.array(array)) if isinstance(array, np.ndarray) else array
 
-    def take_copied(self) -> tuple[int, int]:
-        (to_device, back), self._num_copied = self._num_copied, [0, 0]
-        return to_device, back
+    def take_copied(self) -> tuple[int, int, int]:
+        (to_device, back, pageable), self._num_copied = self._num_copied, [0, 0, 0]
+        return to_device, back, pageable
+
+    def note_begin(self) -> None:
+        """Do nothing: what the host takes to queue the work of a function counts as its time."""
+
+    note_end = note_begin
+
+    def take_work_ns(self) -> int:
+        return 0
 
     def running(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,9 +17,8 @@ Converter = Callable[[Any], Any]
 def host_converters(framework: str) -> tuple[Converter, Converter]:
     """Return ``(to_framework, from_framework)`` between NumPy arrays and arrays of ``framework``.
 
-    Arrays of dtypes that the library lacks (text, dates) are not converted. Tensors are views. torch has no read-only
-    tensors: if a function writes into its input (``x += 1``, ``x.relu_()``), it changes copies of the pages in its own
-    process, which ``synk._worker.held.loans`` drops after the call.
+    Arrays of dtypes that the library lacks (text, dates) are not converted. What is made of a read-only array
+    is a copy, so a function may write into a tensor (``x += 1``, ``x.relu_()``); what is made of another is a view.
 
     Raises
     ------
@@ -60,14 +58,6 @@ def bfloat16() -> np.dtype:
 def _torch_converters() -> tuple[Converter, Converter]:
     import torch
 
-    with warnings.catch_warnings():
-        # torch warns once in a process that it cannot protect read-only memory. Here the warning comes and is ignored:
-        # the docstring of ``host_converters`` says why writing does no harm.
-        warnings.simplefilter("ignore")
-        read_only = np.zeros(1)
-        read_only.flags.writeable = False
-        torch.from_numpy(read_only)
-
     def to_torch(array: Any) -> Any:
         return tensor_of(array) if has_torch_dtype(array) else array
 
@@ -86,7 +76,9 @@ def _jax_converters() -> tuple[Converter, Converter]:
         return np.asarray(value) if isinstance(value, jax.Array) else value
 
     def to_jax(array: Any) -> Any:
-        return array if array.dtype.kind in "USMm" else jax.device_put(array)
+        if array.dtype.kind in "USMm":
+            return array
+        return jax.device_put(array if array.flags.writeable else array.copy())  # or it may share the memory
 
     return to_jax, from_jax
 

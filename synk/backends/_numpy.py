@@ -69,15 +69,15 @@ class NumpyBackend:
         return host
 
     def take(self, array: np.ndarray, indices: np.ndarray) -> np.ndarray:
-        return self.take_rows(array, indices)
+        rows = self.take_rows(array, indices)
+        rows.flags.writeable = False  # the value of a variable is read-only, also if its rows are copies
+        return rows
 
     def from_objects(self, value: Any) -> Any:
         return value
 
     def take_rows(self, host: np.ndarray, indices: np.ndarray) -> np.ndarray:
-        rows = host.take(indices, axis=0)
-        rows.flags.writeable = False  # inputs are read-only, also if their rows are copies
-        return rows
+        return host.take(indices, axis=0)
 
     def as_output(self, value: Any) -> np.ndarray | None:
         if type(value) is np.ndarray:

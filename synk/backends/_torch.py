@@ -19,7 +19,7 @@ from synk._pure.tensors import array_of, has_torch_dtype, is_plain, tensor_of
 from synk._wire.memory import Segment
 from synk.backends._assignment import DeviceAssignment, check_names, choose_named
 from synk.backends._device_arrays import DeviceArrays
-from synk.backends._frameworks import Converter, host_converters
+from synk.backends._frameworks import Converter
 from synk.backends._frameworks import on_host as on_host
 from synk.backends._listing import list_devices, version_line
 from synk.errors import UnsupportedError
@@ -93,7 +93,6 @@ class TorchBackend(DeviceArrays):
         if self._module is not None:
             self._module.set_device(self._device)
             self._stream, self._copy_stream = self._module.current_stream(), self._module.Stream()
-        host_converters("torch")  # makes torch give its warning of read-only memory now
 
     def forget_segment(self, segment: Segment) -> None:
         """Do nothing: copies from host memory have ended when ``from_host`` returns."""
@@ -106,10 +105,8 @@ class TorchBackend(DeviceArrays):
     def from_host(self, host: np.ndarray) -> TorchArray:
         self.check_dtype(host)
         self._num_copied[0] += host.nbytes
-        tensor = tensor_of(host)
-        if self._module is None:
-            tensor = tensor.clone()
-        else:
+        tensor = tensor_of(host.copy())
+        if self._module is not None:
             tensor = tensor.to(self._device)
             # A tensor that is made on the second stream is read on the first. torch must not reuse its memory before
             # the first stream has passed.

@@ -49,9 +49,10 @@ def torch_dtype(dtype: Any) -> torch.dtype:
 
 
 class NumpysTensor(torch.Tensor):
-    """A tensor for functions that name no library: in its ``std`` and ``var``, NumPy's names mean what they do there.
+    """A tensor for functions that name no library: its ``std``, ``var`` and ``repeat`` mean what they do in NumPy.
 
-    torch's own names (``dim``, ``unbiased``, ``correction``, ``keepdim``) mean what they do in torch.
+    torch's own names (``dim``, ``unbiased``, ``correction``, ``keepdim``), and more than two sizes of ``repeat``, mean
+    what they do in torch.
     """
 
     def std(self, axis: Any = None, *args: Any, **options: Any) -> Any:  # type: ignore[override]  # as in NumPy
@@ -59,6 +60,12 @@ class NumpysTensor(torch.Tensor):
 
     def var(self, axis: Any = None, *args: Any, **options: Any) -> Any:  # type: ignore[override]  # as in NumPy
         return _spread(torch.Tensor.var, self, axis, *args, **options)
+
+    def repeat(self, repeats: Any, axis: Any = None, *sizes: Any) -> Any:  # type: ignore[override]  # as in NumPy
+        if sizes:
+            return super().repeat(repeats, axis, *sizes)
+        counts = repeats if isinstance(repeats, int) else torch.as_tensor(repeats, device=self.device)
+        return self.repeat_interleave(counts, dim=axis)
 
 
 def _spread(

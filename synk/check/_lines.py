@@ -68,7 +68,7 @@ LINES = (
          "Try `python -c 'import cupy; print(cupy.arange(3).sum())'` first; if that works, report it.", 1),
     Line("default stream", "Are kernels of other libraries done before an output is copied?", _gpu.default_stream, 30,
          _LOAD, "Call cupy.cuda.Stream.null.synchronize() in such functions. " + _REPORT, 1),
-    Line("NCCL", "Is the group of all GPUs joined and proven?", _gpu.group, 55,
+    Line("NCCL", "Is the group of all GPUs joined and proven?", _gpu.group, 90,
          "Only the first call waits for it. " + _LOAD, _HOST, 2),
     Line("bandwidth", "How fast are copies from pageable and pinned memory?", _gpu.bandwidth, 30,
          "Look at the link (`nvidia-smi -q`, PCIe width), and at the limits on locked memory.", _REPORT, 1),

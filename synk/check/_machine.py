@@ -9,15 +9,14 @@ from importlib import metadata
 from synk._pure.cores import num_cores
 from synk._version import __version__
 from synk.check._found import Broken, Found
-from synk.cuda import _nvml
-from synk.cuda._devices import explain_absence, visible_devices
+from synk.cuda._devices import explain_absence, visible_gpus
 from synk.cuda._placement import has_cupy
 from synk.cuda._report import gpu_lines
 
 _NEEDED = ("numpy", "cloudpickle", "optree")
 _OPTIONAL = (
-    "torch", "cupy-cuda12x", "cupy-cuda13x", "cupy", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nccl4py", "pynccl",
-    "nvidia-ml-py", "jax", "dpnp", "pandas", "polars", "ray",
+    "torch", "cupy-cuda12x", "cupy-cuda13x", "cupy", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "pynccl",
+    "jax", "dpnp", "pandas", "polars", "ray",
 )  # fmt: skip
 _VARIABLES = ("CUDA_", "NCCL_", "SYNK_", "OMP_", "MKL_", "OPENBLAS_")
 
@@ -69,14 +68,13 @@ def _environment() -> dict[str, str]:
 
 
 def devices() -> Found:
-    snapshot = _nvml.discover(os.environ)
-    lines = gpu_lines(os.environ, has_cupy=has_cupy())
-    problem = explain_absence(snapshot, os.environ, has_cupy=has_cupy())
-    is_none = snapshot.problem == _nvml.NO_DRIVER or (snapshot.gpus and not visible_devices(snapshot, os.environ))
-    if problem and not is_none:
+    gpus = visible_gpus()
+    lines = gpu_lines(has_cupy=has_cupy())
+    problem = explain_absence(gpus, has_cupy=has_cupy())
+    if problem and (gpus.devices or gpus.failure):
         raise Broken(problem)
-    names = [device.name for device in visible_devices(snapshot, os.environ)] if not problem else []
-    text = problem or f"{len(names)} GPUs ({', '.join(sorted(set(names)))}), driver {snapshot.driver_version}"
+    names = [device.name for device in gpus.devices]
+    text = problem or f"{len(names)} GPUs ({', '.join(sorted(set(names)))}), {lines[0].removeprefix('GPU: ')}"
     # NCCL then copies between them through the memory of the host.
     apart = next((line.strip() for line in lines if "peer access: none" in line), "")
     return Found(text.removesuffix("."), slow=apart, facts={"num_gpus": len(names), "lines": lines})

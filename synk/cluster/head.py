@@ -35,7 +35,7 @@ from synk.cluster.agent_process import AgentProcess, NodePlacement
 from synk.cluster.channel import unpacked
 from synk.cluster.orders import CallOrder, FunctionNote, NodeReply, VariableNote, without_code
 from synk.cluster.ranks import NodeRanks, error_of, show_warnings
-from synk.cluster.split import Topology, own_bounds, own_rows, rows_between
+from synk.cluster.split import Topology, own_bounds, own_rows
 from synk.cluster.wire_group import WireGroup
 from synk.errors import CallCancelled
 
@@ -189,7 +189,7 @@ class Nodes:
                 note,
                 launched.number,
                 known.get(node),
-                _arguments(call, low, high),
+                _arguments(call, low, high, ranks),
                 nests,
                 objects,
                 call.selection is not None,
@@ -276,19 +276,23 @@ class Nodes:
                     np.copyto(target, source)
 
 
-def _arguments(call: Call, low: int, high: int) -> list[Argument]:
+def _arguments(call: Call, low: int, high: int, ranks: range) -> list[Argument]:
     """Return the arguments of a call for one node: rows ``low`` to ``high`` of each scattered array."""
     found = []
     for argument in call.arguments:
         array = argument.whole_array
-        if array is not None and argument.kind == "rows":
+        if array is not None and argument.kind == "table":
+            array = array[ranks.start : ranks.stop]
+        elif array is not None and argument.kind == "rows":
             assert call.selection is not None
-            array = rows_between(array, call.selection, low, high)
+            array = array[call.selection.between(low, high)]
         if array is not None:
             array = np.asarray(array)
         dtype = None if array is None else array.dtype
         number = argument.value.id if argument.kind in HELD else None
-        found.append(replace(argument, array=array, dtype=dtype, data=None, contents=None, value=number, nest=None))
+        found.append(
+            replace(argument, array=array, dtype=dtype, data=None, contents=None, file=None, value=number, nest=None)
+        )
     return found
 
 

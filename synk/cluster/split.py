@@ -6,8 +6,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from synk._pure.shards import Assignment, Selection
 
 
@@ -71,30 +69,6 @@ def counts_of(num_workers: int | Sequence[int], num_nodes: int) -> tuple[int, ..
             "with such a number for each node."
         )
     return tuple(map(int, counts))
-
-
-def rows_between(array: np.ndarray, selection: Selection, low: int, high: int) -> np.ndarray:
-    """Return rows ``low`` to ``high`` of a call's selection, in its order, as a view unless it is made of indices.
-
-    Parameters
-    ----------
-    array : ndarray, shape (rows, *rest)
-    selection : Selection
-    low, high : int
-        Positions in the selection.
-
-    Examples
-    --------
-    >>> rows_between(np.arange(10), Selection(5, start=9, step=-2), 1, 4)
-    array([7, 5, 3])
-    """
-    if selection.indices is not None:
-        return array[selection.indices[low:high]]
-    if low == high:  # if the selection goes backwards, its first row may lie before the array
-        return array[:0]
-    first, step = selection.start + low * selection.step, selection.step
-    stop = first + (high - low) * step
-    return array[first : None if stop < 0 else stop : step]
 
 
 def own_bounds(bounds: Sequence[tuple[int, int]], ranks: range) -> tuple[int, int, list[tuple[int, int]]]:

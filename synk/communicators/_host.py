@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from synk._pure.dtypes import dtype_name
-from synk.communicators import Buffer, Capabilities
+from synk.communicators import Buffer
 from synk.communicators._buffers import as_array, named_dtype
 from synk.communicators._checks import check_buffers, check_place, check_reduction
 from synk.communicators._mailbox import Mailbox
@@ -33,6 +32,12 @@ class HostCommunicator(abc.ABC):
     A collective is a generator of *steps* (see ``_schedule``): ``start``, ``test`` and ``finish`` take them one by one,
     and the method without ``_steps`` in its name takes them all. Everything that can be refused is refused before the
     first ``yield``, when the other ranks know nothing of it yet.
+
+    Every rank calls the same collectives in the same order. Ops are the words of ``REDUCE_OPS``. ``avg`` takes
+    ``weight``, this rank's share of the rows (the shares of all ranks sum to 1); ``None`` weights all ranks equally.
+    ``send`` and ``recv`` may be the same memory. If one of them holds a block for each rank, the other may be this
+    rank's block of it. Counts may be 0. If only some of the ranks take part in a call, blocks, shares and averages are
+    over those ranks, and every rank keeps its number.
 
     Attributes
     ----------
@@ -123,10 +128,6 @@ class HostCommunicator(abc.ABC):
                 "Use collectives inside a function that the runtime called."
             )
 
-    @abc.abstractmethod
-    def capabilities(self) -> Capabilities:
-        """Say what this communicator can do in this process."""
-
     # -- collectives in flight -------------------------------------------------------------------------------------
 
     @property
@@ -202,10 +203,6 @@ class HostCommunicator(abc.ABC):
     def all_gather(self, send: Buffer, recv: Buffer, *, stream: int = 0) -> None:
         """Concatenate ``send`` of all ranks, in the order of ``ranks``, into ``recv``."""
         self.run(self.all_gather_steps(send, recv))
-
-    def group(self) -> contextlib.AbstractContextManager[None]:
-        """Do nothing: each operation returns with its result."""
-        return contextlib.nullcontext()
 
     # -- their steps -----------------------------------------------------------------------------------------------
 

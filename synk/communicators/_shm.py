@@ -14,12 +14,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from synk._pure.ops import REDUCE_OPS
 from synk._wire.channel import Patience
 from synk._wire.memory import Segment
 from synk._wire.process_memory import let_siblings_read
-from synk.communicators import Capabilities
-from synk.communicators._buffers import DTYPE_NAMES
 from synk.communicators._exchange import Exchange
 from synk.communicators._layout import SegmentLayout
 from synk.communicators._mailbox import Mailbox
@@ -128,9 +125,6 @@ class ShmCommunicator(ShmCollectives):
     def wake_sleepers(self) -> None:
         """Wake peers that may wait for what this rank wrote to ``skip_words``."""
         self._rendezvous.wake_all()
-
-    def capabilities(self) -> Capabilities:
-        return Capabilities(name="shm", ops=REDUCE_OPS, dtypes=DTYPE_NAMES)
 
     def exchange_steps(
         self, kind: str, rows: np.ndarray | None, sizes: list[int] | None, root: int, place: Place

@@ -12,7 +12,6 @@ get the same bits, each time.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 
@@ -21,7 +20,7 @@ import numpy as np
 from synk._pure.dtypes import dtype_name
 from synk._pure.ops import REDUCTIONS, accumulator_dtype
 from synk._pure.ranges import chunk_bounds
-from synk.communicators import Buffer, Capabilities
+from synk.communicators import Buffer
 from synk.communicators._agreement import NOTHING, OWN_TAG, NodeAgreement
 from synk.communicators._buffers import as_array
 from synk.communicators._checks import check_buffers
@@ -56,9 +55,6 @@ class TwoLevel(NodeAgreement):
     def end(self) -> None:
         super().end()
         self._rendezvous.detach()
-
-    def capabilities(self) -> Capabilities:
-        return dataclasses.replace(self._local.capabilities(), name="shm and wires")
 
     def _box(self, peer: int) -> Mailbox | WireMailbox:
         return self._mailbox if peer in self._group else self._mail

@@ -25,7 +25,7 @@ from synk._wire.memory import Segment
 from synk._wire.messages import DEVICE_DTYPES
 from synk.backends._device_arrays import DeviceArrays
 from synk.backends._frameworks import Converter, device_converters
-from synk.cuda._pinned import PinnedRing, PinnedSegments
+from synk.cuda._pinned import PinnedSegments
 
 
 class _Borrowed:
@@ -78,9 +78,9 @@ class CupyBackend(DeviceArrays):
         # Host arrays that copies may still read. If a device reads pageable memory itself (Grace Hopper), a copy may
         # still run when memcpyAsync has returned.
         self._sources: list[np.ndarray] = []
-        has_read_only = bool(runtime.deviceGetAttribute(runtime.cudaDevAttrHostRegisterReadOnlySupported, ordinal))
-        self._segments = PinnedSegments(runtime, ordinal, has_read_only)
-        self._ring = PinnedRing(cupy.cuda)
+        self._segments = PinnedSegments(runtime)
+        self._begin, self._end = cupy.cuda.Event(), cupy.cuda.Event()
+        self._has_begun = False
         self._entered = threading.local()
         self._ordinal = ordinal
         self._torch_stream: Any = None
@@ -115,35 +115,55 @@ class CupyBackend(DeviceArrays):
 
     def from_host(self, host: np.ndarray) -> Any:
         self.check_dtype(host)
+        if not host.flags.c_contiguous:
+            array = self._read_rows(host)
+            if array is not None:
+                return array
+            host = np.ascontiguousarray(host)
         array = self.empty(host.shape, host.dtype)
-        if host.size == 0:
-            return array
-        self._num_copied[0] += host.nbytes
-        if host.flags.c_contiguous:
+        if host.size:
             self._sources.append(host)
+            self._note_copy(0, host)
             kind = self._runtime.memcpyHostToDevice
-            start, target = address_of(host), array.data.ptr
-            for offset, nbytes in self._segments.pieces(start, host.nbytes):
-                self._runtime.memcpyAsync(target + offset, start + offset, nbytes, kind, self._input_stream.ptr)
-        else:
-            self._ring.copy_rows(
-                host.shape, host.dtype, array.data.ptr, self._input_stream,
-                lambda start, stop, out: np.copyto(out, host[start:stop]),
-            )  # fmt: skip
+            self._runtime.memcpyAsync(array.data.ptr, address_of(host), host.nbytes, kind, self._input_stream.ptr)
         return array
 
     def take_rows(self, host: np.ndarray, indices: np.ndarray) -> Any:
         self.check_dtype(host)
-        shape = (len(indices), *host.shape[1:])
-        array = self.empty(shape, host.dtype)
-        if array.size:
-            self._num_copied[0] += int(array.nbytes)
-            # The master has checked the range. Mode "raise" would use a buffer of NumPy's own.
-            self._ring.copy_rows(
-                shape, host.dtype, array.data.ptr, self._input_stream,
-                lambda start, stop, out: np.take(host, indices[start:stop], axis=0, out=out, mode="clip"),
-            )  # fmt: skip
+        array = self._read_rows(host, indices) if indices.size else None
+        return self.from_host(host.take(indices, axis=0)) if array is None else array
+
+    def _read_rows(self, host: np.ndarray, indices: np.ndarray | None = None) -> Any:
+        """Return the rows of a host array, or those at ``indices``, read by the device; None where it cannot read them.
+
+        A row counts as a row of words, as wide as the rows allow, so that the same kernels do for all dtypes.
+        """
+        if host.size == 0 or not host[0].flags.c_contiguous:
+            return None
+        low, high = np.lib.array_utils.byte_bounds(host)
+        seen = self._segments.on_device(low, high - low)
+        if not seen:
+            return None
+        array = self.empty((len(host) if indices is None else len(indices), *host.shape[1:]), host.dtype)
+        self._sources.append(host)
+        self._num_copied[0] += int(array.nbytes)
+        start, stride, nbytes = seen + address_of(host) - low, host.strides[0], host[0].nbytes
+        cuda, word = self.xp.cuda, math.gcd(start, stride, nbytes, 8)
+        pointer = cuda.MemoryPointer(cuda.UnownedMemory(start, high - low, host, self._ordinal), 0)
+        rows = self.xp.ndarray((len(host), nbytes // word), f"u{word}", pointer, (stride, word))
+        out = self.xp.ndarray((len(array), nbytes // word), f"u{word}", array.data)
+        with self._input_stream:
+            if indices is None:
+                out[...] = rows
+            else:
+                rows.take(self.from_host(indices), axis=0, out=out)
         return array
+
+    def _note_copy(self, way: int, host: np.ndarray) -> None:
+        """Count a copy to the device (0) or back (1), and whether the host's memory is pageable."""
+        self._num_copied[way] += host.nbytes
+        if not self._segments.on_device(address_of(host), host.nbytes):
+            self._num_copied[2] += host.nbytes
 
     def take(self, array: Any, indices: np.ndarray) -> Any:
         return array.take(self.from_host(np.ascontiguousarray(indices)), axis=0)
@@ -200,6 +220,23 @@ class CupyBackend(DeviceArrays):
     def is_pinned(self, host: np.ndarray) -> bool:
         return bool(host.flags.c_contiguous) and self._segments.is_pinned(address_of(host), host.nbytes)
 
+    # -- its time -----------------------------------------------------------------------------------------------------
+
+    def note_begin(self) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._begin.record(self.stream)
+
+    def note_end(self) -> None:
+        self._end.record(self.stream)
+
+    def take_work_ns(self) -> int:
+        has_begun, self._has_begun = self._has_begun, False
+        try:
+            return int(1e6 * self.xp.cuda.get_elapsed_time(self._begin, self._end)) if has_begun else 0
+        except self._runtime.CUDARuntimeError:  # the call has failed
+            return 0
+
     # -- from the device ----------------------------------------------------------------------------------------------
 
     def as_output(self, value: Any) -> Any:
@@ -220,12 +257,10 @@ class CupyBackend(DeviceArrays):
         array = self.xp.ascontiguousarray(array)
         if array.size == 0:
             return
-        self._num_copied[1] += out.nbytes
+        self._note_copy(1, out)
         # The pool reuses a block in the order of the stream, behind this copy, so the array need not be kept alive.
         kind = self._runtime.memcpyDeviceToHost
-        source, target = array.data.ptr, address_of(out)
-        for offset, nbytes in self._segments.pieces(target, out.nbytes):
-            self._runtime.memcpyAsync(target + offset, source + offset, nbytes, kind, self.stream.ptr)
+        self._runtime.memcpyAsync(address_of(out), array.data.ptr, out.nbytes, kind, self.stream.ptr)
 
     def host_copy(self, array: Any) -> np.ndarray:
         if isinstance(array, np.ndarray):

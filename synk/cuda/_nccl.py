@@ -1,271 +1,358 @@
-"""Collectives between GPUs by NCCL: ops, dtypes, weights, splitting.
+"""NCCL between GPUs, by ``cupy.cuda.nccl``: a blocking communicator, and the one thread that watches and aborts it.
 
-A collective is checked here and split into calls of at most ``max_count`` elements. The base class (``_nccl_handle``)
-launches them through a binding (``_nccl_bindings``) and waits until NCCL has accepted them. The result is there when
-the stream has passed the operation. ``wait`` watches the stream, NCCL's errors, and the runtime's message that a peer
-is gone. No array library is imported.
-
-One thread of a process launches collectives. ``abort`` and ``poll`` may be called from another thread.
+CuPy's calls release the GIL, and each of them may wait for ever for a peer that is gone: joining, launching (NCCL
+connects ranks at their first collectives), ending. So a thread of its own joins the group, watches it while it lives,
+and ends it; torch does the same. The thread learns of a dead peer from NCCL's asynchronous error, or from ``is_broken``
+because the master has told the group, and aborts this rank's communicator. That ends the launch in which the main
+thread may be stuck, and the kernels on the device. No rank waits for a peer to abort first.
 """
 
 from __future__ import annotations
 
 import contextlib
-import struct
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, NamedTuple
+import importlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-from synk._pure.ops import REDUCE_OPS
-from synk.communicators import Buffer, Capabilities
+from synk.communicators import Buffer
 from synk.communicators._checks import check_buffers, check_rank, check_reduction, dtype_nbytes
-from synk.cuda._nccl_bindings import UNIQUE_ID_NBYTES, Binding
-from synk.cuda._nccl_handle import NcclHandle
-from synk.cuda._nccl_library import version_text
-from synk.errors import UnsupportedError
+from synk.errors import SynkError, UnsupportedError
+
+logger = logging.getLogger("synk")
 
 _OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
 _BYTE = 1
 _DTYPES = {
-    "int8": 0,
-    "uint8": _BYTE,
-    "int32": 2,
-    "uint32": 3,
-    "int64": 4,
-    "uint64": 5,
-    "float16": 6,
-    "float32": 7,
-    "float64": 8,
-    "bfloat16": 9,
-}
+    "int8": 0, "uint8": _BYTE, "int32": 2, "uint32": 3, "int64": 4, "uint64": 5,
+    "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9,
+}  # fmt: skip
 # Dtypes that NCCL lacks, as a number of elements of a dtype that it has.
 _STORED_AS = {"bool": ("uint8", 1), "complex64": ("float32", 2), "complex128": ("float64", 2)}
-_BFLOAT16_VERSION = 21000
-_SCALAR_FORMATS = {"float16": "=e", "float32": "=f", "float64": "=d"}
 
-_Call = Callable[[Any], int]
-
-
-def pack_scalar(value: float, dtype: str) -> bytes:
-    """Return ``value`` as one element of a float ``dtype``, rounded to nearest, ties to even.
-
-    Examples
-    --------
-    >>> pack_scalar(1.0, "bfloat16").hex(), pack_scalar(0.5, "float64").hex()
-    ('803f', '000000000000e03f')
-    """
-    if dtype == "bfloat16":  # the upper half of a float32
-        (bits,) = struct.unpack("=I", struct.pack("=f", value))
-        return struct.pack("=H", (bits + 0x7FFF + (bits >> 16 & 1)) >> 16)
-    return struct.pack(_SCALAR_FORMATS[dtype], value)
+INTERNAL_ERROR, REMOTE_ERROR, TIMEOUT = 3, 6, 8
+_LOST = REMOTE_ERROR, "a broken group: another worker died or failed"
+_WATCH_INTERVAL_S = 0.05
+_MAX_PAUSE_S = 0.001
+# How long the thread waits for a launch in progress before it aborts. A launch that takes longer is stuck.
+_LAUNCH_PATIENCE_S = 0.5
 
 
-def split_count(count: int, max_count: int) -> list[tuple[int, int]]:
-    """Return ``(offset, length)`` of the pieces of ``count`` elements, each of at most ``max_count``.
-
-    Examples
-    --------
-    >>> split_count(7, 3)
-    [(0, 3), (3, 3), (6, 1)]
-    """
-    return [(offset, min(max_count, count - offset)) for offset in range(0, count, max_count)]
-
-
-class _ReduceArguments(NamedTuple):
-    """A reduction in NCCL's terms.
+class NcclError(SynkError):
+    """NCCL refused or lost an operation.
 
     Attributes
     ----------
-    op, dtype : int
-        NCCL's numbers.
-    width : int
-        The bytes of an element of NCCL's dtype.
-    factor : int
-        The number of such elements in an element of the array: 2 for complex dtypes, else 1.
+    code : int
+        NCCL's status: 1 CUDA, 2 system, 3 internal, 4 argument, 5 usage, 6 a peer or the group is gone, 8 time limit.
     """
 
-    op: int
-    dtype: int
-    width: int
-    factor: int
+    def __init__(self, code: int, problem: str, action: str) -> None:
+        super().__init__(code, problem, action)  # all of it, so that it can be pickled
+        self.code = code
+
+    def __str__(self) -> str:
+        return f"cannot {self.args[2]}: got {self.args[1]}."
 
 
-def _bind(method: Callable[..., int], *arguments: int) -> _Call:
-    """Return ``method`` with all arguments except the communicator, which comes before the last one, the stream."""
-    *others, stream = arguments
-    return lambda comm: method(*others, comm, stream)
-
-
-class NcclCommunicator(NcclHandle):
-    """A rank's end of a group of two or more GPUs.
-
-    Buffers are device memory of this rank. Every method that takes a ``stream`` returns when NCCL has accepted the
-    operation. The memory must stay allocated until the stream has passed it. ``all_gather`` in place means that
-    ``send`` is the rank's own block of ``recv``; ``reduce_scatter`` in place means that ``recv`` is the rank's own
-    block of ``send``. NCCL does not compare counts and dtypes between ranks, so the caller must have done so. A rank
-    with weight 0 must still contribute finite numbers.
-
-    Parameters
-    ----------
-    binding : Binding
-        From ``load_binding``.
-    unique_id : bytes
-        128 bytes from one rank's ``binding.new_unique_id()``, the same on every rank.
-    rank, world_size : int
-        This rank and the number of ranks, at least 2.
-    is_broken : callable
-        Tells whether the runtime has given the group up. It is called in every wait, so it must be cheap.
-    timeout_s : float
-        Time limit for joining the group and for each launch. A collective that NCCL has accepted may run longer: see
-        ``wait``.
-    abort_timeout_s : float
-        Time limit for ``abort`` and ``close``. If NCCL is not done by then, its thread is left to the end of the
-        process.
+def load_nccl(environ: Mapping[str, str] = os.environ) -> Any:
+    """Return ``cupy.cuda.nccl``, or what stands for it if ``SYNK_NCCL_BINDING`` is ``pynccl``. For workers only.
 
     Raises
     ------
     ValueError
-        If an argument is out of range.
-    NcclError
-        If the group cannot be joined: code 8 after ``timeout_s``, 6 if the runtime gave the group up.
+        If the variable has another value.
+    UnsupportedError
+        If there is no NCCL library.
+    """
+    choice = environ.get("SYNK_NCCL_BINDING", "cupy")
+    if choice not in ("cupy", "pynccl"):
+        raise ValueError(f"cannot choose a binding of NCCL: got SYNK_NCCL_BINDING={choice!r}, expected cupy or pynccl.")
+    if choice == "pynccl":
+        return importlib.import_module("synk.cuda._pynccl").load()
+    nccl = importlib.import_module("cupy.cuda.nccl")
+    if not nccl.available:
+        raise UnsupportedError(
+            "cannot load NCCL: CuPy has not found libnccl.so.2. Install NVIDIA's wheel "
+            '(pip install "synkhronos[cuda12]" or "synkhronos[cuda13]").'
+        )
+    return nccl
+
+
+def version_text(version: int) -> str:
+    """Return ``ncclGetVersion``'s number as text.
+
+    Examples
+    --------
+    >>> version_text(23203)
+    '2.32.3'
+    """
+    return f"{version // 10_000}.{version % 10_000 // 100}.{version % 100}"
+
+
+def nccl_environment(environ: Mapping[str, str], *, ranks_per_device: int = 1) -> dict[str, str]:
+    """Return the environment for a GPU worker: ``environ`` with NCCL restricted to this machine's loopback.
+
+    NCCL opens TCP listeners even between the GPUs of one machine. The user's own settings stay, except for those that
+    would let anybody join, or keep the worker from noticing a dead peer.
+
+    Parameters
+    ----------
+    environ : mapping
+        The environment to start from. It is not changed.
+    ranks_per_device : int
+        How many workers share one GPU. More than one need NCCL 2.30.3 or later.
+
+    Returns
+    -------
+    dict
+        A complete environment.
 
     Notes
     -----
-    From NCCL 2.27.3 on the communicator is non-blocking: NCCL launches each group in a thread of its own, and a peer
-    that never comes cannot hold this process. Launch several outputs in one ``group``.
+    ``NCCL_COMM_ID`` is dropped: with it NCCL's handshake is a constant, and two groups would meet at one address.
+    ``NCCL_COMM_BLOCKING=0`` is dropped: CuPy takes its "in progress" for an error.
+    Source: the environment chapter of the NCCL user guide, ``src/bootstrap.cc`` and ``src/init.cc``.
     """
+    result = dict(environ)
+    result.pop("NCCL_COMM_ID", None)
+    if result.get("NCCL_COMM_BLOCKING") == "0":
+        del result["NCCL_COMM_BLOCKING"]
+    result.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    result.setdefault("NCCL_RAS_ENABLE", "0")
+    # Plug-ins of a cluster's image and InfiniBand cards are for other machines, and looking for them can fail or hang.
+    result.setdefault("NCCL_NET_PLUGIN", "none")
+    result.setdefault("NCCL_IB_DISABLE", "1")
+    if ranks_per_device > 1:
+        # Ranks on one GPU share its processors. With too many channels each they would wait for each other for ever.
+        result.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+        result.setdefault("NCCL_MAX_CTAS", str(max(1, 8 // ranks_per_device)))
+        result["NCCL_NVLS_ENABLE"] = "0"  # NCCL refuses to start with it when ranks share a GPU
+    return result
 
-    max_count: ClassVar[int] = 1 << 30
+
+def _problem_of(error: Exception) -> tuple[int, str]:
+    """Return the status and the text of an error of the binding."""
+    if isinstance(error, KeyError):  # CuPy knows no name for the statuses that came after 2.18
+        return error.args[0], f"NCCL's status {error.args[0]}"
+    return getattr(error, "status", INTERNAL_ERROR), str(error)
+
+
+class NcclCommunicator:
+    """A rank's end of a group of two or more GPUs.
+
+    Buffers are device memory of this rank. Methods with a ``stream`` return when NCCL has queued the operation there,
+    and the memory must stay allocated until the stream has passed it. ``all_gather`` in place means that ``send`` is
+    the rank's own block of ``recv``; ``reduce_scatter`` in place means that ``recv`` is the rank's own block of
+    ``send``. NCCL does not compare counts and dtypes between ranks, so the caller must have done so. One thread of the
+    process launches collectives; any may call ``abort``.
+
+    Parameters
+    ----------
+    nccl : module
+        From ``load_nccl``.
+    unique_id : bytes
+        128 bytes from one rank's ``nccl.get_unique_id()``, the same on every rank.
+    rank, world_size : int
+        This rank and the number of ranks, at least 2.
+    is_broken : callable
+        Tells whether the runtime has given the group up. It is called in every wait, so it must be cheap.
+    give_up : callable
+        Has the runtime give the group up. Called before this rank aborts, so that nobody takes unfinished sums.
+    timeout_s : float
+        Time limit for joining the group. If it passes, or a peer dies meanwhile, the thread stays behind in NCCL, and
+        ends with the process, or aborts what it gets later.
+    end_timeout_s : float
+        Time limit for ``abort`` and ``close``. If NCCL is not done by then, the thread is left to the end of the
+        process.
+
+    Raises
+    ------
+    NcclError
+        If the group cannot be joined: code 8 after ``timeout_s``, 6 if the runtime gave the group up.
+    """
 
     def __init__(
         self,
-        binding: Binding,
+        nccl: Any,
         unique_id: bytes,
         rank: int,
         world_size: int,
         *,
         is_broken: Callable[[], bool] = lambda: False,
+        give_up: Callable[[], None] = lambda: None,
         timeout_s: float = 60.0,
-        abort_timeout_s: float = 5.0,
+        end_timeout_s: float = 5.0,
     ) -> None:
-        if world_size < 2:
-            raise ValueError(f"cannot join an NCCL group: got world_size={world_size}, expected at least 2 ranks.")
-        if len(unique_id) != UNIQUE_ID_NBYTES:
-            raise ValueError(f"cannot join an NCCL group: got an id of {len(unique_id)} bytes, expected 128.")
-        check_rank("join an NCCL group", "rank", rank, world_size)
-        super().__init__(binding, is_broken, timeout_s=timeout_s, abort_timeout_s=abort_timeout_s)
-        self.rank = rank
-        self.world_size = world_size
-        has_bfloat16 = binding.version >= _BFLOAT16_VERSION
-        self._capabilities = Capabilities(
-            name=f"nccl by {binding.name}",
-            ops=tuple(op for op in REDUCE_OPS if op in _OPS),
-            dtypes=tuple(name for name in (*_DTYPES, *_STORED_AS) if name != "bfloat16" or has_bfloat16),
-            version=version_text(binding.version),
-            library_path=binding.library_path,
-            nan_propagates=False,
-            has_weighted_avg=binding.has_weighted_sum,
-        )
-        self._join(unique_id, rank, world_size)
+        action = f"join an NCCL group as rank {rank} of {world_size}"
+        check_rank(action, "rank", rank, world_size)
+        self.rank, self.world_size = rank, world_size
+        self._nccl, self._is_broken, self._give_up = nccl, is_broken, give_up
+        self._end_timeout_s = end_timeout_s
+        self._comm: Any = None
+        self._problem: tuple[int, str] | None = None
+        # Held during a launch, so that the thread's abort does not free the communicator in between.
+        self._lock = threading.RLock()
+        self._joined, self._end = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._live, args=(unique_id,), name="synk-nccl", daemon=True)
+        self._thread.start()
+        self.wait(self._joined.is_set, timeout_s=timeout_s, action=action)
 
-    def _pieces(
-        self, method: Callable[..., int], send: int, recv: int, count: int, width: int, *others: int
-    ) -> list[_Call]:
-        """Return the calls of a method for ``count`` elements of ``width`` bytes, ``max_count`` at most in each."""
-        return [
-            _bind(method, send + at * width, recv + at * width, length, *others)
-            for at, length in split_count(count, self.max_count)
-        ]
+    # -- the thread ---------------------------------------------------------------------------------------------------
 
-    # Reductions
+    def _live(self, unique_id: bytes) -> None:
+        """Join the group, watch it, and end it."""
+        try:
+            comm = self._nccl.NcclCommunicator(self.world_size, unique_id, self.rank)
+        except Exception as error:  # ``wait`` raises it
+            self._fail(*_problem_of(error))
+            return
+        self._comm = comm
+        self._joined.set()
+        while not self._end.wait(_WATCH_INTERVAL_S):
+            if self._is_broken():
+                self._fail(*_LOST)
+                break
+            try:
+                comm.check_async_error()
+            except (self._nccl.NcclError, KeyError) as error:
+                self._fail(*_problem_of(error))
+        is_held = self._lock.acquire(timeout=_LAUNCH_PATIENCE_S)
+        self._comm = None
+        if is_held:
+            self._lock.release()
+        comm.destroy() if self._problem is None else comm.abort()
+
+    def _fail(self, code: int, problem: str) -> None:
+        """Have the thread abort, and everybody know it before."""
+        self._problem = self._problem or (code, problem)
+        self._give_up()
+        self._end.set()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether results of this communicator may be unfinished."""
+        return self._problem is not None
+
+    def wait(
+        self, is_done: Callable[[], bool], *, timeout_s: float | None = None, action: str = "finish a collective"
+    ) -> None:
+        """Return when ``is_done()``, typically an event of the stream, is true. This never blocks in the driver.
+
+        Raises
+        ------
+        NcclError
+            If NCCL reports an error, the runtime gives the group up (code 6), or ``timeout_s`` passes (code 8). The
+            communicator is then aborted, which also ends the kernels that wait for peers on the device.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        pause_s = 0.0
+        while True:
+            is_over = is_done()  # asked first: an abort, too, ends what runs on the device
+            if self._is_broken():
+                self._fail(*_LOST)
+            elif not is_over and deadline is not None and time.monotonic() > deadline:
+                self._fail(TIMEOUT, f"ncclTimeout (not done after {timeout_s:g} s)")
+            if self._problem is not None:
+                self._ended()
+                raise NcclError(*self._problem, action)
+            if is_over:
+                return
+            time.sleep(pause_s)  # 0 at first, since most waits are short; even then other threads can run
+            pause_s = min(_MAX_PAUSE_S, pause_s + 0.00002)
+
+    def _ended(self) -> None:
+        """Wait for the thread, but not for one that waits in NCCL for peers to join."""
+        if self._joined.is_set():
+            self._thread.join(self._end_timeout_s)
+            if self._thread.is_alive():
+                logger.warning("NCCL did not end its group in %g s; it ends with the process.", self._end_timeout_s)
+
+    def abort(self) -> None:
+        """Break off all pending operations of this rank and free the communicator. Safe to repeat."""
+        self._fail(REMOTE_ERROR, "a communicator that was aborted")
+        self._ended()
+
+    def close(self) -> None:
+        """Free the communicator after its last operation, or abort it if it is broken. Safe to repeat."""
+        if self._is_broken():
+            self._fail(*_LOST)
+        self._end.set()
+        self._ended()
+
+    # -- collectives --------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _reduction(self, action: str, op: str, dtype: str, weight: float | None) -> Iterator[_ReduceArguments]:
-        """Yield the reduction in NCCL's terms, with the weighted sum it may need."""
-        stored_as, factor = _STORED_AS.get(dtype, (dtype, 1))
-        is_known = op in self._capabilities.ops and dtype in self._capabilities.dtypes
-        if not is_known or (factor > 1 and op == "prod"):
-            raise UnsupportedError(
-                f"cannot {action}: NCCL {version_text(self._binding.version)} does not have it. Cast the array, or "
-                "reduce it on the host."
-            )
-        code, width = _DTYPES[stored_as], dtype_nbytes(stored_as)
-        if weight is None:
-            yield _ReduceArguments(_OPS[op], code, width, factor)
-            return
-        if not self._binding.has_weighted_sum:
-            raise UnsupportedError(
-                f"cannot {action} with a weight: NCCL {version_text(self._binding.version)} has no weighted sum. "
-                "Multiply the buffer by its weight and reduce by 'sum', or install NCCL 2.11 or later."
-            )
-        with self._weighted_sum(pack_scalar(weight, stored_as), code, action) as weighted_op:
-            yield _ReduceArguments(weighted_op, code, width, factor)
+    def _launching(self, action: str) -> Iterator[Any]:
+        """Yield CuPy's communicator for one launch."""
+        with self._lock:
+            if self._comm is None or self._problem is not None:
+                raise NcclError(*(self._problem or (REMOTE_ERROR, "a communicator that is closed")), action)
+            try:
+                yield self._comm
+            except (self._nccl.NcclError, KeyError) as error:
+                # A launch that was aborted fails in any way; what broke the group says more.
+                raise NcclError(*(self._problem or _problem_of(error)), action) from error
 
-    def all_reduce(self, send: Buffer, recv: Buffer, op: str, *, weight: float | None = None, stream: int = 0) -> None:
-        action = f"all_reduce {send.count} {send.dtype} by {op!r}"
-        check_reduction(op, send.dtype, weight)
-        check_buffers(action, send, recv, send_count=send.count, recv_count=send.count)
-        with self._reduction(action, op, send.dtype, weight) as (nccl_op, dtype, width, factor):
-            calls = self._pieces(
-                self._binding.all_reduce, send.ptr, recv.ptr, send.count * factor, width, dtype, nccl_op, stream
-            )
-            self._launch(calls, action)
+    @contextlib.contextmanager
+    def group(self) -> Iterator[None]:
+        """Launch the operations of the ``with`` body as one. Groups may be nested. Nothing runs before the body ends.
 
-    def reduce(
-        self, send: Buffer, recv: Buffer, op: str, root: int, *, weight: float | None = None, stream: int = 0
-    ) -> None:
-        action = f"reduce {send.count} {send.dtype} by {op!r}"
-        check_reduction(op, send.dtype, weight)
-        check_rank(action, "root", root, self.world_size)
-        check_buffers(action, send, recv, send_count=send.count, recv_count=send.count)
-        with self._reduction(action, op, send.dtype, weight) as (nccl_op, dtype, width, factor):
-            count = send.count * factor
-            calls = self._pieces(self._binding.reduce, send.ptr, recv.ptr, count, width, dtype, nccl_op, root, stream)
-            self._launch(calls, action)
+        If the body raises, the group of ranks is given up, because the others would wait for what is missing.
+        """
+        with self._launching("launch a group"):  # for the whole body: NCCL's group refers to the communicator
+            self._nccl.groupStart()
+            try:
+                yield
+            except BaseException:
+                self._fail(REMOTE_ERROR, "a group of operations that was broken off")
+                with contextlib.suppress(Exception):  # NCCL counts open groups for each thread
+                    self._nccl.groupEnd()
+                raise
+            self._nccl.groupEnd()
 
-    def reduce_scatter(
-        self, send: Buffer, recv: Buffer, op: str, *, weight: float | None = None, stream: int = 0
-    ) -> None:
-        action = f"reduce_scatter {send.count} {send.dtype} by {op!r}"
-        check_reduction(op, send.dtype, weight)
-        check_buffers(action, send, recv, send_count=self.world_size * recv.count, recv_count=recv.count)
-        with self._reduction(action, op, send.dtype, weight) as (nccl_op, dtype, width, factor):
-            count = recv.count * factor
-            if count <= self.max_count:
-                run = _bind(self._binding.reduce_scatter, send.ptr, recv.ptr, count, dtype, nccl_op, stream)
-                calls = [run] if count else []
-            # The pieces of all ranks' blocks are not contiguous in ``send``, so each block gets a reduction of its own.
-            else:
-                calls = []
-                for root in range(self.world_size):
-                    block = send.ptr + root * count * width
-                    calls += self._pieces(
-                        self._binding.reduce, block, recv.ptr, count, width, dtype, nccl_op, root, stream
-                    )
-            self._launch(calls, action)
+    def _reduce(self, kind: str, name: str, send: Buffer, recv: Buffer, op: str, num_blocks: int, *others: int) -> None:
+        action = f"{kind} {send.count} {send.dtype} by {op!r}"
+        check_reduction(op, send.dtype)
+        check_buffers(action, send, recv, send_count=num_blocks * recv.count, recv_count=recv.count)
+        stored_as, factor = _STORED_AS.get(send.dtype, (send.dtype, 1))
+        if stored_as not in _DTYPES or op not in _OPS or (factor > 1 and op == "prod"):
+            raise UnsupportedError(f"cannot {action}: NCCL does not have it. Cast the array, or reduce it on the host.")
+        self._run(action, name, send.ptr, recv.ptr, recv.count * factor, _DTYPES[stored_as], _OPS[op], *others)
+
+    def _run(self, action: str, name: str, send: int, recv: int, count: int, *others: int) -> None:
+        if count:
+            with self._launching(action) as comm:
+                getattr(comm, name)(send, recv, count, *others)
+
+    def all_reduce(self, send: Buffer, recv: Buffer, op: str, *, stream: int = 0) -> None:
+        """Reduce ``send`` of all ranks into ``recv`` of every rank; ``avg`` weights them equally."""
+        self._reduce("all_reduce", "allReduce", send, recv, op, 1, stream)
+
+    def reduce(self, send: Buffer, recv: Buffer, op: str, root: int, *, stream: int = 0) -> None:
+        """Reduce ``send`` of all ranks into ``recv`` of rank ``root``."""
+        check_rank("reduce", "root", root, self.world_size)
+        self._reduce("reduce", "reduce", send, recv, op, 1, root, stream)
+
+    def reduce_scatter(self, send: Buffer, recv: Buffer, op: str, *, stream: int = 0) -> None:
+        """Reduce ``send`` (``world_size * recv.count``) and leave this rank's block in ``recv``."""
+        self._reduce("reduce_scatter", "reduceScatter", send, recv, op, self.world_size, stream)
 
     # For copies NCCL's dtype does not matter, so every dtype travels as uint8.
 
     def broadcast(self, buffer: Buffer, root: int, *, stream: int = 0) -> None:
+        """Copy ``buffer`` of rank ``root`` into ``buffer`` of every rank."""
         action = f"broadcast {buffer.count} {buffer.dtype}"
         check_rank(action, "root", root, self.world_size)
         nbytes = buffer.count * dtype_nbytes(buffer.dtype)
-        calls = self._pieces(self._binding.broadcast, buffer.ptr, buffer.ptr, nbytes, 1, _BYTE, root, stream)
-        self._launch(calls, action)
+        self._run(action, "broadcast", buffer.ptr, buffer.ptr, nbytes, _BYTE, root, stream)
 
     def all_gather(self, send: Buffer, recv: Buffer, *, stream: int = 0) -> None:
+        """Concatenate ``send`` of all ranks, in rank order, into ``recv`` (``world_size * send.count``)."""
         action = f"all_gather {send.count} {send.dtype}"
         check_buffers(action, send, recv, send_count=send.count, recv_count=self.world_size * send.count)
         nbytes = send.count * dtype_nbytes(send.dtype)
-        if nbytes <= self.max_count:
-            run = _bind(self._binding.all_gather, send.ptr, recv.ptr, nbytes, _BYTE, stream)
-            calls = [run] if nbytes else []
-        else:  # one broadcast for each rank, for the same reason as in reduce_scatter
-            calls = []
-            for root in range(self.world_size):
-                block = recv.ptr + root * nbytes
-                source = send.ptr if root == self.rank else block
-                calls += self._pieces(self._binding.broadcast, source, block, nbytes, 1, _BYTE, root, stream)
-        self._launch(calls, action)
-
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
+        self._run(action, "allGather", send.ptr, recv.ptr, nbytes, _BYTE, stream)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import importlib.util
 import os
@@ -10,16 +11,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from synk.backends._assignment import DeviceAssignment
-from synk.cuda import _nvml
-from synk.cuda._devices import (
-    choose_devices,
-    cpu_mask,
-    explain_absence,
-    ranks_per_device,
-    visible_devices,
-    worker_environment,
-)
-from synk.cuda._nccl_library import nccl_environment
+from synk.cuda._devices import VISIBLE_VARIABLE, choose_devices, cpus_near, explain_absence, visible_gpus
+from synk.cuda._nccl import nccl_environment
 from synk.cuda._report import gpu_lines
 from synk.errors import UnsupportedError
 
@@ -36,17 +29,13 @@ def has_cupy() -> bool:
 
 
 def is_usable() -> bool:
-    return has_cupy() and not explain_absence(_nvml.discover(os.environ), os.environ, has_cupy=True)
+    return has_cupy() and not explain_absence(visible_gpus(), has_cupy=True)
 
 
 def unused_gpus() -> str:
-    """Return why the GPUs that a program could see are not used, and what to install; empty if there are none."""
-    snapshot = _nvml.discover(os.environ)
-    try:
-        is_there = snapshot.problem == _nvml.NO_PACKAGE or bool(visible_devices(snapshot, os.environ))
-        return explain_absence(snapshot, os.environ, has_cupy=has_cupy()) if is_there else ""
-    except ValueError as error:  # CUDA_VISIBLE_DEVICES names no device
-        return str(error)
+    """Return why the GPUs that a program could see are not used, and what to do; empty if there are none."""
+    gpus = visible_gpus()
+    return explain_absence(gpus, has_cupy=has_cupy()) if gpus.devices or gpus.failure else ""
 
 
 def notice_of_memory_held_here() -> str:
@@ -72,7 +61,7 @@ def memory_held_here() -> int:
 
 
 def uses_cuda() -> bool:
-    """Whether this process has begun CUDA: it then holds the driver's file for memory open, which NVML does not."""
+    """Whether this process has begun CUDA: it then holds the driver's file for memory open."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile
             if os.readlink(f"/proc/self/fd/{name}") == "/dev/nvidia-uvm":
@@ -81,7 +70,7 @@ def uses_cuda() -> bool:
 
 
 def place(num_workers: int | None, devices: Sequence[Any] | None) -> DeviceAssignment:
-    """Return the device assignment, from NVML. This imports neither CuPy nor CUDA.
+    """Return the device assignment, by what CUDA tells a child. This process imports no CuPy and begins no CUDA.
 
     Raises
     ------
@@ -90,19 +79,19 @@ def place(num_workers: int | None, devices: Sequence[Any] | None) -> DeviceAssig
     ValueError, TypeError
         As for ``choose_devices``.
     """
-    snapshot = _nvml.discover(os.environ)
-    problem = explain_absence(snapshot, os.environ, has_cupy=has_cupy())
+    gpus = visible_gpus()
+    problem = explain_absence(gpus, has_cupy=has_cupy())
     if problem:
         raise UnsupportedError(f"cannot fork with backend 'cupy': {problem}")
-    chosen = choose_devices(visible_devices(snapshot, os.environ), num_workers, devices)
-    sharing = ranks_per_device(chosen)
+    chosen = choose_devices(gpus.devices, num_workers, devices)
+    sharing = max(collections.Counter(device.bus for device in chosen).values())  # also MIG instances of one GPU
     # By default JAX takes three quarters of the memory when it starts, from CuPy and from other ranks.
     shared = {_JAX_VARIABLE: "false"} | nccl_environment(os.environ, ranks_per_device=sharing)
     allowed = os.sched_getaffinity(0)
     return DeviceAssignment(
         tuple(str(device) for device in chosen),
-        tuple(shared | worker_environment(device) for device in chosen),
-        tuple(tuple(sorted(cpu_mask(device, allowed))) for device in chosen),
+        tuple(shared | {VISIBLE_VARIABLE: device.entry} for device in chosen),
+        tuple(tuple(sorted(allowed & cpus_near(device) or allowed)) for device in chosen),
         has_devices=True,
         # Ranks that share a GPU take turns on it, and NCCL before 2.30.3 refuses such ranks. So NCCL joins them only
         # on request.

@@ -85,9 +85,9 @@ class PyTensorFunction(FunctionWrapper):
         if self._reduced:
             weights = [0.0 if rows is None else float(np.sum(rows)) for rows in extra]
             for shared in self._reduced:
-                values = self.runtime.gather(shared, nd_up=1)
+                values = synk.gather(shared, nd_up=1)
                 mean = np.average(values, axis=0, weights=weights).astype(shared.dtype)
-                self.runtime.broadcast(shared, mean)
+                synk.broadcast(shared, mean)
         return outputs[0] if self._num_outputs is None else outputs
 
     def __call__(self, /, *args: Any, output_subset: Any = None, **options: Any) -> Any:
@@ -106,8 +106,8 @@ class PyTensorFunction(FunctionWrapper):
     def repeat(self, num_repeats: int, /, *args: Any, **options: Any) -> Any:
         if self._reduced and num_repeats != 1:
             raise ValueError(
-                f"cannot repeat {self.name!r}: got an update with 'all', which is averaged over the ranks when a call "
-                "has ended, expected updates of each rank's own rows. Call it in a loop."
+                f"cannot repeat {self.function.__name__!r}: got an update with 'all', which is averaged over the ranks "
+                "when a call has ended, expected updates of each rank's own rows. Call it in a loop."
             )
         return super().repeat(num_repeats, *args, **options, **self._rows)
 
@@ -233,13 +233,13 @@ def function(
     sizes = len(pairs), len(pairs) + len(new), (0 if inputs else len(given)) if is_reduced else -1
     # Tuples, because captured objects that cannot change are not compared at each call.
     run = _run_of(pickle.dumps(compiled), tuple(replicated.values()), tuple(entropies), sizes, tuple(names))
+    run.__name__ = name or "graph"
     extra = (None,) if is_reduced else () if pairs else ("first",)
     made_function = runtime.function(
         run,
         bcast_inputs=names[len(inputs) : len(given)],
         outputs=(*(op for _, op in pairs), *extra),
         updates=[(replicated[v], "avg" if op == "all" else op) for v, (_, op) in new.items()],
-        name=name or "graph",
     )
     return PyTensorFunction(
         made_function,

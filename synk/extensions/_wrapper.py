@@ -90,10 +90,6 @@ class FunctionWrapper:
         """Return the caller's result for the result of a call. This runs once for each call, in the master."""
         return result
 
-    @property
-    def name(self) -> str:
-        return self.function.name
-
     def __call__(self, /, *args: Any, **options: Any) -> Any:
         """Call the function; see :class:`synk.Function`."""
         return self.finish(self.function(*args, **options))

@@ -11,6 +11,7 @@ rank 0 before the next call.
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -88,9 +89,8 @@ def _op(op: Any) -> Any:
     return op.removeprefix("c_") if isinstance(op, str) else op
 
 
-def _verb(name: str) -> Callable[..., Any]:
-    """Return synk's collective for PyTensor's variables, with the ancestor's arguments."""
-    method = getattr(synk, name)
+def _verb(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a verb of synk's variables for PyTensor's variables, with the ancestor's arguments."""
 
     @functools.wraps(method)
     def run(shared_vars: Any, *args: Any, nccl: bool = True, **options: Any) -> Any:
@@ -104,18 +104,40 @@ def _verb(name: str) -> Callable[..., Any]:
     return run
 
 
-all_gather, all_reduce, broadcast, gather = map(_verb, ("all_gather", "all_reduce", "broadcast", "gather"))
-get_lengths, get_shapes, reduce, scatter = map(_verb, ("get_lengths", "get_shapes", "reduce", "scatter"))
+all_gather, all_reduce, broadcast = _verb(synk.all_gather), _verb(synk.all_reduce), _verb(synk.broadcast)
+gather, reduce, scatter = _verb(synk.gather), _verb(synk.reduce), _verb(synk.scatter)
+
+
+@_verb
+def get_lengths(shared_vars: Any) -> Any:
+    """Return the number of rows on each rank, as a list for each variable."""
+    return _each(shared_vars, lambda shared: shared.lengths)
+
+
+@_verb
+def get_shapes(shared_vars: Any) -> Any:
+    """Return the shape on each rank, as a list for each variable."""
+    return _each(shared_vars, lambda shared: shared.shapes)
 
 
 def get_value(rank: int, shared_vars: Any) -> Any:
     """Return the value of shared variables on one rank."""
-    return _verb("get_value")(shared_vars, rank=rank)
+    return _verb(_each)(shared_vars, lambda shared: copy.deepcopy(shared[rank]))
 
 
 def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> None:
-    """Set the value of shared variables on one rank."""
-    _verb("set_value")(shared_vars, values, rank=rank, batch=batch)
+    """Set the value of shared variables on one rank. ``batch`` selects rows of the values."""
+    rows = slice(batch) if isinstance(batch, int) else batch
+    listed = iter(values if isinstance(shared_vars, (list, tuple)) else [values])
+
+    def assign(shared: synk.Shared) -> None:
+        shared[rank] = next(listed) if batch is None else np.asarray(next(listed))[rows]
+
+    _verb(_each)(shared_vars, assign)
+
+
+def _each(shared: Any, verb: Callable[[synk.Shared], Any]) -> Any:
+    return [verb(each) for each in shared] if isinstance(shared, list) else verb(shared)
 
 
 _seen: weakref.WeakKeyDictionary[SharedVariable, Any] = weakref.WeakKeyDictionary()
@@ -126,7 +148,7 @@ def _send_set_values(variables: Iterable[SharedVariable]) -> None:
     for variable in variables:
         shared, value = remote(variable), variable.get_value(borrow=True)
         if not shared.is_sharded and _seen.get(variable) is not value:
-            synk.set_value(shared, value, rank=0)
+            shared[0] = value
 
 
 def _fetch_values(variables: Iterable[SharedVariable]) -> None:
@@ -134,5 +156,5 @@ def _fetch_values(variables: Iterable[SharedVariable]) -> None:
     for variable in variables:
         shared = remote(variable)
         if not shared.is_sharded:
-            variable.set_value(synk.get_value(shared), borrow=True)
+            variable.set_value(np.array(shared.value), borrow=True)
             _seen[variable] = variable.get_value(borrow=True)

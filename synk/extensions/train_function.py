@@ -12,6 +12,7 @@ Every rank holds the same parameters before and after, so parameters never trave
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import itertools
@@ -69,7 +70,7 @@ class TrainFunction(FunctionWrapper):
         loss, num_ranks, first_rank = result
         if num_ranks < self.runtime.world_size:
             for variable in (self.params, self.state):
-                variable.value = self.runtime.get_value(variable, rank=int(first_rank))
+                variable.value = variable[int(first_rank)]
         return loss
 
     def __call__(self, /, *inputs: Any, **options: Any) -> Any:
@@ -130,7 +131,7 @@ class TrainFunction(FunctionWrapper):
 
     def state_dict(self) -> dict[str, Any]:
         """Return ``{"params": ..., "state": ...}``, each a dict with copies of its arrays and numbers by path."""
-        return {name: _by_path(self.runtime.get_value(variable))[0] for name, variable in self._variables()}
+        return {name: _by_path(_tree(variable))[0] for name, variable in self._variables()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Bring all ranks to parameters and a state that :meth:`state_dict` returned.
@@ -144,14 +145,14 @@ class TrainFunction(FunctionWrapper):
         if not isinstance(state, Mapping) or set(state) != set(names):
             got = f"the keys {list(state)}" if isinstance(state, Mapping) else f"a {type(state).__name__}"
             raise ValueError(
-                f"cannot load the state of {self.function.name!r}: got {got}, expected a dict with the keys "
+                f"cannot load the state of {self.function.__name__!r}: got {got}, expected a dict with the keys "
                 f"{list(names)}, as state_dict() returns it."
             )
         values = [
-            _filled(self.runtime.get_value(variable), state[name], f"{self.function.name}.{name}")
+            _filled(_tree(variable), state[name], f"{self.function.__name__}.{name}")
             for name, variable in self._variables()
         ]
-        self.runtime.broadcast(variables, values)
+        synk.broadcast(variables, values)
 
     def _variables(self) -> list[tuple[str, synk.Shared]]:
         return [("params", self.params), ("state", self.state)]
@@ -161,6 +162,10 @@ class TrainFunction(FunctionWrapper):
         report = super().verify(*inputs, **_checked(options))
         outputs = [replace(each, name=each.name.removeprefix("[0]")) for each in report.outputs if _is_seen(each.name)]
         return replace(report, outputs=tuple(outputs))
+
+
+def _tree(variable: synk.Shared) -> Tree:
+    return copy.deepcopy(variable.value)  # of ordinary dicts and lists, which optree takes apart
 
 
 def _by_path(tree: Tree) -> tuple[dict[str, Any], Any]:
@@ -310,7 +315,7 @@ def make_train_function(
     step.__name__ = step.__qualname__ = name
     step.__signature__ = signature  # type: ignore[attr-defined]
     outputs = (("avg", aux_outputs) if has_aux else "avg", "first", "first")
-    function = runtime.function(step, bcast_inputs=bcast_inputs, outputs=outputs, framework=framework, name=name)
+    function = runtime.function(step, bcast_inputs=bcast_inputs, outputs=outputs, framework=framework)
     return TrainFunction(runtime, function, shared_params, shared_state)
 
 

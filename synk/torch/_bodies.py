@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from synk._api.options import name_of
+
 
 def body_of(
     fn: Callable[..., Any], resident: Any, objects: Sequence[Any], trains: bool, *, method: str = "run"
@@ -21,7 +23,7 @@ def body_of(
     def body(*args: Any, **kwargs: Any) -> Any:
         return getattr(resident.value, method)(fn, trains, args, kwargs)
 
-    body.__name__ = getattr(fn, "__name__", type(fn).__name__)
+    body.__name__ = name_of(fn)
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):

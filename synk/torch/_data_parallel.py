@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import threading
+import pickle
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,8 +15,11 @@ import torch
 from synk._api.current import current
 from synk._api.runtime import Runtime
 from synk._pure.nested import check_no_list, paths, take_apart
-from synk.torch._nesting import take
-from synk.torch._placed import Placed
+from synk._wire.parcels import dumps
+from synk.errors import ClosedError, SerializationError
+from synk.torch import _passes as ranks
+from synk.torch._module_parts import check, pickled_without
+from synk.torch._nesting import put, take
 
 
 class DataParallel(torch.nn.Module):
@@ -31,9 +34,8 @@ class DataParallel(torch.nn.Module):
     Parameters
     ----------
     module : torch.nn.Module
-        A module on the CPU. Its forward pass must treat each row by itself. It must return tensors with a row for each
-        row of its inputs, or single numbers that are means over the rows, as a loss is. Single numbers are averaged
-        over the workers, weighted by rows.
+        A module on the CPU. Its forward pass must treat each row by itself, and return tensors with a row for each row
+        of its inputs. A loss is computed from them in the program.
     bcast_inputs : str or sequence of str
         Parameters of ``forward`` that every worker gets whole. Tensors without axes are always whole.
     runtime : Runtime, optional
@@ -52,27 +54,21 @@ class DataParallel(torch.nn.Module):
         the runtime's workers are on other nodes.
     SerializationError
         If the module cannot be pickled.
-    WorkerDied
-        From ``backward()``, if a worker was started again since the forward pass.
-
-    Warns
-    -----
-    UserWarning
-        At the first call in which the first worker has four rows, if a single number is not a mean over rows
-        (``reduction="sum"``, labels of -100). To find out, this worker runs the forward pass on parts of its rows, in
-        ``eval()``.
+    RuntimeError
+        From ``backward(create_graph=True)``.
 
     Notes
     -----
-    The results equal the serial loop except for rounding, with two exceptions: a batch norm in training mode normalises
-    over the rows of each worker, and dropout draws other numbers. Buffers that a forward pass changes come back from
-    rank 0; other attributes that it assigns stay on the workers. A call whose tensors have no rows runs in the program,
-    and so do all calls after the runtime was closed. The workers' random numbers are seeded by
-    ``torch.initial_seed()``, the number of the call and the rank.
+    A call is one call of the workers, and ``backward()`` is another one, which runs the forward pass again and then its
+    gradients. So nothing waits on the workers in between, at the price of a third more computing; ``replicate`` runs
+    the pass once, and does not send the parameters with each call either.
 
-    Workers on GPUs keep the parameters there, and get them again with the first forward pass after a change in the
-    program; gradients are summed on the devices and brought back once. So each step of training moves the parameters
-    over the bus twice, which ``replicate`` does not. Not yet run on GPUs.
+    The results equal the serial loop except for rounding, with two exceptions: a batch norm in training mode normalises
+    over the rows of each worker, and dropout draws other numbers. Both passes draw the same ones: the workers'
+    generators are seeded by ``torch.initial_seed()``, the number of the call and the rank. Buffers that the first pass
+    changes come back from rank 0; other attributes that a pass assigns stay on the workers. A call whose tensors have
+    no rows runs in the program, and so do all calls after the runtime was closed. As in torch, parameters and inputs
+    must not change in place between the passes.
 
     Examples
     --------
@@ -149,10 +145,14 @@ class _Passes:
         self._name = type(module).__name__
         self._runtime = runtime
         self._bcast_inputs = bcast_inputs
-        self._lock = threading.RLock()
         self._numbers = itertools.count(1)
         self._check_bcast_inputs()
-        self._placed = Placed(module, runtime)
+        check(self._name, [*module.parameters(), *module.buffers()])
+        self._forward = self._function(ranks.forward, ("tensors", "whole", "order"), ("gather", "first", None))
+        self._backward = self._function(ranks.backward, ("tensors", "whole", "order", "of"), ("sum", "gather", None))
+
+    def _function(self, fn: Any, bcast_inputs: Sequence[str], outputs: tuple[Any, ...]) -> Any:
+        return self._runtime.function(fn, bcast_inputs=bcast_inputs, outputs=outputs, framework="torch")
 
     def _check_bcast_inputs(self) -> None:
         known = inspect.signature(self.module.forward).parameters if self._bcast_inputs else {}
@@ -179,12 +179,75 @@ class _Passes:
                 f"cannot scatter the inputs of {self._name!r}: got tensors with {', '.join(map(str, lengths))} rows, "
                 "expected equal axis-0 lengths. Name what every worker needs whole in DataParallel(..., bcast_inputs=)."
             )
-        # A backward pass of this or of an earlier ``Placed`` may run meanwhile, in a thread of its own. So each has a
-        # lock, under which a message is made and sent: it says what has changed since the one before (``_message``).
-        with self._lock:
-            placed = self._placed = self._placed.renewed()
-            with placed.lock:
-                return placed.forward(nesting, rows, whole, next(self._numbers))
+        parameters = dict(self.module.named_parameters())
+        inputs = [*parameters.values(), *whole, *rows]
+        call = _Call(self, parameters, whole, rows, self._order(nesting, parameters, whole, rows))
+        outputs = _Autograd.apply(call, *inputs)
+        return put(call.nesting, outputs, ())
+
+    def _order(self, nesting: Any, parameters: Any, whole: Any, rows: Any) -> ranks.Order:
+        """Return what the ranks need to know of a call besides its tensors."""
+        buffers = dict(self.module.named_buffers())
+        pickled, classes = pickled_without(self._name, self.module, [*parameters.values(), *buffers.values()])
+        kind = self._runtime._session.assignment.torch_device
+        has_grad = torch.is_grad_enabled()
+        wants = [
+            tuple(k for k, each in enumerate(part) if has_grad and each.requires_grad)
+            for part in (parameters.values(), whole, rows)
+        ]
+        order = ranks.Pass(
+            pickled, (*parameters, *buffers), len(parameters), self._dumped(nesting), wants, has_grad,
+            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
+            (torch.initial_seed(), next(self._numbers)),
+        )  # fmt: skip
+        return ranks.Order(classes, pickle.dumps(order))
+
+    def forward(self, call: _Call) -> tuple[torch.Tensor, ...]:
+        """Run the first pass of a call, and take over the buffers that it has changed."""
+        parameters, whole, rows = call.parts(call.inputs)
+        outputs, buffers, notes = self._forward(rows, (*parameters, *call.buffers.values()), whole, call.order)
+        found = [pickle.loads(note) for note in notes if note is not None]
+        call.nesting = found[0][0]
+        call.flags = [any(flags) for flags in zip(*(flags for _, flags in found))]
+        for (name, before), after in zip(call.buffers.items(), buffers):
+            self._take_buffer(name, before, after)
+        return tuple(outputs)
+
+    def _take_buffer(self, name: str, before: torch.Tensor, after: torch.Tensor) -> None:
+        path, _, key = name.rpartition(".")
+        own = self.module.get_submodule(path)._buffers
+        if before.shape != after.shape:
+            own[key] = after.clone()
+        elif not torch.equal(before, after):
+            with torch.no_grad():
+                own[key].copy_(after)  # type: ignore[union-attr]
+
+    def backward(self, call: _Call, inputs: Sequence[torch.Tensor], gradients: Sequence[Any]) -> list[Any]:
+        """Run the second pass of a call. Return the gradients of its inputs; None where there is none."""
+        of = tuple(k for k, gradient in enumerate(gradients) if gradient is not None and call.flags[k])
+        parameters, whole, rows = call.parts([each.detach() for each in inputs])
+        tensors = (*parameters, *call.buffers.values())
+        try:
+            summed, by_rows, used = self._backward(
+                rows, tuple(gradients[k] for k in of), tensors, whole, call.order, of
+            )
+        except ClosedError as error:
+            raise ClosedError(
+                f"cannot compute the gradients of {self._name!r}: the runtime was closed since the forward pass. Run "
+                "the forward pass of this batch again, in the program; parameters and optimizer are as they were."
+            ) from error
+        is_used = [any(flags) for flags in zip(*(each for each in used if each is not None))]
+        found = iter([value if flag else None for value, flag in zip([*summed, *by_rows], is_used)])
+        return [next(found) if wants else None for wants in call.wants]
+
+    def _dumped(self, nesting: Any) -> bytes:
+        try:
+            return dumps(nesting)
+        except Exception as error:
+            raise SerializationError(
+                f"cannot send the inputs of {self._name!r}: {type(error).__name__}: {error}. What is no tensor must be "
+                "picklable."
+            ) from error
 
     def _check_lists(self, label: str, value: Any) -> None:
         leaves, structure = take_apart(value)
@@ -219,3 +282,60 @@ class _Passes:
         return ordered[: len(args)], [
             key if key in signature.parameters else rest[inspect.Parameter.VAR_KEYWORD] for key in kwargs
         ]
+
+
+class _Call:
+    """One call: its tensors, and what its second pass must begin with.
+
+    Attributes
+    ----------
+    inputs : list of tensors
+        Parameters, whole tensors and tensors with rows.
+    wants : list of bool
+        Whether each of them needs a gradient.
+    buffers : dict
+        The module's buffers as they were, by name.
+    nesting : object
+        How the outputs are nested.
+    flags : list of bool
+        Whether each output has a gradient.
+    """
+
+    nesting: Any
+    flags: list[bool]
+
+    def __init__(self, passes: _Passes, parameters: Any, whole: Any, rows: Any, order: ranks.Order) -> None:
+        self.passes, self.order = passes, order
+        inputs = [*parameters.values(), *whole, *rows]
+        self.inputs = [each.detach() for each in inputs]
+        self.wants = [torch.is_grad_enabled() and each.requires_grad for each in inputs]
+        self.buffers = {name: buffer.detach().clone() for name, buffer in passes.module.named_buffers()}
+        self._ends = len(parameters), len(parameters) + len(whole)
+
+    def parts(self, inputs: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+        """Return parameters, whole tensors and tensors with rows."""
+        first, second = self._ends
+        return tuple(inputs[:first]), tuple(inputs[first:second]), tuple(inputs[second:])
+
+
+class _Autograd(torch.autograd.Function):
+    """Two calls of the workers as one step of autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *inputs: torch.Tensor) -> Any:
+        outputs = call.passes.forward(call)
+        ctx.call = call
+        ctx.save_for_backward(*inputs)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(each for each, flag in zip(outputs, call.flags) if not flag))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "cannot differentiate the gradients of DataParallel: got create_graph=True, expected False. Use "
+                "synk.torch.replicate, whose function computes them itself."
+            )
+        # Reading them raises if one was changed in place since, or if the graph was freed.
+        return None, *ctx.call.passes.backward(ctx.call, ctx.saved_tensors, gradients)

@@ -1,22 +1,17 @@
-"""The parts of a module: its tensors and their places, the other objects in it, and its pickle without values."""
+"""What must hold of a module before it goes to the ranks, and its pickle without its tensors."""
 
 from __future__ import annotations
 
 import io
-import operator
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from synk._pure.interrupts import as_operation, safe_point
-from synk._pure.ranges import LINE_NBYTES, round_up
 from synk._pure.tensors import array_of
 from synk._wire.parcels import TravelPickler
 from synk.errors import SerializationError, UnsupportedError
-from synk.torch import _kept_graphs as ranks
 
 
 def check(name: str, tensors: Sequence[torch.Tensor]) -> None:
@@ -59,66 +54,6 @@ def check_memory(what: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         before.append((device, start, end, name, tensor))
 
 
-def arranged(
-    parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]
-) -> tuple[list[ranks.TensorPlace], int, int]:
-    """Return the place of each tensor, the offset of the buffers and the total size, both in bytes.
-
-    Tensors that share their memory get one place.
-    """
-    places: list[ranks.TensorPlace] = []
-    known: dict[Any, ranks.TensorPlace] = {}
-    end = buffers_at = 0
-    for number, tensor in enumerate((*parameters, *buffers)):
-        if number == len(parameters):
-            buffers_at = end
-        key: Any = memory_marks(tensor) if tensor.numel() else number
-        place = known.get(key)
-        if place is None:
-            nbytes = tensor.numel() * tensor.element_size()
-            stride = torch.empty_like(tensor, device="meta").stride()  # the tensor's own strides if it is dense
-            place = known[key] = ranks.TensorPlace(end, nbytes, tensor.dtype, tuple(tensor.shape), tuple(stride))
-            end += round_up(nbytes, LINE_NBYTES)
-        places.append(place)
-    return places, buffers_at if buffers else end, end
-
-
-def memory_marks(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return marks that change when a tensor's memory is replaced."""
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-
-
-class ModuleParts:
-    """The classes of modules, and the objects that they refer to, directly and in dicts and lists.
-
-    The training flags are left out.
-    """
-
-    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
-        self._modules = list(modules)
-        self._own = [(vars(module), [name for name in vars(module) if name != "training"]) for module in modules]
-        found = [own[name] for own, names in self._own for name in names]
-        self._dicts = [each for each in found if type(each) in (dict, OrderedDict)]
-        self._lists = [each for each in found if type(each) is list]
-        self._found = self._find()
-
-    def are_same(self) -> bool:
-        """Whether no object was replaced, added or removed."""
-        now = self._find()
-        return len(now) == len(self._found) and all(map(operator.is_, now, self._found))
-
-    def _find(self) -> list[Any]:
-        found: list[Any] = [*map(type, self._modules)]
-        for own, names in self._own:
-            found.append(len(own))
-            found += map(own.get, names)
-        for each in self._dicts:
-            found += each.values()
-        for values in self._lists:
-            found += values
-        return found
-
-
 class _Pickler(TravelPickler):
     """Pickles a module without the values of its tensors."""
 
@@ -134,13 +69,12 @@ class _Pickler(TravelPickler):
         return self._numbers.get(id(obj)) if isinstance(obj, torch.Tensor) else None
 
 
-@as_operation
-def pickled(name: str, module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> tuple[bytes, list[type]]:
-    """Return a module pickled, and the classes that the pickle names."""
+def pickled_without(name: str, module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> tuple[bytes, list[type]]:
+    """Return a module pickled without some tensors, and the classes that the pickle names."""
     file = io.BytesIO()
     pickler = _Pickler(file, tensors)
     try:
-        safe_point(pickler.dump, module)
+        pickler.dump(module)
     except Exception as error:
         raise SerializationError(
             f"cannot send module {name!r} to the workers: {type(error).__name__}: {str(error).rstrip('.')}. Make it of "

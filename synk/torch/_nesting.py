@@ -17,11 +17,6 @@ class Slot(NamedTuple):
     is_whole: bool
 
 
-def is_one_slot(nesting: Any) -> bool:
-    """Whether a nesting is a single tensor, which a plain pickle can carry."""
-    return type(nesting) is Slot
-
-
 class OtherNest(NamedTuple):
     """A container other than a list, with its parts."""
 

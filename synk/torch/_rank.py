@@ -20,7 +20,6 @@ from synk.torch import _state as states
 from synk.torch import _state_bytes
 from synk.torch._adjoints import losses
 from synk.torch._batchnorm import synchronize
-from synk.torch._phases import Phases
 from synk.torch._reduction import LOST, GradientSum, Options
 from synk.torch._undo import Undo
 from synk.torch._without_draws import SeenFromOutside
@@ -62,12 +61,11 @@ class RankReplica(SeenFromOutside):
                 importlib.import_module("torch._dynamo")
         _bring_to_device(self.objects)
         _hook_gradients(states.parameters_of(self.objects), self._hooks)
-        self._phases = Phases()
-        self._reduction = GradientSum(self.objects, self.options, self._phases)
+        self._reduction = GradientSum(self.objects, self.options)
         self._undo = Undo(self.objects, self._reduction)
         for obj in self.objects:
             if states.is_optimizer(obj):
-                _guard_step(obj, self._undo, self._phases)
+                _guard_step(obj, self._undo)
         if self.options.sync_batchnorm:
             for obj in self.objects:
                 if states.is_module(obj):
@@ -89,8 +87,7 @@ class RankReplica(SeenFromOutside):
             torch.set_grad_enabled(cell.worker.settings.told("grad mode", torch.is_grad_enabled()))
             self._reduction.begin()
             losses.weight = cell.worker.num_rows
-            with self._phases.step():
-                result = fn(*self.objects, *args, **kwargs)
+            result = fn(*self.objects, *args, **kwargs)
         finally:
             losses.weight = None
             self._reduction.end()
@@ -272,7 +269,7 @@ def _detached(value: Any) -> Any:
     return value
 
 
-def _guard_step(optimizer: Any, undo: Undo, phases: Phases) -> None:
+def _guard_step(optimizer: Any, undo: Undo) -> None:
     """Make an optimizer's step uninterruptible, so that parameters and optimizer state are never half updated.
 
     A step with a closure can be interrupted, since the closure runs the user's code. Its closure returns the loss over
@@ -284,11 +281,10 @@ def _guard_step(optimizer: Any, undo: Undo, phases: Phases) -> None:
     def guarded(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         optimizer._opt_called = True  # a scheduler warns if it steps and this is not set
         undo.notice_step()
-        with phases.part("optimizer"):
-            if closure is not None:
-                return step(phases.part("forward")(_over_all_rows(closure)), *args, **kwargs)
-            with cell.worker.uninterrupted():
-                return step(*args, **kwargs)
+        if closure is not None:
+            return step(_over_all_rows(closure), *args, **kwargs)
+        with cell.worker.uninterrupted():
+            return step(*args, **kwargs)
 
     guarded._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step = guarded

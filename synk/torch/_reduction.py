@@ -24,7 +24,6 @@ import torch
 from synk._wire.cell import cell
 from synk._worker.comm.comm import comm
 from synk.torch import _state as states
-from synk.torch._phases import Phases
 
 LOST = -1.0
 """Stands for the share of rows of a rank whose kept-back gradients are lost."""
@@ -74,9 +73,9 @@ class GradientSum:
         The share of the rows with which gradients are kept back; None if none are, ``LOST`` if they are gone.
     """
 
-    def __init__(self, objects: Sequence[Any], options: Options, phases: Phases) -> None:
+    def __init__(self, objects: Sequence[Any], options: Options) -> None:
         self._parameters = states.parameters_of(objects)
-        self._options, self._phases = options, phases
+        self._options = options
         self._hooked: set[int] = set()  # positions of the parameters that have hooks
         self._fired: set[int] = set()  # positions of those with a gradient that was not reduced yet
         self._is_running = False
@@ -244,8 +243,7 @@ class GradientSum:
         self.share = None
         # While ranks communicate an interrupt is raised at once, because a rank that waits for a dead one must stop.
         cell.worker.hold_back(False)
-        with self._phases.part("reduce"):
-            self._sum_up(share)
+        self._sum_up(share)
         # From here on this rank can finish the step by itself. A fault on another rank must not leave the step half
         # done, so an interrupt is held back until the step ends or the ranks communicate again.
         cell.worker.hold_back(True)

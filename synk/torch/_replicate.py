@@ -13,10 +13,9 @@ import contextlib
 import functools
 import pickle
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,11 +26,9 @@ from synk._api.runtime import Runtime
 from synk._master.code.handles import Handle
 from synk._master.processes.output import warn_at_users_line
 from synk._pure import files
-from synk._pure.interrupts import as_operation
 from synk._pure.output_ops import DEFAULT_OP
 from synk._pure.tensors import num_torch_threads
 from synk._pure.tracebacks import verb
-from synk._wire.parcels import dumps
 from synk.errors import ReentrancyError
 from synk.torch import _checkpoint, _rank, _state, _state_bytes
 from synk.torch._links import link, refresh_of, unlink
@@ -205,7 +202,6 @@ class Replicated(Handle):
         outputs: Any = DEFAULT_OP,
         bcast_inputs: str | Sequence[str] = (),
         trains: bool = True,
-        name: str | None = None,
     ) -> Any:
         """Build a :class:`synk.Function` whose first parameters are the replicated objects. Also a decorator.
 
@@ -214,7 +210,7 @@ class Replicated(Handle):
         fn : callable
             The body of the training loop. It gets the rank's own objects, then the rank's rows as tensors. When
             ``loss.backward()`` returns in it, the gradients are those of all rows.
-        outputs, bcast_inputs, name
+        outputs, bcast_inputs
             As for :func:`synk.function`.
         trains : bool
             Whether a call is a training step. False is for evaluation: the body then runs under ``torch.no_grad()`` and
@@ -232,13 +228,10 @@ class Replicated(Handle):
             If an option has a value that is not listed.
         """
         if fn is None:
-            return functools.partial(
-                self.function, outputs=outputs, bcast_inputs=bcast_inputs, trains=trains, name=name
-            )
+            return functools.partial(self.function, outputs=outputs, bcast_inputs=bcast_inputs, trains=trains)
         if not callable(fn):
             raise TypeError(f"cannot build a function: got {type(fn).__name__}, expected a callable.")
-        name = name or getattr(fn, "__name__", type(fn).__name__)
-        return StepFunction(self, fn, outputs=outputs, bcast_inputs=bcast_inputs, trains=trains, name=name)
+        return StepFunction(self, fn, outputs=outputs, bcast_inputs=bcast_inputs, trains=trains)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context, inside the body, in which backward passes do not reduce gradients.
@@ -409,7 +402,7 @@ class Replicated(Handle):
             self._restore({**numbers, "objects": _state_bytes.dump_all(self._objects)}, "load")
             self._options = replace(self._options, seed=state["seed"])
             if len(ranks) == self._runtime.world_size:
-                take_own = self._on_ranks("take_own", name="load", changes=[self._resident])
+                take_own = self._on_ranks("take_own", name="load", updates=[self._resident])
                 take_own([_checkpoint.to_bytes(each) for each in ranks])
             self._note_equal()
             _checkpoint.load_generators(state["generators"])
@@ -417,29 +410,6 @@ class Replicated(Handle):
     @property
     def _session(self) -> Any:
         return self._runtime._session
-
-    def _part(self) -> dict[str, Any]:
-        """Return the part of a saved program: one pickle of the objects, and the rest of a checkpoint."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the pickle has what a checkpoint leaves out
-            state = {**self.state_dict(), "objects": []}
-        others = [_state.other_attributes(obj) if _state.is_optimizer(obj) else {} for obj in self._objects]
-        gradients = [parameter.grad for parameter in _state.parameters_of(self._objects)]
-        made = dumps((self._objects, others, gradients))
-        name, options = self._resident.name, asdict(self._options)
-        return {"kind": "replicated", "name": name, "object": made, "options": options, "state": state}
-
-    @classmethod
-    def _of_part(cls, runtime: Runtime, part: dict[str, Any]) -> Replicated:
-        """Replicate copies of the objects that a part holds."""
-        made = cls(_objects_of(part), Options(**part["options"]), runtime)
-        made._put(part)
-        return made
-
-    def _put(self, part: dict[str, Any]) -> None:
-        """Bring the objects here and on the ranks into the state of a part. The program's own generators stay."""
-        states, _ = _checkpoint.plain_states(_objects_of(part))
-        self.load_state_dict({**part["state"], "objects": states, "generators": _checkpoint.plain_generators()})
 
     def _own_of_ranks(self) -> list[dict[str, Any]]:
         """Return each rank's own state. Rank 0's is that of the objects."""
@@ -452,16 +422,15 @@ class Replicated(Handle):
             each["own"] = _checkpoint.from_bytes(own[rank]) if own and rank else []
         return ranks
 
-    def _on_ranks(self, method: str, *, name: str, changes: Sequence[Any] = ()) -> Function[..., Any]:
+    def _on_ranks(self, method: str, *, name: str, updates: Sequence[Any] = ()) -> Function[..., Any]:
         """Return a function that calls a method of each rank's ``RankReplica`` with one argument."""
         resident, session = self._resident, self._runtime._session
 
         def run(given: Any) -> Any:
             return getattr(resident.value, method)(given)
 
-        return Function(
-            run, bcast_inputs="given", outputs=None, per_rank=True, changes=changes, name=name, session=session
-        )
+        run.__name__ = name
+        return Function(run, bcast_inputs="given", outputs=None, per_rank=True, updates=updates, session=session)
 
     def _restore(self, state: dict[str, Any], verb: str) -> None:
         """Bring all ranks into a state that ``_rank.dump`` returned, or into the given parts of one."""
@@ -571,7 +540,6 @@ class Replicated(Handle):
         for obj in self._linked:
             unlink(obj)
 
-    @as_operation
     def _leave(self, session: Any, /) -> None:
         """Make the objects ordinary again, with the ranks' last state, because the runtime is about to be closed.
 
@@ -594,14 +562,3 @@ class Replicated(Handle):
 
     def __repr__(self) -> str:
         return f"<synk.torch.Replicated {', '.join(type(obj).__name__ for obj in self._objects)}>"
-
-
-def _objects_of(part: dict[str, Any]) -> Sequence[Any]:
-    """Return copies of the objects of a part."""
-    objects: Sequence[Any]
-    objects, others, gradients = pickle.loads(part["object"])
-    for obj, attributes in zip(objects, others):
-        obj.__dict__.update(attributes)
-    for parameter, gradient in zip(_state.parameters_of(objects), gradients):
-        parameter.grad = gradient
-    return objects

@@ -79,9 +79,9 @@ def _misfit(function: Any, few: Few, copy: Any, method: str) -> str | None:
         return None
     where = "its gradients" if of_gradients else ", ".join(f"output{misfit.path}" for misfit in misfits)
     return (
-        f"cannot take the step {function.name!r} on several workers: on {few.described()} it differs from that on one "
-        f"worker, in {where}, so its loss is no mean over rows. backward() averages gradients over rows: pass a loss "
-        "that is a sum over rows through synk.torch.total(loss), and one that is a mean over other things (class "
+        f"cannot take the step {function.__name__!r} on several workers: on {few.described()} it differs from that on "
+        f"one worker, in {where}, so its loss is no mean over rows. backward() averages gradients over rows: pass a "
+        "loss that is a sum over rows through synk.torch.total(loss), and one that is a mean over other things (class "
         'weights, labels of -100, tokens) through synk.torch.mean(sum, count). outputs="avg" ends this check.'
     )
 

@@ -21,8 +21,8 @@ class StepFunction(Function[..., Any]):
         body = body_of(fn, resident, objects, trains)
         self._replicated = replicated
         self._trains = trains
-        changes = [resident] if trains else []
-        self._options = {"framework": "torch", "changes": changes, "session": replicated._runtime._session, **options}
+        updates = [resident] if trains else []
+        self._options = {"framework": "torch", "updates": updates, "session": replicated._runtime._session, **options}
         self._fn = fn
         super().__init__(body, **self._options)
         is_default, first = isinstance(options["outputs"], DefaultOp), self._callee.signature.first_scattered
@@ -63,11 +63,6 @@ class StepFunction(Function[..., Any]):
         """
         self._replicated._before_call(trains=False)
         return super().verify(*args, **kwargs)
-
-    def __synk_recipe__(self) -> tuple[Any, ...]:
-        names = ("outputs", "bcast_inputs", "name")
-        options = {name: self._built_with[name] for name in names}
-        return "step", self._replicated, self._fn, {**options, "trains": self._trains}
 
     def _compared(self) -> Function[..., Any]:
         return self._by("_run")  # without a seed of its own, so that draws can be seen

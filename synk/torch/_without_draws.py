@@ -7,13 +7,10 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from synk._pure.comparison import Tolerance, fitting_ops
 from synk.torch import _state as states
-from synk.torch._nesting import take
 
 
 def _parts_of(objects: Sequence[Any]) -> list[torch.nn.Module]:
@@ -70,33 +67,3 @@ class SeenFromOutside:
         """Do the same with all modules in ``eval()``, whatever the function does."""
         with in_eval(self.objects, has_norms=True):
             return self.run_shown(fn, *call)
-
-
-def misfit_of(
-    modules: Sequence[torch.nn.Module], run: Callable[[Sequence[torch.Tensor]], Any], rows: Sequence[torch.Tensor]
-) -> str | None:
-    """Return the ops that fit the first single number that is not a mean over rows, in words; None if all are means.
-
-    ``run(rows)`` is a forward pass. It runs on all of the rows and on two parts, with the modules in ``eval()``.
-    """
-    middle = len(rows[0]) // 2 + 1  # parts of different lengths
-    flags = [module.training for module in modules]
-    found = []
-    with torch.no_grad(), torch.random.fork_rng(devices=()):
-        for module in modules:
-            module.training = False
-        try:
-            for part in (slice(None), slice(middle), slice(middle, None)):
-                outputs: list[torch.Tensor] = []
-                take(run([row[part] for row in rows]), outputs)
-                found.append([output for output in outputs if output.ndim == 0])
-        finally:
-            for module, flag in zip(modules, flags):
-                module.training = flag
-    for values in zip(*found):
-        whole, *halves = (np.asarray(value.double()) for value in values)
-        rtol = torch.finfo(values[0].dtype).eps ** 0.5
-        ops = fitting_ops(halves, [middle, len(rows[0]) - middle], whole, Tolerance(rtol, rtol * float(abs(whole))))
-        if "avg" not in ops:
-            return " or ".join(map(repr, ops)) or "no op"
-    return None

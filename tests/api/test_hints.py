@@ -14,6 +14,7 @@ import torch
 import synk
 from synk import profiler
 from synk._api.current import NotebookCell
+from synk._master.state.profile import Profile
 from synk._pure.words import GONE, KEYWORDS, NAMES, squashed
 from synk._worker.comm.comm import Comm
 
@@ -51,8 +52,11 @@ def test_outside_of_a_notebook_a_second_fork_is_an_error() -> None:
         synk.fork(1, backend="numpy", inline=True)
 
 
-def test_what_was_in_the_first_edition_says_what_to_write_instead() -> None:
-    owners = {"synk": synk, "profiler": profiler, "Function": synk.function(len, outputs="first")}
+def test_what_was_in_the_first_edition_says_what_to_write_instead(shared_runtimes: Any) -> None:
+    owners = {
+        "synk": synk, "profiler": profiler, "Function": synk.function(len, outputs="first"),
+        "Program": synk.Program(), "Profile": Profile(), "Runtime": shared_runtimes[2],
+    }  # fmt: skip
     for name, instead in GONE.items():
         owner, _, attribute = name.partition(".")
         with pytest.raises(AttributeError, match=re.escape(instead)):

@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -74,7 +75,7 @@ def test_a_call_that_is_interrupted_from_another_thread(reused: Any, busy: Any, 
         later(busy.is_running, rt.interrupt)
         with pytest.raises(CallCancelled, match=r"the call was ended by Runtime.interrupt\(\)"):
             rt.function(assign, outputs="sum")(X)
-    assert all((rt.get_value(w, rank) == 0).all() for rank in range(2))
+    assert all((w[rank] == 0).all() for rank in range(2))
 
 
 def test_a_call_in_another_thread_is_interrupted_from_this_one(reused: Any, busy: Any) -> None:
@@ -143,6 +144,29 @@ def test_submitted_calls_are_interrupted(reused: Any, busy: Any, later: Any, wai
         for call in reversed(calls):
             with pytest.raises(CallCancelled, match=r"Runtime.interrupt\(\)"):
                 call.result(timeout=60.0 if "limit" in waits_for else None)
+
+
+def test_an_interrupt_while_the_next_call_begins_ends_those_in_flight(reused: Any, busy: Any) -> None:
+    """The next call has the lock already, and waits for nothing yet."""
+    rt = reused(2)
+    total, stay, interrupting = rt.function(lambda x: x.sum(), outputs="sum"), busy(rt), []
+
+    def look(frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code is type(rt._session).begin.__code__:
+            sys.setprofile(None)
+            interrupting.append(threading.Thread(target=rt.interrupt))
+            interrupting[0].start()
+            interrupting[0].join()
+
+    with same_workers(rt):
+        pending = stay.submit(X)
+        assert wait_for(busy.is_running)
+        sys.setprofile(look)
+        with pytest.raises(CallCancelled):
+            total(X, timeout=30.0)
+        assert interrupting
+        with pytest.raises(CallCancelled):
+            pending.result()
 
 
 def test_a_signal_handler_may_interrupt_the_call_that_it_came_into(reused: Any, busy: Any, later: Any) -> None:

@@ -81,9 +81,9 @@ def test_other_errors_are_no_reason_and_other_options_are_refused(reused: Fork) 
     with pytest.raises(ZeroDivisionError):
         rt.function(divide, outputs="sum", on_oom="slices")(np.zeros(3))
     assert int(runs.value) == 0
-    for changed in ({"updates": rt.shared(np.zeros(2))}, {"changes": rt.resident([])}):
-        with pytest.raises(ValueError, match="got on_oom='slices' with updates= or changes="):
-            rt.function(lambda x: (x.sum(), x), **changed, on_oom="slices")
+    for changed in (rt.shared(np.zeros(2)), rt.resident([])):
+        with pytest.raises(ValueError, match="got on_oom='slices' with updates="):
+            rt.function(lambda x: (x.sum(), x), updates=changed, on_oom="slices")
     with pytest.raises(ValueError, match=r"cannot submit 'sum'.*on_oom='slices'"):
         rt.function(np.sum, outputs="sum", on_oom="slices").submit(np.zeros(3))
     with pytest.raises(ValueError, match="got on_oom='slice', expected 'raise' or 'slices'"):

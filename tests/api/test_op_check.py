@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.names import named
 
 import synk
 from synk.errors import CollectiveMismatch, OpMismatch
@@ -237,7 +238,7 @@ def test_the_text_shows_both_values_and_names_the_op_that_fits(shared_runtimes: 
         kind = (2, 3, "1+1")[number % 3]
         with subtests.test(name, kind=kind):
             with pytest.raises(REFUSALS) as caught:
-                shared_runtimes[kind].function(fn, name="f")(x)
+                shared_runtimes[kind].function(fn)(x)
             text = str(caught.value)
             if not isinstance(caught.value, OpMismatch):  # ranks have different numbers of rows
                 assert 'outputs="gather"' in text
@@ -253,7 +254,7 @@ def test_the_text_shows_both_values_and_names_the_op_that_fits(shared_runtimes: 
 
 def test_the_whole_text_and_each_output_by_its_place(shared_runtimes: Any) -> None:
     with pytest.raises(OpMismatch) as caught:
-        shared_runtimes[2].function(lambda x: x.sum(), name="total")(np.arange(6.0))
+        shared_runtimes[2].function(named("total", lambda x: x.sum()))(np.arange(6.0))
     assert str(caught.value) == (
         "cannot average the outputs of 'total', which names no op: on 6 rows outputs=\"avg\", the default, gives 7.5, "
         'and one worker alone 15.0. Use outputs="sum". Naming an op in synk.function(..., outputs=...), also "avg", '
@@ -347,7 +348,7 @@ def test_what_assigns_or_changes_is_not_held_back(shared_runtimes: Any) -> None:
 
     assert rt.function(assign)(x) == 14.0
     assert float(w.value) == 28.0
-    assert rt.function(change, bcast_inputs="box", changes=box)(box, x) == 14.0
+    assert rt.function(change, bcast_inputs="box", updates=box)(box, x) == 14.0
     assert box.get() == [1.0]
     assert rt.function(lambda x: x.sum(), per_rank=True)(x) == 14.0
     rt.function(assign_on_few)(np.arange(200.0))

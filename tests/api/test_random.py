@@ -24,7 +24,7 @@ def streams(seed: int, count: int) -> list[np.random.Generator]:
 
 def test_ranks_draw_from_spawned_streams_which_go_on(runtime: Fork) -> None:
     """Also after a trial, which puts the generators back."""
-    function = runtime(3, seed=11).function(draws, outputs="gather", name="draws")
+    function = runtime(3, seed=11).function(draws, outputs="gather")
     ways = (function, lambda x: function.submit(x).result(), function)
     expected = streams(11, 3)
     for way in ways:

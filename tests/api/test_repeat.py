@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.harness import same_workers
+from support.names import named
 
 import synk
 from synk.errors import CallTimeout, WorkerDied
@@ -44,8 +45,8 @@ def test_updates_and_assignments_hold_from_run_to_run(shared_runtimes: Any, kind
             seen, expected, runs = X * expected, expected / 2 + 1, runs + 1
         np.testing.assert_allclose(result, seen, rtol=1e-14)
         for rank in range(rt.world_size):
-            np.testing.assert_allclose(rt.get_value(w, rank), expected, rtol=1e-14)
-            np.testing.assert_array_equal(rt.get_value(ring, rank), np.roll(np.arange(4.0), runs))
+            np.testing.assert_allclose(w[rank], expected, rtol=1e-14)
+            np.testing.assert_array_equal(ring[rank], np.roll(np.arange(4.0), runs))
     assert int(count.value) == runs
 
 
@@ -130,8 +131,8 @@ def test_ranks_without_rows_follow(shared_runtimes: Any) -> None:
         log.value.append(float(x.sum()))
         return float(x.sum()), w.value + 1
 
-    rt.function(step, updates=[w], outputs="sum", changes=[log]).repeat(4, X[:1])
-    assert [float(rt.get_value(w, rank)) for rank in range(3)] == [4.0] * 3
+    rt.function(step, updates=[w, log], outputs="sum").repeat(4, X[:1])
+    assert [float(w[rank]) for rank in range(3)] == [4.0] * 3
     assert [log.get(rank) for rank in range(3)] == [[1.0] * 4] * 3
 
 
@@ -148,7 +149,7 @@ def failing(rt: synk.Runtime, fails: Callable[[int, int], Any]) -> tuple[Any, An
         synk.comm.barrier()
         return 0.0, w.value + 1 if answer is None else answer
 
-    return rt.function(step, updates=[w], changes=[log]), w, log
+    return rt.function(step, updates=[w, log]), w, log
 
 
 def raises_on_one(rank: int, runs: int) -> None:
@@ -184,13 +185,13 @@ def test_an_error_undoes_the_variables_and_leaves_the_ranks_alike(
     assert caught.value.step_counted is False
     if fails is gives_another_shape and sys.version_info >= (3, 11):
         assert any("'log' came through a part of the repetitions" in each for each in caught.value.__notes__)
-    assert [float(rt.get_value(w, rank)) for rank in range(3)] == [2.0] * 3
+    assert [float(w[rank]) for rank in range(3)] == [2.0] * 3
     logs = [log.get(rank) for rank in range(3)]
     assert logs[0] == logs[1] == logs[2]
     assert logs[0][:5] == [0, 1, 2, 3, 4]
     log.set([])
     step.repeat(3, X)
-    assert [float(rt.get_value(w, rank)) for rank in range(3)] == [5.0] * 3
+    assert [float(w[rank]) for rank in range(3)] == [5.0] * 3
     assert [log.get(rank) for rank in range(3)] == [[0, 1, 2]] * 3
 
 
@@ -206,7 +207,7 @@ def test_a_death_in_a_later_run(where: Any, reused: Reused) -> None:
     step(X)
     with pytest.raises(WorkerDied):
         step.repeat(9, X)
-    assert [float(rt.get_value(w, rank)) for rank in range(2)] == [1.0] * 2
+    assert [float(w[rank]) for rank in range(2)] == [1.0] * 2
     assert log.get(0) == log.get(1)
     assert log.get(0)[:3] == [0, 1, 2]
 
@@ -223,7 +224,7 @@ def test_a_time_limit_ends_it(reused: Reused) -> None:
 
 
 def test_what_is_no_number(shared_runtimes: Any) -> None:
-    f = shared_runtimes[2].function(lambda x: x.sum(), outputs="sum", name="total")
+    f = shared_runtimes[2].function(named("total", lambda x: x.sum()), outputs="sum")
     for n in (0, -1, 2.0, True, "3", None, X):
         with pytest.raises(ValueError, match=r"(?s)cannot repeat 'total': got .*expected an integer of 1 or more"):
             f.repeat(n, X)

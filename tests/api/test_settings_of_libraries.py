@@ -146,38 +146,3 @@ def test_settings_hold_where_the_call_stands(reused: Any, libraries: set[str], s
                 blocks.close()
             expected, got = shown(1.0), VERBS[verb](rt, shown)
             assert set(got) == {expected}
-
-
-def test_what_a_function_sets_and_verify(reused: Any, libraries: set[str]) -> None:
-    """It stays on its rank, until the program changes that setting; ``verify`` leaves it as it was."""
-    import mpmath
-
-    rt = reused(1)
-
-    def careless(x: Any) -> float:
-        mpmath.mp.dps = 9
-        return float(x.sum())
-
-    digits = rt.function(lambda x: mpmath.mp.dps, outputs="first")
-    assert rt.function(careless, outputs="sum").verify(X)
-    assert digits(X) == mpmath.mp.dps == 15
-    rt.function(careless, outputs="sum")(X)
-    assert (digits(X), mpmath.mp.dps) == (9, 15)
-    with mpmath.workdps(30):
-        assert digits(X) == 30
-    assert digits(X) == 15
-
-
-def test_nothing_is_imported_for_a_setting(runtime: Any, libraries: set[str]) -> None:
-    """What the program has imported is not imported on a worker; what a function imports there finds its settings."""
-    import mpmath
-
-    def loaded(x: Any) -> str:
-        import sys
-
-        return str([name for name in ("sklearn", "xarray", "scipy.special") if name in sys.modules])
-
-    with mpmath.workdps(40):
-        rt = runtime(1)
-        assert rt.function(loaded, outputs=None)(X) == ["[]"]
-        assert list(rt.map(lambda x: outcome(third), [1.0])) == [outcome(third)]

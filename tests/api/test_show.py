@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.names import named
 
 import synk
 
@@ -53,12 +54,12 @@ def test_objects_show_what_they_are(reused: Fork) -> None:
     shard = rt.shared(np.arange(5.0), sharded=True, name="rows")
     assert cells(shard)["kind"] == "sharded, [3, 2] rows on the ranks"
     assert cells(rt.shared(np.arange(5.0)))["kind"] == "replicated"
-    total = rt.function(lambda x, w: x.sum() * w, bcast_inputs="w", outputs="sum", name="total")
+    total = rt.function(named("total", lambda x, w: x.sum() * w), bcast_inputs="w", outputs="sum")
     shown = {"divided by rows": "x", "whole to every rank": "w", "outputs": "sum"}
     assert cells(total) == shown and repr(total) == "<synk.Function 'total' outputs='sum'>"
     seen = rt.resident({}, name="seen")
-    step = rt.function(lambda x: {"a": x.sum()}, outputs={"a": "avg"}, framework="torch", changes=[seen])
-    assert cells(step) == {"divided by rows": "x", "outputs": "{'a': 'avg'}", "framework": "torch", "changes": "seen"}
+    step = rt.function(lambda x: {"a": x.sum()}, outputs={"a": "avg"}, framework="torch", updates=[seen])
+    assert cells(step) == {"divided by rows": "x", "outputs": "{'a': 'avg'}", "framework": "torch", "updates": "seen"}
     call = rt.function(lambda x: x.sum(), outputs="sum").submit(np.ones(4))
     assert cells(call)["ranks"] == "0, 1" and cells(call)["function"] == "<lambda>"
     call.result()
@@ -73,9 +74,9 @@ def test_tab_shows_what_users_call(reused: Fork) -> None:
     call = total.submit(np.ones(4))
     call.result()
     shown = {
-        total: "name on outputs repeat serial stream submit verify",
+        total: "outputs repeat serial stream submit verify",
         call: "add_done_callback done exception name ranks result",
-        rt.shared(np.zeros(3)): "dtype is_sharded lengths name shape value",
+        rt.shared(np.zeros(3)): "dtype is_sharded lengths name shape shapes value",
         rt.resident({}): "get load name save set value",
     }
     for each, names in shown.items():
@@ -95,7 +96,7 @@ def test_what_is_closed_shows_itself(runtime: Fork) -> None:
 
 def test_tables_of_text_show_as_they_are(reused: Fork, capsys: pytest.CaptureFixture[str]) -> None:
     rt = reused(2)
-    mean = rt.function(lambda x: x.mean(), name="a < b & c")
+    mean = rt.function(named("a < b & c", lambda x: x.mean()))
     mean(np.ones(4))
     profile = rt.profile
     assert repr(profile) == str(profile) and "a < b & c" in repr(profile)

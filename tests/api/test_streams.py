@@ -6,9 +6,7 @@ import asyncio
 import itertools
 import os
 import signal
-import sys
 import threading
-import types
 from collections import namedtuple
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.harness import assert_right, replaced_workers, wait_for
+from support.names import named
 
 import synk
 from synk.errors import CallCancelled, WorkerDied
@@ -25,7 +24,7 @@ BATCHES = [np.arange(n, n + 5.0) for n in range(9)]
 
 
 def totals(rt: synk.Runtime) -> Any:
-    return rt.function(lambda x: x.sum(), outputs="sum", name="total")
+    return rt.function(named("total", lambda x: x.sum()), outputs="sum")
 
 
 # -- streams ----------------------------------------------------------------------------------------------------------
@@ -98,21 +97,6 @@ def test_streams_maps_and_calls_between_one_another(shared_runtimes: Any) -> Non
     total = totals(rt)
     for k, (a, b) in enumerate(zip(total.stream(BATCHES), rt.map(lambda n: n + 1, range(9)))):
         assert a == BATCHES[k].sum() and b == k + 1 and total(np.ones(3)) == 3.0
-
-
-def test_progress_of_a_stream(shared_runtimes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-
-    def tqdm(results: Any, desc: str, total: Any) -> Iterator[Any]:
-        seen.append((desc, total))
-        return iter(results)
-
-    module = types.ModuleType("tqdm.auto")
-    module.tqdm = tqdm  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "tqdm", types.ModuleType("tqdm"))
-    monkeypatch.setitem(sys.modules, "tqdm.auto", module)
-    assert len(list(totals(shared_runtimes[2]).stream(BATCHES, progress=True))) == 9
-    assert seen == [("total", 9)]
 
 
 # -- calls that are awaited -------------------------------------------------------------------------------------------
@@ -215,16 +199,3 @@ def test_done_callbacks(shared_runtimes: Any, caplog: pytest.LogCaptureFixture) 
         call.add_done_callback(ended.append)
         learn(call)
         assert ended[-1] is call
-
-
-# -- verbs that take lists --------------------------------------------------------------------------------------------
-
-
-def test_values_of_several_variables(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    a, b = rt.shared(np.zeros(3), name="a"), rt.shared(np.zeros((2, 2)), name="b")
-    rt.set_value([a, b], [np.ones(3), np.full((2, 2), 2.0)])
-    rt.set_value((a, b), (np.zeros(3), np.zeros((2, 2))), rank=1)
-    with pytest.raises(ValueError, match="variable 'b'"):  # none of them, then
-        rt.set_value([a, b], [np.ones(2), np.zeros((2, 3))])
-    assert [[float(v.sum()) for v in rt.get_value([a, b], rank)] for rank in range(2)] == [[3.0, 8.0], [0.0, 0.0]]

@@ -86,7 +86,7 @@ WRONG: dict[str, Callable[[synk.Runtime], Any]] = {
     "a time limit": lambda rt: rt.function(sleeps)(np.ones(4), timeout=0.2),
     "data": lambda rt: rt.data([[1], [2, 3]]),
     "a value": lambda rt: setattr(rt.shared(np.ones(3)), "value", "a"),
-    "a collective": lambda rt: rt.gather(3),
+    "a collective": lambda rt: synk.gather(3),
     "fork": lambda rt: synk.fork(-1),
 }
 

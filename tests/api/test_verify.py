@@ -21,6 +21,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from support.harness import script
+from support.names import named
 
 import synk
 
@@ -153,9 +154,8 @@ def test_each_output_is_reported_by_its_place(shared_runtimes: Any) -> None:
     report = (
         shared_runtimes[2]
         .function(
-            lambda x: {"loss": (x.sum(), x.max()), "size": [len(x), str(len(x))], "parts": len(x)},
+            named("f", lambda x: {"loss": (x.sum(), x.max()), "size": [len(x), str(len(x))], "parts": len(x)}),
             outputs={"loss": ("avg", "max"), "size": ("sum", "first"), "parts": None},
-            name="f",
         )
         .verify(np.arange(6.0))
     )
@@ -343,7 +343,7 @@ def test_what_the_ranks_keep_is_put_back(reused: Callable[..., Any], capfd: pyte
         print("drawn", flush=True)
         return state["calls"], rng.random(), np.random.random()
 
-    f = rt.function(draw, outputs=None, name="draw")
+    f = rt.function(draw, outputs=None)
     rt.function(lambda x: np.random.seed(7), outputs=None)(np.zeros(2))
     first, report, second = f(X), f.verify(X), f(X)
     expected_rng, expected_global = np.random.default_rng(3), np.random.RandomState(7)
@@ -364,7 +364,7 @@ def test_objects_on_the_workers_stay(shared_runtimes: Any, kind: Any) -> None:
         seen.value.append(len(x))
         return np.outer(x, x).sum(axis=0).repeat(100), x[:, None].repeat(100, axis=1)
 
-    f = rt.function(step, outputs=("avg", "gather"), changes=[seen])
+    f = rt.function(step, outputs=("avg", "gather"), updates=[seen])
     x = np.arange(1.0, 1001.0)
     assert [output.verdict for output in f.verify(x).outputs] == ["different", "equal"]
     assert [seen.get(rank) for rank in range(rt.world_size)] == [[0]] * rt.world_size

@@ -57,10 +57,13 @@ with_torch = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(params=PARAMETERS)
+@pytest.fixture(params=[*PARAMETERS, pytest.param("gpu", marks=pytest.mark.gpu)])
 def here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, reuse: Any) -> Iterator[Here]:
-    """A runtime of two workers that serves all tests of its backend."""
+    """A runtime of two workers that serves all tests of its backend; or both on the first GPU."""
     name = request.param
+    if name == "gpu":
+        yield Here("cupy", reuse(name, lambda: synk.Runtime(devices=[0, 0], backend="cupy", max_restarts=10**9)))
+        return
     each_backend.require(name, monkeypatch)
     options: dict[str, Any] = {"backend": name, "max_restarts": 10**9, **each_backend.devices(name, 2)}
     yield Here(name, reuse(("conformance", name), lambda: synk.Runtime(2, **options)))
@@ -220,17 +223,17 @@ def test_variables(here: Here, subtests: Any) -> None:
         with subtests.test(count=count):
             f(ROWS)
             f(ROWS)
-            np.testing.assert_array_equal(runtime.gather(w), start * np.array([[1], [4]]))
-            runtime.all_reduce(w, "sum")
-            np.testing.assert_array_equal(runtime.gather(w), np.stack([start * 5] * 2))
+            np.testing.assert_array_equal(synk.gather(w), start * np.array([[1], [4]]))
+            synk.all_reduce(w, "sum")
+            np.testing.assert_array_equal(synk.gather(w), np.stack([start * 5] * 2))
             f(ROWS)
-            runtime.broadcast(w)
-            np.testing.assert_array_equal(runtime.get_value(w, 1), start * 5)
+            synk.broadcast(w)
+            np.testing.assert_array_equal(w[1], start * 5)
             w.value = start
             f(ROWS)
-            np.testing.assert_array_equal(runtime.reduce(w, "max", in_place=False), start * 2)
-            runtime.all_gather(w)
-            np.testing.assert_array_equal(runtime.get_value(w, 1), np.concatenate([start, start * 2]))
+            np.testing.assert_array_equal(synk.reduce(w, "max", in_place=False), start * 2)
+            synk.all_gather(w)
+            np.testing.assert_array_equal(w[1], np.concatenate([start, start * 2]))
     rows = runtime.shared(ROWS, sharded=True, name="rows")
 
     def add(x: Any) -> Any:
@@ -258,12 +261,12 @@ def test_updates_and_failed_calls(here: Here) -> None:
 
     f = runtime.function(body, outputs="sum", updates=((mean, "avg"), (largest, "max")))
     for num_slices in (1, 3):
-        before = runtime.gather(mean)
+        before = synk.gather(mean)
         np.testing.assert_allclose(host(f(x, num_slices=num_slices)), x.sum(axis=0), rtol=1e-12)
         own = x.reshape(2, 5, 3).mean(axis=1)
-        np.testing.assert_allclose(runtime.gather(mean), before + own, rtol=1e-12, atol=1e-14)
+        np.testing.assert_allclose(synk.gather(mean), before + own, rtol=1e-12, atol=1e-14)
         if num_slices == 1:
-            np.testing.assert_array_equal(runtime.gather(largest), x[[0, 5]])
+            np.testing.assert_array_equal(synk.gather(largest), x[[0, 5]])
     g = runtime.function(assign, outputs="sum")
     with pytest.raises(KeyError):
         g(ROWS)
@@ -373,7 +376,7 @@ def test_after_a_death_values_that_agreed_are_back(here: Here) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of what the dead rank held
         np.testing.assert_allclose(host(f(ROWS)), ROWS.sum(axis=0), rtol=1e-12)
-    np.testing.assert_array_equal(runtime.gather(alike), np.full((2, 4), 3.0))
+    np.testing.assert_array_equal(synk.gather(alike), np.full((2, 4), 3.0))
     if here.has_devices:
         with pytest.raises(synk.errors.WorkerDied, match="'shard'"):
             g(ROWS)

@@ -46,3 +46,25 @@ def test_std_and_var_have_numpys_ddof_and_torchs_keep_theirs(runtime: Callable[.
         torch.testing.assert_close(rt.function(fn, outputs="gather")(x), fn(x))
     named = rt.function(lambda x: x.std(1), outputs="gather", framework="torch")
     torch.testing.assert_close(named(x), x.std(1))
+
+
+def repeated(x: Any, args: Any, kind: str) -> Any:
+    return x.repeat(*args) if kind == "x" else np.repeat(x, *args)
+
+
+def test_repeat_has_numpys_meaning(runtime: Callable[..., Any], subtests: Any) -> None:
+    """Of elements, along an axis or of the flat array; three sizes, and functions for torch, are torch's."""
+    torch = pytest.importorskip("torch")
+    rt = runtime(1, backend="torch", devices=["cpu"])
+    x = np.arange(6.0).reshape(2, 3)
+    for args in ((2,), (2, 0), (2, 1), (3, -1), ([1, 2, 0], 1), ([2], None), (range(6),)):
+        for kind in ("x", "np"):
+            with subtests.test(args=args, kind=kind):
+                f = rt.function(repeated, bcast_inputs=("args", "kind"), outputs=None)
+                (got,) = f(x, args, kind)
+                np.testing.assert_array_equal(np.asarray(got), x.repeat(*args))
+    tensor = torch.from_numpy(x)
+    (got,) = rt.function(lambda x: x.repeat(2, 1, 1), outputs=None)(x)
+    assert torch.equal(got, tensor.repeat(2, 1, 1))
+    (got,) = rt.function(lambda x: x.repeat(2, 1), outputs=None, framework="torch")(x)
+    assert torch.equal(got, tensor.repeat(2, 1))

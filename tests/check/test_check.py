@@ -50,7 +50,7 @@ class Check:
     def on_gpus(self, *names: str, **environ: str) -> dict[str, Any]:
         """Run lines where there are two GPUs, with stand-ins for their libraries."""
         given = {"SYNK_FAKE_GPUS": "2", "SYNK_FAKE_NCCL": "1", "SYNK_FAKE_PROOF_S": "1", **environ}
-        return self.lines(*names, folders=("fake_nvml", "fakes"), **given)
+        return self.lines(*names, folders=("fake_driver", "fakes"), **given)
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_gpus_that_work(check: Check) -> None:
     assert sorted(records) == sorted(ON_GPUS)
     assert "broken" not in outcomes(records).values()
     assert check.status == 0
-    assert "2 GPUs (Fake GPU), driver 580.1" in records["GPUs"]["text"]
+    assert "2 GPUs (Fake GPU), a driver for CUDA 13.0" in records["GPUs"]["text"]
 
 
 def test_one_gpu(check: Check) -> None:
@@ -158,7 +158,7 @@ def test_gpus_that_are_slow_or_broken(check: Check, outcome: str, case: str) -> 
 
 def test_libraries_that_are_missing_or_broken(check: Check) -> None:
     """A driver and GPUs without CuPy; a torch that cannot be imported."""
-    records = check.lines("GPUs", "training", folders=("fake_nvml", "broken_torch"), SYNK_FAKE_GPUS="2")
+    records = check.lines("GPUs", "training", folders=("fake_driver", "broken_torch"), SYNK_FAKE_GPUS="2")
     assert outcomes(records) == {"GPUs": "broken", "training": "broken"}
     assert 'CuPy is not installed. pip install "synkhronos[cuda13]"' in records["GPUs"]["text"]
     assert "ImportError: libcudart.so.13: cannot open shared object file" in records["training"]["text"]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.rank_arrays import assert_same, everywhere
+from support.rank_arrays import assert_same
 from support.seeds import examples
 from test_exactness import DTYPES, KERNELS, assert_equal, pick, picked_by, reference, rows_of
 
@@ -29,7 +29,7 @@ def functions(shared_runtimes: Any) -> Callable[[Any, str], Any]:
 
     def function(where: Any, op: str) -> Any:
         if (where, op) not in made:
-            made[where, op] = shared_runtimes[where].function(KERNELS[op], outputs=op, name=op)
+            made[where, op] = shared_runtimes[where].function(KERNELS[op], outputs=op)
         return made[where, op]
 
     return function
@@ -169,20 +169,6 @@ def repetitions_submissions_and_streams(rt: Any) -> Any:
     ]
 
 
-def rows_of_data(rt: Any) -> Any:
-    """They are those that it has at that moment."""
-    x, twice = rt.data(np.arange(30.0).reshape(10, 3)), rt.function(lambda x: x * 2, outputs="gather")
-    found = []
-    for turn, batch in enumerate([None, 4, slice(8, 2, -2), [7, 1, 3], [9, 9, 0, 4, 2], np.arange(10) % 3 == 0, []]):
-        found.append(twice(x, batch=batch))
-        x[2] = -turn
-    y = rt.data(np.arange(20.0).reshape(10, 2))
-    f = rt.function(lambda x, w: x @ w, outputs="gather", bcast_inputs="w")
-    call = f.submit(y, rt.data(np.ones(2)))
-    y.set_value(np.zeros((3, 2)))
-    return found, call.result(), f(y, np.ones(2))
-
-
 def captured_objects(rt: Any) -> Any:
     """A call computes with what they hold in the program then; what only a rank has changed stays its own."""
     small, numbers, model, seen, table = np.zeros(3), [1.0], Model(), [], np.zeros(100_000)
@@ -211,29 +197,6 @@ def settings_of_libraries(rt: Any) -> Any:
         return error[0], f(X)
 
 
-def shared_variables(rt: Any) -> Any:
-    """Assigned by ranks, set for one rank, by submitted calls, on trial, with ranks that have no rows."""
-    w, s = rt.shared(np.zeros(3)), rt.shared(np.arange(9.0), sharded=True)
-    nested = rt.shared(Point(np.zeros((0, 2)), {"a": [np.ones(2)]}))
-
-    def add(x: np.ndarray) -> Any:
-        w.value = w.value + x.sum() + synk.comm.rank
-        nested.value = nested.value._replace(y={"a": [nested.value.y["a"][0] + synk.comm.rank]})
-        return w.value.sum()
-
-    f, found = rt.function(add, outputs=None), []
-    double = rt.function(lambda: setattr(s, "value", s.value * 2), outputs=None, per_rank=True)
-    for rows in (4, 1, 2, 3, 7):
-        found.append((f(np.ones(rows)), everywhere(rt, w), [tuple(each) for each in everywhere(rt, nested)]))
-        rt.set_value(w, np.full(3, 10.0 * rows), rank=3)
-        found.append([everywhere(rt, w), [call.result() for call in [f.submit(np.ones(4)) for _ in range(3)]]])
-        f.verify(np.ones(4))
-        double()
-        found.append([everywhere(rt, w), s.value, rt.function(lambda x: x.sum(), outputs="sum")(s, batch=[8, 1, 4])])
-    w.value = np.full(3, 5.0)
-    return found, list(rt.map(lambda n: float(w.value[0]), range(12), batch_size=1))
-
-
 def disagreement(rt: Any) -> Any:
     f = rt.function(lambda x: np.zeros(1 + int(x[0] == 6)), outputs="sum")
     g = rt.function(lambda x: (1.0, 2.0) if x[0] < 4 else {"a": 1.0}, outputs="max")
@@ -252,8 +215,7 @@ def raised(act: Callable[[], Any]) -> tuple[str, str]:
 
 PROGRAMS: list[Callable[[Any], Any]] = [
     *(structures_of_outputs, ops_of_the_user, uneven_large_outputs, lists_tables_and_sparse_matrices, nested_arguments),
-    *(no_rows, repetitions_submissions_and_streams, rows_of_data, captured_objects, settings_of_libraries),
-    *(shared_variables, disagreement),
+    *(no_rows, repetitions_submissions_and_streams, captured_objects, settings_of_libraries, disagreement),
 ]
 
 

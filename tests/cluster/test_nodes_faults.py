@@ -29,7 +29,7 @@ from support.harness import (
 from support.nodes import agents, assert_maps, assert_talks, total
 
 import synk
-from synk.errors import CallCancelled, CallTimeout, ClosedError, RemoteError, SerializationError, WorkerDied
+from synk.errors import CallCancelled, CallTimeout, ClosedError, RemoteError, WorkerDied
 
 # ----- a table: what the ranks are doing, what happens on one of them
 
@@ -99,14 +99,14 @@ def change_an_object(runtime: synk.Runtime, fault: Fault) -> Any:
         fault.happen()
 
     try:
-        runtime.function(step, outputs=None, changes=[log])(np.zeros(4))
+        runtime.function(step, outputs=None, updates=[log])(np.zeros(4))
     except WorkerDied as error:
         assert error.step_counted is False  # type: ignore[attr-defined]
         raise
     finally:
         found = [log.get(rank) for rank in range(4)]
         assert found in ([[]] * 4, [[1.0]] * 4)
-        runtime.function(lambda x: log.value.append(2.0), outputs=None, changes=[log])(np.zeros(4))
+        runtime.function(lambda x: log.value.append(2.0), outputs=None, updates=[log])(np.zeros(4))
         assert [log.get(rank) for rank in range(4)] == [[*found[0], 2.0]] * 4
 
 
@@ -215,7 +215,7 @@ def test_workers_and_nodes_that_die_while_idle_are_started_again(nodes: synk.Run
         return float(x.sum())
 
     box["f"] = nodes.function(lambda x: x.sum() * scale["is"], outputs="sum")
-    box["step"] = nodes.function(step, outputs="sum", bcast_inputs="amount", changes=[log])
+    box["step"] = nodes.function(step, outputs="sum", bcast_inputs="amount", updates=[log])
     by_call(nodes, box)
     by_step(nodes, box)
     following = itertools.cycle([by_call, by_new_function, by_map, by_step])
@@ -255,18 +255,6 @@ def test_a_worker_that_died_while_idle_is_joined_again(nodes: synk.Runtime) -> N
 # ----- other ends of calls
 
 
-def test_a_call_with_retry_is_run_again(nodes: synk.Runtime, tmp_path: Path) -> None:
-    flag = tmp_path / "died"
-
-    def die_once(x: np.ndarray) -> Any:
-        if 7.0 in x and not flag.exists():
-            flag.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return x.sum()
-
-    assert nodes.function(die_once, outputs="sum", retry=1)(np.arange(8.0)) == 28.0
-
-
 def test_time_limits_and_interrupts_from_another_thread(nodes: synk.Runtime) -> None:
     f = nodes.function(lambda x: time.sleep(600 * x[0]), outputs=None)
     wait = nodes.function(lambda x: total(x) if synk.comm.rank != 3 else time.sleep(600), outputs=None)
@@ -281,11 +269,6 @@ def test_time_limits_and_interrupts_from_another_thread(nodes: synk.Runtime) -> 
         with pytest.raises(CallCancelled):
             call.result()
     assert_talks(nodes)
-
-
-def test_what_cannot_be_sent(nodes: synk.Runtime) -> None:
-    with same_workers(nodes), pytest.raises(SerializationError, match=r"cannot send the result of .* from rank 0"):
-        nodes.function(lambda x: (value for value in x), outputs=None)(np.arange(4.0))
 
 
 def test_a_runtime_closes_if_workers_of_a_node_die_too_often() -> None:

@@ -100,7 +100,7 @@ def make_step(rt: synk.Runtime, log: synk.Resident) -> Any:
         log.value.append(amount)
         return float(x.sum())
 
-    return rt.function(step, outputs="sum", bcast_inputs="amount", changes=[log], name="step")
+    return rt.function(step, outputs="sum", bcast_inputs="amount", updates=[log])
 
 
 def logs(rt: synk.Runtime, log: synk.Resident) -> list[list[float]]:

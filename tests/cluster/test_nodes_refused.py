@@ -91,7 +91,7 @@ def test_traces() -> None:
         import synk.profiler
         synk.fork(1, cluster="here", nodes=2)
         try:
-            synk.profiler.trace().__enter__()
+            synk.profiler.trace("run.json").__enter__()
         except synk.errors.UnsupportedError as error:
             assert "over nodes" in str(error)
         else:

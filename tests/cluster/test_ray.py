@@ -108,7 +108,7 @@ def test_ranks_of_all_machines_communicate(nodes: synk.Runtime) -> None:
 def test_workers_and_agents_are_replaced(nodes: synk.Runtime, capfd: pytest.CaptureFixture[str]) -> None:
     """And tunnels."""
     log = nodes.resident([])
-    step = nodes.function(lambda x, log: log.append(1), outputs=None, bcast_inputs="log", changes=[log])
+    step = nodes.function(lambda x, log: log.append(1), outputs=None, bcast_inputs="log", updates=[log])
     step(np.ones(4), log)
     for find in (
         lambda: worker_pids(nodes)[1],
@@ -136,7 +136,7 @@ def test_a_spare_machine_takes_over(cluster: RayCluster, nodes: synk.Runtime) ->
         while is_slow:
             pass
 
-    step = nodes.function(slow, outputs=None, bcast_inputs=("log", "is_slow"), changes=[log])
+    step = nodes.function(slow, outputs=None, bcast_inputs=("log", "is_slow"), updates=[log])
     step(np.ones(4), log, False)
     pids = worker_pids(nodes)
     call = step.submit(np.ones(4), log, True)
@@ -160,7 +160,7 @@ def test_a_frozen_machine_is_replaced_and_what_ran_there_ends_once_it_is_back(no
         log.append(1)
         return os.getpid()
 
-    step = nodes.function(note, outputs=None, bcast_inputs="log", changes=[log])
+    step = nodes.function(note, outputs=None, bcast_inputs="log", updates=[log])
     pids = step(np.ones(4), log)
     machine = [*pids[2:], *lineage(pids[2])[1:]]
     for pid in reversed(machine):
@@ -209,7 +209,7 @@ def test_the_machines_that_are_left_take_over(capfd: pytest.CaptureFixture[str])
             def add(x: np.ndarray, held: list[np.ndarray]) -> None:
                 held[0] = held[0] + synk.comm.all_reduce(x.sum(axis=0), "sum")
 
-            step = rt.function(add, outputs=None, bcast_inputs="held", changes=[held])
+            step = rt.function(add, outputs=None, bcast_inputs="held", updates=[held])
             step(rows, held)
             assert not are_on_one_machine(worker_pids(rt))
             lose(cluster, worker_pids(rt)[2:])

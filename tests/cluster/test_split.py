@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.seeds import examples
 
 from synk._pure.shards import select_rows, shard_bounds
-from synk.cluster.split import Topology, counts_of, own_bounds, rows_between
+from synk.cluster.split import Topology, counts_of, own_bounds
 
 COUNTS = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
 BATCHES = st.one_of(
@@ -45,7 +45,7 @@ def test_ranks_get_the_rows_that_they_would_have_on_one_machine(counts: tuple[in
     found = []
     for node in range(len(counts)):
         low, high, own = own_bounds(bounds, topology.ranks_of(node))
-        rows = rows_between(array, selection, low, high)
+        rows = array[selection.between(low, high)]
         assert own[0][0] == 0
         assert own[-1][1] == len(rows)
         found += [rows[start:stop] for start, stop in own]

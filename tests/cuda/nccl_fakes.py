@@ -1,26 +1,19 @@
-"""What the NCCL tests share: the compiled stub library, the bindings over it, ranks as threads."""
+"""What the NCCL tests share: the compiled stub library, ranks as threads over it."""
 
 from __future__ import annotations
 
 import ctypes
-import functools
-import importlib
 import os
 import subprocess
 import threading
-import types
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pytest
 
 from synk.communicators import Buffer
-from synk.cuda import _nccl_library
 from synk.cuda._nccl import NcclCommunicator
-from synk.cuda._nccl_bindings import Binding, load_binding
 
 STUB_SOURCE = Path(__file__).with_name("stub_nccl.c")
 
@@ -68,14 +61,17 @@ class Stub:
         self.path = path
         self.dll = ctypes.CDLL(str(path))
         self.dll.stub_call.restype = ctypes.POINTER(_Call)
-        self.dll.stub_num_custom_ops.argtypes = (ctypes.c_void_p,)
 
     def set(self, name: str, value: int) -> None:
         """Turn a knob: see the C file."""
         self.dll.stub_set(name.encode(), value)
 
     def reset(self) -> None:
-        """Turn all knobs back, free what is stuck, forget the calls."""
+        """Turn all knobs back, free what is stuck, wait for what it leaves behind, forget the calls."""
+        self.dll.stub_reset()
+        for thread in threading.enumerate():
+            if thread.name == "synk-nccl":
+                thread.join()
         self.dll.stub_reset()
 
     def calls(self, *names: str) -> list[RecordedCall]:
@@ -88,55 +84,21 @@ class Stub:
         return [call for call in found if not names or call.name in names]
 
 
-@functools.cache
-def give_nccl4py(stub: Stub) -> None:
-    """Have nccl4py load the stub, for all tests of this process: it loads one library, the first time it is called.
-
-    By itself it takes a library of NCCL's name, which another package of this process may have loaded before.
-    """
-    found = types.SimpleNamespace(_handle_uint=stub.dll._handle, abs_path=str(stub.path))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(importlib.import_module("cuda.pathfinder"), "load_nvidia_dynamic_lib", lambda name: found)
-        importlib.import_module("nccl.bindings.nccl").get_version()
-
-
-def require(binding: str) -> None:
-    """Skip the test where the package is not installed, which ``make test`` does."""
-    try:
-        metadata.version(binding)
-    except metadata.PackageNotFoundError:
-        pytest.skip(f"{binding} is not installed; `make test` installs it")
-
-
-def make_binding(name: str, stub: Stub, monkeypatch: pytest.MonkeyPatch) -> Binding:
-    """Load the binding called ``name`` over the stub, the way a worker does."""
-    require(name)
-    if name == "nccl4py":
-        give_nccl4py(stub)
-    forget_mapped_libraries(monkeypatch)
-    return load_binding({"SYNK_NCCL_LIB": str(stub.path), "SYNK_NCCL_BINDING": name})
-
-
-def forget_mapped_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide the libraries that this process has mapped: torch's, and stubs of other tests."""
-    monkeypatch.setattr(_nccl_library, "mapped_library", lambda: "")
-
-
 def as_buffer(array: np.ndarray, dtype: str = "") -> Buffer:
     """Describe ``array``; ``dtype`` where NumPy has no name for it."""
     return Buffer(array.ctypes.data, array.size, dtype or array.dtype.name)
 
 
-def run_ranks(binding: Binding, world_size: int, body: Callable[[NcclCommunicator], Any], **options: Any) -> list[Any]:
+def run_ranks(nccl: Any, world_size: int, body: Callable[[NcclCommunicator], Any], **options: Any) -> list[Any]:
     """Run ``body(communicator)`` on ``world_size`` threads as ranks; return the results, or raise the first error."""
-    unique_id = binding.new_unique_id()
+    unique_id = nccl.get_unique_id()
     results: list[Any] = [None] * world_size
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
         communicator = None
         try:
-            communicator = NcclCommunicator(binding, unique_id, rank, world_size, **options)
+            communicator = NcclCommunicator(nccl, unique_id, rank, world_size, **options)
             results[rank] = body(communicator)
             communicator.close()
         except BaseException as error:

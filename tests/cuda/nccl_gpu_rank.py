@@ -16,20 +16,19 @@ import cloudpickle
 import numpy as np
 
 from synk.communicators import Buffer
-from synk.cuda._nccl import NcclCommunicator
-from synk.cuda._nccl_bindings import load_binding
+from synk.cuda._nccl import NcclCommunicator, load_nccl
 
 # The first NCCL that allows two ranks on one GPU by NCCL_MULTI_RANK_GPU_ENABLE.
 SHARED_GPU_VERSION = 23003
 
 
 class Rank:
-    """The device, the binding and the communicator of this process."""
+    """The device, NCCL and the communicator of this process."""
 
     def __init__(self, connection: Connection, flag: mmap.mmap) -> None:
-        self.binding = load_binding()  # before any other library loads an NCCL of its own
         import cupy
 
+        self.nccl = load_nccl()
         self.cupy = cupy
         self.connection = connection
         self.stream = cupy.cuda.Stream(non_blocking=True)
@@ -42,12 +41,12 @@ class Rank:
 
     def join(self, unique_id: bytes, rank: int, world_size: int, is_shared: bool, timeout_s: float) -> None:
         """Join a group; ``is_shared`` says that its ranks are on one GPU."""
-        if is_shared and self.binding.version < SHARED_GPU_VERSION:
+        if is_shared and self.nccl.get_version() < SHARED_GPU_VERSION:
             # The older NCCL compares host and bus to find duplicates; with hosts of different names it goes by sockets.
             os.environ["NCCL_HOSTID"] = f"synk-test-{rank}"
         self.stream.synchronize()
         self.communicator = NcclCommunicator(
-            self.binding, unique_id, rank, world_size, is_broken=self.is_broken, timeout_s=timeout_s
+            self.nccl, unique_id, rank, world_size, is_broken=self.is_broken, timeout_s=timeout_s
         )
 
     def array(self, host: np.ndarray) -> Any:

@@ -2,9 +2,8 @@
  *
  * Ranks are threads of one process. A group executes when its last ncclGroupEnd is called: every rank posts its
  * operations and each result is computed from all ranks' buffers, so the results are real. Every call is recorded with
- * the arguments that arrived. The stub_* functions at the end make it slow, stuck, in progress or failing.
- * What is imitated of NCCL on purpose: NaN loses in min and max, a communicator in progress refuses the next operation,
- * custom ops are bound to one dtype, counts and dtypes of the ranks are not compared.
+ * the arguments that arrived. The stub_* functions at the end make it stuck or failing.
+ * What is imitated of NCCL on purpose: NaN loses in min and max, counts and dtypes of the ranks are not compared.
  */
 #include <math.h>
 #include <pthread.h>
@@ -14,21 +13,18 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { SUCCESS = 0, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, REMOTE_ERROR = 6, IN_PROGRESS = 7 };
+enum { SUCCESS = 0, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, REMOTE_ERROR = 6 };
 enum { INT8, UINT8, INT32, UINT32, INT64, UINT64, FLOAT16, FLOAT32, FLOAT64, BFLOAT16 };
-enum { SUM, PROD, MAX, MIN, AVG, FIRST_CUSTOM };
+enum { SUM, PROD, MAX, MIN, AVG };
 enum { ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER };
-enum { MAX_RANKS = 8, MAX_WORLDS = 256, MAX_QUEUE = 4096, MAX_CALLS = 4096, MAX_CUSTOM = 64 };
+enum { MAX_RANKS = 8, MAX_WORLDS = 256, MAX_QUEUE = 4096, MAX_CALLS = 4096 };
 
 typedef struct { char internal[128]; } UniqueId;
-typedef struct { size_t size; unsigned magic; unsigned version; int blocking, cga, min_ctas, max_ctas; char *net; } Config;
-
 typedef struct {
   int kind, dtype, op, peer;
   size_t count;
   const char *send;
   char *recv;
-  double weight; /* of a custom op, else 1 */
   struct Comm *comm;
 } Op;
 
@@ -42,8 +38,7 @@ typedef struct {
 
 typedef struct Comm {
   World *world;
-  int rank, is_blocking, state_polls, is_aborted;
-  struct { int is_used, dtype; double weight; } custom[MAX_CUSTOM];
+  int rank, is_aborted;
 } Comm;
 
 typedef struct { char name[24]; size_t count; int dtype, op, peer, in_group; void *stream; } Call;
@@ -54,11 +49,10 @@ static int num_worlds, num_ids;
 static Call calls[MAX_CALLS];
 static int num_calls;
 static char last_error[256];
-static unsigned last_config_size, last_config_version;
 
 /* Knobs. */
 enum { VERSION = 23203 };
-static int version = VERSION, is_computing = 1, fail_code, delay_ms, init_polls, launch_polls, is_abort_stuck;
+static int is_computing = 1, fail_code, async_code;
 static int is_stuck; /* calls that would block wait for this to become 0 */
 static pthread_cond_t unstuck = PTHREAD_COND_INITIALIZER;
 
@@ -84,7 +78,6 @@ static int refuse(int code, const char *message) {
 }
 
 static void linger(void) {
-  if (delay_ms) usleep(delay_ms * 1000);
   pthread_mutex_lock(&lock);
   while (is_stuck) pthread_cond_wait(&unstuck, &lock);
   pthread_mutex_unlock(&lock);
@@ -156,7 +149,7 @@ static long double reduced(World *world, Op **ops, size_t index) {
   long double result = 0;
   for (int rank = 0; rank < world->size; rank++) {
     Op *op = ops[rank];
-    long double value = load(op->send, index, op->dtype) * op->weight;
+    long double value = load(op->send, index, op->dtype);
     if (rank == 0) result = value;
     else if (op->op == PROD) result *= value;
     else if (op->op == MAX) result = fmaxl(result, value);
@@ -218,39 +211,29 @@ static int run_collective(Op *op) {
 
 static int run_queue(void) {
   int status = group_error, num_ops = queued;
-  Comm *comm = num_ops ? queue[0].comm : NULL;
   queued = 0, group_error = SUCCESS;
   for (int i = 0; i < num_ops && !status; i++) status = run_collective(&queue[i]);
-  if (status || !comm || comm->is_blocking || !launch_polls) return status;
-  comm->state_polls = launch_polls;
-  return IN_PROGRESS;
+  return status;
 }
 
 static int enqueue(const char *name, int kind, const void *send, void *recv, size_t count, int dtype, int op, int peer,
                    Comm *comm, void *stream) {
   record(name, count, dtype, op, peer, stream);
   linger();
-  double weight = 1;
   int status = SUCCESS;
   if (fail_code) status = refuse(fail_code, "the stub was told to fail");
   else if (!comm || comm->is_aborted) status = refuse(INVALID_ARGUMENT, "no such communicator");
-  else if (comm->state_polls) status = refuse(INVALID_ARGUMENT, "the previous operation is in progress");
   else if (dtype < 0 || dtype > BFLOAT16) status = refuse(INVALID_ARGUMENT, "no such dtype");
-  else if (op >= FIRST_CUSTOM) {
-    int index = op - FIRST_CUSTOM;
-    if (index >= MAX_CUSTOM || !comm->custom[index].is_used || comm->custom[index].dtype != dtype)
-      status = refuse(INVALID_ARGUMENT, "no such op for this dtype");
-    else weight = comm->custom[index].weight;
-  }
+  else if (op > AVG) status = refuse(INVALID_ARGUMENT, "no such op");
   if (status) {
     if (depth) group_error = status;
     return status;
   }
-  queue[queued++] = (Op){kind, dtype, op, peer, count, send, recv, weight, comm};
+  queue[queued++] = (Op){kind, dtype, op, peer, count, send, recv, comm};
   return depth ? SUCCESS : run_queue();
 }
 
-int ncclGetVersion(int *out) { *out = version; return SUCCESS; }
+int ncclGetVersion(int *out) { *out = VERSION; return SUCCESS; }
 
 int ncclGetUniqueId(UniqueId *id) {
   for (int i = 0; i < 128; i++) id->internal[i] = (char)(i % 3 ? i + num_ids * 7 : 0); /* zeros in every third place */
@@ -258,35 +241,25 @@ int ncclGetUniqueId(UniqueId *id) {
   return fail_code ? refuse(fail_code, "the stub was told to fail") : SUCCESS;
 }
 
-static int join(Comm **out, int size, UniqueId *id, int rank, int is_blocking) {
+int ncclCommInitRank(Comm **out, int size, UniqueId id, int rank) {
   record("init", size, 0, 0, rank, NULL);
-  if (is_blocking) linger();
+  linger();
   if (fail_code) return refuse(fail_code, "the stub was told to fail");
   pthread_mutex_lock(&lock);
   World *world = NULL;
   for (int i = 0; i < num_worlds; i++)
-    if (!memcmp(&worlds[i].id, id, sizeof *id)) world = &worlds[i];
+    if (!memcmp(&worlds[i].id, &id, sizeof id)) world = &worlds[i];
   if (!world) {
     world = &worlds[num_worlds++];
-    world->id = *id, world->size = size;
+    world->id = id, world->size = size;
     pthread_cond_init(&world->moved, NULL);
   }
   Comm *comm = calloc(1, sizeof *comm);
-  comm->world = world, comm->rank = rank, comm->is_blocking = is_blocking;
-  comm->state_polls = is_blocking ? 0 : init_polls;
+  comm->world = world, comm->rank = rank,
   pthread_mutex_unlock(&lock);
   *out = comm;
-  return comm->state_polls ? IN_PROGRESS : SUCCESS;
+  return SUCCESS;
 }
-
-int ncclCommInitRank(Comm **out, int size, UniqueId id, int rank) { return join(out, size, &id, rank, 1); }
-
-int ncclCommInitRankConfig(Comm **out, int size, UniqueId id, int rank, Config *config) {
-  if (config->magic != 0xcafebeef) return refuse(INVALID_ARGUMENT, "the configuration was not initialised");
-  last_config_size = config->size, last_config_version = config->version;
-  return join(out, size, &id, rank, config->blocking);
-}
-
 
 int ncclCommInitAll(Comm **out, int size, const int *devices) { (void)out, (void)size, (void)devices; return INVALID_USAGE; }
 
@@ -299,7 +272,6 @@ int ncclCommDestroy(Comm *comm) {
 
 int ncclCommAbort(Comm *comm) {
   record("abort", 0, 0, 0, comm->rank, NULL);
-  if (is_abort_stuck) linger();
   pthread_mutex_lock(&lock);
   comm->is_aborted = 1, comm->world->is_broken = 1;
   pthread_cond_broadcast(&comm->world->moved);
@@ -308,8 +280,8 @@ int ncclCommAbort(Comm *comm) {
 }
 
 int ncclCommGetAsyncError(Comm *comm, int *state) {
-  if (comm->state_polls > 0) comm->state_polls--; /* negative: for ever */
-  *state = comm->state_polls ? IN_PROGRESS : fail_code;
+  (void)comm;
+  *state = async_code;
   return SUCCESS;
 }
 
@@ -348,32 +320,12 @@ int ncclAllGather(const void *send, void *recv, size_t count, int dtype, Comm *c
 int ncclSend(void) { return refuse(INVALID_ARGUMENT, "the stub has no messages"); }
 int ncclRecv(void) { return refuse(INVALID_ARGUMENT, "the stub has no messages"); }
 
-int ncclRedOpCreatePreMulSum(int *op, void *scalar, int dtype, int residence, Comm *comm) {
-  if (residence != 1) return refuse(INVALID_ARGUMENT, "the scalar must be in host memory");
-  for (int i = 0; i < MAX_CUSTOM; i++) {
-    if (comm->custom[i].is_used) continue;
-    comm->custom[i].is_used = 1, comm->custom[i].dtype = dtype, comm->custom[i].weight = load(scalar, 0, dtype);
-    *op = FIRST_CUSTOM + i;
-    return SUCCESS;
-  }
-  return refuse(INVALID_USAGE, "too many custom ops");
-}
-
-int ncclRedOpDestroy(int op, Comm *comm) {
-  int index = op - FIRST_CUSTOM;
-  if (index < 0 || index >= MAX_CUSTOM || !comm->custom[index].is_used) return refuse(INVALID_ARGUMENT, "no such op");
-  comm->custom[index].is_used = 0;
-  return SUCCESS;
-}
-
 
 /* Control, for the tests. */
 
 void stub_set(const char *name, int value) {
   struct { const char *name; int *knob; } knobs[] = {
-      {"version", &version}, {"is_computing", &is_computing}, {"fail_code", &fail_code}, {"delay_ms", &delay_ms},
-      {"init_polls", &init_polls}, {"launch_polls", &launch_polls}, {"is_abort_stuck", &is_abort_stuck},
-      {"is_stuck", &is_stuck}};
+      {"is_computing", &is_computing}, {"fail_code", &fail_code}, {"async_code", &async_code}, {"is_stuck", &is_stuck}};
   pthread_mutex_lock(&lock);
   for (size_t i = 0; i < sizeof knobs / sizeof *knobs; i++)
     if (!strcmp(knobs[i].name, name)) *knobs[i].knob = value;
@@ -383,19 +335,12 @@ void stub_set(const char *name, int value) {
 
 void stub_reset(void) {
   pthread_mutex_lock(&lock);
-  version = VERSION, is_computing = 1, num_calls = num_worlds = 0, last_error[0] = 0;
+  is_computing = 1, num_calls = num_worlds = 0, last_error[0] = 0;
   memset(worlds, 0, sizeof worlds); /* the ranks of the test have ended */
-  fail_code = delay_ms = init_polls = launch_polls = is_abort_stuck = is_stuck = 0;
+  fail_code = async_code = is_stuck = 0;
   pthread_cond_broadcast(&unstuck);
   pthread_mutex_unlock(&lock);
 }
 
 int stub_num_calls(void) { return num_calls; }
 const Call *stub_call(int index) { return &calls[index]; }
-unsigned stub_config_size(void) { return last_config_size; }
-unsigned stub_config_version(void) { return last_config_version; }
-int stub_num_custom_ops(Comm *comm) {
-  int used = 0;
-  for (int i = 0; i < MAX_CUSTOM; i++) used += comm->custom[i].is_used;
-  return used;
-}

@@ -1,4 +1,4 @@
-"""What NVML says against what CUDA says."""
+"""The child that asks CUDA, against CuPy in another one."""
 
 from __future__ import annotations
 
@@ -9,45 +9,49 @@ import uuid
 
 import pytest
 
-from synk.cuda._devices import explain_absence, visible_devices, worker_environment
-from synk.cuda._nvml import discover
+from synk.cuda._devices import VISIBLE_VARIABLE, Gpus, cpus_near, explain_absence, visible_gpus
 
 pytestmark = pytest.mark.gpu
-discover()  # NVML keeps descriptors, which a census is to know of
 
-LIST_UUIDS = """
+LIST = """
 from cupy.cuda import runtime
 for index in range(runtime.getDeviceCount()):
-    print(bytes(runtime.getDeviceProperties(index)["uuid"]).hex())
+    known = runtime.getDeviceProperties(index)
+    bus = runtime.deviceGetPCIBusId(index)
+    print(bytes(known["uuid"]).hex(), bus.lower(), known["totalGlobalMem"], known["name"].decode(), sep="|")
 """
 
 
-def uuids_of_cuda(**environ: str) -> list[str]:
-    """Return the uuids that a CUDA program sees, in its order, as hex; CuPy cuts them at a zero byte."""
-    answer = subprocess.check_output([sys.executable, "-c", LIST_UUIDS], env=os.environ | environ, text=True)
-    return answer.split()
+def devices_of_cupy(**environ: str) -> list[list[str]]:
+    """Return the devices that a CUDA program sees, in its order; CuPy cuts their uuids at a zero byte."""
+    answer = subprocess.check_output([sys.executable, "-c", LIST], env=os.environ | environ, text=True)
+    return [line.split("|") for line in answer.splitlines()]
 
 
-def are_the_same(device_uuids: list[str], cuda_uuids: list[str]) -> bool:
-    pairs = zip(device_uuids, cuda_uuids, strict=True)
-    return all(uuid.UUID(mine.removeprefix("GPU-")).hex.startswith(theirs) for mine, theirs in pairs)
+def assert_alike(gpus: Gpus, others: list[list[str]]) -> None:
+    for device, (number, bus, nbytes, name) in zip(gpus.devices, others, strict=True):
+        assert uuid.UUID(device.uuid.removeprefix("GPU-")).hex.startswith(number)
+        assert (device.bus.lower(), device.memory_nbytes, device.name) == (bus, int(nbytes), name)
 
 
-def test_the_devices_and_their_order_are_cudas() -> None:
-    devices = visible_devices(discover(), os.environ)
-    assert are_the_same([device.gpu_uuid for device in devices], uuids_of_cuda())
+def test_the_devices_are_cupys_and_nothing_is_missing() -> None:
+    gpus = visible_gpus()
+    assert gpus.devices and explain_absence(gpus, has_cupy=True) == ""
+    assert_alike(gpus, devices_of_cupy())
 
 
-def test_a_worker_sees_its_device_alone() -> None:
-    for device in visible_devices(discover(), os.environ):
-        assert are_the_same([device.gpu_uuid], uuids_of_cuda(**worker_environment(device)))
-
-
-def test_nothing_is_missing() -> None:
-    assert explain_absence(discover(), os.environ, has_cupy=True) == ""
+def test_a_worker_sees_its_device_alone_in_the_users_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = visible_gpus().devices[0]
+    for value in ("0", first.uuid, first.uuid[:12]):
+        monkeypatch.setenv(VISIBLE_VARIABLE, value)
+        (device,) = visible_gpus().devices
+        assert (device.entry, device.uuid) == (value, first.uuid)
+        assert_alike(visible_gpus(), devices_of_cupy(**{VISIBLE_VARIABLE: device.entry}))
+    for value in ("", "-1"):
+        monkeypatch.setenv(VISIBLE_VARIABLE, value)
+        assert (visible_gpus().devices, visible_gpus().failure) == ((), "")
 
 
 def test_the_cpus_near_a_device_exist() -> None:
-    for device in visible_devices(discover(), os.environ):
-        assert device.cpu_affinity <= set(range(os.sysconf("SC_NPROCESSORS_CONF")))
-        assert device.memory_nbytes > 0
+    for device in visible_gpus().devices:
+        assert cpus_near(device) <= set(range(os.sysconf("SC_NPROCESSORS_CONF")))

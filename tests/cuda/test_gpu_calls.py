@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,8 +25,6 @@ from support.harness import script
 from test_gpu_path import (  # noqa: F401  (collected here, with the fixtures below)
     LARGE,
     scaler,
-    test_a_call_equals_numpy,
-    test_a_failed_call_changes_no_variable,
     test_a_rank_that_raises_with_sums_started_leaves_nobody_waiting,
     test_a_torch_function,
     test_averages_are_weighted_by_rows,
@@ -35,11 +32,9 @@ from test_gpu_path import (  # noqa: F401  (collected here, with the fixtures be
     test_collectives_inside_functions,
     test_every_op_and_dtype_equals_numpy,
     test_idle_ranks_follow,
-    test_ops_of_a_users_own_get_arrays_of_the_host,
-    test_other_ops_and_results,
     test_ranks_that_disagree_are_told,
     test_replicas_that_agree_come_back_and_others_are_lost,
-    test_shards_and_updates,
+    test_rows_that_go_in_pieces,
     test_text_cannot_go_to_a_device,
     test_the_master_imports_no_cupy,
     test_variables_are_on_the_device_until_they_are_read,
@@ -52,11 +47,10 @@ from test_gpu_submitted import (  # noqa: F401
 )
 
 import synk
-from synk.cuda._devices import visible_devices
-from synk.cuda._nvml import discover
+from synk.cuda._devices import visible_gpus
 
 pytestmark = pytest.mark.gpu
-discover()  # NVML keeps descriptors, which a census is to know of, and torch those of its first backward pass
+# torch keeps descriptors of its first backward pass, which a census is to know of
 torch.ones(1, requires_grad=True).backward()
 
 
@@ -91,13 +85,7 @@ def nccl_version() -> int:
 
     Asked in a program of its own, for torch has loaded one into this process.
     """
-    program = """
-import ctypes
-from synk.cuda._nccl_library import find_library
-version = ctypes.c_int()
-assert ctypes.CDLL(find_library()).ncclGetVersion(ctypes.byref(version)) == 0
-print(version.value)
-"""
+    program = "from synk.cuda._nccl import load_nccl; print(load_nccl().get_version())"
     return int(subprocess.check_output([sys.executable, "-c", program], text=True, timeout=60))
 
 
@@ -110,7 +98,7 @@ def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         if nccl_version() < SHARED_GPU_VERSION:
             pytest.skip("ranks can share a GPU from NCCL 2.30.3 on")
         monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-    elif not is_shared and len(visible_devices(discover(), os.environ)) < 3:
+    elif not is_shared and len(visible_gpus().devices) < 3:
         pytest.skip("needs three GPUs")
     else:
         monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
@@ -123,26 +111,79 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[RealGpus]:
     yield from closing(RealGpus(False))
 
 
-def test_a_segment_is_registered_and_read_only_memory_too(gpu: Any) -> None:
-    """Whether the driver takes a memfd mapping, writable and read-only: copies at link speed depend on it."""
+def pageable_nbytes(rt: synk.Runtime) -> int:
+    return sum(each.nbytes for each in rt.profile.transfers if each.kind == "pageable")
+
+
+def test_a_segment_is_registered(gpu: Any) -> None:
+    """Whether the driver takes a mapping of a memfd: copies at link speed depend on it."""
     rt = gpu(1)
     x = rt.data(np.ones(1 << 24))
-    f = rt.function(lambda x: x.sum(), outputs="sum")
-    assert f(x) == 1 << 24
+    f = rt.function(lambda x: (x.sum(), x), outputs=("sum", "gather"))
+    for _ in range(2):
+        total, same = f(x)
+        assert total == 1 << 24 and same.shape == x.shape
 
-    def registered(row: Any) -> Any:
+    def refusal(row: Any) -> Any:
         from synk._wire.cell import cell
 
-        segments = cell.worker.backend._segments  # type: ignore[union-attr]
-        for _ in range(3000):
-            if segments.refusal or segments.registered_nbytes >= 1 << 27:
-                break
-            threading.Event().wait(0.01)
-        return segments.registered_nbytes, segments.refusal
+        return cell.worker.backend._segments.refusal  # type: ignore[union-attr]
 
-    ((nbytes, refusal),) = rt.function(registered, outputs=None)(np.ones(1))
-    assert (nbytes >= 1 << 27, refusal) == (True, "")
-    assert f(x) == 1 << 24
+    assert rt.function(refusal, outputs=None)(np.ones(1)) == [""]
+    assert pageable_nbytes(rt) == 0
+
+
+@pytest.mark.parametrize("dtype", ["?", "i1", "f2", "f4", "c16"])
+def test_the_device_reads_rows_from_registered_memory(gpu: Any, dtype: str) -> None:
+    """By index, by step and backwards; rows of an odd number of bytes, of one element, and large ones."""
+    rt, rng = gpu(2), np.random.default_rng(0)
+    for rest in ((), (3,), (1001,), (64, 128)):
+        rows = rng.integers(0, 2, (1000, *rest)).astype(dtype)
+        data = rt.data(rows)
+        f = rt.function(lambda x: x, outputs="gather")
+        for batch in (
+            rng.integers(0, 1000, 5000),
+            slice(3, 900, 7),
+            slice(None, None, -1),
+            rows.reshape(1000, -1)[:, 0] > 0,
+        ):
+            pending = [f.submit(data, batch=batch) for _ in range(3)]  # two of them are brought beside the function
+            for got in (f(data, batch=batch), f(data, batch=batch, num_slices=3), *(call.result() for call in pending)):
+                np.testing.assert_array_equal(got, rows[batch])
+        data.free_memory()
+    copied = sum(each.nbytes for each in rt.profile.transfers if each.kind == "h2d")
+    assert pageable_nbytes(rt) < copied / 10  # indices
+
+
+def test_what_the_device_works_is_time_of_the_function(gpu: Any) -> None:
+    """The host has queued it in no time."""
+    rt = gpu(1)
+    f = rt.function(spinning, bcast_inputs="cycles", outputs="sum")
+    f(np.ones(1), np.int64(1))  # compiles
+    rt.profile.reset()
+    assert f(np.ones(3), np.int64(1_000_000_000)) == 3.0  # half a second or more
+    (rank,) = [each for each in rt.profile.ranks if each.function == "spinning"]
+    assert 0.3 < rank.function_s < 5
+
+
+def test_a_kernel_that_does_not_end_has_the_calls_limit(gpu: Any) -> None:
+    rt = gpu(1)
+    f = rt.function(spinning, bcast_inputs="cycles", outputs="sum")
+    assert f(np.ones(3), np.int64(1)) == 3.0
+    began = time.monotonic()
+    with pytest.raises(synk.errors.CallTimeout):
+        f(np.ones(3), np.int64(1 << 62), timeout=1)
+    assert f(np.ones(3), np.int64(1), timeout=60) == 3.0
+    assert time.monotonic() - began < 60
+
+
+def spinning(x: Any, cycles: Any) -> Any:
+    """Sum the rows behind a kernel that takes so many cycles."""
+    import cupy
+
+    source = 'extern "C" __global__ void spin(long long n) { long long t = clock64(); while (clock64() - t < n); }'
+    cupy.RawKernel(source, "spin")((1,), (1,), (cycles.item(),))
+    return x.sum()
 
 
 def test_the_next_inputs_arrive_while_the_device_computes(gpu: Any) -> None:
@@ -231,8 +272,12 @@ def test_an_illegal_address_gets_a_new_worker(gpu: Any) -> None:
     assert rt.function(lambda x: x.sum(), outputs="sum")(np.ones(4)) == 4.0
 
 
-def test_a_death_in_a_collective_frees_the_others(gpus: RealGpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NCCL_RUNTIME_CONNECT", "0")  # else the first launch waits for the peer on the host
+@pytest.mark.parametrize("connects", ["when it joins", "when it launches"])
+def test_a_death_in_a_collective_frees_the_others(
+    gpus: RealGpus, monkeypatch: pytest.MonkeyPatch, connects: str
+) -> None:
+    """One that waits on the device, or (if the proof has not connected the ranks for it) on the host, in the launch."""
+    monkeypatch.setenv("NCCL_RUNTIME_CONNECT", "01"[connects == "when it launches"])
     rt = gpus(2)
 
     def body(x: Any) -> Any:
@@ -323,7 +368,7 @@ def test_replicated_training_is_that_of_one_process(gpus: Any) -> None:
 @pytest.mark.multi_gpu
 def test_a_bucket_is_reduced_before_the_last_gradient_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """By events on each device: of the end of the first sum, and of the gradient that is computed last."""
-    if len(visible_devices(discover(), os.environ)) < 2:
+    if len(visible_gpus().devices) < 2:
         pytest.skip("needs two GPUs")
     layers = [layer for _ in range(12) for layer in (torch.nn.Linear(2048, 2048), torch.nn.ReLU())]
     model = torch.nn.Sequential(*layers, torch.nn.Linear(2048, 1))

@@ -1,106 +1,85 @@
-"""The NCCL communicator against NumPy, through every binding, over the stub library: no GPU, real sums.
+"""The NCCL communicator against NumPy, over the stub library and the stand-in for CuPy: no GPU, real sums.
 
-The stub works on host memory with threads as ranks; ``test_nccl_gpu.py`` runs the same collectives on devices.
+Both work on host memory with threads as ranks; ``test_nccl_gpu.py`` runs the same collectives on devices.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
+import pickle
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from nccl_cases import COMPLEXES, FLOATS, NUMPY_REDUCTIONS, SUPPORTED, random_array
+from nccl_cases import NUMPY_REDUCTIONS, SUPPORTED, random_array
 from nccl_fakes import Stub, as_buffer, run_ranks
 
-from synk.communicators import Buffer, Communicator
-from synk.cuda._nccl import NcclCommunicator, pack_scalar
-from synk.cuda._nccl_bindings import Binding
-from synk.cuda._nccl_library import NcclError
-from synk.errors import ClosedError, UnsupportedError
+from synk.communicators import Buffer
+from synk.cuda._nccl import NcclCommunicator, NcclError, load_nccl, nccl_environment
+from synk.errors import SynkError, UnsupportedError
 
 # ----- results
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_all_reduce_equals_numpy(subtests: pytest.Subtests, binding: Binding, world_size: int) -> None:
-    """Into another buffer and in place, weighted by rows and not."""
-    weights = np.arange(1, world_size + 1) / (world_size * (world_size + 1) / 2)
+def test_all_reduce_equals_numpy(subtests: pytest.Subtests, nccl: Any, world_size: int) -> None:
+    """Into another buffer and in place."""
 
     def body(communicator: NcclCommunicator) -> list[list[np.ndarray]]:
         rank, found = communicator.rank, []
         for op, dtype in SUPPORTED:
             mine = random_array((world_size, 5), dtype)[rank]
-            received, same, weighted = np.empty_like(mine), mine.copy(), mine.copy()
+            received, same = np.empty_like(mine), mine.copy()
             communicator.all_reduce(as_buffer(mine), as_buffer(received), op)
             communicator.all_reduce(as_buffer(same), as_buffer(same), op)
-            if op == "avg":
-                communicator.all_reduce(as_buffer(weighted), as_buffer(weighted), op, weight=weights[rank])
-            found.append([received, same, weighted])
-        data = np.ones(1)
-        for _ in range(100):  # NCCL has room for few weighted sums at a time, the stub for 64
-            communicator.all_reduce(as_buffer(data), as_buffer(data), "avg", weight=1 / world_size)
+            found.append([received, same])
         return found
 
-    for results in run_ranks(binding, world_size, body):
-        for (op, dtype), (received, same, weighted) in zip(SUPPORTED, results, strict=True):
+    for results in run_ranks(nccl, world_size, body):
+        for (op, dtype), (received, same) in zip(SUPPORTED, results, strict=True):
             with subtests.test(op=op, dtype=dtype):
-                sent = random_array((world_size, 5), dtype)
                 tolerance = 1e-3 if dtype == "float16" else 1e-6
-                expected = NUMPY_REDUCTIONS[op](sent).astype(dtype)
+                expected = NUMPY_REDUCTIONS[op](random_array((world_size, 5), dtype)).astype(dtype)
                 np.testing.assert_allclose(received, expected, rtol=tolerance)
                 np.testing.assert_array_equal(same, received)
-                if op == "avg":
-                    whole = sent.astype("complex128" if dtype in COMPLEXES else "float64")
-                    expected = np.average(whole, axis=0, weights=weights)
-                    np.testing.assert_allclose(weighted, expected, rtol=tolerance, atol=2 * tolerance)
 
 
-@pytest.mark.parametrize("max_count", [4, NcclCommunicator.max_count])
-def test_collectives_equal_numpy_and_so_do_their_pieces(
-    subtests: pytest.Subtests, binding: Binding, stub: Stub, monkeypatch: pytest.MonkeyPatch, max_count: int
-) -> None:
-    """Whether they go in one call or in pieces. Those that only move take any dtype."""
-    monkeypatch.setattr(NcclCommunicator, "max_count", max_count)
-    for count, dtype in [*itertools.product((1, 4, 5, 11), ("float64", "complex64")), (3, "int16"), (3, "bool")]:
+def test_collectives_equal_numpy(subtests: pytest.Subtests, nccl: Any) -> None:
+    """Those that only move take any dtype."""
+    for count, dtype in [*itertools.product((1, 4, 11), ("float64", "complex64")), (3, "int16"), (3, "bool")]:
         sent = random_array((3, 3 * count), dtype)
 
         def body(communicator: NcclCommunicator, count: int = count, sent: np.ndarray = sent) -> list[np.ndarray]:
             mine = sent[communicator.rank]
             gathered, copied = np.zeros(count * 9, sent.dtype), mine.copy()
-            total, block, at_root = (np.zeros(length, sent.dtype) for length in (3 * count, count, 3 * count))
+            block, at_root = np.zeros(count, sent.dtype), np.zeros(3 * count, sent.dtype)
             communicator.all_gather(as_buffer(mine), as_buffer(gathered))
             communicator.broadcast(as_buffer(copied), root=2)
             if sent.dtype.kind in "fc":
-                communicator.all_reduce(as_buffer(mine), as_buffer(total), "sum")
                 communicator.reduce_scatter(as_buffer(mine), as_buffer(block), "sum")
                 communicator.reduce(as_buffer(mine), as_buffer(at_root), "sum", root=1)
-            return [gathered, copied, total, block, at_root]
+            return [gathered, copied, block, at_root]
 
         with subtests.test(count=count, dtype=dtype):
             expected = sent.sum(axis=0) if sent.dtype.kind in "fc" else np.zeros(3 * count, dtype)
-            for rank, (gathered, copied, total, block, at_root) in enumerate(run_ranks(binding, 3, body)):
+            for rank, (gathered, copied, block, at_root) in enumerate(run_ranks(nccl, 3, body)):
                 np.testing.assert_array_equal(gathered, sent.ravel())
                 np.testing.assert_array_equal(copied, sent[2])
-                np.testing.assert_array_equal(total, expected)
                 np.testing.assert_array_equal(block, expected[rank * count : (rank + 1) * count])
                 np.testing.assert_array_equal(at_root, expected * (rank == 1))
-    assert max(call.count for call in stub.calls() if call.name not in ("init", "destroy")) <= max_count
 
 
-def test_groups_streams_nan_and_empty_buffers(binding: Binding, stub: Stub) -> None:
-    """A group is launched at its end, an empty buffer makes no call, NaN is dropped by max as the capabilities say."""
+def test_groups_streams_nan_and_empty_buffers(over_stub: Any, stub: Stub) -> None:
+    """A group is launched at its end, an empty buffer makes no call, NaN is dropped by max."""
     sent = np.array([[np.nan, 1.0], [2.0, 3.0]])
 
     def body(communicator: NcclCommunicator) -> list[list[float]]:
-        assert all(callable(getattr(communicator, name)) for name in vars(Communicator) if not name.startswith("_"))
-        capabilities, rank = communicator.capabilities(), communicator.rank
-        assert (capabilities.version, capabilities.nan_propagates) == ("2.32.3", False)
-        assert set(capabilities.ops) == set(NUMPY_REDUCTIONS)
-        empty = Buffer(0, 0, "float32")
+        rank, empty = communicator.rank, Buffer(0, 0, "float32")
         communicator.all_reduce(empty, empty, "sum")
         communicator.reduce_scatter(empty, empty, "max")
         communicator.all_gather(empty, empty)
@@ -113,18 +92,38 @@ def test_groups_streams_nan_and_empty_buffers(binding: Binding, stub: Stub) -> N
             assert x[0] == rank + 1.0
         return [x.tolist(), y.tolist(), largest.tolist()]
 
-    assert run_ranks(binding, 2, body) == [[[1.5, 1.5], [2, 2, 2], [2.0, 3.0]]] * 2
+    assert run_ranks(over_stub, 2, body) == [[[1.5, 1.5], [2, 2, 2], [2.0, 3.0]]] * 2
     calls = stub.calls("all_reduce", "reduce_scatter", "all_gather", "broadcast")
     assert [(call.group_depth, call.stream) for call in calls] == [(1, 2**40 + 5)] * 6
 
 
-def test_weights_are_rounded_as_numpy_and_torch_do() -> None:
-    for value, dtype in itertools.product((0.0, 1.0, 1 / 3, 0.1, 2**-14, 0.999999), FLOATS):
-        assert pack_scalar(value, dtype) == np.array(value, dtype).tobytes()
-    torch = pytest.importorskip("torch")
-    for value in (0.5 + 2**-9, 0.5 + 3 * 2**-9, 1 / 3):  # the first two to the even neighbour: one down, one up
-        expected = torch.tensor(value, dtype=torch.float32).to(torch.bfloat16).view(torch.int16).numpy()
-        assert pack_scalar(float(np.float32(value)), "bfloat16") == expected.tobytes()
+# ----- pynccl
+
+
+def test_pynccl_is_chosen_by_the_environment(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It finds the library by a variable of its own. It all-reduces; ids and counts arrive whole."""
+    pytest.importorskip("pynccl.binding", reason="pynccl is not installed; `make test` installs it")
+    monkeypatch.setattr("pynccl.binding.libnccl", lambda: types.SimpleNamespace(dll=ctypes.CDLL(str(stub.path))))
+    nccl = load_nccl({"SYNK_NCCL_BINDING": "pynccl"})
+    first, second = nccl.get_unique_id(), nccl.get_unique_id()
+    assert (len(first), first[0], first[126], first != second, nccl.get_version()) == (128, 0, 0, True, 23203)
+
+    def body(communicator: NcclCommunicator) -> list[float]:
+        data = np.full(3, communicator.rank + 1.0)
+        communicator.all_reduce(as_buffer(data), as_buffer(data), "sum")
+        return data.tolist()
+
+    assert run_ranks(nccl, 2, body) == [[3.0] * 3] * 2
+    comm = nccl.NcclCommunicator(2, first, 0)
+    nccl.groupStart()  # queued, not run: there is no memory behind the pointers
+    comm.allReduce(64, 128, 2**40 + 5, 7, 0, 3)
+    comm.abort()
+    with pytest.raises(nccl.NcclError):
+        nccl.groupEnd()
+    call = stub.calls("all_reduce")[-1]
+    assert (call.count, call.dtype, call.stream) == (2**40 + 5, 7, 3)
+    with pytest.raises(ValueError, match="got SYNK_NCCL_BINDING='torch', expected cupy or pynccl"):
+        load_nccl({"SYNK_NCCL_BINDING": "torch"})
 
 
 # ----- refusals, before anything is launched
@@ -139,7 +138,7 @@ REFUSED = [
 ]
 
 
-def test_what_nccl_does_not_have_is_refused(binding: Binding, stub: Stub) -> None:
+def test_what_nccl_does_not_have_is_refused(over_stub: Any, stub: Stub) -> None:
     def body(communicator: NcclCommunicator) -> None:
         for op, dtype, error in REFUSED:
             data = as_buffer(np.zeros(2, dtype))
@@ -152,24 +151,22 @@ def test_what_nccl_does_not_have_is_refused(binding: Binding, stub: Stub) -> Non
             lambda: communicator.all_gather(x, x),
             lambda: communicator.reduce_scatter(y, y, "sum"),
             lambda: communicator.broadcast(x, 2),
-            lambda: communicator.all_reduce(x, x, "sum", weight=0.5),
         ):
             with pytest.raises(ValueError, match=r"cannot .*: got"):
                 call()
 
-    run_ranks(binding, 2, body)
+    run_ranks(over_stub, 2, body)
     assert not stub.calls("all_reduce", "reduce", "abort")
-    for unique_id, rank, world_size in ((b"x" * 128, 0, 1), (b"x" * 127, 0, 2), (b"x" * 128, 2, 2)):
-        with pytest.raises(ValueError, match="cannot join an NCCL group"):
-            NcclCommunicator(binding, unique_id, rank, world_size)
+    with pytest.raises(ValueError, match="cannot join an NCCL group"):
+        NcclCommunicator(over_stub, b"x" * 128, 2, 2)
 
 
 # ----- joining, failing, ending
 
 
-def join(binding: Binding, **options: Any) -> NcclCommunicator:
-    """Return rank 0 of a group of two whose other rank never comes."""
-    return NcclCommunicator(binding, binding.new_unique_id(), 0, 2, **options)
+def join(nccl: Any, **options: Any) -> NcclCommunicator:
+    """Return rank 0 of a group of two whose other rank never comes; in the stub joining does not wait for it."""
+    return NcclCommunicator(nccl, nccl.get_unique_id(), 0, 2, **options)
 
 
 def reduce_alone(communicator: NcclCommunicator) -> None:
@@ -177,54 +174,65 @@ def reduce_alone(communicator: NcclCommunicator) -> None:
     communicator.all_reduce(as_buffer(data), as_buffer(data), "sum")
 
 
-def test_every_wait_ends(subtests: pytest.Subtests, binding: Binding, stub: Stub) -> None:
-    """Joining and waiting end at their limit, when the runtime gives the group up, and on NCCL's own errors."""
+ENDS: dict[str, tuple[dict[str, int], Callable[[Any], object], int, str]] = {
+    "joining, at its limit": (
+        {"is_stuck": 1},
+        lambda nccl: join(nccl, timeout_s=0.05),
+        8,
+        r"cannot join an NCCL group as rank 0 of 2: got .*not done after 0\.05 s",
+    ),
+    "joining, given up": ({"is_stuck": 1}, lambda nccl: join(nccl, is_broken=lambda: True), 6, "another worker died"),
+    "joining, refused": ({"fail_code": 2}, join, 2, "cannot join .* got NCCL's status 2"),
+    "a wait, at its limit": ({}, lambda nccl: join(nccl).wait(lambda: False, timeout_s=0.02), 8, r"after 0\.02 s"),
+    "a wait, on NCCL's error": ({"async_code": 6}, lambda nccl: join(nccl).wait(lambda: False), 6, "NCCL's status 6"),
+}
 
-    def ends(name: str, act: Callable[[], object], code: int, text: str) -> None:
+
+def test_every_wait_ends(subtests: pytest.Subtests, over_stub: Any, stub: Stub) -> None:
+    """Joining and waiting end at their limit, when the runtime gives the group up, and on NCCL's own errors."""
+    for name, (knobs, act, code, text) in ENDS.items():
+        for knob, value in knobs.items():
+            stub.set(knob, value)
+        if name == "joining, refused":
+            over_stub.get_unique_id = lambda: b"x" * 128  # which would be refused as well
         with subtests.test(name=name):
             with pytest.raises(NcclError, match=text) as info:
-                act()
+                act(over_stub)
             assert info.value.code == code
-            assert len(stub.calls("abort")) <= 1 and not stub.calls("destroy")
+            assert len(stub.calls("abort")) == name.startswith("a wait") and not stub.calls("destroy")
         stub.reset()
-
-    stub.set("init_polls", -1)
-    refused = r"cannot join an NCCL group as rank 0 of 2: .*not done after 0\.05 s"
-    ends("joining, at its limit", lambda: join(binding, timeout_s=0.05), 8, refused)
-    stub.set("init_polls", -1)
-    stub.set("is_stuck", 1)
-    ends("joining, given up", lambda: join(binding, is_broken=lambda: True), 6, "another worker died or failed")
     given_up: list[bool] = []
-    reducing, waiting, left = (join(binding, is_broken=lambda: bool(given_up)) for _ in range(3))
+    communicator = join(over_stub, is_broken=lambda: bool(given_up))
     stub.set("fail_code", 3)
-    text = r"cannot all_reduce 3 float64 by 'sum': got ncclInternalError \(3\).*the stub was told to fail"
-    ends("a collective, refused", lambda: reduce_alone(reducing), 3, text)
-    ends("a wait, at its limit", lambda: waiting.wait(lambda: False, timeout_s=0.02), 8, r"not done after 0\.02")
+    with pytest.raises(NcclError, match=r"cannot all_reduce 3 float64 by 'sum': got NCCL's status 3"):
+        reduce_alone(communicator)
     given_up.append(True)
-    ends("a wait, given up", lambda: left.wait(lambda: False), 6, "another worker died or failed")
+    with pytest.raises(NcclError, match="another worker died or failed"):
+        communicator.wait(lambda: False)
 
 
-def test_an_abort_frees_a_rank_that_waits(binding: Binding, stub: Stub) -> None:
-    """From another thread, once. An error inside of a group aborts what was issued."""
-    communicator = join(binding)
+def test_a_dead_peer_frees_a_rank_that_is_stuck_in_a_launch(over_stub: Any, stub: Stub) -> None:
+    """The thread aborts once the master has told the group; all know of it before."""
+    dead, told = threading.Event(), threading.Event()
+    communicator = join(over_stub, is_broken=dead.is_set, give_up=told.set)
 
-    def abort() -> None:
+    def die() -> None:
         while not stub.calls("all_reduce"):
             pass
-        communicator.abort()
+        dead.set()
 
-    watchdog = threading.Thread(target=abort)
-    watchdog.start()
-    with pytest.raises(NcclError) as info:  # rank 1 never comes: without the abort this waits for ever
+    threading.Thread(target=die).start()
+    with pytest.raises(NcclError, match="another worker died") as info:  # without the abort this waits for ever
         reduce_alone(communicator)
-    watchdog.join()
-    assert info.value.code == 6
-    with pytest.raises(NcclError, match="was aborted"):
+    assert (info.value.code, told.is_set(), communicator.has_failed) == (6, True, True)
+    with pytest.raises(NcclError, match="another worker died"):
         reduce_alone(communicator)
     communicator.abort()
     communicator.close()
-    assert (communicator.poll(), len(stub.calls("abort"))) == ("error", 1)
-    stub.reset()
+    assert len(stub.calls("abort")) == 1 and not stub.calls("destroy")
+
+
+def test_an_error_inside_of_a_group_gives_it_up(over_stub: Any, stub: Stub) -> None:
     stub.set("is_computing", 0)
 
     def body(communicator: NcclCommunicator) -> None:
@@ -232,8 +240,27 @@ def test_an_abort_frees_a_rank_that_waits(binding: Binding, stub: Stub) -> None:
             reduce_alone(communicator)
             raise ZeroDivisionError
         communicator.close()
-        with pytest.raises(ClosedError, match="cannot broadcast 1 int8: the communicator is closed"):
+        with pytest.raises(NcclError, match="cannot broadcast 1 int8: got a group of operations that was broken off"):
             communicator.broadcast(Buffer(64, 1, "int8"), 0)
 
-    run_ranks(binding, 2, body)
+    run_ranks(over_stub, 2, body)
     assert len(stub.calls("abort")) == 2 and not stub.calls("destroy")
+
+
+def test_errors_survive_pickling() -> None:
+    error = NcclError(6, "a peer that is gone", "all_reduce 3 float32 by 'sum'")
+    copy = pickle.loads(pickle.dumps(error))
+    assert isinstance(copy, SynkError) and vars(copy) == vars(error)
+    assert str(copy) == "cannot all_reduce 3 float32 by 'sum': got a peer that is gone."
+
+
+def test_the_environment_of_workers() -> None:
+    """NCCL is kept on loopback; what the user set stays; ranks that share a GPU may."""
+    before = {"PATH": "/bin", "NCCL_COMM_ID": "10.0.0.1:5000", "NCCL_COMM_BLOCKING": "0"}
+    ours = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_RAS_ENABLE": "0", "NCCL_NET_PLUGIN": "none", "NCCL_IB_DISABLE": "1"}
+    assert nccl_environment(before) == {"PATH": "/bin", **ours}
+    chosen = {"NCCL_SOCKET_IFNAME": "=eth0", "NCCL_RAS_ENABLE": "1", "NCCL_COMM_BLOCKING": "1", "NCCL_DEBUG": "INFO"}
+    chosen |= {"NCCL_NET_PLUGIN": "aws-ofi", "NCCL_IB_DISABLE": "0"}
+    assert nccl_environment(chosen) == chosen
+    shared = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2", "NCCL_NVLS_ENABLE": "0"}
+    assert nccl_environment({"NCCL_NVLS_ENABLE": "1"}, ranks_per_device=4) == {**ours, **shared}

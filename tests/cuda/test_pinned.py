@@ -1,7 +1,8 @@
-"""Which pieces of shared memory are registered with the driver, when, and what happens where it refuses."""
+"""Which shared memory is registered with the driver, and how rows come from it, registered or not."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -9,23 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 from support import fake_gpus
-from support.harness import wait_for
 
 from synk._pure.arrays import address_of
 from synk._wire.memory import PAGE_NBYTES, Segment
-from synk.cuda import _pinned
-from synk.cuda._pinned import PinnedRing, PinnedSegments
-
-CHUNK = 2 * PAGE_NBYTES
+from synk.cuda._pinned import PinnedSegments
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Yield the stand-in for ``cupy.cuda``."""
+def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Yield the stand-in for CuPy."""
     monkeypatch.syspath_prepend(str(fake_gpus.FAKES))
     import cupy
 
-    yield cupy.cuda
+    yield cupy
     assert cupy.cuda.runtime.registered() == {}
     for name in [name for name in sys.modules if name.partition(".")[0] == "cupy"]:
         del sys.modules[name]  # not by monkeypatch, which would put it back
@@ -33,77 +30,101 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.fixture
 def segment() -> Iterator[Segment]:
+    """Yield a segment as a worker maps what it only reads."""
     made = Segment.create(8 * PAGE_NBYTES)
-    yield made
+    mapped = Segment(os.dup(made.fd), made.nbytes, is_writable=False, segment_id=1)
+    yield mapped
+    mapped.close()
     made.close()
 
 
-@pytest.fixture
-def pinned(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[PinnedSegments]:
-    monkeypatch.setattr(_pinned, "CHUNK_NBYTES", CHUNK)
-    made = PinnedSegments(cuda.runtime, 0, True)
-    yield made
-    made.close()
-
-
-def settle(pinned: PinnedSegments, nbytes: int) -> None:
-    """Wait until ``nbytes`` are registered."""
-    assert wait_for(lambda: pinned.registered_nbytes == nbytes), pinned.registered_nbytes
-
-
-def test_chunks_are_registered_when_they_are_used(pinned: PinnedSegments, segment: Segment, cuda: Any) -> None:
-    """Memory that is no segment is one piece; a segment that goes is unregistered."""
-    array = np.zeros(10 * PAGE_NBYTES, np.uint8)
+def test_a_segment_is_registered_when_it_is_used(cupy: Any, segment: Segment) -> None:
+    """As a whole, and writable below NumPy's flags. Memory that is no segment is never."""
+    pinned, registered = PinnedSegments(cupy.cuda.runtime), cupy.cuda.runtime.registered
+    array, start = np.zeros(10 * PAGE_NBYTES, np.uint8), address_of(segment.buffer)
     for _ in range(2):
-        assert pinned.pieces(address_of(array), array.nbytes) == [(0, array.nbytes)]
+        assert pinned.on_device(address_of(array), array.nbytes) == 0
         pinned.add(segment)
-    start = address_of(segment.buffer)
-    assert pinned.registered_nbytes == 0
-    assert pinned.pieces(start + 100, 50) == [(0, 50)]
-    settle(pinned, CHUNK)
-    assert [pinned.is_pinned(start, nbytes) for nbytes in (0, CHUNK, CHUNK + 1)] == [True, True, False]
-    assert pinned.pieces(start + CHUNK - 10, CHUNK + 20) == [(0, 10), (10, CHUNK), (10 + CHUNK, 10)]
-    settle(pinned, 3 * CHUNK)
+        assert pinned.on_device(start + 10, segment.nbytes) == 0  # it is not all in the segment
+        assert (registered(), pinned.is_pinned(start, 1), pinned.is_pinned(start, 0)) == ({}, False, True)
+    assert pinned.on_device(start + 100, 50) == start + 100
+    assert registered() == {start: segment.nbytes}
+    assert pinned.is_pinned(start, segment.nbytes) and not pinned.is_pinned(start, segment.nbytes + 1)
+    assert not segment.buffer.flags.writeable
     pinned.forget(segment)
-    assert cuda.runtime.registered() == {}
+    assert registered() == {}
     pinned.forget(segment)
-    assert pinned.pieces(start, 100) == [(0, 100)]
+    assert (pinned.on_device(start, 100), pinned.refusal) == (0, "")
 
 
-def test_a_segment_that_lies_where_another_lay_is_registered_anew(pinned: PinnedSegments, cuda: Any) -> None:
+def test_a_segment_that_lies_where_another_lay_is_registered_anew(cupy: Any) -> None:
     """The pages that the driver knows are no longer those of the file."""
+    pinned = PinnedSegments(cupy.cuda.runtime)
     arena = Segment.create_arena(8 * PAGE_NBYTES, is_worker_writable=True, segment_id=1)
     for nbytes in (PAGE_NBYTES, 2 * PAGE_NBYTES):
         part = arena.create_part(1 + nbytes, 0, nbytes)
         pinned.add(part)
-        assert cuda.runtime.registered() == {}
-        pinned.pieces(address_of(part.buffer), nbytes)
-        settle(pinned, nbytes)
-    pinned.forget(part)
+        assert cupy.cuda.runtime.registered() == {}
+        assert pinned.on_device(address_of(part.buffer), nbytes)
+        assert cupy.cuda.runtime.registered() == {address_of(part.buffer): nbytes}
+    pinned.close()
     arena.close()
 
 
-def test_a_refusal_is_said_once_and_copies_go_on(
-    pinned: PinnedSegments, segment: Segment, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_refusal_is_said_once(
+    cupy: Any, segment: Segment, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("SYNK_FAKE_REFUSE", "1")
-    pinned.add(segment)
-    assert pinned.pieces(address_of(segment.buffer), segment.nbytes) == [(k * CHUNK, CHUNK) for k in range(4)]
-    assert wait_for(lambda: pinned.refusal)
-    pinned.close()
+    pinned = PinnedSegments(cupy.cuda.runtime)
+    for _ in range(2):
+        pinned.add(segment)
+        for _ in range(2):
+            assert pinned.on_device(address_of(segment.buffer), 1) == 0
     assert "801" in pinned.refusal
-    assert len(caplog.records) == 1
-    assert "copies take longer" in caplog.text
+    assert [record.getMessage() for record in caplog.records] == [
+        "cannot register shared memory with CUDA (cudaError 801): copies take longer."
+    ]
+    pinned.close()
 
 
-def test_rows_through_the_ring(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_pinned, "RING_NBYTES", 100)
-    for num_rows in (0, 1, 7, 1000):
-        rows = np.random.default_rng(0).integers(0, 255, (num_rows, 3)).astype(np.int32)
-        out = np.zeros_like(rows)
+PICKS: list[Any] = [slice(None), slice(3, 90, 7), slice(None, None, -1), [5, 3, 3, 99, 0], []]
 
-        def write(start: int, stop: int, piece: np.ndarray, rows: np.ndarray = rows) -> None:
-            piece[...] = rows[start:stop]
 
-        PinnedRing(cuda).copy_rows(rows.shape, rows.dtype, address_of(out), cuda.Stream(non_blocking=True), write)
-        np.testing.assert_array_equal(out, rows)
+@pytest.mark.parametrize("refuse", [False, True], ids=["registered", "refused"])
+def test_the_device_itself_reads_rows(
+    subtests: pytest.Subtests, cupy: Any, monkeypatch: pytest.MonkeyPatch, refuse: bool
+) -> None:
+    """By index and by step, on the function's stream and beside it. Of registered memory the host copies nothing.
+
+    Where it is refused, all of it counts as copied by way of pageable memory.
+    """
+    from synk.cuda._cupy import CupyBackend
+
+    if refuse:
+        monkeypatch.setenv("SYNK_FAKE_REFUSE", "1")
+    backend, rng = CupyBackend("cuda:0"), np.random.default_rng(0)
+    for dtype in ("?", "i1", "f2", "f4", "c16"):
+        for rest in ((), (3,), (5, 8)):
+            values = rng.integers(0, 2, (100, *rest)).astype(dtype)
+            segment = Segment.create(values.nbytes + 64)
+            backend.note_segment(segment)
+            host = segment.view(16, values.shape, values.dtype)
+            host[...] = values
+            for pick in PICKS:
+                for is_beside in (False, True):
+                    with subtests.test(dtype=dtype, rest=rest, pick=str(pick), is_beside=is_beside), backend.running():
+                        rows = np.array(pick, np.int64) if isinstance(pick, list) else None
+                        with backend.beside() if is_beside else backend.running() as event:
+                            got = backend.from_host(host[pick]) if rows is None else backend.take_rows(host, rows)
+                        if is_beside:
+                            backend.join(event)
+                        backend.synchronize()
+                        np.testing.assert_array_equal(got.get(), values[rows if rows is not None else pick])
+                        assert got.dtype == values.dtype
+                        to_device, _, pageable = backend.take_copied()
+                        num_indices = 0 if rows is None else rows.nbytes
+                        assert to_device in (got.nbytes, got.nbytes + num_indices)
+                        assert pageable == to_device if refuse else pageable <= num_indices
+            backend.forget_segment(segment)
+            segment.close()
+    backend.close()

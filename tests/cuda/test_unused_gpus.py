@@ -9,15 +9,16 @@ import pytest
 from support import fake_gpus
 
 import synk
-from synk.cuda import _nvml, _placement
-from synk.cuda._nvml import NO_DRIVER, NO_PACKAGE, NvmlSnapshot
+from synk.cuda import _placement
+from synk.cuda._devices import Device, Gpus
 
 torch = pytest.importorskip("torch")
 
 MACHINES = {
-    "no CuPy": (fake_gpus.snapshot(2), 'CuPy is not installed. pip install "synkhronos[cuda13]"'),
-    "no NVML": (NvmlSnapshot(problem=NO_PACKAGE), "nvidia-ml-py is not installed. pip install"),
-    "no driver": (NvmlSnapshot(problem=NO_DRIVER), ""),
+    "no CuPy": (Gpus((Device(0, "0", "GPU-0", "A GPU", "0", 1),), (13, 0)), 'CuPy is not installed. pip install "synk'),
+    "no answer": (Gpus(failure="cannot list the devices of CUDA"), "cannot list the devices of CUDA"),
+    "hidden": (Gpus((), (13, 0)), ""),
+    "no driver": (Gpus(), ""),
 }
 
 
@@ -42,10 +43,9 @@ def test_who_computes_with_torch_is_told_why_on_the_cpu(
     subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_placement, "has_cupy", lambda: False)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for machine, use in CASES:
-        snapshot, expected = MACHINES[machine]
-        monkeypatch.setattr(_nvml, "read_snapshot", lambda snapshot=snapshot: snapshot)
+        gpus, expected = MACHINES[machine]
+        monkeypatch.setattr(_placement, "visible_gpus", lambda gpus=gpus: gpus)
         with (
             subtests.test(machine=machine, use=use.__name__),
             synk.Runtime(1) as rt,
@@ -63,6 +63,6 @@ def test_who_computes_with_torch_is_told_why_on_the_cpu(
 
 
 def test_who_has_chosen_the_cpu_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_nvml, "read_snapshot", lambda: fake_gpus.snapshot(2))
+    fake_gpus.install_driver(monkeypatch, 2)
     with synk.Runtime(1, backend="numpy") as rt:
         framework(rt)

@@ -54,6 +54,7 @@ def test_results_are_those_of_the_calls(rt: synk.Runtime) -> None:
             joblib.Parallel(n_jobs=0)(joblib.delayed(abs)(n) for n in range(3))
 
 
+@pytest.mark.parametrize("rt", [2], indirect=True)  # each worker imports sklearn
 def test_scores_are_those_of_loky(rt: synk.Runtime) -> None:
     from sklearn.linear_model import LogisticRegression  # here, because it takes longer than to collect all tests
     from sklearn.model_selection import GridSearchCV, cross_val_score
@@ -66,8 +67,7 @@ def test_scores_are_those_of_loky(rt: synk.Runtime) -> None:
         with joblib.parallel_config(backend="synk"):
             before = rt.counters["bytes_down"]
             np.testing.assert_array_equal(search.fit(X, Y).cv_results_["mean_test_score"], alone)
-            if rt.devices[0] == "cpu:0":  # on one machine X is mapped, and not sent with each task
-                assert rt.counters["bytes_down"] - before < X.nbytes / 2
+            assert rt.counters["bytes_down"] - before < X.nbytes / 2, "X is mapped, and not sent with each task"
             np.testing.assert_array_equal(cross_val_score(LogisticRegression(max_iter=20), X, Y, cv=3), scores)
 
 

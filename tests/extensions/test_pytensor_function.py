@@ -57,7 +57,7 @@ def test_updates_over_all_rows_are_those_of_one_process(workers: Any) -> None:
         np.testing.assert_allclose(f(X, Y, num_slices=num_slices), expected / 17, rtol=1e-7)
         f.serial(X, Y)
         for param in params:
-            values = [workers.get_value(remote(param), rank) for rank in range(2)]
+            values = [remote(param)[rank] for rank in range(2)]
             np.testing.assert_allclose(values, [param.get_value()] * 2, rtol=1e-7)
     calls = [f.submit(X, Y) for _ in range(2)]  # the second goes on from the averages of the first
     losses = [f.serial(X, Y) for _ in range(2)]

@@ -68,8 +68,8 @@ def test_training_is_that_of_torch(shared_runtimes: Any, tmp_path: Path, framewo
     expected_losses, expected = trained_by_torch()
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-10)
     for rank in range(3):
-        found = rt.get_value(train.params, rank=rank)
-        assert rt.get_value(train.state, rank=rank)["step"] == len(SIZES)
+        found = train.params[rank]
+        assert train.state[rank]["step"] == len(SIZES)
         for name, value in expected.items():
             np.testing.assert_allclose(found[name], value, rtol=1e-10)
     with pytest.raises(TypeError, match="cannot take a training step: got num_slices="):

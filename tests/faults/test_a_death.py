@@ -35,6 +35,7 @@ from support.harness import (
     wait_for,
     wait_until_dead,
 )
+from support.names import named
 from support.seeds import seeds
 
 import synk
@@ -45,7 +46,7 @@ ROWS = np.arange(6.0)
 
 
 def total(runtime: Any) -> Any:
-    return runtime.function(lambda x: x.sum(), outputs="sum", name="total")
+    return runtime.function(named("total", lambda x: x.sum()), outputs="sum")
 
 
 def assert_says(died: pytest.ExceptionInfo[WorkerDied], ranks: tuple[int, ...], exits: tuple[str, ...]) -> None:

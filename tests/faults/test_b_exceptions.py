@@ -30,7 +30,7 @@ def raiser(runtime: Any, errors: dict[int, Callable[[], BaseException]], output:
             raise errors[int(row[0])]()
         return np.ones(output)
 
-    return runtime.function(fail, outputs="avg", name="fail")
+    return runtime.function(fail, outputs="avg")
 
 
 def test_B1_raises_on_one_rank_only(shared_runtimes: Any, subtests: pytest.Subtests) -> None:

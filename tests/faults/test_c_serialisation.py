@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from support import saboteurs
 from support.harness import assert_right, nothing_sent, pids, same_workers
+from support.names import named
 
 from synk.errors import CallTimeout, SerializationError, StartupError, WorkerDied
 
@@ -54,7 +55,7 @@ def test_C1_function_that_cannot_be_pickled(
 
         with subtests.test(kind), same_workers(rt):
             with pytest.raises(SerializationError) as caught:
-                rt.function(make(), outputs="sum", name="captor")(ROWS)
+                rt.function(named("captor", make()), outputs="sum")(ROWS)
             assert "captor" in str(caught.value)
             assert "my_captive" in str(caught.value) or kind == "nest"
             assert good(ROWS) == ROWS.sum()
@@ -83,7 +84,7 @@ def test_C2_function_that_workers_cannot_load(shared_runtimes: Any, master_only:
         lost = None
         for _ in range(10):
             with pytest.raises(SerializationError, match="master_only") as caught:
-                lost = lost or rt.function(master_only.total, outputs="sum", name="lost")
+                lost = lost or rt.function(master_only.total, outputs="sum")
                 lost(ROWS)
             assert "ModuleNotFoundError" in repr(caught.value.__cause__) + str(caught.value)
 

@@ -50,8 +50,8 @@ def many_results(rt: Any) -> dict[str, np.ndarray]:
         "view": total.reshape(2, -1)[:, ::3],
         "value": w.value,
         "shards": shards.value,
-        "reduce": rt.reduce(w, "sum", in_place=False),
-        "stacked": rt.gather(w),
+        "reduce": synk.reduce(w, "sum", in_place=False),
+        "stacked": synk.gather(w),
     }
 
 

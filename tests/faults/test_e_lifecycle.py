@@ -23,7 +23,7 @@ from support.harness import (
 )
 
 import synk
-from synk.errors import ClosedError, ReentrancyError, SerializationError, SynkError
+from synk.errors import ClosedError, SynkError
 
 Fork = Callable[..., Any]
 Count = Callable[[int], int]
@@ -129,25 +129,6 @@ def test_E4_a_thread_that_ends_has_started_the_workers(runtime: Fork) -> None:
         kill_and_wait(before[0])
 
 
-def test_E5_eight_threads_call_at_once(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    scaled = rt.function(lambda k, x: k * x, bcast_inputs="k", outputs="gather")
-    total = rt.function(lambda x: x.sum(), outputs="sum")
-    rt.distribute()
-
-    def many_calls(thread: int) -> int:
-        for number in range(200):
-            x = np.arange(thread, thread + number % 7 + 1, dtype=np.float64)
-            if number % 2:
-                np.testing.assert_array_equal(scaled(float(number), x), number * x)
-            else:
-                assert total(x) == x.sum()
-        return thread
-
-    with same_workers(rt), ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(many_calls, range(8))) == list(range(8))
-
-
 def test_E6_close_while_another_thread_is_in_a_call(runtime: Fork, storm_count: Count) -> None:
     for number in range(storm_count(2)):
         rt = runtime(2)
@@ -170,24 +151,6 @@ def test_E6_close_while_another_thread_is_in_a_call(runtime: Fork, storm_count: 
         assert not thread.is_alive()
         assert isinstance(results[-1], ClosedError)
         assert set(results[:-1]) <= {6.0}
-
-
-def test_E7_synk_inside_a_worker(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    inner = rt.function(lambda x: x.sum(), outputs="sum")
-
-    def fork_inside(row: np.ndarray) -> None:
-        synk.fork(1)
-
-    def call_inside(row: np.ndarray) -> Any:
-        return inner(row)
-
-    with same_workers(rt):
-        with pytest.raises(ReentrancyError, match="worker") as caught:
-            rt.function(fork_inside)(np.arange(2))
-        assert "rank 0" in str(caught.value)
-        with pytest.raises(SerializationError, match="inner"):
-            rt.function(call_inside)
 
 
 def test_E8_data_that_dies_in_a_garbage_collection_during_a_call(shared_runtimes: Any) -> None:

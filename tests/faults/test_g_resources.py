@@ -137,7 +137,7 @@ def test_G3_more_segments_than_one_message_can_carry(reused: Fork) -> None:
     kill_and_wait(*pids(rt))
     with pytest.warns(RuntimeWarning):
         assert f(np.ones(4)) == expected
-    rt.broadcast(variables[3], np.full(size, 1003.0))
+    synk.broadcast(variables[3], np.full(size, 1003.0))
     assert f(np.ones(4)) == expected + 4000
 
 

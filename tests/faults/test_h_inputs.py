@@ -185,7 +185,7 @@ class Table:
         runtime = self.runtime(where)
         key = (runtime, op)
         if key not in self._functions:
-            self._functions[key] = runtime.function(KERNELS[op], outputs=op, name=f"{op} in {where}")
+            self._functions[key] = runtime.function(KERNELS[op], outputs=op)
             runtime.distribute()
         function = self._functions[key]
         return function.serial if where == "serial" else function
@@ -270,45 +270,6 @@ def test_H_any_array_in_any_layout(
 
 
 # ----- rows: how many, and which
-
-
-def test_H1_lengths_differ(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    f = rt.function(lambda x, y: (x * y).sum(), outputs="sum", name="dot")
-    with same_workers(rt):
-        with nothing_sent(rt), pytest.raises(ValueError, match=r"'dot'.*x with 5 rows.*y with 6"):
-            f(np.ones(5), np.ones(6))
-        assert f(np.ones(5), np.ones(6), batch=5) == 5.0
-
-
-BAD_BATCHES: dict[str, Any] = {
-    "index n": [7],
-    "index -n-1": [-8],
-    "count beyond the rows": 8,
-    "negative count": -1,
-    "short mask": [True] * 6,
-    "long mask": np.ones(8, bool),
-    "floats": [0.0, 1.0],
-    "a float": 2.0,
-    "huge uint64": np.array([2**63 + 1], np.uint64),
-    "2-d": [[0, 1], [2, 3]],
-    "objects": np.array([0, None], dtype=object),
-    "text": "all",
-    "bool": True,
-    "step 0": slice(None, None, 0),
-    "float slice": slice(0.5, 3),
-}
-
-
-def test_H27_H28_batches_that_name_no_rows(shared_runtimes: Any, subtests: pytest.Subtests) -> None:
-    rt = shared_runtimes[2]
-    f = rt.function(lambda x: x, outputs="gather", name="rows")
-    f(PLAIN)
-    with same_workers(rt):
-        for (kind, batch), rows in itertools.product(BAD_BATCHES.items(), (PLAIN, rt.data(PLAIN))):
-            refused = pytest.raises((IndexError, TypeError, ValueError))
-            with subtests.test(kind, rows=type(rows).__name__), nothing_sent(rt), refused:
-                f(rows, batch=batch)
 
 
 ODD_BATCHES: dict[str, Any] = {

@@ -88,7 +88,7 @@ rt = synk.fork(2, backend="numpy")
 total = rt.function(lambda x: x.sum(), outputs="sum")
 nested = rt.function(lambda box, x: {"a": (x.sum(), [x.sum(), None])}, bcast_inputs="box", outputs="max")
 assert nested({"key": [np.ones(3)]}, np.arange(4.0))["a"] == (5, [5, None])
-rt.all_reduce(rt.shared({"a": np.ones(3)}), "avg")
+synk.all_reduce(rt.shared({"a": np.ones(3)}), "avg")
 assert total.submit(rt.data(np.ones(100_000))).result() == 100_000
 lock = threading.Lock()
 for error, fail in (

@@ -51,7 +51,7 @@ class State:
         self.growing = rt.shared(np.zeros((1, 2)), name="growing")
         self.variables = [self.replicated, self.sharded, self.nested, self.growing]
         for rank in range(rt.world_size):
-            rt.set_value(self.replicated, np.full(3, 100.0 * rank), rank=rank)
+            self.replicated[rank] = np.full(3, 100.0 * rank)
         replicated, sharded, nested, growing = self.variables
 
         def body(x: np.ndarray) -> None:
@@ -258,7 +258,7 @@ def test_no_memory_for_a_new_value_changes_nothing(shared_runtimes: Any, subtest
                 grow(np.ones(4))
             assert_same(everywhere(rt, w), values)
             grow(np.ones(4))
-            assert max(rt.get_lengths(w)) == BIG
+            assert max(w.lengths) == BIG
 
 
 # ----- what a replacement sees
@@ -269,9 +269,9 @@ def test_a_replacement_sees_every_way_a_value_came_to_be(reused: Fork) -> None:
     rt = reused(2)
     state = State(rt)
     state.step(state.rows)
-    rt.all_reduce(state.replicated, "sum")
-    rt.set_value(state.growing, np.full((3, 2), 5.0), rank=1)
-    rt.scatter(state.sharded, numbers("f8", (4, 2), 3))
+    synk.all_reduce(state.replicated, "sum")
+    state.growing[1] = np.full((3, 2), 5.0)
+    synk.scatter(state.sharded, numbers("f8", (4, 2), 3))
     state.nested.value = {"w": np.zeros((5, 2), "f4"), "step": 7}
     values = state.values()
     gone = rt.shared(np.ones(BIG))

@@ -52,7 +52,7 @@ def doer(rt: Any) -> Callable[..., Any]:
             act()
         return float(x.sum())
 
-    f = rt.function(do, bcast_inputs="act", outputs="sum", name="do")
+    f = rt.function(do, bcast_inputs="act", outputs="sum")
     assert f(X, None) == 4.0
     return lambda act=None, **options: f.submit(X, act, **options)
 

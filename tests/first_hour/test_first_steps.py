@@ -88,11 +88,6 @@ def test_verbs_are_refused_inside_a_worker(runtime: Callable[..., Any]) -> None:
 # ----- arguments
 
 
-def test_numpy_integers_select_outputs(shared_runtimes: Any) -> None:
-    f = shared_runtimes[2].function(lambda x: (x.sum(), x.max()), outputs="max")
-    assert f(X, output_subset=np.array([1])) == f(X, output_subset=np.int64(1)) == (10.0,)
-
-
 def test_a_named_dtype_converts_as_numpy_does(shared_runtimes: Any) -> None:
     rt = shared_runtimes[1]
     for value, dtype in (([-1, 300], "u1"), ([np.nan, 1.5], "i4"), ([1, "a"], "f8")):
@@ -101,10 +96,6 @@ def test_a_named_dtype_converts_as_numpy_does(shared_runtimes: Any) -> None:
         with pytest.raises(numpys.type):
             rt.data(value, dtype=dtype)
     assert rt.data([1, 2], dtype="f4").data.tolist() == [1.0, 2.0]
-    with pytest.raises(TypeError):
-        rt.data(X).set_length(2.5)
-    with pytest.raises(ValueError, match="oversize='a'"):
-        rt.data(X, oversize="a")
 
 
 # ----- shared variables

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import synk
-from synk.errors import CallTimeout, SerializationError, SynkError
+from synk.errors import CallTimeout, CollectiveMismatch, SerializationError, SynkError
 
 X = np.arange(12.0).reshape(6, 2)
 W = np.ones(2)
@@ -86,7 +86,8 @@ MISTAKES: list[Mistake] = [
     (lambda rt: rt.function(talks)(X, num_slices=2), ValueError, r"num_slices above 1.*num_slices=1"),
     (lambda rt: rt.function(total)(X, 3), TypeError, r"total\(\).*too many positional"),
     (lambda rt: rt.function(scaled, bcast_inputs="w")(X), TypeError, r"missing.*'w'"),
-    (lambda rt: rt.function(lambda x, y: x.sum())(X, X[:5]), ValueError, r"6.*5"),
+    (lambda rt: rt.function(scaled)(X, W), ValueError, r"x with 6 rows and w with 2.*bcast_inputs='w'"),
+    (lambda rt: rt.function(lambda x: 0.0)([X, X[:1]]), TypeError, r"arrays, which can mean rows or .*tuple\(x\)"),
     (lambda rt: rt.function(total)("abc"), TypeError, r"str"),
     (lambda rt: rt.function(total)(x for x in X), TypeError, r"generator"),
     (lambda rt: rt.function(total)([[1, 2], [3]]), (ValueError, TypeError), r"length"),
@@ -98,6 +99,11 @@ MISTAKES: list[Mistake] = [
     (lambda rt: rt.function(total)(X, num_slices=0), ValueError, r"num_slices"),
     # -- what it returns
     (lambda rt: rt.function(lambda x: "text")(X), (TypeError, ValueError), r"str|text"),
+    (
+        lambda rt: rt.function(lambda x: x * 2)(X[:5]),
+        CollectiveMismatch,
+        'outputs="gather" if .* one value for each row',
+    ),
     (lambda rt: rt.function(total)(torch.ones(4, requires_grad=True)), (TypeError, ValueError), r"detach"),
     (lambda rt: rt.function(lambda x: threading.Lock(), outputs=None)(X), (SynkError, TypeError), r"lock"),
     # -- what happens inside

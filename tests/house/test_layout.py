@@ -45,13 +45,14 @@ FOLDERS = ("_api", "_master", "_worker", "_wire", "_pure")
 
 SEES_ALSO = {
     "synk.backends": "cuda",  # by name, when a backend is opened
+    "synk.cuda._collectives": "_worker",  # on a rank only
     "synk._api.inline": "_worker",  # a rank in the master's process: the one place where both halves meet
     "synk.torch._replicate": "_master",
     "synk.torch._process_group": "_worker",
     "synk.torch._rank": "_worker",
     "synk.torch._reduction": "_worker",
     "synk.torch._slices": "_worker",
-    "synk.torch._kept_graphs": "_worker",
+    "synk.torch._passes": "_worker",
     "synk.torch._adjoints": "_worker",
     "synk.torch._batchnorm": "_worker",
     "synk.torch._collectives": "_worker",

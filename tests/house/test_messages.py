@@ -32,7 +32,6 @@ OTHERS = {
     "got {}, expected objects that each worker gets a copy of. Have the function refer to it instead": (
         "a part of the text that names the item"
     ),
-    "got release {}, expected {}*": "a part of the text that names the package",
     "the dataclass {} cannot be built from its fields ({})": "a part of the text that names the argument",
     "its {} cannot be pickled ({}: {})": "likewise",
     "{}{} reports errors to every call from now on: this worker ends.": "written to stderr as the worker ends",

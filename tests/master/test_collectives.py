@@ -5,6 +5,7 @@ Any sequence of them, with every dtype, rank and batch, is in ``objects/test_sha
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 from support.rank_arrays import OPS, REDUCIBLE, assert_same, everywhere, is_reducible, numbers, reduced
 from support.tables import combinations
+
+import synk
 
 EVERYWHERE = (1, 2, 3, 4, "inline", "1+3")
 ANY_DTYPE = ("f2", "f8", "i1", "u8", "c16", "?", "S3", "U2", "i4,f8", "M8[s]")
@@ -26,7 +29,7 @@ def set_to(rt: Any, values: list[Any], **options: Any) -> tuple[Any, list[Any]]:
     """Return a variable with the given value on each rank, and the values."""
     variable = rt.shared(values[0], name="w", **options)
     for rank, value in enumerate(values):
-        rt.set_value(variable, value, rank=rank)
+        variable[rank] = value
     return variable, values
 
 
@@ -36,12 +39,12 @@ def test_reductions_equal_numpy(subtests: pytest.Subtests, shared_runtimes: Any)
         with subtests.test(where=where, op=op, dtype=dtype, shape=shape):
             w, values = differing(rt, shape, dtype)
             expected = reduced(op, values)
-            assert_same(rt.reduce(w, op, in_place=False), expected, is_rounded=True)
+            assert_same(synk.reduce(w, op, in_place=False), expected, is_rounded=True)
             assert_same(everywhere(rt, w), values)  # nothing changed
-            assert rt.reduce(w, op) is None
+            assert synk.reduce(w, op) is None
             assert_same(everywhere(rt, w), [expected, *values[1:]], is_rounded=True)
-            rt.set_value(w, values[0], rank=0)
-            assert rt.all_reduce(w, op) is None
+            w[0] = values[0]
+            assert synk.all_reduce(w, op) is None
             got = everywhere(rt, w)
             assert_same(got, [expected] * rt.world_size, is_rounded=True)
             assert_same(got, [got[0]] * rt.world_size)  # the same bits everywhere
@@ -53,13 +56,13 @@ def test_nan_infinity_and_overflow_are_numpys(shared_runtimes: Any, op: str) -> 
     special = np.array([np.nan, np.inf, -np.inf, -0.0, 1e308, 5e-324])
     values = [np.roll(special, rank) for rank in range(3)]
     w, _ = set_to(rt, values)
-    rt.all_reduce(w, op)
+    synk.all_reduce(w, op)
     with np.errstate(all="ignore"):
         wide = {"avg": (values[0] + values[1] + values[2]) / 3}.get(op)
         assert_same(w.value, reduced(op, values) if wide is None else wide)
     n, counts = set_to(rt, [np.full(2, 2**62) + rank for rank in range(3)])
     if op != "avg":
-        rt.all_reduce(n, op)
+        synk.all_reduce(n, op)
         assert_same(n.value, reduced(op, counts))  # wraps
 
 
@@ -68,16 +71,16 @@ def test_any_dtype_is_moved(subtests: pytest.Subtests, shared_runtimes: Any) -> 
         rt = shared_runtimes[where]
         with subtests.test(where=where, dtype=dtype):
             w, values = differing(rt, (4, 2), dtype)
-            assert_same([rt.get_value(w, rank) for rank in range(rt.world_size)], values)
-            assert_same([rt.gather(w), rt.gather(w, nd_up=1)], [np.stack(values)] * 2)
-            assert_same(rt.gather(w, nd_up=0), np.concatenate(values))
-            rt.all_gather(w)
+            assert_same([w[rank] for rank in range(rt.world_size)], values)
+            assert_same([synk.gather(w), synk.gather(w, nd_up=1)], [np.stack(values)] * 2)
+            assert_same(synk.gather(w, nd_up=0), np.concatenate(values))
+            synk.all_gather(w)
             assert_same(everywhere(rt, w), [np.concatenate(values)] * rt.world_size)
             new = numbers(dtype, (6, 2), 9)
-            rt.broadcast(w, new)
+            synk.broadcast(w, new)
             assert_same(everywhere(rt, w), [new] * rt.world_size)
             for rows in (new, new[:0], new[::-2], rt.data(new), new.tolist() if dtype == "f8" else new):
-                rt.scatter(w, rows)
+                synk.scatter(w, rows)
                 assert_same(everywhere(rt, w), np.array_split(np.asarray(rows), rt.world_size))
 
 
@@ -110,25 +113,25 @@ def test_nestings_and_several_variables_go_through_every_verb(shared_runtimes: A
     size = rt.world_size
     w, values = set_to(rt, [tree(rank) for rank in range(size)])
     a, a_values = differing(rt, (4,))
-    assert rt.get_shapes((a, w))[1][0]["w"] == ((3, 5), (3, 1))
-    assert_same(rt.gather([a, w]), [np.stack(a_values), by_leaf(lambda *leaves: np.stack(leaves), *values)])
+    assert w.shapes[0]["w"] == ((3, 5), (3, 1))
+    assert_same(synk.gather([a, w]), [np.stack(a_values), by_leaf(lambda *leaves: np.stack(leaves), *values)])
     joined = by_leaf(lambda *leaves: np.concatenate(leaves), *values)
-    assert_same(rt.gather(w, nd_up=0), joined)
+    assert_same(synk.gather(w, nd_up=0), joined)
     for op in OPS:
         expected = by_leaf(lambda *leaves: reduced(op, leaves), *values)  # noqa: B023
-        assert_same(rt.reduce(w, op, in_place=False), expected, is_rounded=True)
-        rt.all_reduce([a, w], op)
+        assert_same(synk.reduce(w, op, in_place=False), expected, is_rounded=True)
+        synk.all_reduce([a, w], op)
         assert_same(everywhere(rt, w), [expected] * size, is_rounded=True)
         for rank, value in enumerate(values):
-            rt.set_value(w, value, rank=rank)
-    rt.all_gather(w)
+            w[rank] = value
+    synk.all_gather(w)
     assert_same(everywhere(rt, w), [joined] * size)
-    rt.set_value(w, values[-1], rank=0)
-    rt.broadcast(w)
+    w[0] = values[-1]
+    synk.broadcast(w)
     assert_same(everywhere(rt, w), [values[-1]] * size)
     rows = tree(7, rows=6)
     for batch in (None, slice(1, 6, 2), [4, 0]):
-        rt.scatter(w, rows, batch=batch)
+        synk.scatter(w, rows, batch=batch)
         for rank, got in enumerate(everywhere(rt, w)):
             split = [slice(None) if batch is None else batch, rank]
             assert_same(got, by_leaf(lambda leaf: np.array_split(leaf[split[0]], size)[split[1]], rows))  # noqa: B023
@@ -147,20 +150,20 @@ def test_large_values_are_moved_by_the_workers(subtests: pytest.Subtests, shared
             before = dict(rt.counters)
             for op in ("avg", "sum", "max"):
                 if is_reducible(op, dtype):
-                    assert_same(rt.reduce(w, op, in_place=False), reduced(op, values), is_rounded=True)
-            rt.all_reduce(w, "sum")
-            assert_same(rt.gather(w), np.stack([reduced("sum", values)] * rt.world_size))
-            rt.set_value(w, values[0], rank=0)
-            rt.broadcast(w)
-            assert_same(rt.gather(w), np.stack([values[0]] * rt.world_size))
-            rt.scatter(w, values[0])
-            assert_same(rt.gather(w, nd_up=0), values[0])
-            rt.all_gather(w)
-            assert_same(rt.gather(w), np.stack([values[0]] * rt.world_size))
+                    assert_same(synk.reduce(w, op, in_place=False), reduced(op, values), is_rounded=True)
+            synk.all_reduce(w, "sum")
+            assert_same(synk.gather(w), np.stack([reduced("sum", values)] * rt.world_size))
+            w[0] = values[0]
+            synk.broadcast(w)
+            assert_same(synk.gather(w), np.stack([values[0]] * rt.world_size))
+            synk.scatter(w, values[0])
+            assert_same(synk.gather(w, nd_up=0), values[0])
+            synk.all_gather(w)
+            assert_same(synk.gather(w), np.stack([values[0]] * rt.world_size))
             sent = {name: rt.counters[name] - before[name] for name in before}
             assert sent["bytes_down"] < 1 << 16 and sent["bytes_up"] < 1 << 12
             assert sent["messages_down"] > 0 or where == "inline"
-            rt.scatter(w, values[0])
+            synk.scatter(w, values[0])
             assert_same(everywhere(rt, w), np.array_split(values[0], rt.world_size))
 
 
@@ -169,10 +172,10 @@ def test_results_of_reductions_are_the_callers_own(shared_runtimes: Any, count: 
     """Also a large one, which need not be a copy: its memory is not written again while somebody holds it."""
     rt = shared_runtimes[2]
     w, values = differing(rt, (count,))
-    kept = [rt.reduce(w, "sum", in_place=False) for _ in range(3)]
+    kept = [synk.reduce(w, "sum", in_place=False) for _ in range(3)]
     kept[0][:] = 7
-    rt.set_value(w, np.zeros(count), rank=0)
-    assert_same(rt.reduce(w, "sum", in_place=False), values[1])
+    w[0] = np.zeros(count)
+    assert_same(synk.reduce(w, "sum", in_place=False), values[1])
     assert_same(kept[1:], [values[0] + values[1]] * 2)
 
 
@@ -186,7 +189,7 @@ def test_an_op_without_a_meaning_changes_nothing(shared_runtimes: Any, where: An
         w, values = differing(rt, (4,), dtype)
         wrong = [op for op in OPS if not is_reducible(op, w.dtype)] + ["mean", "gather", None]
         for op in wrong:
-            for verb in (rt.reduce, rt.all_reduce):
+            for verb in (synk.reduce, synk.all_reduce):
                 with pytest.raises((ValueError, TypeError), match="variable 'w'"):
                     verb(w, op)
         assert_same(everywhere(rt, w), values)
@@ -200,42 +203,45 @@ def test_what_does_not_fit_is_refused_and_moves_nothing(subtests: pytest.Subtest
     rows = np.arange(4.0)
     cases: list[tuple[Any, str | None, Callable[[], Any]]] = [
         # several variables: all of them move or none
-        (TypeError, None, lambda: rt.broadcast([a, n], [np.zeros(3), np.zeros(3)])),
-        (ValueError, None, lambda: rt.broadcast([a, n], [np.zeros(3)])),
-        (ValueError, None, lambda: rt.scatter([a, n], [np.zeros(3), np.zeros((3, 2), "i8")])),
-        (IndexError, None, lambda: rt.scatter([a, n], [np.zeros(3), np.zeros(2, "i8")], batch=[2])),
-        (TypeError, None, lambda: rt.all_reduce([a, n], "avg")),
-        (TypeError, None, lambda: rt.reduce([a, n], "avg")),
-        (ValueError, "'z'", lambda: rt.all_gather([a, z])),
+        (TypeError, None, lambda: synk.broadcast([a, n], [np.zeros(3), np.zeros(3)])),
+        (ValueError, None, lambda: synk.broadcast([a, n], [np.zeros(3)])),
+        (ValueError, None, lambda: synk.scatter([a, n], [np.zeros(3), np.zeros((3, 2), "i8")])),
+        (IndexError, None, lambda: synk.scatter([a, n], [np.zeros(3), np.zeros(2, "i8")], batch=[2])),
+        (TypeError, None, lambda: synk.all_reduce([a, n], "avg")),
+        (TypeError, None, lambda: synk.reduce([a, n], "avg")),
+        (ValueError, "'z'", lambda: synk.all_gather([a, z])),
         # unequal values
-        (ValueError, r"'w'.*\(0, 3\), \(2, 3\)", lambda: rt.reduce(u, "sum")),
-        (ValueError, r"'w'.*\(0, 3\), \(2, 3\)", lambda: rt.all_reduce(u, "avg")),
-        (ValueError, "nd_up=0", lambda: rt.gather(u)),
-        (ValueError, "'nest'|rows", lambda: rt.scatter(nest, {"a": np.zeros(4), "b": np.zeros(3)})),
+        (ValueError, r"'w'.*\(0, 3\), \(2, 3\)", lambda: synk.reduce(u, "sum")),
+        (ValueError, r"'w'.*\(0, 3\), \(2, 3\)", lambda: synk.all_reduce(u, "avg")),
+        (ValueError, "nd_up=0", lambda: synk.gather(u)),
+        (ValueError, "'nest'|rows", lambda: synk.scatter(nest, {"a": np.zeros(4), "b": np.zeros(3)})),
         # batches
-        (IndexError, None, lambda: rt.scatter(a, rows, batch=5)),
-        (IndexError, None, lambda: rt.scatter(a, rows, batch=np.ones(3, bool))),
-        (TypeError, None, lambda: rt.scatter(a, rows, batch=True)),
-        ((TypeError, ValueError), None, lambda: rt.scatter(a, None)),
+        (IndexError, None, lambda: synk.scatter(a, rows, batch=5)),
+        (IndexError, None, lambda: synk.scatter(a, rows, batch=np.ones(3, bool))),
+        (TypeError, None, lambda: synk.scatter(a, rows, batch=True)),
+        ((TypeError, ValueError), None, lambda: synk.scatter(a, None)),
         # no rows
-        (ValueError, "'z'", lambda: rt.scatter(z, 2.0)),
-        (ValueError, "'z'", lambda: rt.gather(z, nd_up=0)),
-        (ValueError, "'z'", lambda: rt.all_gather(z)),
-        (ValueError, "'z'", lambda: rt.gather(z, nd_up=2)),
-        *(((ValueError, TypeError), "rank", lambda k=k: rt.get_value(a, k)) for k in (-1, 2, True, None)),
+        (ValueError, "'z'", lambda: synk.scatter(z, 2.0)),
+        (ValueError, "'z'", lambda: synk.gather(z, nd_up=0)),
+        (ValueError, "'z'", lambda: synk.all_gather(z)),
+        (ValueError, "'z'", lambda: synk.gather(z, nd_up=2)),
+        (TypeError, "not iterable", lambda: list(a)),
+        *(((IndexError, TypeError), "rank.*'w'", lambda k=k: a[k]) for k in (-1, 2, True, None, slice(2))),
+        *(((IndexError, TypeError), "rank.*'w'", lambda k=k: operator.setitem(a, k, rows)) for k in (-1, 2, True)),
     ]
     for number, (error, words, call) in enumerate(cases):
         with subtests.test(number=number), pytest.raises(error, match=words):
             call()
     assert_same([everywhere(rt, a), everywhere(rt, n), everywhere(rt, u)], [a_values, n_values, u_values])
     assert_same(nest.value, {"a": np.zeros(4), "b": np.zeros(4)})
-    assert_same(rt.gather(z), np.array([1.5, 1.5]))
+    assert_same(synk.gather(z), np.array([1.5, 1.5]))
 
 
 def test_what_is_no_variable_is_named(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     w = rt.shared(np.ones(3))
-    verbs = (rt.broadcast, rt.gather, rt.all_gather, rt.reduce, rt.all_reduce, lambda wrong: rt.scatter(wrong, [1.0]))
+    verbs: tuple[Any, ...] = (synk.broadcast, synk.gather, synk.all_gather, synk.reduce, synk.all_reduce)
+    verbs += (lambda wrong: synk.scatter(wrong, [1.0]),)
     for wrong in (3, None, np.ones(3), {"w": w}, [w, np.ones(3)]):
         for verb in verbs:
             with pytest.raises(TypeError, match="expected a Shared"):

@@ -47,7 +47,7 @@ def talking(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
 
     def checked(self: synk.Function, /, *args: Any, **kwargs: Any) -> Any:
         if talks(self):
-            found.add(self.name)
+            found.add(self.__name__)
             if not self._callee.changes:
                 return check_on_one_rank(self, call, args, kwargs)
         return call(self, *args, **kwargs)

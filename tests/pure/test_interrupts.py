@@ -1,80 +1,112 @@
-"""The gate for the program's signal handlers: closed in an operation, open at its safe points."""
+"""Ctrl-C is held back while a verb is at work: until it waits, ends, or for a second. Other handlers run anywhere."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from synk._pure import interrupts
-from synk._pure.interrupts import deferred, operation, safe_point
+from synk._pure.interrupts import deferred, holding, waiting
 
 
 class Limit(Exception):
-    """What the handlers below raise, where the test does not care."""
+    """What the handler of SIGALRM raises."""
 
 
-class Handler:
-    """A handler that raises an error of ``kind`` and keeps it."""
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    def over(signum: int, frame: Any) -> None:
+        raise Limit
 
-    def __init__(self) -> None:
-        self.kind: type[BaseException] = Limit
-        self.raised: list[BaseException] = []
-
-    def __call__(self, signum: int, frame: Any) -> None:
-        self.raised.append(self.kind("the time is over"))
-        raise self.raised[-1]
-
-
-@pytest.fixture
-def handler() -> Iterator[Handler]:
-    """Return the handler of SIGALRM."""
-    made = Handler()
-    before = signal.signal(signal.SIGALRM, made)
-    yield made
+    before = signal.signal(signal.SIGALRM, over)
+    yield
     sys.settrace(None)
-    assert signal.getsignal(signal.SIGALRM) is made
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     signal.signal(signal.SIGALRM, before)
 
 
-def ring() -> None:
-    signal.raise_signal(signal.SIGALRM)
+def press() -> None:
+    signal.raise_signal(signal.SIGINT)
 
 
-def test_handlers_run_once_after_the_body(handler: Handler) -> None:
-    """As where a signal comes twice before Python looks; all of them where several signals came."""
-    for section in (operation, deferred):
-        handler.raised.clear()
-        with pytest.raises(Limit) as caught, section():
-            ring()
-            with section():
-                ring()
-            assert not handler.raised
-        assert handler.raised == [caught.value] and caught.value.__context__ is None
-    with pytest.raises((Limit, KeyboardInterrupt)) as both, operation():
-        ring()
-        signal.raise_signal(signal.SIGINT)
-    assert {type(both.value), type(both.value.__context__)} == {Limit, KeyboardInterrupt}
+@pytest.mark.parametrize("section", [holding, deferred])
+def test_it_comes_once_after_the_body(section: Callable[[], Any]) -> None:
+    passed = []
+    with pytest.raises(KeyboardInterrupt) as caught, section():
+        press()
+        with section():
+            press()
+        passed.append(1)
+    assert passed and caught.value.__context__ is None
+    with section():
+        pass
 
 
-def test_a_signal_at_any_line_comes_once_and_as_itself(handler: Handler) -> None:
-    """Wherever in the gate itself it comes, and the next operation finds all as it was."""
+def test_it_comes_where_the_verb_waits() -> None:
+    """Before the wait and in it, and not in a step that must not be broken off."""
+    for before, meanwhile in ((press, int), (int, press)):
+        passed = []
+        with pytest.raises(KeyboardInterrupt), holding():
+            before()
+            with deferred():
+                waiting(before)
+            passed.append(1)
+            waiting(meanwhile)
+            passed.append(2)
+        assert passed == [1]
+
+
+def test_it_comes_late_where_the_verb_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Again and again, if what it breaks off goes on: it leaves the verb in any case."""
+    monkeypatch.setattr(interrupts, "HOLD_S", 0.02)
+    with pytest.raises(KeyboardInterrupt), holding():
+        press()
+        for _ in range(2):
+            with contextlib.suppress(KeyboardInterrupt):
+                while True:
+                    pass
+    with holding():
+        pass
+
+
+def test_the_programs_own_handler_is_held_back_and_comes_back() -> None:
+    """Also where the body has put another in its place, and then the one that it found."""
+    came: list[int] = []
+
+    def mine(signum: int, frame: Any) -> None:
+        came.append(signum)
+
+    before = signal.signal(signal.SIGINT, mine)
+    try:
+        with holding():
+            press()
+            assert not came
+            found = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        assert len(came) == 1
+        signal.signal(signal.SIGINT, found)
+        press()
+        assert len(came) == 2 and signal.getsignal(signal.SIGINT) is mine
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGALRM])
+def test_a_signal_at_any_line_leaves_nothing_behind(number: int) -> None:
+    """Ctrl-C comes out of the verb, once; after either the next one is held back, and an idle program gets its own."""
 
     def work() -> None:
-        with operation():
-            try:
-                safe_point(int)
-                with deferred():
-                    pass
-                safe_point(int)
-            except Exception as error:
-                raise AssertionError("taken for an error") from error
+        with holding():
+            waiting(int)
+            with deferred():
+                pass
+            waiting(int)
 
-    def ring_at(nth: int) -> None:
+    def ring_at(nth: int) -> Callable[[], bool]:
         met = 0
 
         def look(frame: Any, event: str, argument: Any) -> Any:
@@ -84,24 +116,30 @@ def test_a_signal_at_any_line_comes_once_and_as_itself(handler: Handler) -> None
             met += event == "line"
             if event == "line" and met == nth:
                 sys.settrace(None)
-                ring()
+                signal.raise_signal(number)
             return look
 
         sys.settrace(look)
+        return lambda: met >= nth
 
     for nth in range(1, 1000):
-        handler.raised.clear()
+        raised = []
+        has_rung = ring_at(nth)
         try:
-            ring_at(nth)
             work()
-        except Limit as error:
-            sys.settrace(None)
-            assert handler.raised == [error]
+        except (KeyboardInterrupt, Limit) as error:
+            raised.append(type(error))
         finally:
             sys.settrace(None)
+        assert raised == [KeyboardInterrupt if number == signal.SIGINT else Limit] * has_rung(), nth
+        with pytest.raises(KeyboardInterrupt):
+            press()
         work()
-        with pytest.raises(Limit):  # none is held back any more
-            ring()
-        if len(handler.raised) == 1:
+        passed = []
+        with pytest.raises(KeyboardInterrupt), holding():
+            press()
+            passed.append(1)
+        assert passed, nth
+        if not has_rung():
             break
-    assert 50 < nth < 999
+    assert 30 < nth < 999

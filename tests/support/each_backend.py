@@ -23,7 +23,6 @@ def require(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the test unless the backend is there; fail it if the backend was asked for."""
     if name == "cupy":
         fake_gpus.install(monkeypatch, 2)
-        monkeypatch.setenv("SYNK_FAKE_NCCL", "refuse")
     elif not backend_module(name).is_usable():
         if name in os.environ.get("SYNK_TEST_BACKENDS", "").split(","):
             pytest.fail(f"SYNK_TEST_BACKENDS asks for {name}, which is not installed.")

@@ -393,6 +393,8 @@ def ctrl_c_when(condition: Callable[[], object], *, is_told_to_main: bool = True
 
     def press() -> None:
         waited.append(wait_for(condition))
+        if not waited[0]:
+            return
         if is_told_to_main:
             os.kill(os.getpid(), signal.SIGINT)
         else:
@@ -419,9 +421,7 @@ def pids(runtime: Any) -> list[int]:
 def assert_right(runtime: Any, rows: int = 11) -> None:
     """Assert that the next calls equal NumPy: an average, a sum and a gather, over rows that do not divide evenly."""
     matrix = np.arange(rows * 3, dtype=np.float64).reshape(rows, 3)
-    total = runtime.function(
-        lambda x: (x.mean(axis=0), x.sum(axis=0), x * 2), outputs=("avg", "sum", "gather"), name="assert_right"
-    )
+    total = runtime.function(lambda x: (x.mean(axis=0), x.sum(axis=0), x * 2), outputs=("avg", "sum", "gather"))
     mean, summed, doubled = total(matrix)
     np.testing.assert_allclose(mean, matrix.mean(axis=0), rtol=1e-12)
     np.testing.assert_array_equal(summed, matrix.sum(axis=0))
@@ -501,6 +501,7 @@ _PRELUDE = """\
 import faulthandler, os, signal, sys, threading, time
 faulthandler.register(signal.SIGUSR2)
 import numpy as np
+from support.names import named
 import synk
 """
 # The dump is asked for by a signal: faulthandler's own timer deadlocks the exit of a child made by os.fork.

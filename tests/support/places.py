@@ -45,6 +45,6 @@ def _prepare(x: np.ndarray, is_blind: bool) -> None:
 
 def on_each(runtime: Any, body: Callable[[Any], Any], **options: Any) -> list[Any]:
     """Return ``body(synk.comm)`` of every rank, with one row for each."""
-    call = runtime.function(lambda x: body(synk.comm), outputs=None, name="body")
+    call = runtime.function(lambda x: body(synk.comm), outputs=None)
     found: list[Any] = call(np.zeros(runtime.world_size), **options)
     return found

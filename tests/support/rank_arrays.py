@@ -111,13 +111,13 @@ def accumulated(op: str, step: Callable[[np.ndarray], np.ndarray], rows: np.ndar
 
 def from_all_ranks(rt: Any, variable: Any) -> list[Any]:
     """Return each rank's value as its worker sees it."""
-    values = rt.function(lambda: deque([variable.value]), outputs=None, name="look")()  # a deque is one object
+    values = rt.function(lambda: deque([variable.value]), outputs=None)()  # a deque is one object
     return [value for (value,) in values]
 
 
 def everywhere(rt: Any, variable: Any) -> list[Any]:
     """Return each rank's value as the master reads it, after checking that the workers see the same."""
-    values = [rt.get_value(variable, rank) for rank in range(rt.world_size)]
+    values = [variable[rank] for rank in range(rt.world_size)]
     assert_same(from_all_ranks(rt, variable), values)
     return values
 

@@ -57,7 +57,7 @@ def check_on_one_rank(function: synk.Function, call: Callable[..., Any], args: A
     try:
         _check_alone(function, call, args, kwargs, result)
     except Exception as error:
-        raise AssertionError(f"{function.name!r} on one rank: {error}") from error
+        raise AssertionError(f"{function.__name__!r} on one rank: {error}") from error
     return result
 
 

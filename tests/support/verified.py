@@ -80,7 +80,7 @@ def all_verified() -> Iterator[None]:
         patch.setattr(synk.Function, "submit", verifying(synk.Function.submit))
         patch.setattr(synk.Function, "repeat", verifying(synk.Function.repeat, 1))
         yield
-    missed = [function.name for function in built if not any(function is each for each in verified)]
+    missed = [function.__name__ for function in built if not any(function is each for each in verified)]
     assert not missed, f"never verified: {missed}"
 
 

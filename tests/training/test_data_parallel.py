@@ -52,33 +52,6 @@ def descend(model: Any, optimizer: Any, x: Any, y: Any) -> float:
 # ----- the same numbers as in plain torch
 
 
-class WithLoss(torch.nn.Module):
-    """Returns its loss beside outputs with rows, as the models of Hugging Face do."""
-
-    def __init__(self, reduction: str = "mean") -> None:
-        super().__init__()
-        self.inner, self.reduction = mlp(), reduction
-
-    def forward(self, x: Any, labels: Any = None) -> dict[str, Any]:
-        outputs = self.inner(x)
-        loss = None if labels is None else F.mse_loss(outputs, labels, reduction=self.reduction)
-        return {"loss": loss, "logits": outputs}
-
-
-def by_its_own_loss(model: Any) -> list[float]:
-    """Beside a loss of the program's."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    losses = []
-    for x, y in batches(10):
-        optimizer.zero_grad()
-        output = model(x, labels=y)
-        loss = output["loss"] + 0.1 * output["logits"].square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
-
-
 def like_any_module(way: str, optimizer: str) -> Callable[[Any], list[float]]:
     """Return the training that ``replicate`` is tested with."""
 
@@ -114,7 +87,6 @@ def two_modules(made: Any, judge: Any) -> list[float]:
 ROW_BY_ROW = ("mlp", "shared, frozen, unused and rarely used parameters", "hooks")
 PROGRAMS: dict[str, tuple[Callable[[], Any], Callable[..., list[float]]]] = {
     "pairs of rows": (mlp, over_pairs_of_rows),
-    "its own loss": (WithLoss, by_its_own_loss),
     "two of them": (lambda: generator_and_judge()[:2], two_modules),
 } | {
     f"{name}; {way}; {optimizer}": (MODELS[name], like_any_module(way, optimizer))
@@ -182,30 +154,6 @@ def test_nested_inputs_and_outputs_with_gradients_for_all_that_want_them(shared_
         (result.value.square().sum() + doubled.sum()).backward()
         found.append([each.grad for each in (*leaves, model.linear.weight)])
     assert differences(*found, 1e-12) == []
-
-
-def test_losses_of_the_module(shared_runtimes: Any) -> None:
-    """They keep their dtype; one that is no mean over rows is told once; other single numbers are refused."""
-    rt = shared_runtimes[2]
-    model = synk.torch.DataParallel(WithLoss().to(torch.bfloat16), runtime=rt)
-    x, y = (torch.ones(7, columns, dtype=torch.bfloat16) for columns in (5, 2))
-    loss, expected = (each(x, labels=y)["loss"].detach() for each in (model, model.module))
-    assert loss.shape == () and loss.dtype == torch.bfloat16 and model(x)["loss"] is None
-    assert torch.allclose(loss, expected, rtol=torch.finfo(torch.bfloat16).eps * 4)
-    model = synk.torch.DataParallel(WithLoss("sum"), runtime=rt)
-    x, y = batches(1, (9,))[0]
-    model(x[:2], labels=y[:2])  # too few rows to tell
-    with pytest.warns(UserWarning, match=r"no mean over rows.*'sum' fits") as told:
-        model(x, labels=y)
-    assert told[0].filename == __file__
-    model(x, labels=y)
-
-    class Counts(torch.nn.Module):
-        def forward(self, x: Any) -> Any:
-            return (x > 0).sum()
-
-    with pytest.raises(TypeError, match=r"got a single number of dtype torch\.int64, expected floats"):
-        synk.torch.DataParallel(Counts(), runtime=rt)(torch.ones(4, 2))
 
 
 def test_dtypes_autocast_and_strides(shared_runtimes: Any) -> None:
@@ -373,6 +321,13 @@ class Moments(torch.nn.Linear):
         return super().forward(x).mean(0)
 
 
+class WithLoss(torch.nn.Linear):
+    """Computes its loss itself, as the models of Hugging Face do where they are given labels."""
+
+    def forward(self, x: Any) -> Any:
+        return {"loss": super().forward(x).square().mean()}
+
+
 class Fragile(torch.nn.Linear):
     def forward(self, x: Any) -> Any:
         if (x > 1e6).any():
@@ -385,7 +340,7 @@ def test_what_is_refused(subtests: Any, shared_runtimes: Any) -> None:
     parallel = lambda module, **options: synk.torch.DataParallel(module, runtime=rt, **options)  # noqa: E731
     model, bad = parallel(mlp()), torch.ones(8, 5)
     bad[7] = 1e7  # of the last rank
-    moments, fragile = parallel(Moments(5, 2)), parallel(Fragile(5, 2))
+    moments, fragile, loss = parallel(Moments(5, 2)), parallel(Fragile(5, 2)), parallel(WithLoss(5, 2))
     sparse = parallel(torch.nn.Embedding(4, 3, sparse=True))
     x = batches(1)[0][0].requires_grad_()
     cases: dict[str, tuple[type[Exception], Callable[[], Any]]] = {
@@ -397,6 +352,7 @@ def test_what_is_refused(subtests: Any, shared_runtimes: Any) -> None:
         r"shape \(2,\) for \d rows of inputs.*a loss too.*synk\.torch\.replicate": (
             ValueError, lambda: moments(torch.ones(8, 5))
         ),
+        r"got a single number.*compute_loss_func.*synk\.torch\.replicate": (ValueError, lambda: loss(torch.ones(8, 5))),
         "create_graph=True": (RuntimeError, lambda: torch.autograd.grad(model(x).sum(), x, create_graph=True)),
         "sparse=False": (TypeError, lambda: sparse(torch.tensor([0, 1, 2])).sum().backward()),
         "too large": (OverflowError, lambda: fragile(bad)),
@@ -427,24 +383,48 @@ def test_torchs_own_errors_about_graphs_are_raised(shared_runtimes: Any) -> None
 # ----- life
 
 
-def test_a_worker_killed_between_forward_and_backward(reused: Callable[..., Any]) -> None:
+def test_workers_killed_between_forward_and_backward_are_not_missed(reused: Callable[..., Any]) -> None:
+    """The second pass needs nothing of the first one."""
     rt = reused(2)
     model, optimizer = trained(rt)
     plain = copy.deepcopy(model)
     of_plain = torch.optim.Adam(plain.parameters(), lr=0.01)
     of_plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    x, y = batches(1)[0]
-    optimizer.zero_grad()
-    loss = F.mse_loss(model(x), y)
-    kill_and_wait(pids(rt)[1])
-    with pytest.raises(synk.errors.WorkerDied, match=r"rank 1 of 2 .* Run the forward pass of this batch again"):
+    for x, y in batches(3):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        kill_and_wait(*pids(rt))
         loss.backward()
-    for _ in range(2):
-        descend(model, optimizer, x, y)
+        optimizer.step()
         descend(plain, of_plain, x, y)
         assert differences(dict(plain.state_dict()), dict(model.state_dict()), 1e-12) == []
-        kill_and_wait(*pids(rt))
-    assert agrees(model)
+
+
+def test_the_second_pass_begins_where_the_first_one_did(shared_runtimes: Any) -> None:
+    """Draws, buffers that the first pass changes, modes and flags that the program changes in between."""
+    rt = shared_runtimes[2]
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.drop = torch.nn.Linear(5, 5), torch.nn.Dropout(0.5)
+            self.register_buffer("calls", torch.ones(()))
+
+        def forward(self, x: Any) -> Any:
+            out = self.drop(self.linear(x)) * self.calls
+            self.calls = self.calls * 2
+            return out
+
+    model = synk.torch.DataParallel(Model().double(), runtime=rt)
+    x = batches(1)[0][0].clone()
+    first, second = model(x), model(x)
+    assert float(model.calls) == 4
+    model.eval()
+    for out, factor in ((second, 2), (first, 1)):  # the slope of a row by the bias: what dropout kept, doubled
+        model.zero_grad()
+        out.sum().backward()
+        kept = (out.detach() != 0).double() * 2 * factor
+        assert torch.allclose(model.linear.bias.grad, kept.sum(0), rtol=0, atol=1e-12)
 
 
 def test_after_the_runtime_it_is_an_ordinary_module(runtime: Any) -> None:

@@ -10,6 +10,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+from support.names import named
 from trainings import differences, rank_states
 
 import synk
@@ -166,7 +167,7 @@ def test_other_bodies(shared_runtimes: Any) -> None:
 
     def silent(loss: Loss) -> Any:
         return synk.torch.replicate(model_of(), runtime=rt).function(
-            lambda model, x, y: loss(model, x, y).backward(), name="silent"
+            named("silent", lambda model, x, y: loss(model, x, y).backward())
         )
 
     def by_func(model: Any, x: Any, y: Any) -> Any:

@@ -70,8 +70,8 @@ def test_a_value_that_is_equal_on_all_ranks_lies_in_memory_once(shared_runtimes:
     before = allocated()
     w = rt.shared(np.ones(nbytes // 8))
     assert nbytes <= allocated() - before < 1.5 * nbytes
-    rt.set_value(w, np.full(nbytes // 8, 5.0), rank=1)
-    rt.all_reduce(w, "sum")
+    w[1] = np.full(nbytes // 8, 5.0)
+    synk.all_reduce(w, "sum")
     assert rt.function(lambda x: float(w.value[-1]), outputs=None)(np.ones(3)) == [7.0] * 3
 
     def differ(x: np.ndarray) -> None:
@@ -80,7 +80,7 @@ def test_a_value_that_is_equal_on_all_ranks_lies_in_memory_once(shared_runtimes:
     f = rt.function(differ, outputs=None)
     for count in range(1, 4):
         f(np.ones(3))
-        assert_same([rt.get_value(w, rank)[0] for rank in range(3)], [7.0 + count * rank for rank in range(3)])
+        assert_same([w[rank][0] for rank in range(3)], [7.0 + count * rank for rank in range(3)])
 
 
 def test_variables_come_and_go_in_another_thread_while_calls_run(
@@ -117,7 +117,7 @@ def test_variables_come_and_go_in_another_thread_while_calls_run(
         sys.setswitchinterval(interval)
         maker.join()
     assert not failures
-    assert_same(rt.gather(count), np.full(2, calls))
+    assert_same(synk.gather(count), np.full(2, calls))
 
 
 @pytest.mark.parametrize("num_steps", [150, pytest.param(1000, marks=pytest.mark.storm)])
@@ -142,7 +142,7 @@ def test_many_steps_hold_no_more_than_ten(runtime: Callable[..., Any], num_steps
     def run(count: int) -> tuple[Any, ...]:
         for k in range(count):
             f(x, batch=slice(k % 7, None))
-            rt.all_reduce(params)
+            synk.all_reduce(params)
             total.value = total.value
         memory = rt.function(saboteurs.anonymous_kb, outputs=None)()
         places = [(sum(descriptors(pid).values()), len(mapped_memfds(pid))) for pid in ("self", *workers)]

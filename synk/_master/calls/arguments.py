@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import io
 import pickle
 from collections.abc import Sequence
@@ -13,12 +13,16 @@ import numpy as np
 
 from synk._master.code.culprits import culprit_in
 from synk._master.objects.data import Contents
-from synk._master.state.sums import Transfer
-from synk._pure.interrupts import operation, safe_point
+from synk._master.state.ledger import Transfer
 from synk._pure.nested import PLAIN_TYPES
+from synk._pure.shards import Selection
+from synk._pure.tables import packed, pickled_rows
 from synk._pure.tensors import array_of, copied_tensor, dtype_of, is_ordinary, is_tensor
 from synk._wire.parcels import TravelPickler, dumps
 from synk.errors import SerializationError
+
+NEW_NBYTES = 1 << 22
+"""Copying that much costs as much as a call that is new. Larger arrays are mapped by name, or copied by rows."""
 
 
 class Nest(NamedTuple):
@@ -43,21 +47,22 @@ class Argument:
     kind : str
         As in ``Input.kind``.
     array : ndarray or None
-        The array to stage: ``rows`` or ``whole`` that lies in no segment yet.
+        The array to stage: ``rows``, ``picked`` or ``whole`` that lies in no segment yet; for ``table``, the packed
+        rows of all ranks.
     data : synk.Data or None
     contents : Contents or None
-        The contents of ``data`` when the argument was bound, or the place of a memory-mapped array. Another thread may
-        replace the contents of ``data`` at any time, so the whole call uses these.
+        The contents of ``data`` when the argument was bound, or a memory-mapped array. Another thread may replace the
+        contents of ``data`` at any time, so the whole call uses these.
+    file : tuple or None
+        How a rank maps the file in which the array lies: the arguments of ``map_again``.
     value : object
-        For ``object``, ``shard``, ``replica`` and ``resident``.
+        For ``object``, ``shard``, ``replica`` and ``resident``; for ``table``, a table or a CSR matrix with rows.
     tensor_dtype : str
         As in ``Input.tensor_dtype``.
     is_tensor : bool
         Whether ``array`` is the memory of a torch tensor.
     nest : Nest or None
         The nested value, if this is its first leaf.
-    is_part : bool
-        Whether ``array`` is part of a sparse matrix or a table, which cannot be a ``Data``.
     """
 
     label: str
@@ -66,19 +71,19 @@ class Argument:
     array: np.ndarray | None = None
     data: Any = None
     contents: Contents | None = None
+    file: Any = None
     value: Any = None
     dtype: Any = None
     tensor_dtype: str = ""
     is_tensor: bool = False
     nest: Nest | None = None
-    is_part: bool = False
 
     @property
     def key(self) -> Any:
         """The part of a plan's key that comes from this argument: equal keys can share a plan."""
         if self.contents is not None:
-            array, place = self.contents.array, (self.contents.segment_id, self.contents.offset)
-            return (self.kind, *place, array.shape, array.dtype, array.dtype.type)
+            array = self.contents.array
+            return (self.kind, self.contents.segment_id, self.file, array.shape, array.dtype, array.dtype.type)
         if self.kind == "closed over":
             return (self.kind, self.value.id, self.array.shape)  # type: ignore[union-attr]
         if self.array is not None:  # the type too: NumPy calls np.record equal to a plain record
@@ -86,6 +91,13 @@ class Argument:
         if self.kind in ("shard", "replica", "resident"):
             return (self.kind, self.value.id)
         return self.kind
+
+    @property
+    def num_rows(self) -> int | None:
+        """How many rows are to be divided; None if the argument has none, or is a shard."""
+        if self.kind == "table":
+            return int(self.value.shape[0])
+        return len(self.whole_array) if self.kind == "rows" and self.whole_array is not None else None
 
     @property
     def whole_array(self) -> np.ndarray | None:
@@ -110,8 +122,7 @@ class ObjectPickler(TravelPickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if is_tensor(obj) and is_ordinary(obj):
-            with operation():
-                array: Any = np.ascontiguousarray(array_of(obj)).reshape(-1).view(np.uint8)
+            array: Any = np.ascontiguousarray(array_of(obj)).reshape(-1).view(np.uint8)
             buffer = pickle.PickleBuffer(array)
             return copied_tensor, (buffer, dtype_of(obj), tuple(obj.shape))
         return super().reducer_override(obj)
@@ -144,7 +155,7 @@ def pickle_objects(values: list[Any], labels: list[str], function_name: str) -> 
     try:
         file = io.BytesIO()
         pickler = ObjectPickler(file, protocol=5, buffer_callback=buffers.append)
-        safe_point(pickler.dump, tuple(values))
+        pickler.dump(tuple(values))
         data = file.getvalue()
     except Exception as error:
         for label, value in zip(labels, values):
@@ -160,22 +171,36 @@ def pickle_objects(values: list[Any], labels: list[str], function_name: str) -> 
     return (data, [buffer.raw() for buffer in buffers]), pickler.named
 
 
-def dumps_rows(column: Any) -> bytes:
-    """Return rows of a column of objects pickled.
+def pack_tables(
+    arguments: Sequence[Argument],
+    selection: Selection | None,
+    bounds: Sequence[tuple[int, int]],
+    ranks: Sequence[int],
+    name: str,
+) -> None:
+    """Give each table the packed rows of all ranks that run the call.
 
     No function captures the classes in them, so the pickle itself says how those of the program are now.
+
+    Raises
+    ------
+    TypeError
+        If rows cannot be pickled. The text names the column.
     """
-    with contextlib.suppress(Exception):
-        # Python's own pickler takes a third of the time. It loses attributes of arrays and classes of the script.
-        data = safe_point(pickle.dumps, column, protocol=5)
-        if b"__main__" not in data and not any(cls.__qualname__.encode() in data for cls in _subclasses(np.ndarray)):
-            return data
-    return dumps(column, has_word=True)
-
-
-def _subclasses(cls: type) -> list[type]:
-    found: list[type] = cls.__subclasses__()
-    return [*found, *(below for each in found for below in _subclasses(each))]
+    dumps_now = functools.partial(dumps, has_word=True)
+    for argument in arguments:
+        if argument.kind == "table" and selection is not None:
+            pickles: list[list[Any]] = [[] for _ in bounds]
+            try:
+                for rank in ranks:
+                    rows = selection.between(*bounds[rank])
+                    pickles[rank] = pickled_rows(argument.value, rows, dumps_now)
+            except TypeError as error:
+                raise TypeError(
+                    f"cannot scatter {argument.label} of {name!r}: {error}. Pass its arrays in a dict or a tuple."
+                ) from None
+            argument.array = packed(pickles)
+            argument.dtype = argument.array.dtype
 
 
 def pickle_nests(arguments: Sequence[Argument], function_name: str) -> bytes:
@@ -205,7 +230,7 @@ def transfers_in(arguments: Sequence[Argument], objects: Objects) -> tuple[Trans
             found.append(Transfer(argument.label, "shared", 0))
         elif array is not None:
             kind = "staged" if argument.contents is None else "data"
-            num_rows = len(array) if argument.kind == "rows" else 0
+            num_rows = len(array) if argument.kind in ("rows", "picked") else 0
             found.append(Transfer(argument.label, kind, array.nbytes, array.nbytes // num_rows if num_rows else 0))
     if objects[0]:
         names = ", ".join(argument.label for argument in arguments if argument.kind == "object")

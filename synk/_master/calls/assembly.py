@@ -17,7 +17,6 @@ import numpy as np
 from synk._pure.agreement import MISSING, Agreement, agreed
 from synk._pure.dtypes import describe_dtype
 from synk._pure.exact import as_recarray
-from synk._pure.interrupts import safe_point
 from synk._pure.ops import EACH, REDUCTIONS, EqualReduction, Op, Reduction, accumulator_dtype
 from synk._pure.output_ops import each_op, match_ops, wanted_leaves
 from synk._pure.partials import SliceValues, concatenate, join
@@ -443,7 +442,7 @@ class Assembly:
         """Return the result of an op. With ``rows``, ``value`` is the list of values that the op must first combine."""
         op = self.ops[leaf]
         try:
-            return safe_point(op.finish, value if rows is None else safe_point(op.combine, value, rows))
+            return op.finish(value if rows is None else op.combine(value, rows))
         except Exception as error:
             add_note(error, f"Raised by op {op!r}, which combines {self._named(leaf)}.")
             raise

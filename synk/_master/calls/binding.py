@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from synk._master import collectives
-from synk._master.calls.arguments import NO_OBJECTS, Argument, pickle_objects
+from synk._master.calls.arguments import NEW_NBYTES, NO_OBJECTS, Argument, pack_tables, pickle_objects
 from synk._master.calls.callee import Callee
 from synk._master.calls.checked import Checks
 from synk._master.calls.plans import Call, CallOptions, IndexArrays
@@ -68,6 +68,9 @@ def bind(
     if options.is_serial:
         _bring_together(session, function, arguments, deadline)
     call = _divide(session, function, arguments, options, deadline)
+    pack_tables(arguments, call.selection, call.bounds, call.ranks, name)
+    if call.selection is not None and session.nodes is None:  # nodes get their rows only, in any case
+        _pick_rows(arguments, call.selection)
     for argument in arguments:
         if argument.nest is not None:
             function.meet_classes(_classes_in(argument.nest.structure))
@@ -89,6 +92,16 @@ def _classes_in(structure: Any) -> Iterator[type]:
             yield made
         for part in structure.parts:
             yield from _classes_in(part)
+
+
+def _pick_rows(arguments: Sequence[Argument], selection: Selection) -> None:
+    """Replace large arrays of which a call uses some rows by these rows, so that the others are not copied."""
+    for argument in arguments:
+        array = argument.array
+        if argument.kind != "rows" or array is None or array.nbytes < NEW_NBYTES:
+            continue
+        if not selection.same_rows(Selection(len(array))):
+            argument.kind, argument.array = "picked", array[selection.between(0, selection.count)]
 
 
 def _bring_together(session: Session, function: Callee, arguments: list[Argument], deadline: float | None) -> None:
@@ -148,7 +161,7 @@ def _divide(
         sources=sources,
         unequal=unequal,
         index_arrays=index_arrays(selection, owned),
-        is_timed=bool(function.changes) or session.has_devices,
+        is_timed=session.has_devices,
     )
 
 
@@ -182,7 +195,7 @@ def choose_rows(
 
 def rows_of(arguments: Sequence[Argument]) -> list[RowCount]:
     """Return the arrays that have rows, in the form that ``select`` and ``assign`` take."""
-    return [RowCount(a.label, a.shape[0]) for a in arguments if a.kind == "rows" and a.shape is not None]
+    return [RowCount(a.label, a.num_rows) for a in arguments if a.num_rows is not None]
 
 
 def select(rows: Sequence[RowCount], batch: Any, function_name: str) -> Selection | None:

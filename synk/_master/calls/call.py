@@ -14,7 +14,7 @@ from typing import Any
 from synk._master.calls.arguments import Argument
 from synk._master.calls.binding import bind
 from synk._master.calls.callee import Callee
-from synk._master.calls.compiled import IN_FLIGHT, IN_OPERATION, CompiledCall, compile_call
+from synk._master.calls.compiled import CompiledCall, compile_call
 from synk._master.calls.launched import Launched
 from synk._master.calls.plans import CachedPlan, Call, CallOptions
 from synk._master.calls.replies import carry_out, collecting, conclude
@@ -24,9 +24,9 @@ from synk._master.state.device_values import check_not_lost
 from synk._master.state.lanes import Lane
 from synk._master.state.resident import ResidentObject
 from synk._master.state.results import Lease
-from synk._pure.interrupts import operation, raised_by_handler
+from synk._pure.interrupts import holding
 from synk._wire.cell import cell
-from synk._wire.control import TRACED, Down
+from synk._wire.control import Down
 from synk._wire.messages import Kind
 from synk.errors import ClosedError, SharedMemoryError, SynkError
 
@@ -56,25 +56,19 @@ def call_again(
     kwargs: dict[str, Any],
     batch: Any,
 ) -> Any:
-    """Run a call that fits a compiled one and return its result. What it captured must be current.
+    """Run a call that fits a compiled one and return its result, else ``UNFIT``. What it captured must be current.
 
-    Else return ``UNFIT``, and note why in ``function.plans``.
-
-    Signal handlers may run at any line here. Every ``except`` raises their exceptions again, and the next operation
-    settles what they broke off.
+    Ctrl-C is not held back here. The next operation settles what it broke off.
     """
     # A finalizer or a signal handler may call in the middle of an operation of this thread; the lock would let it in.
     if session._lock._is_owned() or cell.worker is not None:  # type: ignore[attr-defined]
-        function.plans.why_new = IN_OPERATION
         return UNFIT
     started = time.monotonic_ns()
     with session._lock:
         if session.workers.requests or session.queue.calls:
-            function.plans.why_new = IN_FLIGHT
             return UNFIT
         launched = compiled.fits(session, function, args, kwargs, batch, started)
-        if isinstance(launched, str):
-            function.plans.why_new = launched
+        if launched is None:
             return UNFIT
         try:
             stage(session, launched)
@@ -152,7 +146,7 @@ def send(session: Session, launched: Launched) -> None:
     cached, lane, doorbells = launched.cached, launched.cached.lane, launched.doorbells
     session.counters["calls"] += 1
     if session.tracer is not None:
-        lane.first_down[_TIMED] = TRACED
+        lane.first_down[_TIMED] = 1
         launched.sent_ns = time.monotonic_ns()
     if doorbells is None:
         _send_new(session, launched)
@@ -195,7 +189,7 @@ def complete(session: Session, launched: Launched) -> Any:
     try:
         if doorbells is not None and doorbells.hear(launched, is_assembled=launched.lease is not None):
             return conclude(session, launched, (), launched.lease)
-        with operation():
+        with holding():
             result = carry_out(session, collecting(session, launched))
             compile_call(session, launched)
             return result
@@ -214,12 +208,12 @@ def abandon(session: Session, launched: Launched, error: BaseException) -> None:
         session.memory.results.give_back(launched.lease)
     if session.tracer is not None and not session.is_closed:  # else the lane has no words any more
         now = time.monotonic_ns()
-        session.tracer.note(launched, cached.lane.up_words, now, now, (cached.staged_nbytes, 0), type(error).__name__)
+        session.tracer.note(launched, now, now, type(error).__name__)
     is_known = not isinstance(error, Exception) or isinstance(error, SynkError)
     if session.is_closed and not is_known:
         raise ClosedError("the call was ended: the runtime was closed by another thread.") from error
     if launched.sequence and function.changes:
-        session.residents.note_failed(function.changes, raised_by_handler(error))
+        session.residents.note_failed(function.changes, error)
 
 
 def load(session: Session, function: Callee, arguments: Sequence[Argument], deadline: float | None, verb: str) -> None:

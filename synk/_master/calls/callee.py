@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from synk._master.calls.plans import CAPTURED, PlanCache
+from synk._master.calls.plans import PlanCache
 from synk._master.calls.signature import Signature
 from synk._master.code.book import Book
 from synk._master.code.capture import Capture, Watch
@@ -192,7 +192,7 @@ class Callee:
             self.signature = Signature(fn, self.bcast_inputs, self.name, self._reserved)
             self.plans.forget_compiled()
             self.fn, self._code = fn, code
-        self.is_stale, self.plans.why_new = True, CAPTURED
+        self.is_stale = True
         return None
 
     def _find_home(self) -> tuple[dict[str, Any], str] | None:

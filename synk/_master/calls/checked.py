@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._master.calls.arguments import Argument, Nest, dumps_rows
+from synk._master.calls.arguments import NEW_NBYTES, Argument, Nest
 from synk._master.code.handles import Handle
 from synk._master.objects.data import Contents, Data
 from synk._master.objects.resident import Resident
@@ -29,13 +29,14 @@ from synk._pure.nested import (
     check_no_list,
     has_inner_rows,
     is_nested,
-    leaf_infos,
     paths,
     take_apart,
     take_apart_whole,
 )
 from synk._pure.read_only import ReadOnlyArray
+from synk._pure.tables import is_table, kind_of
 from synk._pure.tensors import check_no_grad, check_tensor, is_tensor
+from synk._wire.file_maps import check_length, recipe_of_map
 from synk._wire.messages import DEVICE_DTYPES
 
 
@@ -73,7 +74,7 @@ class Checks:
         for label, keyword, is_broadcast, value in bound:
             if is_broadcast:
                 arguments += self._whole(label, keyword, value)
-            elif is_nested(value) or has_inner_rows(value):
+            elif is_nested(value):
                 arguments += self._nested(label, keyword, value)
             else:
                 arguments.append(self._scattered(label, keyword, value))
@@ -136,7 +137,7 @@ class Checks:
         """Classify the leaves of a scattered argument: leaves with rows are divided, single values go to every rank."""
         what, kind = f"{label} of {self._name!r}", type(value).__name__
         try:
-            leaves, structure = take_apart(value, dumps=dumps_rows)
+            leaves, structure = take_apart(value)
         except TypeError as error:
             raise TypeError(f"cannot scatter {what}: {error}. Pass its arrays in a dict or a tuple.") from None
         except RecursionError:
@@ -145,13 +146,7 @@ class Checks:
                 "Pass its arrays in a dict or a tuple."
             ) from None
         arguments = []
-        for leaf, (path, is_whole, made_by) in zip(leaves, leaf_infos(structure)):
-            if made_by is not None:
-                self._check_inner_rows(label + path, made_by)
-            if is_whole:
-                arguments.append(self._array(label + path, keyword, leaf))
-                arguments[-1].is_part = True
-                continue
+        for leaf, path in zip(leaves, paths(structure)):
             if isinstance(leaf, SINGLE_VALUES):
                 arguments.append(Argument(label + path, keyword, "object", value=leaf))
                 continue
@@ -159,9 +154,8 @@ class Checks:
             if argument.kind in ("replica", "resident"):
                 hint = "pass it as an argument of its own that bcast_inputs names"
                 raise self._misplaced(label + path, argument.value, hint)
-            argument.is_part = made_by is not None
             arguments.append(argument)
-        if not any(argument.kind in ("rows", "shard") for argument in arguments):
+        if not any(argument.kind in ("rows", "table", "shard") for argument in arguments):
             raise TypeError(self._no_rows(label, f"a {kind} in which nothing has rows"))
         arguments[0].nest = Nest(len(arguments), structure)
         return arguments
@@ -178,6 +172,9 @@ class Checks:
         if isinstance(value, ReadOnlyArray):
             value = value.view(np.ndarray)
         if type(value) is not np.ndarray:
+            if has_inner_rows(value):
+                self._check_inner_rows(label, value)
+                return Argument(label, keyword, "table", value=value)
             caller = self._name if label.isidentifier() else ""
             check_no_list(value, "scatter", f"{label} of {self._name!r}", label, caller)
         argument = self._array(label, keyword, value)
@@ -197,22 +194,26 @@ class Checks:
         else:
             array = as_plain_array(value, what)
         dtype = check_shareable(array.dtype, label)
-        if not was_tensor and not (self._is_submitted and array.flags.writeable):
-            place = self._session.memory.files.place_of(array, what)
-            if place is not None:
-                segment, offset = place
-                return Argument(label, keyword, "whole", contents=Contents(segment, array, offset))
+        if not was_tensor and array.nbytes >= NEW_NBYTES and array.flags.aligned and array.dtype.isnative:
+            # The program may write to a map before a submitted call reads it.
+            recipe = recipe_of_map(array, ("r",) if self._is_submitted else ("r", "r+", "w+"))
+            if recipe is not None:
+                check_length(array, what)
+                return Argument(label, keyword, "whole", contents=Contents(None, array), file=recipe[1])
         return Argument(
             label, keyword, "whole", array=array, dtype=dtype, tensor_dtype=tensor_dtype, is_tensor=was_tensor
         )
 
-    def _check_inner_rows(self, label: str, made_by: Any) -> None:
-        """Raise if the function gets its inputs in a form from which no sparse matrix or table can be built."""
+    def _check_inner_rows(self, label: str, value: Any) -> None:
+        """Raise for a sparse matrix or a table if the function gets inputs of another form."""
         if self._framework or self._session.has_devices:
             inputs = f"tensors of {self._framework}" if self._framework else "arrays on devices"
+            what, cure = "sparse matrix", ".toarray(), by blocks of rows if it is large"
+            if is_table(value):
+                what, cure = kind_of(value), ".to_numpy()"
             raise TypeError(
-                f"cannot scatter {label} of {self._name!r}: got a {made_by.what}, and its inputs are {inputs}, "
-                f"expected an array. Pass {label}{made_by.cure}."
+                f"cannot scatter {label} of {self._name!r}: got a {what}, and its inputs are {inputs}, expected an "
+                f"array. Pass {label}{cure}."
             )
 
     def _data(self, label: str, keyword: str, kind: str, value: Data) -> Argument:

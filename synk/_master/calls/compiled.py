@@ -1,9 +1,7 @@
 """A compiled call: what a successful call leaves behind, so that calls like it need only a doorbell.
 
 There is one for each function and lane. A call *fits* if nothing has changed. A call that does not fit takes the slow
-path: it is bound again, and may compile a new one. What can make a call new is said where it is asked, in words that
-``synk.profile()`` and ``f.plan`` repeat: :meth:`CompiledCall.fits`, ``Pattern.values``, :func:`_why_by_options` and
-:func:`_why_never`.
+path: it is bound again, and may compile a new one.
 """
 
 from __future__ import annotations
@@ -18,15 +16,10 @@ from synk._master.calls.arguments import NO_OBJECTS
 from synk._master.calls.binding import divider
 from synk._master.calls.callee import Callee
 from synk._master.calls.launched import Launched
-from synk._master.calls.pattern import MAY_HOLD_ARRAYS, Pattern
-from synk._master.calls.plans import CAPTURED, FAILED, FIRST, Call, CallOptions
+from synk._master.calls.pattern import Pattern
+from synk._master.calls.plans import Call
 from synk._master.session import Session
 from synk._pure.nested import is_plain_object
-
-IN_FLIGHT = "other calls were in flight"
-IN_OPERATION = "it was made within another operation of the runtime, or on a worker"
-_NODES = "the workers are on several nodes"
-NEWS = "the workers must be told of something, such as a function, a change, a restart, or what was dropped"
 
 _NO_BATCH: Any = object()
 """Takes the place of a batch that must be read again even if it is equal: an array can be changed in place."""
@@ -40,7 +33,7 @@ class CompiledCall:
     Parameters
     ----------
     is_current : bool
-        Whether the ranks know all that the call after it needs. If not, no call fits, but it says what differs.
+        Whether the ranks know all that the call after it needs. If not, no call fits.
 
     Attributes
     ----------
@@ -67,41 +60,40 @@ class CompiledCall:
         kwargs: dict[str, Any],
         batch: Any,
         started_ns: int,
-    ) -> Launched | str:
-        """Return the call to send if it is like the last one and nothing has changed, else why it is new.
+    ) -> Launched | None:
+        """Return the call to send if it is like the last one and nothing has changed, else None.
 
         Writes nothing that a rank can read. A batch that does not fit raises, as in a call that takes the slow path.
         """
         workers = session.workers
         log = workers.log
-        if function.is_stale:
-            return CAPTURED
-        if self._log_state != log.state:
-            return NEWS
+        if function.is_stale or self._log_state != log.state:
+            return None
         cached = self.cached
         if session.variables.to_flip or not cached.is_agreed:
-            return FAILED
+            return None
         if log.settings is not None and workers.settings.read() != log.settings.values:
-            return "a setting of a library was changed"
+            return None
         if os.getpid() != session.pid:  # a copy of the master that was made without at-fork hooks
-            return "this process is a copy of the program"
+            return None
         values = self.pattern.values(args, kwargs)
-        if isinstance(values, str):
-            return values
+        if values is None:
+            return None
         last_batch, call = self._last
         if type(batch) is not type(last_batch) or batch != last_batch:
-            chosen = self._chosen(session, batch)
-            if isinstance(chosen, str):
-                return chosen
+            chosen = self.pattern.choose(call, divider(session), batch)
+            if chosen is None:
+                return None
+            self._last = _remembered(chosen, batch)
             call = chosen
         if not self._doorbells.are_silent():
-            return "a worker has printed something, or has died"
+            return None
         lease, assembly = None, cached.assembly
         assert assembly is not None
         if assembly.result_nbytes:
             lease = session.memory.lease_known(assembly.result_nbytes, call.ranks)
             if lease is None or self._log_state != log.state:
-                return "no buffer that the workers know is free for its large outputs"
+                return None
         timeout = session.timeout
         deadline = None if timeout is None else started_ns * 1e-9 + timeout
         pickled_nbytes = self.pattern.pickled_nbytes
@@ -109,14 +101,6 @@ class CompiledCall:
             function, call, cached, values, deadline, started_ns, pickled_nbytes,
             self._log_state, self._doorbells, lease,
         )  # fmt: skip
-
-    def _chosen(self, session: Session, batch: Any) -> Call | str:
-        """Return the call with the rows of another batch, and remember it; else return why it is new."""
-        chosen = self.pattern.choose(self._last[1], divider(session), batch)
-        if isinstance(chosen, str):
-            return chosen
-        self._last = _remembered(chosen, batch)
-        return chosen
 
 
 def _remembered(call: Call, batch: Any) -> tuple[Any, Call]:
@@ -128,65 +112,40 @@ def _remembered(call: Call, batch: Any) -> tuple[Any, Call]:
 def compile_call(session: Session, launched: Launched) -> None:
     """After a successful call: if it was new, let calls like it need only a doorbell, if that is possible."""
     function = launched.function
-    options = launched.call.options
-    if launched.doorbells is not None or session.nodes is not None:
-        return
-    plans, record, place = function.plans, function.record, launched.cached.lane.index
-    by_options = _why_by_options(options)
-    why_never = by_options or _why_never(session, launched)
-    before = plans.compiled[place]
-    record.num_new += 1
-    record.why_new = why_never or plans.why_new
-    if not by_options:  # the options say nothing of the next call
-        plans.why_new = why_never or FIRST
-    if why_never:
+    if launched.doorbells is not None or session.nodes is not None or not _may_fit(session, launched):
         return
     # If the state of the log is the same, no rank had to be told anything, and the next call need not tell it either.
     # A function's first call told them of the function and the plan, so the second is the first that is compiled.
     is_same = launched.log_state == session.workers.log.state and not session.has_dropped
-    if is_same:
-        function.repeated.ignore(each.label for each in launched.call.arguments if each.is_part)
-    new = plans.compiled[place] = CompiledCall(session, launched, is_current=is_same)
-    if record.why_new is NEWS and before is not None:  # perhaps because of other arguments
-        record.why_new = before.pattern.difference(new.pattern) or NEWS
+    place = launched.cached.lane.index
+    function.plans.compiled[place] = CompiledCall(session, launched, is_current=is_same)
 
 
-def _why_by_options(options: CallOptions) -> str:
-    """Say why calls with these options are new each time; "" if they need not be."""
-    if options.timeout is not None:
-        return "timeout= in the call"
-    if options.num_slices > 1:
-        return "num_slices= in the call"
-    if options.output_subset is not None:
-        return "output_subset= in the call"
-    if options.is_serial:
-        return "it is a serial call"
-    return "it is one of repeat" if options.num_repeats > 1 else ""
-
-
-def _why_never(session: Session, launched: Launched) -> str:
-    """Say why calls like a successful one are new each time, whatever their options; "" if they need not be."""
+def _may_fit(session: Session, launched: Launched) -> bool:
+    """Whether calls like a successful one can fit it, rather than being new each time."""
     call, cached = launched.call, launched.cached
-    assembly = cached.assembly
-    if session.has_devices:
-        return "the workers are on devices"
-    if call.sources:
-        return "its rows are those of a sharded variable that it closes over"
-    if assembly is None:
-        return "its outputs are not put together"
+    options, assembly = call.options, cached.assembly
+    if options.is_serial or options.num_repeats > 1:
+        return False
+    if options.timeout is not None or options.num_slices > 1 or options.output_subset is not None:
+        return False
+    if session.has_devices or call.sources or assembly is None or not cached.is_agreed:
+        return False
     # Ranks that know their parts of large outputs put them in place without being asked.
-    if not cached.is_agreed or (assembly.result_nbytes and not assembly.told.issuperset(call.ranks)):
-        return "its large outputs are new to the workers"
+    if assembly.result_nbytes and not assembly.told.issuperset(call.ranks):
+        return False
     staged = iter(cached.staged)
     for argument in call.arguments:
         array, target = argument.array, None if argument.array is None else next(staged)
-        if argument.kind == "closed over" or (argument.kind == "object" and not is_plain_object(argument.value)):
-            return f"{argument.label} {MAY_HOLD_ARRAYS}"
+        if argument.kind in ("table", "picked", "closed over"):  # rows are copied at each call
+            return False
+        if argument.kind == "object" and not is_plain_object(argument.value):
+            return False
         if argument.contents is not None and argument.data is None:  # a file can become shorter between two calls
-            return f"{argument.label} lies in a file"
+            return False
         if array is not None and target is not None and not _is_plain(array, target):
-            return f"{argument.label} is a record, or no plain array"
-    return ""
+            return False
+    return True
 
 
 def _is_plain(array: np.ndarray, target: np.ndarray) -> bool:

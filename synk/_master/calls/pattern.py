@@ -10,18 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from synk._master.calls.arguments import Argument, Nest, dumps_rows, padded
+from synk._master.calls.arguments import Argument, Nest, padded
 from synk._master.calls.binding import Divider, choose_rows, index_arrays, ranks_with_rows, rows_of
 from synk._master.calls.plans import Call
 from synk._master.code.handles import Handle
-from synk._pure.interrupts import operation
 from synk._pure.nested import SINGLE_VALUES, is_plain_object, take_apart, take_apart_whole
 from synk._pure.read_only import ReadOnlyArray
 from synk._pure.tensors import memory_of, torch_dtypes
 
 _ARRAYS = (np.ndarray, ReadOnlyArray)
-
-MAY_HOLD_ARRAYS = "is an object that may hold arrays or run code when it is pickled"
 
 
 class Pattern:
@@ -39,11 +36,10 @@ class Pattern:
 
     Attributes
     ----------
-    leaves : list of (first, second, target, label)
+    leaves : list of (first, second, target)
         The pattern of each leaf. For ``Data``: weak references to it and its contents. For a variable or a
         resident object: a weak reference, and None. For an array: its dtype, its shape, and the place to copy it to.
-        ``label`` is its name in reasons. The pickle of all broadcast objects is one more array at the end, with the
-        length of its place.
+        The pickle of all broadcast objects is one more array at the end, with the length of its place.
     has_variables : bool
     pickled_nbytes : int
         Size of the pickle of the broadcast objects in the call that was compared last.
@@ -54,29 +50,27 @@ class Pattern:
     ) -> None:
         self._name = name
         places = iter(staged)
-        self.leaves: list[tuple[Any, Any, np.ndarray | None, str]] = []
-        self._objects: list[tuple[int, str]] = []  # position and label
-        self._tensors: list[tuple[int, Any, Any, str]] = []  # position, dtype, the dtype in which NumPy sees it, label
+        self.leaves: list[tuple[Any, Any, np.ndarray | None]] = []
+        self._objects: list[int] = []  # their positions
+        self._tensors: list[tuple[int, Any, Any]] = []  # position, dtype, the dtype in which NumPy sees it
         for position, argument in enumerate(arguments):
-            label = argument.label
             if argument.is_tensor and argument.array is not None:
                 dtypes = torch_dtypes(argument.tensor_dtype or argument.array.dtype.name, argument.array.dtype.name)
-                self._tensors.append((position, *dtypes, label))
+                self._tensors.append((position, *dtypes))
             if argument.array is not None:
-                self.leaves.append((argument.array.dtype, argument.array.shape, next(places), label))
+                self.leaves.append((argument.array.dtype, argument.array.shape, next(places)))
             elif argument.kind == "object":
-                self._objects.append((position, label))
+                self._objects.append(position)
             elif argument.contents is not None:
                 contents = weakref.ref(argument.contents.array)
-                self.leaves.append((weakref.ref(argument.data), contents, None, label))
+                self.leaves.append((weakref.ref(argument.data), contents, None))
             else:
-                self.leaves.append((weakref.ref(argument.value), None, None, label))
+                self.leaves.append((weakref.ref(argument.value), None, None))
         if pickled is not None:
-            self.leaves.append((pickled.dtype, pickled.shape, pickled, "the pickle of the broadcast objects"))
+            self.leaves.append((pickled.dtype, pickled.shape, pickled))
         self.pickled_nbytes = 0
         self._keywords: tuple[str, ...] = ()
-        # nested arguments with their positions and the labels of their first leaves, the last one first
-        self._nests: list[tuple[int, Nest, str]] = []
+        self._nests: list[tuple[int, Nest]] = []  # nested arguments with their positions, the last one first
         self._inner: set[int] = set()  # leaves of nested arguments that have rows
         self._num_values = 0
         self._note_passed(arguments)
@@ -92,7 +86,7 @@ class Pattern:
                 num_inner -= 1
                 continue
             if argument.nest is not None:
-                self._nests.insert(0, (self._num_values, argument.nest, argument.label))
+                self._nests.insert(0, (self._num_values, argument.nest))
                 if not argument.nest.is_whole:
                     self._inner.update(range(position, position + argument.nest.num_leaves))
                 num_inner = argument.nest.num_leaves - 1
@@ -100,97 +94,70 @@ class Pattern:
                 self._keywords = (*self._keywords, argument.keyword)
             self._num_values += 1
 
-    def values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | str:
-        """Return what to copy if the arguments match, else which argument differs and how."""
-        leaves: Sequence[Any] | str = args if self._is_flat and not kwargs else self._taken_apart(args, kwargs)
-        if isinstance(leaves, str):
-            return leaves
-        if len(leaves) != len(self.leaves):
-            return "it has another number of arguments than the call before"
+    def values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+        """Return what to copy if the arguments match, else None."""
+        leaves: Sequence[Any] | None = args if self._is_flat and not kwargs else self._taken_apart(args, kwargs)
+        if leaves is None or len(leaves) != len(self.leaves):
+            return None
         values = []
-        for leaf, (first, second, target, label) in zip(leaves, self.leaves):
+        for leaf, (first, second, target) in zip(leaves, self.leaves):
             if target is not None:
-                if type(leaf) not in _ARRAYS:
-                    return f"{label} is of type {type(leaf).__name__}, where an array was passed before"
-                if leaf.shape != second:
-                    return f"{label} has shape {leaf.shape}, was {second}"
+                if type(leaf) not in _ARRAYS or leaf.shape != second:
+                    return None
                 dtype = leaf.dtype
                 if dtype is not first and dtype != first:
-                    return f"{label} has dtype {dtype}, was {first}"
+                    return None
                 values.append(leaf)
             elif (
                 leaf is None or leaf is not first() or leaf._contents.array is not second()
                 if second is not None
                 else not isinstance(leaf, Handle) or leaf._referent is not first()
             ):
-                return f"{label} is another object than before, or its contents were replaced"
+                return None
         return values
 
-    def difference(self, now: Pattern) -> str:
-        """Return which array has another shape or dtype in the pattern of a later call; "" if none has."""
-        for (dtype, shape, target, label), (new_dtype, new_shape, new_target, _) in zip(self.leaves, now.leaves):
-            if target is None or new_target is None:
-                continue
-            if new_shape != shape:
-                return f"{label} has shape {new_shape}, was {shape}"
-            if new_dtype != dtype:
-                return f"{label} has dtype {new_dtype}, was {dtype}"
-        return ""
-
-    def _taken_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | str:
-        """Return the leaves of the arguments, tensors as arrays and objects pickled, else how they do not match."""
+    def _taken_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+        """Return the leaves of the arguments, tensors as arrays and objects pickled, or None if they do not match."""
         values = [*args, *kwargs.values()]
-        if tuple(kwargs) != self._keywords:
-            return "other arguments than before are passed by keyword, or in another order"
-        if len(values) != self._num_values:
-            return f"{len(values)} arguments are passed, {self._num_values} were"
-        if self._nests or self._tensors:
-            with operation():  # errors in the arguments are caught below; exceptions of signal handlers must not be
-                misfit = self._open(values)
-                if misfit:
-                    return misfit
+        if tuple(kwargs) != self._keywords or len(values) != self._num_values:
+            return None
+        if (self._nests or self._tensors) and not self._open(values):
+            return None
         return self._with_pickle(values) if self._objects else values
 
-    def _open(self, values: list[Any]) -> str:
-        """Replace nested values by their leaves and tensors by arrays. Return how they do not match, "" if they do."""
-        label = ""
+    def _open(self, values: list[Any]) -> bool:
+        """Replace nested values by their leaves and tensors by arrays. Return whether they match."""
         try:
-            for position, nest, label in self._nests:
+            for position, nest in self._nests:
                 value = values[position]
-                leaves, found = take_apart_whole(value) if nest.is_whole else take_apart(value, dumps=dumps_rows)
+                leaves, found = take_apart_whole(value) if nest.is_whole else take_apart(value)
                 if found != nest.structure:
-                    return f"the argument that begins with {label} is nested in another way than before"
+                    return False
                 values[position : position + 1] = leaves
         except (TypeError, RecursionError):  # a new call will say what is wrong
-            return f"the argument that began with {label} cannot be taken apart"
-        for position, dtype, plain, label in self._tensors:
-            value = values[position]
-            array = values[position] = memory_of(value, dtype, plain)
+            return False
+        for position, dtype, plain in self._tensors:
+            array = values[position] = memory_of(values[position], dtype, plain)
             if array is None:
-                passed = getattr(value, "dtype", dtype)
-                return (
-                    f"{label} has dtype {passed}, was {dtype}"
-                    if passed != dtype
-                    else f"{label} is no ordinary tensor in memory, as it was before"
-                )
-        return ""
+                return False
+        return True
 
-    def _with_pickle(self, values: list[Any]) -> list[Any] | str:
-        """Return the leaves with one pickle in place of the objects, else which object may hold arrays."""
-        objects = [values[position] for position, _ in self._objects]
-        for (position, label), value in zip(self._objects, objects):
+    def _with_pickle(self, values: list[Any]) -> list[Any] | None:
+        """Return the leaves with one pickle in place of the objects, or None if one of these may hold arrays."""
+        objects = [values[position] for position in self._objects]
+        for position, value in zip(self._objects, objects):
             if not is_plain_object(value) or (position in self._inner and not isinstance(value, SINGLE_VALUES)):
-                return f"{label} {MAY_HOLD_ARRAYS}"
+                return None
         data = pickle.dumps(tuple(objects), protocol=5)
         self.pickled_nbytes = len(data)
-        for position, _ in reversed(self._objects):
+        for position in reversed(self._objects):
             del values[position]
         (capacity,) = self.leaves[-1][1]
         values.append(padded(data, capacity))
         return values
 
-    def choose(self, call: Call, divide: Divider, batch: Any) -> Call | str:
-        """Return ``call`` with the rows of a batch, else why other ranks would run it or it needs another plan.
+    def choose(self, call: Call, divide: Divider, batch: Any) -> Call | None:
+        """Return ``call`` with the rows of a batch, or None if other ranks would run it or it needs another plan.
 
         The arguments must have been compared.
 
@@ -204,9 +171,9 @@ class Pattern:
         indices = index_arrays(selection, owned)
         counts = [None if each is None else len(each) for each in indices]
         if counts != [None if each is None else len(each) for each in call.index_arrays]:
-            return "batch= selects rows by another number of indices than before, or by a range in place of indices"
+            return None
         if ranks_with_rows(bounds) != call.ranks:
-            return "with this batch other ranks have rows than before"
+            return None
         rows = [bounds[rank][1] - bounds[rank][0] for rank in call.ranks]
         return replace(
             call, selection=selection, bounds=bounds, rows=rows, owned=owned, index_arrays=indices, block=None

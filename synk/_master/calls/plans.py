@@ -17,7 +17,7 @@ from synk._master.calls.arguments import Argument, Objects
 from synk._master.calls.assembly import Assembly
 from synk._master.processes.log import Log
 from synk._master.state.lanes import Lane
-from synk._master.state.sums import Transfer
+from synk._master.state.ledger import Transfer
 from synk._master.state.variable import Variable
 from synk._pure.shards import Assignment, Selection
 from synk._wire.control import NUM_LANES
@@ -25,12 +25,6 @@ from synk._wire.memory import Segment
 from synk._wire.messages import Layout, Plan
 
 _MAX_PLANS = 64
-
-FIRST = "no call like it has succeeded yet, or what was known of it was dropped"
-FAILED = "the call before has failed, or was interrupted"
-CAPTURED = "something that the function captured was changed"
-OTHER_OUTPUTS = "the outputs of the call before had other dtypes, shapes or structure"
-"""Reasons why calls are new; the others are in ``synk._master.calls.compiled``."""
 
 _versions = itertools.count(1)
 
@@ -115,15 +109,12 @@ class PlanCache:
         calls: they refer to the calls in flight and these to their functions, which would then never be freed.
     compiled : list of CompiledCall or None
         By lane, what the next call may fit.
-    why_new : str
-        Why the next call, or the one that is being made, does not fit.
     """
 
     def __init__(self) -> None:
         self.version = next(_versions)
         self.by_key: OrderedDict[Any, CachedPlan] = OrderedDict()
         self.compiled: list[Any] = [None] * NUM_LANES
-        self.why_new = FIRST
 
     def get(self, key: Any) -> CachedPlan | None:
         cached = self.by_key.get(key)
@@ -170,20 +161,16 @@ class PlanCache:
         """Forget the compiled calls. The next calls are checked from the beginning."""
         self.compiled = [None] * NUM_LANES
 
-    def forget_outputs(self, cached: CachedPlan, *, has_fitted: bool) -> None:
-        """Forget the compiled call of a plan: its outputs are put together in another way now.
-
-        ``has_fitted``: the call that shows it did fit. Another one replaces the compiled call, and has its own reason.
-        """
+    def forget_outputs(self, cached: CachedPlan) -> None:
+        """Forget the compiled call of a plan: its outputs are put together in another way now."""
         place = cached.lane.index
         if self.compiled[place] is not None and self.compiled[place].cached is cached:
             self.compiled[place] = None
-            self.why_new = OTHER_OUTPUTS if has_fitted else self.why_new
 
     def discard(self, cached: CachedPlan, log: Log) -> None:
         """Forget one plan, here and on the workers."""
         # A signal handler may break this off between two lines. The plan is not agreed, so no call uses it any more.
-        self.compiled[cached.lane.index], self.why_new = None, FAILED
+        self.compiled[cached.lane.index] = None
         for key in [key for key, value in self.by_key.items() if value is cached]:
             del self.by_key[key]
         log.drop_held("plan", cached.plan.plan_id)
@@ -217,7 +204,7 @@ class Call:
     sources: Sequence[Variable] = ()  # sharded variables whose rows the call uses, since no argument has any
     unequal: str = ""  # why their rows cannot weight an average
     index_arrays: IndexArrays = (None, None)
-    is_timed: bool = False  # whether the ranks write its times although nobody traces it
+    is_timed: bool = False  # whether the ranks write what they copied to devices and back
     has_group: bool = False  # whether NCCL reduces its large outputs
     block: np.ndarray | None = None  # the numbers that tell each rank its rows, once they were written
     nests: bytes | None = None  # the structure of nested arguments, if it came pickled

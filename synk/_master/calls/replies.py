@@ -11,11 +11,10 @@ from synk._master.calls.assembly import Assembly
 from synk._master.calls.launched import Launched, Steps
 from synk._master.calls.plans import CachedPlan
 from synk._master.session import Session
+from synk._master.state.ledger import Transfer
 from synk._master.state.results import Lease
-from synk._master.state.sums import Transfer
 from synk._master.workers.failures import raise_failures
 from synk._master.workers.requests import Request
-from synk._pure.interrupts import HandlerRaised, safe_point
 from synk._pure.output_ops import match_ops
 from synk._pure.trees import flatten
 from synk._wire.memory import Segment
@@ -60,7 +59,7 @@ def collecting(session: Session, launched: Launched) -> Steps[Any]:
         check_serial_assignments(session, assembly.layouts[0], name)
     result = conclude(session, launched, objects, lease)
     if any(packed):
-        launched.function.record.add_objects(call.ranks, [sum(len(each) for _, each in parts) for parts in packed])
+        launched.function.record.add_objects(sum(len(each) for parts in packed for _, each in parts))
     return result
 
 
@@ -99,7 +98,8 @@ def conclude(
     assert assembly is not None
     if words is None:
         words = cached.lane.up_words
-    heard_ns = time.monotonic_ns() if session.followers else 0
+    tracer = session.tracer
+    heard_ns = time.monotonic_ns() if tracer is not None else 0
     # All workers have written their parts of the large outputs, so the buffer may become the user's. The commit comes
     # after everything that can fail.
     root = None if lease is None else lease.deliver()
@@ -116,10 +116,9 @@ def conclude(
     wall_ns = ended_ns - launched.started_ns
     launched.function.record.add(cached.transfers, call.ranks, call.rows, words, wall_ns)
     if call.is_timed:
-        is_step = bool(launched.function.changes)
-        launched.function.record.add_timed(call.ranks, words, is_step, session.has_devices)
-    for follow in session.followers:
-        follow(session, launched, result, heard_ns, ended_ns)
+        launched.function.record.add_copies(call.ranks, words)
+    if tracer is not None:
+        tracer.note(launched, heard_ns, ended_ns)
     return result
 
 
@@ -132,11 +131,8 @@ def _agree(session: Session, launched: Launched, layouts: list[Layout]) -> Assem
             launched.function.name, launched.function.ops, cached.plan.output_subset, call.ranks, layouts,
             lane.slots, lane.slot_nbytes, session.world_size, call.has_group, launched.function.is_partial,
         )  # fmt: skip
-        launched.function.plans.forget_outputs(cached, has_fitted=launched.doorbells is not None)
-        written = [0] * session.world_size
-        for rank, layout in zip(call.ranks, layouts):
-            written[rank] = sum(leaf.nbytes for leaf in layout.leaves)
-        outputs = Transfer("outputs", "output", sum(written), by_rank=tuple(written))
+        launched.function.plans.forget_outputs(cached)
+        outputs = Transfer("outputs", "output", sum(leaf.nbytes for layout in layouts for leaf in layout.leaves))
         cached.transfers = launched.function.record.known((*cached.inputs, outputs))
     if call.unequal and assembly.has_weights:
         raise ValueError(call.unequal)
@@ -198,9 +194,7 @@ def unpickled(packed: Sequence[PickledOutput], name: str, rank: int) -> list[Any
 
 def _unpickle(data: bytes, name: str, rank: int, what: str) -> Any:
     try:
-        return safe_point(pickle.loads, data)
-    except HandlerRaised:
-        raise
+        return pickle.loads(data)
     except BaseException as error:  # The user's classes run code here. Whatever they raise must not end the session.
         raise SerializationError(
             f"cannot load a result of {name!r} from rank {rank} ({what}): {type(error).__name__}: {error}. "

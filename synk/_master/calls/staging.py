@@ -138,8 +138,8 @@ def input_of(argument: Argument, segment_id: int, offset: int) -> Input:
     if argument.kind in ("shard", "replica", "resident"):
         return Input(argument.keyword, argument.kind, argument.value.id)
     if argument.contents is not None:
-        array, place = argument.contents.array, (argument.contents.segment_id, argument.contents.offset)
-        return Input(argument.keyword, argument.kind, *place, array.shape, array.dtype)
+        array, number = argument.contents.array, argument.contents.segment_id
+        return Input(argument.keyword, argument.kind, number, 0, array.shape, array.dtype, file=argument.file)
     assert argument.array is not None
     if argument.kind == "closed over":
         name = str(argument.value.id)
@@ -158,7 +158,7 @@ def _cached_plan(plan: Plan, call: Call, lane: Lane, staging: Segment, places: _
         lane,
         [*segments, staging] if places.nbytes else segments,
         [staging.view(at, array.shape, argument.dtype) for argument, array, at in arrays],
-        [argument.label if array.nbytes >= TIMED_NBYTES else "" for argument, array, _ in arrays],
+        [a.label if array.nbytes >= TIMED_NBYTES and a.kind != "table" else "" for a, array, _ in arrays],
         staging.buffer[places.pickle : places.pickle + places.capacity] if places.capacity else None,
         [staging.buffer[at : at + view.nbytes] for at, view in zip(places.buffers, call.objects[1])],
         [

@@ -13,7 +13,6 @@ import numpy as np
 from synk._master.code.comparisons import contents_getter
 from synk._master.code.facets import slot, slots_of, table_of
 from synk._master.code.modules import globals_in, is_users_module
-from synk._pure.interrupts import safe_point
 
 _MAX_DEPTH = 6
 
@@ -36,7 +35,7 @@ def culprit_in(place: str, value: Any, pickle: Callable[[Any], Any], depth: int 
 
 def _can(pickle: Callable[[Any], Any], value: Any) -> bool:
     try:
-        safe_point(pickle, value)
+        pickle(value)
     except Exception:
         return False
     return True
@@ -51,7 +50,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{position}]", part) for position, part in enumerate(value))
         return
     try:
-        state = safe_point(value.__reduce_ex__, 4)[2]
+        state = value.__reduce_ex__(4)[2]
     except Exception:  # the object reveals no state
         return
     if isinstance(state, dict):

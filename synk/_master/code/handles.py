@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from synk._pure.interrupts import operation
 from synk._pure.tensors import is_torch_module, is_torch_optimizer
 from synk._wire.parcels import TravelPickler
 
@@ -51,5 +50,4 @@ class HandlePickler(TravelPickler):
             self.modules.append(obj)
         elif is_torch_optimizer(obj):
             self.optimizers.append(obj)
-        with operation():  # cloudpickle catches its own errors there, and would swallow a signal handler's
-            return super().reducer_override(obj)
+        return super().reducer_override(obj)

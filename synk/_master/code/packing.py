@@ -39,7 +39,7 @@ from synk._master.code.parcels import Node, Parcel, Shelf
 from synk._master.code.trees import Tree, plain_facet, walk
 from synk._pure.alike import NUMBERS, kept
 from synk._pure.ranges import round_up
-from synk._wire.file_maps import recipe_of_map, sure_recipe_of_map
+from synk._wire.file_maps import recipe_of_map
 from synk._wire.memory import PAGE_NBYTES
 from synk._wire.parcels import (
     BY_VALUE,
@@ -316,7 +316,7 @@ class PartsPickler(HandlePickler):
 
     def _reduce_array(self, obj: Any, facet: ArrayContents) -> Any:
         is_array = isinstance(obj, np.ndarray)
-        mapped = sure_recipe_of_map(obj) if is_array and self._book.host.has_shared_memory else None
+        mapped = recipe_of_map(obj) if is_array and self._book.host.has_shared_memory else None
         if mapped is not None:
             self._meet(obj, lambda _: State(obj, recipe_of_map, (*mapped, None)))
             return mapped

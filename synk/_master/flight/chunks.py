@@ -20,10 +20,10 @@ from synk._master.session import Session
 from synk._master.state.item_pickles import ArrayCopy, ItemPickler
 from synk._master.workers.failures import rebuild
 from synk._master.workers.requests import Request
-from synk._pure.interrupts import HandlerRaised, as_operation, look_again, waiting
+from synk._pure.interrupts import holding
 from synk._wire.items import Items, ItemsDone
 from synk._wire.messages import Failure, Reply, Status
-from synk.errors import CallCancelled, CallTimeout, SerializationError
+from synk.errors import CallCancelled, CallTimeout, SerializationError, SynkError
 
 _SMALL_NBYTES = 1 << 14
 """Results are loaded together up to this size of their pickles. What they load into is held until it is consumed."""
@@ -79,9 +79,8 @@ class Chunk:
         self.error, self.is_done = error, True
         self.pickles, self.copies, self.classes = [], [], set()
 
-    @as_operation
     def take(self, name: str) -> list[Any]:
-        """Return the next results: small ones together, because to begin an operation takes longer than to load one.
+        """Return the next results: small ones together, because each turn costs more than loading one.
 
         Raises
         ------
@@ -98,15 +97,13 @@ class Chunk:
         except SerializationError:
             if not found:  # else the next call raises it, after the results before it
                 raise
-        finally:
-            look_again()
         return found
 
     def _load(self, name: str) -> Any:
         position = self.first + self.num_items - len(self.values)
         try:
-            return waiting(pickle.loads, self.values[0])
-        except HandlerRaised:
+            return pickle.loads(self.values[0])
+        except KeyboardInterrupt:
             raise
         except BaseException as error:  # the user's classes run code here
             raise SerializationError(
@@ -169,7 +166,7 @@ class Chunks:
             An error that ends chunks is not raised here: it becomes their outcome.
         """
         session = self._session
-        with session.entered(self.verb):
+        with holding(), session.entered(self.verb):
             if chunk is not None:
                 self._send(chunk)
             if self._in_flight:
@@ -190,7 +187,7 @@ class Chunks:
     def end(self, error: Exception) -> None:
         """End the chunks in flight with ``error``."""
         if self._in_flight and not self._session.is_closed:
-            with self._session.entered(self.verb):
+            with holding(), self._session.entered(self.verb):
                 self.cancel(error)
 
     def _send(self, chunk: Chunk) -> None:
@@ -299,8 +296,8 @@ class Chunks:
         )
         tracer = self._session.tracer
         if tracer is not None:
-            began_ns = time.monotonic_ns() - done.duration_ns
-            tracer.note_chunk(self._function.name, chunk.rank, chunk.num_items, began_ns, done.duration_ns)
+            now = time.monotonic_ns()
+            tracer.note_chunk(self._function.name, chunk.rank, chunk.num_items, now - done.duration_ns, now)
         self._are_short = done.duration_ns <= LONG_NS and not self._session.workers.is_inline
         if done.failure is None:
             return None
@@ -313,7 +310,7 @@ class Chunks:
     def _lose(self, error: BaseException) -> None:
         """After ``error``: end the chunks that were lost with it."""
         lost: Exception
-        if isinstance(error, Exception):
+        if isinstance(error, SynkError):
             lost = error
         else:
             what = f"{self.verb}: its items were ended by an interrupt. Map them again."

@@ -14,7 +14,6 @@ from typing import Any
 from synk._master.calls.callee import Callee
 from synk._master.flight.chunks import LONG_NS, Chunk, Chunks
 from synk._master.session import Session
-from synk._pure.interrupts import as_operation, look_again, waiting
 from synk._pure.texts import short_repr
 from synk.errors import SerializationError
 
@@ -76,7 +75,6 @@ class ItemMap:
             self._chunks.is_abandoned = True
             chunk = self._error = None  # its traceback holds this frame
 
-    @as_operation
     def _next_chunk(self) -> Chunk | None:
         """Return the next chunk that has an outcome, and keep the workers busy meanwhile; None at the end."""
         chunks = self._chunks
@@ -113,20 +111,17 @@ class ItemMap:
         """Return a chunk of the next items; it is empty at the end of the iterable."""
         chunk = Chunk(self._position)
         began = time.monotonic()
-        try:
-            while chunk.num_items < self._size and not self._is_at_end:
-                self._pull_one(chunk)
-                if self._is_adaptive and (chunk.nbytes >= _LARGE_NBYTES or time.monotonic() - began > _PULL_S):
-                    break
-        finally:
-            look_again()  # once for all items: it takes longer than pulling most of them
+        while chunk.num_items < self._size and not self._is_at_end:
+            self._pull_one(chunk)
+            if self._is_adaptive and (chunk.nbytes >= _LARGE_NBYTES or time.monotonic() - began > _PULL_S):
+                break
         self._position += chunk.num_items
         return chunk
 
     def _pull_one(self, chunk: Chunk) -> None:
         """Pull one item. An error here is raised after the results of the items before it."""
         try:
-            item = waiting(next, self._items)
+            item = next(self._items)
         except Exception as error:
             self._is_at_end = True
             self._error = None if isinstance(error, StopIteration) else error

@@ -11,11 +11,10 @@ from synk._master.calls.launched import Launched, Steps
 from synk._master.state.in_flight import SubmittedCalls
 from synk._master.workers.requests import Request
 from synk._pure.arrivals import wait_readable
-from synk._pure.interrupts import as_operation, raised_by_handler, safe_point
 from synk._pure.show import table
 from synk._pure.tracebacks import verb
 from synk._pure.words import Hinting
-from synk.errors import CallCancelled, CallTimeout, ClosedError, WorkerDied
+from synk.errors import CallCancelled, CallTimeout, ClosedError, SynkError, WorkerDied
 
 R = TypeVar("R")
 """What the function returns, as for :class:`synk.Function`."""
@@ -150,7 +149,6 @@ class PendingCall(Hinting, Generic[R]):
         if self._launched is None:
             self._call_back()
 
-    @as_operation
     def _call_back(self) -> None:
         while self._callbacks:
             try:
@@ -158,7 +156,7 @@ class PendingCall(Hinting, Generic[R]):
             except IndexError:
                 return
             try:
-                safe_point(fn, self)
+                fn(self)
             except Exception:
                 _logger.exception("a callback of the call of %r failed", self.name)
 
@@ -214,8 +212,8 @@ class _Unasked:
 
 
 def is_foreign(error: BaseException) -> bool:
-    """Whether ``error`` belongs to no call: a signal handler raised it, so it concerns the main thread."""
-    return not isinstance(error, Exception)
+    """Whether ``error``, which ended a wait, belongs to no call: a signal handler has raised it."""
+    return not isinstance(error, SynkError)
 
 
 def outcome(pending: PendingCall[Any], error: BaseException | None) -> BaseException:
@@ -227,16 +225,17 @@ def outcome(pending: PendingCall[Any], error: BaseException | None) -> BaseExcep
         error = pending._trouble or error
     if isinstance(error, (WorkerDied, ClosedError)):
         return copy.copy(error)
-    if error is None or isinstance(error, CallTimeout) or is_foreign(error):
+    is_own = pending._is_stepping and isinstance(error, Exception)
+    if error is None or isinstance(error, CallTimeout) or (is_foreign(error) and not is_own):
         return cancelled(pending, error)
     return error
 
 
 def cancelled(pending: PendingCall[Any], error: BaseException | None) -> CallCancelled:
-    why = f"together with another: {error}" if isinstance(error, Exception) else "by an interrupt."
+    why = f"together with another: {error}" if isinstance(error, SynkError) else "by an interrupt."
     return caused_by(error, CallCancelled(f"the call of {pending.name!r} was ended {why} Submit it again."))
 
 
 def caused_by(error: BaseException | None, cancelled: CallCancelled) -> CallCancelled:
-    cancelled.__cause__ = error if error is None else raised_by_handler(error)
+    cancelled.__cause__ = error
     return cancelled

@@ -12,7 +12,7 @@ from typing import Any
 
 from synk._master.calls.call import CallOptions, abandon, launch, send
 from synk._master.calls.callee import Callee
-from synk._master.calls.compiled import IN_FLIGHT, IN_OPERATION, compile_call
+from synk._master.calls.compiled import compile_call
 from synk._master.calls.launched import Launched
 from synk._master.calls.replies import collecting, conclude
 from synk._master.calls.staging import stage
@@ -21,15 +21,13 @@ from synk._master.objects.shared import Shared
 from synk._master.session import Session
 from synk._master.state.in_flight import ChunksInFlight
 from synk._master.workers.requests import Request
-from synk._pure.interrupts import await_lock
+from synk._pure.interrupts import holding
 from synk._pure.limits import as_seconds
 from synk._pure.nested import holds
 from synk._wire.cell import cell
 from synk._wire.control import NUM_LANES
 from synk._wire.memory import Segment
 from synk.errors import CallCancelled, CallTimeout, ClosedError
-
-_SUBMITTED = "it is submitted and uses shared variables"
 
 
 class Queue:
@@ -87,43 +85,33 @@ class Queue:
     def submit_again(
         self, function: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any
     ) -> PendingCall[Any] | None:
-        """Submit a call that fits a compiled one.
-
-        If it does not fit, note why in ``function.plans``, and return None; nothing has been done then.
-        """
-        session, calls, plans = self._session, self.calls, function.plans
+        """Submit a call that fits a compiled one. If it does not fit, return None; nothing has been done then."""
+        session, calls = self._session, self.calls
         if session.is_mine() or cell.worker is not None:
-            plans.why_new = IN_OPERATION
             return None
         started = time.monotonic_ns()
-        if not session._lock.acquire(blocking=False):
-            await_lock(session._lock)
-        try:
+        with session._lock:
             if len(calls) >= NUM_LANES:
                 self._make_room(f"submit {function.name!r}", None)
             newest = calls[-1]._launched if calls else None
             is_step = bool(function.changes)
             # What it reads of variables may depend on what calls in flight assign, so such a call begins an operation.
             if function.variables or (calls and (newest is None or (calls[-1]._is_alone and not is_step))):
-                plans.why_new = _SUBMITTED if function.variables else IN_FLIGHT
                 return None
-            compiled = plans.compiled[(newest.cached.lane.index + 1) % NUM_LANES if newest is not None else 0]
+            compiled = function.plans.compiled[(newest.cached.lane.index + 1) % NUM_LANES if newest is not None else 0]
             # If there are more requests than calls, an interrupt has left one without an owner.
             if compiled is None:
                 return None
             if compiled.pattern.has_variables or len(session.workers.requests) != len(calls):
-                plans.why_new = _SUBMITTED if compiled.pattern.has_variables else IN_FLIGHT
                 return None
             launched = compiled.fits(session, function, args, kwargs, batch, started)
-            if isinstance(launched, str):
-                plans.why_new = launched
+            if launched is None:
                 return None
             pending: PendingCall[Any] = PendingCall(self, function.name)
             try:
                 stage(session, launched)
                 if is_step and not self._steps_end(function, launched):
                     launched.lease = None  # the end of its array brings the buffer back
-                    plans.why_new = IN_FLIGHT
                     return None
                 send(session, launched)
             except BaseException as error:
@@ -131,8 +119,6 @@ class Queue:
                 self._end_lost(error)
                 raise
             self._append(pending, launched, is_step)
-        finally:
-            session._lock.release()
         return pending
 
     def _append(self, pending: PendingCall[Any], launched: Launched, is_alone: bool) -> None:
@@ -270,7 +256,7 @@ class Queue:
         """Wait for the calls that read ``segment``, because it is about to change."""
         if not self.reads(segment) or self._session.is_mine():
             return
-        with self._session.entered("change Data"):
+        with holding(), self._session.entered("change Data"):
             while self.reads(segment):
                 self._step_oldest(None)
 
@@ -337,8 +323,9 @@ class Queue:
                 compile_call(session, launched)
             else:
                 request.lost_to = error  # if the lines below fail, too, the next step says what has ended the call
+                is_own = pending._is_stepping and isinstance(error, Exception)
                 self._on_error(pending, launched, request, error)
-                if is_foreign(error):
+                if is_foreign(error) and not is_own:
                     raise
         if pending._launched is None and self.calls and self.calls[0] is pending:
             self.calls.popleft()

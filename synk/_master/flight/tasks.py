@@ -14,7 +14,6 @@ from typing import Any
 from synk._master.calls.callee import Callee
 from synk._master.flight.chunks import Chunk, Chunks
 from synk._master.session import Session
-from synk._pure.interrupts import as_operation
 from synk._wire.items import call
 from synk.errors import CallCancelled, SerializationError
 
@@ -53,7 +52,6 @@ class Tasks:
         self._sent: list[Task] = []
         self._numbers = itertools.count()
 
-    @as_operation
     def submit(self, task: Callable[[], Any], callback: Callable[[Task], Any] | None = None) -> Task:
         """Submit a task, pickled. ``callback(task)`` is called once it has ended, from the ``result`` of any task.
 

@@ -19,25 +19,22 @@ from synk._master.objects.array_like import ArrayLike
 from synk._master.session import Session
 from synk._pure.arrays import as_plain_array, check_shareable
 from synk._pure.exact import has_own_meaning
-from synk._pure.interrupts import as_operation, deferred
 from synk._pure.nested import check_no_list
 from synk._pure.show import table
-from synk._pure.tracebacks import verb
+from synk._pure.tracebacks import outlined, verb
 from synk._wire.cell import refuse_inside_worker
 from synk._wire.memory import Segment
 from synk.errors import ClosedError
 
 
 class Contents(NamedTuple):
-    """What a ``Data`` holds at one moment, or where an array lies in a file.
+    """What a ``Data`` holds at one moment.
 
     It is replaced as a whole, so a thread that reads it gets memory and rows of the same moment.
     """
 
     segment: Segment | None
     array: np.ndarray
-    offset: int = 0
-    """Where the array starts in the segment, in bytes."""
 
     @property
     def segment_id(self) -> int:
@@ -120,7 +117,7 @@ class Data(ArrayLike):
         return f"Data {self.name!r}" if self.name else "Data"
 
     @property
-    @verb
+    @outlined
     def data(self) -> np.ndarray:
         """A view of the shared memory, with shape ``shape``."""
         self._session.check_open(f"use {self._label}")
@@ -161,15 +158,15 @@ class Data(ArrayLike):
             raise TypeError(f"len() of {self._label} with no axes")
         return len(self._contents.array)
 
-    @verb
+    @outlined
     def __getitem__(self, index: Any) -> Any:
         return self.data[index]
 
-    @verb
+    @outlined
     def __setitem__(self, index: Any, value: Any) -> None:
         self.data[index] = value
 
-    @verb
+    @outlined
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         own = self.data
         if copy:
@@ -213,7 +210,6 @@ class Data(ArrayLike):
     # -- writing ------------------------------------------------------------------------------------------------------
 
     @verb
-    @as_operation
     def set_value(self, value: Any, *, force_cast: bool = False, oversize: float = 1.0) -> None:
         """Replace the whole contents.
 
@@ -294,7 +290,7 @@ class Data(ArrayLike):
             self._replace(Contents(None, np.empty((0, *self.shape[1:]), self._dtype)))
 
     def _resize(self, shape: tuple[int, ...], oversize: float) -> None:
-        segment, array, _ = self._contents
+        segment, array = self._contents
         nbytes = self._nbytes_of(shape)
         if nbytes == 0 or (segment is not None and nbytes <= segment.nbytes):
             self._contents = self._placed(segment, shape)
@@ -338,10 +334,9 @@ class Data(ArrayLike):
     def _replace(self, contents: Contents) -> None:
         """Replace the contents. The old memory is freed when no call reads it any more."""
         # A call that was bound before holds the old segment by its plan, and goes on reading the old rows.
-        with deferred():
-            old, self._contents = self._contents, contents
-            if old.segment is not None:
-                self._session.release(old.segment)
+        old, self._contents = self._contents, contents
+        if old.segment is not None:
+            self._session.release(old.segment)
 
     def __del__(self) -> None:
         # Finalizers run anywhere, even in the middle of a call, so the segment is only queued.
@@ -369,7 +364,6 @@ class Data(ArrayLike):
             )
 
 
-@as_operation
 def make_data(session: Session, value: Any = None, **options: Any) -> Data:
     """Make a :class:`Data` of an open runtime."""
     refuse_inside_worker("make Data")

@@ -11,11 +11,9 @@ from synk._master.code.handles import Handle
 from synk._master.session import Session
 from synk._master.state.resident import ResidentObject
 from synk._pure import files, plain_values
-from synk._pure.interrupts import safe_point
 from synk._pure.tracebacks import verb
 from synk._wire.cell import refuse_inside_worker
 from synk._wire.residents import resolve_resident
-from synk.errors import SerializationError, SynkError
 
 
 class Resident(Handle):
@@ -23,7 +21,7 @@ class Resident(Handle):
 
     A function refers to it by closing over it: inside the function ``r.value`` is this rank's object. Or the function
     gets it as an argument that ``bcast_inputs`` names: ``f(x, r)`` passes this rank's object itself, not a copy. All
-    functions see the same object. A function that changes it must say so with ``changes=[r]``. Ranks stay alike as long
+    functions see the same object. A function that changes it must say so with ``updates=[r]``. Ranks stay alike as long
     as functions change them in the same way, as an optimizer does with averaged gradients.
 
     After a failed call, a death, Ctrl-C, or a call in which a rank had no rows, some ranks may lag behind. Before
@@ -142,40 +140,11 @@ class Resident(Handle):
         """
         verb = f"load resident object {self.name!r}"
         self._referent.check_has_dump(verb)
-        self._restore(verb, pickle.dumps(plain_values.read(path), protocol=5))
-
-    def _restore(self, verb: str, state: bytes) -> None:
+        state = pickle.dumps(plain_values.read(path), protocol=5)
         session = self._session
         with session.entered(verb):
             session.begin(verb)
             session.residents.restore(self._referent, state, next(session.numbers), session.deadline(None))
-
-    def _part(self) -> dict[str, Any]:
-        """Return what a program keeps of it; see ``synk._api.moves``.
-
-        The whole object of rank 0, or if that cannot be pickled and has a dump, the first object and the state.
-        """
-        session, resident = self._session, self._referent
-        verb = f"copy resident object {self.name!r}"
-        with session.entered(verb):
-            session.begin(verb)
-            resident.check(verb)
-            deadline = session.deadline(None)
-            try:
-                return {"kind": "resident", "name": self.name, **resident.whole(deadline)}
-            except Exception as error:  # it cannot be pickled there, or not be loaded or pickled here
-                is_of_runtime = isinstance(error, SynkError) and not isinstance(error, SerializationError)
-                if is_of_runtime or not resident.has_dump:
-                    raise
-                state = session.residents.fetch(resident, 0, deadline)
-                return {"kind": "resident", "name": self.name, "object": resident.pickle, "state": state}
-
-    def _put(self, part: dict[str, Any]) -> None:
-        """Give every rank what a part holds."""
-        if part["state"] is None:
-            self.set(_loaded(part)[0])
-            return
-        self._restore(f"set resident object {self.name!r}", part["state"])
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -185,27 +154,6 @@ class Resident(Handle):
 
     def __repr__(self) -> str:
         return f"<synk.Resident {self.name!r}>"
-
-
-def make_resident_of(session: Session, part: dict[str, Any]) -> Resident:
-    """Make a resident object that holds what another one held; see :meth:`Resident._part`."""
-    value, dump, load = _loaded(part)
-    resident = make_resident(session, value, part["name"], dump, load)
-    if part["state"] is not None:
-        resident._put(part)
-    return resident
-
-
-def _loaded(part: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Return the object of a part, and its own ``dump`` and ``load``."""
-    try:
-        made: tuple[Any, Any, Any] = safe_point(pickle.loads, part["object"])
-    except Exception as error:
-        raise SerializationError(
-            f"cannot make resident object {part['name']!r} anew: {type(error).__name__}: {error}. What it is made of "
-            "must be importable here, and it must hold no shared variable."
-        ) from error
-    return made
 
 
 def make_resident(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,7 @@ from synk._master.state.variable import Variable
 from synk._pure.read_only import read_only
 from synk._pure.show import table
 from synk._pure.tracebacks import verb
-from synk._pure.trees import flatten, paths, skeleton_of, unflatten
-from synk._wire.parcels import dumps
-from synk._wire.variables import flatten_value, resolve_variable, value_as_array
+from synk._wire.variables import resolve_variable, value_as_array
 
 
 class Shared(Handle):
@@ -27,8 +24,9 @@ class Shared(Handle):
     and on none if it fails.
 
     In the master ``w.value`` is a copy of rank 0's replica, or of the gathered shards. Assigning to it broadcasts or
-    scatters. The copy is read-only, arrays and containers alike, since a change in place would be lost.
-    ``synk.get_value(w)`` returns a copy that may be changed. ``w.value += 1`` assigns.
+    scatters. ``w[rank]`` is the value of one rank, to read and to assign. What is read is a read-only copy, arrays and
+    containers alike, since a change in place would be lost; ``copy.deepcopy(w.value)`` may be changed.
+    ``w.value += 1`` assigns.
     """
 
     __slots__ = ("__weakref__", "_session")  # so that a misspelt ``w.vlaue = ...`` is an error
@@ -56,14 +54,25 @@ class Shared(Handle):
     @value.setter
     @verb
     def value(self, value: Any) -> None:
-        session, variable = self._session, self._referent
-        verb = "scatter" if self.is_sharded else "set_value"
-        with session.entered(verb):
-            session.begin(verb)
-            if self.is_sharded:
-                collectives.scatter(session, variable, *collectives.check_scatter(variable, value, None))
-            else:
-                collectives.set_values(session, variable, [variable], value, None, None)
+        with self._session.entered("assign"):
+            self._session.begin("assign")
+            collectives.assign(self._session, self._referent, value)
+
+    @verb
+    def __getitem__(self, rank: int) -> Any:
+        """Return a read-only copy of the value on one rank."""
+        with self._session.entered("read"):
+            self._session.begin("read")
+            return read_only(collectives.get_value(self._session, self._referent, rank))
+
+    @verb
+    def __setitem__(self, rank: int, value: Any) -> None:
+        """Set the value of one rank."""
+        with self._session.entered("assign"):
+            self._session.begin("assign")
+            collectives.set_value(self._session, self._referent, value, rank)
+
+    __iter__ = None  # ranks are no elements: a loop over ``w`` would be meant for its rows
 
     @verb
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -86,6 +95,7 @@ class Shared(Handle):
         return variable.build(whole) if variable.is_nested else whole[0]
 
     @property
+    @verb
     def lengths(self) -> list[int]:
         """How many rows each rank has.
 
@@ -94,7 +104,17 @@ class Shared(Handle):
         ValueError
             If the variable has no axis 0.
         """
-        return self._referent.lengths
+        with self._session.entered("count rows"):
+            self._session.begin("count rows")
+            return self._referent.lengths
+
+    @property
+    @verb
+    def shapes(self) -> list[Any]:
+        """The shape of each rank's value; of a nested value a nesting of shapes."""
+        with self._session.entered("look at shapes"):
+            self._session.begin("look at shapes")
+            return collectives.shapes(self._referent)
 
     def _read(self) -> Any:
         """Return a copy of rank 0's value, or of all shards together."""
@@ -103,18 +123,6 @@ class Shared(Handle):
             read = collectives.gather if self.is_sharded else collectives.get_value
             return read(self._session, self._referent, 0)
 
-    def _part(self) -> dict[str, Any]:
-        """Return what a program keeps of it; see ``synk._api.moves``."""
-        leaves, structure = flatten_value(self._read(), self._referent.structure)
-        skeleton = skeleton_of(structure, len(leaves))
-        return {
-            "kind": "shared",
-            "name": self.name,
-            "sharded": self.is_sharded,
-            "arrays": dict(zip(paths(skeleton) if self._referent.is_nested else [""], leaves)),
-            "skeleton": dumps(skeleton),
-        }
-
     def __reduce__(self) -> Any:
         raise TypeError(
             f"cannot pickle variable {self.name!r}: it lives on the workers. Pass it as an argument, or close over it; "
@@ -122,16 +130,9 @@ class Shared(Handle):
         )
 
     def _repr_html_(self) -> str:
-        kind = f"sharded, {self.lengths} rows on the ranks" if self.is_sharded else "replicated"
+        kind = f"sharded, {self._referent.lengths} rows on the ranks" if self.is_sharded else "replicated"
         return table(f"synk.Shared {self.name}", [("kind", kind), ("shape", self.shape), ("dtype", self.dtype)])
 
     def __repr__(self) -> str:
         kind = "sharded" if self.is_sharded else "replicated"
         return f"<synk.Shared {self.name!r} {kind} shape={self.shape} dtype={self.dtype}>"
-
-
-def value_of(part: dict[str, Any]) -> Any:
-    """Return the value that a part of a program holds; see :meth:`Shared._part`."""
-    arrays = list(part["arrays"].values())
-    _, structure = flatten(pickle.loads(part["skeleton"]))
-    return arrays[0] if structure == "leaf" else unflatten(structure, arrays)

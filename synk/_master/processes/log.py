@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from synk._pure.interrupts import deferred
 from synk._wire.memory import Segment
 from synk._wire.messages import Body
 from synk._wire.parcels import dumps
@@ -101,6 +100,7 @@ class Log:
         self.ranks: list[Known] = []
         self.settings: PickledSettings | None = None
         self._entries: list[Entry] = []
+        self._first = 0  # the position of the first entry; a new process reads from there, too
         self._limit = _FEW
 
     def note(self) -> None:
@@ -135,23 +135,24 @@ class Log:
 
     def after(self, place: int) -> tuple[list[Entry], int]:
         """Return the last entry about each thing behind a position, and the position of the end."""
-        entries = self._entries[place:]  # a copy, since other threads may append
+        place = max(place, self._first)
+        entries = self._entries[place - self._first :]  # a copy, since other threads may append
         return list({entry[:2]: entry for entry in entries}.values()), place + len(entries)
 
     def fold(self) -> None:
         """Shorten the part that all ranks have read to what a new process must know."""
         if len(self._entries) < self._limit:
             return
-        with deferred():
-            # A rank that could not take a message in goes back to where it stood before. Only entries that no rank can
-            # need again may be folded.
-            count = min(known.oldest for known in self.ranks)
-            last = {entry[:2]: entry for entry in self._entries[:count]}
-            living = [entry for entry in last.values() if not entry.is_drop]
-            self._entries[:count] = living
-            for known in self.ranks:
-                known.move(len(living) - count)
-            self._limit = 2 * len(self._entries) + _FEW
+        # A rank that could not take a message in goes back to where it stood before. Only entries that no rank can need
+        # again may be folded.
+        count = max(min(known.oldest for known in self.ranks) - self._first, 0)
+        last = {entry[:2]: entry for entry in self._entries[:count]}
+        living = [entry for entry in last.values() if not entry.is_drop]
+        first = self._first + count - len(living)
+        # Neither a signal handler nor another thread runs between these two stores. Positions behind them stay.
+        self._entries[:count] = living
+        self._first = first
+        self._limit = 2 * len(self._entries) + _FEW
 
 
 class Dropped(deque[Any]):
@@ -200,18 +201,10 @@ class Known:
         """The position to which the rank may have to go back."""
         return min([self.read, *(place for place, _ in self._unanswered.values())])
 
-    def move(self, distance: int) -> None:
-        """Adjust the positions after entries before ``oldest`` were folded."""
-        self.read += distance
-        self._unanswered = {key: (place + distance, body) for key, (place, body) in self._unanswered.items()}
-
     @staticmethod
-    def describe(segments: Sequence[Segment]) -> list[tuple[int, int, bool, bool, bool, bool]]:
+    def describe(segments: Sequence[Segment]) -> list[tuple[int, int, bool, bool, bool]]:
         """Describe the segments whose descriptors travel with a message."""
-        return [
-            (each.id, each.nbytes, each.is_worker_writable, each.is_staging, each.is_arena, each.is_file)
-            for each in segments
-        ]
+        return [(each.id, each.nbytes, each.is_worker_writable, each.is_staging, each.is_arena) for each in segments]
 
     def pack(self, content: Any, needed: Sequence[Segment], sources: Sources) -> Packed:
         """Return a message with ``content``, the ``needed`` segments that the rank lacks, and all news for the rank."""

@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-from synk._pure.interrupts import HandlerRaised, operation, safe_point
 from synk._wire.cell import cell
 from synk._wire.descriptors import NONE, Descriptor
 from synk._wire.logs import unpack_record
@@ -148,9 +147,7 @@ class Output:
         if stream is None:
             return True
         try:
-            self._unwritten = safe_point(_write_some, stream, text)
-        except HandlerRaised:
-            raise
+            self._unwritten = _write_some(stream, text)
         except BaseException as error:
             self._report(error)
         return not self._unwritten
@@ -206,14 +203,11 @@ def _write_some(stream: TextIO, text: str) -> str:
 
 def report(message: str, *args: Any) -> None:
     """Log a warning. A log handler of the user's that raises must not end the call: stderr gets the text instead."""
-    with operation():
-        try:
-            safe_point(_logger.warning, message, *args)
-        except HandlerRaised:
-            raise
-        except BaseException as error:
-            if sys.__stderr__ is not None:
-                sys.__stderr__.write(f"synk: {message % args}\n(a handler of logging raised {type(error).__name__})\n")
+    try:
+        _logger.warning(message, *args)
+    except BaseException as error:
+        if sys.__stderr__ is not None:
+            sys.__stderr__.write(f"synk: {message % args}\n(a handler of logging raised {type(error).__name__})\n")
 
 
 def warn_at_users_line(text: str, category: type[Warning]) -> None:
@@ -226,7 +220,7 @@ def warn_at_users_line(text: str, category: type[Warning]) -> None:
 
 def _text(error: BaseException) -> str:
     try:
-        return safe_point(str, error)
+        return str(error)
     except Exception:  # the user's ``__str__``; not Ctrl-C
         return "?"
 
@@ -269,9 +263,7 @@ class Records:
             record = unpack_record(line, self._rank)
             logger: Any = logging.getLogger(record.name)
             if logger.isEnabledFor(record.levelno):
-                safe_point(logger.handle, record)
-        except HandlerRaised:
-            raise
+                logger.handle(record)
         # The record was cut off by an interrupt, or a handler of the user's raised something.
         except BaseException as error:
             report("a log record of rank %s is lost: %s: %s", self._rank, type(error).__name__, error)

@@ -157,8 +157,8 @@ class WorkerState:
         self.known.clear()
         self.process = process
         self.hello: Reply | None = None
-        self.is_dead = self.is_ready = False
         self.description = ""
+        self.is_dead = self.is_ready = False  # last: until then it counts as dead, and is started again
 
 
 class Processes:
@@ -241,7 +241,9 @@ class Processes:
             self._begin(self.by_rank[rank], self._failpoints)
 
     def start_again(self, worker: WorkerState) -> None:
-        """Start a new process for a rank whose worker was buried."""
+        """Start a new process for a rank whose worker was buried, or not quite: an interrupt may have broken it off."""
+        worker.process.kill()
+        self.bury(worker)
         worker.process = self._new_process(worker.rank)
         self._begin(worker, [point for point in self._failpoints if point[2] == 0])
 
@@ -263,9 +265,9 @@ class Processes:
         environment = {**placement.environment(rank), HASH_SEED: self._hash_seed}
         events: dict[str, int] = {f"event{peer}": fd for peer, fd in enumerate(self.eventfds)}
         process.start(setup, environment, self._control.fd, self._token, events)
-        worker.begin(process)  # after the start: if that fails, the rank stays as it was
         for fd, kind in process.watched():
             self.poll_set.watch(fd, kind, rank)
+        worker.begin(process)  # last: if the start fails, the rank stays as it was
 
     def blocks(self, lane: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the control blocks ``(down, up)`` of a lane."""

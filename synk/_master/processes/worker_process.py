@@ -282,7 +282,8 @@ class WorkerProcess:
     def reap(self) -> str:
         """Wait for the end of the process, release everything, and return how it ended (for instance ``"exit 3"``)."""
         popen = self._popen
-        if popen is None:
+        if popen is None or self.pidfd < 0:  # done before, or a signal handler broke it off in ``close``
+            self.close()
             return self.exit_text
         began = time.monotonic()
         deadline = began + _REAP_S

@@ -11,7 +11,6 @@ from synk._master.code.handles import HandlePickler
 from synk._master.processes.output import warn_at_users_line
 from synk._master.state.resident import ResidentObject
 from synk._master.state.variable import Variable
-from synk._pure.interrupts import safe_point
 from synk.errors import SerializationError
 
 LARGE_CHANGE_NBYTES = 1 << 20
@@ -89,7 +88,7 @@ class Captured(NamedTuple):
 def captured_in(value: Any) -> Captured:
     """Return what ``value`` refers to. Raises whatever pickling it raises."""
     pickler = HandlePickler(_Nowhere(), buffer_callback=lambda buffer: None)
-    safe_point(pickler.dump, value)
+    pickler.dump(value)
     parts = {id(part) for module in pickler.modules for part in list(module.modules())[1:]}
     return Captured(
         referred_in(pickler.handles),

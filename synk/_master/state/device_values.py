@@ -140,7 +140,7 @@ def check_not_lost(variables: Iterable[Variable], ranks: Iterable[int] | None, v
     if named:
         raise WorkerDied(
             f"cannot {verb}: the value of {'; '.join(named)} lay on the device of a worker that died; no other rank "
-            "holds it. Set it again: variable.value = ..., or synk.set_value(variable, value, rank).",
+            "holds it. Set it again: variable.value = ..., or variable[rank] = ....",
             ranks=tuple(sorted({rank for where in lost.values() for rank in where})),
             phase="recover",
         )

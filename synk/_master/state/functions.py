@@ -20,6 +20,7 @@ from synk._master.state.lanes import Lanes
 from synk._master.state.memory import Memory
 from synk._master.workers.failures import rebuild
 from synk._master.workers.workers import Workers
+from synk._pure.interrupts import deferred
 from synk._wire.logs import levels
 from synk._wire.memory import Segment
 from synk._wire.messages import Failure, Kind, LoadOrder, ParcelOrder, Status
@@ -81,6 +82,8 @@ class Functions:
     mapped : MappedFunctions
     dropped : Dropped, of (int, OrderedDict)
         Functions that no longer exist, by id, with their plans by key. Filled by finalizers.
+    is_torn : bool
+        Whether a signal handler has broken off a step of the book. The workers are then replaced.
     has_on_restart : bool
         Whether replacement workers run a function before their first call. An agent learns this with the function, of
         which it has the parcels alone.
@@ -101,6 +104,7 @@ class Functions:
         self._freed_s = self._freeing_s = 0.0
         self.mapped = MappedFunctions()
         self.book = Book(self)
+        self.is_torn = False
 
     # -- what the book needs -------------------------------------------------------------------------------------------
 
@@ -136,7 +140,7 @@ class Functions:
             for cached in plans.values():
                 self._workers.log.drop_held("plan", cached.plan.plan_id)
             self._workers.log.drop("function", function_id)
-        self.book.collect()
+        self._settle(self.book.collect)
         self._freed_s = time.monotonic()
         self._freeing_s = self._freed_s - began
 
@@ -185,14 +189,21 @@ class Functions:
                 check(function_id)
             self.load_missing(names, deadline)
         except BaseException:
-            book.roll_back()
+            self._settle(book.roll_back)
             raise
-        book.commit()
+        self._settle(book.commit)
         return sent
+
+    def _settle(self, step: Callable[[], None]) -> None:
+        """Take a step of the book after which it is as the ranks are."""
+        with deferred():
+            self.is_torn = True
+            step()
+            self.is_torn = False
 
     def ensure_loaded(self, deadline: float | None) -> None:
         """Send each worker the functions that it lacks. A replacement lacks all of them."""
-        self.book.roll_back()  # an operation that was broken off may not have done this
+        self._settle(self.book.roll_back)  # an operation that was broken off may not have done this
         restarts = self._workers.counters["restarts"]
         if restarts != self._num_loaded_restarts:
             self.load_missing("functions", deadline)
@@ -286,6 +297,7 @@ class Functions:
         """Forget what was sent: the workers are about to be replaced."""
         self.book.clear()
         self.book = Book(self)
+        self.is_torn = False
         for function in list(self.bound):
             function.is_stale = True
 

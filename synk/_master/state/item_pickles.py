@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from synk._master.code.handles import HandlePickler
-from synk._pure.interrupts import deferred, safe_point
+from synk._pure.interrupts import deferred
 from synk._pure.nested import PLAIN_TYPES
-from synk._wire.file_maps import sure_recipe_of_map
+from synk._wire.file_maps import recipe_of_map
 from synk._wire.items import array_in_pickle, array_in_segment
 from synk._wire.memory import Segment
 from synk.errors import SharedMemoryError
@@ -43,10 +43,10 @@ class Ended(weakref.ref[Any]):
 
     Attributes
     ----------
-    owner : ArrayCopies or FileMaps
+    owner : ArrayCopies
         The table that must forget the object.
-    held : ArrayCopy, Segment, FileMap or None
-        What is no longer needed then: the copy of an array, the segment of a copy, the file of a mapping.
+    held : ArrayCopy, Segment or None
+        What is no longer needed then: the copy of an array, the segment of a copy.
     key : int
         The object's key in that table.
     """
@@ -148,7 +148,7 @@ class ItemPickler:
             return pickle.dumps(item, protocol=5), [], []
         file = io.BytesIO()
         pickler = _Pickler(file, self._copies)
-        safe_point(pickler.dump, item)
+        pickler.dump(item)
         if pickler.handles:
             raise TypeError(
                 f"got {type(pickler.handles[0]).__name__}, expected objects that each worker gets a copy of. Have the "
@@ -167,7 +167,7 @@ class _Pickler(HandlePickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) in (np.ndarray, np.memmap) and obj.nbytes >= LARGE_NBYTES and not obj.dtype.hasobject:
-            mapped = None if self._copies is None else sure_recipe_of_map(obj)
+            mapped = None if self._copies is None else recipe_of_map(obj)
             if mapped is not None:
                 return mapped
             is_transposed = not obj.flags.c_contiguous

@@ -7,21 +7,12 @@ of the plan when the plan changes, or when the totals are read.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from synk._master.state.sums import Sums, Transfer
-from synk._wire.control import PHASES, Up
+from synk._wire.control import Up
 
 _FUNCTION_NS, _WAIT_NS = int(Up.FUNCTION_NS), int(Up.WAIT_NS)
-
-_IN_PHASE = {
-    "forward": "in its forward pass",
-    "backward": "in its backward pass",
-    "reduce": "in the reduction",
-    "optimizer": "in the optimizer",
-}
-"""Where a rank is slow, in words."""
 
 _DIRECTIONS = {
     "output": "to master",
@@ -29,23 +20,29 @@ _DIRECTIONS = {
     "shared": "none",
     "h2d": "to devices",
     "d2h": "from devices",
+    "pageable": "none",
 }
 """Of the kinds of transfers that do not go to the workers."""
 
-_FEW = 4
-"""This many calls of a function are new in any case, one or two in each lane."""
 
-_SKEW = 1.3
-"""A rank that works this many times as long as the others is mentioned."""
+class Transfer(NamedTuple):
+    """What each call of a plan transfers for one argument, or for the outputs.
 
-_SHARE = 0.3
-"""Something that takes this share of a function's time is mentioned."""
+    Attributes
+    ----------
+    argument : str
+    kind : str
+        See :class:`TransferTotal`.
+    nbytes : int
+        How much the master copies, or all ranks read or write, in one call.
+    row_nbytes : int
+        How much of it is one row of an array that is divided; else 0.
+    """
 
-_SHORT_NS = 100_000
-"""A function that takes less than this on a rank costs more to divide than that gains."""
-
-_LONG_NS = 50_000_000
-"""A function that has taken less time than this gets no verdict."""
+    argument: str
+    kind: str
+    nbytes: int
+    row_nbytes: int = 0
 
 
 class TransferTotal(NamedTuple):
@@ -60,11 +57,12 @@ class TransferTotal(NamedTuple):
         ``"shared"``: data in shared memory or already on the ranks, so that nothing was copied. ``"captured"``: the
         function and what it captured, when it was sent, and again for changes. ``"items"``: items of a map.
         ``"output"``: outputs of calls, results of a map. ``"h2d"``, ``"d2h"``: what all ranks copied to their devices
-        and back, counted with the call in which they copied it, which for inputs may be the one before.
+        and back, counted with the call in which they copied it, which for inputs may be the one before. ``"pageable"``:
+        what part of it lay in host memory that CUDA had not registered, and took the slower way.
     direction : str
         ``"to workers"``, ``"to master"``, ``"to devices"``, ``"from devices"``, or ``"none"`` if nothing was copied.
     calls : int
-        For ``"h2d"`` and ``"d2h"``, how many calls of single ranks.
+        For ``"h2d"``, ``"d2h"`` and ``"pageable"``, how many calls of single ranks.
     nbytes : int
         In all calls together. For ``"data"``, the rows that were read in place; 0 for ``"shared"``.
     seconds : float
@@ -90,14 +88,8 @@ class RankTotal(NamedTuple):
     calls : int
     function_s, wait_s : float
         Time in the user's function, and the part of it spent waiting in ``synk.comm``.
-    in_nbytes, out_nbytes : int
-        How much it read as arguments and wrote as outputs.
-    num_slowest : int
-        In how many calls it worked longer than all others.
-    phases : dict of str to float
-        Of a training step of ``synk.torch.replicate``: how long the rank worked in the ``"forward"`` pass and whatever
-        else the body does, the ``"backward"`` pass, the ``"reduce"`` of gradients and the ``"optimizer"``, without its
-        waits, and how long it took to ``"copy"`` its outputs to the master. Empty for other functions.
+    share : float
+        The part of the calls' time in which it worked: in the function, and not waiting.
     """
 
     function: str
@@ -105,20 +97,69 @@ class RankTotal(NamedTuple):
     calls: int
     function_s: float
     wait_s: float
-    in_nbytes: int
-    out_nbytes: int
-    num_slowest: int
-    phases: dict[str, float]
+    share: float
 
 
 class _Rank:
-    """The times of one rank."""
+    """The calls and times of one rank."""
 
-    __slots__ = ("num_slowest", "phases_ns", "wait_ns", "work_ns")
+    __slots__ = ("calls", "wait_ns", "work_ns")
 
     def __init__(self) -> None:
-        self.work_ns = self.wait_ns = self.num_slowest = 0
-        self.phases_ns: dict[str, int] = {}
+        self.calls = self.work_ns = self.wait_ns = 0
+
+
+class _Sums:
+    """How many calls there were, and what they have transferred.
+
+    A call that is like the one before replaces one tuple. To add up is to make another object. So the profile may be
+    read in any thread at any moment: it adds up what it finds, and no call is counted twice or lost.
+
+    Attributes
+    ----------
+    transfers : tuple of Transfer
+        Of the last call.
+    counted : (int, int)
+        The calls since the transfers changed last, and their rows.
+    calls : int
+        The calls before.
+    totals : dict of (str, str) to list of int
+        Calls and bytes before, by argument and kind.
+    ranks : dict of int to _Rank
+        In all calls.
+    last : tuple
+        Of the last call: its ranks, its rows, the ranks' own counts, and the number of rows.
+    """
+
+    def __init__(self) -> None:
+        self.transfers: tuple[Transfer, ...] = ()
+        self.counted = (0, 0)
+        self.calls = 0
+        self.totals: dict[tuple[str, str], list[int]] = {}
+        self.ranks: defaultdict[int, _Rank] = defaultdict(_Rank)
+        self.last: tuple[Any, Any, Sequence[tuple[int, _Rank]], int] = (None, None, (), 0)
+
+    def added_up(self) -> _Sums:
+        """Return the sums with all calls among the totals."""
+        found = _Sums()
+        count, num_rows = self.counted
+        found.transfers, found.calls = self.transfers, self.calls + count
+        found.ranks, found.last = self.ranks, self.last
+        found.totals = {key: [*total] for key, total in self.totals.copy().items()}
+        counted: set[tuple[str, str]] = set()  # the parts of a table or a sparse matrix are one argument
+        for each in self.transfers if count else ():
+            # What is copied is copied whole. In place, only the rows of the batch are read.
+            is_in_rows = each.kind == "data" and each.row_nbytes
+            nbytes = num_rows * each.row_nbytes if is_in_rows else count * each.nbytes
+            key = each.argument, each.kind
+            found.add(*key, 0 if key in counted else count, nbytes)
+            counted.add(key)
+        return found
+
+    def add(self, argument: str, kind: str, calls: int, nbytes: int) -> None:
+        total = self.totals.setdefault((argument, kind), [0, 0])
+        total[0] += calls
+        total[1] += nbytes
 
 
 class Record:
@@ -137,27 +178,20 @@ class Record:
         How long this rank waited in ``synk.comm``.
     staged_ns : int
         How long the master copied arrays, in calls that copy 64 KB or more.
-    num_new : int
-        Calls that did not fit the one before and took the slow path, which costs the master ten times as much.
-    why_new : str
-        Why the last of them did; empty before there is one.
     """
 
     def __init__(self, name: str, place: str = "") -> None:
         self.name, self.place = name, place
-        self._counted: Sequence[tuple[int, _Rank]] = ()  # of the ranks of the last call
         self.reset()
 
     def reset(self) -> None:
         """Start over, in any thread or signal handler. A call that is being added at that moment may be left out."""
-        self.wall_ns = self.function_ns = self.wait_ns = self.staged_ns = self.num_new = 0
-        self.why_new = ""
-        self.ranks: defaultdict[int, _Rank] = defaultdict(_Rank)
-        self._sums = Sums()  # of no ranks, so the next call counts anew for each of its own
+        self.wall_ns = self.function_ns = self.wait_ns = self.staged_ns = 0
+        self._sums = _Sums()
 
     @property
     def num_calls(self) -> int:
-        return self._sums.num_calls
+        return self._sums.calls + self._sums.counted[0]
 
     def known(self, transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
         """Return the transfers of the last call if they are equal, as they are for the plans of several lanes."""
@@ -174,62 +208,55 @@ class Record:
         sums = self._sums
         if transfers is not sums.transfers:
             sums = sums.added_up()
-            sums.transfers = transfers
+            sums.counted, sums.transfers = (0, 0), transfers
             self._sums = sums
-        if rows is not sums.rows and (rows != sums.rows or ranks != sums.ranks):
-            if ranks != sums.ranks:
-                self._counted = [(rank, self.ranks[rank]) for rank in ranks]
-            sums = self._sums = sums.turned_to(ranks, rows)
-        sums.calls_since += 1
+        last = sums.last
+        if ranks is not last[0] or rows is not last[1]:
+            last = sums.last = ranks, rows, [(rank, sums.ranks[rank]) for rank in ranks], sum(rows)
+        count, num_rows = sums.counted
+        sums.counted = count + 1, num_rows + last[3]
         self.wall_ns += wall_ns
         most = -1
-        for rank, counted in self._counted:
+        for rank, counted in last[2]:
             word = words[rank]
             work_ns = word[_FUNCTION_NS]
+            counted.calls += 1
             counted.work_ns += work_ns
             if work_ns > most:
-                most, slowest, its_word = work_ns, counted, word
+                most, its_word = work_ns, word
             if word[_WAIT_NS]:
                 counted.wait_ns += word[_WAIT_NS]
         self.function_ns += most
         self.wait_ns += its_word[_WAIT_NS]
-        slowest.num_slowest += 1
 
-    def add_timed(self, ranks: Sequence[int], words: Any, is_step: bool, is_device: bool) -> None:
-        """Add the phases of a call that was just added, if it was a training step, and copies to and from devices."""
+    def add_copies(self, ranks: Sequence[int], words: Any) -> None:
+        """Add the copies to and from the devices of a call that was just added."""
         for rank in ranks:
-            word, phases = words[rank], self.ranks[rank].phases_ns
-            if is_device:
-                self._sums.add_total("to the devices", "h2d", 1, word[Up.H2D_NBYTES])
-                self._sums.add_total("from the devices", "d2h", 1, word[Up.D2H_NBYTES])
-            if is_step and word[Up.FORWARD_NS]:
-                for name, place in PHASES.items():
-                    phases[name] = phases.get(name, 0) + word[place]
-                phases["copy"] = phases.get("copy", 0) + word[Up.PUBLISHED_NS] - word[Up.ENDED_NS]
+            self._sums.add("to the devices", "h2d", 1, words[rank][Up.H2D_NBYTES])
+            self._sums.add("from the devices", "d2h", 1, words[rank][Up.D2H_NBYTES])
+            if pageable := words[rank][Up.PAGEABLE_NBYTES]:
+                self._sums.add("by pageable memory", "pageable", 1, pageable)
 
     def add_items(
         self, rank: int, num_items: int, in_nbytes: int, out_nbytes: int, function_ns: int, wall_ns: int
     ) -> None:
         """Add a chunk of a map that a rank has finished."""
         sums = self._sums
-        sums.add_total("items", "items", num_items, in_nbytes)
-        sums.add_total("results", "output", num_items, out_nbytes)
+        sums.add("items", "items", num_items, in_nbytes)
+        sums.add("results", "output", num_items, out_nbytes)
         sums.calls += num_items
         self.wall_ns += wall_ns
         self.function_ns += function_ns
-        self.ranks[rank].work_ns += function_ns
-        sums.add_to_rank(rank, num_items, in_nbytes, out_nbytes)
+        sums.ranks[rank].calls += num_items
+        sums.ranks[rank].work_ns += function_ns
 
-    def add_objects(self, ranks: Sequence[int], nbytes: Sequence[int]) -> None:
+    def add_objects(self, nbytes: int) -> None:
         """Add the pickled outputs of a call that was just added. Their sizes are in no plan."""
-        sums = self._sums
-        sums.add_total("outputs", "output", 0, sum(nbytes))
-        for rank, written in zip(ranks, nbytes):
-            sums.add_to_rank(rank, 0, 0, written)
+        self._sums.add("outputs", "output", 0, nbytes)
 
     def add_captured(self, nbytes: int) -> None:
         """Note that the function, or a change in what it captured, was sent."""
-        self._sums.add_total("code and captured objects", "captured", 1, nbytes)
+        self._sums.add("code and captured objects", "captured", 1, nbytes)
 
     # -- reports -------------------------------------------------------------------------------------------------------
 
@@ -246,90 +273,31 @@ class Record:
 
     def rank_totals(self, title: str) -> list[RankTotal]:
         """Return what the ranks have done."""
-        ranks = self.ranks.copy()
-        return [
-            RankTotal(
-                title, rank, calls, (ranks[rank].work_ns + ranks[rank].wait_ns) / 1e9, ranks[rank].wait_ns / 1e9,
-                in_nbytes, out_nbytes, ranks[rank].num_slowest,
-                {name: ns / 1e9 for name, ns in ranks[rank].phases_ns.copy().items()},
-            )
-            for rank, (calls, in_nbytes, out_nbytes) in sorted(self._sums.added_up().by_rank.items())
-            if rank in ranks
-        ]  # fmt: skip
+        found = []
+        for rank, each in sorted(self._sums.ranks.copy().items()):
+            worked, waited = each.work_ns / 1e9, each.wait_ns / 1e9
+            share = each.work_ns / max(self.wall_ns, 1)
+            found.append(RankTotal(title, rank, each.calls, worked + waited, waited, share))
+        return found
 
     def nbytes_of(self, *kinds: str) -> int:
         """Return how many bytes of these kinds were transferred."""
         return sum(each.nbytes for each in self.totals(self.name) if each.kind in kinds)
 
-    @property
-    def staged_nbytes(self) -> int:
-        """Bytes of plain arrays that the master copied into shared memory."""
-        return self.nbytes_of("staged")
-
-    @property
-    def pickled_nbytes(self) -> int:
-        """Bytes of objects among the arguments, and of items of maps."""
-        return self.nbytes_of("pickled", "items")
-
-    @property
-    def output_nbytes(self) -> int:
-        """Bytes of outputs of all ranks."""
-        return self.nbytes_of("output")
-
-    @property
-    def note(self) -> str:
-        """Why most calls took the slow path; empty if they did not."""
-        if self.num_new <= max(_FEW, self.num_calls // 2):
-            return ""
-        return f"{self.num_new} of {self.num_calls} calls took the slow path. The last one: {self.why_new}"
-
-    def verdict(self) -> str:
-        """Return what costs most of the time, and what to do about it; empty if nothing stands out."""
-        if self.wall_ns < _LONG_NS:
-            return ""
-        if self.staged_ns > _SHARE * self.wall_ns:
-            largest = max((each for each in self.totals("") if each.kind == "staged"), key=lambda each: each.nbytes)
-            share = largest.seconds * 1e9 / self.wall_ns
-            return (
-                f"{share:.0%} of its time is the copy of {largest.argument}: keep it in synk.data({largest.argument})."
-            )
-        work = {rank: each.work_ns for rank, each in self.ranks.copy().items()}
-        if len(work) > 1 and self.function_ns > _SHARE * self.wall_ns:
-            slowest = max(work, key=work.__getitem__)
-            others = _median(ns for rank, ns in work.items() if rank != slowest)
-            if work[slowest] > _SKEW * others:
-                ratio = f"{work[slowest] / others:.1f} times longer than" if others else "for"
-                where = self._slow_phase(slowest)
-                return f"rank {slowest} computes {ratio} the others{where}: {self._other_waits(slowest)}"
-        if self.note:
-            return self.note
-        is_short = self.function_ns < (1 - _SHARE) * self.wall_ns and self._per_call_ns < _SHORT_NS
-        if is_short and self.wall_ns > 10 * _LONG_NS:
-            return "its calls are shorter than what they cost to divide: give each call more rows, or more to do."
-        return ""
-
-    @property
-    def _per_call_ns(self) -> float:
-        return self.function_ns / max(self.num_calls, 1)
-
-    def _slow_phase(self, slowest: int) -> str:
-        """Say in which phase of a training step the slowest rank loses most against the others; empty otherwise."""
-        others = [each.phases_ns for rank, each in self.ranks.copy().items() if rank != slowest]
-        lost = {
-            phase: ns - _median(each.get(phase, 0) for each in others)
-            for phase, ns in self.ranks[slowest].phases_ns.copy().items()
-            if phase in _IN_PHASE
+    def parts(self, title: str) -> dict[str, int]:
+        """Return what the time of its calls went to, in ns, by what it is and what to do about it."""
+        way_ns = self.wall_ns - self.function_ns - self.wait_ns - self.staged_ns
+        parts = {
+            f"waits of {title!r} in synk.comm": self.wait_ns,
+            f"the way of {title!r} to the workers and back: give each call more to do": way_ns,
         }
-        return f", {_IN_PHASE[max(lost, key=lost.__getitem__)]}" if lost else ""
-
-    def _other_waits(self, slowest: int) -> str:
-        waited = sum(each.wait_ns for rank, each in self.ranks.copy().items() if rank != slowest)
-        if waited > self.function_ns // 10:
-            return f"they have waited for it in synk.comm for {waited / 1e9:.2f} s."
-        return "its rows take longer, or its core is shared."
-
-
-def _median(values: Iterable[float]) -> float:
-    from statistics import median  # loads decimals and fractions, for a line that few ask for
-
-    return median(values)
+        staged = [each for each in self.totals(title) if each.kind == "staged"]
+        if staged:
+            largest = max(staged, key=lambda each: each.nbytes)
+            copy = f"the copy of {largest.argument} for {title!r}: keep it in synk.data"
+            parts[copy] = int(largest.seconds * 1e9)
+        work = {rank: each.work_ns for rank, each in self._sums.ranks.copy().items()}
+        if work:
+            slowest = max(work, key=work.__getitem__)
+            parts[f"the work of {title!r}, most of it on rank {slowest}"] = self.function_ns
+        return parts

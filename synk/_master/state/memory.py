@@ -7,7 +7,6 @@ from collections.abc import Collection
 
 from synk._master.processes.log import Dropped
 from synk._master.processes.processes import Processes
-from synk._master.state.file_maps import FileMaps
 from synk._master.state.item_pickles import ArrayCopies, Ended
 from synk._master.state.results import Lease, ResultPool
 from synk._wire.arenas import Arenas
@@ -35,8 +34,6 @@ class Memory:
     results : ResultPool
     copies : ArrayCopies
         For large arrays in items of maps.
-    files : FileMaps
-        For arguments that lie in mapped files.
     """
 
     def __init__(self, processes: Processes) -> None:
@@ -46,7 +43,6 @@ class Memory:
         self.arenas = Arenas(self.released, self.ids)
         self.results = ResultPool(self.ids)
         self.copies = ArrayCopies(self.released, self.ids)
-        self.files = FileMaps(self.released, self.ids)
 
     @property
     def has_dropped(self) -> bool:
@@ -74,7 +70,7 @@ class Memory:
         if not isinstance(dropped, Ended):
             self.forget(dropped)
         elif (segment := dropped.owner.forget(dropped)) is not None:
-            self.forget(segment, is_kept=True)  # a function may have kept the array; and a file is the user's
+            self.forget(segment, is_kept=True)  # a function may have kept the array
 
     def forget(self, segment: Segment, *, is_kept: bool = False) -> None:
         """Free a segment here. Workers forget it with their next message.
@@ -114,6 +110,5 @@ class Memory:
                 dropped.close()
         self.results.close()
         self.copies.close()
-        self.files.close()
         self.arenas.close()
         orphans.close_all()

@@ -1,8 +1,8 @@
 """NCCL between the workers, seen from the master: when they join a group, and whether a call may use it.
 
-Joining takes a second or more and needs all ranks, so it is done before the first call, and again after a death. If it
-fails, or the group fails its proof, the runtime goes on without NCCL: large outputs are then reduced through shared
-memory, as on the CPU.
+Joining takes a second or more and needs all ranks, so it is done before the first call, and again after a death. If the
+first group fails, or its proof does, it is tried once more in new workers without peer access. If that fails, or a
+later group, the runtime goes on without NCCL: large outputs are then reduced through shared memory, as on the CPU.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from synk._wire.messages import IS_COLLATERAL, JoinOrder, Kind, Status
 from synk.errors import CallTimeout
 
 logger = logging.getLogger("synk")
+
+_NO_PEERS = "NCCL_P2P_DISABLE"
 
 JOIN_TIMEOUT_S = 120.0
 """For all ranks together. Each has limits of its own; this one is for a rank that sticks in the driver."""
@@ -70,8 +72,15 @@ class Group:
         # A join may have been broken off, and no rank may go on waiting in it.
         self.break_up(workers)
         self._number += 1
-        self._num_restarts = workers.counters["restarts"]
-        self._join(workers)
+        problem = self._join(workers)
+        if problem and self._number == 1 and self._turn_peers_off(workers):
+            workers.replace(deadline)  # NCCL reads its environment once; there is nothing on the devices yet
+            for worker in workers.by_rank:
+                worker.is_prepared = True  # nor anything for ``on_restart`` to make again
+            self._number += 1
+            problem = self._join(workers)
+        if problem:
+            self._give_up(problem)
 
     def break_up(self, workers: Workers) -> None:
         """Make all ranks leave the group, because one of them cannot go on with it."""
@@ -81,17 +90,30 @@ class Group:
             # that is dead.
             workers.processes.down[:, Down.BROKEN] = self._number
 
-    def _join(self, workers: Workers) -> None:
-        answer = self._order(workers, [0], None)
-        if answer is None:
-            return
-        answer = self._order(workers, range(workers.world_size), answer["unique_id"])
-        if answer is not None:
-            self.library = answer["library"]
-            self._is_joined = True
+    @staticmethod
+    def _turn_peers_off(workers: Workers) -> bool:
+        """Have new workers copy between GPUs through the host. Return whether that makes a difference."""
+        environments = workers.processes.placement.assignment.environments
+        is_on = any(environment.get(_NO_PEERS) != "1" for environment in environments)
+        for environment in environments:
+            environment[_NO_PEERS] = "1"
+        return is_on
 
-    def _order(self, workers: Workers, ranks: range | list[int], unique_id: bytes | None) -> dict[str, Any] | None:
-        """Send the order. Return the lowest rank's answer, or None and give up if a rank could not follow it."""
+    def _join(self, workers: Workers) -> str:
+        """Have the ranks join a new group. Return why it is not to be used, or an empty string."""
+        self._num_restarts = workers.counters["restarts"]
+        answer, problem = self._order(workers, [0], None)
+        if not answer:
+            if problem:  # there is no NCCL to try again
+                self._give_up(problem)
+            return ""
+        answer, problem = self._order(workers, range(workers.world_size), answer["unique_id"])
+        if answer:
+            self.library, self.problem, self._is_joined = answer["library"], "", True
+        return problem
+
+    def _order(self, workers: Workers, ranks: range | list[int], unique_id: bytes | None) -> tuple[dict[str, Any], str]:
+        """Send the order. Return the lowest rank's answer, or nothing and why a rank could not follow the order."""
         contents = dict.fromkeys(ranks, JoinOrder(self._number, unique_id))
         deadline = time.monotonic() + JOIN_TIMEOUT_S
         try:
@@ -105,12 +127,10 @@ class Group:
             # Ranks that failed only because another one did say less.
             cause = min(failed, key=lambda reply: bool(reply.flags & IS_COLLATERAL))
             failure = pickle.loads(cause.body) if cause.body else None
-            if failure is None:
+            if failure is None:  # the next operation tries again
                 self.problem = "the start was interrupted"
-            else:
-                self._give_up(failure.message)
-            return None
-        return dict(pickle.loads(replies[ranks[0]].body))
+            return {}, "" if failure is None else failure.message
+        return dict(pickle.loads(replies[ranks[0]].body)), ""
 
     def _give_up(self, problem: str) -> None:
         self._is_wanted, self.problem = False, problem

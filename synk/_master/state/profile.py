@@ -8,22 +8,24 @@ from typing import Any
 
 from synk._master.state.ledger import RankTotal, Record, TransferTotal
 from synk._pure.show import escaped, table
+from synk._pure.words import Hinting
 from synk._wire.apart import Quiet
 
 _SHOWN_NBYTES = 1 << 16
-"""A transfer of at least this size, in all calls together, is shown in the table."""
+"""An argument of at least this size, in all calls together, is shown in the table."""
 
 _NUM_SHOWN = 8
 
 
-class Profile:
+class Profile(Hinting):
     """The records of a runtime. Made by :func:`synk.profile`. It prints as a table, the most expensive function first.
 
     ``share`` is the part of the calls' time in which the rank that worked longest was computing. The rest is
     distribution, copies, reduction and waiting. ``wait`` is the part in which that rank waited in ``synk.comm``. ``in``
     are the bytes that the master copied per call (``Data`` and shared variables cost none), ``out`` the bytes of
-    outputs of all ranks per call. Below the table come the phases of training steps by rank, the largest transfers, and
-    a line for each function with something to point out.
+    outputs of all ranks per call. Below come the largest arguments and outputs, those included that stay where they are
+    (``data``, ``shared``), what each rank has done in the most expensive function, and one line that says what most of
+    all time was spent on.
 
     Attributes
     ----------
@@ -36,14 +38,16 @@ class Profile:
     --------
     >>> import numpy as np, synk
     >>> with synk.fork(2):
-    ...     total = synk.function(lambda x: x.sum(), outputs="sum", name="total")
+    ...     @synk.function(outputs="sum")
+    ...     def total(x):
+    ...         return x.sum()
     ...     _ = [total(np.ones(125)) for _ in range(4)]
     ...     profile = synk.profile()
     >>> print(profile)  # doctest: +ELLIPSIS
     function     calls   total s   ms/call   share    wait   in B/call  out B/call
     total            4     ...                               0%        1000          16...
-    >>> [(each.rank, each.in_nbytes) for each in profile.ranks]
-    [(0, 2016), (1, 1984)]
+    >>> [(each.rank, each.calls) for each in profile.ranks]
+    [(0, 4), (1, 4)]
     """
 
     def __init__(self) -> None:
@@ -64,9 +68,9 @@ class Profile:
             found = self.known[key] = Record(name, place)
         return found
 
-    def leave_out(self, name: str) -> None:
+    def leave_out(self, fn: Any) -> None:
         """Forget a function that is not the user's."""
-        self.known = {key: each for key, each in self.known.items() if each.name != name}
+        self.known.pop((fn.__name__, fn.__code__), None)
 
     def reset(self) -> None:
         """Forget what was counted so far."""
@@ -93,42 +97,27 @@ class Profile:
     def ranks(self) -> list[RankTotal]:
         return [total for title, record in self.records.items() for total in record.rank_totals(title)]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain numbers and texts, for JSON."""
-        return {
-            "functions": [
-                {
-                    "function": title,
-                    "calls": record.num_calls,
-                    "wall_s": record.wall_ns / 1e9,
-                    "function_s": record.function_ns / 1e9,
-                    "wait_s": record.wait_ns / 1e9,
-                    "staged_s": record.staged_ns / 1e9,
-                    "verdict": record.verdict(),
-                }
-                for title, record in self.records.items()
-            ],
-            "transfers": [each._asdict() for each in self.transfers],
-            "ranks": [each._asdict() for each in self.ranks],
-        }
-
     # -- display -------------------------------------------------------------------------------------------------------
 
     def _repr_html_(self) -> str:
-        heads, rows = self._functions()
-        text = table("profile", [heads, *rows], has_heads=True)
-        for title, (heads, rows) in {"training steps": self._phases(), "largest transfers": self._largest()}.items():
-            if rows:
-                text += table(title, [heads, *rows], has_heads=True)
-        return text + "".join(f"<p>{escaped(line)}</p>" for line in self._verdicts())
+        text = ""
+        for title, (heads, rows, _) in self._tables().items():
+            text += table(title, [heads, *rows], has_heads=True)
+        return text + "".join(f"<p>{escaped(line)}</p>" for line in self._dominating())
 
     def __repr__(self) -> str:
-        heads, rows = self._functions()
-        lines = _columns(heads, rows, (8, 10, 10, 8, 8, 12, 12))
-        for (heads, rows), widths in ((self._phases(), (6, *[13] * 6)), (self._largest(), (20, 10, 8, 12, 10, 11))):
-            if rows:
-                lines += ["", *_columns(heads, rows, widths)]
-        return "\n".join([*lines, *self._verdicts()])
+        shown = ["\n".join(_columns(*each)) for each in self._tables().values()]
+        return "\n".join(["\n\n".join(shown), *self._dominating()])
+
+    def _tables(self) -> dict[str, tuple[list[str], list[list[str]], Sequence[int]]]:
+        """Return heads, rows and widths of columns by title."""
+        functions, largest, ranks = self._functions(), self._largest(), self._ranks()
+        found: dict[str, Any] = {"profile": (*functions, (8, 10, 10, 8, 8, 12, 12))}
+        if largest[1]:
+            found["arguments"] = (*largest, (20, 10, 8, 12, 10, 11))
+        if ranks[1]:
+            found["ranks"] = (*ranks, (6, 8, 10, 10, 8))
+        return found
 
     def _functions(self) -> tuple[list[str], list[list[str]]]:
         rows = []
@@ -138,21 +127,22 @@ class Profile:
             rows.append([
                 title, str(record.num_calls), f"{wall_ns / 1e9:.3f}", f"{wall_ns / count / 1e6:.3f}",
                 f"{record.function_ns / wall_ns:.0%}", f"{record.wait_ns / wall_ns:.0%}",
-                str(nbytes_in // count), str(record.output_nbytes // count),
+                str(nbytes_in // count), str(record.nbytes_of("output") // count),
             ])  # fmt: skip
         return ["function", "calls", "total s", "ms/call", "share", "wait", "in B/call", "out B/call"], rows
 
-    def _phases(self) -> tuple[list[str], list[list[str]]]:
-        found = [each for each in self.ranks if each.phases]
-        names = ("forward", "backward", "reduce", "optimizer", "copy")
+    def _ranks(self) -> tuple[list[str], list[list[str]]]:
+        records = self.records
+        dearest = max(records, key=lambda title: records[title].wall_ns, default="")
         rows = [
-            [each.function, str(each.rank), *(f"{each.phases[name]:.3f}" for name in names), f"{each.wait_s:.3f}"]
-            for each in found
-        ]
-        return ["training step", "rank", *(f"{name} s" for name in names), "wait s"], rows
+            [each.function, str(each.rank), str(each.calls), f"{each.function_s - each.wait_s:.3f}",
+             f"{each.wait_s:.3f}", f"{each.share:.0%}"]
+            for each in (records[dearest].rank_totals(dearest) if dearest else ())
+        ]  # fmt: skip
+        return ["function", "rank", "calls", "work s", "wait s", "share"], rows
 
     def _largest(self) -> tuple[list[str], list[list[str]]]:
-        found = [each for each in self.transfers if each.nbytes >= _SHOWN_NBYTES and each.direction != "none"]
+        found = [each for each in self.transfers if each.nbytes >= _SHOWN_NBYTES or each.kind == "shared"]
         found.sort(key=lambda each: -each.nbytes)
         walls = {title: record.wall_ns for title, record in self.records.items()}
         rows = [
@@ -165,9 +155,15 @@ class Profile:
         ]  # fmt: skip
         return ["function", "argument", "kind", "calls", "MB", "copy s", "share"], rows
 
-    def _verdicts(self) -> list[str]:
-        told = {title: record.verdict() or record.note for title, record in self.records.items()}
-        return [f"{title}: {verdict}" for title, verdict in told.items() if verdict]
+    def _dominating(self) -> list[str]:
+        """Return the line that says what most of all time was spent on, if there were calls."""
+        records = self.records
+        parts = [(ns, what) for title, each in records.items() for what, ns in each.parts(title).items()]
+        if not parts:
+            return []
+        ns, what = max(parts)
+        whole_ns = max(sum(each.wall_ns for each in records.values()), 1)
+        return [f"{ns / whole_ns:.0%} of the time of all calls went to {what}."]
 
 
 def _columns(heads: Sequence[str], rows: Iterable[Sequence[str]], widths: Sequence[int]) -> list[str]:

@@ -21,9 +21,7 @@ from synk._master.processes.log import Dropped
 from synk._master.processes.program import search_path
 from synk._master.workers.failures import raise_failures
 from synk._master.workers.ranks import Ranks
-from synk._pure.interrupts import safe_point
 from synk._wire.messages import Kind, Reply
-from synk._wire.parcels import dumps
 from synk._wire.residents import NEVER, Adopt, Dump, ReportStates, Restore, methods_of
 from synk.errors import ClosedError, SerializationError, WorkerDied, add_note
 
@@ -72,7 +70,7 @@ class ResidentObject:
         file = io.BytesIO()
         try:
             pickler = HandlePickler(file)
-            safe_point(pickler.dump, (value, dump, load))
+            pickler.dump((value, dump, load))
         except Exception as error:
             raise SerializationError(
                 f"cannot send resident object {self.name!r} to the workers: {type(error).__name__}: "
@@ -80,11 +78,6 @@ class ResidentObject:
             ) from error
         self.classes = pickler.named
         return file.getvalue()
-
-    def whole(self, deadline: float | None) -> dict[str, Any]:
-        """Return rank 0's whole object, with its own ``dump`` and ``load``, as one pickle."""
-        value = self.residents.copy_of(self, 0, deadline)
-        return {"object": dumps((value, self._dump, self._load)), "state": None}
 
     def replace(self, value: Any, version: int) -> None:
         """Give every rank ``value`` as its object. The ranks learn of it before anything else."""
@@ -293,7 +286,7 @@ class Residents:
 
     def _loaded(self, resident: ResidentObject, data: bytes, rank: int) -> Any:
         try:
-            return safe_point(pickle.loads, data)
+            return pickle.loads(data)
         except Exception as error:
             raise SerializationError(
                 f"cannot load resident object {resident.name!r} from rank {rank}: {type(error).__name__}: {error}."

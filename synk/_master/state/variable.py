@@ -186,35 +186,36 @@ class Variable:
 
     def flip(self, ranks: Sequence[int] | range) -> None:
         """Make the second buffers of ``ranks`` the values. The workers are told."""
-        self._note_change()
-        # A single assignment: an interrupt leaves the values of all ranks old, or all new.
-        self.front = [1 - front if rank in ranks else front for rank, front in enumerate(self.front)]
-        for rank in ranks:
-            self.note_written(rank)
-        self.separate()
+        self._turn([1 - front if rank in ranks else front for rank, front in enumerate(self.front)], ranks)
 
     def unite(self, *, is_new: bool) -> None:
         """Make one buffer of rank 0 the value of every rank: its second one if ``is_new``, else its first.
 
         Equal values then lie in memory once. That is safe because nobody ever writes into a first buffer.
         """
-        self._note_change()
-        if is_new:
-            self.front[0] = 1 - self.front[0]
-            self.note_written(0)
-        index = self.front[0]
+        index = 1 - self.front[0] if is_new else self.front[0]
+        self.variables.torn, self._has_common = self, True
         for rank in range(1, len(self.front)):
             back = 1 - self.front[rank]
             own = self.buffers[rank][back]
-            # The buffer changes first and front last, so an interrupt in between leaves this rank its old value.
             self.buffers[rank][back] = self.buffers[0][index]
             if own is not None:
                 self._spares.append(own)
             self.shapes[rank][back] = self.shapes[0][index]
-            self.front[rank] = back
-            self.note_written(rank)
-        self._has_common = True
+        front = [index, *(1 - front for front in self.front[1:])]
+        self._turn(front, range(0 if is_new else 1, len(front)))
+
+    def _turn(self, front: list[int], written: Sequence[int] | range) -> None:
+        """Make other buffers the values, of all ranks at once. Those of ``written`` are new."""
+        content = [number + (rank in written) for rank, number in enumerate(self.content)]
+        is_stale = [stale and rank not in written for rank, stale in enumerate(self.is_stale)]
+        lost = self.lost.difference(written)
+        self._note_change()
+        self.variables.torn = self
+        # No handler of a signal runs between these stores: all ranks have their old value, or all the new one.
+        self.front, self.content, self.is_stale, self.lost = front, content, is_stale, lost
         self.separate()
+        self.variables.torn = None
 
     def separate(self) -> None:
         """Give ranks new second buffers where theirs is another rank's buffer. Called after each change of the buffers.
@@ -344,6 +345,9 @@ class Variables:
         Numbers for new variables.
     dropped : Dropped, of int
         Numbers of variables that no longer exist. Filled by finalizers.
+    torn : Variable or None
+        A variable whose ranks may have one second buffer, because the master is exchanging buffers, or an interrupt
+        broke that off.
     to_flip : list
         The changes of a commit that are not recorded yet, because it is running or an interrupt broke it off.
     """
@@ -357,6 +361,7 @@ class Variables:
         self._log, self._words = ranks.log, ranks.words
         self._has_devices = has_devices
         self._living: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
+        self.torn: Variable | None = None
         self.to_flip: list[tuple[Variable, int, int, bool]] = []
         self._flip_call = -1
 
@@ -418,7 +423,10 @@ class Variables:
         self.finish_commit()
 
     def finish_commit(self) -> None:
-        """Record a commit that an interrupt may have broken off after its store."""
+        """Record a commit that an interrupt may have broken off after its store, and part buffers it left shared."""
+        if self.torn is not None:
+            self.torn.separate()
+            self.torn = None
         flips = self.to_flip
         if not flips:
             return

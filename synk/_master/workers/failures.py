@@ -6,7 +6,6 @@ import importlib.util
 import pickle
 from collections.abc import Mapping
 
-from synk._pure.interrupts import HandlerRaised, safe_point
 from synk._pure.tracebacks import frames_of
 from synk._wire.messages import Failure, Reply, Status
 from synk.errors import RemoteError, add_note
@@ -33,7 +32,7 @@ def rebuild(failures: list[Failure], world_size: int, name: str, item: str = "")
         notes = [f"raised in {what} on {where}", *notes[:8]] + [f"and {len(notes) - 8} more ranks"] * (len(notes) > 8)
     if first.pickled is not None:
         try:
-            loaded = safe_point(pickle.loads, first.pickled)
+            loaded = pickle.loads(first.pickled)
             if isinstance(loaded, Exception):
                 also = f", and likewise on {len(alike)} more" if alike else ""
                 cause = _remote(first, f"on {where} in {what}{also}:\n{frames}")
@@ -43,8 +42,6 @@ def rebuild(failures: list[Failure], world_size: int, name: str, item: str = "")
                     add_note(loaded, note)
                 getattr(loaded, "__notes__", None)  # code that prints the exception will ask for the notes
                 return loaded
-        except HandlerRaised:
-            raise
         except BaseException:  # The user's class runs code here. Whatever it raises, the RemoteError is left.
             pass
     error = _remote(first, f"{where} raised {first.type_name} in {what}: {first.message}\n{frames}")

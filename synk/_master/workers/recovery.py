@@ -21,7 +21,7 @@ from synk._master.processes.output import warn_at_users_line
 from synk._master.processes.processes import Processes, WorkerState
 from synk._master.processes.reports import DeathReports
 from synk._master.workers.requests import Request, Requests
-from synk._pure.interrupts import deferred, raised_by_handler
+from synk._pure.interrupts import deferred
 from synk._pure.limits import poll_ms
 from synk._wire.control import Down, interrupt_word
 from synk._wire.messages import Kind
@@ -156,7 +156,7 @@ class Recovery:
         """After an error in the middle of a message, make the workers that still owe a reply idle."""
         self._requests.lose(error)  # First: if the rest fails, nobody waits for an answer that was read and dropped.
         if self._requests.debtors() and not self._processes.is_closed:
-            self._settle(is_interrupted=isinstance(raised_by_handler(error), KeyboardInterrupt))
+            self._settle(is_interrupted=isinstance(error, KeyboardInterrupt))
 
     def settle(self) -> None:
         """Settle what a signal handler broke off: every rank is idle or dead, and nothing is in flight."""
@@ -275,9 +275,9 @@ class Recovery:
         self._on_idle()
         for worker in workers:
             self._counters["restarts"] += 1
-            self._processes.start_again(worker)
             worker.is_prepared = False
-            self.restarted.append(worker.rank)
+            self.restarted.append(worker.rank)  # before it is started: who uses it is sure to see that it is another
+            self._processes.start_again(worker)
 
     def replace_all(self) -> None:
         """End all workers, which must be idle, and start others in their place. The new ones are not up yet."""

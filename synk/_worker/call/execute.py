@@ -17,7 +17,6 @@ from synk._wire.memory import Segment
 from synk._worker.call.inputs import Inputs
 from synk._worker.call.outputs import Outputs
 from synk._worker.call.slices import run_slices
-from synk._worker.held.pages import give_back, is_written
 from synk._worker.held.plans import PreparedPlan
 from synk._worker.held.rows import Rows
 from synk._worker.held.variables import VariableStore
@@ -65,7 +64,7 @@ class PlanExecutor:
             bases, arguments = prepared.bases, []
             for position, part in rows.views.items():
                 # A new view, because the function may change its shape. Nobody else may refer to it: if anything does
-                # after the call, the function has kept it (Loans.are_touched).
+                # after the call, the function has kept it (InputViews.is_kept).
                 arguments.append(bases[position][part])
             began = time.monotonic_ns()
             result = function.fn(*arguments)
@@ -86,7 +85,6 @@ class PlanExecutor:
             for to_come in range(num_repeats - 1, 0, -1):
                 self.to_come = to_come / num_repeats
                 self._run(prepared, rows, variables)
-                self._take_back(prepared.spans)
                 variables.keep_assigned()
         finally:
             self.to_come = 0.0
@@ -113,11 +111,7 @@ class PlanExecutor:
         self, prepared: PreparedPlan, parts: Sequence[Rows], objects: Sequence[Any], variables: VariableStore
     ) -> Any:
         return run_slices(
-            prepared.function,
-            self._backend,
-            parts,
-            lambda part: self._call(prepared, part, objects, variables),
-            lambda part: self._take_back(prepared.loans.spans(part)),
+            prepared.function, self._backend, parts, lambda part: self._call(prepared, part, objects, variables)
         )
 
     def _call(
@@ -132,52 +126,47 @@ class PlanExecutor:
         function = prepared.function
         args, kwargs = self.inputs.arguments(prepared, rows, objects, variables, ahead)
         began = time.monotonic_ns()
+        if self._backend.is_device:
+            cast(DeviceBackend, self._backend).note_begin()
         result = function.fn(*args, **kwargs)
+        if self._backend.is_device:
+            cast(DeviceBackend, self._backend).note_end()
         self.ended = time.monotonic_ns()
         self.function_ns += self.ended - began
         return variables.take_updates(function, result, rows.high - rows.low) if function.updates else result
 
     def note_times(self, own_up: memoryview, received: int) -> None:
-        """Write when this rank received the call, began and ended its function, and had its outputs in place."""
+        """Write when this rank received the call, began and ended its function, and had its outputs in place.
+
+        A function on a device has ended when the device has done what it queued.
+        """
+        if self._backend.is_device:
+            backend = cast(DeviceBackend, self._backend)
+            own_up[Up.H2D_NBYTES], own_up[Up.D2H_NBYTES], own_up[Up.PAGEABLE_NBYTES] = backend.take_copied()
+            queued_ns = max(backend.take_work_ns() - self.function_ns - own_up[Up.WAIT_NS], 0)
+            self.ended += queued_ns
+            self.function_ns += queued_ns
+            own_up[Up.FUNCTION_NS] = self.function_ns
         own_up[Up.RECEIVED_NS] = received
         # With slices: as if they followed each other. What the function waited for other ranks is not in function_ns.
         own_up[Up.BEGAN_NS] = self.ended - self.function_ns - own_up[Up.WAIT_NS]
         own_up[Up.ENDED_NS] = self.ended
         own_up[Up.PUBLISHED_NS] = time.monotonic_ns()
-        if self._backend.is_device:
-            copied = cast(DeviceBackend, self._backend).take_copied()
-            own_up[Up.H2D_NBYTES], own_up[Up.D2H_NBYTES] = copied
 
     def forget(self) -> None:
         """Drop the outputs of the last call, and inputs that were brought ahead of the next one."""
         self.outputs.forget()
         self.inputs.forget()
 
-    # -- inputs that the function keeps or writes into ----------------------------------------------------------------
-
-    def _take_back(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Drop what the function has written into its inputs, if they are tensors."""
-        for address, nbytes in spans:
-            if is_written(address, nbytes):
-                self.outputs.let_go()
-                give_back(address, nbytes)
-
-    def settle_inputs(self, prepared: PreparedPlan) -> bool:
-        """After a function has returned, deal with inputs that it has kept or written into.
-
-        Return whether it has kept plain arrays. If so, they have pages of their own now, and the caller must map the
-        segment again.
-        """
-        loans = prepared.loans
-        if loans.is_kept():
-            self.outputs.let_go()
-            if loans.is_kept():
-                low, high = self._own_down[Down.LOW], self._own_down[Down.HIGH]
-                self._backend.forget_segment(loans.staging)
-                loans.make_own(prepared.cut(self._own_down, low, high))
-                return True
-        self._take_back(prepared.spans)
-        return False
+    def settle_inputs(self, prepared: PreparedPlan) -> Segment | None:
+        """Give inputs that the function has kept pages of their own. Return their segment, to be mapped again."""
+        self.outputs.let_go()  # they may be views of the inputs
+        inputs = prepared.inputs
+        if inputs.staging is None or not inputs.is_kept():
+            return None
+        self._backend.forget_segment(inputs.staging)
+        inputs.make_own(prepared.cut(self._own_down, self._own_down[Down.LOW], self._own_down[Down.HIGH]))
+        return inputs.staging
 
 
 _CALL = int(Down.CALL)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from synk._pure.nested import build
+from synk._pure.tables import taken_rows, unpacked
 from synk._pure.tensors import as_dtype
 from synk._pure.trees import flatten, unflatten
 from synk._wire.cell import cell
@@ -45,7 +46,7 @@ class Inputs:
         if prepared.pickle_view is None:
             return ()
         try:
-            objects = pickle.loads(prepared.pickle_view, buffers=prepared.loans.buffers)
+            objects = pickle.loads(prepared.pickle_view, buffers=prepared.inputs.buffers)
             arrays = [self._backend.from_objects(value) for value in objects]
             if prepared.function.to_framework is None:
                 return arrays
@@ -87,6 +88,10 @@ class Inputs:
         for position, item in prepared.others:
             if item.kind == "object":
                 values[position] = objects[item.offset]
+            elif item.kind == "table":
+                own = unpacked(prepared.bases[position])
+                low, high = rows.low - rows.first, rows.high - rows.first
+                values[position] = taken_rows(own, slice(low, high)) if prepared.is_sliced else own
             elif item.kind == "resident":
                 values[position] = cell.worker.residents.get(item.segment_id).value
             else:
@@ -105,7 +110,9 @@ class Inputs:
             view = bases[position][part]
             arrays[position] = backend.from_host(view) if backend.is_device else view
         for position, indices in rows.picked.items():
-            arrays[position] = backend.take_rows(bases[position], indices)
+            own = arrays[position] = backend.take_rows(bases[position], indices)
+            if not backend.is_device and prepared.function.to_framework is None:
+                own.flags.writeable = False  # inputs are read-only, also if their rows are copies
         return arrays
 
     # -- brought ahead ------------------------------------------------------------------------------------------------

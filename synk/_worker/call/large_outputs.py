@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,10 +13,12 @@ from synk._pure.ops import REDUCTIONS, Op, Reduction, accumulator_dtype
 from synk._pure.ranges import chunk_bounds
 from synk._wire.memory import Segment
 from synk._wire.messages import Leaf, Move, slot_offsets
-from synk._worker.comm.collectives import Collectives
 from synk._worker.held.plans import PreparedPlan
 from synk._worker.held.slots import NO_VIEW, Slots
 from synk.backends import Backend
+
+if TYPE_CHECKING:
+    from synk.cuda._collectives import NcclCollectives
 
 
 def own(backend: Backend, holder: Any, position: int) -> Any:
@@ -48,7 +50,7 @@ class LargeOutputs:
 
     Attributes
     ----------
-    collectives : Collectives or None
+    collectives : NcclCollectives or None
         The collectives between all ranks, if the ranks have joined an NCCL group.
     """
 
@@ -56,7 +58,7 @@ class LargeOutputs:
         self._backend = backend
         self._slots = slots
         self._parts: dict[int, Any] = {}
-        self.collectives: Collectives | None = None
+        self.collectives: NcclCollectives | None = None
 
     def forget(self) -> None:
         self._parts = {}

@@ -157,7 +157,7 @@ class Outputs:
         )
         if not (is_plain and is_small) or self._backend.is_device:
             return None
-        return OutputSlots(result, values, layout.leaves, prepared.slot_views, prepared.structure, function)
+        return OutputSlots(result, values, layout, prepared.slot_views, prepared.structure, function)
 
     def _fill_slot(self, prepared: PreparedPlan) -> Status:
         if not self.slots.lay_out(prepared):

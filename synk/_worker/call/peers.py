@@ -24,7 +24,8 @@ from synk.communicators._short_path import ShortPath
 from synk.errors import CollectiveMismatch
 
 if TYPE_CHECKING:
-    from synk._worker.comm.nccl_group import WorkerGroup
+    from synk.cuda._collectives import NcclCollectives
+    from synk.cuda._group import WorkerGroup
 
 _CALL, _RESULT = int(Down.CALL), int(Down.RESULT)  # members of an enumeration are slow to look up
 
@@ -165,7 +166,7 @@ class Peers:
         if slots.has_group and self.group is not None and self.group.communicator is not None:
             self.is_communicating = True
             framework = (function.to_framework, function.from_framework)
-            self._collectives = self.group.collectives_in(communicator, framework)
+            self._collectives = self._by_nccl(self.group, framework, communicator)
             return self._collectives
         return self._opened(communicator, ranks, function, communicator.short_path)
 
@@ -184,14 +185,14 @@ class Peers:
         else:
             arrays = UserArrays(self._backend, framework, communicator.results)
             self.short_path = short_path if framework == (None, None) else None
-        self._collectives = Collectives(communicator, self._on_host, len(ranks), arrays, host=communicator)
+        self._collectives = Collectives(communicator, self._on_host, arrays, len(ranks))
         return self._collectives
 
     def join(self, order: Any, lanes: Sequence[WorkerLane]) -> dict[str, Any]:
         """Make the id of a group of NCCL, or join one, and have all lanes reduce by it."""
         backend = cast(NcclBackend, self._backend)
         if self.group is None:
-            from synk._worker.comm.nccl_group import WorkerGroup  # CPU workers need none of it
+            from synk.cuda._group import WorkerGroup  # CPU workers need none of it
 
             self.group = WorkerGroup(self._rank, self._world_size, self._down, self._up, backend)
         if order.unique_id is None:
@@ -199,8 +200,13 @@ class Peers:
         with backend.running():
             library = self.group.join(order.number, order.unique_id)
         for lane in lanes:
-            lane.executor.outputs.large.collectives = self.group.collectives()
+            lane.executor.outputs.large.collectives = self._by_nccl(self.group)
         return {"library": library}
+
+    def _by_nccl(self, group: WorkerGroup, *of_call: Any) -> NcclCollectives:
+        from synk.cuda._collectives import NcclCollectives
+
+        return NcclCollectives(group, cast(NcclBackend, self._backend), *of_call)
 
     def check_group(self, lane: WorkerLane) -> None:
         """Raise if the group broke in a call that used it."""

@@ -21,7 +21,6 @@ def run_slices(
     backend: Backend,
     slices: Sequence[Rows],
     call: Callable[[Rows], Any],
-    take_back: Callable[[Rows], None],
 ) -> Any:
     """Return the result of ``function`` over all slices of this rank's rows.
 
@@ -30,8 +29,6 @@ def run_slices(
     slices : sequence of Rows
     call : callable
         Runs the function on a slice.
-    take_back : callable
-        Drops what the function wrote into its inputs when it got a slice.
     """
     accumulators: list[Accumulator] = []
     structure: Any = None
@@ -74,8 +71,6 @@ def run_slices(
                 value = as_returned(as_object(backend, value), were_tensors[position])
             is_one = isinstance(value, Object) and (ops[position].concatenates or are_tables[position])
             accumulator.add(value.value if is_one else value, part.high - part.low)
-        if function.to_framework is not None:  # the next slice must see the inputs as they were
-            take_back(part)
     rows = [part.high - part.low for part in slices]
     totals = [
         Object(SliceValues(accumulator.result(), rows))

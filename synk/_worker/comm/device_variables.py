@@ -9,12 +9,14 @@ of arrays, which takes the place of the first one when the master has committed 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from synk._wire.control import Down
 from synk._wire.variables import Declaration, shapes_of
-from synk._worker.comm.collectives import Collectives
 from synk._worker.held.variables import Replica, VariableStore
+
+if TYPE_CHECKING:
+    from synk.cuda._collectives import NcclCollectives
 
 
 class DeviceReplica(Replica):
@@ -70,7 +72,7 @@ class DeviceReplica(Replica):
         for target, source in zip(targets, pending):
             target[...] = source
 
-    def collective(self, kind: str, op: str, collectives: Collectives) -> list[Any]:
+    def collective(self, kind: str, op: str, collectives: NcclCollectives) -> list[Any]:
         """Do this rank's part of a collective over the variable, and return the new arrays."""
         with collectives.guard():
             if kind == "broadcast":

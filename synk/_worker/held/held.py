@@ -9,7 +9,7 @@ import numpy as np
 
 from synk._wire.memory import Segment
 from synk._wire.messages import Body, LoadOrder, Plan
-from synk._worker.held.pages import give_back, is_written, own_bytes
+from synk._worker.held.pages import own_bytes
 from synk._worker.held.plans import LoadedFunction, PreparedPlan
 from synk._worker.held.received import Received
 from synk.backends import Backend
@@ -23,22 +23,20 @@ class Held:
     ----------
     segments, functions, plans : dict
         By number.
-    kept_data : set of (int, int, int)
-        The ``Data`` whose tensors functions have kept; see ``Loans.kept_data``.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, rank: int, backend: Backend) -> None:
+        self._rank = rank
         self._backend = backend
         self._received = Received(self._own_memory)
         self.segments: dict[int, Segment] = {}
         self.functions: dict[int, LoadedFunction] = {}
         self.plans: dict[int, PreparedPlan] = {}
-        self.kept_data: set[tuple[int, int, int]] = set()
 
     # -- segments -----------------------------------------------------------------------------------------------------
 
     def map_segment(
-        self, fd: int, number: int, nbytes: int, is_writable: bool, is_staging: bool, is_arena: bool, is_file: bool
+        self, fd: int, number: int, nbytes: int, is_writable: bool, is_staging: bool, is_arena: bool
     ) -> Segment:
         """Map a segment that has arrived. If it is only read, its mapping is private: nobody else sees what is written.
 
@@ -46,7 +44,7 @@ class Held:
         """
         is_private = not (is_writable or self._backend.is_device)
         segment = Segment(fd, nbytes, is_writable=is_writable, segment_id=number, is_private=is_private)
-        segment.is_staging, segment.is_arena, segment.is_file = is_staging, is_arena, is_file
+        segment.is_staging, segment.is_arena = is_staging, is_arena
         if not is_staging:  # only a staging segment may have to be mapped again
             segment.close_fd()
         return segment
@@ -54,8 +52,7 @@ class Held:
     def add_segment(self, segment: Segment) -> None:
         """Take in a segment that has arrived."""
         self.segments[segment.id] = segment
-        # The backend does not register these: the parts of an arena come and go, and a file's pages are the system's.
-        if not (segment.is_arena or segment.is_file):
+        if not segment.is_arena:  # its parts come and go, so the backend does not register it
             self._backend.note_segment(segment)
 
     def take_in(self, body: Body) -> None:
@@ -78,7 +75,6 @@ class Held:
             # The plans go first: their views would keep the memory mapped.
             for plan_id in [p for p, prepared in self.plans.items() if prepared.segment_ids & segment_ids]:
                 del self.plans[plan_id]
-            self.kept_data = {kept for kept in self.kept_data if kept[0] not in segment_ids}
             for segment_id in segment_ids:
                 segment = self.segments.pop(segment_id, None)
                 if segment is not None:
@@ -107,7 +103,7 @@ class Held:
         """Take in the plan of a call, for this call and its repetitions."""
         try:
             function, is_device = self.functions[plan.function_id], self._backend.is_device
-            self.plans[plan.plan_id] = PreparedPlan(plan, function, self.segments, is_device=is_device)
+            self.plans[plan.plan_id] = PreparedPlan(plan, function, self.segments, self._rank, is_device=is_device)
         except KeyError as error:
             raise SharedMemoryError(
                 f"cannot find shared segment {error}: it came with an earlier call, which this process could not "
@@ -128,9 +124,3 @@ class Held:
         for prepared in self.plans.values():
             if segment.id in prepared.segment_ids:
                 prepared.map(self.segments)
-
-    def renew_data(self, prepared: PreparedPlan) -> None:
-        """Before a call, drop what functions wrote into ``Data`` through tensors that they had kept."""
-        for segment_id, address, nbytes in self.kept_data:
-            if segment_id in prepared.segment_ids and is_written(address, nbytes):
-                give_back(address, nbytes)

@@ -8,16 +8,17 @@ from typing import Any
 
 import numpy as np
 
+from synk._pure.exact import as_recarray
 from synk._pure.nested import PLAIN_TYPES
 from synk._pure.ops import EACH, Op
 from synk._pure.output_ops import each_op, ops_of
 from synk._pure.tensors import is_tensor
-from synk._pure.trees import DictStructure, flatten, key_orders
+from synk._pure.trees import flatten, key_orders
 from synk._wire.control import Down
+from synk._wire.file_maps import map_again
 from synk._wire.memory import Segment
 from synk._wire.messages import IN_SEGMENTS, Layout, Leaf, Move, Plan
-from synk._wire.spans import as_nvtx_range
-from synk._worker.held.loans import Loans
+from synk._worker.held.inputs import InputViews
 from synk._worker.held.residents import Changing, Reading
 from synk._worker.held.rows import Rows
 from synk.backends import Backend
@@ -42,7 +43,6 @@ class LoadedFunction:
         classes: Any,  # only to be kept
         backend: Backend,
     ) -> None:
-        fn = as_nvtx_range(fn, name)
         if changes:
             fn = Changing(fn, changes)
         self.fn = Reading(fn, modules, name) if modules and not changes else fn
@@ -70,21 +70,23 @@ class OutputSlots:
         self,
         result: Any,
         values: Sequence[Any],
-        leaves: Sequence[Leaf],
+        layout: Layout,
         views: Sequence[np.ndarray],
         structure: Any,
         function: LoadedFunction,
     ) -> None:
-        self._kind = type(result)
+        self._kind, skeleton, leaves = type(result), layout.skeleton, layout.leaves
+        is_dict = type(skeleton) is dict and set(map(type, skeleton)) == {str}
+        parts = list(skeleton.values()) if is_dict else skeleton if type(skeleton) is tuple else [skeleton]
         # None for a single value, a tuple of values, or a dict of values: then the slots are in the order of the dict.
-        is_flat = structure == "leaf" or structure == (tuple, len(values)) or type(structure) is DictStructure
+        is_flat = all(type(part) is int for part in parts)
         self._structure = None if is_flat else structure
         self._orders = None if is_flat else key_orders(result)
         self._keys: tuple[str, ...] = ()
-        if type(structure) is DictStructure:
-            self._keys = structure.order
-            values = [values[k] for k in structure.places]
-            leaves, views = [leaves[k] for k in structure.places], [views[k] for k in structure.places]
+        if is_flat and is_dict:
+            self._keys = tuple(skeleton)
+            values, views = [values[k] for k in parts], [views[k] for k in parts]
+            leaves = tuple(leaves[k] for k in parts)
         self._slots = [
             (type(value), _conversion(value, leaf, function), view.dtype, view.shape, view)
             for value, leaf, view in zip(values, leaves, views)
@@ -157,8 +159,11 @@ class PreparedPlan:
     :meth:`choose`), and what the function returned last (its layout, and the slots where it went).
     """
 
-    def __init__(self, plan: Plan, function: LoadedFunction, segments: dict[int, Segment], *, is_device: bool) -> None:
+    def __init__(
+        self, plan: Plan, function: LoadedFunction, segments: dict[int, Segment], rank: int, *, is_device: bool
+    ) -> None:
         self.plan = plan
+        self._rank = rank
         self.function = function
         self.is_sliced = plan.num_slices > 1 and not plan.is_rowless
         self.nests: Sequence[tuple[int, int, Any]] = _load_nests(plan.nests, function.name)
@@ -166,7 +171,7 @@ class PreparedPlan:
         arguments = [(k, item) for k, item in enumerate(plan.inputs) if item.kind != "closed over"]
         # The names of the arguments that the function gets by keyword, which come last.
         self.keywords = [item.name for k, item in arguments if k not in inner and item.name]
-        self.others = [(k, item) for k, item in arguments if item.kind not in ("rows", "whole")]
+        self.others = [(k, item) for k, item in arguments if item.kind not in ("rows", "picked", "whole")]
         # Whether the function gets views of arrays, by position and nothing else.
         self.takes_views = not (
             is_device or function.to_framework or self.nests or self.keywords
@@ -176,6 +181,7 @@ class PreparedPlan:
         is_whole = len(arguments) == len(plan.inputs)
         is_once = not self.is_sliced and plan.num_repeats == 1
         self.is_plain = self.takes_views and is_whole and is_once and not function.updates
+        self._files = {k: as_recarray(map_again(*item.file)) for k, item in arguments if item.file is not None}
         self.map(segments)
         self.segment_ids = {item.segment_id for item in plan.inputs if item.kind in IN_SEGMENTS}
         places = (plan.pickle_place, plan.indices_place, plan.local_indices_place, *plan.buffers)
@@ -192,8 +198,8 @@ class PreparedPlan:
     def map(self, segments: dict[int, Segment]) -> None:
         """Make the views of shared memory. Called once more after a segment was mapped again."""
         plan = self.plan
-        self.loans = Loans(plan, segments, is_writable=self.function.to_framework is not None)
-        self.bases: list[Any] = self.loans.arrays
+        self.inputs = InputViews(plan, segments, self._files, self._rank)
+        self.bases: list[Any] = self.inputs.arrays
         self.whole: dict[int, list[Any]] = {}  # for a serial call: by variable, all rows of sharded variables
         for item, base in zip(plan.inputs, self.bases):
             if item.kind == "closed over":
@@ -206,14 +212,11 @@ class PreparedPlan:
             self.pickle_view = segments[segment_id].buffer[offset : offset + nbytes].data
         self.numbers = b""
         self.rows: Rows | None = None
-        self.spans: Sequence[tuple[int, int]] = ()  # the memory that the function can write into
 
     def choose(self, numbers: bytes, own_down: Sequence[int]) -> None:
         """Choose this rank's rows from the numbers of a call, given as bytes and as the rank's control block."""
         self.numbers = b""  # an interrupt may come between any two lines: no old rows may pass for these
         self.rows = self.cut(own_down, own_down[Down.LOW], own_down[Down.HIGH])
-        if self.function.to_framework is not None:
-            self.spans = self.loans.spans(self.rows)
         self.numbers = numbers
 
     def cut(self, own_down: Sequence[int], low: int, high: int) -> Rows:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from synk._wire.cell import cell
-from synk._wire.control import PHASES, Down
+from synk._wire.control import Down
 from synk._wire.residents import Adopt, Dump, ReportStates, Restore
 from synk._worker.held.pickling import dumps
 
@@ -122,7 +122,7 @@ class RankResidents:
 
 
 class Changing:
-    """Wraps a function that was made with ``changes=``: each call of it changes some resident objects.
+    """Wraps a function that was made with residents in ``updates=``: each call of it changes some resident objects.
 
     It marks these objects as torn before the function runs, and gives all of them the number of the call, in one step,
     when the function has returned. If the function raises, or its rank dies, they stay torn, and the master brings them
@@ -143,8 +143,6 @@ class Changing:
         for resident in self._residents:
             resident.begin()
         worker = cell.worker
-        for place in PHASES.values():  # only training steps write them
-            worker.lane.own_up[place] = 0
         try:
             result = self._fn(*args, **kwargs)
             # All of them, or none: an interrupt waits until the last one has its number.
@@ -160,7 +158,7 @@ class Changing:
 
 
 class Reading:
-    """Wraps a function that captured torch modules without ``changes=``: it may read them, but not change them.
+    """Wraps a function that captured torch modules without ``updates=``: it may read them, but not change them.
 
     A change, such as the running averages of a batch norm, would stay on this rank: neither the other ranks nor the
     master would have it. So the wrapper compares the versions and addresses of all parameters and buffers before and
@@ -222,7 +220,7 @@ class Reading:
                 f"cannot use the result of {self._name!r}: it has changed {self._has_changed!r} of a torch module that "
                 "it captured, on this worker's copy alone, expected a function that only reads it (batch norms: "
                 "module.eval()). Train with synk.torch.replicate(model, optimizer), or keep the module on the workers "
-                "by synk.resident(module) and changes=[...]."
+                "by synk.resident(module) and updates=[...]."
             )
 
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 class Rows:
     """The rows that a function gets at a time: its rank's rows, or the rows of one slice.
 
-    It holds places, not arrays, because a reference to an array would look like one that the function kept (``Loans``).
+    It holds places, not arrays, because a reference to an array would look like one that the function kept
+    (``InputViews``).
 
     Parameters
     ----------
@@ -54,6 +55,8 @@ class Rows:
         for position, item in enumerate(inputs):
             if indices is not None and item.kind == "rows":
                 self.picked[position] = indices[low:high]
+            elif item.kind == "picked":
+                self.views[position] = slice(low, high)
             elif item.kind == "rows":
                 self.views[position] = row_range(own_down, low, high)
             elif item.kind == "whole":

@@ -118,8 +118,7 @@ class Replica:
         if self._structure == "leaf":
             return leaves[0]
         value = unflatten(self._structure, leaves)
-        is_flat_tuple = isinstance(self._structure, tuple) and self._structure[0] is tuple
-        if not is_flat_tuple:
+        if type(value) is not tuple or any(isinstance(part, (tuple, list, dict)) for part in value):
             self._store.note_given(self, value, leaves)
         return value
 
@@ -519,5 +518,5 @@ class VariableStore:
         return unflatten(replica._structure, leaves)
 
     def as_framework(self, leaf: Any) -> Any:
-        """Return an array of a value as a tensor. On the host it is a copy, because a tensor cannot be read-only."""
+        """Return an array of a value as one of the framework, on the host with memory of its own."""
         return self.to_framework(leaf.copy() if isinstance(leaf, np.ndarray) else leaf)

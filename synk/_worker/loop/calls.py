@@ -112,8 +112,6 @@ def run_call(worker: Worker, plan_id: int, body: Body | None) -> Reply:
     prepared = lane.called = held.plans[plan_id]
     if reach:
         reach("call.before_function")
-    if held.kept_data:
-        held.renew_data(prepared)
     worker.own_up[_PHASE] = _FUNCTION
     result = executor.run(prepared, worker.variables)
     # Before anything is published: a message that no rank has received must fail the call, and nothing of a call that

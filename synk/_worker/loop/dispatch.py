@@ -70,7 +70,7 @@ def handle(
         del content  # it may hold the function's inputs
     called = lane.called
     # This must come before the reply: once the master has that, it may write the inputs of the next call.
-    if kind == _CALL and called is not None and called.loans.are_touched(called.spans, worker.held.kept_data):
+    if kind == _CALL and called is not None and called.inputs.is_kept():
         try:
             worker.settle_inputs(called)
         except Exception as error:

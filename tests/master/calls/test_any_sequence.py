@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from support.seeds import seeds
 
+import synk
+
 WHERE = [1, 2, 3, "inline"]
 X = np.arange(24.0).reshape(8, 3)
 
@@ -119,7 +121,7 @@ class Program:
             data.data[0] = 5.0
         elif what == 10:
             self.value = self.value * self.rt.world_size
-            self.rt.all_reduce(self.variable, "sum")
+            synk.all_reduce(self.variable, "sum")
         else:
             self.rt.function(lambda x: x.sum(), outputs="sum")(self.numbers.normal(size=(3, 2)))
 

@@ -98,6 +98,21 @@ def test_array_bytes_cross_through_segments_only(subtests: Any, shared_runtimes:
             assert max(sent[kind] for kind in ("bytes_pickled", "bytes_down", "bytes_up")) < 20_000
 
 
+def test_batch_copies_only_the_rows_that_it_picks(subtests: Any, shared_runtimes: Any) -> None:
+    """Of large arrays, beside others that are not copied at all."""
+    rt, x = shared_runtimes[2], np.arange(600_000.0).reshape(-1, 2)
+    data, shard = rt.data(x), rt.shared(x[:, 0], sharded=True)
+    f = rt.function(lambda a, b, s: a[:, 0] - 2 * b["c"][:, 1] + s, outputs="gather")
+    for rows in (slice(3), slice(7, 299_000, 99_999), slice(None, None, -70_000), [299_999, 4, 4, 0], x[:, 0] < 7):
+        for a, c in ((x, x), (data, x), (x, data)):
+            with subtests.test(rows=str(rows), a=type(a).__name__, c=type(c).__name__):
+                before, expected = rt.counters["bytes_staged"], (x[:, 0] - 2 * x[:, 1] + x[:, 0])[rows]
+                np.testing.assert_array_equal(f(a, {"c": c}, shard, batch=rows), expected)
+                assert rt.counters["bytes_staged"] - before < 1000
+                parts = rt.function(lambda a: a, outputs="gather")(a, batch=rows, num_slices=2)
+                np.testing.assert_array_equal(parts, x[rows])
+
+
 def test_what_sends_nothing(shared_runtimes: Any) -> None:
     """To make, resize and drop data, to define functions, to distribute what is there; new functions go together."""
     rt = shared_runtimes[2]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from support.names import named
 from support.tables import combinations
 
 import synk
@@ -110,8 +111,8 @@ def told_apart(value: Any) -> Any:
 
 def functions_of(runtime: synk.Runtime) -> tuple[Any, Any]:
     return (
-        runtime.function(lambda x: [each.tolist() for each in x], outputs="gather", name="f"),
-        runtime.function(lambda x: [each.tolist() for each in x["rows"]], outputs="gather", name="f"),
+        runtime.function(named("f", lambda x: [each.tolist() for each in x]), outputs="gather"),
+        runtime.function(named("f", lambda x: [each.tolist() for each in x["rows"]]), outputs="gather"),
     )
 
 

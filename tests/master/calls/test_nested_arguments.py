@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from support.names import named
 from support.seeds import WHOLE_OR_SAMPLE
 from support.told import told
 
@@ -215,9 +216,7 @@ def test_leaves_of_every_kind_with_every_option(shared_runtimes: Any, subtests: 
         return {"rows": fields["x"] * scale + extra[1], "sum": (fields["pair"].x * extra[0][:, None]).sum(axis=0)}
 
     functions = {
-        where: shared_runtimes[where].function(
-            compute, bcast_inputs="scale", outputs={"rows": "gather", "sum": "sum"}, name="compute"
-        )
+        where: shared_runtimes[where].function(compute, bcast_inputs="scale", outputs={"rows": "gather", "sum": "sum"})
         for where in WHERE
     }
     cases = list(itertools.product(WHERE, KINDS, KINDS, range(len(BATCHES)), (1, 3)))
@@ -364,8 +363,8 @@ REFUSED_WHOLE: list[tuple[Callable[[Any], Any], str]] = [
 
 def test_mistakes_are_named_by_their_place(shared_runtimes: Any, subtests: Any) -> None:
     rt = shared_runtimes[2]
-    f = rt.function(lambda x: 1.0, name="f")
-    g = rt.function(lambda p, x: 1.0, bcast_inputs="p", name="g")
+    f = rt.function(named("f", lambda x: 1.0))
+    g = rt.function(named("g", lambda p, x: 1.0), bcast_inputs="p")
     for make, error, text in REFUSED:
         with subtests.test(text=text):
             value = make(shared_runtimes)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from support.names import named
 from support.seeds import WHOLE_OR_SAMPLE, drawn
 from support.tables import combinations
 from support.told import told
@@ -98,9 +99,7 @@ def test_each_rank_returns_what_it_likes_from_call_to_call(shared_runtimes: Any,
         return PLACES[place][0](FORMS[form](x), x)
 
     functions = {
-        (place, workers): shared_runtimes[workers].function(
-            run, bcast_inputs=("form", "place"), outputs=outputs, name="run"
-        )
+        (place, workers): shared_runtimes[workers].function(run, bcast_inputs=("form", "place"), outputs=outputs)
         for place, (_, outputs, _) in PLACES.items()
         for workers in WHERE
     }
@@ -151,7 +150,7 @@ def test_who_returns_none_may_change_from_call_to_call(shared_runtimes: Any) -> 
 
 
 def test_a_subset_of_outputs_needs_an_op_for_each(shared_runtimes: Any) -> None:
-    f = shared_runtimes[2].function(lambda x: (1, [2] * synk.comm.rank), outputs=None, name="f")
+    f = shared_runtimes[2].function(named("f", lambda x: (1, [2] * synk.comm.rank)), outputs=None)
     with pytest.raises(TypeError, match=r"cannot select outputs of 'f': got output_subset and op None"):
         f(np.zeros(2), output_subset=[0])
     g = shared_runtimes[2].function(

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.names import named
 
 import synk
 from synk.errors import CollectiveMismatch
@@ -104,7 +105,7 @@ def test_all_rows_and_all_values_reach_it(subtests: Any, shared_runtimes: Any) -
     """Small outputs and large ones."""
     for where in WHERE:
         f = shared_runtimes[where].function(
-            lambda x: (x, moments(x), x.max(axis=0)), outputs=(Median(), Variance(), "max"), name="f"
+            named("f", lambda x: (x, moments(x), x.max(axis=0))), outputs=(Median(), Variance(), "max")
         )
         for rows, columns in ((1, 4), (2, 4), (4, 4), (9, 4), (7, WIDE)):
             x = np.random.default_rng(rows).normal(size=(rows, columns))
@@ -200,12 +201,12 @@ def test_a_state_that_the_program_changes_is_that_of_the_next_call(shared_runtim
 @pytest.mark.parametrize("where", WHERE)
 def test_without_rows_it_is_refused_unless_it_says_otherwise(shared_runtimes: Any, where: Any) -> None:
     rt, y = shared_runtimes[where], np.arange(5.0)
-    f = rt.function(lambda y: y, bcast_inputs="y", outputs=Median(), name="f")
+    f = rt.function(named("f", lambda y: y), bcast_inputs="y", outputs=Median())
     for call in (f, f.serial, f.submit, f.verify):
         with pytest.raises(ValueError, match=r"cannot call 'f': got op Median and no rows to divide.*per_rank=True"):
             call(y)
     with pytest.raises(ValueError, match=r"cannot call 'f' with no rows: op Median has no value there"):
-        rt.function(lambda x: x, outputs=Median(), name="f")(np.empty(0))
+        rt.function(named("f", lambda x: x), outputs=Median())(np.empty(0))
 
     class Alike(Seen):
         needs_rows = False
@@ -256,7 +257,7 @@ def test_what_it_raises_names_the_op_and_the_function_and_breaks_nothing(subtest
         rt = shared_runtimes[where]
         w = rt.shared(np.zeros(()))
         fine = rt.function(lambda x: (x, x.sum()), outputs=(Median(), "sum"))
-        f = rt.function(counting(w), outputs=outputs, name="count")
+        f = rt.function(named("count", counting(w)), outputs=outputs)
         for how, call in (each for each in calls_of(f) if "slices" not in each[0]):  # where nothing can be assigned so
             with subtests.test(name, where=where, how=how):
                 words = None if place else "cannot take the median of output 0 of 'count': got dtype complex64"
@@ -272,9 +273,9 @@ def test_values_and_rows_that_do_not_fit(shared_runtimes: Any) -> None:
     with pytest.raises(
         CollectiveMismatch, match=r"cannot gather the output of 'f': got rank 0: float64 \(2, 2\); rank"
     ):
-        rt.function(lambda x: np.ones((len(x), len(x))), outputs=Median(), name="f")(np.arange(3))
+        rt.function(named("f", lambda x: np.ones((len(x), len(x)))), outputs=Median())(np.arange(3))
     with pytest.raises(ValueError, match="cannot gather the output of 'g': got a single number"):
-        rt.function(lambda x: x.sum(), outputs=Median(), name="g")(np.arange(3))
+        rt.function(named("g", lambda x: x.sum()), outputs=Median())(np.arange(3))
     a, b = rt.shared(np.arange(5.0), sharded=True), rt.shared(np.arange(7.0), sharded=True)
     with pytest.raises(ValueError, match="expected one division of rows, which gives the weights"):
         rt.function(lambda: a.value.sum() + b.value.sum(), outputs=Seen())()
@@ -299,5 +300,5 @@ def test_what_is_no_op_is_refused_when_the_function_is_built(subtests: Any, shar
     ]
     for op, text in refused:
         for outputs in (op, ("sum", {"a": op})):
-            with subtests.test(text), pytest.raises(TypeError, match=f"cannot build 'f': {text}"):
-                shared_runtimes[2].function(len, outputs=outputs, name="f")
+            with subtests.test(text), pytest.raises(TypeError, match=f"cannot build 'len': {text}"):
+                shared_runtimes[2].function(len, outputs=outputs)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.names import named
 from support.seeds import WHOLE_OR_SAMPLE, drawn
 
 import synk
@@ -65,7 +66,7 @@ def test_they_are_combined_exactly(shared_runtimes: Any, subtests: Any, is_whole
 
     functions = {
         (where, name, form): shared_runtimes[where].function(
-            run, bcast_inputs=("name", "values", "form"), outputs=FORMS[form][1](OPS[name][0]), name="run"
+            run, bcast_inputs=("name", "values", "form"), outputs=FORMS[form][1](OPS[name][0])
         )
         for where, name, form in itertools.product(WHERE, OPS, FORMS)
     }
@@ -105,18 +106,20 @@ def test_ints_beside_integers_of_numpy(shared_runtimes: Any, subtests: Any) -> N
     for first, dtype, num_slices in itertools.product((True, False), ("int8", "int64", "uint64"), (1, 2)):
         f = shared_runtimes[2].function(
             lambda x, large, first=first, dtype=dtype: large if bool(x[0] == 0) == first else x.sum(dtype=dtype),
-            bcast_inputs=("large", "first", "dtype"), outputs="sum", name="f",
+            bcast_inputs=("large", "first", "dtype"), outputs="sum",
         )  # fmt: skip
         with subtests.test(first=first, dtype=dtype, num_slices=num_slices):
             found = f(rows, 3, num_slices=num_slices)
             assert (found.dtype, found) == (np.dtype(dtype), num_slices * 3 + (2 if first else 0))
-            with pytest.raises(OverflowError, match=rf"the output of 'f': got an int of 71 bits beside .* {dtype}"):
+            with pytest.raises(
+                OverflowError, match=rf"the output of '<lambda>': got an int of 71 bits beside .* {dtype}"
+            ):
                 f(rows, 2**70 // num_slices, num_slices=num_slices)
 
 
 def test_other_mixtures_are_told_and_verify_compares_exactly(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
-    f = rt.function(lambda x: 1 if x[0] == 0 else 0.5, outputs="sum", name="f")
+    f = rt.function(named("f", lambda x: 1 if x[0] == 0 else 0.5), outputs="sum")
     with pytest.raises(synk.errors.CollectiveMismatch, match=r"rank 0: int \(\); rank 1: float64 \(\)"):
         f(np.arange(2.0))
     assert rt.function(lambda rows: sum(2**63 + int(r) for r in rows), outputs="sum").verify(np.arange(5))

@@ -75,7 +75,10 @@ def test_other_arguments(subtests: Any, shared_runtimes: Any, where: Any) -> Non
                 check(f(w, X), w, X)
 
 
-WRONG_BATCHES = (9, -1, [8], [-9, 0, 1], np.zeros(7, bool), "ab", [0.5, 1.0, 2.0], True, object())
+WRONG_BATCHES = (
+    *(9, -1, [8], [-9, 0, 1], np.ones(7, bool), np.array([2**63 + 1], np.uint64), [[0, 1], [2, 3]]),
+    *("ab", [0.5, 1.0, 2.0], 2.0, slice(0.5, 3), slice(None, None, 0), True, np.array([0, None]), object()),
+)
 WRONG: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
     *((args, {}) for args in ((), (W,), (W, X, X), (W, 3.0), (W, np.array([None, {}])))),
     *(((W, X), {"batch": batch}) for batch in WRONG_BATCHES),
@@ -165,7 +168,7 @@ def test_assignments_beside_something_else(subtests: Any, shared_runtimes: Any) 
             w.value = np.zeros(2)
             for number in range(1, 9):
                 f(how, np.full(4, float(number)))
-                assert [rt.get_value(w, rank).tolist() for rank in range(2)] == [[number] * 2] * 2
+                assert [w[rank].tolist() for rank in range(2)] == [[number] * 2] * 2
 
 
 # ----- what the function does

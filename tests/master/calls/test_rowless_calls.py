@@ -110,8 +110,8 @@ def test_variables_that_are_divided_unlike_give_no_average(where: Any, shared_ru
     rt = shared_runtimes[where]
     s, t = rt.shared(np.arange(5.0), sharded=True, name="s"), rt.shared(np.arange(7.0), sharded=True, name="t")
     double = rt.shared(np.arange(10.0), sharded=True, name="double")
-    rt.set_value(double, np.arange(6.0), rank=0)
-    rt.set_value(double, np.arange(6.0, 10.0), rank=1)
+    double[0] = np.arange(6.0)
+    double[1] = np.arange(6.0, 10.0)
     f = rt.function(lambda: s.value.mean() + t.value.mean())
     with pytest.raises(ValueError, match=r"cannot average.*'s' with \[3, 2\] rows.*'t' with \[4, 3\].*as an argument"):
         f()

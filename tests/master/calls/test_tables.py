@@ -21,6 +21,7 @@ from pandas.testing import assert_frame_equal, assert_series_equal
 from polars.testing import assert_frame_equal as assert_polars_equal
 from polars.testing import assert_series_equal as assert_polars_series_equal
 from support.harness import script, start_polars
+from support.names import named
 from support.seeds import WHOLE_OR_SAMPLE
 
 import synk
@@ -289,11 +290,12 @@ def test_an_index_counts_where_its_rows_do(shared_runtimes: Any) -> None:
         assert got[0].append(got[1]).equals(expected)
     days = pd.Series(np.arange(10.0), index=pd.date_range("2020", periods=10, freq="D"))
     assert [part.freq for part in f(days)] == [days.index.freq] * 2
-    assert [part.freq for part in f(days, batch=[0, 5, 1, 2, 4])] == [None, None]
+    picked = [days.iloc[rows].index.freq for rows in ([0, 5, 1], [2, 4])]
+    assert [part.freq for part in f(days, batch=[0, 5, 1, 2, 4])] == picked
 
 
 def test_long_columns_of_objects(shared_runtimes: Any) -> None:
-    """They are pickled by blocks. A batch may be a series."""
+    """A batch may be a series."""
     f = shared_runtimes[3].function(same, outputs="gather")
     text, objects = ["a", "bc"] * 10_000, [(k, str(k)) for k in range(20_000)]
     for table in (pd.DataFrame({"x": text}), pl.DataFrame({"x": text}), pd.DataFrame({"x": objects})):
@@ -352,15 +354,24 @@ def test_repeated_calls_see_what_has_changed(shared_runtimes: Any, subtests: Any
                 assert_same(f(frame), lengths(frame))
 
 
-def test_columns_of_numbers_are_never_pickled(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    f = rt.function(lambda d: float(d["a"].sum()), outputs="sum")
-    for table in (pd.DataFrame({"a": np.arange(1e5)}), pl.DataFrame({"a": np.arange(1e5)})):
-        f(table)
-        before = rt.counters["bytes_pickled"], rt.counters["bytes_down"]
-        assert f(table) == np.arange(1e5).sum()
-        assert rt.counters["bytes_pickled"] == before[0]
-        assert rt.counters["bytes_down"] - before[1] < 1000
+def test_what_travels_is_the_rows_of_the_call(shared_runtimes: Any) -> None:
+    """Through shared memory, and no others."""
+    rt, size = shared_runtimes[2], 100_000
+    f = rt.function(lambda d: d.shape[0], outputs="sum")
+    numbers, texts = np.arange(1.0 * size), [f"text {k}" for k in range(size)]
+    tables = {"a": numbers, "b": texts}
+    for table in (
+        pd.DataFrame(tables),
+        pl.DataFrame(tables),
+        pl.Series(texts),
+        scipy.sparse.csr_array(numbers[:, None]),
+    ):
+        for rows in (slice(0, 10), [7, 99_999, 3, 3], None):
+            f(table, batch=rows)
+            before = dict(rt.counters)
+            assert f(table, batch=rows) == (size if rows is None else len(np.arange(size)[rows]))
+            down, staged = (rt.counters[key] - before[key] for key in ("bytes_down", "bytes_staged"))
+            assert down < 1000 and (rows is None or staged < 20_000)
 
 
 def test_columns_and_classes_of_ones_own(shared_runtimes: Any) -> None:
@@ -496,7 +507,7 @@ def test_outputs_that_are_refused(shared_runtimes: Any, subtests: Any) -> None:
     for error, table in ((CollectiveMismatch, MISMATCHED), (TypeError, MEANINGLESS)):
         for make, op, words in table:
             with subtests.test(words=words), pytest.raises(error, match=words):
-                rt.function(refused_by(make), outputs=op, name="f")(frame)
+                rt.function(named("f", refused_by(make)), outputs=op)(frame)
     assert rt.function(len, outputs="sum")(np.ones(5)) == 5
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.names import named
 from support.seeds import seeds
 from support.told import told
 
@@ -322,7 +323,7 @@ def test_the_bytes_of_broadcast_tensors_are_not_pickled(shared_runtimes: Any) ->
 
 def test_without_the_framework_rows_are_arrays(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
-    f = rt.function(lambda x: (x, type(x).__name__), outputs=("gather", None), name="f")
+    f = rt.function(named("f", lambda x: (x, type(x).__name__)), outputs=("gather", None))
     assert_same(f(torch.arange(3)), (np.arange(3), ["ndarray"] * 2))
     with pytest.raises(
         TypeError, match=r'x of .f.: got a tensor of dtype bfloat16.*framework="torch".*tensor.float\(\)'
@@ -346,7 +347,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
 def test_tensors_that_cannot_travel_are_refused(shared_runtimes: Any, subtests: Any) -> None:
     good = torch.ones(4)
     for framework, (make, text) in itertools.product((None, "torch"), REFUSED):
-        f = shared_runtimes[2].function(lambda w, x: 1.0, bcast_inputs="w", framework=framework, name="f")
+        f = shared_runtimes[2].function(named("f", lambda w, x: 1.0), bcast_inputs="w", framework=framework)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             value = make()

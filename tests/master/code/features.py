@@ -139,50 +139,6 @@ FEATURES: dict[str, str] = {
         def feature(x): return take(x), Model().last(x), partial(take, 3)()
         """,
     # -- classes
-    "slots": """
-        import dataclasses
-        class Slots:
-            __slots__ = ("a", "__b")
-            def __init__(self, a): self.a, self.__b = a, 2
-            def both(self): return self.a, self.__b
-        class Documented:
-            __slots__ = {"a": "the unit"}
-        @dataclasses.dataclass(slots=True, frozen=True, kw_only=True, order=True)
-        class Point:
-            x: int
-            y: list = dataclasses.field(default_factory=list, repr=False)
-        def feature(x): return Slots(x).both(), Documented.__slots__, Point(x=x), Point(x=1) < Point(x=2)
-        """,
-    "metaclass": """
-        class Meta(type):
-            @classmethod
-            def __prepare__(mcs, name, bases, **options): return {"prepared": 1}
-            def __new__(mcs, name, bases, table, unit="m"):
-                cls = super().__new__(mcs, name, bases, table)
-                cls.unit = unit
-                return cls
-            def __init__(cls, name, bases, table, **options): super().__init__(name, bases, table)
-            def __len__(cls): return 3
-        class Model(metaclass=Meta, unit="s"): pass
-        def feature(x): return Model.unit, Model.prepared, len(Model), type(Model).__name__
-        """,
-    "hooks of a class": """
-        class Descriptor:
-            def __set_name__(self, owner, name): self.name = name
-            def __get__(self, obj, owner=None): return self.name
-        class Base:
-            known = []
-            def __init_subclass__(cls, unit="m", **options): cls.unit = unit
-            def __class_getitem__(cls, item): return item
-        class Model(Base, unit="s"):
-            held = Descriptor()
-            __match_args__ = ("a",)
-            def __init__(self, a): self.a = a
-        def feature(x):
-            match Model(x):
-                case Model(a): found = a
-            return Model.unit, Model(x).held, Model[3], found
-        """,
     "abstract class": """
         import abc
         class Base(abc.ABC):
@@ -216,49 +172,6 @@ FEATURES: dict[str, str] = {
             return (
                 Color.RED.shown(), Color(2), Unit("m"), Access.R | Access.W, Level.LOW + x, Color["BLUE"],
                 list(Access), Named.A,
-            )
-        """,
-    "newer enums, 3.11": """
-        import enum
-        from enum import StrEnum, nonmember, property
-        class Unit(StrEnum):
-            M = enum.auto()
-            other = nonmember(3)
-            @property
-            def long(self): return self.value * 2
-        def feature(x): return Unit.M, Unit.other, Unit.M.long, len(Unit)
-        """,
-    "methods": """
-        import functools
-        class Model:
-            count = 3
-            @staticmethod
-            def static(x): return x
-            @classmethod
-            def of_class(cls): return cls.count
-            @property
-            def unit(self):
-                "The unit."
-                return self._unit
-            @unit.setter
-            def unit(self, value): self._unit = value
-            @unit.deleter
-            def unit(self): del self._unit
-            inner = static(4)
-            def __call__(self, *, named=1): return named
-            def __getattr__(self, name):
-                if name == "_unit" or name.startswith("__"): raise AttributeError(name)
-                return "none"
-            async def later(self): return 1
-            class Inner:
-                class Innermost:
-                    value = 1
-        def feature(x):
-            model = Model()
-            model.unit = x
-            return (
-                Model.static(x), Model.of_class(), model.unit, Model.inner, model(), model.other,
-                Model.Inner.Innermost().value, Model.unit.__doc__,
             )
         """,
     # -- syntax of functions

@@ -541,7 +541,7 @@ class Bench:
     def _function(self, name: str) -> tuple[Any, Any]:
         plain, known = self.names[name], self._functions.get(name)
         if known is None or known[0] is not plain:
-            f = None if self.rt is None else self.rt.function(plain, outputs="gather", name=name)
+            f = None if self.rt is None else self.rt.function(plain, outputs="gather")
             known = self._functions[name] = plain, f
         return known
 

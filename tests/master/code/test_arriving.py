@@ -111,6 +111,7 @@ def test_an_object_moves_with_a_program(shared_runtimes: Any) -> None:
         resident=rt.function(lambda x: read_all(resident.value), outputs="first"),
         own=rt.function(lambda x: read_all(own.value["by"]), outputs="first"),
         nested=rt.function(lambda x: [read_all(key.inner) for key in nested.value], outputs="first"),
+        state={"resident": resident, "nested": nested, "own": own},
     )
     q = pickle.loads(pickle.dumps(program)).on(shared_runtimes[1])
     assert q.resident(X) == q.own(X) == q.nested(X)[0] == read_all(held)

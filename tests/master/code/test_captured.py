@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.names import named
 
 import synk
 
@@ -191,18 +192,6 @@ def test_the_function_itself_can_get_other_parameters(shared_runtimes: Any) -> N
     np.testing.assert_array_equal(parallel(X, y=X), 2 * X)
 
 
-def test_a_submitted_call_works_with_what_was_there_when_it_was_submitted(shared_runtimes: Any) -> None:
-    main = namespace("rate = 0\ndef f(x): return x * rate")
-    f = shared_runtimes[2].function(main["f"], outputs="gather")
-    f(X)
-    calls = []
-    for rate in (0, 1, 1, 2, 3, 3, 3):
-        main["rate"] = rate
-        calls.append((rate, f.submit(X)))
-    for rate, call in calls:
-        np.testing.assert_array_equal(call.result(), X * rate)
-
-
 def test_only_what_has_changed_is_sent(runtime: Callable[..., Any]) -> None:
     """And the rest stays the rank's own, with the state that it has there."""
     rt = runtime(2)
@@ -352,7 +341,7 @@ def test_a_dropped_function_lets_go_of_what_it_captured_at_once(shared_runtimes:
 @pytest.mark.filterwarnings("default:.*to compare what it captured takes")
 def test_what_is_dear_to_compare_is_named_once(shared_runtimes: Any) -> None:
     big, small = np.zeros(8_000_000), [1]
-    f = shared_runtimes[2].function(lambda x: x + big[0] + small[0], outputs="gather", name="dear")
+    f = shared_runtimes[2].function(named("dear", lambda x: x + big[0] + small[0]), outputs="gather")
     with pytest.warns(
         UserWarning, match=r"'dear' captured big, and to compare.*synk\.data.*synk\.shared.*np\.frombuffer"
     ) as told:

@@ -13,7 +13,6 @@ import re
 import sys
 import textwrap
 import threading
-import types
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -417,18 +416,6 @@ def test_what_a_rank_has_changed_in_a_module_stays_its_own(shared_runtimes: Any,
     assert [f(X), f(X)] == [(101, 5), (102, 5)]
 
 
-def test_a_module_that_makes_something_of_each_process(shared_runtimes: Any, program: Programs) -> None:
-    """What the import makes in a worker, and the program has not touched, is the worker's."""
-    files = {"users_m": "import os, threading\nlock, k = threading.Lock(), 1\ndef pid(): return os.getpid(), k\n"}
-    main = program(files, "import users_m\ndef f(x):\n    with users_m.lock: return users_m.pid()")
-    f = shared_runtimes[2].function(main.names["f"], outputs=None)
-    for k in (1, 2):
-        main.run(f"users_m.k = {k}")
-        (first, seen_by_first), (second, seen_by_second) = f(X)
-        assert len({first, second, os.getpid()}) == 3
-        assert seen_by_first == seen_by_second == k
-
-
 def test_an_argument_of_a_modules_class_has_the_methods_of_now(shared_runtimes: Any, program: Programs) -> None:
     """The function names neither the class nor its module."""
     main = of_case(program, "the class of an object")
@@ -535,13 +522,3 @@ def test_functions_of_a_module_that_is_reloaded(shared_runtimes: Any, program: P
     np.testing.assert_array_equal(plain(X, X), 2 * X)
     main.run("users_m.plain = np.arange(3)")
     np.testing.assert_array_equal(plain(X, X), 2 * X)
-
-
-def test_a_large_module_that_was_made_by_hand(shared_runtimes: Any) -> None:
-    """Calls see at once what functions name."""
-    module: Any = types.ModuleType("made_by_hand_with_many_names")
-    exec("rate = 0\ndef read(): return rate", vars(module))
-    vars(module).update({f"name_{number}": number for number in range(3000)})
-    f = shared_runtimes[2].function(lambda x: [(module.read(), module.name_7)] * len(x), outputs="gather")
-    for module.rate in [0, 1, 1, 2, 3, 3]:
-        assert f(X)[0] == (module.rate, 7)

@@ -28,6 +28,7 @@ from support.harness import (
     same_workers,
     wait_for,
 )
+from support.names import named
 from support.tables import combinations
 
 import synk
@@ -386,11 +387,15 @@ def test_what_cannot_be_had_sent_or_loaded(rt: Any) -> None:
 
 
 def test_bad_input(subtests: pytest.Subtests, rt: Any) -> None:
-    f, lock = rt.function(square, name="f"), threading.Lock()
+    f, lock = rt.function(square), threading.Lock()
     assert list(rt.map(f.__wrapped__, [3])) == [9]
     nested = rt.map(lambda n: list(synk.map(square, range(n))), range(3))
     cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
-        (TypeError, r"cannot map 'f': got a synk function.*f.__wrapped__.*f.stream", lambda: rt.map(f, [1])),
+        (
+            TypeError,
+            r"cannot map 'square': got a synk function.*square.__wrapped__.*square.stream",
+            lambda: rt.map(f, [1]),
+        ),
         (TypeError, "cannot map over items: got int", lambda: rt.map(3, [1])),
         (TypeError, "cannot map 'square': got items of type int", lambda: rt.map(square, 3)),
         (TypeError, "items of type int", lambda: rt.map(pow, [1], 2)),
@@ -505,20 +510,10 @@ def test_progress(rt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tqdm.auto", module)
     assert list(rt.map(square, range(7), progress=True)) == [n * n for n in range(7)]
     assert next(rt.map(square, (n for n in range(7)), progress=True)) == 0
-    assert shown == [("square", 7, 7), ("square", None, 1)]
+    total = rt.function(named("total", lambda x: x.sum()), outputs="sum")
+    assert list(total.stream([np.ones(4)] * 3, progress=True)) == [4.0] * 3
+    assert shown == [("square", 7, 7), ("square", None, 1), ("total", 3, 3)]
     monkeypatch.setitem(sys.modules, "tqdm", None)
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     with pytest.raises(ModuleNotFoundError, match=r'pip install "synkhronos\[progress\]"'):
         rt.map(square, range(7), progress=True)
-
-
-def test_what_scipy_takes_for_a_pool(shared_runtimes: Any) -> None:
-    from scipy.optimize import differential_evolution
-
-    def rosenbrock(x: np.ndarray) -> float:
-        return float((1 - x[0]) ** 2 + 100 * (x[1] - x[0] ** 2) ** 2)
-
-    options: dict[str, Any] = {"seed": 3, "maxiter": 5, "polish": False, "updating": "deferred"}
-    alone = differential_evolution(rosenbrock, [(-2, 2)] * 2, **options)
-    together = differential_evolution(rosenbrock, [(-2, 2)] * 2, workers=shared_runtimes[2].map, **options)
-    np.testing.assert_array_equal(alone.x, together.x)

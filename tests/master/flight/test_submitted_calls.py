@@ -104,7 +104,7 @@ def test_random_sequences_equal_numpy(shared_runtimes: Any, num_workers: int | s
             data[position][:] = arrays[position]
         elif action == "variable":
             value = rng.standard_normal(3)
-            rt.broadcast(w, value)
+            synk.broadcast(w, value)
         elif action == "drop" and held and held[-1][0] != "failing":
             held.pop()
         elif action == "done":
@@ -190,7 +190,7 @@ def test_large_outputs_are_right_and_stay_so(reused: Any) -> None:
             assert n % 3 == 0 or result["b"] == ([str(n)] if n % 2 else None)
 
 
-def test_threads_submit_and_wait_for_their_own(reused: Any) -> None:
+def test_threads_call_submit_and_wait_for_their_own(reused: Any) -> None:
     rt = reused(2)
     total = rt.function(lambda x: x.sum(), outputs="sum")
     wrong: list[Any] = []
@@ -199,8 +199,10 @@ def test_threads_submit_and_wait_for_their_own(reused: Any) -> None:
         rng = np.random.default_rng(number)
         held: list[tuple[Any, float]] = []
         for _ in range(60):
-            value = float(rng.integers(1000))
-            held.append((total.submit(np.full(4, value)), 4 * value))
+            x = np.full(rng.integers(1, 8), float(rng.integers(1000)))
+            held.append((total.submit(x), x.sum()))
+            if total(x) != x.sum():
+                wrong.append(x)
             if len(held) > rng.integers(5):
                 call, expected = held.pop(int(rng.integers(len(held))))
                 if call.result() != expected:
@@ -255,7 +257,7 @@ def test_everything_else_begins_when_no_call_is_in_flight(subtests: pytest.Subte
     total, w, x = waiting(rt, gate), rt.shared(np.ones(2)), np.ones(4)
     operations = {
         "a call": lambda: total(x),
-        "a collective": lambda: rt.all_reduce(w, "sum"),
+        "a collective": lambda: synk.all_reduce(w, "sum"),
         "a variable": lambda: w.value,
         "info": rt.info,
         "distribute": rt.distribute,

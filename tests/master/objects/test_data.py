@@ -309,6 +309,8 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(subtests: pytest.Subte
         (ValueError, r"'d': got shape \(4,\), expected 2 axes", lambda: d.set_shape(4)),
         (ValueError, "expected lengths of zero or more", lambda: d.set_length(-1)),
         (ValueError, "got oversize=3, expected 1.0 to 2.0", lambda: d.set_length(9, oversize=3)),
+        (ValueError, "oversize='a'", lambda: d.set_length(9, oversize="a")),
+        (TypeError, "float", lambda: d.set_length(2.5)),
         (ValueError, "'single': it has no axes", lambda: single.set_length(2)),
         (ValueError, "'single': it has no axes", lambda: single.free_memory()),
         (ValueError, "without a copy", lambda: d.__array__("f8", copy=False)),

@@ -46,7 +46,7 @@ def make_step(rt: synk.Runtime, log: synk.Resident, **options: Any) -> Any:
         log.value.add(float(synk.comm.all_reduce(x.sum(), "sum")))
         return float(x.sum())
 
-    return rt.function(step, outputs="sum", changes=[log], name="step", **options)
+    return rt.function(step, outputs="sum", updates=[log], **options)
 
 
 def make_passed_step(rt: synk.Runtime, *changes: synk.Resident) -> Any:
@@ -56,7 +56,7 @@ def make_passed_step(rt: synk.Runtime, *changes: synk.Resident) -> Any:
         log.add(float(synk.comm.all_reduce(x.sum(), "sum")))
         return float(x.sum())
 
-    return rt.function(step, outputs="sum", bcast_inputs="log", changes=changes)
+    return rt.function(step, outputs="sum", bcast_inputs="log", updates=changes)
 
 
 def logs(rt: synk.Runtime, log: synk.Resident) -> list[list[float]]:
@@ -137,7 +137,7 @@ def test_it_is_dropped_on_the_workers_with_the_last_that_refers_to_it(shared_run
             sys.watched_resident = weakref.ref(log.value)  # type: ignore[attr-defined]
             return 0.0
 
-        return rt.function(watch, outputs="sum", changes=[log])
+        return rt.function(watch, outputs="sum", updates=[log])
 
     is_alive = rt.function(lambda x: sys.watched_resident() is not None, outputs=None)  # type: ignore[attr-defined]
     watch = make_watch(log)
@@ -166,7 +166,7 @@ def test_a_module_and_its_optimizer_stay_one_pair(shared_runtimes: Any, tmp_path
         optimizer.step()
 
     def trainer(pair: Any) -> Any:
-        return rt.function(lambda x: advance(*pair.value) or x.sum(), framework="torch", changes=[pair])
+        return rt.function(lambda x: advance(*pair.value) or x.sum(), framework="torch", updates=[pair])
 
     first, second, (model, optimizer) = rt.resident(make(), name="both"), rt.resident(make()), make()
     train, train_again = trainer(first), trainer(second)
@@ -195,9 +195,9 @@ def test_a_submitted_step_is_not_begun_after_one_that_failed(shared_runtimes: An
     def fail(x: np.ndarray) -> float:
         raise ArithmeticError("on purpose")
 
-    steps = rt.function(fail, changes=[log], name="failing"), make_step(rt, log), make_step(rt, other)
+    steps = rt.function(fail, updates=[log]), make_step(rt, log), make_step(rt, other)
     first, second, unrelated = (step.submit(np.ones(4)) for step in steps)
-    with pytest.raises(CallCancelled, match="'step' was not begun: one of 'failing' that was submitted"):
+    with pytest.raises(CallCancelled, match="'step' was not begun: one of 'fail' that was submitted"):
         second.result()
     assert unrelated.result() == 4.0
     with pytest.raises(ArithmeticError):
@@ -227,7 +227,7 @@ def test_an_exception_leaves_all_ranks_alike(shared_runtimes: Any, kind: Any) ->
         (torn, False, "'log' may hold a part of what the call was to change", [1.0, 0.0]),  # what rank 0 has
     ):
         with pytest.raises(ArithmeticError) as caught:
-            rt.function(fn, changes=[log])(np.ones(4))
+            rt.function(fn, updates=[log])(np.ones(4))
         assert caught.value.step_counted is is_counted  # type: ignore[attr-defined]
         assert any(note in each for each in caught.value.__notes__)
         assert logs(rt, log) == [expected] * 2
@@ -250,7 +250,7 @@ def test_a_time_limit_leaves_all_ranks_alike_and_tears_no_shielded_section(reuse
             time.sleep(0.01)
 
     with pytest.raises(CallTimeout) as caught:
-        rt.function(slow, changes=[log])(np.ones(4), timeout=0.4)
+        rt.function(slow, updates=[log])(np.ones(4), timeout=0.4)
     assert caught.value.step_counted is False
     step(np.ones(4))
     first, second = logs(rt, log)
@@ -272,7 +272,7 @@ def test_a_submitted_step_that_is_interrupted_while_nobody_waits(reused: Reused,
 
     add = make_step(rt, log)
     add(np.ones(2))
-    pending = rt.function(step, outputs=None, changes=[log]).submit(np.arange(2.0))
+    pending = rt.function(step, outputs=None, updates=[log]).submit(np.arange(2.0))
     for rank in range(2):
         gate.wait_for(rank)
     rt.interrupt()
@@ -298,7 +298,7 @@ def test_ctrl_c_at_any_moment_leaves_all_ranks_alike(storm_count: Callable[[int]
                     log.value.append(value)
                 return value
 
-            step = rt.function(step, outputs="first", changes=[log])
+            step = rt.function(step, outputs="first", updates=[log])
             expected = []
             for _ in range({storm_count(15)}):
                 timer = threading.Timer(rng.uniform(0.0005, 0.004), os.kill, (os.getpid(), signal.SIGINT))
@@ -400,7 +400,7 @@ def test_no_older_state_takes_the_place_of_one_that_is_lost(reused: Reused) -> N
     rt = reused(2)
     log, other = rt.resident(Log(), name="log"), rt.resident(Log(), name="other")
     step, first = make_step(rt, log), pids(rt)[0]
-    spoil = rt.function(lambda x: setattr(other.value, "lock", threading.Lock()), outputs=None, changes=[other])
+    spoil = rt.function(lambda x: setattr(other.value, "lock", threading.Lock()), outputs=None, updates=[other])
     step(np.ones(4))
     step(np.ones(1))  # rank 0 alone
     kill_and_wait(first)
@@ -445,8 +445,8 @@ def test_wrong_uses_are_refused_before_anything_is_sent(
     cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         (SerializationError, "cannot send resident object 'lock'", lambda: rt.resident(threading.Lock())),
         (TypeError, "only one of dump and load", lambda: rt.resident([], dump=list)),
-        (TypeError, "got Log in changes", lambda: rt.function(lambda x: x, changes=Log())),
-        (ValueError, "got retry=1 with updates= or", lambda: rt.function(lambda x: x, changes=[log], retry=1)),
+        (TypeError, "got Log in updates", lambda: rt.function(lambda x: x, updates=Log())),
+        (ValueError, "got retry=1 with updates=", lambda: rt.function(lambda x: x, updates=[log], retry=1)),
         (ValueError, "got num_slices=2, expected 1", lambda: step(x, num_slices=2)),
         (AttributeError, "lives on the workers", lambda: log.value),
         (TypeError, "cannot pickle resident object 'log'", lambda: pickle.dumps(log)),

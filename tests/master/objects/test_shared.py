@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.names import named
 from support.rank_arrays import assert_same, assigner, everywhere, numbers
 from support.tables import combinations
 
@@ -55,8 +56,8 @@ def test_shards_are_what_array_split_gives(subtests: pytest.Subtests, shared_run
             assert_same(everywhere(rt, x), rows_of(rt, value))
             assert_same(x.value, value)
             assert x.shape == value.shape
-            assert x.lengths == rt.get_lengths(x) == [len(part) for part in rows_of(rt, value)]
-            assert rt.get_shapes(x) == [part.shape for part in rows_of(rt, value)]
+            assert x.lengths == [len(part) for part in rows_of(rt, value)]
+            assert x.shapes == [part.shape for part in rows_of(rt, value)]
 
 
 def test_the_program_gives_copies_gets_copies_and_assigns(rt: Any) -> None:
@@ -68,7 +69,7 @@ def test_the_program_gives_copies_gets_copies_and_assigns(rt: Any) -> None:
     value = np.arange(3.0)
     w, x = rt.shared(value), rt.shared(np.arange(4.0), sharded=True)
     value[:] = -1
-    for read in (lambda: w.value.copy(), lambda: rt.get_value(w), lambda: rt.gather(w)[0], lambda: +x.value[:3]):
+    for read in (lambda: w.value.copy(), lambda: w[0].copy(), lambda: synk.gather(w)[0], lambda: +x.value[:3]):
         got = read()
         got[:] = -2
         np.testing.assert_array_equal(read(), np.arange(3.0))
@@ -118,7 +119,7 @@ def test_axis_0_may_change_on_each_rank_by_its_own(rt: Any) -> None:
             f(x)
             expected = [resize(value, rows) for value, rows in zip(expected, rows_of(rt, x), strict=True)]
             assert_same(everywhere(rt, w), expected)
-        assert rt.get_lengths(w) == [1, 2, 3, 4][: rt.world_size]
+        assert w.lengths == [1, 2, 3, 4][: rt.world_size]
 
 
 def test_values_without_axes_keep_none(rt: Any) -> None:
@@ -172,7 +173,7 @@ def test_all_functions_share_the_one_replica_of_each_rank(rt: Any) -> None:
         return variable.value
 
     first = rt.function(lambda x: add(w, x), outputs="max")
-    second = rt.function(functools.partial(add, w), outputs="max", name="second")
+    second = rt.function(named("second", functools.partial(add, w)), outputs="max")
     x = np.ones(rt.world_size)
     rt.distribute()
     assert first(x) == 1

@@ -34,7 +34,7 @@ class Sharded:
         self.whole = np.concatenate(self.shards)
         self.variable = rt.shared(np.zeros((1, 2)), sharded=True, name="x")
         for rank, shard in enumerate(self.shards):
-            rt.set_value(self.variable, shard, rank=rank)
+            self.variable[rank] = shard
         self.ranks = np.repeat(np.arange(len(lengths)), lengths)
 
 

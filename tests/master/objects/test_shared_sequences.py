@@ -99,23 +99,16 @@ class Sequences(RuleBasedStateMachine):
         self.variables[which] = self.variables.pop()
         self.functions = {key: f for key, f in self.functions.items() if key == "shards"}
 
-    @rule(which=st.integers(0, 3), rank=st.none() | st.integers(0, 3), count=rows, seed=seeds, batch=batches)
-    def set_value(self, which: int, rank: int | None, count: int, seed: int, batch: Any) -> None:
-        variable, rt = self.variables[which], self.runtime
-        value = self._new_rows(variable, count, seed)
-        rank, rows = rank if rank is None else rank % rt.world_size, rows_picked(batch, value)
-        if rows is None:
-            self._expect(IndexError, lambda: rt.set_value(variable.shared, value, rank, batch))
-            return
-        rt.set_value(variable.shared, value, rank, batch)
-        for position in range(rt.world_size) if rank is None else [rank]:
-            variable.values[position] = rows
+    @rule(which=st.integers(0, 3), rank=st.integers(0, 3), count=rows, seed=seeds)
+    def set_value(self, which: int, rank: int, count: int, seed: int) -> None:
+        variable, rank = self.variables[which], rank % self.runtime.world_size
+        variable.shared[rank] = variable.values[rank] = self._new_rows(variable, count, seed)
 
     @rule(which=st.lists(st.integers(0, 3), min_size=1, max_size=3, unique=True), seed=st.none() | seeds)
     def broadcast(self, which: list[int], seed: int | None) -> None:
         variables = [self.variables[k] for k in which]
         values = None if seed is None else [self._new_rows(v, (seed + k) % 8, seed) for k, v in enumerate(variables)]
-        self.runtime.broadcast([variable.shared for variable in variables], values)
+        synk.broadcast([variable.shared for variable in variables], values)
         for k, variable in enumerate(variables):
             value = variable.values[0] if values is None else values[k]
             variable.values = [value] * self.runtime.world_size
@@ -126,36 +119,36 @@ class Sequences(RuleBasedStateMachine):
         value = self._new_rows(variable, count, seed)
         source, rows = rt.data(value) if is_data else value, rows_picked(batch, value)
         if rows is None:
-            self._expect(IndexError, lambda: rt.scatter(variable.shared, source, batch))
+            self._expect(IndexError, lambda: synk.scatter(variable.shared, source, batch))
             return
-        rt.scatter(variable.shared, source, batch)
+        synk.scatter(variable.shared, source, batch)
         variable.values = np.array_split(rows, rt.world_size)
 
     @rule(which=st.integers(0, 3))
     def gather(self, which: int) -> None:
-        variable, rt = self.variables[which], self.runtime
-        assert_same(rt.gather(variable.shared, nd_up=0), np.concatenate(variable.values))
+        variable = self.variables[which]
+        assert_same(synk.gather(variable.shared, nd_up=0), np.concatenate(variable.values))
         if variable.is_even:
-            assert_same(rt.gather(variable.shared), np.stack(variable.values))
+            assert_same(synk.gather(variable.shared), np.stack(variable.values))
         else:
-            self._expect(ValueError, lambda: rt.gather(variable.shared))
-        assert rt.get_lengths(variable.shared) == [len(value) for value in variable.values]
+            self._expect(ValueError, lambda: synk.gather(variable.shared))
+        assert variable.shared.lengths == [len(value) for value in variable.values]
 
     @rule(which=st.integers(0, 3))
     def all_gather(self, which: int) -> None:
         variable, rt = self.variables[which], self.runtime
         if variable.num_rows > MAX_ROWS:
             return
-        rt.all_gather(variable.shared)
+        synk.all_gather(variable.shared)
         variable.values = [np.concatenate(variable.values)] * rt.world_size
 
     @rule(which=st.integers(0, 3), op=st.sampled_from(OPS), kind=st.sampled_from(["all", "root", "master"]))
     def reduce(self, which: int, op: str, kind: str) -> None:
         variable, rt = self.variables[which], self.runtime
         verbs: dict[str, Callable[[], Any]] = {
-            "all": lambda: rt.all_reduce(variable.shared, op),
-            "root": lambda: rt.reduce(variable.shared, op),
-            "master": lambda: rt.reduce(variable.shared, op, in_place=False),
+            "all": lambda: synk.all_reduce(variable.shared, op),
+            "root": lambda: synk.reduce(variable.shared, op),
+            "master": lambda: synk.reduce(variable.shared, op, in_place=False),
         }
         if not is_reducible(op, variable.dtype) or not variable.is_even:
             self._expect((TypeError, ValueError), verbs[kind])
@@ -291,7 +284,7 @@ class Sequences(RuleBasedStateMachine):
             self.looked_at = shared
         on_workers = self.look()
         for position, variable in enumerate(self.variables):
-            got = [rt.get_value(variable.shared, rank) for rank in range(rt.world_size)]
+            got = [variable.shared[rank] for rank in range(rt.world_size)]
             assert_same([values[position] for values in on_workers], got)
             assert_same(got, variable.values, is_rounded=self.is_rounded)
             variable.values = got  # rounding errors must not add up over a sequence

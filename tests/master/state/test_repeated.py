@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.names import named
 
 
 def test_the_fourth_call_with_the_same_large_array_is_told_once(
@@ -13,7 +14,7 @@ def test_the_fourth_call_with_the_same_large_array_is_told_once(
 ) -> None:
     """``Data``, smaller arrays, other arrays, and those that have changed pass."""
     rt = shared_runtimes[1]
-    f = rt.function(lambda x: 2 * x[:1], outputs="gather", name="double")
+    f = rt.function(named("double", lambda x: 2 * x[:1]), outputs="gather")
     large = np.ones(200_000)
     for number in range(6):
         f(np.ones(200_000))

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.names import named
 
 from synk._wire.cell import cell
 from synk.errors import WorkerDied
@@ -34,12 +35,23 @@ def made_current(runtime: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return runtime
 
 
-def by_place(t: Any) -> dict[tuple[int, str], list[tuple[float, float, str]]]:
-    """Return begin, end and name of the spans of each process and lane."""
+def by_place(path: Path, world_size: int = 2) -> dict[tuple[int, str], list[tuple[float, float, str]]]:
+    """Return begin and end in seconds and name of the spans of each process and thread, of a file of right form."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    assert set(data) == {"displayTimeUnit", "traceEvents"} and data["displayTimeUnit"] in ("ms", "ns")
+    spans = [each for each in data["traceEvents"] if each["ph"] == "X"]
+    named = [each for each in data["traceEvents"] if each["ph"] == "M"]
+    assert len(spans) + len(named) == len(data["traceEvents"])
+    processes = {each["pid"]: each["args"]["name"] for each in named if each["name"] == "process_name"}
+    assert processes == {0: "program", **{1 + rank: f"rank {rank}" for rank in range(world_size)}}
+    threads = {(each["pid"], each["tid"]): each["args"]["name"] for each in named if each["name"] == "thread_name"}
     found: dict[tuple[int, str], list[tuple[float, float, str]]] = {}
-    for process, lane, name, start, duration in t.rows():
-        found.setdefault((process, lane), []).append((start, start + duration, name))
-    return {place: sorted(spans) for place, spans in found.items()}
+    for each in spans:
+        assert isinstance(each["tid"], int) and each["ts"] >= 0 and each["dur"] >= 0
+        place = each["pid"], threads[each["pid"], each["tid"]]
+        found.setdefault(place, []).append((each["ts"] / 1e6, (each["ts"] + each["dur"]) / 1e6, each["name"]))
+    assert len(found) == len(threads)
+    return {place: sorted(times) for place, times in found.items()}
 
 
 def check_apart(places: dict[tuple[int, str], list[tuple[float, float, str]]]) -> None:
@@ -51,29 +63,29 @@ def check_apart(places: dict[tuple[int, str], list[tuple[float, float, str]]]) -
             assert is_after or is_inside, (name, later)
 
 
-def test_the_spans_of_plain_calls(rt: Any) -> None:
-    f = rt.function(lambda x: time.sleep(0.002) or x.sum(), outputs="sum", name="summed")
+def test_the_spans_of_plain_calls(rt: Any, tmp_path: Path) -> None:
+    f = rt.function(named("summed", lambda x: time.sleep(0.002) or x.sum()), outputs="sum")
     began = time.monotonic()
-    with trace() as t:
+    with trace(tmp_path / "run.json"):
         for k in range(5):
             assert f(np.full(8, float(k))) == 8 * k
     wall = time.monotonic() - began
     f(np.ones(8))  # is not traced any more
-    places = by_place(t)
+    places = by_place(tmp_path / "run.json")
     check_apart(places)
-    assert set(places) == {(0, "0"), (1, "0"), (2, "0")}
+    assert set(places) == {(process, "lane 0") for process in range(3)}
     assert all(sum(end - start for start, end, _ in spans) <= wall for spans in places.values())
-    assert [name for _, _, name in places[0, "0"]] == ["stage summed", "wait summed", "assemble summed"] * 5
-    waits = [each for each in places[0, "0"] if each[2] == "wait summed"]
+    assert [name for _, _, name in places[0, "lane 0"]] == ["stage summed", "wait summed", "assemble summed"] * 5
+    waits = [each for each in places[0, "lane 0"] if each[2] == "wait summed"]
     for rank in (1, 2):
-        assert [name for _, _, name in places[rank, "0"]] == ["receive", "summed", "publish"] * 5
-        runs = [each for each in places[rank, "0"] if each[2] == "summed"]
+        assert [name for _, _, name in places[rank, "lane 0"]] == ["receive", "summed", "publish"] * 5
+        runs = [each for each in places[rank, "lane 0"] if each[2] == "summed"]
         assert all(end - start >= 0.002 for start, end, _ in runs)
         for (sent, heard, _), (start, end, _) in zip(waits[1:], runs[1:], strict=True):  # the first may have loaded it
             assert sent - 1e-3 <= start <= end <= heard + EPSILON_S
 
 
-def test_spans_of_ones_own_here_and_in_functions(rt: Any) -> None:
+def test_spans_of_ones_own_here_and_in_functions(rt: Any, tmp_path: Path) -> None:
     def with_spans(x: np.ndarray) -> float:
         with span("on a rank"):
             return float(x.sum())
@@ -81,64 +93,31 @@ def test_spans_of_ones_own_here_and_in_functions(rt: Any) -> None:
     f = rt.function(with_spans, outputs="sum")
     with span("before the trace"):
         f(np.ones(2))
-    with trace() as t:
+    with trace(tmp_path / "run.json"):
         for step in range(3):
             with span(f"step {step}"):
                 f(np.ones(2))
         thread = threading.Thread(target=span("in a thread")(time.sleep), args=(0,), name="other")
         thread.start()
         thread.join()
-    rows = t.rows()
-    assert [row[2] for row in rows if row[:2] == (0, "span MainThread")] == ["step 0", "step 1", "step 2"]
-    assert [row[2] for row in rows if row[:2] == (0, "span other")] == ["in a thread"]
+    places = by_place(tmp_path / "run.json")
+    assert [name for *_, name in places[0, "span MainThread"]] == ["step 0", "step 1", "step 2"]
+    assert [name for *_, name in places[0, "span other"]] == ["in a thread"]
     for process in (1, 2):
-        assert [row[2] for row in rows if row[0] == process and row[1].startswith("span")] == ["on a rank"] * 3
-    assert "synk.profiler.trace" not in {name for _, _, name, _, _ in rows} | set(rt.profile.records)
+        assert [name for *_, name in places[process, "span MainThread"]] == ["on a rank"] * 3
+    names = {name for spans in places.values() for *_, name in spans}
+    assert not [name for name in names | set(rt.profile.records) if "pickled_spans" in name]
     with pytest.raises(TypeError, match="cannot begin a span: got the name 3"), span(3):  # type: ignore[arg-type]
         pass
-
-
-# ----- the file
-
-PHASES = {"M", "X", "i", "C", "s", "f"}
-
-
-def check_form(path: Path, world_size: int) -> list[dict[str, Any]]:
-    """Check what the format asks of each kind of event ("Trace Event Format", Google, 2016)."""
-    data = json.loads(path.read_text(encoding="utf-8"))
-    assert set(data) == {"displayTimeUnit", "traceEvents"} and data["displayTimeUnit"] in ("ms", "ns")
-    events: list[dict[str, Any]] = data["traceEvents"]
-    flows: dict[tuple[str, str], list[str]] = {}
-    for event in events:
-        assert event["ph"] in PHASES and isinstance(event["name"], str) and 0 <= event["pid"] <= world_size
-        if event["ph"] != "C":
-            assert isinstance(event["tid"], int)
-        if event["ph"] != "M":
-            assert isinstance(event["ts"], (int, float)) and event["ts"] >= 0
-        if event["ph"] == "X":
-            assert event["dur"] >= 0
-        if event["ph"] in "sf":
-            flows.setdefault((event["cat"], event["id"]), []).append(event["ph"])
-            assert event["ph"] == "s" or event["bp"] == "e"
-        if event["ph"] == "C":
-            assert all(isinstance(value, int) for value in event["args"].values())
-    assert all(kinds == ["s", "f"] for kinds in flows.values())
-    named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
-    assert named == {0: "program", **{1 + rank: f"rank {rank}" for rank in range(world_size)}}
-    places = {(event["pid"], event["tid"]) for event in events if event["ph"] == "X"}
-    names = {(each["pid"], each["tid"]): each["args"]["name"] for each in events if each["name"] == "thread_name"}
-    assert names.keys() == places
-    assert all(name.startswith("span ") if tid >= 100 else name == f"lane {tid}" for (_, tid), name in names.items())
-    return events
 
 
 def test_the_file_has_the_form_of_the_format(reused: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of plain and submitted calls, maps, failed calls, deaths and restarts; also where the body raises."""
     rt = made_current(reused(2), monkeypatch)
-    f = rt.function(lambda x: x * 2, outputs="gather", name='a "name" \\ with\nall')
+    f = rt.function(named('a "name" \\ with\nall', lambda x: x * 2), outputs="gather")
     dies = rt.function(lambda x: os.kill(os.getpid(), signal.SIGKILL), outputs="sum")
     path = tmp_path / "run.json"
-    with pytest.raises(KeyError), trace(path) as t, span("äöü"):
+    with pytest.raises(KeyError), trace(path), span("äöü"):
         f(np.ones(100))
         f.submit(np.ones(100)).result()
         list(rt.map(abs, [1, 2]))
@@ -146,10 +125,10 @@ def test_the_file_has_the_form_of_the_format(reused: Any, monkeypatch: pytest.Mo
             dies(np.ones(4))
         f(np.ones(100))
         raise KeyError
-    names = {event["name"] for event in check_form(path, 2)}
+    places = by_place(path)
+    check_apart(places)
+    names = {name for spans in places.values() for *_, name in spans}
     assert {"äöü", 'a "name" \\ with\nall', "abs", "WorkerDied"} <= names
-    assert any("started again" in name for name in names)
-    check_apart(by_place(t))
     assert os.listdir(tmp_path) == ["run.json"]
 
 
@@ -159,8 +138,8 @@ def test_one_trace_at_a_time_and_it_outlives_its_runtime(
     rt = made_current(runtime(1), monkeypatch)
     path = tmp_path / "run.json"
     with trace(path):
-        with pytest.raises(RuntimeError, match="being traced already"), trace():
+        with pytest.raises(RuntimeError, match="being traced already"), trace(path):
             pass
         rt.function(lambda x: x.sum(), outputs="sum")(np.ones(2))
         rt.close()
-    check_form(path, 1)
+    assert by_place(path, 1)[1, "lane 0"]

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.names import named
 from support.seeds import seeds
 from support.stateful import KINDS, LARGE, METHODS, SMALL, Box, Model, stepper
 
@@ -128,7 +129,7 @@ def test_any_sequence_of_calls_equals_plain_python(
     """Of functions that return their buffers, views, inputs and objects in all ways; results are kept to the end."""
     rt, rng = shared_runtimes[num_ranks], random.Random(f"{num_ranks} {seed}")
     size = rng.choice([SMALL, LARGE // 2, LARGE])
-    functions = {kind: rt.function(stepper(size, kind), outputs=None, name=kind) for kind in KINDS}
+    functions = {kind: rt.function(named(kind, stepper(size, kind)), outputs=None) for kind in KINDS}
     reference, results = Reference(num_ranks, size), list[tuple[str, Any, Any]]()
     for _ in range(40):
         kind, batch, num_slices = rng.choice(KINDS), rng.choice(BATCHES), rng.choice([1, 1, 2, 3])

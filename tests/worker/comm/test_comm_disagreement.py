@@ -1,6 +1,6 @@
 """What has no meaning is refused and not started; ranks that disagree, leave or wait for each other are told by name.
 
-Nobody hangs, the workers live on, and the next call is right.
+Nobody hangs, the workers live on, and the next call is right (F6 and F7 of the fault table).
 """
 
 from __future__ import annotations

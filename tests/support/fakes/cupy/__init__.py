@@ -21,7 +21,7 @@ float16, float32, float64, int64, bool_, uint8 = np.float16, np.float32, np.floa
 _METHODS = frozenset(
     """
     all any argmax argmin astype clip conj copy cumsum diagonal dot max mean min nonzero prod ravel repeat reshape round
-    squeeze std sum swapaxes take trace transpose var view
+    squeeze std sum swapaxes trace transpose var view
     """.split()  # noqa: SIM905
 )
 
@@ -44,7 +44,7 @@ class ndarray(NDArrayOperatorsMixin):
 
     __slots__ = ("__weakref__", "_a")
 
-    def __init__(self, shape: Any, dtype: Any = float, memptr: Any = None) -> None:
+    def __init__(self, shape: Any, dtype: Any = float, memptr: Any = None, strides: Any = None) -> None:
         nbytes = int(np.prod(shape, dtype=object)) * np.dtype(dtype).itemsize
         if nbytes > LIMIT_NBYTES:
             if cuda.runtime.os.environ.get("SYNK_FAKE_OOM") == "stick":
@@ -52,6 +52,8 @@ class ndarray(NDArrayOperatorsMixin):
             raise cuda.memory.OutOfMemoryError(nbytes, 0)
         if memptr is not None:
             self._a = np.ndarray(shape, dtype, np.asarray(_Bytes(memptr, nbytes)))
+            if strides is not None:
+                self._a = np.lib.stride_tricks.as_strided(self._a, shape, strides)
             return
         self._a = np.empty(shape, dtype)
         self._a.view(np.uint8 if self._a.ndim else self._a.dtype)[...] = 1 if self._a.size else 0
@@ -80,10 +82,13 @@ class ndarray(NDArrayOperatorsMixin):
 
     def __setitem__(self, key: Any, value: Any) -> None:
         key, value = _unwrap(key), _unwrap(value)
-        if cuda.runtime.is_elsewhere():
-            cuda.runtime.launch_elsewhere(lambda: self._a.__setitem__(key, value))
-        else:
-            self._a[key] = value
+        cuda.runtime.launch(lambda: self._a.__setitem__(key, value))
+
+    def take(self, indices: Any, axis: Any = None, out: Any = None) -> Any:
+        if out is None:
+            return _wrap(np.take(self._a, _unwrap(indices), axis))
+        cuda.runtime.launch(lambda: np.take(self._a, _unwrap(indices), axis, out=out._a))
+        return out
 
     def __len__(self) -> int:
         return len(self._a)

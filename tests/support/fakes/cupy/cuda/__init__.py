@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 from typing import Any
 
 import numpy as np
 
 from . import memory as memory
 from . import runtime
-
-if os.environ.get("SYNK_FAKE_NCCL"):
-    import fake_nccl
-
-    fake_nccl.install()
 
 _num_streams = 0
 

@@ -14,12 +14,12 @@ import os
 import signal
 import threading
 import time
+import types
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 memcpyHostToDevice, memcpyDeviceToHost, memcpyDeviceToDevice, memcpyDefault = 1, 2, 3, 4
-cudaDevAttrHostRegisterReadOnlySupported = 113
 
 _sticky = 0
 _pending: dict[int, list[tuple[int, bytes]]] = {}
@@ -101,9 +101,12 @@ def follow_default(stream: int) -> None:
         _following.add(stream)
 
 
-def is_elsewhere() -> bool:
-    """Whether the legacy default stream is the current one."""
-    return bool(current.streams) and current.streams[-1] == DEFAULT
+def launch(act: Callable[[], object]) -> None:
+    """Launch a kernel on the current stream."""
+    if current.streams and current.streams[-1] == DEFAULT:
+        launch_elsewhere(act)
+    elif not (current.streams and queue(current.streams[-1], act)):
+        act()
 
 
 def spend(stream: int, nbytes: int, *, is_pinned: bool) -> None:
@@ -193,12 +196,21 @@ def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int) -> None:
 def hostRegister(ptr: int, size: int, flags: int) -> None:
     if os.environ.get("SYNK_FAKE_REFUSE"):
         raise CUDARuntimeError(801)
-    if ptr % mmap.PAGESIZE or size % mmap.PAGESIZE:
+    if ptr % mmap.PAGESIZE or size % mmap.PAGESIZE or flags or not _is_writable(ptr):
         raise CUDARuntimeError(1)
     with _lock:
         if any(max(ptr, low) < min(ptr + size, low + length) for low, length in _registered.items()):
             raise CUDARuntimeError(712)
         _registered[ptr] = size
+
+
+def _is_writable(ptr: int) -> bool:
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            low, high = (int(bound, 16) for bound in line.split()[0].split("-"))
+            if low <= ptr < high:
+                return line.split()[1][1] == "w"
+    return False
 
 
 def hostUnregister(ptr: int) -> None:
@@ -214,10 +226,6 @@ def getDeviceCount() -> int:
 
 def setDevice(device: int) -> None:
     check()
-
-
-def deviceGetAttribute(attribute: int, device: int) -> int:
-    return 1
 
 
 def getDeviceProperties(device: int) -> dict[str, Any]:
@@ -243,4 +251,4 @@ def streamQuery(stream: int) -> int:
 
 
 def pointerGetAttributes(ptr: int) -> Any:
-    raise CUDARuntimeError(801)
+    return types.SimpleNamespace(devicePointer=ptr if ptr in _registered else 0)

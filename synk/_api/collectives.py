@@ -1,0 +1,182 @@
+"""The collectives over shared variables, which the program calls. They run on the runtime of their variables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from synk._api.current import current
+from synk._master import collectives
+from synk._master.objects.shared import Shared
+from synk._master.session import Session
+from synk._master.state.variable import Variable, check_owner
+from synk._pure.tracebacks import verb
+from synk._wire.cell import refuse_inside_worker
+
+
+def _known(verb: str, variables: Any) -> tuple[Session, list[Variable]]:
+    """Return the runtime's session and the variables of one ``Shared``, or of a sequence of them, after a check."""
+    refuse_inside_worker(verb)
+    listed = [variables] if isinstance(variables, Shared) else variables
+    if not isinstance(listed, (list, tuple)):
+        raise TypeError(f"cannot {verb}: got {type(variables).__name__}, expected a Shared or a sequence of them.")
+    for shared in listed:
+        if not isinstance(shared, Shared):
+            raise TypeError(f"cannot {verb}: got {type(shared).__name__}, expected a Shared or several.")
+    session = listed[0]._session if listed else current()._session
+    for shared in listed:
+        check_owner(shared._referent, session.variables, f"{verb} argument")
+    return session, [shared._referent for shared in listed]
+
+
+@verb
+def broadcast(variables: Any, values: Any = None) -> None:
+    """Copy rank 0's value of each variable, or ``values``, to all ranks.
+
+    Parameters
+    ----------
+    variables : Shared or sequence of Shared
+    values : value or sequence of values, optional
+        One for each variable. A nested value has the nesting of its variable.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a value does not fit its variable. Nothing has changed then.
+    """
+    session, listed = _known("broadcast", variables)
+    with session.entered("broadcast"):
+        session.begin("broadcast")
+        for variable, value in collectives.pair(variables, listed, values):
+            collectives.broadcast(session, variable, value)
+
+
+@verb
+def scatter(variables: Any, values: Any, batch: Any = None) -> None:
+    """Divide the rows of ``values`` among the ranks, as calls divide their inputs.
+
+    Parameters
+    ----------
+    variables : Shared or sequence of Shared
+    values : array-like of shape (rows, *rest), Data, or a sequence of them
+        One for each variable.
+    batch : int, slice, sequence of int or bool mask, optional
+        The rows of ``values`` to use.
+
+    Raises
+    ------
+    TypeError, ValueError, IndexError
+        If a value does not fit its variable, or ``batch`` does not fit the rows. Nothing has changed then.
+    """
+    session, listed = _known("scatter", variables)
+    with session.entered("scatter"):
+        session.begin("scatter")
+        parts = [
+            (variable, *collectives.check_scatter(variable, value, batch))
+            for variable, value in collectives.pair(variables, listed, values)
+        ]
+        for variable, arrays, selection in parts:
+            collectives.scatter(session, variable, arrays, selection)
+
+
+@verb
+def gather(variables: Any, nd_up: int = 1) -> Any:
+    """Return the values of all ranks as new arrays.
+
+    Parameters
+    ----------
+    variables : Shared or sequence of Shared
+    nd_up : {0, 1}
+        With 1 the values are stacked, with shape ``(world_size, *shape)``; all values must have one shape. With 0 they
+        are concatenated along axis 0; shards may differ in length.
+
+    Returns
+    -------
+    ndarray, nesting of ndarray, or list of them
+        New arrays, with the nesting of the variable; a list for a sequence of variables.
+
+    Raises
+    ------
+    ValueError
+        If the shapes do not allow it, or ``nd_up`` is neither 0 nor 1.
+    """
+    session, listed = _known("gather", variables)
+    with session.entered("gather"):
+        session.begin("gather")
+        results = [collectives.gather(session, variable, nd_up) for variable in listed]
+    return results[0] if isinstance(variables, Shared) else results
+
+
+@verb
+def all_gather(variables: Any) -> None:
+    """Give every rank the concatenation of all ranks' values along axis 0.
+
+    Parameters
+    ----------
+    variables : Shared or sequence of Shared
+
+    Raises
+    ------
+    ValueError
+        If a variable has no axis 0. Nothing has changed then.
+    """
+    session, listed = _known("all_gather", variables)
+    with session.entered("all_gather"):
+        session.begin("all_gather")
+        for variable in listed:
+            collectives.check_rows(variable)
+        for variable in listed:
+            collectives.all_gather(session, variable)
+
+
+@verb
+def reduce(variables: Any, op: str = "avg", in_place: bool = True) -> Any:
+    """Reduce the values of all ranks. All ranks weigh the same.
+
+    Parameters
+    ----------
+    variables : Shared or sequence of Shared
+        Variables with one shape on all ranks.
+    op : {"avg", "sum", "prod", "min", "max"}
+    in_place : bool
+        True makes the result rank 0's value. False returns the result and changes no variable.
+
+    Returns
+    -------
+    ndarray, list of ndarray, or None
+        With ``in_place=False``, the result of each variable.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If the op is unknown or does not fit the dtype, or the shapes differ. Nothing has changed then.
+    """
+    session, listed = _known("reduce", variables)
+    with session.entered("reduce"):
+        session.begin("reduce")
+        for variable in listed:
+            collectives.check_reduction(session, variable, op)
+        results = [collectives.reduce(session, variable, op, in_place) for variable in listed]
+    return results[0] if isinstance(variables, Shared) else results
+
+
+@verb
+def all_reduce(variables: Any, op: str = "avg") -> None:
+    """Reduce the values of all ranks and give every rank the result. All ranks weigh the same.
+
+    Parameters
+    ----------
+    variables : Shared or sequence of Shared
+    op : {"avg", "sum", "prod", "min", "max"}
+
+    Raises
+    ------
+    ValueError, TypeError
+        As for :func:`reduce`.
+    """
+    session, listed = _known("all_reduce", variables)
+    with session.entered("all_reduce"):
+        session.begin("all_reduce")
+        for variable in listed:
+            collectives.check_reduction(session, variable, op)
+        for variable in listed:
+            collectives.all_reduce(session, variable, op)

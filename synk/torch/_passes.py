@@ -1,0 +1,176 @@
+"""The rank's half of ``DataParallel``: a forward pass, and the same pass again with the gradients of its outputs.
+
+Nothing is kept from one call to the next but the module without its tensors, as long as the program sends the same one.
+Parameters and buffers come with each call, so the second pass begins where the first one did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from synk._worker.comm.comm import comm
+from synk._worker.held.pickling import dumps
+from synk.torch._nesting import put, take
+from synk.torch._rank import seed_generators
+
+
+class Pass(NamedTuple):
+    """What a pass needs besides tensors.
+
+    Attributes
+    ----------
+    module : bytes
+        The module, pickled without its tensors.
+    names : tuple of str
+        The names of its parameters and then of its buffers, in the order in which they come.
+    num_parameters : int
+    arguments : bytes
+        The pickled nestings of ``(args, kwargs)``, with slots for the tensors.
+    wants : list of tuple of int
+        The parameters, the whole tensors and the tensors with rows that need gradients, by their numbers.
+    has_grad : bool
+        Whether autograd is on in the program.
+    autocast : torch.dtype or None
+        The dtype if the program is inside of ``torch.autocast``.
+    seed : tuple of int
+        The program's seed and the number of the call.
+    """
+
+    module: bytes
+    names: tuple[str, ...]
+    num_parameters: int
+    arguments: bytes
+    wants: list[tuple[int, ...]]
+    has_grad: bool
+    autocast: torch.dtype | None
+    seed: tuple[int, int]
+
+
+class Order:
+    """A pass, pickled, and the classes in it, which a rank must know before it loads the rest."""
+
+    def __init__(self, classes: Sequence[type], data: bytes) -> None:
+        self.classes, self.data = tuple(classes), data
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes a stand-in for each tensor, in whose place a pass puts those that have come with it."""
+
+    def __init__(self, data: bytes, num_parameters: int) -> None:
+        super().__init__(io.BytesIO(data))
+        self._num_parameters = num_parameters
+        self._made: dict[int, torch.Tensor] = {}
+
+    def persistent_load(self, number: Any) -> Any:
+        if number not in self._made:
+            tensor = torch.empty(0)
+            is_parameter = number < self._num_parameters
+            self._made[number] = torch.nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
+        return self._made[number]
+
+
+class _Whole(torch.nn.Module):
+    """Runs ``forward`` alone: the program itself runs the hooks of the whole module, on all rows."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.forward(*args, **kwargs)
+
+
+class _Last:
+    """The module of the last pass. One that is compiled would else be compiled in each."""
+
+    pickled = b""
+    module: _Whole
+
+    @classmethod
+    def loaded(cls, order: Pass) -> _Whole:
+        if cls.pickled != order.module:
+            cls.module = _Whole(_Unpickler(order.module, order.num_parameters).load())
+            cls.pickled = order.module
+        return cls.module
+
+
+class _Run:
+    """One run of the module: ``outputs`` and their ``nesting``, the ``leaves`` that need gradients, the ``buffers``."""
+
+    def __init__(
+        self,
+        order: Pass,
+        rows: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        whole: Sequence[torch.Tensor],
+    ) -> None:
+        pairs = zip((tensors, whole, rows), order.wants)
+        self.leaves = [given[number].requires_grad_() for given, numbers in pairs for number in numbers]
+        nested_args, nested_kwargs = pickle.loads(order.arguments)
+        args = tuple(put(value, rows, whole) for value in nested_args)
+        kwargs = {name: put(value, rows, whole) for name, value in nested_kwargs.items()}
+        values = {f"module.{name}": tensor for name, tensor in zip(order.names, tensors)}
+        seed_generators(*order.seed, comm.ranks[comm.rank])
+        is_cast = order.autocast is not None
+        cast = torch.autocast(rows[0].device.type, order.autocast) if is_cast else contextlib.nullcontext()
+        with torch.set_grad_enabled(order.has_grad), cast:
+            result = torch.func.functional_call(_Last.loaded(order), values, args, kwargs)
+        self.outputs: list[torch.Tensor] = []
+        self.nesting = take(result, self.outputs)
+        self.buffers = tuple(value.detach() for value in list(values.values())[order.num_parameters :])
+
+
+def forward(rows: Any, tensors: Any, whole: Any, order: Order) -> Any:
+    """Return the outputs for this rank's rows, the buffers after the pass, and how the outputs are nested."""
+    run = _Run(pickle.loads(order.data), rows, tensors, whole)
+    for output in run.outputs:
+        _check_rows(output, len(rows[0]))
+    note = run.nesting if comm.rank == 0 else None, bytes(output.requires_grad for output in run.outputs)
+    return tuple(output.detach() for output in run.outputs), run.buffers, dumps(note)
+
+
+def backward(rows: Any, gradients: Any, tensors: Any, whole: Any, order: Order, of: tuple[int, ...]) -> Any:
+    """Return this rank's part of the sums, the gradients of its rows, and which leaves were used.
+
+    ``of`` are the numbers of the outputs that ``gradients`` belong to.
+    """
+    given: Pass = pickle.loads(order.data)
+    run = _Run(given, rows, tensors, whole)
+    pairs = [(run.outputs[k], gradient) for k, gradient in zip(of, gradients) if run.outputs[k].requires_grad]
+    found: Sequence[Any] = [None] * len(run.leaves)
+    if pairs:
+        outputs, own = zip(*pairs)
+        found = torch.autograd.grad(outputs, run.leaves, own, allow_unused=True)
+    if any(gradient is not None and gradient.layout is not torch.strided for gradient in found):
+        raise TypeError(
+            "cannot sum the gradients of DataParallel: got a sparse one, expected dense ones. Build the embedding "
+            "with sparse=False, or use synk.torch.replicate."
+        )
+    values = tuple(
+        torch.zeros_like(leaf) if gradient is None else gradient for leaf, gradient in zip(run.leaves, found)
+    )
+    num_summed = len(run.leaves) - len(given.wants[2])
+    used = np.array([gradient is not None for gradient in found], np.uint8)
+    return values[:num_summed], values[num_summed:], used
+
+
+def _check_rows(output: torch.Tensor, num_rows: int) -> None:
+    if output.ndim == 0:
+        raise ValueError(
+            "cannot gather an output of DataParallel: got a single number, expected a row for each row of the inputs. "
+            "Compute the loss in the program, from outputs with rows (in a Trainer: pass compute_loss_func=, and no "
+            "labels to the model), or use synk.torch.replicate."
+        )
+    if output.shape[0] != num_rows or output.layout is not torch.strided:
+        raise ValueError(
+            f"cannot gather an output of DataParallel: got a tensor of shape {tuple(output.shape)} for {num_rows} rows "
+            f"of inputs, expected {num_rows} rows. Have forward return one row for each row of its inputs and reduce "
+            "them after the call (a loss too), or use synk.torch.replicate."
+        )
