@@ -78,6 +78,16 @@ class Composed(Function[P, R]):
         return checked
 
     @verb
+    def repeat(self, num_repeats: int, /, *args: Any, **options: Any) -> Any:
+        """Call the function several times with one message; see :meth:`synk.Function.repeat`. Never in blocks."""
+        if self._built_with["reproducible"]:
+            raise ValueError(
+                f"cannot repeat {self.__name__!r}: got a function with reproducible=, expected one without: a call with "
+                "one message has no blocks. Call it in a loop."
+            )
+        return super().repeat(num_repeats, *args, **options)
+
+    @verb
     def submit(self, /, *args: Any, **options: Any) -> Any:
         """Refuse it: a call that is submitted is one call."""
         given = [f"{name}={self._built_with[name]!r}" for name in ("reproducible", "retry", "on_oom")]

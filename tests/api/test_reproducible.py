@@ -136,5 +136,8 @@ def test_the_default_op_is_checked(shared_runtimes: Any) -> None:
         assert rt.function(lambda x: x.mean(), reproducible=4)(np.arange(6.0)) == 2.5
         with pytest.raises(synk.errors.OpMismatch):
             rt.function(lambda x: x.sum(), reproducible=4)(np.arange(6.0))
+    f = rt.function(np.sum, outputs="sum", reproducible=4)
     with pytest.raises(ValueError, match=r"cannot submit .* reproducible=4"):
-        rt.function(np.sum, outputs="sum", reproducible=4).submit(np.zeros(3))
+        f.submit(np.zeros(3))
+    with pytest.raises(ValueError, match=r"cannot repeat .* reproducible="):
+        f.repeat(2, np.zeros(3))
