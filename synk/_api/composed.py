@@ -82,8 +82,8 @@ class Composed(Function[P, R]):
         """Call the function several times with one message; see :meth:`synk.Function.repeat`. Never in blocks."""
         if self._built_with["reproducible"]:
             raise ValueError(
-                f"cannot repeat {self.__name__!r}: got a function with reproducible=, expected one without: a call with "
-                "one message has no blocks. Call it in a loop."
+                f"cannot repeat {self.__name__!r}: got a function with reproducible=, expected one without: one "
+                "message has no blocks. Call it in a loop."
             )
         return super().repeat(num_repeats, *args, **options)
 
