@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
+from synk._api.composed import Composed
 from synk._api.function import Function, P, R
 from synk._api.options import FunctionOptions, KeptOptions, check_names
 from synk._master.session import Session
@@ -15,6 +16,12 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+_OF_COMPOSED = {
+    name: option
+    for name, option in inspect.signature(Composed.__init__).parameters.items()
+    if option.kind is option.KEYWORD_ONLY
+}
 
 
 class Decorator(Protocol):
@@ -37,15 +44,23 @@ def build_function(fn: Any, options: Any, session: Session | None) -> Any:
     This also works on a worker, which may import modules with decorated functions. Only calls are refused there.
     """
     check_names(options)
+    if all(options.get(name, option.default) == option.default for name, option in _OF_COMPOSED.items()):
+        made, options = Function, {name: value for name, value in options.items() if name not in _OF_COMPOSED}
+    else:
+        made = Composed
     if fn is None:
-        return verb(lambda target: Function(target, session=session, **options))
-    return Function(fn, session=session, **options)
+        return verb(lambda target: made(target, session=session, **options))
+    return made(fn, session=session, **options)
 
 
 def with_options(verb: F) -> F:
     """Show ``help`` and editors the options that a verb passes on, with their defaults."""
     _, fn, *options = inspect.signature(Function.__init__).parameters.values()
-    shown = [fn.replace(default=None), *(option for option in options if option.name != "session")]
+    shown = [
+        fn.replace(default=None),
+        *(option for option in options if option.name != "session"),
+        *_OF_COMPOSED.values(),
+    ]
     verb.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
     return verb
 
@@ -96,20 +111,16 @@ def function(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
         How often a call is run again after a worker died in it (never after an exception, an interrupt or a timeout).
         With 0 a call runs at most once. Not with ``updates``.
     on_oom : {"raise", "slices"}
-        How to go on when a call runs out of memory on a rank. With ``"slices"`` it is repeated with twice as many
+        How to go on when a call runs out of memory on a rank. With ``"slices"`` it is made again with twice as many
         slices, as by ``num_slices``, until it fits or a slice is one row. The number is remembered for arguments of
-        these shapes, and logged once. Not with variables in ``updates``. Submitted calls are not repeated, but use the
-        remembered number. With resident objects there, the function is run for each slice and must change the objects
-        as if the slices were separate calls. Changes of a failed attempt are undone on all ranks; for this each rank
-        copies the objects' state before every call. Steps of ``synk.torch.replicate`` have this option, too.
-    reproducible : bool
+        these shapes, and logged once. Not with ``updates``. Such a function cannot be submitted.
+    reproducible : bool or int
         Whether ``"avg"``, ``"sum"``, ``"prod"``, ``"min"`` and ``"max"`` give the same bits for any number of workers.
-        The function is called once for each block of ``block_rows`` rows, and the program combines the blocks in a
-        fixed order. The outputs of all blocks go to the program and no call is compiled, so this costs some 0.2 ms per
-        call and a copy of the outputs for each block. The result for a block must not depend on the rank. Not with
-        ``updates``, ``per_rank`` or ``on_oom``.
-    block_rows : int
-        The number of rows in a block. Only with ``reproducible``.
+        The function is called once for each block of so many rows (True: 1024), and the program combines the blocks in
+        a fixed order. The outputs of all blocks go to the program. One call runs as many blocks as there are for all
+        ranks alike, and the first rank runs those that are left, so many rows and small blocks cost the least. The
+        result for a block must not depend on the rank. Not with ``updates``, ``per_rank``, ``on_oom`` or
+        sharded variables, and such a function cannot be submitted.
     per_rank : bool
         Whether each rank contributes a value of its own (its random draws, its part of a search). Then ``"sum"``,
         ``"prod"``, ``"gather"`` and a callable op are allowed without rows to divide, that is, without a scattered

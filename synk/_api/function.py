@@ -15,11 +15,8 @@ from synk._api.op_check import OpCheck, hold_back
 from synk._api.options import (
     FRAMEWORKS,
     can_try_again,
-    check_blocks,
     check_function,
-    check_on_oom,
     check_repeats,
-    check_retry,
     check_slices,
     check_subset,
     name_of,
@@ -32,15 +29,13 @@ from synk._master.flight.pending import PendingCall
 from synk._master.session import Session, current_session
 from synk._pure.interrupts import holding
 from synk._pure.limits import check_timeout
-from synk._pure.output_ops import DEFAULT_OP, DefaultOp, in_blocks
+from synk._pure.output_ops import DEFAULT_OP, DefaultOp
 from synk._pure.show import table
 from synk._pure.tracebacks import Results, outline, verb
 from synk._pure.words import Hinting
 from synk._wire.cell import refuse_inside_worker
-from synk.errors import WorkerDied
 
 if TYPE_CHECKING:
-    from synk._api.slices import Slices
     from synk._api.verify import Report
 
 P = ParamSpec("P")
@@ -100,11 +95,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         outputs: Any = DEFAULT_OP,
         updates: Any = (),
         framework: str | None = None,
-        retry: int = 0,
         per_rank: bool = False,
-        on_oom: str = "raise",
-        reproducible: bool = False,
-        block_rows: int = 1024,
         session: Session | None = None,
     ) -> None:
         check_function(fn)
@@ -115,26 +106,15 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         if not isinstance(per_rank, bool):
             raise TypeError(f"cannot build {name!r}: got per_rank={per_rank!r}, expected True or False.")
         updates = (*variables, *residents)
-        self._retry = check_retry(retry, updates, name)
-        self._slices: Slices | None = None
-        if check_on_oom(on_oom, variables, name):
-            from synk._api.slices import Slices
-
-            self._slices = Slices(name)
-        others = {"updates": updates, "per_rank": per_rank, "on_oom": self._slices is not None}
-        block_rows = check_blocks(reproducible, block_rows, others, name)
         self._callee = Callee(
             fn,
             name,
             bcast_inputs=bcast_inputs,
-            outputs=in_blocks(outputs) if block_rows else outputs,
+            outputs=outputs,
             updates=variables,
             changes=residents,
             framework=framework,
             per_rank=per_rank,
-            block_rows=block_rows,
-            retry=self._retry,
-            is_repeated=self._slices is not None,
             reserved=OPTION_NAMES,
             session=session,
         )
@@ -143,10 +123,8 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         self._verb = f"call {name!r}"
         self._built_with = {
             "bcast_inputs": bcast_inputs, "outputs": outputs, "updates": updates, "framework": framework,
-            "retry": retry, "per_rank": per_rank, "on_oom": on_oom, "reproducible": reproducible,
+            "per_rank": per_rank,
         }  # fmt: skip
-        if reproducible:
-            self._built_with["block_rows"] = block_rows
         functools.update_wrapper(self, fn, updated=())
         self.__name__ = name
 
@@ -195,8 +173,6 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         **kwargs: Any,
     ) -> Any:
         was_compared = False
-        if self._slices is not None:
-            num_slices = self._slices.of(args, kwargs, num_slices)
         try:
             is_checked = self._op_check is None or not self._op_check.may_be_due(args)
             if is_checked and output_subset is None and timeout is None and type(num_slices) is int and num_slices == 1:
@@ -217,11 +193,6 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
                 return self._run_checked(args, kwargs, options)
         except BaseException as error:  # like a verb, but written out: this is the path of every call
             __tracebackhide__ = True
-            if self._slices is not None and self._slices.help_against(error, args, kwargs, num_slices):
-                return self(
-                    *args, batch=batch, num_slices=num_slices,
-                    output_subset=output_subset, timeout=timeout, **kwargs,
-                )  # fmt: skip
             outline(error)
             if sys.version_info < (3, 11):
                 raise error
@@ -316,8 +287,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         Notes
         -----
         The ranks do not wait for each other between two repetitions, unless the function communicates. Ranks that have
-        no rows get the new values at the end. With ``on_oom="slices"`` the remembered number of slices is used; if
-        memory runs out, the error is raised and nothing is run again.
+        no rows get the new values at the end.
 
         Examples
         --------
@@ -334,8 +304,6 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         ...     w.value
         array([3., 4.])
         """
-        if self._slices is not None:
-            num_slices = self._slices.of(args, kwargs, num_slices)
         subset, limit = check_subset(output_subset), check_timeout(timeout)
         num_repeats = check_repeats(num_repeats, self.__name__)
         options = CallOptions(batch, check_slices(num_slices), subset, limit, num_repeats=num_repeats)
@@ -493,13 +461,9 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         Raises
         ------
         TypeError, ValueError, IndexError
-            For wrong input, at once. ``result()`` raises the errors of the call itself. A function with ``retry``
-            cannot be submitted.
+            For wrong input, at once. ``result()`` raises the errors of the call itself. A function with ``retry`` or
+            ``on_oom`` cannot be submitted.
         """
-        if self._retry:
-            raise self._retry_error("submit")
-        if self._slices is not None:
-            num_slices = self._slices.of(args, kwargs, num_slices)
         was_compared = False
         is_checked = self._op_check is None or not self._op_check.may_be_due(args)
         if is_checked and output_subset is None and timeout is None and type(num_slices) is int and num_slices == 1:
@@ -546,8 +510,6 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         ------
         TypeError
             If ``batches`` is not an iterable.
-        ValueError
-            If the function was built with ``retry``.
         ModuleNotFoundError
             With ``progress``, if tqdm is not installed.
 
@@ -571,18 +533,10 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
             raise TypeError(
                 f"cannot stream {self.__name__!r}: got {type(batches).__name__}, expected an iterable of batches."
             )
-        if self._retry:
-            raise self._retry_error("stream")
         results = stream(lambda batch: submit(*arguments(batch)), self.__name__, iter(batches))
         if progress:
             results = with_progress(results, self.__name__, operator.length_hint(batches))
         return Results(results, "synk.Function.stream", self.__name__)
-
-    def _retry_error(self, verb: str) -> ValueError:
-        return ValueError(
-            f"cannot {verb} {self.__name__!r}: it was built with retry={self._retry}, and a call that is submitted "
-            "ahead is never run again. Call it, or build it without retry."
-        )
 
     def _run_checked(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
         """Run a call, and hold its result back until the default op is known to fit."""
@@ -607,18 +561,12 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
             return function._run(args, kwargs, options)
         session = self._bound_session()
         deadline = session.deadline(options.timeout)
-        # Each attempt is an operation of its own: ``begin`` replaces the worker that has died, and the call is bound
-        # and staged again.
-        attempts_left, had_memory = self._retry, True
+        had_memory = True
         while True:
             with session.entered(self._verb):
                 session.begin(self._verb, deadline)
                 try:
                     return run_call(session, self._callee, args, kwargs, options, deadline)
-                except WorkerDied:
-                    if not attempts_left:
-                        raise
-                    attempts_left -= 1
                 except Exception as error:
                     if not had_memory or not can_try_again(error):
                         raise

@@ -130,7 +130,7 @@ def few_rows(
     If nothing can be picked, the call is not checked either, and counts as one that tells nothing.
     """
     check, callee, session = function._op_check, function._callee, function._bound_session()
-    is_divided = session.total_ranks > 1 or options.num_slices > 1 or callee.block_rows
+    is_divided = session.total_ranks > 1 or options.num_slices > 1
     if check is None or not is_divided or options.output_subset is not None:
         return None
     try:

@@ -16,6 +16,9 @@ from synk._pure.words import argument_hint
 
 FRAMEWORKS = (None, "torch", "jax")
 
+_BLOCK_ROWS = 1024
+"""The rows of a block under ``reproducible=True``."""
+
 
 class FunctionOptions(TypedDict, total=False):
     """The options of :func:`synk.function`, for type checkers. :class:`synk.Function` has their defaults."""
@@ -24,11 +27,10 @@ class FunctionOptions(TypedDict, total=False):
     outputs: Any
     updates: Any
     framework: str | None
-    retry: int
     per_rank: bool
+    reproducible: bool | int
+    retry: int
     on_oom: str
-    reproducible: bool
-    block_rows: int
 
 
 class KeptOptions(TypedDict, total=False):
@@ -89,37 +91,39 @@ def check_function(fn: Any) -> None:
             )
 
 
-def check_blocks(reproducible: Any, block_rows: Any, options: dict[str, Any], name: str) -> int:
+def check_blocks(reproducible: Any, options: dict[str, Any], name: str) -> int:
     """Return the number of rows in a block of a reproducible function; 0 for other functions."""
-    if not isinstance(reproducible, bool):
-        raise TypeError(f"cannot build {name!r}: got reproducible={reproducible!r}, expected True or False.")
-    if not is_integer(block_rows, 1):
-        raise ValueError(f"cannot build {name!r}: got block_rows={block_rows!r}, expected an integer of 1 or more.")
-    given = [option for option, value in options.items() if value]
-    if reproducible and given:
+    if reproducible is False:
+        return 0
+    if reproducible is not True and not is_integer(reproducible, 1):
         raise ValueError(
-            f"cannot build {name!r}: got reproducible=True with {given[0]}, expected a function without: it is called "
-            "for each block of rows."
+            f"cannot build {name!r}: got reproducible={reproducible!r}, expected True, or the rows of a block."
         )
-    return int(block_rows) if reproducible else 0
+    given = [option for option, value in options.items() if value]
+    if given:
+        raise ValueError(
+            f"cannot build {name!r}: got reproducible={reproducible} with {given[0]}, expected a function without: it "
+            "is called for each block of rows."
+        )
+    return _BLOCK_ROWS if reproducible is True else int(reproducible)
 
 
-def check_on_oom(on_oom: Any, updates: Any, name: str) -> bool:
-    """Return whether calls that run out of memory are repeated in slices."""
+def check_on_oom(on_oom: Any, changes: bool, name: str) -> bool:
+    """Return whether calls that run out of memory are made again in slices."""
     if on_oom not in ("raise", "slices"):
         raise ValueError(f"cannot build {name!r}: got on_oom={on_oom!r}, expected 'raise' or 'slices'.")
-    if on_oom == "slices" and updates:
+    if on_oom == "slices" and changes:
         raise ValueError(
-            f"cannot build {name!r}: got on_oom='slices' with updates, expected none: what it has changed before it "
-            "ran out of memory would be changed twice."
+            f"cannot build {name!r}: got on_oom='slices' with updates=, expected a function that changes nothing."
+            " Pass num_slices= to the call, or fewer rows."
         )
     return bool(on_oom == "slices")
 
 
-def check_retry(retry: Any, updates: Any, name: str) -> int:
+def check_retry(retry: Any, changes: bool, name: str) -> int:
     if not is_integer(retry, 0):
         raise ValueError(f"cannot build {name!r}: got retry={retry!r}, expected an integer of 0 or more.")
-    if retry and updates:
+    if retry and changes:
         raise ValueError(
             f"cannot build {name!r}: got retry={retry} with updates=, expected a function that changes nothing."
         )

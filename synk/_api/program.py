@@ -12,6 +12,7 @@ import types
 from collections.abc import Mapping
 from typing import Any, BinaryIO, NamedTuple
 
+from synk._api.composed import Composed
 from synk._api.function import Function
 from synk._api.runtime import Runtime
 from synk._master.code.handles import Handle
@@ -110,7 +111,7 @@ class Program:
         self._parent: Program | None = None
         self._own_runtime: Runtime | None = None
         for name, each in self._functions.items():
-            if type(each) is not Function:
+            if type(each) not in (Function, Composed):
                 raise TypeError(
                     f"cannot make a program: got {type(each).__name__} as {name or 'its function'}, expected a synk "
                     "function. Make it by synk.function(fn); a training step is stored by its rep.save(path)."

@@ -6,9 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
-
-from synk._pure.ops import EACH, OPS, OWN_NAMES, Folded, Op, Reduction, is_int
+from synk._pure.ops import EACH, OPS, OWN_NAMES, Folded, Op
 from synk._pure.trees import flatten
 
 _WORDS = {
@@ -111,54 +109,6 @@ def _check_callable(op: Callable[..., Any], what: str) -> None:
         f"cannot build {what}: got {name}({', '.join(map(str, parameters))}) as an op, expected op(a, b), which "
         f"returns the two ranks' values combined.{hint}"
     )
-
-
-class InBlocks(Op):
-    """A reduction of the values of blocks of rows, in a tree that depends only on their number.
-
-    The ranks get whole blocks and call the function once for each, so any number of ranks gives the same bits.
-
-    Parameters
-    ----------
-    op : Reduction
-    """
-
-    def __init__(self, op: Reduction) -> None:
-        self.op = op
-        self.needs_rows, self.has_empty = op.needs_rows, op.has_empty
-
-    def check(self, dtype: np.dtype, what: str) -> None:
-        self.op.check(dtype, what)
-
-    def combine(self, values: list[Any], rows: list[int]) -> Any:
-        if any(map(is_int, values)):
-            return self.op.combine_ints(values, "the values of blocks")
-        arrays = [np.asarray(value) for value in values]
-        if len({(array.dtype, array.shape) for array in arrays}) > 1:
-            raise ValueError(
-                f"cannot combine blocks with op {self.op!r}: got shapes and dtypes "
-                f"{sorted({f'{array.shape} {array.dtype}' for array in arrays})}, expected the same from every block."
-            )
-        with np.errstate(all="ignore"):
-            level = [self.op.lift(array, count) for array, count in zip(arrays, rows)]
-            while len(level) > 1:
-                pairs = zip(level[::2], level[1::2])
-                level = [self.op.merge(one, other) for one, other in pairs] + level[len(level) // 2 * 2 :]
-            return self.op.finished(np.array(level[0]), sum(rows), arrays[0].dtype)
-
-    def __repr__(self) -> str:
-        return f"{self.op!r} in blocks"
-
-
-def in_blocks(outputs: Any) -> Any:
-    """Return ``outputs``, as a user gives it, with each reduction made one over blocks."""
-    if isinstance(outputs, dict):
-        return {key: in_blocks(child) for key, child in outputs.items()}
-    if isinstance(outputs, (tuple, list)):
-        children = [in_blocks(child) for child in outputs]
-        return children if isinstance(outputs, list) else tuple(children)
-    op = OPS.get(outputs) if isinstance(outputs, str) else None
-    return InBlocks(op) if isinstance(op, Reduction) else outputs
 
 
 def each_op(outputs: Any) -> Iterator[Any]:

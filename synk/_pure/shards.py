@@ -23,18 +23,6 @@ def shard_bounds(num_rows: int, world_size: int) -> list[tuple[int, int]]:
     return bounds_of([quotient + (rank < remainder) for rank in range(world_size)])
 
 
-def block_bounds(num_rows: int, num_parts: int, block_rows: int) -> list[tuple[int, int]]:
-    """Return ``(start, stop)`` of each rank's rows: whole blocks, except for the very last one.
-
-    Examples
-    --------
-    >>> block_bounds(25, 2, 10)
-    [(0, 20), (20, 25)]
-    """
-    blocks = shard_bounds(-(-num_rows // block_rows), num_parts)
-    return [(min(first * block_rows, num_rows), min(last * block_rows, num_rows)) for first, last in blocks]
-
-
 @dataclass(frozen=True)
 class Selection:
     """The rows of a call, as positions on axis 0 of its scattered inputs, in the order they are used.

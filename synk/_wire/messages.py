@@ -147,8 +147,6 @@ class Plan(NamedTuple):
     nests : bytes
         A pickle of ``(first, num_leaves, structure)`` for each nested argument: which inputs are its leaves. Empty if
         no argument is nested.
-    block_rows : int
-        How many rows a block has. The function is called once for each block; 0 means no blocks.
     num_repeats : int
         How often the call runs on each rank. A run sees what the one before has changed.
     all_ranks : tuple of int
@@ -166,7 +164,6 @@ class Plan(NamedTuple):
     is_rowless: bool = False
     local_indices_place: tuple[int, int, int] | None = None
     nests: bytes = b""
-    block_rows: int = 0
     num_repeats: int = 1
     all_ranks: tuple[int, ...] = ()
 

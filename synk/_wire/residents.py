@@ -28,11 +28,10 @@ class Adopt(NamedTuple):
 class ReportStates(NamedTuple):
     """Orders a rank to report ``(version, is_torn, mark)`` of objects, or None for one that it does not have.
 
-    ``counted`` has, for each object, its number, the version with which it was set, and the number of the last call
-    that has changed it and succeeded.
+    ``objects`` has, for each of them, its number and the version with which it was set.
     """
 
-    counted: tuple[tuple[int, int, float], ...]
+    objects: tuple[tuple[int, int], ...]
 
 
 class Dump(NamedTuple):

@@ -145,7 +145,6 @@ class Worker:
         self.is_held = False  # whether a first interrupt waits for the end of a step; see hold_back
         self.is_due = False  # whether one waits now
         self.num_collectives = 0  # that functions have begun
-        self.part_rows = 0  # of the slice of a training step that is running
         self.rss_measured = 0
 
     def close(self) -> None:
@@ -181,8 +180,8 @@ class Worker:
 
     @property
     def num_rows(self) -> int:
-        """This rank's rows in the call, or in the slice of a training step that is running."""
-        return self.part_rows or int(self.lane.down[self.rank, Down.ROWS])
+        """This rank's rows in the call."""
+        return int(self.lane.down[self.rank, Down.ROWS])
 
     @property
     def total_rows(self) -> int:

@@ -173,9 +173,7 @@ class Nodes:
         """
         function, call = launched.function, launched.call
         launched.number = next(self._session.numbers)  # the nodes do not count: all ranks of a call must use one number
-        note = FunctionNote(
-            function.id, function.plans.version, function.name, without_code(function.ops), function.block_rows
-        )
+        note = FunctionNote(function.id, function.plans.version, function.name, without_code(function.ops))
         nests = pickle_nests(call.arguments, function.name)
         objects = call.objects[0], [pickle.PickleBuffer(view) for view in call.objects[1]]
         weights = dict(zip(call.ranks, call.rows))

@@ -33,15 +33,12 @@ class FunctionNote(NamedTuple):
         Changes when the workers need new plans for the function.
     outputs : name or nesting of names
         See :func:`without_code`.
-    block_rows : int
-        The function's option; see ``Function``.
     """
 
     id: int
     version: int
     name: str
     outputs: Any
-    block_rows: int
 
 
 class VariableNote(NamedTuple):

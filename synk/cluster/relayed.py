@@ -29,7 +29,7 @@ class NodeFunction:
     changes = residents = variables = ()
 
     def __init__(self, note: FunctionNote) -> None:
-        self.id, self.version, self.name, self.block_rows = note.id, note.version, note.name, note.block_rows
+        self.id, self.version, self.name = note.id, note.version, note.name
         self.title = repr(note.name)
         self.ops = ops_of(note.outputs, self.title)
         self.plans = PlanCache()

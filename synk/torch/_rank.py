@@ -21,7 +21,6 @@ from synk.torch import _state_bytes
 from synk.torch._adjoints import losses
 from synk.torch._batchnorm import synchronize
 from synk.torch._reduction import LOST, GradientSum, Options
-from synk.torch._slices import sliced, step_in_slices
 from synk.torch._undo import Undo
 from synk.torch._without_draws import SeenFromOutside
 
@@ -64,7 +63,6 @@ class RankReplica(SeenFromOutside):
         _hook_gradients(states.parameters_of(self.objects), self._hooks)
         self._reduction = GradientSum(self.objects, self.options)
         self._undo = Undo(self.objects, self._reduction)
-        self._put_back: Callable[[], bytes | None] = lambda: None
         for obj in self.objects:
             if states.is_optimizer(obj):
                 _guard_step(obj, self._undo)
@@ -75,11 +73,9 @@ class RankReplica(SeenFromOutside):
 
     def run(self, fn: Callable[..., Any], trains: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the user's function on the objects and this rank's rows."""
-        worker = cell.worker
-        if trains and self.num_steps and not self.num_steps & (self.num_steps - 1) and sliced.sums is None:
+        if trains and self.num_steps and not self.num_steps & (self.num_steps - 1):
             self._check_alike()
-        stream = worker.number + (sliced.part << 32)
-        seed_generators(self.options.seed, self.num_steps if trains else -1 - self.num_steps, stream)
+        seed_generators(self.options.seed, self.num_steps if trains else -1 - self.num_steps, cell.worker.number)
         return self._run(fn, trains, args, kwargs)
 
     def _run(self, fn: Callable[..., Any], trains: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -101,27 +97,7 @@ class RankReplica(SeenFromOutside):
 
     def __synk_keep__(self) -> Callable[[], bytes | None]:
         """Return a function that undoes the step that is about to begin; see ``synk.torch._undo``."""
-        self._put_back = self._undo.keep(self, is_whole=cell.worker.variables.is_sliced)
-        return self._put_back
-
-    def __synk_slices__(self, parts: Sequence[Any], call: Callable[[Any], Any], combined: Callable[..., Any]) -> Any:
-        """Take one step over several parts of this rank's rows; see ``synk.torch._slices``."""
-
-        def run(part: Any) -> Any:
-            result = call(part)
-            if self._reduction.share is not None:
-                raise ValueError(
-                    "cannot take a step in slices: it ends with gradients that no_sync() keeps back, expected a "
-                    "backward pass outside of it, in the same call. Use num_slices=1, and no on_oom."
-                )
-            return result
-
-        return step_in_slices(parts, run, combined, self._go_back)
-
-    def _go_back(self) -> None:
-        """Undo what a part of the step has done. The next part begins from the state before the step."""
-        self._put_back()
-        self._reduction.keep()
+        return self._undo.keep(self)
 
     def _check_alike(self) -> None:
         """Compare the parameters of all ranks, which have taken the same steps.
@@ -325,8 +301,6 @@ def _over_all_rows(closure: Callable[[], Any]) -> Callable[[], Any]:
 
 def all_rows_mean(value: torch.Tensor) -> torch.Tensor:
     """Return the mean of the ranks' means, weighted by their rows."""
-    if sliced.sums is not None:
-        return sliced.sums.mean(value).to(value)
     if comm.world_size == 1:
         return value
     return torch.as_tensor(comm.all_reduce(value, "avg")).reshape(value.shape)
@@ -355,10 +329,7 @@ def mean(total: torch.Tensor, count: Any) -> torch.Tensor:
     All ranks must call it: it sums ``count`` over the ranks, as a collective.
     """
     own = torch.as_tensor(count, dtype=torch.float64)
-    if sliced.sums is not None:
-        everything = sliced.sums.of(own)
-    else:
-        everything = own if comm.world_size == 1 else comm.all_reduce(own.reshape(1), "sum")[0]
+    everything = own if comm.world_size == 1 else comm.all_reduce(own.reshape(1), "sum")[0]
     return total * (comm.total_rows / comm.rows / float(everything))
 
 

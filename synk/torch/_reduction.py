@@ -24,7 +24,6 @@ import torch
 from synk._wire.cell import cell
 from synk._worker.comm.comm import comm
 from synk.torch import _state as states
-from synk.torch._slices import Sums, sliced
 
 LOST = -1.0
 """Stands for the share of rows of a rank whose kept-back gradients are lost."""
@@ -142,7 +141,7 @@ class GradientSum:
         if worker.has_other_nodes:  # the lane knows only the ranks of this node
             total, self._num_ranks = worker.total_rows, len(worker.ranks)
         self._call_share = rows[worker.rank] / total if total else 1.0 / self._num_ranks
-        self._is_overlapping = self._num_ranks > 1 and sliced.sums is None and self._options.is_overlapping()
+        self._is_overlapping = self._num_ranks > 1 and self._options.is_overlapping()
         if self._is_overlapping:
             self._make_buckets()
             self._expect_all()
@@ -234,31 +233,6 @@ class GradientSum:
             )
         return share
 
-    def _exchange_parts(self, sums: Sums) -> None:
-        """In a slice, bring this part's gradients and use the sums, also for parameters that only other parts used.
-
-        Raises
-        ------
-        Awaited
-            If the other parts have not come as far yet.
-        """
-        used, gradients, parts = self._gradients()
-        flags = [float(index in self._fired) for index in sorted(self._hooked)]
-        flat = torch.cat([*(each.reshape(-1).double() for each in parts), parts[0].new_tensor(flags).double()])
-        *summed, are_used = sums.mean(flat).split([*(each.numel() for each in parts), len(flags)])
-        for parameter, gradient, part, total, is_used in zip(used, gradients, parts, summed, are_used.tolist()):
-            if is_used:
-                parameter.grad = gradient
-                part.copy_(total.view(part.shape))
-        self._fired.clear()
-
-    def _gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-        """Return the parameters with hooks, their gradients (or zeros), and views of the gradients as real numbers."""
-        used = [self._parameters[index] for index in sorted(self._hooked)]
-        own = [torch.zeros_like(each) if each.grad is None else each.grad for each in used]
-        parts = [torch.view_as_real(each) if each.is_complex() else each for each in own]
-        return used, own, [each.detach() for each in parts]
-
     def _reduce(self) -> None:
         """End a backward pass: reduce the gradients, or note that they are kept back. Called by autograd."""
         self._pass = -1
@@ -267,9 +241,6 @@ class GradientSum:
             self.share = share
             return
         self.share = None
-        if sliced.sums is not None:
-            self._exchange_parts(sliced.sums)
-            return
         # While ranks communicate an interrupt is raised at once, because a rank that waits for a dead one must stop.
         cell.worker.hold_back(False)
         self._sum_up(share)

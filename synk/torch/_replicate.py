@@ -22,7 +22,6 @@ import torch
 
 from synk._api.current import current
 from synk._api.function import Function
-from synk._api.options import name_of
 from synk._api.runtime import Runtime
 from synk._master.code.handles import Handle
 from synk._master.processes.output import warn_at_users_line
@@ -203,7 +202,6 @@ class Replicated(Handle):
         outputs: Any = DEFAULT_OP,
         bcast_inputs: str | Sequence[str] = (),
         trains: bool = True,
-        on_oom: str = "raise",
     ) -> Any:
         """Build a :class:`synk.Function` whose first parameters are the replicated objects. Also a decorator.
 
@@ -214,11 +212,6 @@ class Replicated(Handle):
             ``loss.backward()`` returns in it, the gradients are those of all rows.
         outputs, bcast_inputs
             As for :func:`synk.function`.
-        on_oom : {"raise", "slices"}
-            With ``"slices"``, a step that runs out of memory on a rank is undone and taken again in slices, on all
-            ranks. The number of slices is doubled until they fit. The gradients are still those of all rows, and the
-            optimizer steps once. For each slice the body runs once more than it has backward passes, so twice with one.
-            A slice must compute for its rows alone: without ``synk.comm`` in the body and without ``sync_batchnorm``.
         trains : bool
             Whether a call is a training step. False is for evaluation: the body then runs under ``torch.no_grad()`` and
             must not change the objects.
@@ -232,20 +225,13 @@ class Replicated(Handle):
         TypeError
             If ``fn`` is not callable, or has fewer parameters than there are objects.
         ValueError
-            If ``on_oom="slices"`` meets ``sync_batchnorm``, or an option has a value that is not listed.
+            If an option has a value that is not listed.
         """
         if fn is None:
-            return functools.partial(
-                self.function, outputs=outputs, bcast_inputs=bcast_inputs, trains=trains, on_oom=on_oom
-            )
+            return functools.partial(self.function, outputs=outputs, bcast_inputs=bcast_inputs, trains=trains)
         if not callable(fn):
             raise TypeError(f"cannot build a function: got {type(fn).__name__}, expected a callable.")
-        if on_oom == "slices" and self._options.sync_batchnorm:
-            raise ValueError(
-                f"cannot build {name_of(fn)!r}: got on_oom='slices' and replicate(..., sync_batchnorm=True), expected "
-                "one of the two: batch norms over all rows need the rows of all slices at once."
-            )
-        return StepFunction(self, fn, outputs=outputs, bcast_inputs=bcast_inputs, trains=trains, on_oom=on_oom)
+        return StepFunction(self, fn, outputs=outputs, bcast_inputs=bcast_inputs, trains=trains)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context, inside the body, in which backward passes do not reduce gradients.

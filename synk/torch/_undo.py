@@ -65,20 +65,18 @@ class Undo:
 
     # -- before a step ------------------------------------------------------------------------------------------------
 
-    def keep(self, replica: Any, *, is_whole: bool = False) -> Callable[[], bytes | None]:
+    def keep(self, replica: Any) -> Callable[[], bytes | None]:
         """Return a function that restores the present state. It may be called several times.
 
         It returns None, and changes nothing, if the state cannot be restored. Otherwise it returns bytes that identify
-        the gradients that were there: ranks with different bytes have dropped different gradients. With ``is_whole`` it
-        always succeeds, because parameters and the state of optimizers are kept, too.
+        the gradients that were there: ranks with different bytes have dropped different gradients.
         """
         self._num_before, self._has_stepped = None, False
         self._inspect()
         self._before, self._flags = self._marks(), [each.requires_grad for each in self._parameters]
         self._reduction.keep()
         shallow = [(own, {name: own[name] for name in names}) for own, names in zip(self._owners, self._attributes)]
-        is_early = is_whole or self._is_early
-        early = set(range(len(self._parameters))) if is_whole else self._early
+        is_early, early = self._is_early, self._early
         tables = [*self._tables, *(self._slots() if is_early else ())]
         shallow += [(table, table.copy()) for table in tables]
         known = self._references.keys() | set(map(id, tables))
@@ -97,7 +95,7 @@ class Undo:
         # completed, or the master has asked for a report since.
         copies, pickled = self._copied(tensors), self._pickled(mutable) if mutable else None
         num_steps, share = replica.num_steps, self._reduction.share
-        generators = self._generators(num_steps, is_whole)
+        generators = self._generators(num_steps)
 
         def put_back() -> bytes | None:
             # The step may have been broken off at any line, and this runs later, when the master asks for a report. So
@@ -157,12 +155,12 @@ class Undo:
                 yield obj.state
                 yield from (slots for slots in obj.state.values() if isinstance(slots, dict))
 
-    def _generators(self, num_steps: int, is_whole: bool) -> dict[str, Any]:
+    def _generators(self, num_steps: int) -> dict[str, Any]:
         """Return the states of this process's generators if steps draw from them.
 
         Whether they do is checked before steps 1, 2, 4, 8 and so on.
         """
-        if not is_whole and not self._draws and num_steps & (num_steps - 1):
+        if not self._draws and num_steps & (num_steps - 1):
             return {}
         now = generator_states() | {"synk.comm": cell.worker.rng.bit_generator.state}
         now.pop("torch", None)  # seeded before each step

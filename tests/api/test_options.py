@@ -7,13 +7,14 @@ import inspect
 import pytest
 
 import synk
+from synk._api.composed import Composed
 from synk._api.function import Function
 from synk._api.options import FunctionOptions
 
 
 def test_help_and_editors_see_all_options_with_their_defaults() -> None:
     shown = inspect.signature(synk.function).parameters
-    told = inspect.signature(Function.__init__).parameters
+    told = inspect.signature(Function.__init__).parameters | inspect.signature(Composed.__init__).parameters
     assert list(shown) == ["fn", *FunctionOptions.__annotations__]
     assert all(shown[name].default == told[name].default for name in FunctionOptions.__annotations__)
 

@@ -1,4 +1,4 @@
-"""``reproducible=True``: the same bits for any number of workers."""
+"""``reproducible=``: the same bits for any number of workers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+import synk
 
 RNG = np.random.default_rng(5)
 X = RNG.normal(size=(5003, 7)) * 10.0 ** RNG.integers(-8, 8, size=(5003, 1))
@@ -39,8 +41,8 @@ def raw(result: dict[str, Any]) -> dict[str, Any]:
 def test_any_number_of_workers_gives_the_same_bits(shared_runtimes: Any, block_rows: int) -> None:
     x, found = X[:300] if block_rows == 1 else X, []
     for num_workers in (1, 2, 3):
-        f = shared_runtimes[num_workers].function(moments, outputs=OPS, reproducible=True, block_rows=block_rows)
-        found += [f(x), f.serial(x), f.submit(x).result()]
+        f = shared_runtimes[num_workers].function(moments, outputs=OPS, reproducible=block_rows)
+        found += [f(x), f.serial(x)]
     assert all(raw(each) == raw(found[0]) for each in found)
     want = moments(x)
     for key, value in found[0].items():
@@ -55,7 +57,7 @@ def test_without_it_the_bits_depend_on_the_workers(shared_runtimes: Any) -> None
 
 
 def test_averages_are_weighted_by_the_rows_of_the_blocks(shared_runtimes: Any) -> None:
-    f = shared_runtimes[2].function(lambda x: x.mean(), outputs="avg", reproducible=True, block_rows=4)
+    f = shared_runtimes[2].function(lambda x: x.mean(), outputs="avg", reproducible=4)
     x = np.arange(9.0)  # blocks of 4, 4 and 1 rows
     assert f(x) == 4.0
     assert f.verify(x)
@@ -71,8 +73,7 @@ def test_batches_data_and_tensors_are_cut_into_blocks(shared_runtimes: Any, subt
     options: dict[str, Any] = {
         "bcast_inputs": "w",
         "outputs": ("sum", "gather"),
-        "reproducible": True,
-        "block_rows": 64,
+        "reproducible": 64,
     }
     for number, batch in enumerate(BATCHES):
         for kind in ("array", "data", "tensor"):
@@ -96,15 +97,47 @@ def test_what_does_not_go_with_it_is_refused(shared_runtimes: Any) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"per_rank": True}, "with per_rank"),
         ({"on_oom": "slices"}, "with on_oom"),
-        ({"block_rows": 0}, "got block_rows=0"),
-        ({"block_rows": 2.5}, "got block_rows=2.5"),
-        ({"reproducible": 1}, "got reproducible=1"),
+        ({"reproducible": -1}, "got reproducible=-1"),
+        ({"reproducible": 2.5}, "got reproducible=2.5"),
     ]
     for options, words in wrong:
         with pytest.raises((ValueError, TypeError), match=words):
             rt.function(lambda x: x.sum(), outputs="sum", **{"reproducible": True, **options})
-    f = rt.function(lambda x: x, outputs="sum", reproducible=True, block_rows=4)
+    f = rt.function(lambda x: x, outputs="sum", reproducible=4)
     with pytest.raises(ValueError, match="cannot combine blocks with op 'sum'"):
         f(np.ones(10))
-    with pytest.raises(ValueError, match="got the sharded variable x"):
+    with pytest.raises(ValueError, match="got the sharded variable"):
         f(rt.shared(np.ones(8), sharded=True))
+
+
+def several(x: np.ndarray) -> Any:
+    return [x.sum(), {"rows": x[:, 0], "list": [str(len(x))], "first": len(x), "most": x.max(), "each": (len(x), None)}]
+
+
+def test_each_op_and_subset_goes_by_blocks(shared_runtimes: Any) -> None:
+    """A callable and "first" fold the blocks in their order, and under op None there is one object for each block."""
+    ops = ["sum", {"rows": "gather", "list": "gather", "first": "first", "most": max, "each": None}]
+    x = X[:10]
+    for num_workers in (1, 2, 3):
+        f = shared_runtimes[num_workers].function(several, outputs=ops, reproducible=4)
+        total, rest = f(x)
+        assert np.isclose(total, x.sum())
+        np.testing.assert_array_equal(rest.pop("rows"), x[:, 0])
+        assert rest == {"list": ["4", "4", "2"], "first": 4, "most": x.max(), "each": [(4, None), (4, None), (2, None)]}
+        assert f(x, output_subset=[0]) == [total]
+        assert f.serial(x)[0].tobytes() == total.tobytes()
+        with pytest.raises(IndexError, match="cannot select rows of 'several': got batch=11"):
+            f(x, batch=11)
+
+
+def test_the_default_op_is_checked(shared_runtimes: Any) -> None:
+    for num_workers in (1, 2):
+        rt = shared_runtimes[num_workers]
+        assert rt.function(lambda x: x.mean(), reproducible=4)(np.arange(6.0)) == 2.5
+        with pytest.raises(synk.errors.OpMismatch):
+            rt.function(lambda x: x.sum(), reproducible=4)(np.arange(6.0))
+    f = rt.function(np.sum, outputs="sum", reproducible=4)
+    with pytest.raises(ValueError, match=r"cannot submit .* reproducible=4"):
+        f.submit(np.zeros(3))
+    with pytest.raises(ValueError, match=r"cannot repeat .* reproducible="):
+        f.repeat(2, np.zeros(3))

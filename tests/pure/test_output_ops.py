@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections import namedtuple
 from typing import Any
 
 import optree
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from support.seeds import examples
 
 from synk._pure.ops import EACH, OPS
-from synk._pure.output_ops import each_op, in_blocks, match_ops, ops_of, wanted_leaves
+from synk._pure.output_ops import each_op, match_ops, ops_of, wanted_leaves
 from synk._pure.trees import flatten, skeleton_of
 
 NAMES = sorted(OPS)
@@ -111,9 +110,3 @@ def test_the_leaves_of_a_subset(subtests: Any) -> None:
                     wanted_leaves(skeleton(result), subset, "f")
             else:
                 assert wanted_leaves(skeleton(result), subset, "f") == expected
-
-
-def test_ops_in_blocks_may_be_a_named_tuple() -> None:
-    found = in_blocks(namedtuple("Sums", "a b")("sum", [None, "gather"]))
-    assert repr(found) == "('sum' in blocks, [None, 'gather'])"
-    assert ops_of(found, "f")[1] == [EACH, OPS["gather"]]

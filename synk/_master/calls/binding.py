@@ -24,7 +24,6 @@ from synk._pure.shards import (
     Assignment,
     Selection,
     assign_owned,
-    block_bounds,
     bounds_of,
     select_common,
     shard_bounds,
@@ -131,11 +130,7 @@ def _divide(
     unequal = ""
     rows = rows_of(arguments)
     shards = [(argument.label, argument.value) for argument in arguments if argument.kind == "shard"]
-    if function.block_rows:
-        _check_blocks(session, shards, name)
-    selection, bounds, owned = choose_rows(
-        rows, shards, options.batch, divider(session, function, options.is_serial), name
-    )
+    selection, bounds, owned = choose_rows(rows, shards, options.batch, divider(session, options.is_serial), name)
     if selection is None:
         if not function.per_rank:
             sources = closed_over_shards(session, function, deadline)
@@ -170,12 +165,9 @@ def _divide(
     )
 
 
-def divider(session: Session, function: Callee, is_serial: bool = False) -> Divider:
-    """Return the function that divides the rows of a call: evenly, or in whole blocks."""
-    num_parts = 1 if is_serial else session.world_size
-    if function.block_rows:
-        return functools.partial(block_bounds, num_parts=num_parts, block_rows=function.block_rows)
-    return functools.partial(even_bounds, world_size=num_parts)
+def divider(session: Session, is_serial: bool = False) -> Divider:
+    """Return the function that divides the rows of a call evenly."""
+    return functools.partial(even_bounds, world_size=1 if is_serial else session.world_size)
 
 
 def choose_rows(
@@ -301,14 +293,6 @@ def _check_rowless(ops: Any, name: str) -> None:
                 "sharded variable that the function closes over. Use op 'first' if all ranks compute the same value, "
                 "or build it with per_rank=True if each rank contributes its own."
             )
-
-
-def _check_blocks(session: Session, shards: Sequence[tuple[str, Variable]], name: str) -> None:
-    if shards:
-        raise ValueError(
-            f"cannot call {name!r}: got the sharded variable {shards[0][0]}, expected none: it is built with "
-            "reproducible=True, and ranks hold other rows of a variable than those of whole blocks. Pass an array."
-        )
 
 
 def _framework(function: Callee, session: Session) -> str | None:

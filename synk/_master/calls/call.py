@@ -91,11 +91,10 @@ def launch(
     is_alone: bool = False,
 ) -> Launched:
     """Send a new call in ``lane``, which must be free. With ``is_alone``, wait first until no call is in flight."""
-    if options.num_slices > 1 and function.changes and not function.is_repeated:
+    if options.num_slices > 1 and function.changes:
         raise ValueError(
             f"cannot call {function.name!r}: got num_slices={options.num_slices}, expected 1, because it changes "
-            "resident objects: each rank runs it once. Build it with on_oom='slices' if it may run for parts of the "
-            "rows."
+            "resident objects: each rank runs it once. Divide the rows inside the function."
         )
     started, state = time.monotonic_ns(), session.workers.log.state
     pickled = session.counters["bytes_pickled"]

@@ -81,12 +81,6 @@ class Callee:
         What it refers to on the workers.
     ops : Op or nesting of them
         What ``outputs`` means.
-    block_rows : int
-        How many rows each block has for which it is called; 0 for no blocks.
-    retry : int
-        How often a call is run again after a death.
-    is_repeated : bool
-        Whether a call that runs out of memory is repeated in slices.
     plans : PlanCache
     record : Record
         What its calls have cost in this session.
@@ -114,9 +108,6 @@ class Callee:
         changes: Sequence[Resident] = (),
         framework: str | None = None,
         per_rank: bool = False,
-        block_rows: int = 0,
-        retry: int = 0,
-        is_repeated: bool = False,
         reserved: frozenset[str] = frozenset(),
         session: Session | None = None,
     ) -> None:
@@ -133,7 +124,6 @@ class Callee:
         self.changes = tuple(handle._referent for handle in changes)
         self.framework = framework
         self.per_rank = per_rank
-        self.block_rows, self.retry, self.is_repeated = block_rows, retry, is_repeated
         self.fixed_session = session
         self.session: Session | None = None
         self.id = -1
@@ -167,7 +157,6 @@ class Callee:
             "framework": self.framework,
             "updates": self._updates,
             "changes": self._changed,
-            "is_repeated": self.is_repeated,
             "modules": self._modules,
             "classes": self.classes,
         }

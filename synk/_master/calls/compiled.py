@@ -81,7 +81,7 @@ class CompiledCall:
             return None
         last_batch, call = self._last
         if type(batch) is not type(last_batch) or batch != last_batch:
-            chosen = self.pattern.choose(call, divider(session, function), batch)
+            chosen = self.pattern.choose(call, divider(session), batch)
             if chosen is None:
                 return None
             self._last = _remembered(chosen, batch)
@@ -123,9 +123,9 @@ def compile_call(session: Session, launched: Launched) -> None:
 
 def _may_fit(session: Session, launched: Launched) -> bool:
     """Whether calls like a successful one can fit it, rather than being new each time."""
-    function, call, cached = launched.function, launched.call, launched.cached
+    call, cached = launched.call, launched.cached
     options, assembly = call.options, cached.assembly
-    if function.block_rows or function.retry or options.is_serial or options.num_repeats > 1:
+    if options.is_serial or options.num_repeats > 1:
         return False
     if options.timeout is not None or options.num_slices > 1 or options.output_subset is not None:
         return False

@@ -126,7 +126,6 @@ def _plan(plan_id: int, function: Callee, call: Call, options: CallOptions, stag
         indices_place=rows_place,
         local_indices_place=local_place,
         nests=pickle_nests(call.arguments, function.name) if call.nests is None else call.nests,
-        block_rows=function.block_rows,
         num_repeats=options.num_repeats,
         all_ranks=call.all_ranks,
     )

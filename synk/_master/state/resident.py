@@ -318,7 +318,7 @@ class Residents:
 
 def _report_of(residents: Sequence[ResidentObject]) -> ReportStates:
     """Return the order to report how far objects are."""
-    return ReportStates(tuple((resident.id, resident.first_version, resident.version) for resident in residents))
+    return ReportStates(tuple((resident.id, resident.first_version) for resident in residents))
 
 
 def _states(replies: dict[int, Reply]) -> list[list[State | None]]:

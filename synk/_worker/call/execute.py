@@ -6,7 +6,7 @@ This file knows plans, but neither processes nor channels.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -14,12 +14,10 @@ import numpy as np
 from synk._pure.shards import shard_bounds
 from synk._wire.control import Down, Up, control_blocks
 from synk._wire.memory import Segment
-from synk._wire.messages import Plan
 from synk._worker.call.inputs import Inputs
 from synk._worker.call.outputs import Outputs
 from synk._worker.call.slices import run_slices
 from synk._worker.held.plans import PreparedPlan
-from synk._worker.held.residents import Changing
 from synk._worker.held.rows import Rows
 from synk._worker.held.variables import VariableStore
 from synk.backends import Backend, DeviceBackend
@@ -99,7 +97,7 @@ class PlanExecutor:
         if prepared.whole:
             variables.show(prepared.whole)
         if prepared.is_sliced:
-            bounds = slices_of(rows.high - rows.low, prepared.plan)
+            bounds = shard_bounds(rows.high - rows.low, prepared.plan.num_slices)
             slices = [prepared.cut(self._own_down, rows.low + a, rows.low + b) for a, b in bounds if b > a]
             result = self._run_slices(prepared, slices or [rows], objects, variables)
         else:
@@ -112,15 +110,9 @@ class PlanExecutor:
     def _run_slices(
         self, prepared: PreparedPlan, parts: Sequence[Rows], objects: Sequence[Any], variables: VariableStore
     ) -> Any:
-        function, fn = prepared.function, prepared.function.fn
-
-        def call(part: Rows) -> Any:
-            return self._call(prepared, part, objects, variables)
-
-        def combined(call: Callable[[Rows], Any]) -> Any:
-            return run_slices(function, self._backend, parts, call)
-
-        return fn.in_slices(parts, call, combined) if isinstance(fn, Changing) else combined(call)
+        return run_slices(
+            prepared.function, self._backend, parts, lambda part: self._call(prepared, part, objects, variables)
+        )
 
     def _call(
         self,
@@ -175,13 +167,6 @@ class PlanExecutor:
         self._backend.forget_segment(inputs.staging)
         inputs.make_own(prepared.cut(self._own_down, self._own_down[Down.LOW], self._own_down[Down.HIGH]))
         return inputs.staging
-
-
-def slices_of(num_rows: int, plan: Plan) -> list[tuple[int, int]]:
-    """Return the rows of each slice: as many slices as were asked for, or one for each block."""
-    if not plan.block_rows:
-        return shard_bounds(num_rows, plan.num_slices)
-    return [(start, min(start + plan.block_rows, num_rows)) for start in range(0, num_rows, plan.block_rows)]
 
 
 _CALL = int(Down.CALL)

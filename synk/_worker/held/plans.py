@@ -39,13 +39,12 @@ class LoadedFunction:
         framework: str | None,
         updates: Any,
         changes: Any,
-        is_repeated: bool,
         modules: Any,
         classes: Any,  # only to be kept
         backend: Backend,
     ) -> None:
         if changes:
-            fn = Changing(fn, changes, is_repeated)
+            fn = Changing(fn, changes)
         self.fn = Reading(fn, modules, name) if modules and not changes else fn
         self.name = name
         self.ops = ops_of(outputs, repr(name))
@@ -166,7 +165,7 @@ class PreparedPlan:
         self.plan = plan
         self._rank = rank
         self.function = function
-        self.is_sliced = (plan.num_slices > 1 or plan.block_rows > 0) and not plan.is_rowless
+        self.is_sliced = plan.num_slices > 1 and not plan.is_rowless
         self.nests: Sequence[tuple[int, int, Any]] = _load_nests(plan.nests, function.name)
         inner = {first + k for first, num_leaves, _ in self.nests for k in range(1, num_leaves)}
         arguments = [(k, item) for k, item in enumerate(plan.inputs) if item.kind != "closed over"]

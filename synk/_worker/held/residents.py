@@ -9,7 +9,6 @@ as possible.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 import pickle
@@ -49,35 +48,21 @@ class RankResident:
         self.is_torn = False
         self.mark = b""
         self._put_back: Callable[[], bytes | None] | None = None
-        self._is_kept = False  # whether a copy of its state goes back
 
-    def begin(self, *, is_repeated: bool) -> None:
-        """Note the beginning of a call that changes the object.
-
-        ``is_repeated``: if the call runs out of memory on some rank, the master repeats it in slices, so this rank must
-        be able to go back.
-        """
+    def begin(self) -> None:
+        """Note the beginning of a call that changes the object."""
         keep = getattr(type(self.value), "__synk_keep__", None)
         self.mark, self._put_back = b"", None if keep is None else keep(self.value)
-        self._is_kept = is_repeated and keep is None
-        if self._is_kept:
-            self._put_back = functools.partial(self._go_back, self.state(), self.version)
         self.is_torn = True  # last: what goes back must be kept before the first change can happen
 
-    def _go_back(self, state: bytes, version: float) -> bytes:
-        self.restore(state, version)
-        return b""
-
-    def report(self, counted: float) -> tuple[float, bool, bytes]:
+    def report(self) -> tuple[float, bool, bytes]:
         """Return ``(version, is_torn, mark)``, after undoing what a failed call has left, if that is possible.
 
-        Called only while no call is in flight. ``counted`` is the last call that succeeded on all ranks, as far as the
-        master knows.
+        Called only while no call is in flight.
         """
         # Taken out first: if it fails in the middle, the object stays torn, and nothing is put back a second time.
         put_back, self._put_back = self._put_back, None
-        is_half = self.is_torn or (self._is_kept and self.version > counted)
-        if is_half and put_back is not None and (mark := put_back()) is not None:
+        if self.is_torn and put_back is not None and (mark := put_back()) is not None:
             self.is_torn, self.mark = False, mark
         return self.version, self.is_torn, self.mark
 
@@ -123,7 +108,7 @@ class RankResidents:
                 old.__init__(order.name, made, order.first, order.version)  # type: ignore[misc]
         elif isinstance(order, ReportStates):
             with cell.worker.uninterrupted():
-                return {"states": [self._state(*each) for each in order.counted]}
+                return {"states": [self._state(*each) for each in order.objects]}
         elif isinstance(order, Dump):
             resident = self._objects[order.resident_id]
             return {"state": dumps(resident.value) if order.is_whole else resident.state()}
@@ -131,9 +116,9 @@ class RankResidents:
             self._objects[order.resident_id].restore(order.state, order.version)
         return {}
 
-    def _state(self, resident_id: int, first: int, counted: float) -> tuple[float, bool, bytes] | None:
+    def _state(self, resident_id: int, first: int) -> tuple[float, bool, bytes] | None:
         resident = self._objects.get(resident_id)
-        return None if resident is None or resident.first != first else resident.report(counted)
+        return None if resident is None or resident.first != first else resident.report()
 
 
 class Changing:
@@ -148,46 +133,18 @@ class Changing:
     fn : callable
     residents : sequence of RankResident
         The objects that the function changes.
-    is_repeated : bool
-        Whether the master repeats a call in slices if it runs out of memory (``on_oom="slices"``).
     """
 
-    def __init__(self, fn: Callable[..., Any], residents: Sequence[RankResident], is_repeated: bool) -> None:
+    def __init__(self, fn: Callable[..., Any], residents: Sequence[RankResident]) -> None:
         self._fn = fn
         self._residents = residents
-        self._is_repeated = is_repeated
-        self._is_running = False  # in slices
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._is_running:
-            return self._fn(*args, **kwargs)
-        return self._change(self._fn, *args, **kwargs)
-
-    def in_slices(
-        self, parts: Sequence[Any], call: Callable[[Any], Any], combined: Callable[[Callable[[Any], Any]], Any]
-    ) -> Any:
-        """Run the function on each of ``parts`` as one call, and return ``combined(call)``.
-
-        An object whose class has ``__synk_slices__``, such as a replicated model, takes charge of the parts itself:
-        it must not step its optimizer before the gradients of all parts are known.
-        """
-        run = combined
         for resident in self._residents:
-            own = getattr(type(resident.value), "__synk_slices__", None)
-            if own is not None:
-                run = functools.partial(own, resident.value, parts, combined=combined)
-        self._is_running = True
-        try:
-            return self._change(run, call)
-        finally:
-            self._is_running = False
-
-    def _change(self, action: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        for resident in self._residents:
-            resident.begin(is_repeated=self._is_repeated)
+            resident.begin()
         worker = cell.worker
         try:
-            result = action(*args, **kwargs)
+            result = self._fn(*args, **kwargs)
             # All of them, or none: an interrupt waits until the last one has its number.
             with worker.uninterrupted():
                 number = int(worker.lane.first_down[Down.CALL]) - worker.lane.executor.to_come

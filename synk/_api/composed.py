@@ -1,0 +1,163 @@
+"""Functions each of whose calls is made of several: built with ``reproducible=``, ``retry=`` or ``on_oom=``.
+
+Each of these is a plain function around a call, and the call knows nothing of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from synk._api.blocks import in_blocks
+from synk._api.function import Function, P, R
+from synk._api.options import check_blocks, check_on_oom, check_retry, check_slices
+from synk._master.calls.call import CallOptions
+from synk._master.calls.signature import OPTION_NAMES, Signature
+from synk._master.objects.shared import Shared
+from synk._master.processes.output import report
+from synk._pure.nested import take_apart
+from synk._pure.tracebacks import verb
+from synk.errors import RemoteError, WorkerDied, add_note
+
+Call = Callable[..., Any]
+
+
+class Composed(Function[P, R]):
+    """A :class:`synk.Function` with these options. They are about calls: all other verbs are those of a plain one."""
+
+    @verb
+    def __init__(
+        self,
+        fn: Callable[P, R],
+        *,
+        reproducible: bool | int = False,
+        retry: int = 0,
+        on_oom: str = "raise",
+        **options: Any,
+    ) -> None:
+        super().__init__(fn, **options)
+        self._built_with |= {"reproducible": reproducible, "retry": retry, "on_oom": on_oom}
+        callee, call, serial = self._callee, super().__call__, super().serial
+        changes = bool(callee.changes) or any(callee.options["updates"])
+        others = {"updates": changes, "per_rank": callee.per_rank, "on_oom": on_oom != "raise"}
+        if block_rows := check_blocks(reproducible, others, self.__name__):
+            blocks: Function[..., Any] = Function(fn, **options | {"outputs": None})
+            call = self._checked(in_blocks(blocks, blocks.serial, call, self, self._num_ranks, block_rows))
+            serial = in_blocks(blocks.serial, blocks.serial, serial, self, lambda: 1, block_rows)
+        self._serial: Call = serial
+        if check_on_oom(on_oom, changes, self.__name__):
+            call = in_slices(call, callee.signature, self.__name__)
+        if check_retry(retry, changes, self.__name__):
+            call = retried(call, retry)
+        self._call: Call = call
+
+    @verb
+    def __call__(self, /, *args: Any, **options: Any) -> Any:
+        return self._call(*args, **options)
+
+    @verb
+    def serial(self, /, *args: Any, **options: Any) -> Any:
+        """Run the whole input on one worker; see :meth:`synk.Function.serial`."""
+        return self._serial(*args, **options)
+
+    def _num_ranks(self) -> int:
+        return self._bound_session().total_ranks
+
+    def _checked(self, call: Call) -> Call:
+        """Return a call whose result is held back until the default op is known to fit, as that of a plain one."""
+
+        def checked(*args: Any, **options: Any) -> Any:
+            given = {key: value for key, value in options.items() if key not in OPTION_NAMES}
+            release = self._hold_back(args, given, CallOptions(options.get("batch"), num_slices=2))
+            result = call(*args, **options)
+            if release is not None:
+                release(result)
+            return result
+
+        return checked
+
+    @verb
+    def repeat(self, num_repeats: int, /, *args: Any, **options: Any) -> Any:
+        """Call the function several times with one message; see :meth:`synk.Function.repeat`. Never in blocks."""
+        if self._built_with["reproducible"]:
+            raise ValueError(
+                f"cannot repeat {self.__name__!r}: got a function with reproducible=, expected one without: one "
+                "message has no blocks. Call it in a loop."
+            )
+        return super().repeat(num_repeats, *args, **options)
+
+    @verb
+    def submit(self, /, *args: Any, **options: Any) -> Any:
+        """Refuse it: a call that is submitted is one call."""
+        given = [f"{name}={self._built_with[name]!r}" for name in ("reproducible", "retry", "on_oom")]
+        raise ValueError(
+            f"cannot submit {self.__name__!r}: got a function with {', '.join(given)}, expected one without: its calls "
+            "are made of several, and a call that is submitted is one. Call it, or build it without."
+        )
+
+
+def retried(call: Call, times: int) -> Call:
+    """Return a call that is made again after a worker has died in it, at most so many times."""
+
+    def again(*args: Any, **options: Any) -> Any:
+        for _ in range(times):
+            with contextlib.suppress(WorkerDied):
+                return call(*args, **options)
+        return call(*args, **options)
+
+    return again
+
+
+def in_slices(call: Call, signature: Signature, name: str) -> Call:
+    """Return a call that is made again with twice as many slices if it runs out of memory on a rank.
+
+    The number is remembered for arguments of the same shapes.
+    """
+    known: dict[Any, int] = {}
+
+    def sliced(*args: Any, num_slices: int = 1, **options: Any) -> Any:
+        given = {key: value for key, value in options.items() if key not in OPTION_NAMES}
+        num_slices = check_slices(num_slices)
+        if known:
+            num_slices = max(num_slices, known.get(_shapes(signature, args, given)[0], 1))
+        while True:
+            try:
+                return call(*args, num_slices=num_slices, **options)
+            except MemoryError as error:
+                if not isinstance(error.__cause__, RemoteError):
+                    raise  # it is the program that lacks memory
+                shapes, num_rows = _shapes(signature, args, given)
+                if num_slices >= num_rows:
+                    add_note(error, f"{name!r} runs out of memory with a single row in each of {num_slices} slices.")
+                    raise
+                if shapes not in known:
+                    why = str(error).partition("\n")[0]
+                    report(
+                        "%r ran out of memory on a rank%s. Calls with such arguments are run in slices from now on, "
+                        "twice as many until they fit.",
+                        name,
+                        f" ({why})" if why else "",
+                    )
+                num_slices = known[shapes] = 2 * num_slices
+
+    return sliced
+
+
+def _shapes(signature: Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, int]:
+    """Return what calls of like size have in common, however their arguments are passed, and the number of rows."""
+    shapes, num_rows = set(), 0
+    for label, _, is_broadcast, value in signature.bind(tuple(args), kwargs):
+        for number, leaf in enumerate([value] if is_broadcast else take_apart(value)[0]):
+            shape = _shape_of(leaf)
+            shapes.add((label, number, shape))
+            if shape and not is_broadcast:
+                num_rows = max(num_rows, shape[0])
+    return frozenset(shapes), num_rows
+
+
+def _shape_of(leaf: Any) -> Any:
+    """Return the shape of an argument, of which only the first length counts; None if it has no rows."""
+    if isinstance(leaf, Shared):
+        return (sum(leaf._referent.lengths),) if leaf.is_sharded else None
+    return (len(leaf),) if isinstance(leaf, (list, tuple)) else getattr(leaf, "shape", None)
