@@ -57,7 +57,6 @@ LATER = {
     },
     "Runtime": {"counters": "what the tests of messages count", "where": "the phases, which stacks does not show"},
     "fork": {"check": "comes with the compositions", "insecure": "of clusters"},
-    "function": {"block_rows": "becomes reproducible=ROWS"},
 }  # fmt: skip
 
 
