@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
 from synk._api.composed import Composed
 from synk._api.function import Function, P, R
-from synk._api.options import FunctionOptions, KeptOptions, check_names
+from synk._api.options import KeptOptions, Options, check_names
 from synk._master.session import Session
 from synk._pure.tracebacks import verb
 
@@ -16,12 +16,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-_OF_COMPOSED = {
-    name: option
-    for name, option in inspect.signature(Composed.__init__).parameters.items()
-    if option.kind is option.KEYWORD_ONLY
-}
 
 
 class Decorator(Protocol):
@@ -44,23 +38,19 @@ def build_function(fn: Any, options: Any, session: Session | None) -> Any:
     This also works on a worker, which may import modules with decorated functions. Only calls are refused there.
     """
     check_names(options)
-    if all(options.get(name, option.default) == option.default for name, option in _OF_COMPOSED.items()):
-        made, options = Function, {name: value for name, value in options.items() if name not in _OF_COMPOSED}
-    else:
-        made = Composed
-    if fn is None:
-        return verb(lambda target: made(target, session=session, **options))
-    return made(fn, session=session, **options)
+
+    def made(fn: Any) -> Function[..., Any]:
+        checked = Options.of(fn, **options)
+        return (Composed if checked.of_calls else Function)(fn, checked, session)
+
+    return verb(made) if fn is None else made(fn)
 
 
 def with_options(verb: F) -> F:
     """Show ``help`` and editors the options that a verb passes on, with their defaults."""
-    _, fn, *options = inspect.signature(Function.__init__).parameters.values()
-    shown = [
-        fn.replace(default=None),
-        *(option for option in options if option.name != "session"),
-        *_OF_COMPOSED.values(),
-    ]
+    fn = inspect.Parameter("fn", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
+    _, *options = inspect.signature(Options).parameters.values()
+    shown = [fn, *(option.replace(kind=option.KEYWORD_ONLY) for option in options)]
     verb.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
     return verb
 
@@ -70,7 +60,7 @@ def function(fn: Callable[P, R], **options: Unpack[KeptOptions]) -> Function[P, 
 
 
 @overload
-def function(fn: Callable[P, Any], **options: Unpack[FunctionOptions]) -> Function[P, Any]: ...
+def function(fn: Callable[P, Any], **options: Any) -> Function[P, Any]: ...
 
 
 @overload
@@ -78,7 +68,7 @@ def function(fn: None = None, **options: Unpack[KeptOptions]) -> KeepingDecorato
 
 
 @overload
-def function(fn: None = None, **options: Unpack[FunctionOptions]) -> Decorator: ...
+def function(fn: None = None, **options: Any) -> Decorator: ...
 
 
 @with_options

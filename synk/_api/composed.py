@@ -7,49 +7,43 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from synk._api.blocks import in_blocks
 from synk._api.function import Function, P, R
-from synk._api.options import check_blocks, check_on_oom, check_retry, check_slices
+from synk._api.options import Options, check_slices
 from synk._master.calls.call import CallOptions
 from synk._master.calls.signature import OPTION_NAMES, Signature
 from synk._master.objects.shared import Shared
 from synk._master.processes.output import report
+from synk._master.session import Session
 from synk._pure.nested import take_apart
 from synk._pure.tracebacks import verb
 from synk.errors import RemoteError, WorkerDied, add_note
 
 Call = Callable[..., Any]
 
+BLOCK_ROWS = 1024
+"""The rows of a block under ``reproducible=True``."""
+
 
 class Composed(Function[P, R]):
     """A :class:`synk.Function` with these options. They are about calls: all other verbs are those of a plain one."""
 
-    @verb
-    def __init__(
-        self,
-        fn: Callable[P, R],
-        *,
-        reproducible: bool | int = False,
-        retry: int = 0,
-        on_oom: str = "raise",
-        **options: Any,
-    ) -> None:
-        super().__init__(fn, **options)
-        self._built_with |= {"reproducible": reproducible, "retry": retry, "on_oom": on_oom}
+    def __init__(self, fn: Callable[P, R], options: Options, session: Session | None = None) -> None:
+        super().__init__(fn, options, session)
         callee, call, serial = self._callee, super().__call__, super().serial
-        changes = bool(callee.changes) or any(callee.options["updates"])
-        others = {"updates": changes, "per_rank": callee.per_rank, "on_oom": on_oom != "raise"}
-        if block_rows := check_blocks(reproducible, others, self.__name__):
-            blocks: Function[..., Any] = Function(fn, **options | {"outputs": None})
+        if options.reproducible:
+            blocks: Function[..., Any] = Function(fn, replace(options, outputs=None), session)
+            block_rows = BLOCK_ROWS if options.reproducible is True else int(options.reproducible)
             call = self._checked(in_blocks(blocks, blocks.serial, call, self, self._num_ranks, block_rows))
             serial = in_blocks(blocks.serial, blocks.serial, serial, self, lambda: 1, block_rows)
         self._serial: Call = serial
-        if check_on_oom(on_oom, changes, self.__name__):
+        if options.on_oom == "slices":
             call = in_slices(call, callee.signature, self.__name__)
-        if check_retry(retry, changes, self.__name__):
-            call = retried(call, retry)
+        if options.retry:
+            call = retried(call, options.retry)
         self._call: Call = call
 
     @verb
@@ -80,7 +74,7 @@ class Composed(Function[P, R]):
     @verb
     def repeat(self, num_repeats: int, /, *args: Any, **options: Any) -> Any:
         """Call the function several times with one message; see :meth:`synk.Function.repeat`. Never in blocks."""
-        if self._built_with["reproducible"]:
+        if self._options.reproducible:
             raise ValueError(
                 f"cannot repeat {self.__name__!r}: got a function with reproducible=, expected one without: one "
                 "message has no blocks. Call it in a loop."
@@ -90,7 +84,7 @@ class Composed(Function[P, R]):
     @verb
     def submit(self, /, *args: Any, **options: Any) -> Any:
         """Refuse it: a call that is submitted is one call."""
-        given = [f"{name}={self._built_with[name]!r}" for name in ("reproducible", "retry", "on_oom")]
+        given = [f"{name}={value!r}" for name, value in self._options.of_calls.items()]
         raise ValueError(
             f"cannot submit {self.__name__!r}: got a function with {', '.join(given)}, expected one without: its calls "
             "are made of several, and a call that is submitted is one. Call it, or build it without."

@@ -8,28 +8,18 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
 from synk._api.op_check import OpCheck, hold_back
-from synk._api.options import (
-    FRAMEWORKS,
-    can_try_again,
-    check_function,
-    check_repeats,
-    check_slices,
-    check_subset,
-    name_of,
-    split_updates,
-)
+from synk._api.options import Options, call_options, can_try_again, check_repeats
 from synk._master.calls.call import UNFIT, CallOptions, call_again, run_call
 from synk._master.calls.callee import Callee, FunctionHandle
 from synk._master.calls.signature import OPTION_NAMES
 from synk._master.flight.pending import PendingCall
 from synk._master.session import Session, current_session
 from synk._pure.interrupts import holding
-from synk._pure.limits import check_timeout
-from synk._pure.output_ops import DEFAULT_OP, DefaultOp
+from synk._pure.output_ops import DefaultOp
 from synk._pure.show import table
 from synk._pure.tracebacks import Results, outline, verb
 from synk._pure.words import Hinting
@@ -86,45 +76,24 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
 
     __name__: str
 
-    @verb
-    def __init__(
-        self,
-        fn: Callable[P, R],
-        *,
-        bcast_inputs: str | Sequence[str] = (),
-        outputs: Any = DEFAULT_OP,
-        updates: Any = (),
-        framework: str | None = None,
-        per_rank: bool = False,
-        session: Session | None = None,
-    ) -> None:
-        check_function(fn)
-        name = name_of(fn)
-        variables, residents = split_updates(updates, name)
-        if framework not in FRAMEWORKS:
-            raise ValueError(f"cannot build {name!r}: got framework={framework!r}, expected one of {FRAMEWORKS}.")
-        if not isinstance(per_rank, bool):
-            raise TypeError(f"cannot build {name!r}: got per_rank={per_rank!r}, expected True or False.")
-        updates = (*variables, *residents)
+    def __init__(self, fn: Callable[P, R], options: Options, session: Session | None = None) -> None:
+        name = options.name
         self._callee = Callee(
             fn,
             name,
-            bcast_inputs=bcast_inputs,
-            outputs=outputs,
-            updates=variables,
-            changes=residents,
-            framework=framework,
-            per_rank=per_rank,
+            bcast_inputs=options.bcast_inputs,
+            outputs=options.outputs,
+            updates=options.variables,
+            changes=options.residents,
+            framework=options.framework,
+            per_rank=options.per_rank,
             reserved=OPTION_NAMES,
             session=session,
         )
-        is_default = isinstance(outputs, DefaultOp) and not (per_rank or updates)
+        is_default = isinstance(options.outputs, DefaultOp) and not (options.per_rank or options.updates)
         self._op_check: OpCheck | None = OpCheck(self._callee.signature.first_scattered) if is_default else None
         self._verb = f"call {name!r}"
-        self._built_with = {
-            "bcast_inputs": bcast_inputs, "outputs": outputs, "updates": updates, "framework": framework,
-            "per_rank": per_rank,
-        }  # fmt: skip
+        self._options = options
         functools.update_wrapper(self, fn, updated=())
         self.__name__ = name
 
@@ -185,9 +154,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
                         return result
                     was_compared = True
             with holding():
-                options = CallOptions(
-                    batch, check_slices(num_slices), check_subset(output_subset), check_timeout(timeout)
-                )
+                options = call_options(batch, num_slices, output_subset, timeout)
                 if is_checked:
                     return self._run(args, kwargs, options, was_compared)
                 return self._run_checked(args, kwargs, options)
@@ -238,9 +205,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         Sharded variables are whole there, also those that the function closes over, which it cannot assign. Options and
         errors are those of a call.
         """
-        options = CallOptions(
-            batch, check_slices(num_slices), check_subset(output_subset), check_timeout(timeout), is_serial=True
-        )
+        options = call_options(batch, num_slices, output_subset, timeout, is_serial=True)
         return self._run(args, kwargs, options)
 
     @verb
@@ -304,9 +269,8 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         ...     w.value
         array([3., 4.])
         """
-        subset, limit = check_subset(output_subset), check_timeout(timeout)
         num_repeats = check_repeats(num_repeats, self.__name__)
-        options = CallOptions(batch, check_slices(num_slices), subset, limit, num_repeats=num_repeats)
+        options = call_options(batch, num_slices, output_subset, timeout, num_repeats=num_repeats)
         return self._run_checked(args, kwargs, options)
 
     @verb
@@ -382,15 +346,14 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         from synk._pure.comparison import Tolerance
 
         function = self._renewed()
-        options = CallOptions(batch, check_slices(num_slices), None, check_timeout(timeout))
+        options = call_options(batch, num_slices, None, timeout)
         plain = PlainCall(function._callee, args, kwargs, batch)
         return verify(function, options, Tolerance(rtol, atol), plain)
 
     def _alike(self, fn: Callable[..., Any], **options: Any) -> Function[..., Any]:
         """Return a function of another callable with the inputs of this one, on the same runtime."""
-        callee = self._callee
-        own = {"bcast_inputs": callee.bcast_inputs, "framework": callee.framework, "per_rank": callee.per_rank}
-        return Function(fn, session=self._bound_session(), **own | options)
+        own = {name: getattr(self._options, name) for name in ("bcast_inputs", "framework", "per_rank")}
+        return Function(fn, Options.of(fn, **own | options), self._bound_session())
 
     def _compared(self) -> Function[..., Any]:
         """Return the function that ``verify`` calls."""
@@ -476,8 +439,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
                     return pending
         function = self if was_compared else self._renewed()
         session = function._bound_session()
-        subset, limit = check_subset(output_subset), check_timeout(timeout)
-        options = CallOptions(batch, check_slices(num_slices), subset, limit, is_submitted=True)
+        options = call_options(batch, num_slices, output_subset, timeout, is_submitted=True)
         release = None if is_checked else self._hold_back(args, kwargs, options)
         with session.entered(f"submit {self.__name__!r}"):
             deadline = session.deadline(options.timeout)
@@ -610,7 +572,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
     def _repr_html_(self) -> str:
         callee = self._callee
         signature = callee.signature
-        updated = [each[0] if isinstance(each, tuple) else each for each in self._built_with["updates"]]
+        updated = [each[0] if isinstance(each, tuple) else each for each in self._options.updates]
         rows = [
             ("divided by rows", ", ".join(name for name in signature.names if name not in signature.broadcast)),
             ("whole to every rank", ", ".join(name for name in signature.names if name in signature.broadcast)),

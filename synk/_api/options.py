@@ -5,32 +5,20 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
 
 import numpy as np
 
+from synk._master.calls.plans import CallOptions
 from synk._master.objects.resident import Resident
 from synk._master.objects.shared import Shared
+from synk._pure.limits import check_timeout
 from synk._pure.ops import REDUCE_OPS
+from synk._pure.output_ops import DEFAULT_OP
 from synk._pure.words import argument_hint
 
 FRAMEWORKS = (None, "torch", "jax")
-
-_BLOCK_ROWS = 1024
-"""The rows of a block under ``reproducible=True``."""
-
-
-class FunctionOptions(TypedDict, total=False):
-    """The options of :func:`synk.function`, for type checkers. :class:`synk.Function` has their defaults."""
-
-    bcast_inputs: str | Sequence[str]
-    outputs: Any
-    updates: Any
-    framework: str | None
-    per_rank: bool
-    reproducible: bool | int
-    retry: int
-    on_oom: str
 
 
 class KeptOptions(TypedDict, total=False):
@@ -49,12 +37,107 @@ def is_integer(value: Any, least: int) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= least)
 
 
-def check_names(options: dict[str, Any]) -> None:
+EXCLUDES = {
+    ("reproducible", "updates"): "a function without: it is called for each block of rows",
+    ("reproducible", "per_rank"): "a function without: it is called for each block of rows",
+    ("reproducible", "on_oom"): "a function without: it is called for each block of rows",
+    ("on_oom", "updates"): "a function that changes nothing. Pass num_slices= to the call, or fewer rows",
+    ("retry", "updates"): "a function that changes nothing",
+}
+"""Options that cannot be given together, and what is expected instead."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of a function, as :func:`synk.function` describes them, each checked by itself and with the others.
+
+    What the engine checks for itself is not looked at here: ops, and names of parameters.
+
+    Attributes
+    ----------
+    name : str
+        The function's, for errors. It is no option.
+    updates : tuple
+    """
+
+    name: str
+    bcast_inputs: str | Sequence[str] = ()
+    outputs: Any = DEFAULT_OP
+    updates: Any = ()
+    framework: str | None = None
+    per_rank: bool = False
+    reproducible: bool | int = False
+    retry: int = 0
+    on_oom: str = "raise"
+
+    @classmethod
+    def of(cls, fn: Any, **options: Any) -> Options:
+        """Return the options of a function, after a look at the function itself."""
+        check_function(fn)
+        return cls(name_of(fn), **options)
+
+    def __post_init__(self) -> None:
+        updates = tuple(self.updates) if isinstance(self.updates, (tuple, list)) else (self.updates,)
+        object.__setattr__(self, "updates", updates)
+        for variable in self.variables:
+            variable, op = variable if isinstance(variable, tuple) and len(variable) == 2 else (variable, "avg")
+            if not isinstance(variable, Shared):
+                raise self._error(
+                    f"{type(variable).__name__} in updates",
+                    "what synk.shared or synk.resident made, or (variable, op) pairs",
+                    TypeError,
+                )
+            if op not in REDUCE_OPS:
+                raise self._error(f"op {op!r} in updates", f"one of {REDUCE_OPS}")
+        if self.framework not in FRAMEWORKS:
+            raise self._error(f"framework={self.framework!r}", f"one of {FRAMEWORKS}")
+        if not isinstance(self.per_rank, bool):
+            raise self._error(f"per_rank={self.per_rank!r}", "True or False", TypeError)
+        if not (isinstance(self.reproducible, bool) or is_integer(self.reproducible, 1)):
+            raise self._error(f"reproducible={self.reproducible!r}", "True, or the rows of a block")
+        if not is_integer(self.retry, 0):
+            raise self._error(f"retry={self.retry!r}", "an integer of 0 or more")
+        if self.on_oom not in ("raise", "slices"):
+            raise self._error(f"on_oom={self.on_oom!r}", "'raise' or 'slices'")
+        given = self.given()
+        for (one, other), expected in EXCLUDES.items():
+            if one in given and other in given:
+                raise self._error(f"{one}={given[one]!r} with {other}=", expected)
+
+    def _error(self, got: str, expected: str, kind: type[Exception] = ValueError) -> Exception:
+        return kind(f"cannot build {self.name!r}: got {got}, expected {expected}.")
+
+    @property
+    def variables(self) -> tuple[Any, ...]:
+        """The shared variables in ``updates``, or pairs of a variable and an op."""
+        return tuple(each for each in self.updates if not isinstance(each, Resident))
+
+    @property
+    def residents(self) -> tuple[Resident, ...]:
+        return tuple(each for each in self.updates if isinstance(each, Resident))
+
+    @property
+    def of_calls(self) -> dict[str, Any]:
+        """Those that are given of the options by which a call is made of several."""
+        return {name: value for name, value in self.given().items() if name in ("reproducible", "retry", "on_oom")}
+
+    def given(self) -> dict[str, Any]:
+        """Return the options that are not at their defaults."""
+        values = ((each, getattr(self, each.name)) for each in OPTIONS)
+        return {each.name: value for each, value in values if value != each.default}
+
+
+OPTIONS = fields(Options)[1:]
+"""The options, with their defaults."""
+
+
+def check_names(options: Iterable[str]) -> None:
     """Raise TypeError for an option that functions do not have."""
-    names = FunctionOptions.__annotations__
-    for option in options.keys() - names.keys():
-        hint = argument_hint("function", option, names)
-        raise TypeError(f"cannot build a function: got option {option!r}, expected {', '.join(names)}.{hint}")
+    names = [each.name for each in OPTIONS]
+    for option in options:
+        if option not in names:
+            hint = argument_hint("function", option, names)
+            raise TypeError(f"cannot build a function: got option {option!r}, expected {', '.join(names)}.{hint}")
 
 
 def entropy_of(seed: Any) -> int:
@@ -91,67 +174,16 @@ def check_function(fn: Any) -> None:
             )
 
 
-def check_blocks(reproducible: Any, options: dict[str, Any], name: str) -> int:
-    """Return the number of rows in a block of a reproducible function; 0 for other functions."""
-    if reproducible is False:
-        return 0
-    if reproducible is not True and not is_integer(reproducible, 1):
-        raise ValueError(
-            f"cannot build {name!r}: got reproducible={reproducible!r}, expected True, or the rows of a block."
-        )
-    given = [option for option, value in options.items() if value]
-    if given:
-        raise ValueError(
-            f"cannot build {name!r}: got reproducible={reproducible} with {given[0]}, expected a function without: it "
-            "is called for each block of rows."
-        )
-    return _BLOCK_ROWS if reproducible is True else int(reproducible)
-
-
-def check_on_oom(on_oom: Any, changes: bool, name: str) -> bool:
-    """Return whether calls that run out of memory are made again in slices."""
-    if on_oom not in ("raise", "slices"):
-        raise ValueError(f"cannot build {name!r}: got on_oom={on_oom!r}, expected 'raise' or 'slices'.")
-    if on_oom == "slices" and changes:
-        raise ValueError(
-            f"cannot build {name!r}: got on_oom='slices' with updates=, expected a function that changes nothing."
-            " Pass num_slices= to the call, or fewer rows."
-        )
-    return bool(on_oom == "slices")
-
-
-def check_retry(retry: Any, changes: bool, name: str) -> int:
-    if not is_integer(retry, 0):
-        raise ValueError(f"cannot build {name!r}: got retry={retry!r}, expected an integer of 0 or more.")
-    if retry and changes:
-        raise ValueError(
-            f"cannot build {name!r}: got retry={retry} with updates=, expected a function that changes nothing."
-        )
-    return int(retry)
-
-
-def split_updates(updates: Any, name: str) -> tuple[tuple[Any, ...], tuple[Resident, ...]]:
-    """Return the shared variables in ``updates``, or pairs of a variable and an op, and the resident objects."""
-    listed = tuple(updates) if isinstance(updates, (tuple, list)) else (updates,)
-    residents = tuple(each for each in listed if isinstance(each, Resident))
-    variables = tuple(each for each in listed if not isinstance(each, Resident))
-    for update in variables:
-        variable, op = update if isinstance(update, tuple) and len(update) == 2 else (update, "avg")
-        if not isinstance(variable, Shared):
-            raise TypeError(
-                f"cannot build {name!r}: got {type(variable).__name__} in updates, expected what synk.shared or "
-                "synk.resident made, or (variable, op) pairs."
-            )
-        if op not in REDUCE_OPS:
-            raise ValueError(f"cannot build {name!r}: got op {op!r} in updates, expected one of {REDUCE_OPS}.")
-    return variables, residents
-
-
 def name_of(fn: Any) -> str:
     """Return the name of a function, of the one that a partial or a wrapper calls, or of the class of an object."""
     inner = getattr(fn, "func", None) or getattr(fn, "__wrapped__", None)
     name = getattr(fn, "__name__", None) or (name_of(inner) if callable(inner) else type(fn).__name__)
     return str(name)
+
+
+def call_options(batch: Any, num_slices: Any, output_subset: Any, timeout: Any, **how: Any) -> CallOptions:
+    """Return the options of a call, checked."""
+    return CallOptions(batch, check_slices(num_slices), check_subset(output_subset), check_timeout(timeout), **how)
 
 
 def check_slices(num_slices: Any) -> int:

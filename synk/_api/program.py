@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from synk._api.composed import Composed
 from synk._api.function import Function
+from synk._api.options import OPTIONS
 from synk._api.runtime import Runtime
 from synk._master.code.handles import Handle
 from synk._master.code.modules import is_users_module
@@ -316,7 +317,7 @@ class _CodeUnpickler(pickle.Unpickler):
 def _code_of(functions: dict[str, Any], state: dict[str, Any]) -> bytes:
     """Return functions and what they were built with as one pickle, so that what they share stays shared."""
     built = {
-        name: (each._callee.fn, {**each._built_with, "updates": each._callee.options["updates"]})
+        name: (each._callee.fn, {option.name: getattr(each._options, option.name) for option in OPTIONS})
         for name, each in functions.items()
     }
     file = io.BytesIO()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from synk._api.build import Decorator, KeepingDecorator, build_function
 from synk._api.function import Function, P
-from synk._api.options import FunctionOptions, KeptOptions, check_on_restart, entropy_of, is_integer
+from synk._api.options import KeptOptions, check_on_restart, entropy_of, is_integer
 from synk._master.calls.callee import Callee, distribute
 from synk._master.flight.queue import Queue
 from synk._master.objects.data import Data, make_data
@@ -215,13 +215,13 @@ class Runtime(Hinting):
     def function(self, fn: Callable[P, R], **options: Unpack[KeptOptions]) -> Function[P, R]: ...
 
     @overload
-    def function(self, fn: Callable[P, Any], **options: Unpack[FunctionOptions]) -> Function[P, Any]: ...
+    def function(self, fn: Callable[P, Any], **options: Any) -> Function[P, Any]: ...
 
     @overload
     def function(self, fn: None = None, **options: Unpack[KeptOptions]) -> KeepingDecorator: ...
 
     @overload
-    def function(self, fn: None = None, **options: Unpack[FunctionOptions]) -> Decorator: ...
+    def function(self, fn: None = None, **options: Any) -> Decorator: ...
 
     @verb
     def function(self, fn: Any = None, **options: Any) -> Any:

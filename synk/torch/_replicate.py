@@ -22,6 +22,7 @@ import torch
 
 from synk._api.current import current
 from synk._api.function import Function
+from synk._api.options import Options as FunctionOptions
 from synk._api.runtime import Runtime
 from synk._master.code.handles import Handle
 from synk._master.processes.output import warn_at_users_line
@@ -430,7 +431,8 @@ class Replicated(Handle):
             return getattr(resident.value, method)(given)
 
         run.__name__ = name
-        return Function(run, bcast_inputs="given", outputs=None, per_rank=True, updates=updates, session=session)
+        options = FunctionOptions.of(run, bcast_inputs="given", outputs=None, per_rank=True, updates=updates)
+        return Function(run, options, session)
 
     def _restore(self, state: dict[str, Any], verb: str) -> None:
         """Bring all ranks into a state that ``_rank.dump`` returned, or into the given parts of one."""

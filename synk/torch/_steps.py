@@ -7,6 +7,7 @@ from typing import Any
 
 from synk._api.function import Function
 from synk._api.op_check import OpCheck
+from synk._api.options import Options
 from synk._pure.output_ops import DefaultOp
 from synk._pure.tracebacks import verb
 from synk.torch._bodies import body_of
@@ -22,9 +23,10 @@ class StepFunction(Function[..., Any]):
         self._replicated = replicated
         self._trains = trains
         updates = [resident] if trains else []
-        self._options = {"framework": "torch", "updates": updates, "session": replicated._runtime._session, **options}
         self._fn = fn
-        super().__init__(body, **self._options)
+        super().__init__(
+            body, Options.of(body, framework="torch", updates=updates, **options), replicated._runtime._session
+        )
         is_default, first = isinstance(options["outputs"], DefaultOp), self._callee.signature.first_scattered
         self._op_check = OpCheck(first) if is_default else None
 
@@ -74,7 +76,7 @@ class StepFunction(Function[..., Any]):
         """Return an ordinary function that calls another method of the replica."""
         replicated = self._replicated
         body = body_of(self._fn, replicated._resident, replicated._objects, self._trains, method=method)
-        return Function(body, **self._options)
+        return Function(body, self._options, replicated._runtime._session)
 
     def _hold_back(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: Any) -> Callable[[Any], None] | None:
         if not self._trains:
