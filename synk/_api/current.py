@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from synk._api.runtime import Runtime
 from synk._master.processes.output import report
@@ -14,6 +15,9 @@ from synk._pure.interrupts import deferred, waiting
 from synk._pure.tracebacks import verb
 from synk._wire.cell import cell, refuse_inside_worker
 from synk.errors import SynkError
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @verb
@@ -32,20 +36,19 @@ def current() -> Runtime:
     return runtime
 
 
+def _like(made: Callable[P, R]) -> Callable[[Callable[..., R]], Callable[P, R]]:
+    """Give a verb the parameters of the class of which it makes an object, for errors, ``help`` and type checkers."""
+
+    def likened(verb: Callable[..., R]) -> Callable[P, R]:
+        verb.__signature__ = inspect.signature(made).replace(return_annotation=made)  # type: ignore[attr-defined]
+        return verb
+
+    return likened
+
+
 @verb
-def fork(
-    num_workers: int | Sequence[int] | None = None,
-    *,
-    backend: str = "auto",
-    devices: Sequence[Any] | None = None,
-    timeout: float | None = None,
-    max_restarts: int = 3,
-    on_restart: Callable[[], Any] | None = None,
-    seed: int | None = None,
-    cluster: str | None = None,
-    nodes: int | tuple[int, int] | None = None,
-    insecure: bool = False,
-) -> Runtime:
+@_like(Runtime)
+def fork(num_workers: int | Sequence[int] | None = None, **options: Any) -> Runtime:
     """Start one worker process for each device and make their runtime the current one.
 
     ``fork`` returns at once: the workers start while the program goes on, and the first verb that needs them waits.
@@ -116,11 +119,7 @@ def fork(
     refuse_inside_worker("fork")
     if cell.runtime is not None and cell.runtime.is_closed:  # a fault closed it, and its memory is not released yet
         cell.runtime.close()
-    options: dict[str, Any] = {
-        "backend": backend, "devices": devices, "timeout": timeout, "max_restarts": max_restarts,
-        "on_restart": on_restart, "seed": seed, "cluster": cluster, "nodes": nodes, "insecure": insecure,
-    }  # fmt: skip
-    wanted = num_workers, {**options, "devices": str(devices)}
+    wanted = num_workers, {**options, "devices": str(options.get("devices"))}
     place = notebook_cell(sys._getframe(3))
     if cell.runtime is not None and cell.session.is_own_process:
         if place is None or not place.is_run_again(cell.forked_at) or wanted != cell.forked_with:
