@@ -91,7 +91,7 @@ def trace(path: Path) -> Iterator[None]:
             if not runtime.is_closed:
                 take = runtime.function(pickled_spans, outputs=None, per_rank=True)
                 tracer.spans.update(enumerate(map(pickle.loads, take()), start=1))
-                runtime.profile.leave_out(pickled_spans)
+                runtime.profile.leave_out(take._callee.record)
         finally:
             save(path, lambda: tracer, Tracer.write, wait=True)
 

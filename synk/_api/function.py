@@ -75,7 +75,6 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
     """
 
     __name__: str
-
     def __init__(self, fn: Callable[P, R], options: Options, session: Session | None = None) -> None:
         name = options.name
         self._callee = Callee(
@@ -285,12 +284,10 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         timeout: float | None = None,
         **kwargs: Any,
     ) -> Report:
-        """Compare the parallel call with the serial one, and the serial one with the plain function, for each output.
+        """Compare each output of a call with that of the plain function, called in the program.
 
-        The serial call shows whether the op of an output fits the function. But it computes with the workers' copies of
-        captured objects, so the plain function is called as well: in the program, on the arguments that were passed. It
-        gets ``Data`` and lists of numbers as arrays, the rows that ``batch`` selects, and tensors if the function has a
-        ``framework``.
+        The plain function gets the arguments that were passed: ``Data`` as arrays, lists as they are or, if it raises
+        on them, as arrays, the rows that ``batch`` selects, and tensors if the function has a ``framework``.
 
         These runs leave nothing behind. Shared variables keep their values. Each run gets copies of the captured
         objects, with random number generators in their present state. Printed text is dropped. Effects outside of the
@@ -301,18 +298,18 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         *args, **kwargs
             As for a call, with enough rows for more than one rank: on one worker everything is equal.
         rtol, atol : float, optional
-            The relative and absolute tolerance to the serial value, as in `numpy.allclose`. The default allows for
+            The relative and absolute tolerance to the expected value, as in `numpy.allclose`. The default allows for
             rounding: ``rtol`` is the square root of the dtype's precision, and ``atol`` is ``rtol`` times the largest
-            serial value.
+            expected value.
         batch, num_slices, timeout
-            As for a call. ``timeout`` applies to each of the four runs on the workers.
+            As for a call. ``timeout`` applies to each run on the workers, of which there are up to four.
 
         Returns
         -------
         Report
-            True if all outputs, and the shared variables that the call assigns on CPU workers, equal the serial ones,
-            and the serial outputs equal those of the plain function. It prints as a table, with the ops that would have
-            matched. If values differ because the function draws random numbers or uses ``synk.comm``, it says so.
+            True if all outputs are equal, and the shared variables that the call assigns on CPU workers. It prints as a
+            table, with the ops that would have matched. If values differ because the function draws random numbers, it
+            says so.
 
         Raises
         ------
@@ -323,11 +320,11 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
 
         Notes
         -----
-        The plain function is left out if its result means something else in the program, or it cannot be called there;
-        a note in the report then says why. This is so if it uses ``synk.comm``, shared variables or resident objects,
-        draws random numbers, is built with ``per_rank=True`` or runs on devices; if it and its arguments cannot be
-        copied, or need more than half of the free memory; or if its serial call takes more than 10 s. An exception that
-        only the plain function raises is a difference.
+        Where the plain function cannot be called in the program, or its result means something else there, the call is
+        compared with :meth:`serial`, and a note in the report says why. This is so if it uses ``synk.comm``, shared
+        variables or resident objects, or runs on devices; if it and its arguments cannot be copied, or need more than
+        half of the free memory; or if its serial call would take more than 10 s. An exception that only the plain
+        function raises is a difference.
 
         Examples
         --------
@@ -337,18 +334,16 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         ...     def total(x):
         ...         return x.sum()
         ...     total.verify(np.arange(6.0))
-        'total' against the plain function and its serial call:
-        output  op   equals serial  equals plain  largest difference  would match
-        result  avg  NO             yes           7.5e+00             sum
+        'total' against the plain function:
+        output  op   equal  largest difference  would match
+        result  avg  NO     7.5e+00             sum
         """
-        from synk._api.plain import PlainCall
         from synk._api.verify import verify
         from synk._pure.comparison import Tolerance
 
         function = self._renewed()
         options = call_options(batch, num_slices, None, timeout)
-        plain = PlainCall(function._callee, args, kwargs, batch)
-        return verify(function, options, Tolerance(rtol, atol), plain)
+        return verify(function, args, kwargs, options, Tolerance(rtol, atol))
 
     def _alike(self, fn: Callable[..., Any], **options: Any) -> Function[..., Any]:
         """Return a function of another callable with the inputs of this one, on the same runtime."""

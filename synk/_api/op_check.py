@@ -10,6 +10,7 @@ Nothing in a message or on a worker knows of this: the copy is a function like a
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,10 +18,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synk._api.plain import NotComparable, ScatteredArguments, as_plain, has_rows, rows_at
-from synk._api.plain_copy import copied
-from synk._api.runs import LIMIT_S, Few, Runs, Unknown, comparable, limit_of, outputs_of
+from synk._api.plain import ScatteredArguments
+from synk._api.plain_copy import NotComparable, copied
+from synk._api.runs import LIMIT_S, Runs, Unknown, are_same, comparable, outputs_of
 from synk._master.calls.plans import CallOptions
+from synk._master.objects.data import Data
 from synk._master.processes.output import warn_at_users_line
 from synk._pure.comparison import MISSING, Tolerance, combine, fitting_ops, precision
 from synk._pure.dtypes import as_numbers, is_bfloat16
@@ -79,7 +81,7 @@ def hold_back(
 
     It raises ``OpMismatch`` if the default op does not fit, and takes no longer than what is left of the call's time.
     """
-    few = few_rows(function, function._callee.fn, args, kwargs, options)
+    few = few_rows(function, args, kwargs, options)
     if few is None:
         return None
     check, before = function._op_check, _assignments(function)
@@ -92,7 +94,7 @@ def hold_back(
         try:
             if before != _assignments(function):
                 raise Unknown
-            misfit = _compare(function, few, result, end)
+            misfit = _compare(function, few, args, kwargs, result, end)
         except Unknown:
             check.num_tries += 1
         except (CallTimeout, WorkerDied) as error:
@@ -110,6 +112,11 @@ def hold_back(
     return release
 
 
+def limit_of(function: Any) -> float | None:
+    """Return the time limit of a run that the user has not asked for; None where the program itself is the rank."""
+    return None if function._bound_session().workers.is_inline else LIMIT_S
+
+
 def _assignments(function: Any) -> list[Any]:
     """Return what changes when a call assigns variables that the function refers to."""
     return [list(variable.front) for variable in function._callee.variables]
@@ -118,14 +125,36 @@ def _assignments(function: Any) -> list[Any]:
 # -- a few rows -------------------------------------------------------------------------------------------------------
 
 
-def few_rows(
-    function: Any,
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: CallOptions,
-) -> Few | None:
-    """Return a call with a few rows of another one, or None if it has not more rows than are known.
+class Few(NamedTuple):
+    """A few rows of a call.
+
+    Attributes
+    ----------
+    total, num_rows : int
+        How many rows the call has, and how many of them are taken.
+    rows : ndarray of int, or None
+        Where they lie in the arguments; None if these have no rows, but a variable that the function closes over.
+    is_owned : bool
+        Whether each rank has rows of its own, of a variable.
+    scale : float
+        The largest number among the arguments.
+    eps : float
+        The precision of the least precise float among them.
+    """
+
+    total: int
+    num_rows: int
+    rows: np.ndarray | None
+    is_owned: bool
+    scale: float
+    eps: float
+
+    def described(self) -> str:
+        return f"{self.num_rows} rows" if self.num_rows == self.total else f"{self.num_rows} of the {self.total} rows"
+
+
+def few_rows(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Few | None:
+    """Return a few rows of a call, or None if it has not more than are known.
 
     If nothing can be picked, the call is not checked either, and counts as one that tells nothing.
     """
@@ -139,37 +168,23 @@ def few_rows(
         if closed_over and options.batch is not None:
             raise NotComparable("each rank has rows of its own")
         if closed_over:  # its rows cannot be picked
-            total = count = max(sum(variable.lengths) for variable in closed_over)
-            picked, batch = (list(args), kwargs), None
+            rows, total = None, max(sum(variable.lengths) for variable in closed_over)
+            count = total
         else:
             selection = scattered.select(options.batch)
             total = 0 if selection is None else selection.count
             count = min(total, FEW)
-            picked, batch = _picked(scattered, selection, count) if count else ((list(args), kwargs), None)
+            spread = np.arange(count) * (total - 1) // max(count - 1, 1)
+            rows = None if selection is None else selection.positions()[spread]
         if count <= check.num_rows:
             return None
-        copy = copied(fn, *picked, for_workers=True, max_nbytes=_MAX_NBYTES)
-        leaves = map(comparable, flatten((copy.args, copy.kwargs))[0])
-        return Few(total, count, copy.fn, copy.args, copy.kwargs, batch, *_measured(leaves))
-    except Exception:  # wrong input, which the call will refuse, or what cannot be copied
+        leaves = [*scattered.sampled(rows), *flatten(scattered.broadcast)[0]]
+        if sum(getattr(leaf, "nbytes", 0) for leaf in leaves if not isinstance(leaf, Data)) > _MAX_NBYTES:
+            raise NotComparable("its arguments are large")
+        return Few(total, count, rows, bool(closed_over or scattered.shards), *_measured(map(comparable, leaves)))
+    except Exception:  # wrong input, which the call will refuse
         check.num_tries += 1
         return None
-
-
-def _picked(scattered: ScatteredArguments, selection: Any, count: int) -> tuple[Any, np.ndarray | None]:
-    """Return the arguments with so many of the selected rows, or all of them and the ``batch`` that picks these."""
-    some = selection.positions()[np.arange(count) * (selection.count - 1) // max(count - 1, 1)]
-    try:
-        return scattered.replaced(lambda leaf: _rows(leaf, some), lambda value: value), None
-    except NotComparable:  # they lie on the workers
-        return scattered.replaced(lambda leaf: leaf, lambda value: value), some
-
-
-def _rows(leaf: Any, positions: np.ndarray) -> Any:
-    value = as_plain(leaf)
-    if isinstance(value, list):
-        return [value[position] for position in positions]
-    return rows_at(value, positions) if has_rows(value) else leaf
 
 
 def _measured(values: Iterable[Any]) -> tuple[float, float]:
@@ -189,7 +204,9 @@ def _measured(values: Iterable[Any]) -> tuple[float, float]:
 # -- the comparison ---------------------------------------------------------------------------------------------------
 
 
-def _compare(function: Any, few: Few, result: Any, end: float | None) -> str:
+def _compare(
+    function: Any, few: Few, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, end: float | None
+) -> str:
     """Return what to tell the user, or an empty text if the op fits the rows of this call.
 
     Raises
@@ -202,22 +219,28 @@ def _compare(function: Any, few: Few, result: Any, end: float | None) -> str:
     expected = seconds * function._bound_session().total_ranks * few.num_rows / max(few.total, 1)
     if expected > MAX_S or sum(getattr(leaf, "nbytes", 0) for leaf in flatten(result)[0]) > _MAX_NBYTES:
         raise Unknown
+    try:
+        copy = copied(function._callee.fn, max_nbytes=_MAX_NBYTES)
+    except Exception as error:
+        raise Unknown from error
     limit_s = limit_of(function) if end is None else max(min(LIMIT_S, end - time.monotonic()), 0.05)
-    runs = Runs(function, few, limit_s)
-    parts = runs.in_parts()
-    (whole,) = runs.alone()
-    misfits, is_unsure = misfits_of(few, whole.value, parts)
+    runs = Runs(function, copy, args, kwargs, few.rows, limit_s)
+    parts, whole = _in_parts(runs, few.rows), runs.alone()
+    misfits, is_unsure = misfits_of(few, whole, parts)
     if not misfits:
         if is_unsure:
             raise Unknown
         check.num_tries += 1
         check.num_rows = few.num_rows
         return ""
-    if not runs.are_repeatable(whole):
+    if not are_same(runs.alone().value, whole.value) or _depends_on_rank(runs, few):
         function._op_check = None  # it draws random numbers, counts, or depends on the rank
         return ""
-    if any(misfit.ops for misfit in misfits) and (other := runs.backwards()) is not None:
-        misfits = _also_fitting(few, misfits, *other)
+    if few.rows is not None and any(misfit.ops for misfit in misfits):
+        with contextlib.suppress(Unknown):  # other rows may need another op
+            there = _outputs(few, runs.alone(few.rows[::-1]), _in_parts(runs, few.rows[::-1]))
+            fitting = {each.path: each.ops for each in there}
+            misfits = [each._replace(ops=_common(each.ops, fitting.get(each.path, ()))) for each in misfits]
     return (
         f"cannot average the outputs of {function.__name__!r}, which names no op: on {few.described()} "
         f"{_said_of(misfits, [part.num_rows for part in parts])}Naming an op in synk.function(..., outputs=...), also "
@@ -245,32 +268,45 @@ class Misfit(NamedTuple):
     ops: tuple[str, ...]
 
 
-def misfits_of(few: Few, whole: Any, parts: Sequence[Part]) -> tuple[list[Misfit], bool]:
+def _in_parts(runs: Runs, rows: np.ndarray | None) -> list[Part]:
+    """Return what the ranks return, each for its rows; of a single rank, what it returns for two parts of the rows."""
+    if runs.num_ranks > 1:
+        return runs.apart(rows)
+    if rows is None:
+        raise Unknown
+    middle = (len(rows) + 1) // 2
+    return [runs.alone(rows[:middle]), runs.alone(rows[middle:])]
+
+
+def _depends_on_rank(runs: Runs, few: Few) -> bool:
+    """Whether ranks return different values for the same rows."""
+    if few.rows is None or few.is_owned:
+        return False
+    try:
+        first, *others = runs.apart(np.tile(few.rows, runs.num_ranks))
+    except Unknown:
+        return False
+    return not all(are_same(part.value, first.value) for part in others)
+
+
+def misfits_of(few: Few, whole: Part, parts: Sequence[Part]) -> tuple[list[Misfit], bool]:
     """Return the outputs that are no average, and whether another op gives the same for any output, as for zeros."""
-    rows, is_unsure = [part.num_rows for part in parts], False
-    found = []
-    for path, value, own in outputs_of(whole, [part.value for part in parts]):
-        ops = _fitting(few, value, own, rows)
-        if DEFAULT_OP not in ops:
-            found.append(Misfit(path, value, own, ops))
-        is_unsure |= len(ops) > 1
-    return found, is_unsure
+    outputs = _outputs(few, whole, parts)
+    return [each for each in outputs if DEFAULT_OP not in each.ops], any(len(each.ops) > 1 for each in outputs)
 
 
-def _also_fitting(few: Few, misfits: Sequence[Misfit], whole: Part, parts: Sequence[Part]) -> list[Misfit]:
-    """Return the misfits with only those ops that fit other rows, too."""
+def _outputs(few: Few, whole: Part, parts: Sequence[Part]) -> list[Misfit]:
+    """Return all outputs with the ops that make the values of the parts the value for all rows, but for rounding."""
     rows = [part.num_rows for part in parts]
-    outputs = {path: (value, own) for path, value, own in outputs_of(whole.value, [part.value for part in parts])}
-    found = []
-    for misfit in misfits:
-        ops = _fitting(few, *outputs[misfit.path], rows) if misfit.path in outputs else ()
-        found.append(misfit._replace(ops=tuple(op for op in misfit.ops if op in ops)))
-    return found
+    values = outputs_of(DEFAULT_OP, [whole.value, *(part.value for part in parts)])
+    return [
+        Misfit(path, value, own, fitting_ops(own, rows, value, _tolerance(few, [value, *own])))
+        for path, _, (value, *own) in values
+    ]
 
 
-def _fitting(few: Few, whole: Any, parts: Sequence[Any], rows: Sequence[int]) -> tuple[str, ...]:
-    """Return the ops that make the values of the parts the value for all rows, except for rounding."""
-    return fitting_ops(parts, rows, whole, _tolerance(few, [whole, *parts]))
+def _common(ops: Sequence[str], others: Sequence[str]) -> tuple[str, ...]:
+    return tuple(op for op in ops if op in others)
 
 
 def _tolerance(few: Few, values: Sequence[Any]) -> Tolerance:

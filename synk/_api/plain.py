@@ -12,193 +12,98 @@ becomes an array, ``batch`` selects rows, and a function with a framework gets t
 from __future__ import annotations
 
 import contextlib
-import io
 import operator
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from synk._api.plain_copy import RESIDENT, SHARED, NotComparable, PlainCopy, copied, why_no_handle
+from synk._api.plain_copy import NotComparable, copied
 from synk._master.calls.binding import RowCount, select
 from synk._master.calls.callee import Callee
 from synk._master.code.handles import Handle
 from synk._master.objects.data import Data
 from synk._master.objects.shared import Shared
-from synk._pure.generators import generator_states, restore_generators
 from synk._pure.interrupts import waiting
 from synk._pure.nested import build, take_apart
 from synk._pure.shards import Selection
 from synk._pure.sparse import is_csr
 from synk._pure.tables import is_table, taken_rows
-from synk._pure.tensors import array_of, is_plain, is_tensor
+from synk._pure.tensors import is_tensor
 from synk._pure.trees import flatten, unflatten
-from synk._wire.settings import kept
+from synk._wire.apart import unseen
 from synk.backends._frameworks import Converter, host_converters
 from synk.errors import ReentrancyError
 
-_GOT_LIST = "The plain function got lists as they are."
-_GOT_ARRAY = "The plain function got numpy.asarray(list) for each list, because it raised {} on the list itself."
-
+SHARED = "it uses shared variables, whose values are on the workers"
+RESIDENT = "it uses objects that live on the workers"
 MAX_S = 10.0
-"""If the serial call takes longer, the function is not called in the program, where nothing could end it."""
+"""If a serial call takes longer, the function is not called in the program, where nothing could end it."""
 
 
-class PlainOutputs(NamedTuple):
-    """The outputs of the plain function.
+class Failed(Exception):
+    """The plain function raised something."""
 
-    Attributes
-    ----------
-    is_run : bool
-        Whether the function was called. If it was not, ``note`` says why.
-    leaves : list or None
-        The outputs, in the order of the serial outputs. None if the two cannot be compared.
-    note : str
-        A sentence for the report. It may be empty.
-    error : str
-        The type of the exception that the function raised; empty if it returned.
+
+def why_not(callee: Callee, serial_s: float) -> str:
+    """Return why a call cannot mean the same in the program as on a worker; an empty string if it can.
+
+    The answer is right only after the call was made on the workers, when the function's variables and resident objects
+    are known.
     """
-
-    is_run: bool
-    leaves: list[Any] | None
-    note: str
-    error: str = ""
-
-    @classmethod
-    def not_run(cls, why: str) -> PlainOutputs:
-        return cls(False, None, f"Not compared with the plain function: {why}.")
+    if callee.variables:
+        return SHARED
+    if callee.residents or callee.changes:
+        return RESIDENT
+    if callee.session is not None and callee.session.has_devices:
+        return "the workers compute on devices, and the program touches none"
+    return f"its serial call would take {serial_s:.0f} s, expected at most {MAX_S:.0f} s" if serial_s > MAX_S else ""
 
 
-@dataclass(frozen=True)
-class PlainCall:
-    """A call of the plain function in the program.
+def call_plain(callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any) -> tuple[Any, str]:
+    """Return what a copy of the plain function returns in the program, and a sentence about lists that it got, if any.
 
-    Attributes
-    ----------
-    callee : Callee
-    args, kwargs, batch
-        The arguments as the user passed them.
+    Raises
+    ------
+    NotComparable
+        If it cannot be called here.
+    Failed
     """
-
-    callee: Callee
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    batch: Any
-
-    def why_not(self) -> str:
-        """Return why the call cannot mean the same in the program as on a worker; an empty string if it can.
-
-        The answer is right only after the call was made on the workers, when the function's variables and resident
-        objects are known.
-        """
-        callee = self.callee
-        if callee.variables:
-            return SHARED
-        if callee.residents or callee.changes:
-            return RESIDENT
-        if callee.session is not None and callee.session.has_devices:
-            return "the workers compute on devices, and the program touches none"
-        return ""
-
-    def run(self, skeleton: Any, serial_s: float) -> PlainOutputs:
-        """Call the function, unless that may take too much time or memory.
-
-        Parameters
-        ----------
-        skeleton
-            The nesting of the serial outputs, with the position of each leaf in its place.
-        serial_s : float
-            The time of the serial call, in seconds.
-        """
-        if serial_s > MAX_S:
-            return PlainOutputs.not_run(f"its serial call takes {serial_s:.0f} s, expected at most {MAX_S:.0f} s")
-        try:
-            with _unseen():
-                if not self._has_list():
-                    return self._called(self._copied(), skeleton)
-                found = self._called(self._copied(), skeleton)
-                if found.error:
-                    again = self._called(self._copied(has_arrays=True), skeleton)
-                    return again._replace(note=f"{_GOT_ARRAY.format(found.error)} {again.note}".strip())
-                return found._replace(note=f"{_GOT_LIST} {found.note}".strip())
-        except NotComparable as why:
-            return PlainOutputs.not_run(str(why))
-
-    def _has_list(self) -> bool:
-        return any(map(_is_list, ScatteredArguments(self.callee, self.args, self.kwargs).leaves))
-
-    def _copied(self, *, has_arrays: bool = False) -> PlainCopy:
-        try:
-            args, kwargs = plain_arguments(self.callee, self.args, self.kwargs, self.batch, has_arrays=has_arrays)
-            return copied(self.callee.fn, args, kwargs)
-        except Exception as error:
-            if isinstance(error, NotComparable):
-                raise
-            text = f"{type(error).__name__}: {str(error).rstrip('.')}"
-            raise NotComparable(f"it cannot be copied with its arguments ({text})") from None
-
-    def _called(self, copy: PlainCopy, skeleton: Any) -> PlainOutputs:
-        try:
-            result = waiting(copy.fn, *copy.args, **copy.kwargs)
-        except ReentrancyError:
-            raise NotComparable("it uses synk.comm, which has no meaning outside of a worker") from None
-        except MemoryError:
-            raise NotComparable("the program has not enough memory for it") from None
-        except Exception as error:
-            text = f"The plain function raised {type(error).__name__}: {error}, and the serial call did not."
-            return PlainOutputs(True, None, text, type(error).__name__)
-        leaves: dict[int, Any] = {}
-        if not _take_leaves(skeleton, copy.with_own_classes(result), leaves):
-            return PlainOutputs(True, None, "The plain function returned another nesting of outputs.")
-        framework = self.callee.framework
-        from_framework = host_converters(framework)[1] if framework is not None else _unchanged
-        return PlainOutputs(True, [_as_array(leaves[position], from_framework) for position in sorted(leaves)], "")
-
-
-@contextlib.contextmanager
-def _unseen() -> Iterator[None]:
-    """Drop printed text and warnings, and put settings and random number generators back."""
-    states, sink = generator_states(), io.StringIO()
+    call = callee, args, kwargs, batch
+    if not any(map(_is_list, ScatteredArguments(callee, args, kwargs).leaves)):
+        return _called(*call), ""
     try:
-        with contextlib.redirect_stdout(sink), contextlib.redirect_stderr(sink), kept():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        restore_generators(states)
+        return _called(*call), "The plain function got lists as they are."
+    except Failed as error:
+        raised = type(error.__cause__).__name__
+    got = f"The plain function got numpy.asarray(list) for each list, because it raised {raised} on the list itself."
+    return _called(*call, has_arrays=True), got
 
 
-def _take_leaves(skeleton: Any, value: Any, leaves: dict[int, Any]) -> bool:
-    """Note the part of a result at the place of each leaf of ``skeleton``. Return whether the nesting is the same."""
-    if isinstance(skeleton, int):
-        leaves[skeleton] = value
-        return True
-    if skeleton is None:
-        return value is None
-    if isinstance(skeleton, dict):
-        return (
-            isinstance(value, dict)
-            and value.keys() == skeleton.keys()
-            and all(_take_leaves(part, value[key], leaves) for key, part in skeleton.items())
-        )
-    return (
-        isinstance(value, (tuple, list))
-        and len(value) == len(skeleton)
-        and all(_take_leaves(part, own, leaves) for part, own in zip(skeleton, value))
-    )
-
-
-def _as_array(value: Any, from_framework: Converter) -> Any:
-    """Return an output in the form of a serial output that comes from a worker."""
-    if type(value) is list:  # one object for each row
-        return [_as_array(part, from_framework) for part in value]
-    value = from_framework(value)
-    return array_of(value.detach().cpu()) if is_tensor(value) and is_plain(value) else value
-
-
-def _unchanged(value: Any) -> Any:
-    return value
+def _called(callee: Callee, *call: Any, has_arrays: bool = False) -> Any:
+    try:
+        copy = copied(callee.fn, *plain_arguments(callee, *call, has_arrays=has_arrays))
+    except NotComparable:
+        raise
+    except Exception as error:
+        text = f"{type(error).__name__}: {str(error).rstrip('.')}"
+        raise NotComparable(f"it cannot be copied with its arguments ({text})") from None
+    if copy.handles:
+        raise NotComparable(why_no_handle(copy.handles[0]))
+    try:
+        with unseen():
+            result = waiting(copy.fn, *copy.args, **copy.kwargs)
+    except ReentrancyError:
+        raise NotComparable("it uses synk.comm, which has no meaning outside of a worker") from None
+    except MemoryError:
+        raise NotComparable("the program has not enough memory for it") from None
+    except Exception as error:
+        raise Failed(f"The plain function raised {type(error).__name__}: {error}, and the call did not.") from error
+    result = copy.with_own_classes(result)
+    if callee.framework is None:
+        return result
+    leaves, structure = flatten(result)
+    return unflatten(structure, list(map(host_converters(callee.framework)[1], leaves)))
 
 
 def plain_arguments(
@@ -237,6 +142,10 @@ class ScatteredArguments:
     ----------
     leaves : list
         The scattered leaves of all arguments.
+    shards : list of Shared
+        Those that are sharded variables.
+    broadcast : list
+        The other arguments.
     """
 
     def __init__(self, callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -244,14 +153,24 @@ class ScatteredArguments:
         self._bound = list(callee.signature.bind(args, kwargs))
         self._apart = [([], None) if is_broadcast else take_apart(value) for _, _, is_broadcast, value in self._bound]
         self.leaves = [leaf for leaves, _ in self._apart for leaf in leaves]
+        self.shards = [leaf for leaf in self.leaves if isinstance(leaf, Shared) and leaf.is_sharded]
+        self.broadcast = [value for _, _, is_broadcast, value in self._bound if is_broadcast]
 
     def select(self, batch: Any) -> Selection | None:
         """Return the rows that ``batch`` selects, or all rows for None; None if no leaf has rows."""
-        shards = [leaf for leaf in self.leaves if isinstance(leaf, Shared) and leaf.is_sharded]
-        rows = [RowCount("", sum(shard._referent.lengths)) for shard in shards]
+        rows = [RowCount("", sum(shard._referent.lengths)) for shard in self.shards]
         values = [as_plain(leaf) for leaf in self.leaves if not isinstance(leaf, Handle)]
         rows += [RowCount("", _num_rows(value)) for value in values if has_rows(value)]
         return select(rows, batch, self._name)
+
+    def sampled(self, positions: np.ndarray | None) -> list[Any]:
+        """Return some rows of each leaf whose rows the program can pick, or all for None."""
+        found = []
+        for leaf in self.leaves:
+            with contextlib.suppress(NotComparable):
+                value = as_plain(leaf)
+                found.append(value if positions is None or not has_rows(value) else rows_at(value, positions))
+        return found
 
     def replaced(
         self, scattered: Callable[[Any], Any], broadcast: Callable[[Any], Any]
@@ -288,6 +207,11 @@ def rows_at(value: Any, positions: np.ndarray) -> Any:
         rows = [value[place] for place in np.arange(len(value))[positions]]
         return tuple(rows) if type(value) is tuple else rows
     raise NotComparable(f"batch= picks rows of a {type(value).__name__} on the workers only")
+
+
+def why_no_handle(handle: Handle) -> str:
+    """Return why a function that gets this handle cannot be called in the program."""
+    return SHARED if isinstance(handle, Shared) else RESIDENT
 
 
 def as_plain(value: Any) -> Any:

@@ -101,6 +101,11 @@ def shape_of(value: Any) -> tuple[int, ...] | None:
 
 def combine(op: Op, parts: Sequence[Any], rows: Sequence[int]) -> Any:
     """Return the values of all ranks combined by ``op``, or ``MISSING``, which equals nothing, if it cannot."""
+    value = _combined(op, parts, rows)
+    return value if value is MISSING else op.finish(value)
+
+
+def _combined(op: Op, parts: Sequence[Any], rows: Sequence[int]) -> Any:
     if not op.is_of_arrays:
         return op.combine(list(parts), list(rows))
     if op.concatenates and all(type(part) is list for part in parts):

@@ -81,8 +81,15 @@ class Quiet:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._num_runs += 1
-        with _unseen(self._num_runs):
-            return self._fn(*args, **kwargs)
+        generator = cell.worker.rng.bit_generator
+        state = generator.state
+        try:
+            cell.worker.rng.random(self._num_runs)
+            with unseen():
+                move_generators(self._num_runs)
+                return self._fn(*args, **kwargs)
+        finally:
+            generator.state = state
 
 
 class Apart(Quiet):
@@ -127,17 +134,14 @@ def _on_host(leaf: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _unseen(num_draws: int) -> Iterator[None]:
-    rng, sink, level = cell.worker.rng, io.StringIO(), logging.root.manager.disable
-    states, own = generator_states(), rng.bit_generator.state
+def unseen() -> Iterator[None]:
+    """Drop prints, logs and warnings, and put settings and random number generators back."""
+    states, sink, level = generator_states(), io.StringIO(), logging.root.manager.disable
     logging.disable()
     try:
         with contextlib.redirect_stdout(sink), contextlib.redirect_stderr(sink), kept():
             warnings.simplefilter("ignore")
-            move_generators(num_draws)
-            rng.random(num_draws)
             yield
     finally:
         logging.disable(level)
         restore_generators(states)
-        rng.bit_generator.state = own

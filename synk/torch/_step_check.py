@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from synk._api.op_check import MAX_S, few_rows, misfits_of
-from synk._api.runs import Few, Runs, Unknown, are_same, limit_of
+from synk._api.op_check import MAX_S, Few, few_rows, limit_of, misfits_of
+from synk._api.plain_copy import PlainCopy, copied
+from synk._api.runs import Runs, Unknown, are_same
 from synk._wire.apart import Part
 from synk.errors import CallTimeout, OpMismatch, WorkerDied
 from synk.torch import _rank
@@ -35,7 +36,7 @@ def check_step(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], opt
         If they differ.
     """
     check, replicated = function._op_check, function._replicated
-    few = few_rows(function, function._fn, args, kwargs, options)
+    few = few_rows(function, args, kwargs, options)
     if few is None:
         return
     try:
@@ -46,9 +47,9 @@ def check_step(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], opt
             copy = replicated._runtime.resident(
                 _rank.RankReplica(replicated._objects, replicated._options), dump=_rank.dump, load=_rank.load
             )
-        misfit = _misfit(function, few, copy, "run_shown")
+        misfit = _misfit(function, few, (args, kwargs), copy, "run_shown")
         if misfit != "":  # draws and batch norms may be the reason: they are each rank's own
-            misfit = _misfit(function, few, copy, "run_shown_in_eval")
+            misfit = _misfit(function, few, (args, kwargs), copy, "run_shown_in_eval")
     except Unknown:
         misfit = None
     except (CallTimeout, WorkerDied):
@@ -62,19 +63,23 @@ def check_step(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], opt
         function._op_check = None
 
 
-def _misfit(function: Any, few: Few, copy: Any, method: str) -> str | None:
+def _misfit(function: Any, few: Few, call: tuple[Any, Any], copy: Any, method: str) -> str | None:
     """Return what to tell the user about a step of the copy; an empty text if all is well, None if it is random."""
-    body = body_of(few.fn, copy, function._replicated._objects, True, method=method)
-    runs = Runs(function, few._replace(fn=body), limit_of(function), [copy])
+    try:
+        fn = copied(function._fn, max_nbytes=_MAX_NBYTES).fn
+    except Exception as error:
+        raise Unknown from error
+    body = PlainCopy(body_of(fn, copy, function._replicated._objects, True, method=method))
+    runs = Runs(function, body, *call, few.rows, limit_of(function), [copy])
     apart = runs.apart()
     if runs.seconds * len(apart) > MAX_S:
         raise Unknown
     parts, gradients = zip(*map(_told_apart, apart))
-    whole, of_whole = _told_apart(*runs.alone())
-    (misfits, _), of_gradients = misfits_of(few, whole.value, parts), _is_off(gradients[0], of_whole)
+    whole, of_whole = _told_apart(runs.alone())
+    (misfits, _), of_gradients = misfits_of(few, whole, parts), _is_off(gradients[0], of_whole)
     if not misfits and not of_gradients:
         return ""
-    again, of_again = _told_apart(*runs.alone())
+    again, of_again = _told_apart(runs.alone())
     if _is_off(of_again, of_whole) or not are_same(again.value, whole.value):
         return None
     where = "its gradients" if of_gradients else ", ".join(f"output{misfit.path}" for misfit in misfits)

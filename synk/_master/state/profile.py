@@ -9,7 +9,6 @@ from typing import Any
 from synk._master.state.ledger import RankTotal, Record, TransferTotal
 from synk._pure.show import escaped, table
 from synk._pure.words import Hinting
-from synk._wire.apart import Quiet
 
 _SHOWN_NBYTES = 1 << 16
 """An argument of at least this size, in all calls together, is shown in the table."""
@@ -58,8 +57,6 @@ class Profile(Hinting):
 
         A function that is defined again and again, for instance in a loop, counts as one.
         """
-        if isinstance(fn, Quiet):
-            return Record(name, "")  # a run of synk's own
         code = getattr(getattr(fn, "__func__", fn), "__code__", None)
         key = name, type(fn) if code is None else code
         place = type(fn).__qualname__ if code is None else f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
@@ -68,9 +65,9 @@ class Profile(Hinting):
             found = self.known[key] = Record(name, place)
         return found
 
-    def leave_out(self, fn: Any) -> None:
-        """Forget a function that is not the user's."""
-        self.known.pop((fn.__name__, fn.__code__), None)
+    def leave_out(self, record: Record) -> None:
+        """Forget the record of a function that is not the user's."""
+        self.known = {key: each for key, each in self.known.items() if each is not record}
 
     def reset(self) -> None:
         """Forget what was counted so far."""

@@ -116,6 +116,8 @@ def test_all_rows_and_all_values_reach_it(subtests: Any, shared_runtimes: Any) -
                     np.testing.assert_allclose(variance, x.var(axis=0), rtol=1e-12, atol=1e-15)
                     np.testing.assert_array_equal(largest, x.max(axis=0))
         assert f.verify(np.arange(9.0).reshape(3, 3))
+    in_blocks = shared_runtimes[2].function(lambda x: x, outputs=Median(), reproducible=2)
+    assert in_blocks(np.arange(5.0) ** 2) == 4.0
 
 
 def test_the_values_are_its_own_and_come_with_their_rows(shared_runtimes: Any) -> None:
