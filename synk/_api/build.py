@@ -41,7 +41,9 @@ def build_function(fn: Any, options: Any, session: Session | None) -> Any:
 
     def made(fn: Any) -> Function[..., Any]:
         checked = Options.of(fn, **options)
-        return (Composed if checked.of_calls else Function)(fn, checked, session)
+        built = (Composed if checked.of_calls else Function)(fn, checked, session)
+        built._is_new = True
+        return built
 
     return verb(made) if fn is None else made(fn)
 

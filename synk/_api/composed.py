@@ -63,7 +63,7 @@ class Composed(Function[P, R]):
 
         def checked(*args: Any, **options: Any) -> Any:
             given = {key: value for key, value in options.items() if key not in OPTION_NAMES}
-            release = self._hold_back(args, given, CallOptions(options.get("batch"), num_slices=2))
+            release = self._begin(args, given, CallOptions(options.get("batch"), num_slices=2))
             result = call(*args, **options)
             if release is not None:
                 release(result)

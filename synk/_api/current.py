@@ -92,6 +92,9 @@ def fork(num_workers: int | Sequence[int] | None = None, **options: Any) -> Runt
         default it is the number of the node's CPUs, and with ``"here"`` a part of the cores.
     insecure : bool
         Whether to use a Ray cluster that asks for no token, so that anybody who reaches its ports can run code.
+    check : bool
+        Whether the first call of each function is verified first, as by :meth:`synk.Function.verify`. A difference is a
+        warning, with the report as its text. For a first look at a program: it costs up to five runs.
 
     Returns
     -------

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
-from synk._api.op_check import OpCheck, hold_back
+from synk._api.op_check import OpCheck, hold_back, verify_first_call
 from synk._api.options import Options, call_options, can_try_again, check_repeats
 from synk._master.calls.call import UNFIT, CallOptions, call_again, run_call
 from synk._master.calls.callee import Callee, FunctionHandle
@@ -75,6 +75,9 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
     """
 
     __name__: str
+    _is_new = False
+    """Whether it was never called; only of functions that the user has built."""
+
     def __init__(self, fn: Callable[P, R], options: Options, session: Session | None = None) -> None:
         name = options.name
         self._callee = Callee(
@@ -154,7 +157,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
                     was_compared = True
             with holding():
                 options = call_options(batch, num_slices, output_subset, timeout)
-                if is_checked:
+                if is_checked and not self._is_new:
                     return self._run(args, kwargs, options, was_compared)
                 return self._run_checked(args, kwargs, options)
         except BaseException as error:  # like a verb, but written out: this is the path of every call
@@ -435,7 +438,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         function = self if was_compared else self._renewed()
         session = function._bound_session()
         options = call_options(batch, num_slices, output_subset, timeout, is_submitted=True)
-        release = None if is_checked else self._hold_back(args, kwargs, options)
+        release = None if is_checked and not self._is_new else self._begin(args, kwargs, options)
         with session.entered(f"submit {self.__name__!r}"):
             deadline = session.deadline(options.timeout)
             pending = session.queue.submit(function._callee, args, kwargs, options, deadline)
@@ -497,11 +500,20 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
 
     def _run_checked(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
         """Run a call, and hold its result back until the default op is known to fit."""
-        release = self._hold_back(args, kwargs, options)
+        release = self._begin(args, kwargs, options)
         result = self._run(args, kwargs, options)
         if release is not None:
             release(result)
         return result
+
+    def _begin(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
+    ) -> Callable[[Any], None] | None:
+        """Verify the first call if it is to be, and return what must be done with the result of this one, if any."""
+        if self._is_new:
+            self._is_new = False
+            verify_first_call(self, args, kwargs, options)
+        return self._hold_back(args, kwargs, options)
 
     def _hold_back(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions

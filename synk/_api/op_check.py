@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -72,6 +73,20 @@ class OpCheck:
             return not shape or shape[0] > self.num_rows
         except Exception:  # it is given by name, has no shape, or cannot tell it
             return True
+
+
+verified: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The sessions whose functions are verified at their first calls: those of ``synk.fork(check=True)``."""
+
+
+def verify_first_call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> None:
+    """Warn if a call that is about to be made is not what the plain function computes."""
+    if function._bound_session() not in verified:
+        return
+    how = {"batch": options.batch, "num_slices": options.num_slices, "timeout": options.timeout}
+    with contextlib.suppress(Exception):  # the call itself will raise it
+        if not (report := function.verify(*args, **how, **kwargs)):
+            warn_at_users_line(f"the first call of {function.__name__!r} differs: {report}", RuntimeWarning)
 
 
 def hold_back(

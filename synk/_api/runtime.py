@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from synk._api.build import Decorator, KeepingDecorator, build_function
 from synk._api.function import Function, P
+from synk._api.op_check import verified
 from synk._api.options import KeptOptions, check_on_restart, entropy_of, is_integer
 from synk._master.calls.callee import Callee, distribute
 from synk._master.flight.queue import Queue
@@ -65,7 +66,7 @@ class Runtime(Hinting):
         How many dead workers are replaced within 60 s before the runtime closes. With 0 the first death closes it.
     on_restart : callable, optional
         Each replacement worker runs ``on_restart()`` before its first call.
-    seed, cluster, nodes, insecure
+    seed, cluster, nodes, insecure, check
         See :func:`synk.fork`.
 
     Attributes
@@ -107,6 +108,7 @@ class Runtime(Hinting):
         cluster: str | None = None,
         nodes: int | tuple[int, int] | None = None,
         insecure: bool = False,
+        check: bool = False,
     ) -> None:
         refuse_inside_worker("fork")
         check_platform()
@@ -114,6 +116,8 @@ class Runtime(Hinting):
         timeout = check_timeout(timeout)
         if not is_integer(max_restarts, 0):
             raise ValueError(f"cannot fork: got max_restarts={max_restarts!r}, expected an integer of 0 or more.")
+        if not isinstance(check, bool):
+            raise TypeError(f"cannot fork: got check={check!r}, expected True or False.")
         seed = entropy_of(seed)
         if cluster is not None:
             from synk.cluster.forking import open_session, refuse
@@ -124,6 +128,7 @@ class Runtime(Hinting):
                 num_workers, cluster, nodes, insecure=bool(insecure),
                 timeout=timeout, seed=seed, max_restarts=int(max_restarts), on_restart=prepared, make_queue=Queue,
             )  # fmt: skip
+            verified.update([self._session] * check)
             return
         if nodes is not None:
             raise ValueError(f"cannot fork: got nodes={nodes!r} and no cluster=, expected both. Pass cluster='here'.")
@@ -145,6 +150,7 @@ class Runtime(Hinting):
             process_type=process_type,
             make_queue=Queue,
         )
+        verified.update([self._session] * check)
 
     @property
     def world_size(self) -> int:

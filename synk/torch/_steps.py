@@ -20,7 +20,7 @@ class StepFunction(Function[..., Any]):
     def __init__(self, replicated: Any, fn: Callable[..., Any], *, trains: bool, **options: Any) -> None:
         resident, objects = replicated._resident, replicated._objects
         body = body_of(fn, resident, objects, trains)
-        self._replicated = replicated
+        self._replicated, self._is_new = replicated, True
         self._trains = trains
         updates = [resident] if trains else []
         self._fn = fn

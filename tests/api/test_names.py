@@ -56,7 +56,7 @@ LATER = {
         "Replicated": "a class that replicate makes", "StepFunction": "a class that replicate makes",
     },
     "Runtime": {"counters": "what the tests of messages count", "where": "the phases, which stacks does not show"},
-    "fork": {"check": "comes with the compositions", "insecure": "of clusters"},
+    "fork": {"insecure": "of clusters"},
 }  # fmt: skip
 
 
