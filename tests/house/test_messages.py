@@ -42,7 +42,7 @@ FORM = re.compile(r"cannot [^:]+: .*[.?}]$|cannot [^:]+\. .*[.?}]$", re.DOTALL)
 SENTENCE = re.compile(r"[^A-Z].*[.?}]$", re.DOTALL)
 INTERNAL = {
     "AssertionError", "NotImplementedError", "OSError", "StopIteration", "SystemExit", "KeyboardInterrupt",
-    "NotComparable",  # a part of a note in the report of verify
+    "Failed", "NotComparable",  # a part of a note in the report of verify
     "Broken",  # a sentence in the report of synk.check
 }  # fmt: skip
 
