@@ -193,12 +193,6 @@ def is_torch_device(obj: Any) -> bool:
     return isinstance(obj, getattr(torch, "device", ()))
 
 
-def is_torch_generator(obj: Any) -> bool:
-    """Whether ``obj`` is one of torch's generators of random numbers."""
-    torch = sys.modules.get("torch")
-    return isinstance(obj, getattr(torch, "Generator", ()))
-
-
 def num_torch_threads() -> int:
     """Return how many threads torch computes with in this process; 1 before it is imported."""
     torch = sys.modules.get("torch")

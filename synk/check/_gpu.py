@@ -15,7 +15,6 @@ from synk.check._cpu import call_ms, deaths, require, seconds_of, total
 from synk.check._found import Broken, Figure, Found
 from synk.cuda._devices import visible_gpus
 
-_CALL_S = 15.0
 _SIZES_S = 30.0  # four sizes up to 1 GB, perhaps by host memory, and CuPy compiles its kernels
 """The time limit of the call that communicates: a second or two on devices that work."""
 _DELAY_S = 0.2

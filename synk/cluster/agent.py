@@ -273,7 +273,6 @@ class Agent:
             function = self._function(order.function)
             function.check = functools.partial(self._check_restarts, order.num_restarts)
             call = _bound(order, self._variables)
-            function.repeated.ignore(argument.label for argument in call.arguments)
             load(session, function, call.arguments, None, "call")  # type: ignore[arg-type]
             state = session.workers.log.state
             cached = plan_call(session, function, call, call.options, session.lanes.first)  # type: ignore[arg-type]

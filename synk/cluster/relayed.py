@@ -34,7 +34,7 @@ class NodeFunction:
         self.ops = ops_of(note.outputs, self.title)
         self.plans = PlanCache()
         self.record = Record(note.name)
-        self.repeated = Repeated(note.name)
+        self.repeated = Repeated(note.name, is_silent=True)
         self.check: Callable[[], None] = lambda: None
 
     def load(self, session: Session, deadline: float | None) -> None:

@@ -280,12 +280,11 @@ class HostCommunicator(abc.ABC):
                 self._rendezvous.is_unfinished = False
                 raise
 
-    def recv_array(self, like: np.ndarray | None, peer: int, tag: int) -> np.ndarray:
-        """Receive into a C-contiguous array. Without one, return whatever comes as a new array."""
-        return self.finish_message(self.irecv_array(like, peer, tag))
-
     def irecv_array(self, like: np.ndarray | None, peer: int, tag: int) -> Incoming:
-        """Ask for the next message that no earlier receive asked for. ``finish_message`` waits for it."""
+        """Ask for the next message that no earlier receive asked for. ``finish_message`` waits for it.
+
+        It comes into ``like``, a C-contiguous array, or into a new one for None.
+        """
         box = self._checked_box("recv", peer, like)
         with self._rendezvous.operation:
             return box.irecv(like, peer, tag)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -31,21 +30,18 @@ class Repeated:
     ----------
     name : str
         Name of the function.
+    is_silent : bool
+        Whether nothing is told: ``synk.data`` would not help.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, is_silent: bool = False) -> None:
         self._name = name
         self._passed: dict[str, _Passed] = {}
-        self._ignored: set[str] = set()
-        self._has_told = False
-
-    def ignore(self, labels: Iterable[str]) -> None:
-        """Tell nothing of these labels: ``synk.data`` would not help."""
-        self._ignored.update(labels)
+        self._has_told = is_silent
 
     def note(self, label: str, value: np.ndarray) -> None:
         """Note an array that is about to be copied. One that has changed in some samples counts as another one."""
-        if self._has_told or value.nbytes < _LARGE_NBYTES or label in self._ignored:
+        if self._has_told or value.nbytes < _LARGE_NBYTES:
             return
         samples = value.flat[:: max(value.size // _NUM_SAMPLES, 1)].tobytes()
         before = self._passed.get(label)
