@@ -193,7 +193,8 @@ def few_rows(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], optio
             rows = None if selection is None else selection.positions()[spread]
         if count <= check.num_rows:
             return None
-        leaves = [*scattered.sampled(rows), *flatten(scattered.broadcast)[0]]
+        whole = [value for _, is_broadcast, value in scattered.bound if is_broadcast]
+        leaves = [*scattered.sampled(rows), *flatten(whole)[0]]
         if sum(getattr(leaf, "nbytes", 0) for leaf in leaves if not isinstance(leaf, Data)) > _MAX_NBYTES:
             raise NotComparable("its arguments are large")
         return Few(total, count, rows, bool(closed_over or scattered.shards), *_measured(map(comparable, leaves)))
@@ -254,8 +255,10 @@ def _compare(
     if few.rows is not None and any(misfit.ops for misfit in misfits):
         with contextlib.suppress(Unknown):  # other rows may need another op
             there = _outputs(few, runs.alone(few.rows[::-1]), _in_parts(runs, few.rows[::-1]))
-            fitting = {each.path: each.ops for each in there}
-            misfits = [each._replace(ops=_common(each.ops, fitting.get(each.path, ()))) for each in misfits]
+            fitting = {(each.path, op) for each in there for op in each.ops}
+            misfits = [
+                each._replace(ops=tuple(op for op in each.ops if (each.path, op) in fitting)) for each in misfits
+            ]
     return (
         f"cannot average the outputs of {function.__name__!r}, which names no op: on {few.described()} "
         f"{_said_of(misfits, [part.num_rows for part in parts])}Naming an op in synk.function(..., outputs=...), also "
@@ -273,14 +276,14 @@ class Misfit(NamedTuple):
         Its value for all rows.
     parts : list
         Its values for the rows of the ranks.
-    ops : tuple of str
+    ops : sequence of str
         The ops that fit.
     """
 
     path: str
     whole: Any
     parts: list[Any]
-    ops: tuple[str, ...]
+    ops: Sequence[str]
 
 
 def _in_parts(runs: Runs, rows: np.ndarray | None) -> list[Part]:
@@ -318,10 +321,6 @@ def _outputs(few: Few, whole: Part, parts: Sequence[Part]) -> list[Misfit]:
         Misfit(path, value, own, fitting_ops(own, rows, value, _tolerance(few, [value, *own])))
         for path, _, (value, *own) in values
     ]
-
-
-def _common(ops: Sequence[str], others: Sequence[str]) -> tuple[str, ...]:
-    return tuple(op for op in ops if op in others)
 
 
 def _tolerance(few: Few, values: Sequence[Any]) -> Tolerance:

@@ -12,8 +12,7 @@ becomes an array, ``batch`` selects rows, and a function with a framework gets t
 from __future__ import annotations
 
 import contextlib
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -132,7 +131,19 @@ def plain_arguments(
             value = np.asarray(value)
         return _in_framework(value, to_framework, is_column=True)
 
-    return scattered.replaced(plain, lambda value: _in_framework(as_plain(value), to_framework))
+    positional: list[Any] = []
+    by_name: dict[str, Any] = {}
+    for keyword, is_broadcast, value in scattered.bound:
+        if is_broadcast:
+            new = _in_framework(as_plain(value), to_framework)
+        else:
+            leaves, structure = take_apart(value)
+            new = build(structure, map(plain, leaves))
+        if keyword:
+            by_name[keyword] = new
+        else:
+            positional.append(new)
+    return positional, by_name
 
 
 class ScatteredArguments:
@@ -140,27 +151,27 @@ class ScatteredArguments:
 
     Attributes
     ----------
+    bound : list of (str, bool, object)
+        Of each argument the keyword, empty if it is given by position, whether it is broadcast, and its value.
     leaves : list
         The scattered leaves of all arguments.
     shards : list of Shared
         Those that are sharded variables.
-    broadcast : list
-        The other arguments.
     """
 
     def __init__(self, callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._name = callee.name
-        self._bound = list(callee.signature.bind(args, kwargs))
-        self._apart = [([], None) if is_broadcast else take_apart(value) for _, _, is_broadcast, value in self._bound]
-        self.leaves = [leaf for leaves, _ in self._apart for leaf in leaves]
+        self.bound = [each[1:] for each in callee.signature.bind(args, kwargs)]
+        scattered = [value for _, is_broadcast, value in self.bound if not is_broadcast]
+        self.leaves = [leaf for value in scattered for leaf in take_apart(value)[0]]
         self.shards = [leaf for leaf in self.leaves if isinstance(leaf, Shared) and leaf.is_sharded]
-        self.broadcast = [value for _, _, is_broadcast, value in self._bound if is_broadcast]
 
     def select(self, batch: Any) -> Selection | None:
         """Return the rows that ``batch`` selects, or all rows for None; None if no leaf has rows."""
         rows = [RowCount("", sum(shard._referent.lengths)) for shard in self.shards]
         values = [as_plain(leaf) for leaf in self.leaves if not isinstance(leaf, Handle)]
-        rows += [RowCount("", _num_rows(value)) for value in values if has_rows(value)]
+        counts = [value.shape[0] if hasattr(value, "shape") else len(value) for value in values if has_rows(value)]
+        rows += [RowCount("", int(count)) for count in counts]
         return select(rows, batch, self._name)
 
     def sampled(self, positions: np.ndarray | None) -> list[Any]:
@@ -171,24 +182,6 @@ class ScatteredArguments:
                 value = as_plain(leaf)
                 found.append(value if positions is None or not has_rows(value) else rows_at(value, positions))
         return found
-
-    def replaced(
-        self, scattered: Callable[[Any], Any], broadcast: Callable[[Any], Any]
-    ) -> tuple[list[Any], dict[str, Any]]:
-        """Return the arguments, by position and by name, with other leaves, and other broadcast arguments."""
-        positional, by_name = [], {}
-        for (_, keyword, is_broadcast, value), (leaves, structure) in zip(self._bound, self._apart):
-            if is_broadcast:
-                new = broadcast(value)
-            else:
-                own = [scattered(leaf) for leaf in leaves]
-                is_same = all(map(operator.is_, own, leaves))
-                new = value if is_same else build(structure, iter(own))
-            if keyword:
-                by_name[keyword] = new
-            else:
-                positional.append(new)
-        return positional, by_name
 
 
 def rows_at(value: Any, positions: np.ndarray) -> Any:
@@ -222,10 +215,6 @@ def as_plain(value: Any) -> Any:
 
 def has_rows(value: Any) -> bool:
     return bool(value.shape) if hasattr(value, "shape") else _is_list(value)
-
-
-def _num_rows(value: Any) -> int:
-    return int(value.shape[0]) if hasattr(value, "shape") else len(value)
 
 
 def _is_list(value: Any) -> bool:
