@@ -105,26 +105,44 @@ def hold_back(
     def release(result: Any) -> None:
         if function._op_check is None or few.num_rows <= check.num_rows:
             return  # another call has shown it meanwhile
-        misfit = ""
-        try:
-            if before != _assignments(function):
-                raise Unknown
-            misfit = _compare(function, few, args, kwargs, result, end)
-        except Unknown:
-            check.num_tries += 1
-        except (CallTimeout, WorkerDied) as error:
-            function._op_check = None
-            warn_at_users_line(
-                f"a second run of {function.__name__!r}, made to find out whether its default op fits, has ended: "
-                f"{error} Name its op, as by outputs={_quoted(DEFAULT_OP)}; then there is no second run.",
-                RuntimeWarning,
-            )
-        if misfit:
-            raise OpMismatch(misfit)
-        if check.is_over:
-            function._op_check = None
+        settle(function, few, lambda: _compare(function, few, result, end, before))
 
     return release
+
+
+def settle(function: Any, few: Few, find: Callable[[], str | None]) -> None:
+    """Find out whether the default op fits a few rows of a call, and note what is known then.
+
+    Parameters
+    ----------
+    find : callable
+        Returns what to tell the user, an empty text if the op fits, or None if it will never be known: the function
+        draws random numbers. Raises Unknown if it is not known for these rows.
+
+    Raises
+    ------
+    OpMismatch
+    """
+    check = function._op_check
+    try:
+        misfit = find()
+        if misfit:
+            raise OpMismatch(misfit)
+        if misfit is None:
+            function._op_check = None
+        check.num_rows = few.num_rows
+    except Unknown:
+        pass
+    except (CallTimeout, WorkerDied) as error:
+        function._op_check = None
+        warn_at_users_line(
+            f"a second run of {function.__name__!r}, made to find out whether its default op fits, has ended: "
+            f"{error} Name its op, as by outputs={_quoted(DEFAULT_OP)}; then there is no second run.",
+            RuntimeWarning,
+        )
+    check.num_tries += 1
+    if check.is_over:
+        function._op_check = None
 
 
 def limit_of(function: Any) -> float | None:
@@ -145,8 +163,10 @@ class Few(NamedTuple):
 
     Attributes
     ----------
+    args, kwargs
+        Of the call.
     total, num_rows : int
-        How many rows the call has, and how many of them are taken.
+        How many rows it has, and how many of them are taken.
     rows : ndarray of int, or None
         Where they lie in the arguments; None if these have no rows, but a variable that the function closes over.
     is_owned : bool
@@ -157,6 +177,8 @@ class Few(NamedTuple):
         The precision of the least precise float among them.
     """
 
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     total: int
     num_rows: int
     rows: np.ndarray | None
@@ -197,7 +219,8 @@ def few_rows(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], optio
         leaves = [*scattered.sampled(rows), *flatten(whole)[0]]
         if sum(getattr(leaf, "nbytes", 0) for leaf in leaves if not isinstance(leaf, Data)) > _MAX_NBYTES:
             raise NotComparable("its arguments are large")
-        return Few(total, count, rows, bool(closed_over or scattered.shards), *_measured(map(comparable, leaves)))
+        is_owned = bool(closed_over or scattered.shards)
+        return Few(args, kwargs, total, count, rows, is_owned, *_measured(map(comparable, leaves)))
     except Exception:  # wrong input, which the call will refuse
         check.num_tries += 1
         return None
@@ -220,38 +243,28 @@ def _measured(values: Iterable[Any]) -> tuple[float, float]:
 # -- the comparison ---------------------------------------------------------------------------------------------------
 
 
-def _compare(
-    function: Any, few: Few, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, end: float | None
-) -> str:
-    """Return what to tell the user, or an empty text if the op fits the rows of this call.
-
-    Raises
-    ------
-    Unknown
-    """
-    check, record = function._op_check, function._callee.record
-    assert check is not None
+def _compare(function: Any, few: Few, result: Any, end: float | None, before: list[Any]) -> str | None:
+    """Return what to tell the user; see :func:`settle`."""
+    record = function._callee.record
     seconds = record.function_ns * 1e-9 / max(record.num_calls, 1)
     expected = seconds * function._bound_session().total_ranks * few.num_rows / max(few.total, 1)
-    if expected > MAX_S or sum(getattr(leaf, "nbytes", 0) for leaf in flatten(result)[0]) > _MAX_NBYTES:
+    nbytes = sum(getattr(leaf, "nbytes", 0) for leaf in flatten(result)[0])
+    if before != _assignments(function) or expected > MAX_S or nbytes > _MAX_NBYTES:
         raise Unknown
     try:
         copy = copied(function._callee.fn, max_nbytes=_MAX_NBYTES)
     except Exception as error:
         raise Unknown from error
     limit_s = limit_of(function) if end is None else max(min(LIMIT_S, end - time.monotonic()), 0.05)
-    runs = Runs(function, copy, args, kwargs, few.rows, limit_s)
+    runs = Runs(function, copy, few.args, few.kwargs, few.rows, limit_s)
     parts, whole = _in_parts(runs, few.rows), runs.alone()
     misfits, is_unsure = misfits_of(few, whole, parts)
     if not misfits:
         if is_unsure:
             raise Unknown
-        check.num_tries += 1
-        check.num_rows = few.num_rows
         return ""
     if not are_same(runs.alone().value, whole.value) or _depends_on_rank(runs, few):
-        function._op_check = None  # it draws random numbers, counts, or depends on the rank
-        return ""
+        return None  # it draws random numbers, counts, or depends on the rank
     if few.rows is not None and any(misfit.ops for misfit in misfits):
         with contextlib.suppress(Unknown):  # other rows may need another op
             there = _outputs(few, runs.alone(few.rows[::-1]), _in_parts(runs, few.rows[::-1]))

@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from synk._api.op_check import MAX_S, Few, few_rows, limit_of, misfits_of
+from synk._api.op_check import MAX_S, Few, few_rows, limit_of, misfits_of, settle
 from synk._api.plain_copy import PlainCopy, copied
 from synk._api.runs import Runs, Unknown, are_same
 from synk._wire.apart import Part
-from synk.errors import CallTimeout, OpMismatch, WorkerDied
 from synk.torch import _rank
 from synk.torch import _state as states
 from synk.torch._bodies import body_of
@@ -35,42 +34,33 @@ def check_step(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], opt
     OpMismatch
         If they differ.
     """
-    check, replicated = function._op_check, function._replicated
     few = few_rows(function, args, kwargs, options)
-    if few is None:
-        return
-    try:
-        with replicated._busy():  # reading the objects must not bring them up to date
-            parameters = states.parameters_of(replicated._objects)
-            if sum(each.numel() * each.element_size() for each in parameters) > _MAX_NBYTES:
-                raise Unknown
-            copy = replicated._runtime.resident(
-                _rank.RankReplica(replicated._objects, replicated._options), dump=_rank.dump, load=_rank.load
-            )
-        misfit = _misfit(function, few, (args, kwargs), copy, "run_shown")
-        if misfit != "":  # draws and batch norms may be the reason: they are each rank's own
-            misfit = _misfit(function, few, (args, kwargs), copy, "run_shown_in_eval")
-    except Unknown:
-        misfit = None
-    except (CallTimeout, WorkerDied):
-        function._op_check = misfit = None
-    if misfit:
-        raise OpMismatch(misfit)
-    if misfit is not None:
-        check.num_rows = few.num_rows
-    check.num_tries += 1
-    if check.is_over:
-        function._op_check = None
+    if few is not None:
+        settle(function, few, lambda: _compare(function, few))
 
 
-def _misfit(function: Any, few: Few, call: tuple[Any, Any], copy: Any, method: str) -> str | None:
+def _compare(function: Any, few: Few) -> str | None:
+    replicated = function._replicated
+    with replicated._busy():  # reading the objects must not bring them up to date
+        parameters = states.parameters_of(replicated._objects)
+        if sum(each.numel() * each.element_size() for each in parameters) > _MAX_NBYTES:
+            raise Unknown
+        copy = replicated._runtime.resident(
+            _rank.RankReplica(replicated._objects, replicated._options), dump=_rank.dump, load=_rank.load
+        )
+    misfit = _misfit(function, few, copy, "run_shown")
+    # Draws and batch norms may be the reason: they are each rank's own.
+    return misfit if misfit == "" else _misfit(function, few, copy, "run_shown_in_eval")
+
+
+def _misfit(function: Any, few: Few, copy: Any, method: str) -> str | None:
     """Return what to tell the user about a step of the copy; an empty text if all is well, None if it is random."""
     try:
         fn = copied(function._fn, max_nbytes=_MAX_NBYTES).fn
     except Exception as error:
         raise Unknown from error
     body = PlainCopy(body_of(fn, copy, function._replicated._objects, True, method=method))
-    runs = Runs(function, body, *call, few.rows, limit_of(function), [copy])
+    runs = Runs(function, body, few.args, few.kwargs, few.rows, limit_of(function), [copy])
     apart = runs.apart()
     if runs.seconds * len(apart) > MAX_S:
         raise Unknown
