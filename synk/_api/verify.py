@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -128,11 +128,11 @@ def verify(
         expected, assigned = serial.value, serial.assigned
     except Failed as error:
         expected, got = MISSING, str(error)
-    reason = "random" if is_random else "per rank" if callee.per_rank else "different"
+    judge = _Judge(oracle, "random" if is_random else "per rank" if callee.per_rank else "different", tolerance)
     values = list(outputs_of(callee.outputs, [expected, result, *(part.value for part in parts)]))
     rows = [part.num_rows for part in parts]
-    outputs = [_compare(*each, rows, is_combined, tolerance) for each in values]
-    outputs += _compare_variables(callee, parts, assigned, tolerance)
+    outputs = [judge.output(*each, rows, is_combined) for each in values]
+    outputs += judge.variables(callee, parts, assigned)
     is_nested = any(op is not None and isinstance(each, (dict, tuple)) for _, op, own in values for each in own)
     notes = [
         "It draws random numbers, or changes what it captured: each run returns something else." * is_random,
@@ -144,15 +144,7 @@ def verify(
         f"Outputs are nested in another way than those of {_ORACLES[oracle]}, or on another rank." * is_nested,
         "" if problem is None else f"The call raised {type(problem).__name__}: {problem}",
     ]
-    found = [
-        replace(
-            output,
-            verdict=reason if output.verdict == "different" else output.verdict,
-            shapes={oracle if which == "expected" else which: shape for which, shape in output.shapes.items()},
-        )
-        for output in outputs
-    ]
-    return Report(callee.name, oracle, tuple(found), tuple(filter(None, notes)))
+    return Report(callee.name, oracle, tuple(outputs), tuple(filter(None, notes)))
 
 
 # -- the calls --------------------------------------------------------------------------------------------------------
@@ -219,52 +211,68 @@ def _called(
 # -- the comparison ---------------------------------------------------------------------------------------------------
 
 
-def _compare(
-    path: str, op: Any, values: Sequence[Any], rows: Sequence[int], is_combined: bool, tolerance: Tolerance
-) -> VerifiedOutput:
-    """Compare an output of the call, given as the expected value, that of the call, and those of the ranks."""
-    expected, value, *own = values
-    if op is None:
-        return VerifiedOutput(path, op, "one per rank")
-    if is_combined:
-        value = combine(ops_of(op, ""), own, rows)
-    # An op of the user's may change even the value for all rows.
-    wanted = combine(op, [expected], [sum(rows)]) if isinstance(op, Op) and expected is not MISSING else expected
-    output = _judged(path, op, value, wanted, tolerance)
-    if output.verdict == "equal" or expected is MISSING:
-        return output
-    fitting = fitting_ops(own, rows, expected, tolerance)
-    return replace(output, matching=tuple(word for word in fitting if word != op))
+class _Judge(NamedTuple):
+    """Compares values of the call with those of the oracle.
 
+    Attributes
+    ----------
+    oracle : str
+        ``"plain"`` or ``"serial"``.
+    reason : str
+        The verdict where they differ.
+    tolerance : Tolerance
+    """
 
-def _judged(name: str, op: Any, value: Any, expected: Any, tolerance: Tolerance) -> VerifiedOutput:
-    is_equal = expected is not MISSING and is_same(value, expected, tolerance)
-    distance = difference(value, expected)
-    shapes = {which: shape_of(each) for which, each in (("parallel", value), ("expected", expected))}
-    told = {which: shape for which, shape in shapes.items() if shape is not None}
-    return VerifiedOutput(
-        name,
-        op,
-        "equal" if is_equal else "different",
-        distance if is_equal else distance or float("nan"),  # where it is 0, what differs is no number
-        shapes=told if len({*told.values()}) > 1 else {},
-    )
+    oracle: str
+    reason: str
+    tolerance: Tolerance
 
+    def output(self, path: str, op: Any, values: Sequence[Any], rows: Sequence[int], is_combined: bool) -> Any:
+        """Compare an output, given as the oracle's value, that of the call, and those of the ranks.
 
-def _compare_variables(
-    callee: Any, parts: Sequence[Part], assigned: dict[int, list[np.ndarray]], tolerance: Tolerance
-) -> Iterator[VerifiedOutput]:
-    """Compare the values that two calls assigned: all shards together, or the replica of each rank."""
-    variables = {variable.id: variable for variable in callee.variables}
-    for number, expected in assigned.items():
-        variable, missing = variables[number], [MISSING] * len(expected)
-        values: Any = [part.assigned.get(number, missing) for part in parts]
-        if variable.is_sharded:
-            values = [[concatenate(shards) for shards in zip(*values)]]
-        kind = "shard" if variable.is_sharded else "replica"
-        judged = [
-            _judged(f"variable {variable.name!r}", kind, value, wanted, tolerance)
-            for leaves in values
-            for value, wanted in zip(leaves, expected)
-        ]
-        yield max(judged, key=lambda output: (output.verdict == "different", np.nan_to_num(output.difference)))
+        ``is_combined``: the call was not made, and the ranks' values are combined in its place.
+        """
+        expected, value, *own = values
+        if op is None:
+            return VerifiedOutput(path, op, "one per rank")
+        if is_combined:
+            value = combine(ops_of(op, ""), own, rows)
+        # An op of the user's may change even the value for all rows.
+        wanted = combine(op, [expected], [sum(rows)]) if isinstance(op, Op) and expected is not MISSING else expected
+        output = self._judged(path, op, value, wanted)
+        if output.verdict == "equal" or expected is MISSING:
+            return output
+        fitting = fitting_ops(own, rows, expected, self.tolerance)
+        return replace(output, matching=tuple(word for word in fitting if word != op))
+
+    def variables(
+        self, callee: Any, parts: Sequence[Part], assigned: dict[int, list[np.ndarray]]
+    ) -> Iterator[VerifiedOutput]:
+        """Compare the values that two calls assigned: all shards together, or the replica of each rank."""
+        variables = {variable.id: variable for variable in callee.variables}
+        for number, expected in assigned.items():
+            variable, missing = variables[number], [MISSING] * len(expected)
+            values: Any = [part.assigned.get(number, missing) for part in parts]
+            if variable.is_sharded:
+                has_all = all(number in part.assigned for part in parts)
+                values = [[concatenate(shards) for shards in zip(*values)] if has_all else missing]
+            kind = "shard" if variable.is_sharded else "replica"
+            judged = [
+                self._judged(f"variable {variable.name!r}", kind, value, wanted)
+                for leaves in values
+                for value, wanted in zip(leaves, expected)
+            ]
+            yield max(judged, key=lambda output: (output.verdict != "equal", np.nan_to_num(output.difference)))
+
+    def _judged(self, name: str, op: Any, value: Any, expected: Any) -> VerifiedOutput:
+        is_equal = expected is not MISSING and is_same(value, expected, self.tolerance)
+        distance = difference(value, expected)
+        shapes = {"parallel": shape_of(value), self.oracle: shape_of(expected)}
+        told = {which: shape for which, shape in shapes.items() if shape is not None}
+        return VerifiedOutput(
+            name,
+            op,
+            "equal" if is_equal else self.reason,
+            distance if is_equal else distance or float("nan"),  # where it is 0, what differs is no number
+            shapes=told if len({*told.values()}) > 1 else {},
+        )

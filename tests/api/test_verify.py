@@ -336,6 +336,18 @@ def test_replicas_that_drift_are_found(shared_runtimes: Any) -> None:
     assert [(output.name, output.verdict) for output in report.outputs] == [("variable 'w'", "different")]
 
 
+def test_a_shard_that_only_some_ranks_assign_is_found(shared_runtimes: Any) -> None:
+    s = shared_runtimes[2].shared(np.arange(5.0), sharded=True, name="s")
+
+    def step(x: np.ndarray) -> None:
+        if synk.comm.rank == 0:
+            s.value = s.value + 1
+
+    report = shared_runtimes[2].function(step).verify(X)
+    assert [(output.name, output.verdict) for output in report.outputs] == [("variable 's'", "different")]
+    np.testing.assert_array_equal(s.value, np.arange(5.0))
+
+
 def test_what_the_ranks_keep_is_put_back(reused: Callable[..., Any], capfd: pytest.CaptureFixture[str]) -> None:
     """A closure's variables, generators, and objects that no pickle can copy; what the calls print is not printed."""
     rt = reused(2)
