@@ -129,7 +129,7 @@ def verify(
     except Failed as error:
         expected, got = MISSING, str(error)
     judge = _Judge(oracle, "random" if is_random else "per rank" if callee.per_rank else "different", tolerance)
-    values = list(outputs_of(callee.outputs, [expected, result, *(part.value for part in parts)]))
+    values = list(outputs_of(_ops_of(function), [expected, result, *(part.value for part in parts)]))
     rows = [part.num_rows for part in parts]
     outputs = [judge.output(*each, rows, is_combined) for each in values]
     outputs += judge.variables(callee, parts, assigned)
@@ -145,6 +145,14 @@ def verify(
         "" if problem is None else f"The call raised {type(problem).__name__}: {problem}",
     ]
     return Report(callee.name, oracle, tuple(outputs), tuple(filter(None, notes)))
+
+
+def _ops_of(function: Any) -> Any:
+    """Return the ops of what the function returns, new values of variables included."""
+    outputs, updates = function._callee.outputs, function._options.variables
+    pairs = [each if isinstance(each, tuple) else (each, "avg") for each in updates]
+    ops = ["gather" if variable.is_sharded else op for variable, op in pairs]
+    return (outputs, ops[0] if len(ops) == 1 else ops) if ops else outputs
 
 
 # -- the calls --------------------------------------------------------------------------------------------------------

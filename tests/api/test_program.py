@@ -84,6 +84,8 @@ def test_it_goes_on_from_its_values_wherever_it_is_put(
     for number, kind in enumerate((1, 2, 3, 0), start=1):
         with subtests.test(workers=kind), program.on(shared_runtimes[kind]) as q:
             np.testing.assert_allclose(q.predict(), predicted(number))
+            assert q.step.verify(X)
+            assert q(X) == number  # objects are put back
             assert q.step(X) == X.sum()
             np.testing.assert_allclose(q.predict(), predicted(number + 1))
             assert q(X) == number + 1

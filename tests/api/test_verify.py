@@ -326,6 +326,19 @@ def test_shared_variables_hold_what_they_held(shared_runtimes: Any) -> None:
     np.testing.assert_array_equal(s.value, np.arange(5.0) + 1)
 
 
+def test_new_values_are_combined_by_their_own_ops(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+    w, t, s = rt.shared(np.zeros(3)), rt.shared(0.0), rt.shared(np.arange(5.0), sharded=True)
+    for updates, new in (
+        ([w], lambda x: x.mean(axis=0)),
+        ([(t, "sum"), w], lambda x: [x.sum(), x.mean(axis=0)]),
+        ([s], lambda x: s.value + 1),
+    ):
+        f = rt.function(lambda x, new=new: (float(len(x)), new(x)), outputs="sum", updates=updates)
+        report = f.verify(X)
+        assert report, report
+
+
 def test_replicas_that_drift_are_found(shared_runtimes: Any) -> None:
     w = shared_runtimes[2].shared(np.zeros(3), name="w")
 
