@@ -39,7 +39,7 @@ class Agreement(NamedTuple):
 def agreed(skeletons: Sequence[Any], outputs: Any, ranks: Sequence[int], world_size: int) -> Agreement | None:
     """Return one structure for the outputs of all ranks, or None where the ranks do not agree.
 
-    Under an op None the result has a list with each rank's own. So it has in a call on trial where structures differ.
+    Under an op None the result has a list with each rank's own.
 
     Parameters
     ----------
