@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from synk._master.calls.arguments import ObjectPickler
-from synk._master.code.handles import Handle, HandlePickler
+from synk._master.code.handles import Handle
 from synk._master.code.modules import is_users_module
 from synk._wire.memory import available_nbytes
 from synk._wire.parcels import Pickler
@@ -49,7 +49,7 @@ class PlainCopy:
         file = io.BytesIO()
         try:
             _ClassesOut(file, self.copies).dump(result)
-            return _ByNumber(io.BytesIO(file.getvalue()), self.classes).load()
+            return ByReference(file.getvalue(), self.classes).load()
         except Exception:  # a result that cannot be pickled is compared as it is
             return result
 
@@ -82,22 +82,25 @@ def copied(
     if file.tell() + sum(buffer.raw().nbytes for buffer in buffers) > min(available_nbytes() // 2, max_nbytes):
         raise NotComparable("a copy of it and its arguments takes more than half of the memory that is free")
     own = [bytearray(buffer.raw()) for buffer in buffers]
-    fn, args, kwargs, copies = _ByNumber(io.BytesIO(file.getvalue()), copier.handles, buffers=own).load()
+    fn, args, kwargs, copies = ByReference(file.getvalue(), copier.handles, buffers=own).load()
     return PlainCopy(fn, args, kwargs, copier.handles, copier.copied, copies)
 
 
-class _Copier(ObjectPickler, HandlePickler):
+class _Copier(ObjectPickler):
     """Pickles the program's own functions and classes by value.
 
     Attributes
     ----------
+    handles : list of Handle
+        What it has met of the workers', pickled by their numbers here.
     copied : list of type
         The classes that were pickled by value. Their pickles must not identify the classes, as cloudpickle's do:
         loading would find the originals in this process and write into them.
     """
 
     def __init__(self, file: Any, **options: Any) -> None:
-        super().__init__(file, **options)
+        super().__init__(file, protocol=5, **options)
+        self.handles: list[Handle] = []
         self.copied: list[type] = []
 
     def persistent_id(self, obj: Any) -> int | None:
@@ -128,12 +131,19 @@ class _ClassesOut(Pickler):
         return self._numbers.get(id(obj))
 
 
-class _ByNumber(pickle.Unpickler):
-    """Loads a pickle in which some objects were replaced by numbers."""
+class ByReference(pickle.Unpickler):
+    """Loads a pickle in which some objects were replaced by numbers or names.
 
-    def __init__(self, file: Any, objects: Sequence[Any], **options: Any) -> None:
-        super().__init__(file, **options)
+    Parameters
+    ----------
+    data : bytes
+    objects : sequence or mapping
+        The objects, by number or by name.
+    """
+
+    def __init__(self, data: bytes, objects: Any, **options: Any) -> None:
+        super().__init__(io.BytesIO(data), **options)
         self._objects = objects
 
-    def persistent_load(self, number: int) -> Any:
-        return self._objects[number]
+    def persistent_load(self, pid: Any) -> Any:
+        return self._objects[pid]

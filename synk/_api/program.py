@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, NamedTuple
 from synk._api.composed import Composed
 from synk._api.function import Function
 from synk._api.options import OPTIONS
+from synk._api.plain_copy import ByReference
 from synk._api.runtime import Runtime
 from synk._master.code.handles import Handle
 from synk._master.code.modules import is_users_module
@@ -305,15 +306,6 @@ class _CodePickler(Pickler):
         return super().reducer_override(obj)
 
 
-class _CodeUnpickler(pickle.Unpickler):
-    def __init__(self, code: bytes, state: dict[str, Any]) -> None:
-        super().__init__(io.BytesIO(code))
-        self._state = state
-
-    def persistent_load(self, pid: Any) -> Any:
-        return self._state[pid]
-
-
 def _code_of(functions: dict[str, Any], state: dict[str, Any]) -> bytes:
     """Return functions and what they were built with as one pickle, so that what they share stays shared."""
     built = {
@@ -334,7 +326,7 @@ def _code_of(functions: dict[str, Any], state: dict[str, Any]) -> bytes:
 def _built(code: bytes, state: dict[str, Any]) -> dict[str, Any]:
     """Return plain functions that refer to the handles of a state, and the options to build them with."""
     try:
-        built: dict[str, Any] = _CodeUnpickler(code, state).load()
+        built: dict[str, Any] = ByReference(code, state).load()
     except (ImportError, AttributeError, pickle.UnpicklingError) as error:
         raise SerializationError(
             f"cannot build the functions of a program here: {type(error).__name__}: {error}. Install what they import; "
