@@ -58,6 +58,7 @@ class Options:
     name : str
         The function's, for errors. It is no option.
     updates : tuple
+        Pairs of a shared variable and an op, and resident objects.
     """
 
     name: str
@@ -77,28 +78,25 @@ class Options:
         return cls(name_of(fn), **options)
 
     def __post_init__(self) -> None:
-        updates = tuple(self.updates) if isinstance(self.updates, (tuple, list)) else (self.updates,)
-        object.__setattr__(self, "updates", updates)
-        for variable in self.variables:
-            variable, op = variable if isinstance(variable, tuple) and len(variable) == 2 else (variable, "avg")
+        listed = self.updates if isinstance(self.updates, (tuple, list)) else (self.updates,)
+        object.__setattr__(self, "updates", tuple(map(_paired, listed)))
+        for variable, op in self.variables:
             if not isinstance(variable, Shared):
-                raise self._error(
-                    f"{type(variable).__name__} in updates",
-                    "what synk.shared or synk.resident made, or (variable, op) pairs",
-                    TypeError,
-                )
+                expected = "what synk.shared or synk.resident made, or (variable, op) pairs"
+                raise self._error(f"{type(variable).__name__} in updates", expected, TypeError)
             if op not in REDUCE_OPS:
                 raise self._error(f"op {op!r} in updates", f"one of {REDUCE_OPS}")
-        if self.framework not in FRAMEWORKS:
-            raise self._error(f"framework={self.framework!r}", f"one of {FRAMEWORKS}")
+        is_blocks = isinstance(self.reproducible, bool) or is_integer(self.reproducible, 1)
+        for name, is_right, expected in (
+            ("framework", self.framework in FRAMEWORKS, f"one of {FRAMEWORKS}"),
+            ("reproducible", is_blocks, "True, or the rows of a block"),
+            ("retry", is_integer(self.retry, 0), "an integer of 0 or more"),
+            ("on_oom", self.on_oom in ("raise", "slices"), "'raise' or 'slices'"),
+        ):
+            if not is_right:
+                raise self._error(f"{name}={getattr(self, name)!r}", expected)
         if not isinstance(self.per_rank, bool):
             raise self._error(f"per_rank={self.per_rank!r}", "True or False", TypeError)
-        if not (isinstance(self.reproducible, bool) or is_integer(self.reproducible, 1)):
-            raise self._error(f"reproducible={self.reproducible!r}", "True, or the rows of a block")
-        if not is_integer(self.retry, 0):
-            raise self._error(f"retry={self.retry!r}", "an integer of 0 or more")
-        if self.on_oom not in ("raise", "slices"):
-            raise self._error(f"on_oom={self.on_oom!r}", "'raise' or 'slices'")
         given = self.given()
         for (one, other), expected in EXCLUDES.items():
             if one in given and other in given:
@@ -109,7 +107,7 @@ class Options:
 
     @property
     def variables(self) -> tuple[Any, ...]:
-        """The shared variables in ``updates``, or pairs of a variable and an op."""
+        """The pairs in ``updates``."""
         return tuple(each for each in self.updates if not isinstance(each, Resident))
 
     @property
@@ -125,6 +123,12 @@ class Options:
         """Return the options that are not at their defaults."""
         values = ((each, getattr(self, each.name)) for each in OPTIONS)
         return {each.name: value for each, value in values if value != each.default}
+
+
+def _paired(update: Any) -> Any:
+    """Return a resident object, or a pair of a variable and its op."""
+    is_pair = isinstance(update, tuple) and len(update) == 2
+    return update if is_pair or isinstance(update, Resident) else (update, "avg")
 
 
 OPTIONS = fields(Options)[1:]

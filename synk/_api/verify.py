@@ -150,8 +150,7 @@ def verify(
 def _ops_of(function: Any) -> Any:
     """Return the ops of what the function returns, new values of variables included."""
     outputs, updates = function._callee.outputs, function._options.variables
-    pairs = [each if isinstance(each, tuple) else (each, "avg") for each in updates]
-    ops = ["gather" if variable.is_sharded else op for variable, op in pairs]
+    ops = ["gather" if variable.is_sharded else op for variable, op in updates]
     return (outputs, ops[0] if len(ops) == 1 else ops) if ops else outputs
 
 

@@ -50,7 +50,7 @@ class LoadedFunction:
         self.ops = ops_of(outputs, repr(name))
         # By these ops a list counts as rows, or anything as one object.
         self.whole = self.ops if any(op.concatenates or op is EACH for op in each_op(self.ops)) else None
-        self.updates = [update if isinstance(update, tuple) else (update, "avg") for update in updates]
+        self.updates = updates
         self.to_framework: Callable[[Any], Any] | None = None
         self.from_framework: Callable[[Any], Any] | None = None
         is_torch = (framework or backend.framework) == "torch"
