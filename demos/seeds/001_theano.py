@@ -1,10 +1,10 @@
-"""A graph of PyTensor on all workers: softmax regression on handwritten digits, trained by adam, as in Theano's time.
+"""Seed 001: a program for Synkhronos and Theano with its imports changed: digits by softmax regression and adam.
 
-The graph has the loss, its gradient by ``pt.grad`` and the update of each variable. Updates that name "all" are
-averaged over the rows of all workers, so the parameters equal those of the same graph in one process, also for uneven
-batches.
+The graph has the loss, its gradient by ``T.grad`` and the update of each variable. The gradients are outputs, which are
+averaged over the rows of all workers, and go back to all of them. So the parameters equal those of the same graph in
+one process, also for uneven batches.
 
-Run: python demos/51_pytensor.py
+Run: python demos/seeds/001_theano.py
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ os.environ.setdefault("PYTENSOR_FLAGS", "cxx=,linker=py,floatX=float64,optimizer
 os.environ.update(OMP_NUM_THREADS="1")
 
 import numpy as np
-import pytensor
-import pytensor.tensor as pt
+import pytensor as theano
+import pytensor.tensor as T
 from sklearn.datasets import load_digits
 
-import synk
-from synk.extensions.pytensor import function
+import synk.extensions.synkhronos as synk
 
 NUM_TRAIN, BATCH_ROWS, NUM_EPOCHS, RATE = 1437, 97, 4, 0.02  # 97 rows: uneven on two workers
 
@@ -35,47 +34,56 @@ order = np.random.default_rng(0).permutation(1797)
 pixels, labels = load_digits(return_X_y=True)
 pixels, labels = pixels[order] / 16.0, labels[order]
 
-x, y = pt.matrix("x"), pt.lvector("y")
-w = pytensor.shared(np.zeros((64, 10)), name="w")
-b = pytensor.shared(np.zeros(10), name="b")
+x, y = T.matrix("x"), T.lvector("y")
+w = theano.shared(np.zeros((64, 10)), name="w")
+b = theano.shared(np.zeros(10), name="b")
 scores = x @ w + b
-logs = scores - pt.log(pt.exp(scores - scores.max(axis=1, keepdims=True)).sum(axis=1, keepdims=True))
+logs = scores - T.log(T.exp(scores - scores.max(axis=1, keepdims=True)).sum(axis=1, keepdims=True))
 logs = logs - scores.max(axis=1, keepdims=True)
-loss = -pt.mean(logs[pt.arange(y.shape[0]), y])
+loss = -T.mean(logs[T.arange(y.shape[0]), y])
 
 # The gradient of all rows comes first, then adam on each worker: the same numbers everywhere.
-gradients = [pytensor.shared(np.zeros_like(each.get_value()), name=f"gradient of {each.name}") for each in (w, b)]
-gradient_updates = [(kept, new, "all") for kept, new in zip(gradients, pt.grad(loss, [w, b]))]
-steps = pytensor.shared(np.array(0.0), name="steps")
-adam_updates = [(steps, steps + 1)]
+gradients = [theano.shared(np.zeros_like(each.get_value()), name=f"gradient of {each.name}") for each in (w, b)]
+steps = theano.shared(np.array(0.0), name="steps")
+updates = [(steps, steps + 1)]
 for parameter, gradient in zip((w, b), gradients):
-    first, second = (pytensor.shared(np.zeros_like(parameter.get_value())) for _ in range(2))
+    first, second = (theano.shared(np.zeros_like(parameter.get_value())) for _ in range(2))
     m, v = 0.9 * first + 0.1 * gradient, 0.999 * second + 0.001 * gradient**2
-    rate = RATE * pt.sqrt(1 - 0.999 ** (steps + 1)) / (1 - 0.9 ** (steps + 1))
-    adam_updates += [(first, m), (second, v), (parameter, parameter - rate * m / (pt.sqrt(v) + 1e-8))]
+    rate = RATE * T.sqrt(1 - 0.999 ** (steps + 1)) / (1 - 0.9 ** (steps + 1))
+    updates += [(first, m), (second, v), (parameter, parameter - rate * m / (T.sqrt(v) + 1e-8))]
+variables = [variable for variable, _ in updates]
+start_values = [variable.get_value() for variable in variables]
+batches = [slice(start, min(start + BATCH_ROWS, NUM_TRAIN)) for start in range(0, NUM_TRAIN, BATCH_ROWS)] * NUM_EPOCHS
 
-with synk.fork(2, backend="numpy"):
-    take_gradient = function([x, y], loss, updates=gradient_updates, name="gradient")
-    take_step = function([], updates=adam_updates, name="adam")
-    predict = function([x], (scores.argmax(axis=1), "gather"), name="predict")
+synk.fork(2, use_gpu=False)
+take_gradient = synk.function([x, y], outputs=[loss, *T.grad(loss, [w, b])], name="gradient")
+take_step = synk.function([], updates=updates, name="adam")
+predict = synk.function([x], outputs=(scores.argmax(axis=1), "gather"), name="predict")
+synk.distribute()
 
-    first_loss = last_loss = float("nan")
-    for _ in range(NUM_EPOCHS):
-        for start in range(0, NUM_TRAIN, BATCH_ROWS):
-            rows = slice(start, min(start + BATCH_ROWS, NUM_TRAIN))
-            last_loss = float(take_gradient(pixels[rows], labels[rows]))
-            take_step()
-            expected = float(take_gradient.serial(pixels[rows], labels[rows]))  # the same graph in this process
-            take_step.serial()
-            assert abs(last_loss - expected) < 1e-6
-            first_loss = last_loss if np.isnan(first_loss) else first_loss
-    found = predict(pixels[NUM_TRAIN:])
-    difference = max(
-        float(np.abs(shared.value - each.get_value()).max()) for each, shared in take_step.variables.items()
-    )
+losses = []
+for rows in batches:
+    found, *values = take_gradient(pixels[rows], labels[rows])
+    synk.broadcast(gradients, values)
+    take_step()
+    losses.append(float(found))
+found = predict(pixels[NUM_TRAIN:])
+values_of_workers = [variable.get_value() for variable in variables]
+
+# The same in this process alone.
+for variable, value in zip(variables, start_values):
+    variable.set_value(value)
+for rows, on_workers in zip(batches, losses):
+    expected, *values = take_gradient.as_theano(pixels[rows], labels[rows])
+    for gradient, value in zip(gradients, values):
+        gradient.set_value(value)
+    take_step.as_theano()
+    assert abs(on_workers - expected) < 1e-6
+difference = max(float(np.abs(one - other.get_value()).max()) for one, other in zip(values_of_workers, variables))
+synk.close()
 
 accuracy = float((found == labels[NUM_TRAIN:]).mean())
-print(f"loss {first_loss:.3f} -> {last_loss:.3f}, {accuracy:.1%} of {len(found)} digits that it has not seen are right")
+print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, {accuracy:.1%} of {len(found)} digits that it has not seen are right")
 print(f"two workers against one process after {NUM_EPOCHS} epochs: the variables differ by {difference:.1e} at most")
 assert accuracy > 0.9
 assert difference < 1e-6
