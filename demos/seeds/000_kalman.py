@@ -78,7 +78,6 @@ def by_pytensor(mu: Any, Sigma: Any, H: Any, R: Any, data: Any) -> tuple[Any, An
         return *serial(mu, Sigma, H, R, data), "", 0.0
     import pytensor
     from pytensor.tensor import linalg
-
     from theano_mpi import mode, recv, send
 
     dot = pytensor.tensor.dot

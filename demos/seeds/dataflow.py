@@ -110,7 +110,9 @@ def _recording() -> _Recording:
 class _Node:
     """An operation that is run once. ``run`` is None afterwards."""
 
-    def __init__(self, kind: str, name: str, needs: list[_Node], run: Callable[[], Any] | None, tag: Any = None) -> None:
+    def __init__(
+        self, kind: str, name: str, needs: list[_Node], run: Callable[[], Any] | None, tag: Any = None
+    ) -> None:
         self.kind, self.name, self.needs, self.run, self.tag = kind, name, needs, run, tag
         self.value: Any = None
 
@@ -171,7 +173,7 @@ class _Recording:
         return self.pending[-1]
 
     def value_of(self, node: _Node) -> Any:
-        """Return a value, and compute it first if necessary, with messages that can start without waiting for others."""
+        """Return a value, and compute it first if necessary, with messages that can start without a wait."""
         if node.run is not None:
             late: set[_Node] = set()
             wanted, found = {node}, [node]

@@ -1,4 +1,4 @@
-"""Seed 003: the names of mpi4torch (https://github.com/helmholtz-analytics/mpi4torch), inside functions on synk's workers.
+"""Seed 003: the names of mpi4torch, https://github.com/helmholtz-analytics/mpi4torch, inside functions on workers.
 
 A program for mpi4torch runs as it is with this file on its path: ``003_regression.py`` is its example. The differences:
 
@@ -34,7 +34,6 @@ _FOLDS = {
     MPI_LXOR: torch.logical_xor,
     MPI_BXOR: torch.bitwise_xor,
 }
-
 
 
 WaitHandle: TypeAlias = Any

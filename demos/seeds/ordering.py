@@ -7,6 +7,7 @@ https://gist.github.com/mrocklin/3750410. It orders plain Python objects, and kn
 from __future__ import annotations
 
 import graphlib
+import itertools
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -59,14 +60,15 @@ def schedule(
     >>> nodes = dict.fromkeys([*needs, *(need for each in needs.values() for need in each)])
     >>> kind = {node: node.split()[0] for node in messages}
     >>> tag = {node: names[node.split()[1]] for node in messages}
-    >>> print(*schedule(nodes, needs, kind, tag), sep=", ")
-    recv H, recv B, recv Sigma, recv A, wait H, wait B, solve, wait A, dot A, wait Sigma, dot Sigma, subtract, send new, wait new
+    >>> order = schedule(nodes, needs, kind, tag)
+    >>> print(*order[:9], sep=", ")
+    recv H, recv B, recv Sigma, recv A, wait H, wait B, solve, wait A, dot A
+    >>> print(*order[9:], sep=", ")
+    wait Sigma, dot Sigma, subtract, send new, wait new
     """
     listed = list(nodes)
     places = {node: place for place, node in enumerate(listed)}
-    # A node is a bit: among several that can run the lowest goes first. Starts come before work, and work before waits.
-    sorter = graphlib.TopologicalSorter({node: needs.get(node, ()) for node in listed})
-    depths = {node: depth for depth, node in enumerate(sorter.static_order())}
+    depths = {node: depth for depth, node in enumerate(_sorted({node: needs.get(node, ()) for node in listed}))}
 
     def key(node: Node) -> tuple[Any, ...]:
         its_kind = kind.get(node, "work")
@@ -74,54 +76,72 @@ def schedule(
             return 1, places[node]
         return (2 if its_kind == "wait" else 0), tag[node], its_kind, depths[node]
 
+    # A node is a bit: among several that can run the lowest goes first. Starts come before work, and work before waits.
     in_order = sorted(listed, key=key)
     bits = {node: 1 << place for place, node in enumerate(in_order)}
-    needed, before = {}, {}
-    for node in depths:
-        needed[node] = sum({bits[need] for need in needs.get(node, ())})
-        before[node] = needed[node]
-        for need in needs.get(node, ()):
-            before[node] |= before[need]
-    for one, other in zip(in_order, in_order[1:]):
+    needed, before = _before(depths, needs, bits)
+    for one, other in itertools.pairwise(in_order):
         if kind.get(one) in STARTS and key(one)[1:3] == key(other)[1:3] and not before[other] & bits[one]:
             raise ValueError(
                 f"cannot schedule {one!r} and {other!r}: got two of kind {kind[one]!r} with tag {tag[one]} and no "
                 "order between them, expected different tags or one that needs the other. Give one another tag."
             )
-    all_of = {
-        each: sum(bits[node] for node in listed if kind.get(node, "work") == each) for each in (*STARTS, "work", "wait")
-    }
-    sends = [node for node in in_order if kind.get(node) == "send"]
-    others = [node for node in in_order if kind.get(node) != "wait"]
+    starts, work = (
+        sum(bits[node] for node in listed if kind.get(node, "work") in each) for each in (STARTS, ("work",))
+    )
+    sends = [(bits[node], before[node]) for node in in_order if kind.get(node) == "send"]
+    others = [(bits[node], before[node]) for node in in_order if kind.get(node) != "wait"]
     users: dict[Node, list[Node]] = {node: [] for node in listed}
     for node in listed:
         for need in needs.get(node, ()):
             users[need].append(node)
-
     ahead = (1 << len(listed)) - 1
     ready = sum(bits[node] for node in listed if not needed[node])
-
-    def towards(goals: list[Node], runnable: int) -> int:
-        """Return those that lead to the goals with the fewest missing nodes, or all of them if none does."""
-        fewest, found = len(listed) + 1, runnable
-        for goal in goals:
-            if bits[goal] & ahead and before[goal] & runnable:
-                missing = (before[goal] & ahead).bit_count()
-                if missing < fewest:
-                    fewest, found = missing, 0
-                if missing == fewest:
-                    found |= before[goal] & runnable
-        return found
-
     result = []
     while ready:
-        chosen = ready & (all_of["send"] | all_of["recv"])
-        if not chosen:
-            work = ready & all_of["work"]
-            chosen = towards(sends, work) if work else towards(others, ready)
+        if ready & starts:
+            chosen = ready & starts
+        elif ready & work:
+            chosen = _towards(sends, ready & work, ahead)
+        else:
+            chosen = _towards(others, ready, ahead)
         node = in_order[(chosen & -chosen).bit_length() - 1]
         result.append(node)
         ahead &= ~bits[node]
         ready &= ~bits[node]
         ready |= sum({bits[user] for user in users[node] if not needed[user] & ahead})
     return result
+
+
+def _sorted(needs: Mapping[Node, Iterable[Node]]) -> Iterable[Node]:
+    """Return the nodes, each after those that it needs. Raise ValueError for a cycle."""
+    return graphlib.TopologicalSorter(needs).static_order()
+
+
+def _before(
+    nodes: Iterable[Node], needs: Mapping[Node, Iterable[Node]], bits: Mapping[Node, int]
+) -> tuple[dict[Node, int], dict[Node, int]]:
+    """Return the bits of all nodes that each node needs directly, and of all that must come before it."""
+    needed: dict[Node, int] = {}
+    before: dict[Node, int] = {}
+    for node in nodes:
+        needed[node] = before[node] = sum({bits[need] for need in needs.get(node, ())})
+        for need in needs.get(node, ()):
+            before[node] |= before[need]
+    return needed, before
+
+
+def _towards(goals: Iterable[tuple[int, int]], ready: int, ahead: int) -> int:
+    """Return the ready nodes that lead to the goals with the fewest missing nodes, or all of them if none does.
+
+    A goal is its bit, and those of all nodes before it.
+    """
+    fewest, found = ahead.bit_count() + 1, ready
+    for goal, before in goals:
+        if goal & ahead and before & ready:
+            missing = (before & ahead).bit_count()
+            if missing < fewest:
+                fewest, found = missing, 0
+            if missing == fewest:
+                found |= before & ready
+    return found

@@ -138,7 +138,7 @@ KEYWORDS = {
 GONE = {
     "extensions.dataflow": "import dataflow and ordering, with demos/seeds of the repository on the path",
     "extensions.mpi4torch": "import mpi4torch, with demos/seeds of the repository on the path",
-    "extensions.pytensor": "synk.extensions.synkhronos; send, recv and mode: import theano_mpi, with demos/seeds on the path",
+    "extensions.pytensor": "synk.extensions.synkhronos; for send, recv and mode demos/seeds/theano_mpi.py",
     "extensions.train_function": "synk.extensions.optax, synk.torch.replicate, or demos/seeds/train_function.py",
     "extensions.updates": "optax, torch.optim, or demos/seeds/rules.py",
     "Function.build_inputs": "synk.data(a), synk.data(b)",

@@ -200,7 +200,9 @@ def test_outputs_givens_names_and_subsets(n_gpus: int) -> None:
 def test_each_rank_draws_numbers_of_its_own_at_each_call(n_gpus: int) -> None:
     x, rngs = T.matrix("x"), [theano.shared(np.random.default_rng(5), name="rng") for _ in range(2)]
     drawn = [T.random.normal(size=(x.shape[0],), rng=rng, return_next_rng=True) for rng in rngs]
-    f = synk.function([x], [(draws, "gather") for _, draws in drawn], updates=list(zip(rngs, [new for new, _ in drawn])))
+    f = synk.function(
+        [x], [(draws, "gather") for _, draws in drawn], updates=list(zip(rngs, [new for new, _ in drawn]))
+    )
     x_dat = np.zeros((17, 3))
     found = np.concatenate([*f(x_dat), *f(x_dat)])
     assert len({*found}) == 4 * len(x_dat) and abs(found.mean()) < 0.5

@@ -1,4 +1,4 @@
-"""The programs in ``demos/seeds`` find the files beside them, and so do their workers, who have the same search path."""
+"""The files in ``demos/seeds`` find each other, on workers too, which have the same search path."""
 
 from __future__ import annotations
 

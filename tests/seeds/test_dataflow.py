@@ -9,10 +9,9 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
+import dataflow
 import numpy as np
 import pytest
-import dataflow
-
 from dataflow import Deferred, flow, recv, send
 
 import synk

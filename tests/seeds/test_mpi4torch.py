@@ -10,15 +10,14 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import mpi4torch
 import numpy as np
 import pytest
 import torch
+from mpi4torch import COMM_WORLD, JoinDummies, JoinDummiesHandle
 from support.harness import same_workers
 
 import synk
-
-import mpi4torch
-from mpi4torch import COMM_WORLD, JoinDummies, JoinDummiesHandle
 
 KINDS = (2, 5)
 

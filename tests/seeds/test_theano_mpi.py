@@ -55,7 +55,6 @@ def kalman(rank: int, dtype: str, numeric_inputs: list[Any]) -> tuple[list[str],
     import pytensor.tensor.linalg as linalg
     from pytensor.compile.mode import Mode
     from pytensor.link.c.basic import OpWiseCLinker
-
     from theano_mpi import mpi_cmps, recv, send, sort_schedule_fn
 
     dot = pytensor.tensor.dot
@@ -145,7 +144,6 @@ def test_the_published_program(shared_runtimes: Any) -> None:
 def tools() -> tuple[Any, Any, Any, Any, Any]:
     import pytensor
     import pytensor.tensor as pt
-
     from theano_mpi import mode, recv, send
 
     return pytensor, pt, send, recv, mode()
