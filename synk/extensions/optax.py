@@ -19,12 +19,12 @@ class Train:
     ----------
     gradient, step : synk.Function
         The two calls of a step: loss and gradients over all rows, and the update on each rank.
-    params, state : synk.Shared
-        ``params.value`` reads the parameters, and assigning it sets those of every rank.
+    shared : synk.Shared
+        A dict with ``"params"`` and ``"state"``, as ``shared.value``; assigning it sets those of every rank.
     """
 
-    def __init__(self, gradient: synk.Function, step: synk.Function, params: synk.Shared, state: synk.Shared) -> None:
-        self.gradient, self.step, self.params, self.state = gradient, step, params, state
+    def __init__(self, gradient: synk.Function, step: synk.Function, shared: synk.Shared) -> None:
+        self.gradient, self.step, self.shared = gradient, step, shared
 
     def __call__(self, /, *inputs: Any, **options: Any) -> Any:
         loss, grads = self.gradient(*inputs, **options)
@@ -73,7 +73,7 @@ def train(
     >>> with synk.fork(2, backend="numpy"):
     ...     fit = train(loss_and_grad, np.array(0.0), Descent())
     ...     losses = [float(fit(np.arange(5.0))) for _ in range(9)]
-    ...     round(float(fit.params.value), 2)
+    ...     round(float(fit.shared.value["params"]), 2)
     2.0
     """
     step = getattr(rule, "step", None)
@@ -81,14 +81,14 @@ def train(
         step, params, state, framework = *_of_optax(rule, params), "jax"
     else:
         state = rule.init(params)
-    shared_params, shared_state = synk.shared(params, name="params"), synk.shared(state, name="state")
+    shared = synk.shared({"params": params, "state": state}, name="train")
 
     def gradient(*inputs: Any, **named: Any) -> Any:
-        return loss_and_grad(shared_params.value, *inputs, **named)
+        return loss_and_grad(shared.value["params"], *inputs, **named)
 
     def update(grads: Any) -> None:
-        # Both new values exist before either is stored, so a step that fails leaves the rank as it was.
-        shared_params.value, shared_state.value = step(shared_params.value, grads, shared_state.value)
+        new_params, new_state = step(shared.value["params"], grads, shared.value["state"])
+        shared.value = {"params": new_params, "state": new_state}
 
     parameters = list(inspect.signature(loss_and_grad).parameters.values())[1:]
     gradient.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -97,8 +97,7 @@ def train(
     return Train(
         synk.function(gradient, bcast_inputs=bcast_inputs, outputs="avg", framework=framework),
         synk.function(update, bcast_inputs="grads", outputs="first", framework=framework),
-        shared_params,
-        shared_state,
+        shared,
     )
 
 

@@ -97,6 +97,19 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
+def test_the_loops_of_the_documentation() -> None:
+    """Marked ``py`` there and not ``python``: they run only where JAX is installed."""
+    blocks = re.findall(r"^```py\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    blocks = [block for block in blocks if "import transformers" not in block and "from transformers" not in block]
+    assert len(blocks) == 2
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    try:
+        for block in blocks:
+            exec(compile(block, str(PAGE), "exec"), namespace)
+    finally:
+        synk.close()
+
+
 @pytest.fixture(scope="module")
 def two_workers(kept_open: Any) -> Iterator[None]:
     """One runtime for all tests: each worker imports JAX, which takes most of a start."""
@@ -117,8 +130,7 @@ def test_steps_are_those_of_plain_optax(two_workers: None, kind: str, dtype: str
         expected, params, state = plain(tx, 12, dtype)
     np.testing.assert_allclose(losses, expected, rtol=bound)
     for rank in range(2):
-        assert_same(copy.deepcopy(fit.params[rank]), params, bound)
-        assert_same(copy.deepcopy(fit.state[rank]), state, bound)
+        assert_same(copy.deepcopy(fit.shared[rank]), {"params": params, "state": state}, bound)
 
 
 def test_a_run_goes_on_from_a_file(two_workers: None, tmp_path: Path) -> None:
@@ -130,23 +142,22 @@ def test_a_run_goes_on_from_a_file(two_workers: None, tmp_path: Path) -> None:
     fit = make()
     for number in range(4):
         fit(*batch(number, "float32"))
-    synk.Program(state={"params": fit.params, "state": fit.state}).save(tmp_path / "run")
+    synk.Program(state={"train": fit.shared}).save(tmp_path / "run")
     expected = [float(fit(*batch(number, "float32"))) for number in range(4, 9)]
-    again, values = make(), synk.Program.load(tmp_path / "run").values()
-    again.params.value, again.state.value = values["params"], values["state"]
+    again = make()
+    again.shared.value = synk.Program.load(tmp_path / "run").values()["train"]
     assert [float(again(*batch(number, "float32"))) for number in range(4, 9)] == expected
-    for one, other in ((again.params, fit.params), (again.state, fit.state)):
-        assert_same(copy.deepcopy(one.value), copy.deepcopy(other.value), 0.0)
+    assert_same(copy.deepcopy(again.shared.value), copy.deepcopy(fit.shared.value), 0.0)
 
 
 class Descent:
     """A rule of nobody's library."""
 
-    def init(self, params: Any) -> dict[str, int]:
-        return {"step": 0}
+    def init(self, params: Any) -> tuple[()]:
+        return ()
 
-    def step(self, params: Any, grads: Any, state: dict[str, int]) -> Any:
-        return {name: params[name] - 0.1 * grads[name] for name in params}, {"step": state["step"] + 1}
+    def step(self, params: Any, grads: Any, state: tuple[()]) -> Any:
+        return {name: params[name] - 0.1 * grads[name] for name in params}, state
 
 
 def test_any_rule_with_init_and_step(two_workers: None) -> None:
@@ -169,18 +180,4 @@ def test_any_rule_with_init_and_step(two_workers: None) -> None:
         params, state = rule.step(params, grads, state)
         np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-12)
     for name, value in params.items():
-        np.testing.assert_allclose(fit.params[1][name], value, rtol=1e-12)
-    assert fit.state[1]["step"] == state["step"] == 4
-
-
-def test_the_loops_of_the_documentation() -> None:
-    """Marked ``py`` there and not ``python``: they run only where JAX is installed."""
-    blocks = re.findall(r"^```py\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    blocks = [block for block in blocks if "import transformers" not in block and "from transformers" not in block]
-    assert len(blocks) == 2
-    namespace: dict[str, Any] = {"__name__": "__main__"}
-    try:
-        for block in blocks:
-            exec(compile(block, str(PAGE), "exec"), namespace)
-    finally:
-        synk.close()
+        np.testing.assert_allclose(fit.shared[1]["params"][name], value, rtol=1e-12)
