@@ -25,8 +25,6 @@ class DeviceAssignment:
         Whether NCCL can join the ranks: there are several, each on its own GPU.
     torch_device : str
         The kind of device on which torch computes on the ranks.
-    framework : str or None
-        The library whose arrays functions get unless they name one. None means the arrays of the backend itself.
     notice : str
         What the user is told when the runtime is made; empty for nothing.
     """
@@ -37,7 +35,6 @@ class DeviceAssignment:
     has_devices: bool = False
     can_use_nccl: bool = False
     torch_device: str = "cpu"
-    framework: str | None = None
     notice: str = ""
 
 

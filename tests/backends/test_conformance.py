@@ -52,9 +52,7 @@ KINDS = {"avg": "fc", "sum": "iufc", "prod": "iufc", "min": "biuf", "max": "biuf
 
 
 # On NumPy and CuPy tests/training has all of this. Each of these imports torch in two workers, which takes seconds.
-with_torch = pytest.mark.parametrize(
-    "here", [each for each in PARAMETERS if each.values[0] in ("dpnp", "torch")], indirect=True
-)
+with_torch = pytest.mark.parametrize("here", [each for each in PARAMETERS if each.values[0] == "dpnp"], indirect=True)
 
 
 @pytest.fixture(params=[*PARAMETERS, pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -401,7 +399,7 @@ def test_out_of_device_memory(here: Here) -> None:
     assert here.runtime.counters["restarts"] == restarts
 
 
-@pytest.mark.parametrize("name", [each for each in PARAMETERS if each.values[0] in ("dpnp", "torch")])
+@pytest.mark.parametrize("name", [each for each in PARAMETERS if each.values[0] == "dpnp"])
 def test_the_master_imports_no_array_library(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """So the program may fork, whatever the workers do."""
     each_backend.require(name, monkeypatch)
@@ -480,9 +478,10 @@ def test_models_and_their_gradients(here: Here) -> None:
 
 
 def test_a_name_that_is_no_backend(subtests: Any) -> None:
-    expected = r"expected one of \('auto', 'numpy', 'cupy', 'dpnp', 'torch'\)\.$"
+    expected = r"expected one of \('auto', 'numpy', 'cupy', 'dpnp'\)\.$"
     use_dpnp = "use backend='dpnp' \\(pip install"
-    for name, words in {"opencl": use_dpnp, "sycl": use_dpnp, "numpyy": expected, "": expected, None: expected}.items():
+    others = {"opencl": use_dpnp, "sycl": use_dpnp, "torch": r"use synk.function\(fn, framework='torch'\)"}
+    for name, words in {**others, "numpyy": expected, "": expected, None: expected}.items():
         with subtests.test(name=name), pytest.raises(ValueError, match=words):
             synk.Runtime(1, backend=name)  # type: ignore[arg-type]
 
@@ -492,10 +491,3 @@ def test_a_backend_that_is_not_installed_says_what_to_install(name: str, monkeyp
     monkeypatch.setattr(sys.modules[backend_module(name).place.__module__].importlib.util, "find_spec", lambda _: None)
     with pytest.raises(synk.errors.UnsupportedError, match=rf"{name} is not installed.*synkhronos\[{name}\]"):
         synk.Runtime(1, backend=name)
-
-
-@pytest.mark.parametrize("here", ["torch"], indirect=True)
-def test_tensors_are_not_arrays_of_jax(here: Here) -> None:
-    f = here.runtime.function(lambda x: x, framework="jax")
-    with pytest.raises(ValueError, match=r"got framework='jax', expected 'torch' or None"):
-        f(ROWS)
