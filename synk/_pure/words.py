@@ -136,7 +136,7 @@ KEYWORDS = {
 
 
 GONE = {
-    "extensions.dataflow": "import dataflow and ordering, with demos/seeds of the repository on the path",
+    "extensions.dataflow": "from dataflow import flow, with demos/seeds of the repository on the path",
     "extensions.mpi4torch": "import mpi4torch, with demos/seeds of the repository on the path",
     "extensions.pytensor": "synk.extensions.synkhronos; for send, recv and mode demos/seeds/theano_mpi.py",
     "extensions.train_function": "synk.extensions.optax, synk.torch.replicate, or demos/seeds/train_function.py",

@@ -83,6 +83,14 @@ def test_what_was_in_the_first_edition_says_what_to_write_instead(shared_runtime
         owner, _, attribute = name.partition(".")
         with pytest.raises(AttributeError, match=re.escape(instead)):
             getattr(owners[owner], attribute)
+        if owner == "extensions":
+            for statement in (
+                f"import synk.{name}",
+                f"from synk.{name} import x",
+                f"from synk.{owner} import {attribute}",
+            ):
+                with pytest.raises(ModuleNotFoundError, match=re.escape(instead)):
+                    exec(statement)
     for option in ("balance", "transfer_guard"):
         with pytest.raises(TypeError, match="fork\\(\\) without it"):
             synk.fork(1, **{option: "measured"})
