@@ -56,7 +56,7 @@ def fork(n_parallel: int | None = None, use_gpu: bool = True, **ignored: Any) ->
     return synk.fork(n_parallel, backend="auto" if use_gpu else "numpy").world_size
 
 
-class Function:
+class GraphFunction:
     """A graph that runs on all workers as one call; made by :func:`function`.
 
     Attributes
@@ -124,7 +124,7 @@ def function(
     sliceable_shareds: Sequence[SharedVariable] = (),
     mode: Any = None,
     name: str = "graph",
-) -> Function:
+) -> GraphFunction:
     """Compile a graph to a function that runs on all workers as one call.
 
     Parameters
@@ -198,7 +198,7 @@ def function(
     )
     variables = {**sharded, **replicated}
     _fetch_values(variables)
-    return Function(
+    return GraphFunction(
         made_function,
         compiled,
         variables,
