@@ -125,6 +125,18 @@ def test_calls_that_are_repeated_and_submitted(here: Here) -> None:
     assert list(here.runtime.map(lambda number: number * 2, range(5))) == [0, 2, 4, 6, 8]
 
 
+def test_numpys_names_and_repeated_calls(here: Here) -> None:
+    """Spreads have NumPy's ``ddof``, elements are repeated as in NumPy, and a call is repeated on its own variables."""
+    spreads = here.call(lambda x: (x.std(0), x.var(0, ddof=1), x.repeat(2, 1)), ROWS, outputs=None)
+    for got, part in zip(spreads, np.array_split(ROWS, 2), strict=True):
+        for one, other in zip(got, (part.std(0), part.var(0, ddof=1), part.repeat(2, 1)), strict=True):
+            np.testing.assert_allclose(host(one), other, rtol=1e-12)
+    total = here.runtime.shared(np.zeros(3))
+    f = here.runtime.function(lambda x: (x.sum(0), total.value + x.sum(0)), outputs="sum", updates=[(total, "sum")])
+    np.testing.assert_allclose(host(f.repeat(4, ROWS)), ROWS.sum(0), rtol=1e-12)
+    np.testing.assert_allclose(total[1], 4 * ROWS[6:].sum(0), rtol=1e-12)
+
+
 # -- ops -------------------------------------------------------------------------------------------------------------
 
 
