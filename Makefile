@@ -159,7 +159,7 @@ define unpinned
 endef
 
 doctest: $(TEST)
-	@$(PY) -m pytest --doctest-modules $(if $(wildcard $(VENV)/.pytensor-$(VERSION)),,--ignore=synk/extensions/pytensor.py --ignore=synk/extensions/_pytensor_function.py --ignore=synk/extensions/synkhronos.py) $(if $(wildcard $(VENV)/.ray-$(VERSION)),,--ignore-glob=synk/cluster/ray*.py) synk $(ARGS)
+	@$(PY) -m pytest --doctest-modules $(if $(wildcard $(VENV)/.pytensor-$(VERSION)),,--ignore=synk/extensions/synkhronos.py) $(if $(wildcard $(VENV)/.ray-$(VERSION)),,--ignore-glob=synk/cluster/ray*.py) synk $(ARGS)
 
 docs: $(DOCS)
 	@$(PY) -m sphinx -q -W --keep-going -b html docs docs/_build/html

@@ -119,13 +119,13 @@ def _graph(runtime: Any) -> dict[str, Callable[[int], Any]]:
     os.environ.setdefault("PYTENSOR_FLAGS", "cxx=,linker=py")
     import pytensor.tensor as pt
 
-    from synk.extensions.pytensor import function
+    from synk.extensions.synkhronos import function
 
     def mean_square(x: Any, w: Any) -> Any:
         return ((x @ w) ** 2).mean()
 
     x, w = pt.matrix("x", dtype="float64"), pt.vector("w", dtype="float64")
-    graph = function([x], mean_square(x, w), bcast_inputs=[w], runtime=runtime)
+    graph = function([x], mean_square(x, w), bcast_inputs=[w])
     plain = runtime.function(mean_square, bcast_inputs="w")
     rows, weights = np.ones((64, 8)), np.ones(8)
     return {

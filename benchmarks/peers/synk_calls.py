@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,6 @@ import synk
 from benchmarks import _work
 from benchmarks._serve import WORLD_SIZE, Call, serve
 from benchmarks.messages import CUBE_S, NAP_S, WORK_S
-from synk.extensions.dataflow import flow
 
 
 def prepare(job: str, **params: int) -> Call:
@@ -152,7 +153,10 @@ def _kalman(nbytes: int, *, is_ordered: bool) -> Call:
             send(call(work, 2, product, sigma), 0, 5)
         return None
 
-    ordered = flow(lambda given: run(given, flow.call, flow.send, flow.recv))
+    sys.path.append(str(Path(__file__).resolve().parents[2] / "demos" / "seeds"))
+    import dataflow
+
+    ordered = dataflow.flow(lambda given: run(given, dataflow.call, dataflow.send, dataflow.recv))
 
     def body(x: Any) -> float:
         comm = synk.comm

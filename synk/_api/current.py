@@ -64,10 +64,10 @@ def fork(num_workers: int | Sequence[int] | None = None, **options: Any) -> Runt
         a pickled copy, and ``timeout`` is refused everywhere.
     backend : str
         The array library of the workers: ``"auto"`` (cupy if a GPU is visible and CuPy is installed, else numpy),
-        ``"numpy"``, ``"cupy"``, ``"dpnp"`` (OpenCL and SYCL) or ``"torch"``. No GPU has been tried with any of them.
+        ``"numpy"``, ``"cupy"`` or ``"dpnp"`` (OpenCL and SYCL). Functions on each may get tensors or JAX arrays.
     devices : sequence or None
-        The devices to use: GPUs by index or UUID with CuPy, by name with dpnp and torch (``"cpu"``, ``"gpu:0"``,
-        ``"cuda:1"``). One may appear more than once.
+        The devices to use: GPUs by index or UUID with CuPy, by name with dpnp (``"cpu"``, ``"gpu:0"``). One
+        may appear more than once.
     timeout : float or None
         Default time limit of all calls, in seconds; None means no limit. The time starts with the call and includes the
         start of the workers.

@@ -57,7 +57,7 @@ class Runtime(Hinting):
         The number of workers. By default one for each visible GPU or, without GPUs, one for each usable CPU core.
         0 is one rank in the program itself; see :func:`synk.fork`.
     backend : str
-        ``"auto"``, ``"numpy"``, ``"cupy"``, ``"dpnp"`` or ``"torch"``; see :func:`synk.fork`.
+        ``"auto"``, ``"numpy"``, ``"cupy"`` or ``"dpnp"``; see :func:`synk.fork`.
     devices : sequence or None
         The devices to use (not with ``"numpy"``). One may appear more than once.
     timeout : float or None

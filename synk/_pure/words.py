@@ -136,6 +136,11 @@ KEYWORDS = {
 
 
 GONE = {
+    "extensions.dataflow": "from dataflow import flow, with demos/seeds of the repository on the path",
+    "extensions.mpi4torch": "import mpi4torch, with demos/seeds of the repository on the path",
+    "extensions.pytensor": "synk.extensions.synkhronos; for send, recv and mode demos/seeds/theano_mpi.py",
+    "extensions.train_function": "synk.extensions.optax, synk.torch.replicate, or demos/seeds/train_function.py",
+    "extensions.updates": "optax, torch.optim, or demos/seeds/rules.py",
     "Function.build_inputs": "synk.data(a), synk.data(b)",
     "Function.cprofile": "synk.profiler.cprofile(f, *args)",
     "Function.name": "f.__name__",
@@ -168,6 +173,9 @@ GONE = {
     "synk.get_value": "w.value, or w[rank]",
     "synk.set_value": "w.value = value, or w[rank] = value",
     "synk.wrap": "synk.fork(), and synk.function(f)",
+    "torch.Handle": "the object that synk.torch.isend and irecv return: handle.wait(), handle.dummy",
+    "torch.join_dummies": "loss + dummy, as a dummy is zero; for any other tensor loss + 0 * tensor.sum()",
+    "torch.wait": "handle.wait()",
 }
 """What was there in 0.1: what to write instead."""
 

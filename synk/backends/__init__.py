@@ -16,16 +16,19 @@ _MODULES = {
     "numpy": "synk.backends._numpy",
     "cupy": "synk.cuda._placement",
     "dpnp": "synk.backends._dpnp",
-    "torch": "synk.backends._torch",
 }
 BACKENDS = tuple(_MODULES)
 """The backends by name. A backend is named like the package of its arrays."""
 
 # The module with `on_host` for the objects of each package.
 _LIBRARIES = {name: module for name, module in _MODULES.items() if name != "numpy"} | dict.fromkeys(
-    ("jax", "jaxlib"), "synk.backends._frameworks"
+    ("torch", "jax", "jaxlib"), "synk.backends._frameworks"
 )
-_OTHER_NAMES = {"opencl": "dpnp", "sycl": "dpnp", "oneapi": "dpnp", "cuda": "cupy", "cpu": "numpy"}
+_INSTEAD = dict.fromkeys(("opencl", "sycl", "oneapi"), "backend='dpnp' (pip install \"synkhronos[dpnp]\")") | {
+    "cuda": "backend='cupy' (pip install \"synkhronos[cuda13]\")",
+    "cpu": "backend='numpy'",
+    "torch": "synk.function(fn, framework='torch') on any backend",
+}
 
 
 class Backend(Protocol):
@@ -43,9 +46,6 @@ class Backend(Protocol):
     device: str
     is_device: bool
     """Whether arrays lie in a memory of their own, so that the host sees only copies."""
-
-    framework: str | None
-    """The library whose arrays functions get unless they name one. None means the arrays of the backend itself."""
 
     xp: Any
     """The namespace with NumPy's functions for the backend's arrays."""
@@ -100,14 +100,10 @@ class Backend(Protocol):
         """Return a copy in the same memory, to which nobody else refers."""
 
     def torch_device(self) -> str:
-        """Return the kind of device on which torch computes beside this backend: ``"cpu"``, ``"cuda"``, ..."""
+        """Return the kind of device on which torch computes beside this backend: ``"cpu"`` or ``"cuda"``."""
 
     def converters(self, framework: str) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-        """Return functions that convert to arrays of ``"torch"`` or ``"jax"`` and back, if possible without a copy.
-
-        A backend that has a ``framework`` also knows ``"numpy"``, for functions that name no library: the names that
-        NumPy and its own library share mean what they do in NumPy.
-        """
+        """Return functions that convert to arrays of ``"torch"`` or ``"jax"`` and back, if possible without a copy."""
 
     def running(self) -> contextlib.AbstractContextManager[Any]:
         """Make the backend's device and stream current while the body runs."""
@@ -228,8 +224,8 @@ def backend_module(name: str) -> BackendModule:
         If there is no backend with this name.
     """
     if name not in BACKENDS:
-        other = _OTHER_NAMES.get(str(name))
-        hint = "" if other is None else f" For {name} use backend={other!r}{_how_to_install(other)}."
+        instead = _INSTEAD.get(str(name))
+        hint = "" if instead is None else f" For {name} use {instead}."
         raise ValueError(f"cannot fork: got backend={name!r}, expected one of {('auto', *BACKENDS)}.{hint}")
     return cast(BackendModule, import_module(_MODULES[name]))
 
@@ -237,11 +233,6 @@ def backend_module(name: str) -> BackendModule:
 def unused_gpus() -> str:
     """Return why workers on the CPU were chosen although GPUs are there, and what to install; empty if none are."""
     return str(import_module(_MODULES["cupy"]).unused_gpus())
-
-
-def _how_to_install(name: str) -> str:
-    extra = {"dpnp": "dpnp", "cupy": "cuda13"}.get(name)
-    return "" if extra is None else f' (pip install "synkhronos[{extra}]")'
 
 
 def on_host(obj: Any) -> Any:

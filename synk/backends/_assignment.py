@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +26,6 @@ class DeviceAssignment:
         Whether NCCL can join the ranks: there are several, each on its own GPU.
     torch_device : str
         The kind of device on which torch computes on the ranks.
-    framework : str or None
-        The library whose arrays functions get unless they name one. None means the arrays of the backend itself.
     notice : str
         What the user is told when the runtime is made; empty for nothing.
     """
@@ -37,49 +36,55 @@ class DeviceAssignment:
     has_devices: bool = False
     can_use_nccl: bool = False
     torch_device: str = "cpu"
-    framework: str | None = None
     notice: str = ""
 
 
-def check_names(devices: Any) -> None:
-    """Raise TypeError unless ``devices`` is None or a sequence of names."""
-    is_sequence = isinstance(devices, Sequence) and not isinstance(devices, str)
-    if devices is not None and not (is_sequence and all(isinstance(device, str) for device in devices)):
-        raise TypeError(f"cannot fork: got devices={devices!r}, expected a sequence of names, such as ['cpu', 'cpu'].")
-
-
-def choose_named(found: Sequence[str], num_workers: int | None, devices: Sequence[str] | None) -> list[str]:
-    """Return the device of each rank, by name.
+def choose(
+    found: Sequence[Any],
+    num_workers: int | None,
+    devices: Any,
+    is_named: Callable[[Any, Any], bool] = operator.eq,
+) -> list[Any]:
+    """Return the device of each rank.
 
     Parameters
     ----------
-    found : sequence of str
-        The names of the devices that are there.
+    found : sequence
+        The devices that are there. ``str`` of each is its name.
     num_workers : int, optional
         Use the first ``num_workers`` devices. By default all of them, or one worker for each of ``devices``.
-    devices : sequence of str, optional
-        The name of each rank's device. A device may appear several times, and ``"cpu"`` is always allowed.
+    devices : iterable, optional
+        What names each rank's device. A device may appear several times.
+    is_named : callable
+        ``is_named(device, given)`` says whether a device is meant.
 
     Raises
     ------
     ValueError
-        If there are fewer devices than workers, or no device has one of the names.
+        If there are fewer devices than workers, or not one device of a name.
+    TypeError
+        If ``devices`` is no sequence.
     """
-    names = ", ".join(found)
+    names = ", ".join(map(str, found))
     if devices is None:
-        if num_workers is None or num_workers <= len(found):
+        if num_workers is None or 1 <= num_workers <= len(found):
             return list(found[:num_workers])
+        pair = [str(found[0])] * 2
         raise ValueError(
-            f"cannot fork: got num_workers={num_workers}, expected at most {len(found)}, one for each device "
-            f"({names}). Pass devices=[{found[0]!r}, {found[0]!r}] for two workers on one device, or 'cpu' for each "
-            "that is to run on the CPU."
+            f"cannot fork: got num_workers={num_workers}, expected 1 to {len(found)}, one for each device ({names}). "
+            f"Pass devices={pair} for two workers on one device, or backend='numpy'."
         )
-    for device in devices:
-        if device not in found and device != "cpu":
-            raise ValueError(f"cannot fork: got {device!r} in devices, expected one of: {names}.")
-    if not devices or num_workers not in (None, len(devices)):
+    if isinstance(devices, (str, dict)) or not isinstance(devices, Iterable):
+        raise TypeError(f"cannot fork: got devices={devices!r}, expected a sequence of devices: {names}.")
+    chosen = []
+    for given in devices:
+        named = [device for device in found if is_named(device, given)]
+        if len(named) != 1:
+            raise ValueError(f"cannot fork: got {given!r} in devices, expected one of: {names}.")
+        chosen += named
+    if not chosen or num_workers not in (None, len(chosen)):
         raise ValueError(
-            f"cannot fork: got num_workers={num_workers} and {len(devices)} devices, expected one device for each "
+            f"cannot fork: got num_workers={num_workers} and {len(chosen)} devices, expected one device for each "
             "worker. Leave num_workers out."
         )
-    return list(devices)
+    return chosen

@@ -20,7 +20,6 @@ class DeviceArrays:
     """
 
     is_device = True
-    framework: str | None = None
 
     def __init__(self, device: str, xp: Any) -> None:
         self.device = device

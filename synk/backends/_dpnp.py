@@ -18,7 +18,7 @@ import numpy as np
 
 from synk._wire.memory import Segment
 from synk._wire.messages import DEVICE_DTYPES
-from synk.backends._assignment import DeviceAssignment, check_names, choose_named
+from synk.backends._assignment import DeviceAssignment, choose
 from synk.backends._device_arrays import DeviceArrays
 from synk.backends._frameworks import Converter, host_converters
 from synk.backends._listing import list_devices, version_line
@@ -46,7 +46,6 @@ def place(num_workers: int | None, devices: Sequence[Any] | None) -> DeviceAssig
         raise UnsupportedError(
             "cannot fork with backend 'dpnp': dpnp is not installed. Run pip install \"synkhronos[dpnp]\" (2.9 GB)."
         )
-    check_names(devices)
     environment = os.environ | _library_variables()
     selectors = _selectors(list_devices(_LIST, "dpctl", environment))
     if not selectors:
@@ -56,12 +55,10 @@ def place(num_workers: int | None, devices: Sequence[Any] | None) -> DeviceAssig
         )
     gpus = [name for name in selectors if name != "cpu"]
     allowed = sorted(os.sched_getaffinity(0))
-    if not gpus and devices is None:
-        chosen = ["cpu"] * (num_workers or len(allowed))
+    if devices is not None:
+        chosen = choose(list(selectors), num_workers, devices)
     else:
-        chosen = choose_named(gpus or ["cpu"], num_workers, devices)
-    if missing := set(chosen) - set(selectors):
-        raise UnsupportedError(f"cannot fork with backend 'dpnp': dpctl finds no device {missing.pop()!r}.")
+        chosen = choose(gpus, num_workers, None) if gpus else ["cpu"] * (num_workers or len(allowed))
     return DeviceAssignment(
         tuple(chosen),
         tuple(environment | {_SELECTOR: selectors[name]} for name in chosen),

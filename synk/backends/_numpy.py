@@ -46,7 +46,6 @@ class NumpyBackend:
 
     name = "numpy"
     is_device = False
-    framework: str | None = None
     stream_handle = 0
     xp: Any = np
 

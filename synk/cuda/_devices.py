@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from synk.backends._assignment import choose
 from synk.backends._listing import list_devices
 from synk.errors import UnsupportedError
 
@@ -125,38 +126,15 @@ def choose_devices(
     TypeError
         If ``devices`` holds anything else.
     """
-    if devices is None:
-        count = len(visible) if num_workers is None else num_workers
-        if not 1 <= count <= len(visible):
-            raise ValueError(
-                f"cannot fork: got num_workers={num_workers} with {len(visible)} visible GPUs, expected 1 to "
-                f"{len(visible)}. Pass devices=[0, 0] for two workers on one GPU, or backend='numpy'."
-            )
-        return tuple(visible[:count])
-    if isinstance(devices, str):
-        raise TypeError(f"cannot fork: got devices={devices!r}, expected a sequence. Pass devices=[{devices!r}].")
-    chosen = tuple(_choose(choice, visible, devices) for choice in devices)
-    if not chosen or num_workers not in (None, len(chosen)):
-        raise ValueError(
-            f"cannot fork: got num_workers={num_workers} and {len(chosen)} devices, expected one device for each "
-            "worker. Leave num_workers out."
-        )
-    return chosen
+    return tuple(choose(visible, num_workers, devices, _is_named))
 
 
-def _choose(choice: Any, visible: Sequence[Device], devices: Sequence[Any]) -> Device:
-    """Return the visible device that one element of ``devices`` names."""
-    if isinstance(choice, str):
-        is_uuid = choice.startswith(("GPU-", "MIG-"))
-        found = [device for device in visible if str(device) == choice or (is_uuid and device.uuid.startswith(choice))]
-    elif isinstance(choice, bool) or not hasattr(choice, "__index__"):
-        raise TypeError(f"cannot fork: got devices={devices!r}, expected indices, uuids or names like 'cuda:0'.")
-    else:
-        found = [device for device in visible if device.number == choice.__index__()]
-    if len(found) != 1:
-        names = ", ".join(f"{device} ({device.uuid})" for device in visible) or "none"
-        raise ValueError(f"cannot fork: got {choice!r} in devices, expected one of the visible GPUs: {names}.")
-    return found[0]
+def _is_named(device: Device, given: Any) -> bool:
+    if isinstance(given, str):
+        return str(device) == given or (given.startswith(("GPU-", "MIG-")) and device.uuid.startswith(given))
+    if isinstance(given, bool) or not hasattr(given, "__index__"):
+        raise TypeError(f"cannot fork: got {given!r} in devices, expected indices, uuids or names like 'cuda:0'.")
+    return bool(device.number == given.__index__())
 
 
 def cpus_near(device: Device) -> set[int]:

@@ -4,6 +4,9 @@
     import pytensor.tensor as T
     import synk.extensions.synkhronos as synk
 
+A graph is compiled once, as a pure function: shared variables become inputs and updates become outputs, so slices,
+transactions and exact averages are those of synk. On the workers a shared variable is a :class:`synk.Shared`.
+
 In these programs the main process was rank 0: ``w.get_value()`` returned the value on rank 0, and ``w.set_value(v)``
 set it. So here PyTensor's variables have the values of rank 0 after each call, and values that the program sets go to
 rank 0 before the next call.
@@ -13,17 +16,21 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
+import pickle
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pytensor
 from pytensor.compile.sharedvalue import SharedVariable
+from pytensor.graph.replace import clone_replace
+from pytensor.graph.traversal import graph_inputs
+from pytensor.tensor.random.type import RandomGeneratorType
 
 import synk
 from synk import close, data, distribute
-from synk.extensions import _pytensor_function as functions
-from synk.extensions._pytensor_function import PyTensorFunction, remote
 
 __all__ = [
     "all_gather",
@@ -49,44 +56,251 @@ def fork(n_parallel: int | None = None, use_gpu: bool = True, **ignored: Any) ->
     return synk.fork(n_parallel, backend="auto" if use_gpu else "numpy").world_size
 
 
-class Function(PyTensorFunction):
-    """A function with the ancestor's interface: ``batch_s=``, ``as_theano``, a list of outputs."""
+class GraphFunction:
+    """A graph that runs on all workers as one call; made by :func:`function`.
+
+    Attributes
+    ----------
+    function : synk.Function
+        The function on the workers. Its own calls do not move the values of PyTensor's variables.
+    compiled : pytensor.compile.function.types.Function
+        The pure function: inputs, then the values of shared variables, to outputs and new values.
+    variables : dict of SharedVariable to synk.Shared
+    """
+
+    def __init__(
+        self,
+        function: synk.Function,
+        compiled: Any,
+        variables: dict[SharedVariable, synk.Shared],
+        sharded: dict[str, synk.Shared],
+        results: Sequence[SharedVariable],
+        generators: Sequence[SharedVariable],
+        num_outputs: int | None,
+    ) -> None:
+        self.function, self.compiled, self.variables = function, compiled, variables
+        self._sharded, self._results, self._generators = sharded, results, generators
+        self._num_outputs = num_outputs  # None for a single output that is not in a list
 
     def __call__(self, /, *args: Any, batch_s: Any = None, **options: Any) -> Any:
+        """Call it, with the options of a :class:`synk.Function` and ``batch_s``, rows of each rank's own."""
         _send_set_values(self.variables)
         if batch_s is not None:
             options["batch"] = self._rows_of(batch_s)
-        result = super().__call__(*args, **options)
+        result = self.function(*args, **options, **self._sharded)
         _fetch_values(self.variables)
-        return result
+        outputs = list(result) if isinstance(result, tuple) else [result]
+        return outputs[0] if self._num_outputs is None else outputs[: self._num_outputs]
 
     def _rows_of(self, batch_s: Any) -> np.ndarray:
         """Return the rows of the sharded variables that a slice or list, or one for each rank, picks on each rank."""
-        lengths = next(shared.lengths for shared in self.variables.values() if shared.is_sharded)
+        lengths = next(iter(self._sharded.values())).lengths
         has_parts = isinstance(batch_s, (list, tuple)) and any(np.ndim(each) or type(each) is slice for each in batch_s)
         each_rank = batch_s if has_parts else [batch_s] * len(lengths)
         shards = np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
         return np.concatenate([shard[rows] for shard, rows in zip(shards, each_rank, strict=True)])
 
     def as_theano(self, /, *args: Any) -> Any:
-        """Run the function in this process alone, on PyTensor's own variables."""
-        return self.serial(*map(np.asarray, args))
+        """Run the compiled function in this process alone, on PyTensor's own variables, which it updates."""
+        values = [variable.get_value(borrow=True) for variable in (*self.variables, *self._generators)]
+        results = self.compiled(*map(np.asarray, args), *values)
+        num = 1 if self._num_outputs is None else self._num_outputs
+        for variable, value in zip(self._results, results[num:]):
+            variable.set_value(value)
+        return results[0] if self._num_outputs is None else results[:num]
+
+    def build_inputs(self, *arrays: Any, **options: Any) -> tuple[synk.Data, ...]:
+        """Return one :class:`synk.Data` for each array; see :func:`synk.data`."""
+        return tuple(synk.data(array, **options) for array in arrays)
 
 
-def function(inputs: Sequence[Any], outputs: Any = None, bcast_inputs: Any = (), **options: Any) -> Function:
-    """Build a function of a graph; see `synk.extensions.pytensor.function`. Ops may have the ancestor's ``c_``."""
-    listed = outputs if isinstance(outputs, list) else [outputs]
-    plain = [(each[0], _op(each[1])) if isinstance(each, tuple) else each for each in listed]
-    made = functions.function(
-        inputs, plain if isinstance(outputs, list) else plain[0], bcast_inputs=bcast_inputs or (), **options
+def function(
+    inputs: Sequence[Any],
+    outputs: Any = None,
+    bcast_inputs: Sequence[Any] = (),
+    *,
+    updates: Any = (),
+    givens: Any = (),
+    sliceable_shareds: Sequence[SharedVariable] = (),
+    mode: Any = None,
+    name: str = "graph",
+) -> GraphFunction:
+    """Compile a graph to a function that runs on all workers as one call.
+
+    Parameters
+    ----------
+    inputs, bcast_inputs : sequence of variables
+        The inputs that are divided by rows, then those that every rank gets whole, in the order of the arguments.
+    outputs : variable, (variable, op), or list of them
+        The op is one of the ops of :func:`synk.function`, also with the ancestor's ``c_``; ``"avg"`` if none is given.
+    updates : sequence of (shared, new) or (shared, new, op), or dict
+        New values of shared variables, on each rank from its own rows. The op is for slices. If a variable is listed
+        twice, the last entry counts.
+    givens : mapping, or sequence of pairs
+        Variables to replace in the graph, as in ``pytensor.function``.
+    sliceable_shareds : sequence of shared variables
+        Shared variables whose rows are divided among the ranks. The others are the same on all ranks.
+    mode : optional
+        As for ``pytensor.function``.
+    name : str
+
+    Raises
+    ------
+    ValueError
+        If an update is not for a shared variable that every rank has whole.
+
+    Notes
+    -----
+    A random variable draws on the workers from ``synk.comm.rng``, whose seed is that of the runtime. Source:
+    https://pytensor.readthedocs.io.
+
+    Examples
+    --------
+    >>> import numpy as np, pytensor.tensor as T
+    >>> import synk.extensions.synkhronos as synk
+    >>> x, y = T.matrix("x", dtype="float64"), T.vector("y", dtype="float64")
+    >>> synk.fork(2, use_gpu=False)
+    2
+    >>> f = synk.function([x], [T.mean(x @ y), (T.sum(x @ y), "sum")], bcast_inputs=[y])
+    >>> f(np.arange(6.0).reshape(3, 2), np.ones(2))
+    [np.float64(5.0), np.float64(15.0)]
+    >>> synk.close()
+    """
+    listed = outputs if isinstance(outputs, list) else [] if outputs is None else [outputs]
+    pairs = [(each[0], _op(each[1])) if isinstance(each, tuple) else (each, "avg") for each in listed]
+    drawn, new = _updates_of(updates)
+    graph = [*(variable for variable, _ in pairs), *(value for value, _ in new.values())]
+    graph = clone_replace(graph, replace=list(givens.items() if isinstance(givens, Mapping) else givens))
+    found = [v for v in dict.fromkeys(graph_inputs(graph)) if isinstance(v, SharedVariable)]
+    found += [v for v in (*new, *sliceable_shareds) if v not in found]
+    states = {v: state for v in found if _draws(v) and (state := drawn.get(v, v.default_update)) is not None}
+    generators = [*states, *(v for v in found if _draws(v) and v not in states)]
+    rows = [v for v in found if v in sliceable_shareds]
+    whole = [v for v in found if v not in rows and v not in generators]
+    if refused := [variable for variable in new if variable not in whole]:
+        raise ValueError(
+            f"cannot update {refused[0]}: got one of sliceable_shareds, or a generator, expected a shared variable "
+            "that every rank has whole."
+        )
+    given, state = [*inputs, *bcast_inputs], [*rows, *whole, *generators]
+    stand_ins = [v.type(name=v.name) for v in state]
+    made = clone_replace([*graph, *states.values()], replace=list(zip(state, stand_ins)))
+    compiled = pytensor.function([*given, *stand_ins], made, mode=mode, on_unused_input="ignore")
+    names = _names_of([*given, *rows])
+    sharded, replicated = ({v: _remote(v, of_rows) for v in part} for part, of_rows in ((rows, True), (whole, False)))
+    run = _run_of(pickle.dumps(compiled), tuple(replicated.values()), len(generators), len(pairs), len(new), names)
+    run.__name__ = name
+    made_function = synk.function(
+        run,
+        bcast_inputs=names[len(inputs) : len(given)],
+        outputs=tuple(op for _, op in pairs) or ("first",),
+        updates=[(replicated[v], op) for v, (_, op) in new.items()],
     )
-    made.__class__ = Function
-    _fetch_values(made.variables)
-    return made  # type: ignore[return-value]
+    variables = {**sharded, **replicated}
+    _fetch_values(variables)
+    return GraphFunction(
+        made_function,
+        compiled,
+        variables,
+        dict(zip(names[len(given) :], sharded.values())),
+        [*new, *states],
+        generators,
+        len(pairs) if outputs is None or isinstance(outputs, list) else None,
+    )
+
+
+def _run_of(
+    data: bytes,
+    variables: Sequence[synk.Shared],
+    num_generators: int,
+    num_outputs: int,
+    num_updates: int,
+    names: Sequence[str],
+) -> Any:
+    """Return the function for the workers. It captures the compiled function as bytes, which are quickly compared."""
+
+    def run(*args: Any, **named: Any) -> Any:
+        values = [variable.value for variable in variables]
+        generators = [np.random.default_rng(synk.comm.rng.integers(1 << 63, size=4)) for _ in range(num_generators)]
+        results = _loaded(data)(*args, *(named[each] for each in names[len(args) :]), *values, *generators)
+        outputs = tuple(results[:num_outputs]) or (np.zeros(()),)
+        return (outputs, results[num_outputs : num_outputs + num_updates]) if num_updates else outputs
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    run.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])  # type: ignore[attr-defined]
+    return run
+
+
+@functools.lru_cache(maxsize=256)
+def _loaded(data: bytes) -> Any:
+    """Return the compiled function. A rank loads each once."""
+    return pickle.loads(data)
 
 
 def _op(op: Any) -> Any:
     return op.removeprefix("c_") if isinstance(op, str) else op
+
+
+def _draws(variable: SharedVariable) -> bool:
+    return isinstance(variable.type, RandomGeneratorType)
+
+
+def _updates_of(updates: Any) -> tuple[dict[SharedVariable, Any], dict[SharedVariable, tuple[Any, Any]]]:
+    """Return the new states of generators, and the new value and the op of each other variable in the list."""
+    drawn: dict[SharedVariable, Any] = {}
+    found: dict[SharedVariable, tuple[Any, Any]] = {}
+    for variable, value, *op in updates.items() if isinstance(updates, Mapping) else updates or ():
+        if not isinstance(variable, SharedVariable):
+            raise ValueError(f"cannot update {variable}: got {type(variable).__name__}, expected a shared variable.")
+        if _draws(variable):
+            drawn[variable] = value
+        else:
+            new = pytensor.tensor.as_tensor_variable(value).astype(variable.type.dtype)
+            found[variable] = new, _op(op[0]) if op else "avg"
+    return drawn, found
+
+
+def _names_of(variables: Sequence[Any]) -> list[str]:
+    """Return names for the parameters: the names of the variables, if they are identifiers and differ."""
+    names: list[str] = []
+    for number, variable in enumerate(variables):
+        name = variable.name or ""
+        names.append(name if name.isidentifier() and name not in names else f"input_{number}")
+    return names
+
+
+# -- shared variables ------------------------------------------------------------------------------------------------
+
+_remotes: weakref.WeakKeyDictionary[SharedVariable, tuple[synk.Runtime, synk.Shared]] = weakref.WeakKeyDictionary()
+_seen: weakref.WeakKeyDictionary[SharedVariable, Any] = weakref.WeakKeyDictionary()
+
+
+def _remote(variable: SharedVariable, is_sharded: bool | None = None) -> synk.Shared:
+    """Return the variable on the workers. It is made when the first function uses it."""
+    runtime, found = _remotes.get(variable, (None, None))
+    if is_sharded is None and found is None:
+        raise ValueError(f"cannot find {variable} on the workers: no function made by function() uses it.")
+    if is_sharded is not None and (found is None or runtime is not synk.current() or found.is_sharded != is_sharded):
+        found = synk.shared(variable.get_value(borrow=True), sharded=is_sharded, name=variable.name)
+        _remotes[variable] = synk.current(), found
+    return found  # type: ignore[return-value]
+
+
+def _send_set_values(variables: Iterable[SharedVariable]) -> None:
+    """Give rank 0 the values that the program has set since the last ``_fetch_values``."""
+    for variable in variables:
+        shared, value = _remote(variable), variable.get_value(borrow=True)
+        if not shared.is_sharded and _seen.get(variable) is not value:
+            shared[0] = value
+
+
+def _fetch_values(variables: Iterable[SharedVariable]) -> None:
+    """Give PyTensor's variables the values of rank 0."""
+    for variable in variables:
+        shared = _remote(variable)
+        if not shared.is_sharded:
+            variable.set_value(np.array(shared.value), borrow=True)
+            _seen[variable] = variable.get_value(borrow=True)
 
 
 def _verb(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,7 +310,7 @@ def _verb(method: Callable[..., Any]) -> Callable[..., Any]:
     def run(shared_vars: Any, *args: Any, nccl: bool = True, **options: Any) -> Any:
         variables = [shared_vars] if isinstance(shared_vars, SharedVariable) else list(shared_vars)
         _send_set_values(variables)
-        handles = list(map(remote, variables))
+        handles = list(map(_remote, variables))
         result = method(handles[0] if isinstance(shared_vars, SharedVariable) else handles, *args, **options)
         _fetch_values(variables)
         return result
@@ -138,23 +352,3 @@ def set_value(rank: int, shared_vars: Any, values: Any, batch: Any = None) -> No
 
 def _each(shared: Any, verb: Callable[[synk.Shared], Any]) -> Any:
     return [verb(each) for each in shared] if isinstance(shared, list) else verb(shared)
-
-
-_seen: weakref.WeakKeyDictionary[SharedVariable, Any] = weakref.WeakKeyDictionary()
-
-
-def _send_set_values(variables: Iterable[SharedVariable]) -> None:
-    """Give rank 0 the values that the program has set since the last ``_fetch_values``."""
-    for variable in variables:
-        shared, value = remote(variable), variable.get_value(borrow=True)
-        if not shared.is_sharded and _seen.get(variable) is not value:
-            shared[0] = value
-
-
-def _fetch_values(variables: Iterable[SharedVariable]) -> None:
-    """Give PyTensor's variables the values of rank 0."""
-    for variable in variables:
-        shared = remote(variable)
-        if not shared.is_sharded:
-            variable.set_value(np.array(shared.value), borrow=True)
-            _seen[variable] = variable.get_value(borrow=True)

@@ -3,10 +3,12 @@
 It is loaded when ``synk.torch`` is first used. synk does not import torch by itself.
 """
 
+import sys as _sys
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 from typing import Any as _Any
 
+from synk._pure.words import no_attribute as _no_attribute
 from synk._wire.cell import cell as _cell
 from synk.torch._collectives import (
     all_gather,
@@ -18,7 +20,7 @@ from synk.torch._collectives import (
     reduce_scatter,
     scatter,
 )
-from synk.torch._point_to_point import Handle, irecv, isend, join_dummies, recv, send, wait
+from synk.torch._point_to_point import irecv, isend, recv, send
 
 if TYPE_CHECKING:
     from synk.torch._data_parallel import DataParallel
@@ -42,7 +44,7 @@ _TRAINING = {
 
 def __getattr__(name: str) -> _Any:
     if name not in _TRAINING:
-        raise AttributeError(f"module 'synk.torch' has no attribute {name!r}")
+        raise _no_attribute("torch", _sys.modules[__name__], name)
     with _cell.uninterrupted():  # an import that is broken off leaves files open
         return getattr(_import_module(_TRAINING[name]), name)
 
@@ -53,7 +55,6 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "DataParallel",
-    "Handle",
     "Replicated",
     "StepFunction",
     "all_gather",
@@ -63,7 +64,6 @@ __all__ = [
     "gather",
     "irecv",
     "isend",
-    "join_dummies",
     "mean",
     "process_group",
     "recv",
@@ -73,5 +73,4 @@ __all__ = [
     "scatter",
     "send",
     "total",
-    "wait",
 ]

@@ -1,16 +1,16 @@
 """Messages that torch differentiates through, once: the gradient of a received tensor goes back to its sender.
 
 A message leaves no trace in torch's graph that would make one rank wait for the other. So each side has a *dummy*, a
-tensor without axes whose value means nothing. Through it the backward pass reaches the message.
+zero without axes. The loss plus the dummy is the loss, and the backward pass reaches the message through it. The idea
+is that of mpi4torch, https://github.com/helmholtz-analytics/mpi4torch.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,12 +32,12 @@ _counted: weakref.WeakKeyDictionary[Messages, Counter[tuple[str, int, int]]] = w
 
 @dataclass(frozen=True)
 class Handle:
-    """A message in flight. :func:`isend` and :func:`irecv` return it. Wait for it once, with :func:`wait`.
+    """A message in flight. :func:`isend` and :func:`irecv` return it. Wait for it once.
 
     Attributes
     ----------
     dummy : tensor, shape ()
-        For :func:`join_dummies`: a tensor that depends on the dummy depends on the message.
+        Zero. A tensor to which it is added depends on the message.
     """
 
     dummy: torch.Tensor
@@ -46,15 +46,32 @@ class Handle:
     """The rank to which the gradient of a received message goes, and the tag for it; None if the message is sent."""
     _out: torch.Tensor | None = None
 
+    def wait(self) -> torch.Tensor:
+        """Wait for the message, once.
 
-Joined = TypeVar("Joined", torch.Tensor, Handle)
+        Returns
+        -------
+        tensor
+            The received tensor: ``out`` if given, else a new one. For a message that is sent, the dummy of shape ().
+
+        Raises
+        ------
+        CollectiveMismatch
+            If the message cannot come, or, in the backward pass, its gradient cannot: a rank has left the function, or
+            all ranks wait for each other.
+        """
+        if self._back is None:
+            self._request.wait()
+            return self.dummy
+        received: torch.Tensor = _Received.apply(self._out, self.dummy, self._request, *self._back)
+        return received
 
 
 def isend(x: torch.Tensor, peer: int, tag: int = 0) -> Handle:
     """Send ``x`` to rank ``peer`` without waiting for it.
 
-    The backward pass gets the gradient from the receiver if the loss depends on the handle's dummy or on the result of
-    :func:`wait`: see :func:`join_dummies`. The receiver must also use ``synk.torch``, and its tensor must require grad
+    The backward pass gets the gradient from the receiver if the loss depends on the handle's dummy, which ``wait()``
+    also returns: add it to the loss. The receiver must also use ``synk.torch``, and its tensor must require grad
     if ``x`` does: see :func:`irecv`. Messages can be differentiated once.
 
     Parameters
@@ -83,7 +100,7 @@ def isend(x: torch.Tensor, peer: int, tag: int = 0) -> Handle:
 
 
 def irecv(peer: int, tag: int = 0, *, like: torch.Tensor | None = None, out: torch.Tensor | None = None) -> Handle:
-    """Ask for a message from rank ``peer`` and return at once. :func:`wait` returns the message.
+    """Ask for a message from rank ``peer`` and return at once. ``wait()`` of the handle returns the message.
 
     The received tensor requires grad, and its gradient is sent back. So the sent tensor must require grad as well. For
     a message whose sender expects no gradient, pass a ``like`` that does not require grad.
@@ -121,29 +138,8 @@ def irecv(peer: int, tag: int = 0, *, like: torch.Tensor | None = None, out: tor
     expected = out if like is None else like
     request = comm.irecv(peer, tag, like=None if expected is None else expected.detach())
     anchor = torch.zeros((), requires_grad=True)  # so that a gradient goes back, whatever the message turns out to be
-    dummy = anchor if like is None else join_dummies(like.new_zeros(()), [like])
+    dummy = anchor if like is None else _Trace.apply(like)
     return Handle(dummy, request, (peer, _gradient_tag("recv", peer, tag)), out)
-
-
-def wait(handle: Handle) -> torch.Tensor:
-    """Wait for a message, once.
-
-    Returns
-    -------
-    tensor
-        The received tensor: ``out`` if given, else a new one. For a message that is sent, the dummy of shape ().
-
-    Raises
-    ------
-    CollectiveMismatch
-        If the message cannot come, or, in the backward pass, its gradient cannot: a rank has left the function, or all
-        ranks wait for each other.
-    """
-    if handle._back is None:
-        handle._request.wait()
-        return handle.dummy
-    received: torch.Tensor = _Received.apply(handle._out, handle.dummy, handle._request, *handle._back)
-    return received
 
 
 def send(x: torch.Tensor, peer: int, tag: int = 0) -> torch.Tensor:
@@ -157,7 +153,7 @@ def send(x: torch.Tensor, peer: int, tag: int = 0) -> torch.Tensor:
     Returns
     -------
     tensor, shape ()
-        The dummy.
+        The dummy: zero, to be added to the loss.
     """
     check_tensor("send", x)
     _check_tag("send", tag)
@@ -166,7 +162,7 @@ def send(x: torch.Tensor, peer: int, tag: int = 0) -> torch.Tensor:
 
 
 def recv(peer: int, tag: int = 0, *, like: torch.Tensor | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Wait for a message from rank ``peer`` and return it, like :func:`irecv` and :func:`wait`.
+    """Wait for a message from rank ``peer`` and return it, like ``irecv(...).wait()``.
 
     Parameters
     ----------
@@ -185,7 +181,7 @@ def recv(peer: int, tag: int = 0, *, like: torch.Tensor | None = None, out: torc
     ...     comm, weight = synk.comm, x.sum().requires_grad_()
     ...     dummy = synk.torch.send(weight**2, (comm.rank + 1) % comm.world_size)
     ...     loss = weight * synk.torch.recv((comm.rank - 1) % comm.world_size)
-    ...     synk.torch.join_dummies(loss, [dummy]).backward()
+    ...     (loss + dummy).backward()
     ...     return weight.grad
     >>> a, b = (torch.tensor(value, requires_grad=True) for value in (3.0, 5.0))
     >>> (a * b**2 + b * a**2).backward()
@@ -193,49 +189,31 @@ def recv(peer: int, tag: int = 0, *, like: torch.Tensor | None = None, out: torc
     ...     synk.function(slope, outputs=None, framework="torch")(torch.tensor([3.0, 5.0])), [a.grad, b.grad]
     ([tensor(55.), tensor(39.)], [tensor(55.), tensor(39.)])
     """
-    return wait(irecv(peer, tag, like=like, out=out))
+    return irecv(peer, tag, like=like, out=out).wait()
 
 
-def join_dummies(x: Joined, dummies: Sequence[torch.Tensor]) -> Joined:
-    """Return ``x`` so that torch sees it depend on other tensors as well. Their gradients through it are zero.
-
-    A backward pass reaches only tensors that the loss depends on. No tensor depends on a message that is sent, so its
-    dummy must join the loss. The same holds for a collective whose result only some ranks use.
-
-    Parameters
-    ----------
-    x : tensor or Handle
-    dummies : sequence of tensor
-
-    Returns
-    -------
-    tensor or Handle
-        A view of the tensor, or another handle of the same message to use in place of the first.
-
-    Notes
-    -----
-    The idea and the name are those of mpi4torch, https://github.com/helmholtz-analytics/mpi4torch.
-    """
-    if isinstance(x, Handle):
-        return replace(x, dummy=join_dummies(x.dummy, dummies))
-    joined: torch.Tensor = _Join.apply(x, *dummies)
-    return joined
-
-
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *dummies: torch.Tensor) -> torch.Tensor:
-        ctx.kinds = [(each.shape, each.dtype, each.device) for each in dummies]  # not the tensors, which may be large
-        return x.view_as(x)
+class _Trace(torch.autograd.Function):
+    """A tensor -> zero, a tensor of shape () that depends on it. The gradient of the tensor is zero."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.kinds)
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.kind = x.shape, x.dtype, x.device  # not the tensor, which may be large
+        return _zero(x)
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> torch.Tensor:
+        shape, dtype, device = ctx.kind
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _zero(x: torch.Tensor) -> torch.Tensor:
+    """Return the value of a dummy: real, and of a dtype that no loss takes over."""
+    return x.new_zeros((), dtype=torch.float32)
 
 
 def _sent(x: torch.Tensor, peer: int, tag: int) -> torch.Tensor:
     """Return the dummy of a message that is sent."""
-    return apply(_Sent, x, join_dummies(x.new_zeros(()), [x]), peer, _gradient_tag("send", peer, tag))
+    return apply(_Sent, x, _Trace.apply(x), peer, _gradient_tag("send", peer, tag))
 
 
 class _Sent(torch.autograd.Function):
@@ -245,7 +223,7 @@ class _Sent(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, trace: torch.Tensor, peer: int, back: int) -> torch.Tensor:
         ctx.save_for_backward(trace)
         ctx.shape, ctx.peer, ctx.back = x.shape, peer, back
-        return x.new_zeros(())
+        return _zero(x)
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> Any:

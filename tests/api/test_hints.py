@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import synk
+import synk.extensions
 from synk import profiler
 from synk._api.current import NotebookCell
 from synk._master.state.profile import Profile
@@ -76,11 +77,20 @@ def test_what_was_in_the_first_edition_says_what_to_write_instead(shared_runtime
     owners = {
         "synk": synk, "profiler": profiler, "Function": synk.function(len, outputs="first"),
         "Program": synk.Program(), "Profile": Profile(), "Runtime": shared_runtimes[2],
+        "torch": synk.torch, "extensions": synk.extensions,
     }  # fmt: skip
     for name, instead in GONE.items():
         owner, _, attribute = name.partition(".")
         with pytest.raises(AttributeError, match=re.escape(instead)):
             getattr(owners[owner], attribute)
+        if owner == "extensions":
+            for statement in (
+                f"import synk.{name}",
+                f"from synk.{name} import x",
+                f"from synk.{owner} import {attribute}",
+            ):
+                with pytest.raises(ModuleNotFoundError, match=re.escape(instead)):
+                    exec(statement)
     for option in ("balance", "transfer_guard"):
         with pytest.raises(TypeError, match="fork\\(\\) without it"):
             synk.fork(1, **{option: "measured"})

@@ -52,7 +52,6 @@ LATER = {
         "ireduce_scatter": "becomes async_op=True", "shielded": "residents have no other way yet",
     },
     "synk.torch": {
-        "Handle": "of mpi4torch", "join_dummies": "of mpi4torch", "wait": "of mpi4torch",
         "Replicated": "a class that replicate makes", "StepFunction": "a class that replicate makes",
     },
     "Runtime": {"counters": "what the tests of messages count", "where": "the phases, which stacks does not show"},

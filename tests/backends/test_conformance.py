@@ -52,9 +52,7 @@ KINDS = {"avg": "fc", "sum": "iufc", "prod": "iufc", "min": "biuf", "max": "biuf
 
 
 # On NumPy and CuPy tests/training has all of this. Each of these imports torch in two workers, which takes seconds.
-with_torch = pytest.mark.parametrize(
-    "here", [each for each in PARAMETERS if each.values[0] in ("dpnp", "torch")], indirect=True
-)
+with_torch = pytest.mark.parametrize("here", [each for each in PARAMETERS if each.values[0] == "dpnp"], indirect=True)
 
 
 @pytest.fixture(params=[*PARAMETERS, pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -125,6 +123,18 @@ def test_calls_that_are_repeated_and_submitted(here: Here) -> None:
         x[:] = ROWS + k
         np.testing.assert_allclose(host(f(x, np.ones(3))), (ROWS + k).sum(axis=0), rtol=1e-12)
     assert list(here.runtime.map(lambda number: number * 2, range(5))) == [0, 2, 4, 6, 8]
+
+
+def test_numpys_names_and_repeated_calls(here: Here) -> None:
+    """Spreads have NumPy's ``ddof``, elements are repeated as in NumPy, and a call is repeated on its own variables."""
+    spreads = here.call(lambda x: (x.std(0), x.var(0, ddof=1), x.repeat(2, 1)), ROWS, outputs=None)
+    for got, part in zip(spreads, np.array_split(ROWS, 2), strict=True):
+        for one, other in zip(got, (part.std(0), part.var(0, ddof=1), part.repeat(2, 1)), strict=True):
+            np.testing.assert_allclose(host(one), other, rtol=1e-12)
+    total = here.runtime.shared(np.zeros(3))
+    f = here.runtime.function(lambda x: (x.sum(0), total.value + x.sum(0)), outputs="sum", updates=[(total, "sum")])
+    np.testing.assert_allclose(host(f.repeat(4, ROWS)), ROWS.sum(0), rtol=1e-12)
+    np.testing.assert_allclose(total[1], 4 * ROWS[6:].sum(0), rtol=1e-12)
 
 
 # -- ops -------------------------------------------------------------------------------------------------------------
@@ -401,7 +411,7 @@ def test_out_of_device_memory(here: Here) -> None:
     assert here.runtime.counters["restarts"] == restarts
 
 
-@pytest.mark.parametrize("name", [each for each in PARAMETERS if each.values[0] in ("dpnp", "torch")])
+@pytest.mark.parametrize("name", [each for each in PARAMETERS if each.values[0] == "dpnp"])
 def test_the_master_imports_no_array_library(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """So the program may fork, whatever the workers do."""
     each_backend.require(name, monkeypatch)
@@ -480,9 +490,10 @@ def test_models_and_their_gradients(here: Here) -> None:
 
 
 def test_a_name_that_is_no_backend(subtests: Any) -> None:
-    expected = r"expected one of \('auto', 'numpy', 'cupy', 'dpnp', 'torch'\)\.$"
+    expected = r"expected one of \('auto', 'numpy', 'cupy', 'dpnp'\)\.$"
     use_dpnp = "use backend='dpnp' \\(pip install"
-    for name, words in {"opencl": use_dpnp, "sycl": use_dpnp, "numpyy": expected, "": expected, None: expected}.items():
+    others = {"opencl": use_dpnp, "sycl": use_dpnp, "torch": r"use synk.function\(fn, framework='torch'\)"}
+    for name, words in {**others, "numpyy": expected, "": expected, None: expected}.items():
         with subtests.test(name=name), pytest.raises(ValueError, match=words):
             synk.Runtime(1, backend=name)  # type: ignore[arg-type]
 
@@ -492,10 +503,3 @@ def test_a_backend_that_is_not_installed_says_what_to_install(name: str, monkeyp
     monkeypatch.setattr(sys.modules[backend_module(name).place.__module__].importlib.util, "find_spec", lambda _: None)
     with pytest.raises(synk.errors.UnsupportedError, match=rf"{name} is not installed.*synkhronos\[{name}\]"):
         synk.Runtime(1, backend=name)
-
-
-@pytest.mark.parametrize("here", ["torch"], indirect=True)
-def test_tensors_are_not_arrays_of_jax(here: Here) -> None:
-    f = here.runtime.function(lambda x: x, framework="jax")
-    with pytest.raises(ValueError, match=r"got framework='jax', expected 'torch' or None"):
-        f(ROWS)

@@ -13,7 +13,7 @@ from support.each_backend import PARAMETERS
 from support.harness import PACKAGE_FOLDER
 
 from synk.backends import _dpnp, backend_module
-from synk.backends._assignment import choose_named
+from synk.backends._assignment import choose
 from synk.backends._listing import list_devices
 from synk.errors import UnsupportedError
 
@@ -45,30 +45,30 @@ CHOSEN: list[tuple[int | None, list[str] | None, list[str]]] = [
     (None, None, ["gpu:0", "gpu:1"]),
     (1, None, ["gpu:0"]),
     (None, ["gpu:1", "gpu:1"], ["gpu:1", "gpu:1"]),
-    (2, ["cpu", "gpu:0"], ["cpu", "gpu:0"]),
+    (2, ["gpu:1", "gpu:0"], ["gpu:1", "gpu:0"]),
     (2, None, ["gpu:0", "gpu:1"]),
 ]
 NOT_THERE: list[tuple[int | None, list[str] | None, str]] = [
-    (3, None, r"num_workers=3, expected at most 2.*\['gpu:0', 'gpu:0'\]"),
+    (3, None, r"num_workers=3, expected 1 to 2.*\['gpu:0', 'gpu:0'\]"),
     (None, ["gpu:2"], "got 'gpu:2' in devices, expected one of: gpu:0, gpu:1"),
-    (3, ["cpu"], "num_workers=3 and 1 devices"),
+    (3, ["gpu:1"], "num_workers=3 and 1 devices"),
     (None, [], "0 devices"),
 ]
 
 
 def test_devices_by_name(subtests: Any) -> None:
     for num_workers, devices, chosen in CHOSEN:
-        assert choose_named(FOUND, num_workers, devices) == chosen
+        assert choose(FOUND, num_workers, devices) == chosen
     for num_workers, devices, message in NOT_THERE:
         with subtests.test(message=message), pytest.raises(ValueError, match=message):
-            choose_named(FOUND, num_workers, devices)
-    no_names: tuple[Any, ...] = ("cpu", [0], [["cpu"]], 2, {"cpu": 1})
+            choose(FOUND, num_workers, devices)
+    no_names: tuple[Any, ...] = ("gpu:0", 2, {"gpu:0": 1})
     for given in no_names:
         with (
             subtests.test(given=str(given)),
-            pytest.raises(TypeError, match=r"expected a sequence of names, such as \['cpu', 'cpu'\]"),
+            pytest.raises(TypeError, match="expected a sequence of devices: gpu:0, gpu:1"),
         ):
-            backend_module("torch").place(None, given)
+            choose(FOUND, None, given)
 
 
 def test_devices_of_sycl_and_opencl() -> None:
@@ -93,10 +93,10 @@ def test_a_library_that_does_not_answer_is_named(code: str) -> None:
 
 def test_a_backend_that_was_asked_for_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_dpnp, "is_usable", lambda: False)
-    monkeypatch.setenv("SYNK_TEST_BACKENDS", "torch,dpnp")
+    monkeypatch.setenv("SYNK_TEST_BACKENDS", "cupy,dpnp")
     with pytest.raises(pytest.fail.Exception, match="asks for dpnp, which is not installed"):
         each_backend.require("dpnp", monkeypatch)
-    monkeypatch.setenv("SYNK_TEST_BACKENDS", "torch")
+    monkeypatch.setenv("SYNK_TEST_BACKENDS", "cupy")
     with pytest.raises(pytest.skip.Exception):
         each_backend.require("dpnp", monkeypatch)
 

@@ -76,11 +76,11 @@ def test_ranks_follow_the_visible_devices(subtests: pytest.Subtests, monkeypatch
     chosen = choose_devices(devices, devices=[1, "cuda:0", "GPU-00000003", 1])
     assert [str(device) for device in chosen] == ["cuda:1", "cuda:0", "cuda:3", "cuda:1"]
     refused: list[tuple[int | None, Any, type[Exception], str]] = [
-        (9, None, ValueError, r"got num_workers=9 with 4 visible GPUs, expected 1 to 4\. Pass devices=\[0, 0\]"),
+        (9, None, ValueError, r"got num_workers=9, expected 1 to 4, .* Pass devices=\['cuda:0', 'cuda:0'\]"),
         (3, [0, 1], ValueError, "got num_workers=3 and 2 devices"),
-        (None, [8], ValueError, r"got 8 in devices, expected one of the visible GPUs: cuda:0 \(GPU-00000000"),
+        (None, [8], ValueError, "got 8 in devices, expected one of: cuda:0, cuda:1"),
         (None, ["GPU-0000"], ValueError, "got 'GPU-0000' in devices"),
-        (None, "cuda:0", TypeError, r"Pass devices=\['cuda:0'\]"),
+        (None, "cuda:0", TypeError, "expected a sequence of devices: cuda:0"),
         (None, [1.0], TypeError, "expected indices, uuids or names"),
     ]
     for num_workers, given, error, text in refused:

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 import synk
-from synk.extensions.train_function import make_train_function
-from synk.extensions.updates import from_optax
+from synk.extensions.optax import train
 
 WHY = "needs JAX and optax: `make jax` installs them"
 jax = pytest.importorskip("jax", reason=WHY)
@@ -98,63 +97,6 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
-STEPS = [("a chain", "float64", 1e-12), ("adamw with a schedule", "float32", 2e-5)]
-
-
-@pytest.mark.parametrize(("kind", "dtype", "bound"), STEPS)
-def test_steps_are_those_of_plain_optax(shared_runtimes: Any, kind: str, dtype: str, bound: float) -> None:
-    """Also where gradients are clipped, with batches that are uneven or have fewer rows than workers."""
-    rt, tx = shared_runtimes[2], OPTIMIZERS[kind]()
-    with sixty_four_bits() if dtype == "float64" else contextlib.nullcontext():
-        train = make_train_function(GRADIENT, start(dtype), from_optax(tx), runtime=rt)
-        losses: list[Any] = []
-        for number in range(12):
-            losses.append((train, train.submit, train.serial)[number // 3 % 3](*batch(number, dtype)))
-        losses = [float(value.result() if hasattr(value, "result") else value) for value in losses]
-        expected, params, state = plain(tx, 12, dtype)
-    np.testing.assert_allclose(losses, expected, rtol=bound)
-    for rank in range(2):
-        assert_same(copy.deepcopy(train.params[rank]), params, bound)
-        assert_same(copy.deepcopy(train.state[rank])["optax"], state, bound)
-
-
-def test_a_run_goes_on_from_a_file_and_in_a_plain_loop(shared_runtimes: Any, tmp_path: Path) -> None:
-    """Bit for bit from the file. The state is optax's own."""
-    rt, tx = shared_runtimes[2], OPTIMIZERS["every third"]()
-
-    def make() -> Any:
-        return make_train_function(GRADIENT, start("float32"), from_optax(tx), runtime=rt)
-
-    train = make()
-    for number in range(4):
-        train(*batch(number, "float32"))
-    train.save(tmp_path / "run.npz")
-    params, state = copy.deepcopy((train.params.value, train.state.value))
-    expected = [float(train(*batch(number, "float32"))) for number in range(4, 9)]
-    again = make()
-    again.load(tmp_path / "run.npz")
-    assert [float(again(*batch(number, "float32"))) for number in range(4, 9)] == expected
-    for one, other in ((again.params, train.params), (again.state, train.state)):
-        assert_same(copy.deepcopy(one.value), copy.deepcopy(other.value), 0.0)
-    assert int(state["step"]) == 4
-    state = state["optax"]
-    for number in range(4, 9):
-        value, grads = GRADIENT(params, *batch(number, "float32"))
-        np.testing.assert_allclose(float(value), expected[number - 4], rtol=2e-5)
-        updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-
-
-def test_what_cannot_work_is_refused_in_the_master(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    with pytest.raises(TypeError, match="got function, expected an optimizer of optax"):
-        from_optax(optax.adam)
-    with pytest.raises(ValueError, match="got framework='torch' with from_optax"):
-        make_train_function(GRADIENT, start("float32"), from_optax(optax.sgd(0.1)), framework="torch", runtime=rt)
-    with pytest.raises(TypeError, match=r"got params\['hidden'\]\[0\] of dtype float64"):
-        make_train_function(GRADIENT, start("float64"), from_optax(optax.sgd(0.1)), runtime=rt)
-
-
 def test_the_loops_of_the_documentation() -> None:
     """Marked ``py`` there and not ``python``: they run only where JAX is installed."""
     blocks = re.findall(r"^```py\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
@@ -166,3 +108,76 @@ def test_the_loops_of_the_documentation() -> None:
             exec(compile(block, str(PAGE), "exec"), namespace)
     finally:
         synk.close()
+
+
+@pytest.fixture(scope="module")
+def two_workers(kept_open: Any) -> Iterator[None]:
+    """One runtime for all tests: each worker imports JAX, which takes most of a start."""
+    with synk.fork(2, backend="numpy"):
+        yield
+
+
+STEPS = [("a chain", "float64", 1e-12), ("adamw with a schedule", "float32", 2e-5)]
+
+
+@pytest.mark.parametrize(("kind", "dtype", "bound"), STEPS)
+def test_steps_are_those_of_plain_optax(two_workers: None, kind: str, dtype: str, bound: float) -> None:
+    """Also where gradients are clipped, with batches that are uneven or have fewer rows than workers, and in slices."""
+    tx = OPTIMIZERS[kind]()
+    with sixty_four_bits() if dtype == "float64" else contextlib.nullcontext():
+        fit = train(GRADIENT, start(dtype), tx)
+        losses = [float(fit(*batch(number, dtype), num_slices=1 + number // 10)) for number in range(12)]
+        expected, params, state = plain(tx, 12, dtype)
+    np.testing.assert_allclose(losses, expected, rtol=bound)
+    for rank in range(2):
+        assert_same(copy.deepcopy(fit.shared[rank]), {"params": params, "state": state}, bound)
+
+
+def test_a_run_goes_on_from_a_file(two_workers: None, tmp_path: Path) -> None:
+    """Bit for bit."""
+
+    def make() -> Any:
+        return train(GRADIENT, start("float64"), OPTIMIZERS["every third"]())
+
+    fit = make()
+    for number in range(4):
+        fit(*batch(number, "float32"))
+    synk.Program(state={"train": fit.shared}).save(tmp_path / "run")
+    expected = [float(fit(*batch(number, "float32"))) for number in range(4, 9)]
+    again = make()
+    again.shared.value = synk.Program.load(tmp_path / "run").values()["train"]
+    assert [float(again(*batch(number, "float32"))) for number in range(4, 9)] == expected
+    assert_same(copy.deepcopy(again.shared.value), copy.deepcopy(fit.shared.value), 0.0)
+
+
+class Descent:
+    """A rule of nobody's library."""
+
+    def init(self, params: Any) -> tuple[()]:
+        return ()
+
+    def step(self, params: Any, grads: Any, state: tuple[()]) -> Any:
+        return {name: params[name] - 0.1 * grads[name] for name in params}, state
+
+
+def test_any_rule_with_init_and_step(two_workers: None) -> None:
+    """A step that fails changes nothing. Against NumPy in this process."""
+    params, rule = {"w": np.zeros(3), "b": np.array(0.5)}, Descent()
+
+    def loss_and_grad(params: Any, x: Any, y: Any, scale: Any) -> Any:
+        if np.isnan(x).any():
+            raise ArithmeticError("not a number")
+        error = scale * (x @ params["w"] + params["b"] - y)
+        return {"loss": (error**2).mean()}, {"w": 2 * scale * x.T @ error / len(x), "b": 2 * scale * error.mean()}
+
+    fit, state = train(loss_and_grad, params, rule, bcast_inputs="scale"), rule.init(params)
+    for _ in range(4):
+        x, y = batch(2, "float64")[0][:, :3], np.arange(3.0)
+        with pytest.raises(ArithmeticError, match="not a number"):
+            fit(x * np.nan, y, 2.0)
+        found = fit(x, y, scale=2.0)
+        expected, grads = loss_and_grad(params, x, y, 2.0)
+        params, state = rule.step(params, grads, state)
+        np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-12)
+    for name, value in params.items():
+        np.testing.assert_allclose(fit.shared[1]["params"][name], value, rtol=1e-12)

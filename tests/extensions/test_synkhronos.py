@@ -177,3 +177,45 @@ def test_train_functions_equal_the_serial_ones(n_gpus: int) -> None:
     for param, other in zip(params, expected, strict=True):
         np.testing.assert_allclose(param.get_value(), other.get_value(), rtol=1e-12, atol=1e-15)
         np.testing.assert_array_equal(*synk.gather(param, nd_up=1)[:2])
+
+
+# -- what PyTensor has beside
+
+
+def test_outputs_givens_names_and_subsets(n_gpus: int) -> None:
+    x_dat = np.random.default_rng(0).standard_normal((17, 3))
+    x, k, z = T.matrix("x"), T.scalar("k"), T.vector("z")
+    scales = theano.shared(np.array([2.0, 1.0, 0.0]), name="scales")
+    outputs = [(k * x @ z, "gather"), (x.max(), "max"), (x.sum(0), None), T.mean(x)]
+    f = synk.function([x], outputs, bcast_inputs=[k], givens={z: scales})
+    product, largest, each, mean = f(k=3.0, x=x_dat)
+    np.testing.assert_allclose(product, 3 * x_dat @ [2, 1, 0], rtol=1e-12)
+    assert largest == x_dat.max()
+    np.testing.assert_allclose(each, [part.sum(0) for part in np.array_split(x_dat, n_gpus)], rtol=1e-12)
+    np.testing.assert_allclose(mean, x_dat.mean(), rtol=1e-9)
+    for subset in (1, [1]):
+        assert f(x_dat, 3.0, output_subset=subset) == [x_dat.max()]
+
+
+def test_each_rank_draws_numbers_of_its_own_at_each_call(n_gpus: int) -> None:
+    x, rngs = T.matrix("x"), [theano.shared(np.random.default_rng(5), name="rng") for _ in range(2)]
+    drawn = [T.random.normal(size=(x.shape[0],), rng=rng, return_next_rng=True) for rng in rngs]
+    f = synk.function(
+        [x], [(draws, "gather") for _, draws in drawn], updates=list(zip(rngs, [new for new, _ in drawn]))
+    )
+    x_dat = np.zeros((17, 3))
+    found = np.concatenate([*f(x_dat), *f(x_dat)])
+    assert len({*found}) == 4 * len(x_dat) and abs(found.mean()) < 0.5
+    one, other = f.as_theano(x_dat), f.as_theano(x_dat)  # by the graph's own generators, which go on
+    np.testing.assert_array_equal(one[0], np.random.default_rng(5).normal(size=17))
+    assert not np.any(one[0] == other[0])
+
+
+def test_what_is_refused(n_gpus: int) -> None:
+    x, w = T.matrix("x"), theano.shared(np.ones((4, 3)), name="w")
+    with pytest.raises(ValueError, match=r"cannot update w: got one of sliceable_shareds"):
+        synk.function([x], updates=[(w, w + 1)], sliceable_shareds=[w])
+    with pytest.raises(ValueError, match=r"cannot update x: got TensorVariable, expected a shared variable"):
+        synk.function([x], updates=[(x, x + 1)])
+    with pytest.raises(ValueError, match="op"):
+        synk.function([x], (x.sum(), "average"))

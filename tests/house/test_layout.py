@@ -30,7 +30,7 @@ BELOW: dict[str, tuple[str, ...]] = {
     "torch": ("_api", "_wire", "_pure", "errors"),
     "": ("torch", "profiler", "_api", "_master", "_worker", "_wire", "_pure", "errors", "_version"),
     "__main__": ("",),
-    "extensions": ("", "torch", "errors"),
+    "extensions": ("", "_pure", "errors"),
     "check": ("", "torch", "cuda", "_wire", "_pure", "errors", "_version"),
 }
 """What each folder, or file beside the folders, may import; ``""`` is the package's own ``__init__``."""
@@ -59,7 +59,6 @@ SEES_ALSO = {
     "synk.torch._point_to_point": "_worker",
     "synk": "extensions",  # by name, when joblib makes its backend
     "synk.extensions.joblib": "_api",
-    "synk.extensions.train_function": "_pure",  # how files are written
 }
 """Of a package with a half in each process, which half a file belongs to."""
 
@@ -168,7 +167,7 @@ def test_every_import_follows_the_rule() -> None:
         ("synk._master.calls.call", "from synk import _worker"),
         ("synk._api.runtime", "from synk._worker.rank import Worker"),
         ("synk._master.objects.data", "from synk import Runtime"),
-        ("synk.extensions.updates", "from synk._api.function import Function"),
+        ("synk.extensions.optax", "from synk._api.function import Function"),
         ("synk._attic.box", "x = 1"),
     ],
 )
@@ -234,9 +233,9 @@ def test_the_glossary_has_each_word_once() -> None:
     assert len(words) == len(set(words))
 
 
-OF_NO_FOLDER = {"support", "house", "pages", "faults", "first_hour", "training"}
-"""Folders that mirror none of the package: ``house`` is of the repository, ``pages`` of README, docs, demos. The last
-is of ``synk.torch``: a folder of that name could hide torch.
+OF_NO_FOLDER = {"support", "house", "pages", "seeds", "faults", "first_hour", "training"}
+"""Folders that mirror none of the package: ``house`` is of the repository, ``pages`` of README, docs, demos, ``seeds``
+of the files beside the demos in ``demos/seeds``. The last is of ``synk.torch``: a folder of that name could hide torch.
 """
 
 

@@ -22,7 +22,6 @@ PACKAGE = Path(errors.__file__).parent
 
 OTHERS = {
     # text, with {} for what is filled in: why it has another form
-    "module 'synk.torch' has no attribute {}": "Python's own words for it",
     "len() of {} with no axes": "NumPy's own words for it",
     "{}() got an unexpected keyword argument {}, expected one of {}": "as Python says it of a call that does not fit",
     "{}() {}": "as Python says it of a call that does not fit",

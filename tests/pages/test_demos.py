@@ -21,19 +21,29 @@ from support import harness
 from support.verified import all_verified
 
 ROOT = Path(__file__).resolve().parents[2]
-DEMOS = sorted((ROOT / "demos").glob("[0-9]*.py"))
+DEMOS = sorted([*(ROOT / "demos").glob("[0-9]*.py"), *(ROOT / "demos" / "seeds").glob("[0-9]*.py")])
 SMALL = {
     "00_bootstrap.py",
     "06_transfers.py",
     "10_digits_softmax.py",
     "20_torch_digits.py",
     "23_resume.py",
-    "30_kalman.py",
+    "000_kalman.py",
     "32_halo.py",
     "40_two_nodes.py",
 }
 
-ALONE = {"00_bootstrap.py", "01_intro.py", "02_data.py", "04_batch.py", "10_digits_softmax.py", "32_halo.py"}
+ALONE = {
+    "000_kalman.py",
+    "001_training.py",
+    "003_regression.py",
+    "00_bootstrap.py",
+    "01_intro.py",
+    "02_data.py",
+    "04_batch.py",
+    "10_digits_softmax.py",
+    "32_halo.py",
+}
 """These run as programs also outside the storm: they leave the end of their workers to their own end, or import
 a file beside them.
 """
@@ -41,9 +51,9 @@ a file beside them.
 CHILDREN = {"23_resume.py": ["checkpoint.pt"]}
 """What a demo that starts itself as a child gives it. Here only the child runs, which does all but be killed."""
 
-WITHOUT_SERIAL = {"22_fsdp.py", "40_two_nodes.py"}
-"""Functions of process groups, which all workers must run: they have no serial call, and compare with one process. And
-calls over nodes, which cannot be verified."""
+WITHOUT_SERIAL = {"001_training.py", "22_fsdp.py", "40_two_nodes.py"}
+"""Functions of process groups, which all workers must run: they have no serial call, and compare with one process. So
+does a training function that says how many ranks took part. And calls over nodes, which cannot be verified."""
 
 
 def test_the_demos_are_found() -> None:

@@ -83,7 +83,7 @@ def test_examples_run(path: Path, talking: set[str]) -> None:
 TALKING = {
     "profiling": {"work"},
     "programs": set(),  # by repeat
-    "communication": {"smooth", "moments", "update", "forces", "pipeline", "all_wait"},
+    "communication": {"smooth", "moments", "forces", "pipeline", "all_wait"},
     "evaluation": set(),  # in a step of replicate
     "faq": {"shifted"},
     "logging": {"waits"},

@@ -1,6 +1,6 @@
 """A runtime on each backend that is installed here, for tests that hold on all of them.
 
-CuPy's is on devices that do not exist. A backend that ``SYNK_TEST_BACKENDS`` names (``"dpnp,torch"``) must be there; of
+CuPy's is on devices that do not exist. A backend that ``SYNK_TEST_BACKENDS`` names (``"dpnp"``) must be there; of
 the others those that are missing are skipped.
 """
 
@@ -56,4 +56,4 @@ def host(value: Any) -> Any:
 
 def devices(name: str, num_workers: int) -> dict[str, Any]:
     """Return the option that starts workers on the CPU where a backend would look for a GPU."""
-    return {"devices": ["cpu"] * num_workers if name in ("torch", "dpnp") else None}
+    return {"devices": ["cpu"] * num_workers if name == "dpnp" else None}

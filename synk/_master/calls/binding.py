@@ -61,7 +61,7 @@ def bind(
             f"cannot select outputs of {name!r}: got output_subset and op None, which takes nothing apart, expected an "
             "op for each output. Build it with outputs=(None, None) or the like."
         )
-    checks = Checks(name, _framework(function, session), session, is_submitted=options.is_submitted)
+    checks = Checks(name, function.framework, session, is_submitted=options.is_submitted)
     arguments = checks.arguments(function.signature.bind(args, kwargs))
     if function.framework == "torch" or any(argument.is_tensor for argument in arguments):
         session.tell_of_unused_gpus(name)
@@ -293,14 +293,3 @@ def _check_rowless(ops: Any, name: str) -> None:
                 "sharded variable that the function closes over. Use op 'first' if all ranks compute the same value, "
                 "or build it with per_rank=True if each rank contributes its own."
             )
-
-
-def _framework(function: Callee, session: Session) -> str | None:
-    """Return the library whose arrays a function gets: the one it names, or the backend's default."""
-    default = session.assignment.framework
-    if default is not None and function.framework not in (None, default):
-        raise ValueError(
-            f"cannot call {function.name!r} with backend {session.backend!r}: got framework={function.framework!r}, "
-            f"expected {default!r} or None. Fork with another backend, or leave framework out."
-        )
-    return function.framework or default

@@ -53,10 +53,9 @@ class LoadedFunction:
         self.updates = updates
         self.to_framework: Callable[[Any], Any] | None = None
         self.from_framework: Callable[[Any], Any] | None = None
-        is_torch = (framework or backend.framework) == "torch"
-        self.is_tensor: Callable[[Any], bool] = is_tensor if is_torch else _is_nothing
-        if framework is not None or backend.framework is not None:
-            self.to_framework, self.from_framework = backend.converters(framework or "numpy")
+        self.is_tensor: Callable[[Any], bool] = is_tensor if framework == "torch" else _is_nothing
+        if framework is not None:
+            self.to_framework, self.from_framework = backend.converters(framework)
 
 
 class OutputSlots:

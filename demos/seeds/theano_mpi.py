@@ -1,14 +1,12 @@
-"""PyTensor on workers: whole graphs as functions, and messages as operations that overlap with the rest of a graph.
+"""Seed 000: the names of Theano's ``tensor.io`` and ``gof.sched``, for graphs of PyTensor on synk's workers.
 
-:func:`function` compiles a graph to a function that runs on all workers as one call. The messages have the names of
-Theano's ``tensor.io`` and ``gof.sched``. A program that uses them runs in a synk function after a change of its
-imports; its ranks are those of the call.
+A program that uses them runs in a synk function after a change of its imports; its ranks are those of the call.
 
 Examples
 --------
 >>> import numpy as np, pytensor.tensor as pt, synk
 >>> from pytensor import function as compiled
->>> from synk.extensions.pytensor import mode, recv, send
+>>> from theano_mpi import mode, recv, send
 >>> def double_elsewhere(x):
 ...     if synk.comm.rank == 0:
 ...         v = pt.vector("v", dtype="float64")
@@ -30,6 +28,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from ordering import schedule
 from pytensor.compile.mode import Mode
 from pytensor.graph.basic import Apply, Variable
 from pytensor.graph.op import Op
@@ -38,10 +37,6 @@ from pytensor.link.c.type import generic
 from pytensor.tensor import as_tensor_variable, tensor
 
 import synk
-from synk.extensions._pytensor_function import PyTensorFunction, function, remote
-from synk.extensions.dataflow import schedule
-
-__all__ = ["PyTensorFunction", "function", "mode", "mpi_cmps", "recv", "remote", "send", "sort_schedule_fn"]
 
 
 class _Message(Op):
@@ -143,13 +138,8 @@ def send(x: Any, dest: int, tag: int) -> Variable:
     variable
         The receipt: True once the message has been sent. Make it an output of the compiled function. Otherwise it is
         not computed, and nothing is sent.
-
-    Raises
-    ------
-    ValueError
-        If ``dest`` or ``tag`` is not an integer of at least 0.
     """
-    message = *_checked("send", dest, tag), time.monotonic_ns()
+    message = dest, tag, time.monotonic_ns()
     return _SendWait(*message)(_Send(*message)(as_tensor_variable(x)))
 
 
@@ -167,22 +157,10 @@ def recv(shape: Sequence[int], dtype: Any, source: int, tag: int) -> Variable:
     Returns
     -------
     variable
-
-    Raises
-    ------
-    ValueError
-        If ``source`` or ``tag`` is not an integer of at least 0.
     """
-    message = *_checked("receive", source, tag), time.monotonic_ns()
+    message = source, tag, time.monotonic_ns()
     sizes = tuple(int(size) for size in shape)
     return _RecvWait(*message)(_Recv(*message, sizes, np.dtype(dtype).name)())
-
-
-def _checked(verb: str, peer: Any, tag: Any) -> tuple[int, int]:
-    for name, value in (("rank", peer), ("tag", tag)):
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
-            raise ValueError(f"cannot {verb} in a graph: got {name} {value!r}, expected an int from 0 on.")
-    return int(peer), int(tag)
 
 
 def _message_of(node: Apply) -> tuple[str, tuple[int, int]] | None:
@@ -228,7 +206,8 @@ def _ordered(cmps: Sequence[Callable[[Apply], tuple[str, Any] | None]], graph: A
     for node in messages:
         if isinstance(node.op, _RecvWait):
             needs[node].update(each for each in messages if each.op.kind == "send" and each.op.built < node.op.built)
-    return schedule(nodes, needs, lambda node: known[node][0], lambda node: known[node][1])
+    kinds, tags = ({node: each[place] for node, each in known.items()} for place in (0, 1))
+    return schedule(nodes, needs, kinds, tags)
 
 
 def mode() -> Mode:

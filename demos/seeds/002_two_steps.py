@@ -1,10 +1,10 @@
-"""A program in two steps: built and tried on NumPy workers, then moved to other devices, and its state brought back.
+"""Seed 002: a program in two steps, built on NumPy workers, then moved to other devices, and its state brought back.
 
 PageRank by power iteration. The first steps run where the program was built. Then its pickle, which knows no device, is
 put on OpenCL devices if dpnp is installed, and else on another number of NumPy workers; there it runs a hundred times
 for one message.
 
-Run: python demos/50_two_steps.py
+Run: python demos/seeds/002_two_steps.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A Kalman filter's update on two ranks, whose messages find their order by themselves.
+"""Seed 000: a Kalman filter's update on two ranks, whose messages find their order by themselves.
 
 Rank 0 updates the mean, rank 1 the covariance, for which it needs four matrices of rank 0. The program says what is
 sent, not when: operations are ordered so that messages travel while both ranks compute. First for functions of NumPy,
@@ -8,7 +8,7 @@ then, where PyTensor is installed, for the program with which M. Rocklin showed 
 Do not expect it to be fast. What leads to the covariance takes 10.67 of the 11.33 n^3 operations, one after the other;
 only the factors for the mean are computed beside it. So two ranks can save 6 % at most. It shows the order.
 
-Run: python demos/30_kalman.py
+Run: python demos/seeds/000_kalman.py
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import time
 from typing import Any
 
 import numpy as np
+from dataflow import flow, recv, send
 
 import synk
-from synk.extensions.dataflow import flow
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--size", choices=("small", "full"), default="full", help="small: for tests")
@@ -46,15 +46,15 @@ def update_mean(mu: Any, Sigma: Any, H: Any, R: Any, data: Any) -> tuple[Any, An
     B = R + H @ A
     new_mu = mu + A @ np.linalg.solve(B, H @ mu - data)
     for tag, matrix in enumerate((H, B, Sigma, A), 1):
-        flow.send(matrix, 1, tag)
-    return new_mu, flow.recv(1, 5)
+        send(matrix, 1, tag)
+    return new_mu, recv(1, 5)
 
 
 @flow
 def update_covariance() -> None:
-    H, B, Sigma, A = (flow.recv(0, tag) for tag in (1, 2, 3, 4))
+    H, B, Sigma, A = (recv(0, tag) for tag in (1, 2, 3, 4))
     new_Sigma = Sigma - A @ np.linalg.solve(B, H) @ Sigma
-    flow.send(new_Sigma, 0, 5)
+    send(new_Sigma, 0, 5)
 
 
 def by_numpy(mu: Any, Sigma: Any, H: Any, R: Any, data: Any) -> tuple[Any, Any, str, float]:
@@ -78,8 +78,7 @@ def by_pytensor(mu: Any, Sigma: Any, H: Any, R: Any, data: Any) -> tuple[Any, An
         return *serial(mu, Sigma, H, R, data), "", 0.0
     import pytensor
     from pytensor.tensor import linalg
-
-    from synk.extensions.pytensor import mode, recv, send
+    from theano_mpi import mode, recv, send
 
     dot = pytensor.tensor.dot
     numeric_inputs = (mu, Sigma, H, R, data)

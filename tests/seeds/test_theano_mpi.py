@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import os
 import pickle
 from collections.abc import Callable
@@ -54,8 +55,7 @@ def kalman(rank: int, dtype: str, numeric_inputs: list[Any]) -> tuple[list[str],
     import pytensor.tensor.linalg as linalg
     from pytensor.compile.mode import Mode
     from pytensor.link.c.basic import OpWiseCLinker
-
-    from synk.extensions.pytensor import mpi_cmps, recv, send, sort_schedule_fn
+    from theano_mpi import mpi_cmps, recv, send, sort_schedule_fn
 
     dot = pytensor.tensor.dot
     n = len(numeric_inputs[0])
@@ -144,8 +144,7 @@ def test_the_published_program(shared_runtimes: Any) -> None:
 def tools() -> tuple[Any, Any, Any, Any, Any]:
     import pytensor
     import pytensor.tensor as pt
-
-    from synk.extensions.pytensor import mode, recv, send
+    from theano_mpi import mode, recv, send
 
     return pytensor, pt, send, recv, mode()
 
@@ -169,15 +168,11 @@ def test_constants_in_place_operations_and_messages_to_oneself(shared_runtimes: 
         assert receipts == [True, True]
 
 
-def test_what_cannot_be_ordered_or_sent_is_refused() -> None:
-    pytensor, pt, send, recv, mode = tools()
+def test_what_cannot_be_ordered_is_refused() -> None:
+    pytensor, pt, send, _, mode = tools()
     x = pt.vector("x", dtype="float64")
-    with pytest.raises(ValueError, match=r"got two of kind 'send' with tag 4 and peer 1 and no order between them"):
+    with pytest.raises(ValueError, match=r"got two of kind 'send' with tag .4, 1. and no order between them"):
         pytensor.function([x], [send(x, 1, 4), send(x, 1, 4)], mode=mode)
-    with pytest.raises(ValueError, match="cannot send in a graph: got tag -1, expected an int from 0 on"):
-        send(x, 0, -1)
-    with pytest.raises(ValueError, match="cannot receive in a graph: got rank 'a', expected an int from 0 on"):
-        recv((2,), "int8", "a", 1)
 
 
 def test_a_receipt_that_is_left_out(shared_runtimes: Any) -> None:
@@ -189,3 +184,9 @@ def test_a_receipt_that_is_left_out(shared_runtimes: Any) -> None:
 
     with pytest.raises(CollectiveMismatch, match=r"rank 0 left the function without sending it"):
         on_ranks(shared_runtimes[2], program)
+
+
+def test_the_example() -> None:
+    import theano_mpi
+
+    assert doctest.testmod(theano_mpi).failed == 0

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-import os
+import doctest
 import pickle
 import random
-import signal
 from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
+import dataflow
 import numpy as np
 import pytest
+from dataflow import Deferred, flow, recv, send
 
 import synk
-from synk.errors import WorkerDied
-from synk.extensions.dataflow import Deferred, flow
 
 Event = tuple[Any, ...]
 
@@ -117,7 +115,7 @@ def test_random_programs_have_the_bits_of_plain_numpy(shared_runtimes: Any, size
     def step(own: list[Event], values: dict[str, Any]) -> dict[str, Any]:
         rng = np.random.default_rng(9)
         for event in own:
-            act(event, values, flow.send, flow.recv, rng)
+            act(event, values, send, recv, rng)
         return values
 
     def run(x: np.ndarray) -> list[dict[str, np.ndarray]]:
@@ -146,8 +144,7 @@ def test_what_needs_a_value_computes_it_and_what_it_hangs_on() -> None:
     def asked(total: Any, y: Any) -> list[Any]:
         return [
             float(total), bool(total > 0), len(y), y.shape, y.dtype, list(y[0]), y.tolist(), np.asarray(y),
-            f"{total:.1f}", repr(y), range(9)[np.argmin(y)], 28.0 in y[0], copy.deepcopy(y),
-            pickle.loads(pickle.dumps(y)), *np.linalg.qr(y), tuple(np.shape(y)),
+            repr(y), range(9)[np.argmin(y)], *np.linalg.qr(y), tuple(np.shape(y)),
         ]  # fmt: skip
 
     @flow
@@ -189,7 +186,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
 READ_ONLY: dict[str, Callable[[Any], Any]] = {
     "positional out": lambda x: np.cumsum(x, None, None, np.zeros(3)),
     "as an array": lambda x: assign(np.asarray(x * 2)),
-    "of a called function": lambda x: flow.call(lambda y: y.fill(0), x),
+    "of a called function": lambda x: dataflow.call(lambda y: y.fill(0), x),
 }
 
 
@@ -205,77 +202,20 @@ def test_writes_are_refused(subtests: pytest.Subtests) -> None:
             np.testing.assert_array_equal(x, [3.0, np.nan, 1.0])
 
 
-def test_what_else_is_refused(subtests: pytest.Subtests) -> None:
-    cases: list[tuple[Callable[[Any], Any], str]] = [
-        (flow(lambda x: x + flow.call(np.random.default_rng(0).random, 3)), r"cannot record random\(\) in a flow"),
-        (lambda x: flow.send(x, 1), r"cannot send: got a call outside of a flow, .* Elsewhere use synk.comm"),
-        (flow(lambda x: flow.send(x, 0, -1)), "cannot send in a flow: got tag=-1, expected an int from 0 on"),
-    ]
-    for call, text in cases:
-        with subtests.test(text=text), pytest.raises((RuntimeError, TypeError, ValueError), match=text):
-            call(np.zeros(3))
-
-
 def test_what_a_step_is_given_and_returns() -> None:
-    """Nested arguments, of methods too; steps inside of steps are parts of them; an input comes back as it is."""
-    inner = flow(lambda x: x + 1)
+    """Nested arguments; an input comes back as it is."""
 
-    class Model:
-        @flow
-        def outer(self, pair: tuple[Any, Any], *, scale: Any) -> dict[str, Any]:
-            """Add."""
-            found = inner(pair[0]) + pair[1] * scale
-            return {"sum": found, "whole": [flow.call(sorted, [3, 1]), None], "same": pair[0]}
+    @flow
+    def step(pair: tuple[Any, Any], *, scale: Any) -> dict[str, Any]:
+        """Add."""
+        return {"sum": pair[0] + pair[1] * scale, "whole": [dataflow.call(sorted, [3, 1]), None], "same": pair[0]}
 
     x = np.zeros(2)
-    found = Model().outer((x, np.ones(2)), scale=np.full(2, 3.0))
-    assert (found["sum"].tolist(), found["whole"]) == ([4, 4], [[1, 3], None])
-    assert [each.name for each in Model.outer.trace] == ["add", "multiply", "add", "sorted"]
-    assert Model.outer.__doc__ == "Add." and found["same"] is x
+    found = step((x, np.ones(2)), scale=np.full(2, 3.0))
+    assert (found["sum"].tolist(), found["whole"]) == ([3, 3], [[1, 3], None])
+    assert [each.name for each in step.trace] == ["multiply", "add", "sorted"]  # type: ignore[attr-defined]
+    assert step.__doc__ == "Add." and found["same"] is x
 
 
-# ----- errors, deaths, interrupts
-
-
-def test_an_error_names_the_line_of_the_program(shared_runtimes: Any) -> None:
-    @flow
-    def step(x: Any) -> Any:
-        bad = np.linalg.solve(x, x)  # singular
-        return bad + 1
-
-    with pytest.raises(np.linalg.LinAlgError, match="Singular") as caught:
-        step(np.zeros((2, 2)))
-    note = caught.value.__notes__[-1]
-    assert note.startswith("Of the flow 'step': 'solve', recorded in step, file ")
-    assert note.endswith(": bad = np.linalg.solve(x, x)  # singular")
-    assert f'file "{__file__}"' in note
-    with pytest.raises(np.linalg.LinAlgError) as remote:
-        shared_runtimes[2].function(step, bcast_inputs="x", outputs=None)(np.zeros((2, 2)))
-    assert note in remote.value.__notes__
-
-
-@pytest.mark.parametrize("how", ["death", "interrupt"])
-def test_a_step_that_is_ended_leaves_nothing(reused: Any, how: str) -> None:
-    rt, master = reused(2), os.getpid()
-
-    def end(x: np.ndarray) -> np.ndarray:
-        if how == "death":
-            os.kill(os.getpid(), signal.SIGKILL)
-        os.kill(master, signal.SIGINT)
-        signal.pause()  # until the interrupt comes
-        return x
-
-    @flow
-    def step(x: Any, ends: bool) -> Any:
-        other = 1 - synk.comm.rank
-        flow.send(np.ones(300_000), other, 7)  # in the outbox, and left there
-        if ends and synk.comm.rank:
-            x = flow.call(end, x)
-        flow.send(x, other)
-        return flow.recv(other) + flow.recv(other, 7)[0]
-
-    f = rt.function(lambda x, ends: step(x, ends), bcast_inputs="ends", outputs="gather")
-    for _ in range(2):
-        with pytest.raises(WorkerDied if how == "death" else KeyboardInterrupt):
-            f(np.arange(4.0), True)
-        assert f(np.arange(4.0), False).tolist() == [3, 4, 1, 2]
+def test_the_example() -> None:
+    assert doctest.testmod(dataflow).failed == 0

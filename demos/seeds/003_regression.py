@@ -1,15 +1,17 @@
-"""A regression by LBFGS on all ranks: the loss is a sum over them, and torch differentiates through the sum.
+"""Seed 003: mpi4torch's example, a regression by LBFGS on all ranks, with a function of synk around it.
 
-Every rank has its own rows and runs the same optimizer. First derivatives go through two collectives, and so do second
-ones, which give the standard errors of the parameters. The results are those of one process.
+Every rank has its own rows and runs the same optimizer. The loss is a sum over the ranks, and torch differentiates
+through the sum. First derivatives go through two collectives, and so do second ones, which give the standard errors of
+the parameters. The results are those of one process.
 
-Run: python demos/31_differentiable.py
+Run: python demos/seeds/003_regression.py
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import mpi4torch
 import torch
 
 import synk
@@ -47,13 +49,19 @@ def fit(loss_of: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, 
 def fit_on_ranks(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Fit all rows, of which this rank has some."""
 
-    def loss_of(parameters: torch.Tensor) -> torch.Tensor:
-        # backward() adds up the losses of all ranks, which are equal here; the mean of the parameters, which are equal
-        # too, divides by as many.
-        shared = synk.torch.all_reduce(parameters, "sum") / synk.comm.world_size
-        return synk.torch.all_reduce(residuals(shared, x, y), "sum")
+    comm = mpi4torch.COMM_WORLD
 
-    return fit(loss_of)
+    def lossfunction(params: torch.Tensor) -> torch.Tensor:
+        # average initial params to bring all ranks on the same page
+        params = comm.Allreduce(params, mpi4torch.MPI_SUM) / comm.size
+
+        # compute local loss
+        localloss = residuals(params, x, y)
+
+        # sum up the loss among all ranks
+        return comm.Allreduce(localloss, mpi4torch.MPI_SUM)
+
+    return fit(lossfunction)
 
 
 expected, expected_hessian = fit(lambda parameters: residuals(parameters, inputs, outputs))

@@ -1,7 +1,6 @@
-"""The names of mpi4torch (https://github.com/helmholtz-analytics/mpi4torch), inside functions on synk's workers.
+"""Seed 003: the names of mpi4torch, https://github.com/helmholtz-analytics/mpi4torch, inside functions on workers.
 
-A program for mpi4torch runs after ``import synk.extensions.mpi4torch as mpi4torch``. If other modules import it by its
-name, use ``sys.modules["mpi4torch"] = synk.extensions.mpi4torch``. The differences are:
+A program for mpi4torch runs as it is with this file on its path: ``003_regression.py`` is its example. The differences:
 
 - The ranks are those that run the call, and the communicator has a meaning only inside a function.
 - The in-place operations write the values into their argument, but return another tensor, which has the gradient.
@@ -12,30 +11,16 @@ name, use ``sys.modules["mpi4torch"] = synk.extensions.mpi4torch``. The differen
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 
 from synk import comm
-from synk.torch import (
-    Handle,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    broadcast,
-    gather,
-    irecv,
-    isend,
-    join_dummies,
-    recv,
-    reduce,
-    scatter,
-    send,
-    wait,
-)
-from synk.torch._adjoints import check_has_gradient
+from synk import torch as t
 
 MPI_MAX, MPI_MIN, MPI_SUM, MPI_PROD, MPI_LAND, MPI_BAND, MPI_LOR, MPI_BOR, MPI_LXOR, MPI_BXOR = range(1, 11)
 MPI_MINLOC, MPI_MAXLOC = 11, 12
@@ -50,9 +35,31 @@ _FOLDS = {
     MPI_BXOR: torch.bitwise_xor,
 }
 
-WaitHandle = Handle
-JoinDummies = join_dummies
-JoinDummiesHandle = join_dummies
+
+WaitHandle: TypeAlias = Any
+"""What ``Isend`` and ``Irecv`` return."""
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *dummies: torch.Tensor) -> torch.Tensor:
+        ctx.kinds = [(each.shape, each.dtype, each.device) for each in dummies]  # not the tensors, which may be large
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.kinds)
+
+
+def JoinDummies(x: torch.Tensor, dummies: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return ``x`` so that torch sees it depend on other tensors as well. Their gradients through it are zero."""
+    joined: torch.Tensor = _Join.apply(x, *dummies)
+    return joined
+
+
+def JoinDummiesHandle(handle: Any, dummies: Sequence[torch.Tensor]) -> Any:
+    """Return another handle of the same message, to use in place of the first."""
+    return dataclasses.replace(handle, dummy=JoinDummies(handle.dummy, dummies))
 
 
 def _allreduce(tensor: torch.Tensor, op: int, is_alone: bool) -> torch.Tensor:
@@ -65,7 +72,7 @@ def _allreduce(tensor: torch.Tensor, op: int, is_alone: bool) -> torch.Tensor:
     if is_alone:
         return tensor.clone()
     if op in _OPS:
-        return all_reduce(tensor, _OPS[op])
+        return t.all_reduce(tensor, _OPS[op])
     folded: torch.Tensor = _Fold.apply(tensor, op)
     return folded
 
@@ -80,7 +87,12 @@ class _Fold(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        check_has_gradient("a reduction", "a logical one")
+        _refuse_gradient("a logical one")
+
+
+def _refuse_gradient(op: str) -> NoReturn:
+    """Raise RuntimeError. All ranks gave the same op, so all of them raise, and none of them waits for another one."""
+    raise RuntimeError(f"cannot differentiate Allreduce: got op {op!r}, expected MPI_SUM. Pass it tensor.detach().")
 
 
 @torch.library.custom_op("synk::mpi4torch_allreduce", mutates_args=())
@@ -93,7 +105,8 @@ def _remember(ctx: Any, inputs: tuple[torch.Tensor, int, bool], output: torch.Te
 
 
 def _backward(ctx: Any, gradient: torch.Tensor) -> Any:
-    check_has_gradient("Allreduce", _OPS.get(ctx.op, "a logical one"))
+    if ctx.op != MPI_SUM:
+        _refuse_gradient(_OPS.get(ctx.op, "a logical one"))
     return _allreduce(gradient, MPI_SUM, ctx.is_alone), None, None
 
 
@@ -119,7 +132,7 @@ class _Communicator:
     def Bcast_(self, tensor: torch.Tensor, root: int) -> torch.Tensor:
         """Copy the values of ``root`` into all ranks' tensors and return them: see :func:`synk.torch.broadcast`."""
         source = self._rank_of(root)
-        result = tensor.clone() if self._is_alone else broadcast(tensor, source)
+        result = tensor.clone() if self._is_alone else t.broadcast(tensor, source)
         _overwrite(tensor, result)
         return result
 
@@ -127,18 +140,18 @@ class _Communicator:
         """Reduce into the tensor of ``root`` and return it. On other ranks the result has no meaning."""
         target = self._rank_of(root)
         is_plain = op in _OPS and not self._is_alone
-        result = reduce(tensor, _OPS[op], target) if is_plain else _allreduce(tensor, op, self._is_alone)
+        result = t.reduce(tensor, _OPS[op], target) if is_plain else _allreduce(tensor, op, self._is_alone)
         _overwrite(tensor, result)
         return result
 
     def Gather(self, tensor: torch.Tensor, gatheraxis: int, root: int) -> torch.Tensor:
         """Join tensors along an axis on ``root``: see :func:`synk.torch.gather`."""
         target = self._rank_of(root)
-        return tensor.clone() if self._is_alone else gather(tensor, gatheraxis, target)
+        return tensor.clone() if self._is_alone else t.gather(tensor, gatheraxis, target)
 
     def Allgather(self, tensor: torch.Tensor, gatheraxis: int) -> torch.Tensor:
         """Join tensors along an axis on all ranks: see :func:`synk.torch.all_gather`."""
-        return tensor.clone() if self._is_alone else all_gather(tensor, gatheraxis)
+        return tensor.clone() if self._is_alone else t.all_gather(tensor, gatheraxis)
 
     def Scatter(self, tensor: torch.Tensor, scatteraxis: int, numelem: int, root: int) -> torch.Tensor:
         """Return ``numelem`` elements of ``root``'s tensor along an axis: see :func:`synk.torch.scatter`."""
@@ -146,7 +159,7 @@ class _Communicator:
         if self._is_alone:
             return tensor.clone()
         sizes = comm.gather(torch.tensor([numelem], device=tensor.device), source)
-        return scatter(tensor, scatteraxis, source, sizes=None if sizes is None else sizes.tolist())
+        return t.scatter(tensor, scatteraxis, source, sizes=None if sizes is None else sizes.tolist())
 
     def Alltoall(self, tensor: torch.Tensor, gatheraxis: int, scatteraxis: int, numelem: int) -> torch.Tensor:
         """Return the result of ``Gather`` and then ``Scatter``: see :func:`synk.torch.all_to_all`."""
@@ -157,27 +170,27 @@ class _Communicator:
         if gatheraxis % tensor.ndim == scatteraxis % tensor.ndim:
             start, stop = _bounds(lengths)[self.rank]
             sizes = tuple(max(0, min(stop, end) - max(start, begin)) for begin, end in _bounds(sizes))
-        return all_to_all(tensor, scatteraxis, gatheraxis, sizes=sizes)
+        return t.all_to_all(tensor, scatteraxis, gatheraxis, sizes=sizes)
 
-    def Isend(self, tensor: torch.Tensor, dest: int, tag: int) -> Handle:
+    def Isend(self, tensor: torch.Tensor, dest: int, tag: int) -> Any:
         """Start a send: see :func:`synk.torch.isend`."""
-        return isend(tensor, self._rank_of(dest), tag)
+        return t.isend(tensor, self._rank_of(dest), tag)
 
-    def Irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Handle:
+    def Irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Any:
         """Start a receive: see :func:`synk.torch.irecv`."""
-        return irecv(self._rank_of(source), tag, like=tensor)
+        return t.irecv(self._rank_of(source), tag, like=tensor)
 
-    def Wait(self, waithandle: Handle) -> torch.Tensor:
-        """Return the received tensor or, for a send, a tensor for ``JoinDummies``: see :func:`synk.torch.wait`."""
-        return wait(waithandle)
+    def Wait(self, waithandle: Any) -> torch.Tensor:
+        """Return the received tensor or, for a send, a tensor for ``JoinDummies``."""
+        return waithandle.wait()
 
     def Send(self, tensor: torch.Tensor, dest: int, tag: int) -> torch.Tensor:
         """Send, and return a tensor for ``JoinDummies``: see :func:`synk.torch.send`."""
-        return send(tensor, self._rank_of(dest), tag)
+        return t.send(tensor, self._rank_of(dest), tag)
 
     def Recv(self, tensor: torch.Tensor, source: int, tag: int) -> torch.Tensor:
         """Return the received tensor: see :func:`synk.torch.recv`."""
-        return recv(self._rank_of(source), tag, like=tensor)
+        return t.recv(self._rank_of(source), tag, like=tensor)
 
     def _rank_of(self, place: int) -> int:
         if not 0 <= place < self.size:
@@ -220,7 +233,7 @@ def comm_from_mpi4py(comm_of_mpi: Any) -> MPI_Communicator:
         return COMM_WORLD
     raise ValueError(
         f"cannot convert a communicator of mpi4py: got rank {place} of {size}, expected this rank alone, or rank "
-        f"{COMM_WORLD.rank} of {COMM_WORLD.size} as in the call. Use synk.extensions.mpi4torch.COMM_WORLD."
+        f"{COMM_WORLD.rank} of {COMM_WORLD.size} as in the call. Use COMM_WORLD of this module."
     )
 
 
