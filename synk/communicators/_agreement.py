@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from synk._pure.ranges import LINE_NBYTES
-from synk.communicators._buffers import named_dtype
+from synk.communicators._checks import named_dtype
 from synk.communicators._host import HostCommunicator
 from synk.communicators._layout import WORD_NBYTES
 from synk.communicators._messages import Incoming, Outgoing

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from synk._pure.dtypes import dtype_name
-from synk.communicators._buffers import DTYPE_NAMES, named_dtype
+from synk.communicators._checks import DTYPE_NAMES, named_dtype
 from synk.communicators._results import Place
 from synk.communicators._schedule import Steps
 from synk.communicators._shm_collectives import ShmCollectives, StreamReading, flat_bytes

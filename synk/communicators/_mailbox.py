@@ -24,7 +24,7 @@ import numpy as np
 
 from synk._pure.ranges import LINE_NBYTES, round_up
 from synk._wire.process_memory import read_memory
-from synk.communicators._buffers import DTYPE_NAMES, named_dtype
+from synk.communicators._checks import DTYPE_NAMES, named_dtype
 from synk.communicators._messages import (
     HEADER,
     IN_RING,

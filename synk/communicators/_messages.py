@@ -12,7 +12,7 @@ import numpy as np
 from synk._pure.arrays import address_of
 from synk._pure.dtypes import dtype_name
 from synk._pure.ranges import LINE_NBYTES, round_up
-from synk.communicators._buffers import DTYPE_NAMES, named_dtype
+from synk.communicators._checks import DTYPE_NAMES, named_dtype
 from synk.communicators._rendezvous import CommRequest
 from synk.errors import CollectiveMismatch
 

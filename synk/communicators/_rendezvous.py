@@ -28,7 +28,7 @@ from synk._pure.ops import REDUCE_OPS
 from synk._pure.ranges import LINE_NBYTES
 from synk._wire.channel import Looked, Patience
 from synk._wire.memory import Fence, Segment
-from synk.communicators._buffers import DTYPE_NAMES
+from synk.communicators._checks import DTYPE_NAMES
 from synk.communicators._layout import WORD_NBYTES, ControlLayout
 from synk.errors import CollectiveMismatch, SynkError
 

@@ -19,9 +19,7 @@ from synk._pure.dtypes import dtype_name
 from synk._pure.ops import REDUCTIONS
 from synk._pure.ranges import LINE_NBYTES, chunk_bounds, round_up
 from synk._wire.process_memory import read_memory
-from synk.communicators import Buffer
-from synk.communicators._buffers import as_array, named_dtype
-from synk.communicators._checks import check_buffers
+from synk.communicators._checks import named_dtype
 from synk.communicators._host import HostCommunicator
 from synk.communicators._layout import MAX_HEAD_WORDS, WORD_NBYTES
 from synk.communicators._mailbox import Mailbox
@@ -151,15 +149,15 @@ class ShmCollectives(HostCommunicator):
         yield from self.start_steps("barrier")
         yield from self.meet_steps()
 
-    def all_reduce_arrays(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None) -> Steps:
+    def all_reduce_steps(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None) -> Steps:
         yield from self.start_steps("all_reduce", dtype_name(source.dtype), source.size, op, weight=weight)
         yield from self._reduce(source, target, op, is_receiver=True)
 
-    def reduce_arrays(self, source: np.ndarray, target: np.ndarray, op: str, root: int, weight: float | None) -> Steps:
+    def reduce_steps(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None, root: int) -> Steps:
         yield from self.start_steps("reduce", dtype_name(source.dtype), source.size, op, root, weight=weight)
         yield from self._reduce(source, target, op, is_receiver=self.rank == root)
 
-    def reduce_scatter_arrays(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None) -> Steps:
+    def reduce_scatter_steps(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None) -> Steps:
         size, count = len(self.ranks), target.size
         yield from self.start_steps("reduce_scatter", dtype_name(source.dtype), count, op, weight=weight)
         if self.is_small(source.nbytes):
@@ -239,22 +237,18 @@ class ShmCollectives(HostCommunicator):
         parts = [mine if rank == self.rank else self.part(rank, half, offset, mine) for rank in self.ranks]
         REDUCTIONS[op].reduce_into(parts, self._weights, target)
 
-    def broadcast_steps(self, buffer: Buffer, root: int) -> Steps:
-        array = as_array(buffer)
+    def broadcast_steps(self, array: np.ndarray, root: int) -> Steps:
         self.check_member("broadcast", "root", root)
-        yield from self.start_steps("broadcast", buffer.dtype, buffer.count, peer=root)
+        yield from self.start_steps("broadcast", dtype_name(array.dtype), array.size, peer=root)
         whole, is_root = flat_bytes(array), self.rank == root
         yield from self.copy_steps({0: whole} if is_root else {}, [StreamReading(root, 0, whole)][is_root:], whole.size)
 
-    def all_gather_steps(self, send: Buffer, recv: Buffer) -> Steps:
-        self._check_active("all_gather")
-        count = send.count
-        check_buffers("all_gather", send, recv, send_count=count, recv_count=len(self.ranks) * count)
-        source, blocks = flat_bytes(as_array(send)), flat_bytes(as_array(recv)).reshape(len(self.ranks), -1)
-        yield from self.start_steps("all_gather", send.dtype, count)
+    def all_gather_steps(self, source: np.ndarray, target: np.ndarray) -> Steps:
+        yield from self.start_steps("all_gather", dtype_name(source.dtype), source.size)
+        mine, blocks = flat_bytes(source), flat_bytes(target).reshape(len(self.ranks), -1)
         readings = [StreamReading(rank, 0, block) for rank, block in zip(self.ranks, blocks) if rank != self.rank]
-        yield from self.copy_steps({0: source}, readings, source.size)
-        blocks[self._position()] = source
+        yield from self.copy_steps({0: mine}, readings, mine.size)
+        blocks[self._position()] = mine
 
     # -- copies ----------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from synk.communicators._buffers import as_buffer, check_out
+from synk.communicators._checks import check_out
 from synk.communicators._exchange import DIVIDED, Exchange
 from synk.communicators._rendezvous import CommRequest, packed
 from synk.communicators._results import Place
@@ -94,10 +94,10 @@ class ShortCollectives:
         collectives, source = self._collectives, array.reshape(-1)
         target = source if result is None else result.reshape(-1)
         if kind == "reduce":
-            return collectives.reduce_arrays(source, target, op, self._ranks[root], weight)
+            return collectives.reduce_steps(source, target, op, weight, self._ranks[root])
         if kind == "reduce_scatter":
-            return collectives.reduce_scatter_arrays(source, target, op, weight)
-        return collectives.all_reduce_arrays(source, target, op, weight)
+            return collectives.reduce_scatter_steps(source, target, op, weight)
+        return collectives.all_reduce_steps(source, target, op, weight)
 
     def copy(self, kind: str, array: Any, root: int, out: Any) -> Any:
         """Take part in a ``broadcast``, an ``all_gather`` that stacks, or an exchange of rows in equal blocks."""
@@ -148,10 +148,10 @@ class ShortCollectives:
         collectives, result = self._collectives, self._place(plan, out)
         assert result is not None
         if kind == "all_gather":
-            self._collectives.run(collectives.all_gather_steps(as_buffer(array), as_buffer(result)))
+            self._collectives.run(collectives.all_gather_steps(array, result))
             return result
         is_root = self._ranks[root] == collectives.rank
-        self._collectives.run(collectives.broadcast_steps(as_buffer(array if is_root else result), self._ranks[root]))
+        self._collectives.run(collectives.broadcast_steps(array if is_root else result, self._ranks[root]))
         if is_root and result is not array:
             result[...] = array
         return result

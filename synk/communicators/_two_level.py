@@ -20,10 +20,7 @@ import numpy as np
 from synk._pure.dtypes import dtype_name
 from synk._pure.ops import REDUCTIONS, accumulator_dtype
 from synk._pure.ranges import chunk_bounds
-from synk.communicators import Buffer
 from synk.communicators._agreement import NOTHING, OWN_TAG, NodeAgreement
-from synk.communicators._buffers import as_array
-from synk.communicators._checks import check_buffers
 from synk.communicators._exchange import DIVIDED, asked_for
 from synk.communicators._far_exchange import FarExchange
 from synk.communicators._mailbox import Mailbox
@@ -76,7 +73,7 @@ class TwoLevel(NodeAgreement):
 
     # -- reductions ----------------------------------------------------------------------------------------------------
 
-    def all_reduce_arrays(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None) -> Steps:
+    def all_reduce_steps(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None) -> Steps:
         is_small = self._is_small(source.nbytes)
         carried = source if is_small else NOTHING
         dtype = dtype_name(source.dtype)
@@ -90,7 +87,7 @@ class TwoLevel(NodeAgreement):
             yield from self._fold_nodes(partial, bounds, op, target, self._leaders)
         yield from self._from_rank(self._group[0], flat_bytes(target), self._group)
 
-    def reduce_arrays(self, source: np.ndarray, target: np.ndarray, op: str, root: int, weight: float | None) -> Steps:
+    def reduce_steps(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None, root: int) -> Steps:
         is_small, is_root = self._is_small(source.nbytes), self.rank == root
         carried = source if is_small else NOTHING
         found = yield from self._agree("reduce", dtype_name(source.dtype), source.size, op, root, weight, carried)
@@ -108,7 +105,7 @@ class TwoLevel(NodeAgreement):
         if self._group == group:
             yield from self._from_rank(group[0], flat_bytes(target), (root,))
 
-    def reduce_scatter_arrays(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None) -> Steps:
+    def reduce_scatter_steps(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None) -> Steps:
         count, is_small = target.size, self._is_small(source.nbytes)
         carried = source if is_small else NOTHING
         dtype = dtype_name(source.dtype)
@@ -226,12 +223,12 @@ class TwoLevel(NodeAgreement):
         readings = [StreamReading(source, 0, whole)] if self.rank in readers and not is_source else []
         yield from self._local.copy_steps({0: whole} if is_source else {}, readings, whole.size)
 
-    def broadcast_steps(self, buffer: Buffer, root: int) -> Steps:
-        whole = flat_bytes(as_array(buffer))
+    def broadcast_steps(self, array: np.ndarray, root: int) -> Steps:
+        whole = flat_bytes(array)
         self.check_member("broadcast", "root", root)
         is_small, is_root = self._is_small(whole.size), self.rank == root
         carried = whole if is_small and is_root else NOTHING
-        found = yield from self._agree("broadcast", buffer.dtype, buffer.count, peer=root, carried=carried)
+        found = yield from self._agree("broadcast", dtype_name(array.dtype), array.size, peer=root, carried=carried)
         if is_small:
             if not is_root:
                 whole[:] = found[self._all.index(root)]
@@ -250,13 +247,12 @@ class TwoLevel(NodeAgreement):
         for message in incoming:
             message.array()
 
-    def all_gather_steps(self, send: Buffer, recv: Buffer) -> Steps:
-        self._check_active("all_gather")
-        check_buffers("all_gather", send, recv, send_count=send.count, recv_count=len(self._all) * send.count)
-        source, whole = flat_bytes(as_array(send)), flat_bytes(as_array(recv))
+    def all_gather_steps(self, source: np.ndarray, target: np.ndarray) -> Steps:
+        dtype, count = dtype_name(source.dtype), source.size
+        source, whole = flat_bytes(source), flat_bytes(target)
         is_small = self._is_small(source.size)
         carried = source if is_small else NOTHING
-        found = yield from self._agree("all_gather", send.dtype, send.count, carried=carried)
+        found = yield from self._agree("all_gather", dtype, count, carried=carried)
         if is_small:
             if source.size:
                 np.concatenate(found, out=whole)

@@ -411,7 +411,7 @@ def test_a_death_while_the_others_are_in_nccl(gpu: Any) -> None:
 
     def body(x: Any) -> Any:
         from synk._wire.cell import cell
-        from synk.communicators import Buffer
+        from synk.cuda._buffers import Buffer
 
         if synk.comm.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -306,7 +306,7 @@ def test_nothing_else_touches_the_words(module: ModuleType) -> None:
 # A collective writes into the half of the next meeting, meets, and reads the others' data: as _reduce in the model.
 COLLECTIVES = {
     "ShmCollectives._reduce": ("store halves", "call meet_steps", "load halves"),
-    "ShmCollectives.reduce_scatter_arrays": (
+    "ShmCollectives.reduce_scatter_steps": (
         *("store halves", "call meet_steps", "load halves"),
         *("call _publish_shares", "call meet_steps", "call _fold_share"),
     ),

@@ -17,7 +17,6 @@ from synk._worker.comm.collectives import Collectives
 from synk._worker.comm.user_arrays import StagedArrays, UserArrays
 from synk._worker.held.plans import LoadedFunction
 from synk.backends import Backend, NcclBackend
-from synk.backends._numpy import NumpyBackend
 from synk.communicators._host import HostCommunicator
 from synk.communicators._shm import Aborted, ShmCommunicator
 from synk.communicators._short_path import ShortPath
@@ -63,7 +62,6 @@ class Peers:
         self._rank = rank
         self._world_size = world_size
         self._backend = backend
-        self._on_host = NumpyBackend(backend.device)
         self._down, self._up = down, up
         self._eventfds = eventfds
         self._fence = Fence()
@@ -185,7 +183,7 @@ class Peers:
         else:
             arrays = UserArrays(self._backend, framework, communicator.results)
             self.short_path = short_path if framework == (None, None) else None
-        self._collectives = Collectives(communicator, self._on_host, arrays, len(ranks))
+        self._collectives = Collectives(communicator, arrays, len(ranks))
         return self._collectives
 
     def join(self, order: Any, lanes: Sequence[WorkerLane]) -> dict[str, Any]:

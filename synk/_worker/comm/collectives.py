@@ -1,4 +1,4 @@
-"""Collectives on a rank: from a user's arrays to a communicator of raw buffers in host memory.
+"""Collectives on a rank: from a user's arrays to those of a communicator in host memory.
 
 Between GPUs that are joined by NCCL a subclass takes its place: ``NcclCollectives`` in ``synk.cuda``.
 """
@@ -11,9 +11,7 @@ from synk._pure.dtypes import dtype_name
 from synk._worker.comm.messages import Messages
 from synk._worker.comm.rows import RowCollectives
 from synk._worker.comm.user_arrays import UserArrays
-from synk.backends import BufferBackend
-from synk.communicators import Buffer
-from synk.communicators._checks import check_reduction
+from synk.communicators._checks import check_reduction, named_dtype
 from synk.communicators._host import HostCommunicator
 from synk.communicators._schedule import Steps
 
@@ -26,17 +24,14 @@ class Collectives:
     host : HostCommunicator or None
         The communicator of host memory in which the current call has begun. It keeps the order of collectives in
         flight. None for collectives that the master asks for.
-    backend : BufferBackend
-        Of the arrays that the communicator gets.
     arrays : UserArrays
         Takes arrays from the function that runs, and gives it arrays.
     size : int
         Ranks that take part.
     """
 
-    def __init__(self, host: HostCommunicator | None, backend: BufferBackend, arrays: UserArrays, size: int) -> None:
+    def __init__(self, host: HostCommunicator | None, arrays: UserArrays, size: int) -> None:
         self._shared = host
-        self._backend = backend
         self.arrays = arrays
         self._size = size
         self._messages = None if host is None else Messages(host, self.arrays)
@@ -59,9 +54,6 @@ class Collectives:
         """The collectives of rows of the current call."""
         assert self._rows is not None
         return self._rows
-
-    def _buffer(self, array: Any) -> Buffer:
-        return Buffer(self._backend.address(array), int(array.size), dtype_name(array.dtype))
 
     # Here and below, everything that can be refused is refused before the first step.
 
@@ -113,18 +105,18 @@ class Collectives:
         """Take the steps of a reduction. Return an array with the result: ``place`` if it could go there."""
         result = self.arrays.empty(shape, send.dtype) if place is None else place
         take = getattr(self.host, f"{kind}_steps")
-        yield from take(self._buffer(send), self._buffer(result), op, *root, weight=weight)
+        yield from take(_flat(send), _flat(result), op, weight, *root)
         return result
 
     def _copied(self, kind: str, send: Any, shape: tuple[int, ...], place: Any, root: int = -1) -> Steps:
         """Take the steps of an ``all_gather``, or of a ``broadcast`` from ``root``. Return an array with the result."""
         result = self.arrays.empty(shape, send.dtype) if place is None else place
         if kind == "all_gather":
-            yield from self.host.all_gather_steps(self._buffer(send), self._buffer(result))
+            yield from self.host.all_gather_steps(_flat(send), _flat(result))
             return result
         if self.host.rank == root and result is not send:
             result[...] = send
-        yield from self.host.broadcast_steps(self._buffer(result), root)
+        yield from self.host.broadcast_steps(_flat(result), root)
         return result
 
     def _place(self, out: Any, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -134,7 +126,7 @@ class Collectives:
         """Return a result in the function's framework, or in ``out`` if the function gave one."""
         if place is None:
             return self.arrays.give(result)
-        if self._backend.address(result) != self._backend.address(place):  # it could not be written there
+        if result is not place:  # it could not be written there
             place[...] = result
         return self.arrays.filled(place, out)
 
@@ -154,3 +146,14 @@ class Collectives:
 
     def join_communication(self) -> None:
         """Let later work use all collectives that were started. The function has returned, or another one begins."""
+
+
+def _flat(array: Any) -> Any:
+    """Return a flat view of a contiguous array, in synk's own dtype where NumPy has none.
+
+    Raises
+    ------
+    UnsupportedError
+        If values of its dtype cannot be communicated.
+    """
+    return array.reshape(-1).view(named_dtype(dtype_name(array.dtype)))

@@ -14,7 +14,7 @@ import numpy as np
 
 from synk._pure.dtypes import dtype_name
 from synk._worker.comm.user_arrays import UserArrays
-from synk.communicators._buffers import named_dtype
+from synk.communicators._checks import named_dtype
 from synk.communicators._host import HostCommunicator
 
 

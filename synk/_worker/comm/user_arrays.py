@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from synk.backends import Backend
-from synk.communicators._buffers import check_out
+from synk.communicators._checks import check_out
 from synk.communicators._results import ResultMemory
 
 
