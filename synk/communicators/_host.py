@@ -18,7 +18,7 @@ from synk.communicators._messages import Incoming
 from synk.communicators._rendezvous import Rendezvous
 from synk.communicators._results import Place, ResultMemory
 from synk.communicators._schedule import Operation, Schedule, Steps
-from synk.errors import SharedMemoryError, SynkError
+from synk.errors import SynkError
 
 if TYPE_CHECKING:
     from synk.communicators._wire_mail import WireMailbox
@@ -88,11 +88,11 @@ class HostCommunicator(abc.ABC):
         Raises
         ------
         CollectiveMismatch
-            If something cannot be finished, a message is left that nobody has received, or an offer was broken off.
+            If something cannot be finished, a message is left that nobody has received, or a send was broken off.
         """
         if self._rendezvous.is_unfinished:  # an operation failed, and the function caught its error
             self.end()
-            self._mailbox.check_offers()
+            self._mailbox.check_lent()
             return
         while self._schedule:
             self.finish(self._schedule.last)
@@ -104,7 +104,7 @@ class HostCommunicator(abc.ABC):
         self._leave()
         for box in self._boxes:
             box.check_received()
-        self._mailbox.trim()
+        self._mailbox.forget()
         self.results.trim()
 
     def end(self) -> None:
@@ -228,11 +228,7 @@ class HostCommunicator(abc.ABC):
         """Send a C-contiguous array without waiting for the receiver. The array may be changed once this returns."""
         box = self._checked_box("send", peer, array)
         with self._rendezvous.operation:
-            try:
-                box.isend(array, peer, tag)
-            except SharedMemoryError:  # nothing was sent, so later operations still meet the others
-                self._rendezvous.is_unfinished = False
-                raise
+            box.isend(array, peer, tag)
 
     def recv_array(self, like: np.ndarray | None, peer: int, tag: int) -> np.ndarray:
         """Receive into a C-contiguous array. Without one, return whatever comes as a new array."""

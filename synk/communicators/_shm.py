@@ -20,7 +20,6 @@ from synk._wire.process_memory import let_siblings_read
 from synk.communicators._exchange import Exchange
 from synk.communicators._layout import SegmentLayout
 from synk.communicators._mailbox import Mailbox
-from synk.communicators._outbox import Outbox
 from synk.communicators._rendezvous import Aborted, Rendezvous
 from synk.communicators._results import Place, ResultMemory
 from synk.communicators._schedule import Schedule, Steps
@@ -79,15 +78,14 @@ class ShmCommunicator(ShmCollectives):
         rendezvous = rendezvous_type(segment, rank, world_size, eventfds, layout.ring_nbytes, Patience(patience_s))
         super().__init__(rendezvous, segment.view(layout.halves, halves, np.dtype(np.uint8)))
         self.world_size, self.patience = world_size, rendezvous.patience
-        self._schedule = Schedule(rendezvous)
+        self._schedule, self.results = Schedule(rendezvous), ResultMemory()
         self._mailbox = Mailbox(
             rendezvous,
             self._schedule,
             segment.view(layout.rings, rings, np.dtype(np.uint8)),
-            Outbox(segment.tail(), rank, world_size),
+            self.results,
         )
         self._boxes = (self._mailbox,)
-        self.results = ResultMemory()
         let_siblings_read()
         self.short_path = ShortPath(rendezvous, self._mailbox, ShortCollectives(self))
 

@@ -137,7 +137,7 @@ def interrupted_by(master: int) -> Callable[[list[np.ndarray]], None]:
 FAULTS: dict[str, tuple[Callable[[list[np.ndarray]], None], tuple[type[BaseException], ...]]] = {
     "dies": (die, (WorkerDied,)),
     "raises": (leave, (LookupError,)),
-    "goes on": (go_on, (CollectiveMismatch, IndexError)),  # the second: of a queue that is left empty, in check_offers
+    "goes on": (go_on, (CollectiveMismatch,)),
     "is interrupted": (interrupted_by(os.getpid()), (KeyboardInterrupt,)),
 }
 

@@ -268,7 +268,7 @@ def test_a_step_that_is_ended_leaves_nothing(reused: Any, how: str) -> None:
     @flow
     def step(x: Any, ends: bool) -> Any:
         other = 1 - synk.comm.rank
-        flow.send(np.ones(300_000), other, 7)  # in the outbox, and left there
+        flow.send(np.ones(300_000), other, 7)  # offered, and left there
         if ends and synk.comm.rank:
             x = flow.call(end, x)
         flow.send(x, other)

@@ -51,7 +51,6 @@ from synk._worker.loop import dispatch as _dispatch
 from synk.communicators import (
     _exchange,
     _mailbox,
-    _outbox,
     _rendezvous,
     _shm,
     _shm_collectives,
@@ -161,10 +160,6 @@ UNORDERED = {
     ("Rendezvous.begin store sequences", "Rendezvous.arrive store ticks"),
     ("Rendezvous.begin store sequences", "Rendezvous.rouse store sleeps"),
     ("Rendezvous.begin store sequences", "ShortPath.send_now store rings"),
-    # The receiver is told of a place before the message is there, and of the message by ``filled``.
-    ("Mailbox._write store written", "Outbox.put store boxes"),
-    # The words of a place are told of by what is written to the ring, after this.
-    ("Outbox.take store released", "Rendezvous.rouse store sleeps"),
     # A rank has said that it is awake when it found what it waited for; at the end of the wait it says so again.
     ("Rendezvous.rouse store sleeps", "Rendezvous._doze store places"),
     # Requests are compared, and data read, when a rank has arrived; requests are told of when all sleep for good.
@@ -176,8 +171,7 @@ UNORDERED = {
     ("Rendezvous.arrive store ticks", "Rendezvous.rouse store sleeps"),
     # Who wakes up must say so before it changes what others would judge it by, and they judge by ``written``.
     ("Rendezvous.rouse store sleeps", "Mailbox._write store rings"),
-    # The answer to an offer is told of by ``read``, and the array of an offer by ``written``.
-    ("Rendezvous.rouse store sleeps", "Mailbox._take_in store refused"),
+    # The array of an offer is told of by ``written``.
     ("function store arrays", "Rendezvous.rouse store sleeps"),
     # The fence is for the loads between the two.
     ("Peers.meet store published", "assemble store results"),
@@ -212,7 +206,6 @@ MODULES = {
     "Rendezvous": _rendezvous,
     "set_abort": _rendezvous,
     "Mailbox": _mailbox,
-    "Outbox": _outbox,
     "ShortPath": _short_path,
     "ShmCommunicator": _shm,
     "ShmCollectives": _shm_collectives,
@@ -277,21 +270,22 @@ OTHERS = {
         "Rendezvous._request": ("load places", "load requests"),
         "Rendezvous.check_abort": ("load abort",),
         "Rendezvous.is_aborted": ("load abort",),
+        # Numbers that tell of nothing else: the answer of a process is the same as long as it lives.
+        "Rendezvous.__init__": ("store pids",),
+        "Rendezvous._may_read_others": ("load pids",),
+        "Rendezvous.is_reader": ("load readers",),
         "reset": ("poll", "read eventfds"),  # while all ranks are idle: pipes come before and after
     },
     _short_path: {},
-    _outbox: {
-        "Outbox.trim": ("load released", "call clear"),  # to the kernel, which nobody overtakes
-    },
     _mailbox: {
-        "Mailbox._note_written": ("load read",),  # it only rises: an old one keeps notes for longer
+        "Mailbox.send": ("load arrays",),  # its own: whether the kernel can read them
         # By a rank that has left, and reads nothing because of what it finds.
         "Mailbox._is_taken_in": ("call has_left", "call has_begun", "load read", "load written", "call fail"),
     },
 }
 
 
-@pytest.mark.parametrize("module", (_rendezvous, _mailbox, _short_path, _outbox), ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", (_rendezvous, _mailbox, _short_path), ids=lambda module: module.__name__)
 def test_nothing_else_touches_the_words(module: ModuleType) -> None:
     body = tree(module).body
     names = [node.name for node in body if isinstance(node, ast.FunctionDef)]
@@ -358,5 +352,5 @@ def test_the_design_names_every_shared_word() -> None:
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     named = {word.strip(" `") for row in rows for word in row.split(",")}
     columns = {"abort", "sequences", "ticks", "left", "sleeps", "places", "verdicts", "requests"}
-    columns |= {"pids", "written", "read", "unsent", "refused", "filled", "released"}
+    columns |= {"pids", "readers", "written", "read", "unsent"}
     assert named >= columns | {word.name for word in Down} | {word.name for word in Up}
