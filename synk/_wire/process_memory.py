@@ -48,6 +48,11 @@ def may_read(pid: int) -> bool | None:
     return None if number == errno.ESRCH else number == errno.EFAULT
 
 
+def can_be_read(array: np.ndarray) -> bool:
+    """Return whether the kernel reads the memory of an array. It does not read some memory of devices."""
+    return read_memory(os.getpid(), address_of(array), np.empty(min(array.nbytes, 1), np.uint8))
+
+
 def read_memory(pid: int, address: int, target: np.ndarray) -> bool:
     """Fill a flat array of bytes with the memory of a process. Return whether the kernel copied all of it.
 

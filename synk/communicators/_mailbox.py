@@ -23,9 +23,8 @@ from collections import deque
 
 import numpy as np
 
-from synk._pure.arrays import address_of
 from synk._pure.ranges import LINE_NBYTES, round_up
-from synk._wire.process_memory import read_memory
+from synk._wire.process_memory import can_be_read, read_memory
 from synk.communicators._checks import DTYPE_NAMES, named_dtype
 from synk.communicators._messages import (
     HEADER,
@@ -41,10 +40,10 @@ from synk.communicators._results import ResultMemory
 from synk.communicators._schedule import Schedule
 from synk.errors import CollectiveMismatch
 
+# An isend below this size is never offered: if the ring has no room, it waits in the queue of its sender.
+SMALL_NBYTES = 1 << 12
 # The largest piece that is written at once. The receiver finds it in the cache and copies it during the next one.
 GRAIN_NBYTES = 1 << 18
-# From this size on a message is offered. The two copies of a shorter one take no longer than a call of the kernel.
-OFFERED_NBYTES = 1 << 20
 
 
 class Mailbox:
@@ -122,8 +121,9 @@ class Mailbox:
 
     def complete(self) -> None:
         """Wait until all messages asked for are here, and all messages sent are in the rings or offered there."""
-        for message in self._inbox.all_asked():
-            self.finish(message)
+        for message in (*self._inbox.all_asked(), *self._arriving.values()):
+            if message.request is not None:
+                self.finish(message)
         for outgoing in [message for queue in self._unsent.values() for message in queue]:
             self._finish_sending(outgoing)
 
@@ -189,14 +189,15 @@ class Mailbox:
         CollectiveMismatch
             If the ring is full and the receiver has left the call, or no rank can go on.
         """
-        message = Outgoing(array, peer, tag)
-        if self._is_offered(array.nbytes, peer) and read_memory(os.getpid(), address_of(array), np.empty(1, np.uint8)):
-            message.lend()  # not the memory of a device, which the kernel does not read
+        message, is_long = Outgoing(array, peer, tag), array.nbytes >= self.capacity
+        if is_long and self._rendezvous.is_reader(peer) and can_be_read(array):
+            message.lend()
         self._finish_sending(self._put(message))
 
     def isend(self, array: np.ndarray, peer: int, tag: int) -> None:
         """Leave a message for a peer without waiting: in the ring, or in a private copy."""
-        if not self._is_offered(array.nbytes, peer):
+        is_small = array.nbytes < SMALL_NBYTES or (peer not in self._unsent and array.nbytes < self._room(peer) // 2)
+        if is_small or not self._rendezvous.is_reader(peer):
             self._put(Outgoing(array, peer, tag)).make_own()
             return
         copy = self._results.empty(array.shape, array.dtype)
@@ -205,9 +206,6 @@ class Mailbox:
         message.offer()
         message.kept = copy
         self._put(message)
-
-    def _is_offered(self, nbytes: int, peer: int) -> bool:
-        return nbytes >= OFFERED_NBYTES and self._rendezvous.is_reader(peer)
 
     def _finish_sending(self, message: Outgoing) -> None:
         """Wait until all of a message is in the ring, or was read where it lies."""

@@ -14,7 +14,7 @@ import numpy as np
 from synk._pure.ranges import LINE_NBYTES
 from synk._wire.channel import Looked
 from synk.communicators._checks import DTYPE_NAMES, named_dtype
-from synk.communicators._mailbox import OFFERED_NBYTES, Mailbox
+from synk.communicators._mailbox import Mailbox
 from synk.communicators._messages import (
     HEADER,
     IN_RING,
@@ -89,7 +89,7 @@ class ShortPath:
         if type(array) is not np.ndarray or (receiver := self._free_rank(peer)) is None:
             return False
         number, nbytes, num_axes = NUMBERS.get(array.dtype), array.nbytes, array.ndim
-        if number is None or nbytes >= OFFERED_NBYTES or num_axes > MAX_INLINE_AXES or type(tag) is not int or tag < 0:
+        if number is None or num_axes > MAX_INLINE_AXES or type(tag) is not int or tag < 0:
             return False
         num_more = nbytes + (8 * num_axes if num_axes > 1 else 0) - INLINE_NBYTES
         total = (

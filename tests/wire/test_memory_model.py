@@ -278,7 +278,6 @@ OTHERS = {
     },
     _short_path: {},
     _mailbox: {
-        "Mailbox.send": ("load arrays",),  # its own: whether the kernel can read them
         # By a rank that has left, and reads nothing because of what it finds.
         "Mailbox._is_taken_in": ("call has_left", "call has_begun", "load read", "load written", "call fail"),
     },
