@@ -42,7 +42,13 @@ _ROWS = {
         "size getsize getworldsize numranks numworkers": "synk.comm.world_size",
         "getrank localrank": "synk.comm.rank",
         "bcast broadcastobjectlist": "synk.comm.broadcast(array, root)",
-        "ibcast": "synk.comm.ibroadcast(array, root)",
+        "ibcast": "synk.comm.broadcast(array, root, async_op=True)",
+        "iallreduce": "synk.comm.all_reduce(array, op, async_op=True)",
+        "iallgather": "synk.comm.all_gather(array, async_op=True)",
+        "ireducescatter ireducescatterblock": "synk.comm.reduce_scatter(array, op, async_op=True)",
+        "igather": "synk.comm.gather(array, root, async_op=True)",
+        "iscatter": "synk.comm.scatter(array, root, async_op=True)",
+        "ialltoall": "synk.comm.all_to_all(array, async_op=True)",
         "psum": 'synk.comm.all_reduce(array, "sum")',
         "pmax": 'synk.comm.all_reduce(array, "max")',
         "pmin": 'synk.comm.all_reduce(array, "min")',
@@ -130,12 +136,28 @@ KEYWORDS = {
     "map": _OF_MAP,
     "Runtime.map": _OF_MAP,
     "function": _OF_FUNCTION,
+    "Comm": _each(
+        {
+            "group comm": "synk.comm without it: all ranks of the call take part",
+            "tensor sendbuf obj": "array, the first argument",
+            "tensorlist recvbuf outputtensor": "out=array",
+            "src dst": "root= in collectives, peer= in messages",
+            "source dest": "peer=",
+            "dim": "axis=",
+            "counts recvcounts sendcounts splits": "sizes=",
+        }
+    ),
     "Executor.__init__": _each({_WORKERS: "max_workers=, by default all"}),
 }
 """By verb: an argument that it does not have, and what to write."""
 
 
 GONE = {
+    "Comm.iall_gather": "synk.comm.all_gather(array, async_op=True)",
+    "Comm.iall_reduce": "synk.comm.all_reduce(array, op, async_op=True)",
+    "Comm.ibarrier": "synk.comm.barrier(async_op=True)",
+    "Comm.ibroadcast": "synk.comm.broadcast(array, root, async_op=True)",
+    "Comm.ireduce_scatter": "synk.comm.reduce_scatter(array, op, async_op=True)",
     "Function.build_inputs": "synk.data(a), synk.data(b)",
     "Function.cprofile": "synk.profiler.cprofile(f, *args)",
     "Function.name": "f.__name__",

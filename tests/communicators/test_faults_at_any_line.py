@@ -47,7 +47,11 @@ def operations(comm: Any, arrays: list[np.ndarray]) -> dict[str, Callable[[], li
 
     def started() -> list[Any]:
         """The arrays of started collectives are not the victim's to change."""
-        requests = [comm.iall_reduce(mine.copy(), "sum"), comm.iall_gather(few.copy()), comm.irecv(before)]
+        requests = [
+            comm.all_reduce(mine.copy(), "sum", async_op=True),
+            comm.all_gather(few.copy(), async_op=True),
+            comm.irecv(before),
+        ]
         comm.isend(few, after)
         found = comm.wait_all(requests)
         return [found[0][-1], *found[1][:, 0], found[2][0], total, *stack, before + 1.0]

@@ -16,6 +16,7 @@ from synk._pure.dtypes import dtype_name
 from synk._worker.comm.user_arrays import UserArrays
 from synk.communicators._checks import named_dtype
 from synk.communicators._host import HostCommunicator
+from synk.communicators._schedule import Steps
 
 
 class RowCollectives:
@@ -33,7 +34,7 @@ class RowCollectives:
         self._arrays = arrays
         self._position = host.ranks.index(host.rank)
 
-    def gather(self, array: Any, root: int, sizes: Sequence[int] | None, out: Any) -> Any:
+    def gather(self, array: Any, root: int, sizes: Sequence[int] | None, out: Any) -> Steps:
         rows = self._rows("gather", array)
         root = self._host.member("gather", "root", root)
         if sizes is not None and self._checked_sizes("gather", sizes)[self._position] != len(rows):
@@ -41,10 +42,10 @@ class RowCollectives:
                 f"cannot gather: got {len(rows)} rows and sizes={list(sizes)} on rank {self._host.rank}, expected the "
                 "number of its rows there."
             )
-        joined = self._exchange("gather", rows, None, root, out)
+        joined = yield from self._exchange("gather", rows, None, root, out)
         return None if joined is None else self._arrays.received(joined, out)
 
-    def all_gather(self, array: Any, axis: int, out: Any) -> Any:
+    def all_gather(self, array: Any, axis: int, out: Any) -> Steps:
         rows = self._rows("all_gather", array)
         if not -rows.ndim <= operator.index(axis) < rows.ndim:
             raise ValueError(
@@ -53,31 +54,33 @@ class RowCollectives:
             )
         kind, moved = "all_gather along an axis", np.moveaxis(rows, axis, 0)
         if axis in (0, -moved.ndim):
-            return self._arrays.received(self._exchange(kind, moved, None, -1, out), out)
-        joined = np.moveaxis(self._exchange(kind, np.ascontiguousarray(moved), None, -1, None), 0, axis)
+            joined = yield from self._exchange(kind, moved, None, -1, out)
+            return self._arrays.received(joined, out)
+        joined = yield from self._exchange(kind, np.ascontiguousarray(moved), None, -1, None)
+        joined = np.moveaxis(joined, 0, axis)
         if out is None:
             return self._arrays.from_host(joined)
         place = self._arrays.host_place(out, joined.shape, joined.dtype)
         place[...] = joined
         return self._arrays.received(place, out)
 
-    def scatter(self, array: Any, root: int, sizes: Sequence[int] | None, out: Any) -> Any:
+    def scatter(self, array: Any, root: int, sizes: Sequence[int] | None, out: Any) -> Steps:
         root = self._host.member("scatter", "root", root)
         rows, blocks = None, None
         if self._host.rank == root:
             rows = self._rows("scatter", array)
             blocks = self._block_sizes("scatter", rows, sizes)
-        return self._arrays.received(self._exchange("scatter", rows, blocks, root, out), out)
+        return self._arrays.received((yield from self._exchange("scatter", rows, blocks, root, out)), out)
 
-    def all_to_all(self, array: Any, sizes: Sequence[int] | None, out: Any) -> Any:
+    def all_to_all(self, array: Any, sizes: Sequence[int] | None, out: Any) -> Steps:
         rows = self._rows("all_to_all", array)
         blocks = self._block_sizes("all_to_all", rows, sizes)
-        return self._arrays.received(self._exchange("all_to_all", rows, blocks, -1, out), out)
+        return self._arrays.received((yield from self._exchange("all_to_all", rows, blocks, -1, out)), out)
 
-    def _exchange(self, kind: str, rows: np.ndarray | None, sizes: list[int] | None, root: int, out: Any) -> Any:
+    def _exchange(self, kind: str, rows: np.ndarray | None, sizes: list[int] | None, root: int, out: Any) -> Steps:
         host, arrays = self._host, self._arrays
         place = functools.partial(arrays.host_place, out)
-        return host.run(host.exchange_steps(kind, arrays.apart(rows, out), sizes, root, place))
+        return host.exchange_steps(kind, arrays.apart(rows, out), sizes, root, place)
 
     def _rows(self, kind: str, array: Any) -> np.ndarray:
         rows = self._arrays.to_host(array)
