@@ -80,8 +80,8 @@ def pack_failure(error: BaseException, rank: int, device: str, *, is_collateral:
         )
     if isinstance(error, (TypeError, AttributeError)) and "torch" in sys.modules and _IS_NO_TENSOR.search(message):
         add_note(error, 'The function got NumPy arrays. Build it with framework="torch" to get tensors.')
-    if isinstance(error, TypeError) and (keyword := _KEYWORD_OF_COMM.search(message)):
-        if told := argument_hint("Comm", keyword[1], ()):
-            add_note(error, told.strip())
+    keyword = _KEYWORD_OF_COMM.search(message) if isinstance(error, TypeError) else None
+    if keyword and (told := argument_hint("Comm", keyword[1], ())):
+        add_note(error, told.strip())
     text = _format(error)[-_TEXT_CAP:]
     return Failure(rank, device, type(error).__qualname__, message, text, *_pickle(error), is_collateral)
