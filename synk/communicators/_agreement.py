@@ -20,7 +20,7 @@ from synk.communicators._messages import Incoming, Outgoing
 from synk.communicators._rendezvous import CommRequest, agreed_weights, packed
 from synk.communicators._schedule import Steps
 from synk.communicators._shm import ShmCommunicator
-from synk.communicators._shm_collectives import flat_bytes
+from synk.communicators._shm_collectives import NOTHING, flat_bytes
 from synk.communicators._wire_mail import WireMailbox
 from synk.communicators._wired import WiredRendezvous
 
@@ -29,8 +29,6 @@ SMALL_NBYTES = 1 << 15
 
 OWN_TAG = -1
 """The tag of what collectives send."""
-
-NOTHING = np.empty(0, np.uint8)
 
 
 class NodeAgreement(HostCommunicator):

@@ -20,14 +20,14 @@ import numpy as np
 from synk._pure.dtypes import dtype_name
 from synk._pure.ops import REDUCTIONS, accumulator_dtype
 from synk._pure.ranges import chunk_bounds
-from synk.communicators._agreement import NOTHING, OWN_TAG, NodeAgreement
+from synk.communicators._agreement import OWN_TAG, NodeAgreement
 from synk.communicators._exchange import DIVIDED, asked_for
 from synk.communicators._far_exchange import FarExchange
 from synk.communicators._mailbox import Mailbox
 from synk.communicators._messages import Incoming, Outgoing
 from synk.communicators._results import Place
 from synk.communicators._schedule import Operation, Steps
-from synk.communicators._shm_collectives import StreamReading, flat_bytes
+from synk.communicators._shm_collectives import NOTHING, StreamReading, flat_bytes
 from synk.communicators._wire_mail import WireMailbox
 
 # How much is folded at once: the next part arrives meanwhile.

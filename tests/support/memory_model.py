@@ -156,16 +156,28 @@ def meet(rank: int, peer: int, tick: int, is_dozing: bool) -> Block:
     return block("ShmCollectives.meet_steps", arrive(rank, peer, tick), waited, *compared)
 
 
-def reduce(rank: int, peer: int, tick: int, is_dozing: bool) -> tuple[Block, Block]:
-    """Take the steps of a collective."""
-    place = tick & 1
+def show(rank: int, tick: int) -> Block:
+    return block("Meeting.show", store(f"halves[{rank}][{tick & 1}]", tick), note("store halves"))
+
+
+def finish(peer: int, tick: int) -> Block:
+    return block("Meeting.finish", expect(f"halves[{peer}][{tick & 1}]", tick))
+
+
+def reduce(rank: int, peer: int, tick: int, is_dozing: bool) -> tuple[Block]:
+    """Take the steps of a collective that meets once."""
     steps = block(
-        "ShmCollectives._reduce",
-        store(f"halves[{rank}][{place}]", tick),
-        meet(rank, peer, tick, is_dozing),
-        expect(f"halves[{peer}][{place}]", tick),
+        "ShmCollectives._meet_once",
+        note("call yield"),  # when the arguments are checked
+        show(rank, tick),
+        post_packed(rank, tick & 1, tick),
+        arrive(rank, peer, tick),
+        block("yield", wait_for_all(rank, peer, tick, is_dozing)),
+        compare(peer, tick),
+        weights(peer, tick),
+        finish(peer, tick),
     )
-    return post(rank, place, tick), steps
+    return (steps,)
 
 
 def copy_from_memory(rank: int, peer: int, tick: int, is_dozing: bool) -> tuple[Block, ...]:
@@ -199,19 +211,20 @@ def copy_from_memory(rank: int, peer: int, tick: int, is_dozing: bool) -> tuple[
     )
 
 
-def short_reduce(rank: int, peer: int, tick: int, is_dozing: bool) -> tuple[Block]:
-    """The same by the short way."""
-    place = tick & 1
-    meeting = block(
-        "ShortCollectives._meet",
-        post_packed(rank, place, tick),
+def reduce_at_once(rank: int, peer: int, tick: int, is_dozing: bool) -> tuple[Block]:
+    """The same without steps."""
+    steps = block(
+        "ShmCommunicator.at_once",
+        show(rank, tick),
+        post_packed(rank, tick & 1, tick),
         arrive(rank, peer, tick),
         wait_for_all(rank, peer, tick, is_dozing),
         compare(peer, tick),
+        note("load halves"),  # the heads of rows
+        weights(peer, tick),
+        finish(peer, tick),
     )
-    fold = block("ShortPlan.fold", expect(f"halves[{peer}][{place}]", tick))
-    steps = store(f"halves[{rank}][{place}]", tick), meeting, weights(peer, tick), fold
-    return (block("ShortCollectives.reduce", *steps),)
+    return (steps,)
 
 
 def _left_over(**words: int) -> dict[str, int]:
@@ -232,7 +245,7 @@ def collectives(num_ticks: int, *is_dozing: bool, is_short: tuple[bool, bool] = 
     """Collectives; from the third on a half is written again, by a rank that another may be behind."""
 
     def program(rank: int) -> Block:
-        take = short_reduce if is_short[rank] else reduce
+        take = reduce_at_once if is_short[rank] else reduce
         rounds = [part for tick in range(1, num_ticks + 1) for part in take(rank, 1 - rank, tick, is_dozing[rank])]
         return _program(begin(rank), *rounds)  # no end: whoever comes late must not be saved by the wake-up there
 

@@ -51,12 +51,11 @@ from synk._worker.loop import dispatch as _dispatch
 from synk.communicators import (
     _exchange,
     _mailbox,
+    _meetings,
     _rendezvous,
     _shm,
     _shm_collectives,
-    _short_collectives,
     _short_path,
-    _short_plans,
 )
 
 PROTOCOLS = memory_model.protocols()
@@ -163,8 +162,7 @@ UNORDERED = {
     # A rank has said that it is awake when it found what it waited for; at the end of the wait it says so again.
     ("Rendezvous.rouse store sleeps", "Rendezvous._doze store places"),
     # Requests are compared, and data read, when a rank has arrived; requests are told of when all sleep for good.
-    ("Rendezvous.rouse store sleeps", "Rendezvous.post_packed store requests"),
-    ("Rendezvous.rouse store sleeps", "ShortCollectives.reduce store halves"),
+    ("Rendezvous.rouse store sleeps", "Meeting.show store halves"),
     ("Rendezvous.rouse store sleeps", "ShmCollectives.read_steps store halves"),
     ("Rendezvous.rouse store sleeps", "function store arrays"),
     # Who arrives later than the others keeps them waiting, and was awake all the time.
@@ -209,8 +207,7 @@ MODULES = {
     "ShortPath": _short_path,
     "ShmCommunicator": _shm,
     "ShmCollectives": _shm_collectives,
-    "ShortCollectives": _short_collectives,
-    "ShortPlan": _short_plans,
+    "Meeting": _meetings,
     "Peers": peers,
     "run_call": _worker_calls,
     "handle": _dispatch,
@@ -296,48 +293,34 @@ def test_nothing_else_touches_the_words(module: ModuleType) -> None:
     assert touching == OTHERS[module]
 
 
-# A collective writes into the half of the next meeting, meets, and reads the others' data: as _reduce in the model.
+# A collective writes into the half of the next meeting, meets, and reads the others' data: as _meet_once in the model.
 COLLECTIVES = {
-    "ShmCollectives._reduce": ("store halves", "call meet_steps", "load halves"),
-    "ShmCollectives.reduce_scatter_steps": (
-        *("store halves", "call meet_steps", "load halves"),
-        *("call _publish_shares", "call meet_steps", "call _fold_share"),
-    ),
+    "ShmCollectives._reduce_scatter": ("call _publish_shares", "call meet_steps", "call _fold_share"),
     # the result goes into the rank's other half, which the next meeting shows
     "ShmCollectives._reduce_shares": (
         *("call _publish_shares", "call meet_steps", "load halves", "call _fold_share", "load halves"),
     ),
     "ShmCollectives._publish_shares": ("store halves",),
     "ShmCollectives._fold_share": ("load halves",),
-    "ShmCollectives.broadcast_steps": ("call copy_steps",),
-    "ShmCollectives.all_gather_steps": ("call copy_steps",),
+    "ShmCollectives._broadcast": ("call copy_steps",),
+    "ShmCollectives._all_gather": ("call copy_steps",),
     "ShmCollectives.copy_steps": ("call show", "call meet_steps", "call read_steps"),
     "ShmCollectives._read_pieces": ("call show", "call meet_steps", "load halves"),
-    "ShmCollectives.barrier_steps": ("call meet_steps",),
     "ShmCollectives.agree_steps": ("call meet_steps",),
     "Exchange.steps": ("call show", "store halves", "call meet_steps", "call rest_steps"),
     "Exchange.rest_steps": ("call _read_head", "call read_steps"),
     "Exchange._read_head": ("load halves",),
-    "ShortCollectives.copy": (
-        *("call _take_block", "call _copy_long", "store halves", "store halves", "call _meet"),
-        *("load halves", "call _go_on", "call _take"),
-    ),
-    "ShortCollectives._take": ("load halves",),
-    "ShortCollectives._copy_long": ("call steps", "call all_gather_steps", "call broadcast_steps"),
-    "ShortCollectives._take_block": ("call _meet", "load halves", "call _go_on", "call _take"),
-    "ShortCollectives._go_on": ("call rest_steps",),
-    "ShortCollectives.barrier": ("call _meet",),
+    "ShmCommunicator._go_on": ("call rest_steps",),
 }
 
 
 def test_every_collective_meets_between_writing_and_reading(subtests: Any) -> None:
     calls = (
         *("meet_steps", "_publish_shares", "_fold_share", "copy_steps", "show", "read_steps", "_read_pieces"),
-        *("_read_head", "rest_steps", "_meet", "_take_block", "_take", "_copy_long", "_go_on"),
-        *("steps", "all_gather_steps", "broadcast_steps"),
+        *("_read_head", "rest_steps"),
     )
     for name, steps in COLLECTIVES.items():
-        module = {"Shm": _shm_collectives, "Exc": _exchange, "Sho": _short_collectives}[name[:3]]
+        module = {"ShmCollectives": _shm_collectives, "Exchange": _exchange}.get(name.split(".")[0], _shm)
         with subtests.test(case=name):
             assert collapsed(outline(module, name, calls)) == steps
 

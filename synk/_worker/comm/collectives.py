@@ -5,6 +5,7 @@ Between GPUs that are joined by NCCL a subclass takes its place: ``NcclCollectiv
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from synk._pure.dtypes import dtype_name
@@ -13,6 +14,7 @@ from synk._worker.comm.rows import RowCollectives
 from synk._worker.comm.user_arrays import UserArrays
 from synk.communicators._checks import check_reduction, named_dtype
 from synk.communicators._host import HostCommunicator
+from synk.communicators._messages import NUMBERS
 from synk.communicators._schedule import Steps
 
 
@@ -28,12 +30,21 @@ class Collectives:
         Takes arrays from the function that runs, and gives it arrays.
     size : int
         Ranks that take part.
+
+    Attributes
+    ----------
+    share : float or None
+        A cache of this rank's share of the rows of the call.
+    at_once : callable or None
+        The way without steps, for NumPy arrays on one machine; see ``ShmCommunicator``.
     """
 
     def __init__(self, host: HostCommunicator | None, arrays: UserArrays, size: int) -> None:
         self._shared = host
         self.arrays = arrays
         self._size = size
+        self.share: float | None = None
+        self.at_once: Callable[..., Any] | None = None
         self._messages = None if host is None else Messages(host, self.arrays)
         self._rows = None if host is None else RowCollectives(host, self.arrays)
 
@@ -156,4 +167,6 @@ def _flat(array: Any) -> Any:
     UnsupportedError
         If values of its dtype cannot be communicated.
     """
-    return array.reshape(-1).view(named_dtype(dtype_name(array.dtype)))
+    if array.dtype not in NUMBERS:
+        array = array.view(named_dtype(dtype_name(array.dtype)))
+    return array if array.ndim == 1 else array.reshape(-1)

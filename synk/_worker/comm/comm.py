@@ -18,9 +18,9 @@ from synk._pure.words import Hinting
 from synk._wire.cell import cell
 from synk._worker.comm.collectives import Collectives
 from synk._worker.comm.requests import Request
+from synk.communicators._meetings import LONGER
 from synk.communicators._schedule import Steps
-from synk.communicators._short_collectives import LONGER, ShortCollectives
-from synk.communicators._short_path import ShortPath
+from synk.communicators._shm_collectives import NOTHING
 from synk.errors import ReentrancyError
 
 
@@ -35,18 +35,19 @@ def _worker() -> Any:
 
 
 def _collectives() -> Collectives:
-    collectives: Collectives = _worker().collectives()
+    worker = cell.worker
+    if worker is None or (current := worker.peers.current) is None:
+        current = _worker().collectives()  # joins the call's group, or raises if the function may not communicate
+    collectives: Collectives = current
     return collectives
 
 
-def _short() -> ShortCollectives | None:
-    """Return the short path for collectives of plain arrays, or None if the current call has none."""
-    worker = cell.worker
-    if worker is None or worker.peers.short_path is None:
-        _collectives()  # joins the call's group, or raises if the function may not communicate
-        worker = _worker()
-    path: ShortPath | None = worker.peers.short_path
-    return None if path is None else path.collectives
+def _at_once(
+    async_op: bool, kind: str, array: Any, out: Any, op: Any = "", weight: float | None = None, root: Any = -1
+) -> Any:
+    """Take a collective without steps, or return ``LONGER``."""
+    at_once = _collectives().at_once
+    return LONGER if async_op or at_once is None else at_once(kind, array, out, op, weight, root)
 
 
 def _taken(steps: Steps, async_op: bool) -> Any:
@@ -205,16 +206,13 @@ class Comm(Hinting):
     def _reduced(
         self, kind: str, array: Any, op: str, root: int, weight: float | None, out: Any, async_op: bool
     ) -> Any:
-        short = None if async_op else _short()
-        if short is not None:
-            share = self._share(short) if weight is None and op == "avg" else weight
-            result = short.reduce(kind, array, op, root, share, out)
-            if result is not LONGER:
-                return result
+        share = self._share() if weight is None and op == "avg" else weight
+        if (result := _at_once(async_op, kind, array, out, op, share, root)) is not LONGER:
+            return result
         if op not in REDUCE_OPS:
             raise ValueError(f"cannot reduce: got op {op!r}, expected one of {', '.join(map(repr, REDUCE_OPS))}.")
         _check_constant(array, kind)
-        collectives, share = _collectives(), self._weight(op, weight)
+        collectives = _collectives()
         if kind == "reduce":
             steps = collectives.reduce(array, op, root, share, out)
         elif kind == "all_reduce":
@@ -223,18 +221,18 @@ class Comm(Hinting):
             steps = collectives.reduce_scatter(array, op, share, out)
         return _taken(steps, async_op)
 
-    def _share(self, short: ShortCollectives) -> float | None:
-        if short.share is None:
-            short.share = self._weight("avg", None)
-        return short.share
+    def _share(self) -> float | None:
+        collectives = _collectives()
+        if collectives.share is None and self.total_rows:
+            collectives.share = self.rows / self.total_rows
+        return collectives.share
 
     def broadcast(self, array: Any, root: int = 0, *, out: Any = None, async_op: bool = False) -> Any:
         """Return ``array`` of rank ``root``. The arrays of the others must have its shape and dtype.
 
         With ``out=array`` the others' arrays are filled, and nothing is copied on ``root``.
         """
-        short = None if async_op else _short()
-        if short is not None and (result := short.copy("broadcast", array, root, out)) is not LONGER:
+        if (result := _at_once(async_op, "broadcast", array, out, "", None, root)) is not LONGER:
             return result
         _check_constant(array, "broadcast")
         return _taken(_collectives().broadcast(array, root, out), async_op)
@@ -258,8 +256,8 @@ class Comm(Hinting):
         array or Request
             The arrays stacked, with shape ``(len(ranks), *shape)``, or joined along ``axis``.
         """
-        short, kind = None if async_op else _short(), "all_gather" if axis is None else "all_gather along an axis"
-        if short is not None and not axis and (result := short.copy(kind, array, -1, out)) is not LONGER:
+        kind = "all_gather" if axis is None else "all_gather along an axis"
+        if not axis and (result := _at_once(async_op, kind, array, out)) is not LONGER:
             return result
         _check_constant(array, "all_gather")
         collectives = _collectives()
@@ -366,8 +364,7 @@ class Comm(Hinting):
         out : array, optional
             Where the result goes on rank ``root``: contiguous, of the result's shape and dtype. Not touched elsewhere.
         """
-        short = None if async_op or sizes is not None else _short()
-        if short is not None and (result := short.copy("gather", array, root, out)) is not LONGER:
+        if sizes is None and (result := _at_once(async_op, "gather", array, out, "", None, root)) is not LONGER:
             return result
         _check_constant(array, "gather")
         return _taken(_collectives().rows.gather(array, root, sizes, out), async_op)
@@ -387,8 +384,7 @@ class Comm(Hinting):
         out : array, optional
             Where this rank's block goes: contiguous, of the block's shape and dtype.
         """
-        short = None if async_op or sizes is not None else _short()
-        if short is not None and (result := short.copy("scatter", array, root, out)) is not LONGER:
+        if sizes is None and (result := _at_once(async_op, "scatter", array, out, "", None, root)) is not LONGER:
             return result
         _check_constant(array, "scatter")
         return _taken(_collectives().rows.scatter(array, root, sizes, out), async_op)
@@ -407,19 +403,15 @@ class Comm(Hinting):
         out : array, optional
             Where the result goes: contiguous, of the result's shape and dtype.
         """
-        short = None if async_op or sizes is not None else _short()
-        if short is not None and (result := short.copy("all_to_all", array, -1, out)) is not LONGER:
+        if sizes is None and (result := _at_once(async_op, "all_to_all", array, out)) is not LONGER:
             return result
         _check_constant(array, "all_to_all")
         return _taken(_collectives().rows.all_to_all(array, sizes, out), async_op)
 
     def barrier(self, *, async_op: bool = False) -> Request | None:
         """Return when all ranks of the call have called it."""
-        short = None if async_op else _short()
-        if short is None or short.barrier() is LONGER:
-            request: Request | None = _taken(_collectives().host.barrier_steps(), async_op)
-            return request
-        return None
+        request: Request | None = _at_once(async_op, "barrier", NOTHING, None)
+        return _taken(_collectives().host.barrier_steps(), async_op) if request is LONGER else request
 
     def wait_all(self, requests: Iterable[Request]) -> list[Any]:
         """Wait for all requests, and return their results in the same order."""
@@ -434,11 +426,6 @@ class Comm(Hinting):
         """
         context: contextlib.AbstractContextManager[None] = _worker().uninterrupted()
         return context
-
-    def _weight(self, op: str, weight: float | None) -> float | None:
-        if op != "avg" or weight is not None:
-            return weight
-        return self.rows / self.total_rows if self.total_rows else None
 
     def __repr__(self) -> str:
         return "<synk.comm>"
