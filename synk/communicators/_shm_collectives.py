@@ -234,11 +234,6 @@ class ShmCollectives(HostCommunicator):
         yield from self.start_steps(kind, dtype_name(source.dtype), source.size, op, root, weight=weight)
         yield from self._reduce_shares(source, target, op, is_receiver=root in (-1, self.rank))
 
-    def fold_steps(self, source: np.ndarray, target: np.ndarray, op: str, is_receiver: bool) -> Steps:
-        """Reduce arrays of equal weight, once the ranks have agreed on that by other means."""
-        self.has_agreed, self._weights = True, None
-        return self._reduce_shares(source, target, op, is_receiver)
-
     def _reduce_shares(self, source: np.ndarray, target: np.ndarray, op: str, is_receiver: bool) -> Steps:
         """Reduce in pieces. Every rank reduces its share of a piece; receivers collect the shares at the next meeting.
 

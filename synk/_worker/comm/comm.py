@@ -263,7 +263,7 @@ class Comm(Hinting):
         collectives = _collectives()
         if axis is None:
             return _taken(collectives.all_gather(array, out), async_op)
-        return _taken(collectives.rows.all_gather(array, axis, out), async_op)
+        return _taken(collectives.all_gather_rows(array, axis, out), async_op)
 
     def reduce_scatter(
         self, array: Any, op: str = "sum", *, weight: float | None = None, out: Any = None, async_op: bool = False
@@ -288,7 +288,7 @@ class Comm(Hinting):
         if worker is not None and (path := worker.peers.short_path) is not None and path.send_now(array, peer, tag):
             return
         _check_constant(array, "send")
-        _collectives().messages.send(array, peer, tag)
+        _collectives().send(array, peer, tag)
 
     def isend(self, array: Any, peer: int, tag: int = 0) -> Request:
         """Send ``array`` to rank ``peer`` without waiting for it.
@@ -296,7 +296,7 @@ class Comm(Hinting):
         The array may be changed once this returns. ``wait()`` of the request returns None at once.
         """
         _check_constant(array, "isend")
-        return _collectives().messages.isend(array, peer, tag)
+        return _collectives().isend(array, peer, tag)
 
     def recv(self, peer: int, tag: int = 0, *, like: Any = None, out: Any = None) -> Any:
         """Return the oldest message of this tag from rank ``peer`` that was not received yet.
@@ -339,7 +339,7 @@ class Comm(Hinting):
             if array is not None:
                 return array
         _check_constant(like, "recv")
-        return _collectives().messages.recv(peer, tag, like, out)
+        return _collectives().recv(peer, tag, like, out)
 
     def irecv(self, peer: int, tag: int = 0, *, like: Any = None, out: Any = None) -> Request:
         """Ask for a message and return at once. ``wait()`` of the request returns what :meth:`recv` would.
@@ -347,7 +347,7 @@ class Comm(Hinting):
         The k-th request for a sender and tag gets the k-th message, no matter in which order you wait for them.
         """
         _check_constant(like, "irecv")
-        return _collectives().messages.irecv(peer, tag, like, out)
+        return _collectives().irecv(peer, tag, like, out)
 
     def gather(
         self, array: Any, root: int = 0, *, sizes: Sequence[int] | None = None, out: Any = None, async_op: bool = False
@@ -367,7 +367,7 @@ class Comm(Hinting):
         if sizes is None and (result := _at_once(async_op, "gather", array, out, "", None, root)) is not LONGER:
             return result
         _check_constant(array, "gather")
-        return _taken(_collectives().rows.gather(array, root, sizes, out), async_op)
+        return _taken(_collectives().gather(array, root, sizes, out), async_op)
 
     def scatter(
         self, array: Any, root: int = 0, *, sizes: Sequence[int] | None = None, out: Any = None, async_op: bool = False
@@ -387,7 +387,7 @@ class Comm(Hinting):
         if sizes is None and (result := _at_once(async_op, "scatter", array, out, "", None, root)) is not LONGER:
             return result
         _check_constant(array, "scatter")
-        return _taken(_collectives().rows.scatter(array, root, sizes, out), async_op)
+        return _taken(_collectives().scatter(array, root, sizes, out), async_op)
 
     def all_to_all(
         self, array: Any, *, sizes: Sequence[int] | None = None, out: Any = None, async_op: bool = False
@@ -406,7 +406,7 @@ class Comm(Hinting):
         if sizes is None and (result := _at_once(async_op, "all_to_all", array, out)) is not LONGER:
             return result
         _check_constant(array, "all_to_all")
-        return _taken(_collectives().rows.all_to_all(array, sizes, out), async_op)
+        return _taken(_collectives().all_to_all(array, sizes, out), async_op)
 
     def barrier(self, *, async_op: bool = False) -> Request | None:
         """Return when all ranks of the call have called it."""
