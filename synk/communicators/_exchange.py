@@ -55,9 +55,18 @@ class Head(NamedTuple):
         return int(np.prod(self.shape, dtype=np.int64))
 
     @property
+    def row_nbytes(self) -> int:
+        return self.row_size * self.dtype.itemsize
+
+    @property
     def longest(self) -> int:
         """The size of the largest block, in bytes."""
-        return max(self.sizes) * self.row_size * self.dtype.itemsize
+        return max(self.sizes) * self.row_nbytes
+
+    def block(self, index: int) -> slice:
+        """Return which bytes of the rows are in a block."""
+        start = sum(self.sizes[:index])
+        return slice(start * self.row_nbytes, (start + self.sizes[index]) * self.row_nbytes)
 
 
 def check_shapes(kind: str, heads: Mapping[int, Head]) -> None:

@@ -19,8 +19,8 @@ from synk._pure.dtypes import dtype_name
 from synk._pure.ops import REDUCTIONS
 from synk._pure.ranges import chunk_bounds
 from synk.communicators._agreement import OWN_TAG, NodeAgreement
-from synk.communicators._exchange import asked_for
-from synk.communicators._far_exchange import FarExchange
+from synk.communicators._exchange import DIVIDED, TO_ROOT, Head, asked_for, check_shapes, joined_rows
+from synk.communicators._layout import WORD_NBYTES
 from synk.communicators._mailbox import Mailbox
 from synk.communicators._messages import Incoming
 from synk.communicators._results import Place
@@ -181,23 +181,33 @@ class TwoLevel(NodeAgreement):
     def exchange_steps(
         self, kind: str, rows: np.ndarray | None, sizes: list[int] | None, root: int, place: Place
     ) -> Steps:
-        """Take the steps of an exchange of rows; see ``Exchange``. Large blocks are messages from rank to rank."""
-        exchange = FarExchange(self._all, self.rank, kind, rows, sizes, root)
-        dtype, row_size = asked_for(kind, exchange.head)
-        head = b"" if exchange.head is None else exchange.head.words().tobytes()
-        rest = NOTHING if rows is None else flat_bytes(rows)
-        is_small = self._is_small(len(head) + rest.size)
-        carried = np.frombuffer(head + (rest.tobytes() if is_small else b""), np.uint8)
+        """Take the steps of an exchange of rows; see ``Exchange``. Few rows travel with the head that tells of them."""
+        head = None if rows is None else Head.of(rows, sizes)
+        dtype, row_size = asked_for(kind, head)
+        words = b"" if head is None else head.words().tobytes()
+        whole = NOTHING if rows is None else flat_bytes(rows)
+        is_small = self._is_small(len(words) + whole.size)
+        carried = np.frombuffer(words + (whole.tobytes() if is_small else b""), np.uint8)
         found = yield from self._agree(kind, dtype, row_size, peer=root, carried=carried)
-        small = exchange.read([each.copy() for each in found])
-        joined, targets = exchange.open(place)
+        heads, small = {}, {}
+        for rank, entry in zip(self._all, found):
+            if entry.size:  # of a sender
+                stop = WORD_NBYTES * (1 + int(entry[:WORD_NBYTES].view(np.int64)[0]))
+                heads[rank] = Head.read(entry[WORD_NBYTES:stop].view(np.int64).tolist())
+                if entry.size - stop == sum(heads[rank].sizes) * heads[rank].row_nbytes:
+                    small[rank] = entry[stop:].copy()
+        check_shapes(kind, heads)
+        index = {rank: k if kind in DIVIDED else 0 for k, rank in enumerate(self._all)}
+        receivers = (root,) if kind in TO_ROOT else self._all
+        joined, targets = joined_rows(heads, index[self.rank], place) if self.rank in receivers else (None, {})
+        blocks = {} if head is None else {rank: whole[head.block(index[rank])] for rank in receivers}
+        if self.rank in targets:
+            targets.pop(self.rank)[:] = blocks[self.rank]
         for rank in [rank for rank in targets if rank in small]:
-            targets.pop(rank)[:] = exchange.block_of(small[rank], rank)
-        outgoing = {}
-        if exchange.is_sender and not is_small:
-            outgoing = {rank: exchange.own_block(rank) for rank in exchange.receivers}
-        local = [rank for rank in self._group if rank in exchange.heads and rank not in small]
-        yield from self._move(outgoing, targets, max((exchange.heads[rank].longest for rank in local), default=0))
+            targets.pop(rank)[:] = small[rank][heads[rank].block(index[self.rank])]
+        local = [rank for rank in self._group if rank in heads and rank not in small]
+        longest = max((heads[rank].longest for rank in local), default=0)
+        yield from self._move({} if is_small else blocks, targets, longest)
         return joined
 
 

@@ -139,9 +139,8 @@ class Collectives:
     def gather(self, array: Any, root: int, sizes: Sequence[int] | None, out: Any) -> Steps:
         rows = self._rows("gather", array)
         root = self.host.member("gather", "root", root)
-        if sizes is not None and self._checked_sizes("gather", sizes)[self.host.ranks.index(self.host.rank)] != len(
-            rows
-        ):
+        position = self.host.ranks.index(self.host.rank)
+        if sizes is not None and self._checked_sizes("gather", sizes)[position] != len(rows):
             raise ValueError(
                 f"cannot gather: got {len(rows)} rows and sizes={list(sizes)} on rank {self.host.rank}, expected the "
                 "number of its rows there."
