@@ -388,7 +388,6 @@ class Runtime(Hinting):
         group = self._session.group
         lines += [f"  {group.name}: {group.library}"] if group.library else []
         lines += [f"  {group.name} is not used: {group.problem}"] if group.problem else []
-        lines += [f"  messages: {problem}" for problem in self._session.lanes.message_problems()]
         if (
             not self._session.has_devices
             and not self._session.workers.is_inline

@@ -20,9 +20,6 @@ _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named since Python 3.
 _MREMAP_MAYMOVE_FIXED = 1 | 2
 _FALLOC_PUNCH_HOLE_KEEP_SIZE = 2 | 1
 
-_MADV_REMOVE = 9
-_MADV_POPULATE_WRITE = 23  # since Linux 5.14
-
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.restype = libc.mremap.restype = ctypes.c_void_p
 libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
@@ -142,29 +139,6 @@ def punch(fd: int, offset: int, nbytes: int) -> None:
     OSError
     """
     if libc.fallocate(fd, _FALLOC_PUNCH_HOLE_KEEP_SIZE, offset, nbytes):
-        raise last_error()
-
-
-def populate(address: int, nbytes: int) -> None:
-    """Reserve the memory of whole pages of a shared mapping. A lack of memory is an error here and not a signal later.
-
-    Raises
-    ------
-    OSError
-        EINVAL if the kernel is older than Linux 5.14.
-    """
-    if libc.madvise(address, nbytes, _MADV_POPULATE_WRITE):
-        raise last_error()
-
-
-def give_back(address: int, nbytes: int) -> None:
-    """Give the memory of whole pages of a shared mapping back. They read as zeros in all processes.
-
-    Raises
-    ------
-    OSError
-    """
-    if libc.madvise(address, nbytes, _MADV_REMOVE):
         raise last_error()
 
 

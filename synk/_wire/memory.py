@@ -7,7 +7,6 @@ file knows only bytes, and nothing of workers.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import math
@@ -89,12 +88,8 @@ class Fence:
         lock.acquire()
 
 
-def create_fd(nbytes: int, *, is_reserved: bool = True, tail_nbytes: int = 0) -> int:
-    """Return a descriptor of ``nbytes`` of unnamed memory that only its owner may open, reserved now or later in
-    pieces.
-
-    ``tail_nbytes`` is the size of an address range behind it. No memory is reserved there, and limits may forbid it.
-    """
+def create_fd(nbytes: int, *, is_reserved: bool = True) -> int:
+    """Return a descriptor of ``nbytes`` of unnamed memory that only its owner may open, reserved now or in pieces."""
     try:
         fd = above_streams(os.memfd_create("synk", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
         is_sealable = True
@@ -114,9 +109,6 @@ def create_fd(nbytes: int, *, is_reserved: bool = True, tail_nbytes: int = 0) ->
             os.posix_fallocate(fd, 0, nbytes)
         else:
             os.ftruncate(fd, nbytes)
-        if tail_nbytes:
-            with contextlib.suppress(OSError):  # a limit on file sizes: there is no tail
-                os.ftruncate(fd, nbytes + tail_nbytes)
         if is_sealable:
             # Whoever holds the descriptor could otherwise shrink the file, and every access to the pages behind its
             # new end would be a SIGBUS in all processes that map it.
@@ -158,14 +150,11 @@ class Segment:
         ``forks.count`` when it was made.
     mapping : MappedFile or None
         None after it was closed.
-    tail_nbytes : int
-        Size of an address range behind the segment. Its memory is taken page by page and does not count as the
-        segment's.
     """
 
     __slots__ = (
         "__weakref__", "arena", "buffer", "generation", "id", "is_arena", "is_owner", "is_private",
-        "is_staging", "is_worker_writable", "mapping", "nbytes", "offset", "tail_nbytes",
+        "is_staging", "is_worker_writable", "mapping", "nbytes", "offset",
     )  # fmt: skip
 
     mapping: MappedFile | None
@@ -173,18 +162,8 @@ class Segment:
     is_worker_writable: bool
 
     def __init__(self, fd: int, nbytes: int, *, is_writable: bool, segment_id: int, is_private: bool = False) -> None:
-        # Messages do not mention the tail: a worker learns of it from the size of the file.
-        tail_nbytes = max(os.fstat(fd).st_size - nbytes, 0) if is_writable else 0
-        try:
-            mapping = _map(fd, nbytes + tail_nbytes, is_writable, is_private)
-        except SharedMemoryError:
-            if not tail_nbytes:
-                raise
-            tail_nbytes = 0
-            mapping = _map(fd, nbytes, is_writable, is_private)
-        self._lie_at(mapping, segment_id, 0, nbytes, None)
+        self._lie_at(_map(fd, nbytes, is_writable, is_private), segment_id, 0, nbytes, None)
         self.is_private = is_private
-        self.tail_nbytes = tail_nbytes
 
     def map_again(self) -> None:
         """Map a read-only segment a second time. The first mapping lives on as long as arrays refer to it."""
@@ -203,21 +182,17 @@ class Segment:
         self.arena = arena
         self.is_owner = arena is None  # of the descriptor
         self.is_arena = self.is_staging = False
-        self.tail_nbytes = 0
         self.is_private = arena is not None and arena.is_private
         self.is_worker_writable = arena is not None and arena.is_worker_writable
         self.generation = forks.count
         self.buffer = self.root()
 
     @classmethod
-    def create(
-        cls, nbytes: int, *, is_worker_writable: bool = False, segment_id: int = 0, tail_nbytes: int = 0
-    ) -> Segment:
+    def create(cls, nbytes: int, *, is_worker_writable: bool = False, segment_id: int = 0) -> Segment:
         """Allocate a new segment of at least ``nbytes`` bytes, filled with zeros.
 
         ``is_worker_writable`` says how workers map it: they cannot damage what they map read-only. ``segment_id`` is
-        unique within the runtime, or 0 if no message refers to the segment. ``tail_nbytes`` is the size of the address
-        range behind it.
+        unique within the runtime, or 0 if no message refers to the segment.
 
         Raises
         ------
@@ -226,7 +201,7 @@ class Segment:
         """
         with deferred():  # between two system calls the descriptor has no owner
             nbytes = round_up(max(nbytes, 1), PAGE_NBYTES)
-            return cls._create(nbytes, is_worker_writable, segment_id, tail_nbytes=tail_nbytes)
+            return cls._create(nbytes, is_worker_writable, segment_id)
 
     @classmethod
     def create_arena(cls, nbytes: int, *, is_worker_writable: bool, segment_id: int) -> Segment:
@@ -249,13 +224,12 @@ class Segment:
         segment_id: int,
         *,
         is_reserved: bool = True,
-        tail_nbytes: int = 0,
     ) -> Segment:
         free = available_nbytes() if nbytes > (1 << 24) else nbytes  # the check reads a file: for large segments only
         try:
             if nbytes > free:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            fd = create_fd(nbytes, is_reserved=is_reserved, tail_nbytes=tail_nbytes)
+            fd = create_fd(nbytes, is_reserved=is_reserved)
         except OSError as error:
             raise _no_memory(nbytes, error) from error
         try:
@@ -314,18 +288,12 @@ class Segment:
         assert self.mapping is not None
         twin = Segment.__new__(Segment)
         twin._lie_at(self.mapping, self.id, self.offset, self.nbytes, self.arena)
-        twin.tail_nbytes = self.tail_nbytes
         twin.is_owner, twin.is_worker_writable = False, self.is_worker_writable
         twin.is_arena = self.is_arena
         # a view of this very array, so that what the rank keeps is seen as a view of this segment
         twin.buffer = self.buffer.view()
         twin.buffer.flags.writeable = self.is_worker_writable
         return twin
-
-    def tail(self) -> np.ndarray:
-        """Return a new ``uint8`` array over the address range behind the segment."""
-        assert self.mapping is not None
-        return np.frombuffer(self.mapping, np.uint8, self.tail_nbytes, self.offset + self.nbytes)
 
     def root(self) -> np.ndarray:
         """Return a new ``uint8`` array over the whole segment. It becomes the base of all arrays made from it."""

@@ -6,6 +6,7 @@ Containers and security modules may forbid it, so every reader has another way.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 
 import numpy as np
@@ -36,6 +37,22 @@ def let_siblings_read() -> None:
     libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
 
 
+def may_read(pid: int) -> bool | None:
+    """Return whether the kernel lets this process read the memory of another one; None if that is not there.
+
+    Nothing lies at the address 0, which the kernel finds out after it has looked whether it may read at all.
+    """
+    here = ctypes.addressof(_Ranges(0, 1, 0, 1))
+    _read(pid, here, 1, here + _RANGE_NBYTES, 1, 0)
+    number = ctypes.get_errno()
+    return None if number == errno.ESRCH else number == errno.EFAULT
+
+
+def can_be_read(array: np.ndarray) -> bool:
+    """Return whether the kernel reads the memory of an array. It does not read some memory of devices."""
+    return read_memory(os.getpid(), address_of(array), np.empty(min(array.nbytes, 1), np.uint8))
+
+
 def read_memory(pid: int, address: int, target: np.ndarray) -> bool:
     """Fill a flat array of bytes with the memory of a process. Return whether the kernel copied all of it.
 
@@ -60,8 +77,8 @@ def _read_straight(pid: int, address: int, target: np.ndarray) -> bool:
     """Fill a flat array by the kernel's copies alone."""
     start, num_left = address_of(target), target.size
     # The other process may die at any moment. The kernel then copies less, or nothing, and the caller learns of it. The
-    # bytes that were copied before are never used: the ranks meet once more before a collective returns them, and a
-    # message that was read in part comes again through its ring.
+    # bytes that were copied before are never used: the ranks meet once more before a collective returns them, and the
+    # receiver of a message that was read in part has an error.
     while num_left:  # a call reads 2 GiB at most
         ranges = _Ranges(start, num_left, address, num_left)
         here = ctypes.addressof(ranges)

@@ -202,7 +202,7 @@ class Worker:
     def disown(self) -> None:
         """In a child that the function has forked: it is no rank, and ``synk.comm`` refuses it."""
         self.is_copy = True
-        self.peers.short_path = None
+        self.peers.short_path = self.peers.current = None
         for lane in self.lanes:
             if lane.communicator is not None:
                 lane.communicator.disown()

@@ -161,18 +161,14 @@ class DeviceBackend(Backend, Protocol):
         """
 
 
-class BufferBackend(Backend, Protocol):
-    """A backend whose arrays a communicator reads and writes where they lie. Addresses are plain integers."""
+class NcclBackend(DeviceBackend, Protocol):
+    """A backend with devices between which NCCL communicates."""
 
     stream_handle: int
-    """The stream on which all work of this process is queued; 0 if nothing is queued."""
+    """The stream on which all work of this process is queued."""
 
     def address(self, array: Any) -> int:
         """Return the address of the first element of a contiguous array."""
-
-
-class NcclBackend(DeviceBackend, BufferBackend, Protocol):
-    """A backend with devices between which NCCL communicates."""
 
     def mark(self) -> Any:
         """Return an event that follows everything queued so far."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._pure.arrays import address_of, as_plain_array
+from synk._pure.arrays import as_plain_array
 from synk._pure.cores import num_cores
 from synk._pure.exact import has_own_meaning
 from synk._wire.memory import Segment
@@ -46,7 +46,6 @@ class NumpyBackend:
 
     name = "numpy"
     is_device = False
-    stream_handle = 0
     xp: Any = np
 
     def __init__(self, device: str) -> None:
@@ -60,9 +59,6 @@ class NumpyBackend:
 
     def is_array(self, value: Any) -> bool:
         return isinstance(value, np.ndarray)
-
-    def address(self, array: np.ndarray) -> int:
-        return address_of(array)
 
     def from_host(self, host: np.ndarray) -> np.ndarray:
         return host

@@ -166,7 +166,7 @@ def _dies_in_a_collective(x: Any) -> float:
     array = cupy.full(1 << 18, 1.0, "float32")
     if is_last:
         cupy.cuda.get_current_stream().launch_host_func(time.sleep, 1.0)
-    request = comm.iall_reduce(array, "sum", out=array)
+    request = comm.all_reduce(array, "sum", out=array, async_op=True)
     comm.barrier()
     if is_last:
         signal.raise_signal(signal.SIGKILL)

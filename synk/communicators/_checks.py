@@ -1,7 +1,4 @@
-"""What every communicator refuses: ops that a dtype does not have, buffers that do not fit together.
-
-Pure functions of names and counts.
-"""
+"""What every communicator refuses: dtypes that it cannot carry, ops that a dtype does not have, wrong arrays."""
 
 from __future__ import annotations
 
@@ -10,23 +7,42 @@ from typing import Any
 
 import numpy as np
 
+from synk._pure.dtypes import BFLOAT16
 from synk._pure.ops import REDUCE_OPS, REDUCTIONS
 from synk._pure.texts import short_repr
-from synk.communicators import Buffer
-from synk.communicators._buffers import DTYPE_NAMES
 from synk.errors import UnsupportedError
 
+# The order is the dtype's number in shared memory: all processes of a runtime run the same version of this file.
+DTYPE_NAMES = tuple(
+    dict.fromkeys(
+        (
+            "bool",
+            *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+            *("float16", "float32", "float64", np.dtype(np.longdouble).name),
+            *("complex64", "complex128", np.dtype(np.clongdouble).name),
+            "bfloat16",
+        )
+    )
+)
 
-def dtype_nbytes(dtype: str) -> int:
-    """Return the size of one element of the dtype named ``dtype``."""
-    if dtype == "bfloat16":  # known to NumPy only while ml_dtypes is imported
-        return 2
-    try:
-        return np.dtype(dtype).itemsize
-    except TypeError as error:
+
+@functools.cache
+def named_dtype(name: str) -> np.dtype:
+    """Return the NumPy dtype called ``name``. ``"bfloat16"`` is a dtype of synk's own.
+
+    Raises
+    ------
+    UnsupportedError
+        If values of that dtype cannot be communicated.
+    """
+    if name == "bfloat16":
+        return BFLOAT16
+    if name not in DTYPE_NAMES:
         raise UnsupportedError(
-            f"cannot move an array of dtype {dtype!r}: expected a plain dtype of fixed size. Send its bytes as uint8."
-        ) from error
+            f"cannot communicate values of dtype {name!r}: expected one of {', '.join(DTYPE_NAMES)}. "
+            "Cast the array first."
+        )
+    return np.dtype(name)
 
 
 def check_reduction(op: str, dtype: str, weight: float | None = None) -> None:
@@ -54,19 +70,20 @@ def _check_dtype(op: str, dtype: str) -> None:
         REDUCTIONS[op].check(np.dtype("float32" if dtype == "bfloat16" else dtype), "the array of a collective")
 
 
-def check_buffers(action: str, send: Buffer, recv: Buffer, *, send_count: int, recv_count: int) -> None:
-    """Raise ValueError unless the dtypes are equal and the counts are as expected."""
-    if send.dtype != recv.dtype or (send.count, recv.count) != (send_count, recv_count):
-        raise ValueError(
-            f"cannot {action}: got {send.count} {send.dtype} to send and {recv.count} {recv.dtype} to receive, "
-            f"expected {send_count} and {recv_count} elements of one dtype."
-        )
+def check_out(out: Any, shape: tuple[int, ...], dtype: Any, array_type: Any = np.ndarray) -> Any:
+    """Return ``out`` if a result of this shape and dtype can be written to it.
 
-
-def check_rank(action: str, name: str, rank: int, world_size: int) -> None:
-    """Raise ValueError unless ``rank`` lies in ``[0, world_size)``."""
-    if not 0 <= rank < world_size:
-        raise ValueError(f"cannot {action}: got {name}={rank}, expected a rank from 0 to {world_size - 1}.")
+    Raises
+    ------
+    ValueError
+        If its type, shape, dtype or layout do not fit, or if it is read-only.
+    """
+    if not isinstance(out, array_type) or out.shape != shape or out.dtype != dtype:
+        got = f"{getattr(out, 'dtype', type(out).__name__)} of shape {getattr(out, 'shape', ())}"
+        raise ValueError(f"cannot write to out: got {got}, expected {dtype} of shape {shape}.")
+    if not out.flags.c_contiguous or not getattr(out.flags, "writeable", True):
+        raise ValueError("cannot write to out: got an array that is read-only or not contiguous.")
+    return out
 
 
 def check_place(action: str, name: str, place: Any, num_ranks: int) -> None:

@@ -13,7 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from synk._pure.dtypes import dtype_name
-from synk.communicators._buffers import DTYPE_NAMES, named_dtype
+from synk.communicators._checks import DTYPE_NAMES, named_dtype
+from synk.communicators._meetings import Meeting
+from synk.communicators._messages import NUMBERS
+from synk.communicators._rendezvous import CommRequest
 from synk.communicators._results import Place
 from synk.communicators._schedule import Steps
 from synk.communicators._shm_collectives import ShmCollectives, StreamReading, flat_bytes
@@ -22,6 +25,7 @@ from synk.errors import CollectiveMismatch
 FROM_ROOT, TO_ROOT = ("scatter",), ("gather",)
 DIVIDED = ("scatter", "all_to_all")
 """The kinds in which each rank gets a block of its own."""
+ROWS = frozenset(("gather", "all_gather along an axis", *DIVIDED))
 
 
 class Head(NamedTuple):
@@ -51,9 +55,18 @@ class Head(NamedTuple):
         return int(np.prod(self.shape, dtype=np.int64))
 
     @property
+    def row_nbytes(self) -> int:
+        return self.row_size * self.dtype.itemsize
+
+    @property
     def longest(self) -> int:
         """The size of the largest block, in bytes."""
-        return max(self.sizes) * self.row_size * self.dtype.itemsize
+        return max(self.sizes) * self.row_nbytes
+
+    def block(self, index: int) -> slice:
+        """Return which bytes of the rows are in a block."""
+        start = sum(self.sizes[:index])
+        return slice(start * self.row_nbytes, (start + self.sizes[index]) * self.row_nbytes)
 
 
 def check_shapes(kind: str, heads: Mapping[int, Head]) -> None:
@@ -113,6 +126,7 @@ class Exchange:
         self._is_divided = kind in DIVIDED
         self._index = ranks.index(rank) if self._is_divided else 0
         self._frame = collectives.frame(len(ranks) if self._is_divided else 1)
+        self._rows = rows
         self._head: Head | None = None
         self._streams: dict[int, np.ndarray] = {}  # one for each rank, or one for all of them
         if rows is not None:
@@ -149,7 +163,35 @@ class Exchange:
         joined, readings = self._open(heads, place) if self._is_receiver else (None, [])
         longest = max(head.longest for head in heads.values())
         yield from collectives.read_steps(self._frame, self._streams, readings, longest, half)
+        first = next(iter(heads.values()))
+        is_even = len(set(first.sizes)) == 1 and all(head == first for head in heads.values())
+        if is_even and longest <= self._frame.length:
+            self._keep(first)
         return joined
+
+    def _keep(self, head: Head) -> None:
+        """Keep the meeting that was enough, where all senders have brought as many rows for each rank."""
+        collectives, rows, frame, dtype = self._collectives, self._rows, self._frame, head.dtype
+        block, strides = (head.sizes[0], *head.shape), None
+        if rows is not None and rows.dtype not in NUMBERS:
+            return
+        shown = block
+        if self._is_divided:
+            shown, strides = (len(head.sizes), *block), (frame.length, *np.empty(block, dtype).strides)
+        own, rank, place = [], collectives.rank, frame.offset(self._index)
+        if rows is not None:
+            own = [collectives.view(rank, half, frame.begin, shown, dtype, strides) for half in range(2)]
+        senders = [each for each in collectives.ranks if each in self._senders]
+        parts = [[collectives.view(each, half, place, block, dtype) for each in senders] for half in range(2)]
+        name, row_size = asked_for(self._kind, self._head)
+        meeting = Meeting(CommRequest(self._kind, "", name, row_size, self._root), dtype, own, parts)
+        words = meeting.head = head.words().data.cast("B").cast("q")
+        heads = {each: [collectives.words(each, half, len(words)) for half in range(2)] for each in senders}
+        meeting.own_heads = heads.pop(rank, [])
+        meeting.heads = [[each[half] for each in heads.values()] for half in range(2)]
+        meeting.shape = (len(senders) * block[0], *head.shape)
+        form = (None, None) if rows is None else (rows.dtype, rows.shape)
+        collectives.meetings.keep((self._kind, *form, "", self._root, True), meeting)
 
     def _read_head(self, rank: int, half: int) -> Head:
         count = int(self._collectives.part(rank, half, 0, np.empty(1, np.int64))[0])

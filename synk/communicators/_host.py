@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from synk._pure.dtypes import dtype_name
-from synk.communicators import Buffer
-from synk.communicators._buffers import as_array, named_dtype
-from synk.communicators._checks import check_buffers, check_place, check_reduction
+from synk.communicators._checks import check_place, named_dtype
 from synk.communicators._mailbox import Mailbox
 from synk.communicators._messages import Incoming
 from synk.communicators._rendezvous import Rendezvous
 from synk.communicators._results import Place, ResultMemory
 from synk.communicators._schedule import Operation, Schedule, Steps
-from synk.errors import SharedMemoryError, SynkError
+from synk.errors import SynkError
 
 if TYPE_CHECKING:
     from synk.communicators._wire_mail import WireMailbox
@@ -30,12 +28,12 @@ class HostCommunicator(abc.ABC):
     """The base class of communicators of host memory.
 
     A collective is a generator of *steps* (see ``_schedule``): ``start``, ``test`` and ``finish`` take them one by one,
-    and the method without ``_steps`` in its name takes them all. Everything that can be refused is refused before the
-    first ``yield``, when the other ranks know nothing of it yet.
+    and ``run`` takes them all. Everything that can be refused is refused before the first ``yield``, when the other
+    ranks know nothing of it yet.
 
     Every rank calls the same collectives in the same order. Ops are the words of ``REDUCE_OPS``. ``avg`` takes
     ``weight``, this rank's share of the rows (the shares of all ranks sum to 1); ``None`` weights all ranks equally.
-    ``send`` and ``recv`` may be the same memory. If one of them holds a block for each rank, the other may be this
+    ``source`` and ``target`` may be the same memory. If one of them holds a block for each rank, the other may be this
     rank's block of it. Counts may be 0. If only some of the ranks take part in a call, blocks, shares and averages are
     over those ranks, and every rank keeps its number.
 
@@ -90,11 +88,11 @@ class HostCommunicator(abc.ABC):
         Raises
         ------
         CollectiveMismatch
-            If something cannot be finished, a message is left that nobody has received, or an offer was broken off.
+            If something cannot be finished, a message is left that nobody has received, or a send was broken off.
         """
         if self._rendezvous.is_unfinished:  # an operation failed, and the function caught its error
             self.end()
-            self._mailbox.check_offers()
+            self._mailbox.check_lent()
             return
         while self._schedule:
             self.finish(self._schedule.last)
@@ -106,7 +104,7 @@ class HostCommunicator(abc.ABC):
         self._leave()
         for box in self._boxes:
             box.check_received()
-        self._mailbox.trim()
+        self._mailbox.forget()
         self.results.trim()
 
     def end(self) -> None:
@@ -174,77 +172,33 @@ class HostCommunicator(abc.ABC):
             self._mailbox.progress()
         return operation.is_done
 
-    # -- collectives -----------------------------------------------------------------------------------------------
+    # -- the steps of collectives ----------------------------------------------------------------------------------
 
-    def barrier(self) -> None:
-        """Return when every rank of the call has called it."""
-        self.run(self.barrier_steps())
-
-    def all_reduce(self, send: Buffer, recv: Buffer, op: str, *, weight: float | None = None, stream: int = 0) -> None:
-        """Reduce ``send`` of all ranks into ``recv`` of every rank."""
-        self.run(self.all_reduce_steps(send, recv, op, weight=weight))
-
-    def reduce(
-        self, send: Buffer, recv: Buffer, op: str, root: int, *, weight: float | None = None, stream: int = 0
-    ) -> None:
-        """Reduce ``send`` of all ranks into ``recv`` of rank ``root``; elsewhere ``recv`` is not touched."""
-        self.run(self.reduce_steps(send, recv, op, root, weight=weight))
-
-    def reduce_scatter(
-        self, send: Buffer, recv: Buffer, op: str, *, weight: float | None = None, stream: int = 0
-    ) -> None:
-        """Reduce ``send`` (one block for each of ``ranks``) and leave this rank's block in ``recv``."""
-        self.run(self.reduce_scatter_steps(send, recv, op, weight=weight))
-
-    def broadcast(self, buffer: Buffer, root: int, *, stream: int = 0) -> None:
-        """Copy ``buffer`` of rank ``root`` into ``buffer`` of every rank."""
-        self.run(self.broadcast_steps(buffer, root))
-
-    def all_gather(self, send: Buffer, recv: Buffer, *, stream: int = 0) -> None:
-        """Concatenate ``send`` of all ranks, in the order of ``ranks``, into ``recv``."""
-        self.run(self.all_gather_steps(send, recv))
-
-    # -- their steps -----------------------------------------------------------------------------------------------
-
-    def all_reduce_steps(self, send: Buffer, recv: Buffer, op: str, *, weight: float | None = None) -> Steps:
-        check_reduction(op, send.dtype, weight)
-        check_buffers("all_reduce", send, recv, send_count=send.count, recv_count=send.count)
-        yield from self.all_reduce_arrays(as_array(send), as_array(recv), op, weight)
-
-    def reduce_steps(self, send: Buffer, recv: Buffer, op: str, root: int, *, weight: float | None = None) -> Steps:
-        check_reduction(op, send.dtype, weight)
-        check_buffers("reduce", send, recv, send_count=send.count, recv_count=send.count)
-        self.check_member("reduce", "root", root)
-        yield from self.reduce_arrays(as_array(send), as_array(recv), op, root, weight)
-
-    def reduce_scatter_steps(self, send: Buffer, recv: Buffer, op: str, *, weight: float | None = None) -> Steps:
-        self._check_active("reduce_scatter")
-        check_reduction(op, send.dtype, weight)
-        send_count = len(self.ranks) * recv.count
-        check_buffers("reduce_scatter", send, recv, send_count=send_count, recv_count=recv.count)
-        yield from self.reduce_scatter_arrays(as_array(send), as_array(recv), op, weight)
+    # Arrays are flat, and ops and counts have been checked.
 
     @abc.abstractmethod
     def barrier_steps(self) -> Steps:
         """Wait until every rank of the call has called it."""
 
     @abc.abstractmethod
-    def all_reduce_arrays(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None) -> Steps:
-        """Take the steps of ``all_reduce`` from one flat array into another one or itself, both already checked."""
+    def all_reduce_steps(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None) -> Steps:
+        """Reduce ``source`` of all ranks into ``target`` of every rank."""
 
     @abc.abstractmethod
-    def reduce_arrays(self, source: np.ndarray, target: np.ndarray, op: str, root: int, weight: float | None) -> Steps:
-        """Take the steps of ``reduce``, as those of ``all_reduce``."""
+    def reduce_steps(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None, root: int) -> Steps:
+        """Reduce ``source`` of all ranks into ``target`` of rank ``root``; elsewhere ``target`` is not touched."""
 
     @abc.abstractmethod
-    def reduce_scatter_arrays(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None) -> Steps:
-        """Take the steps of ``reduce_scatter``, as those of ``all_reduce``."""
+    def reduce_scatter_steps(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None) -> Steps:
+        """Reduce ``source`` (one block for each of ``ranks``) and leave this rank's block in ``target``."""
 
     @abc.abstractmethod
-    def broadcast_steps(self, buffer: Buffer, root: int) -> Steps: ...
+    def broadcast_steps(self, array: np.ndarray, root: int) -> Steps:
+        """Copy ``array`` of rank ``root`` into ``array`` of every rank."""
 
     @abc.abstractmethod
-    def all_gather_steps(self, send: Buffer, recv: Buffer) -> Steps: ...
+    def all_gather_steps(self, source: np.ndarray, target: np.ndarray) -> Steps:
+        """Concatenate ``source`` of all ranks, in the order of ``ranks``, into ``target``."""
 
     @abc.abstractmethod
     def exchange_steps(
@@ -274,11 +228,7 @@ class HostCommunicator(abc.ABC):
         """Send a C-contiguous array without waiting for the receiver. The array may be changed once this returns."""
         box = self._checked_box("send", peer, array)
         with self._rendezvous.operation:
-            try:
-                box.isend(array, peer, tag)
-            except SharedMemoryError:  # nothing was sent, so later operations still meet the others
-                self._rendezvous.is_unfinished = False
-                raise
+            box.isend(array, peer, tag)
 
     def irecv_array(self, like: np.ndarray | None, peer: int, tag: int) -> Incoming:
         """Ask for the next message that no earlier receive asked for. ``finish_message`` waits for it.

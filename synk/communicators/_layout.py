@@ -42,7 +42,7 @@ class ControlLayout(NamedTuple):
     @property
     def requests(self) -> int:
         """Offset of the requests, ``(rank, 3)``, a line each: two for collectives, by turns, and one for messages."""
-        return self.column(7)
+        return self.column(8)
 
     def request_offsets(self, place: int) -> list[int]:
         """Return the offsets of the requests of all ranks at one of the three places."""
@@ -64,14 +64,9 @@ class ControlLayout(NamedTuple):
         return self.read + self.world_size * self.column_nbytes
 
     @property
-    def refused(self) -> int:
-        """Offset of the ends of the last offers that could not be read, ``(receiver, sender)``; see ``_mailbox``."""
-        return self.unsent + self.world_size * self.column_nbytes
-
-    @property
     def nbytes(self) -> int:
         """The size of all control words, in whole pages."""
-        return round_up(self.refused + self.world_size * self.column_nbytes, PAGE_NBYTES)
+        return round_up(self.unsent + self.world_size * self.column_nbytes, PAGE_NBYTES)
 
 
 class SegmentLayout(NamedTuple):

@@ -6,10 +6,11 @@ rendezvous), so a ring needs no lock. A rank that waits for anything takes in ev
 keeps in private memory what it has not asked for yet. So messages may be received in any order of tags, and two ranks
 may send to each other first and receive afterwards.
 
-A message for which the ring has no room waits in a queue of its sender. The sender goes on writing whenever it waits
-for anything. A long message whose sender waits anyway is *offered*: the ring has only its first line, which says where
-the array lies, and the receiver reads it there. If it cannot, it says so (``refused``), and the array follows its line
-through the ring.
+A long message is *offered*: the ring has only its first line, which says where in the memory of the sender the array
+lies, and the receiver reads it there. What ``send`` offers is the function's own array, which is *lent* until it was
+read; what ``isend`` offers is a private copy. If the receiver cannot read the memory of others (each rank asks the
+kernel once, and tells the others), the message goes through the ring like a short one. A message for which the ring has
+no room waits in a queue of its sender, which goes on writing whenever it waits for anything.
 
 In one file because a rank that waits to send receives in the meantime, and the other way round.
 """
@@ -23,8 +24,8 @@ from collections import deque
 import numpy as np
 
 from synk._pure.ranges import LINE_NBYTES, round_up
-from synk._wire.process_memory import read_memory
-from synk.communicators._buffers import DTYPE_NAMES, named_dtype
+from synk._wire.process_memory import can_be_read, read_memory
+from synk.communicators._checks import DTYPE_NAMES, named_dtype
 from synk.communicators._messages import (
     HEADER,
     IN_RING,
@@ -34,17 +35,15 @@ from synk.communicators._messages import (
     unreceived_text,
     unsent_text,
 )
-from synk.communicators._outbox import CHUNK_NBYTES, Outbox
 from synk.communicators._rendezvous import SPIN_YIELDS, CommRequest, Rendezvous
+from synk.communicators._results import ResultMemory
 from synk.communicators._schedule import Schedule
 from synk.errors import CollectiveMismatch
 
-# An isend below this size never uses the outbox: if the ring has no room, the sender keeps a private copy.
+# An isend below this size is never offered: if the ring has no room, it waits in the queue of its sender.
 SMALL_NBYTES = 1 << 12
 # The largest piece that is written at once. The receiver finds it in the cache and copies it during the next one.
 GRAIN_NBYTES = 1 << 18
-# From this size on a message is offered. Two copies of a shorter one are made in the caches, and take no longer.
-OFFERED_NBYTES = 1 << 25
 
 
 class Mailbox:
@@ -57,8 +56,8 @@ class Mailbox:
         The collectives in flight, which go on while the rank waits for a message.
     rings : ndarray of uint8, shape ``(sender, receiver, nbytes)``
         The shared memory. ``nbytes`` is a multiple of the cache line.
-    outbox : Outbox
-        For messages that are too large for the ring.
+    results : ResultMemory
+        For private copies.
 
     Attributes
     ----------
@@ -70,9 +69,9 @@ class Mailbox:
         Whether this rank has sent or asked for a message in the current call.
     """
 
-    def __init__(self, rendezvous: Rendezvous, schedule: Schedule, rings: np.ndarray, outbox: Outbox) -> None:
+    def __init__(self, rendezvous: Rendezvous, schedule: Schedule, rings: np.ndarray, results: ResultMemory) -> None:
         self._rendezvous = rendezvous
-        self._outbox = outbox
+        self._results = results
         self._schedule = schedule
         self._rank = rendezvous.rank
         self.to_peers = list(rings[self._rank])
@@ -81,66 +80,62 @@ class Mailbox:
         # At most half of the ring, so that the receiver takes one piece out while the next is put in.
         self._grain = min(max(round_up(self.capacity // 2, LINE_NBYTES), LINE_NBYTES), GRAIN_NBYTES)
         self._unsent: dict[int, deque[Outgoing]] = {}  # by receiver: messages not yet written; no deque is empty
-        # By receiver: messages that it may have read only in part, with their begin and end in the stream.
-        self._in_pieces: dict[int, deque[tuple[int, int, CommRequest]]] = {}
+        # By receiver: messages that it may not have read, or only in part: their begin and end in the stream, and the
+        # copies that they offer.
+        self._unread: dict[int, deque[tuple[int, int, CommRequest, np.ndarray | None]]] = {}
         self._arriving: dict[int, Incoming] = {}  # by sender: the message whose first line was read
-        self._fetched: list[Incoming] = []  # asked for, and not yet complete in the sender's outbox
         self._inbox = Inbox()
         self.is_used = False
 
     def is_idle(self) -> bool:
         """Whether no message is asked for, kept or waiting to be written, and no collective is in flight."""
         inbox = self._inbox
-        is_busy = self._unsent or self._arriving or self._fetched or inbox.asked or inbox.arrived
+        is_busy = self._unsent or self._arriving or inbox.asked or inbox.arrived
         return not (is_busy or self._schedule.operations)
 
     def clear(self) -> None:
         """Forget all messages. Call this before the rendezvous begins a call, so that no rank reads old counts."""
         if self.is_used:
-            for messages in (self._unsent, self._in_pieces, self._arriving, self._fetched, self._inbox):
+            for messages in (self._unsent, self._unread, self._arriving, self._inbox):
                 messages.clear()
-            self._outbox.clear()
             rank, rendezvous = self._rank, self._rendezvous
             for peer in range(len(self.to_peers)):
                 rendezvous.written[rank][peer] = 0
                 rendezvous.read[rank][peer] = 0
                 rendezvous.unsent[rank][peer] = 0
-                rendezvous.refused[rank][peer] = 0
             self.is_used = False  # last, so that the next clear does the rest if this one is interrupted
 
-    def trim(self) -> None:
-        """Give back memory of the outbox once all of its messages were received."""
-        if self.is_used:
-            self._outbox.trim()
+    def forget(self) -> None:
+        """Drop what was offered, once all of it was read."""
+        self._unread.clear()
 
     def progress(self) -> None:
         """Take in what has arrived, write what finds room, and advance the collectives in flight."""
         for peer in self._rendezvous.ranks:
             if self._rendezvous.has_begun(peer):
                 self._take_in(peer)
-        self._fetch_on()
         self.write_on()
         self._schedule.advance()
 
     # -- the end of a call ---------------------------------------------------------------------------------------
 
     def complete(self) -> None:
-        """Wait until all messages asked for are here, and all messages sent are in the rings or the outbox."""
-        for message in (*self._inbox.all_asked(), *self._fetched):
-            self.finish(message)
+        """Wait until all messages asked for are here, and all messages sent are in the rings or offered there."""
+        for message in (*self._inbox.all_asked(), *self._arriving.values()):
+            if message.request is not None:
+                self.finish(message)
         for outgoing in [message for queue in self._unsent.values() for message in queue]:
             self._finish_sending(outgoing)
 
-    def check_offers(self) -> None:
-        """Check that no offer was broken off. Its receiver may have read the array after the function had changed it.
+    def check_lent(self) -> None:
+        """Check that no array is lent any more. Its receiver may have read it after the function had changed it.
 
         Raises
         ------
         CollectiveMismatch
         """
         for queue in self._unsent.values():
-            message = queue[-1]  # whoever sends after an offer was broken off has an error
-            if message.is_offered:
+            if queue and (message := queue[-1]).is_lent:  # whoever sends after that was broken off has an error
                 raise CollectiveMismatch(
                     f"cannot finish {message.request} on rank {self._rank}: an exception broke it off before rank "
                     f"{message.request.peer} said that it had read the array. Let the exception leave the function."
@@ -176,7 +171,7 @@ class Mailbox:
 
     def _first_unread(self, peer: int, num_read: int) -> CommRequest:
         """Return the send to ``peer`` whose message is the first in the ring that was not read in full."""
-        for begin, end, request in self._in_pieces.get(peer, ()):
+        for begin, end, request, _ in self._unread.get(peer, ()):
             if begin < num_read < end:
                 return request
         start = num_read % self.capacity
@@ -194,40 +189,23 @@ class Mailbox:
         CollectiveMismatch
             If the ring is full and the receiver has left the call, or no rank can go on.
         """
-        message = Outgoing(array, peer, tag)
-        if array.nbytes >= max(OFFERED_NBYTES, self.capacity) and peer != self._rank:
-            message.offer()
+        message, is_long = Outgoing(array, peer, tag), array.nbytes >= self.capacity
+        if is_long and self._rendezvous.is_reader(peer) and can_be_read(array):
+            message.lend()
         self._finish_sending(self._put(message))
 
     def isend(self, array: np.ndarray, peer: int, tag: int) -> None:
-        """Leave a message for a peer without waiting: in the ring, in the outbox, or in a private copy.
-
-        Raises
-        ------
-        SharedMemoryError
-            If the outbox gets no memory for it. Nothing was sent then.
-        """
-        message = Outgoing(array, peer, tag)
+        """Leave a message for a peer without waiting: in the ring, or in a private copy."""
         is_small = array.nbytes < SMALL_NBYTES or (peer not in self._unsent and array.nbytes < self._room(peer) // 2)
-        if is_small or not self._outbox.is_there:
-            self._put(message)
-            message.make_own()
+        if is_small or not self._rendezvous.is_reader(peer):
+            self._put(Outgoing(array, peer, tag)).make_own()
             return
-        place = self._outbox.take(array.nbytes + 8 * array.ndim)
-        body = message.lay_out(place)
+        copy = self._results.empty(array.shape, array.dtype)
+        copy[...] = array
+        message = Outgoing(copy, peer, tag)
+        message.offer()
+        message.kept = copy
         self._put(message)
-        self._fill(place, body, peer)
-
-    def _fill(self, place: int, body: np.ndarray, peer: int) -> None:
-        """Copy a message into the outbox, chunk by chunk. The receiver may know of it already and copies along."""
-        rendezvous, outbox = self._rendezvous, self._outbox
-        # The ring tells of the place already. A receiver that waits for the rest is no deadlock (``is_fetching``).
-        for start in range(0, body.size, CHUNK_NBYTES):
-            chunk = body[start : start + CHUNK_NBYTES]
-            outbox.put(place, start, chunk)
-            rendezvous.fence()  # the bytes must be visible before the count that announces them
-            outbox.show(place, start + chunk.size)
-            rendezvous.wake(peer)
 
     def _finish_sending(self, message: Outgoing) -> None:
         """Wait until all of a message is in the ring, or was read where it lies."""
@@ -255,7 +233,7 @@ class Mailbox:
         if message.is_done:
             return True
         if has_left:
-            message.is_offered = False  # nobody will read it
+            message.is_lent = False  # nobody will read it
             rendezvous.fail(unreceived_text(message.request, self._rank), [peer])
         return False
 
@@ -271,14 +249,14 @@ class Mailbox:
         ring, written, has_written = self.to_peers[peer], rendezvous.written[rank], False
         while queue:
             message, room = queue[0], self._room(peer)
-            is_unanswered = message.is_offered and message.num_written > 0
-            if not room or (is_unanswered and room < self.capacity):  # it is answered when its line is read
+            is_unread = message.is_lent and message.num_written > 0
+            if not room or (is_unread and room < self.capacity):  # nothing follows its line before that is read
                 rendezvous.unsent[rank][peer] = 1
                 return has_written
             has_written = True
             rendezvous.rouse()
-            if is_unanswered:
-                message.answer(was_read=rendezvous.refused[peer][rank] != written[peer])
+            if is_unread:
+                message.is_lent = False
             start = written[peer] % self.capacity
             if not message.num_written:
                 message.begin = written[peer]
@@ -294,13 +272,13 @@ class Mailbox:
         return has_written
 
     def _note_written(self, message: Outgoing, end: int) -> None:
-        """Remember where a message lies in the stream, for the text of an error, until the peer has read it."""
+        """Keep a message until the peer has read it: what is offered, and where it lies in the stream."""
         rendezvous, peer = self._rendezvous, message.request.peer
-        noted = self._in_pieces.setdefault(peer, deque())
+        unread = self._unread.setdefault(peer, deque())
         num_read = rendezvous.read[peer][self._rank] if peer in rendezvous.begun else 0
-        while noted and noted[0][1] <= num_read:
-            noted.popleft()
-        noted.append((message.begin, end, message.request))
+        while unread and unread[0][1] <= num_read:
+            unread.popleft()
+        unread.append((message.begin, end, message.request, message.kept))
 
     def _room(self, peer: int) -> int:
         """Return how many bytes may be written for ``peer``, in whole lines."""
@@ -314,9 +292,7 @@ class Mailbox:
     def irecv(self, like: np.ndarray | None, peer: int, tag: int) -> Incoming:
         """Ask for the next message of this sender and tag that no earlier receive asked for."""
         self.is_used = True
-        message = self._inbox.ask(like, peer, tag)
-        self._begin_to_fetch(message)
-        return message
+        return self._inbox.ask(like, peer, tag)
 
     def finish(self, message: Incoming) -> None:
         """Wait until a message that was asked for is complete.
@@ -374,8 +350,8 @@ class Mailbox:
             if message is None:
                 message = self._open(sender, ring[start : start + LINE_NBYTES].tobytes())
                 num_read = LINE_NBYTES
-                if message.place < IN_RING and not self._read_offered(sender, message):
-                    rendezvous.refused[rank][sender] = read[sender] + num_read
+                if message.place != IN_RING:
+                    self._read_offered(sender, message)
             else:
                 assert message.body is not None
                 num_left = message.body.size - message.num_filled
@@ -393,50 +369,20 @@ class Mailbox:
         """Begin to take in the message with this first line: for its recv, or to be kept until a recv asks for it."""
         self.is_used = True
         message = self._inbox.open(sender, line)
-        if message.place < 0:
-            self._arriving[sender] = message
-        elif message.request is not None:
-            self._begin_to_fetch(message)
+        self._arriving[sender] = message
         return message
 
-    def _read_offered(self, sender: int, message: Incoming) -> bool:
-        """Read a message where it lies in the memory of its sender. Return whether the kernel allowed it.
+    def _read_offered(self, sender: int, message: Incoming) -> None:
+        """Read a message where it lies in the memory of its sender.
 
-        The memory of a sender that dies now may be read in part or not at all. The master's abort ends the call.
+        Raises
+        ------
+        Aborted, CollectiveMismatch
+            If the sender has died, or left with an error, and with it what it has offered; or if the kernel does not
+            allow it any more.
         """
+        rendezvous = self._rendezvous
         assert message.body is not None
-        if not read_memory(self._rendezvous.pids[sender], -message.place, message.body):
-            return False
+        if not read_memory(rendezvous.pids[sender], message.place, message.body):
+            rendezvous.fail(f"cannot receive on rank {self._rank}: the kernel cannot read the memory of rank {sender}.")
         message.num_filled = message.body.size
-        return True
-
-    # -- from outboxes -------------------------------------------------------------------------------------------
-
-    def _begin_to_fetch(self, message: Incoming) -> None:
-        """Begin to fetch a message that was asked for, if it lies in the outbox of its sender."""
-        if message.place >= 0:
-            message.make_body()
-            self._fetched.append(message)
-            self._rendezvous.is_fetching = True
-
-    def _fetch_on(self) -> None:
-        """Go on with the messages that are being fetched from outboxes."""
-        if self._fetched:
-            for message in self._fetched:
-                self._fetch(message)
-            self._fetched = [message for message in self._fetched if not message.is_done]
-            self._rendezvous.is_fetching = bool(self._fetched)
-
-    def _fetch(self, message: Incoming) -> None:
-        """Copy what the sender has put into its outbox since the last look."""
-        rendezvous, outbox, place = self._rendezvous, self._outbox, message.place
-        assert message.body is not None
-        start, stop = message.num_filled, outbox.num_filled(place)
-        if stop == start:
-            return
-        rendezvous.rouse()
-        message.body[start:stop] = outbox.contents(place, start, stop)
-        message.num_filled = stop
-        if message.is_done:
-            rendezvous.fence()  # the bytes must be read before their place goes back to the sender
-            outbox.release(place)

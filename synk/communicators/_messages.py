@@ -12,17 +12,16 @@ import numpy as np
 from synk._pure.arrays import address_of
 from synk._pure.dtypes import dtype_name
 from synk._pure.ranges import LINE_NBYTES, round_up
-from synk.communicators._buffers import DTYPE_NAMES, named_dtype
+from synk.communicators._checks import DTYPE_NAMES, named_dtype
 from synk.communicators._rendezvous import CommRequest
 from synk.errors import CollectiveMismatch
 
 # The first line of a message: tag, size of the array in bytes, number of the dtype, number of axes, place. The last 32
 # bytes begin the contents: the shape, if there are two axes or more, then the array. The lines that follow have the
-# rest. A place of 0 or more is an offset in the outboxes: the array lies there, and the line has only the shape, if
-# there is room for it. The place ``IN_RING`` means that the array is in the ring. Any other one is the negative of an
-# address in the sender's own memory, in which the array is offered.
+# rest. A place that is not ``IN_RING`` is an address in the sender's own memory. The array is offered there, and the
+# line has only the shape, if there is room for it.
 LINE = struct.Struct("=qqHB5xq32s")
-IN_RING = -1
+IN_RING = 0
 HEADER = struct.Struct("=qqHB5xq")
 INLINE_NBYTES = LINE_NBYTES - HEADER.size
 MAX_INLINE_AXES = INLINE_NBYTES // 8
@@ -50,11 +49,13 @@ class Outgoing:
         How many bytes of both are in the ring.
     begin : int
         Where the message begins in the stream. Valid once its first line is in the ring.
-    is_offered : bool
-        Whether the receiver is to read it where it lies, and has not answered whether it could.
+    kept : ndarray or None
+        The private copy that is offered.
+    is_lent : bool
+        Whether the receiver is to read the sender's own array, and may not have done so.
     """
 
-    __slots__ = ("_body", "_header", "_prefix", "begin", "is_offered", "line", "num_written", "request", "rest")
+    __slots__ = ("_body", "_header", "_prefix", "begin", "is_lent", "kept", "line", "num_written", "request", "rest")
 
     def __init__(self, array: np.ndarray, peer: int, tag: int) -> None:
         name = dtype_name(array.dtype)
@@ -70,29 +71,23 @@ class Outgoing:
         self.line = LINE.pack(*self._header, IN_RING, inline)
         self.rest = body[num_inline:]
         self.num_written = self.begin = 0
-        self.is_offered = False
+        self.is_lent = False
+        self.kept: np.ndarray | None = None
         self._prefix, self._body = prefix, body
 
-    def lay_out(self, place: int) -> np.ndarray:
-        """Let the ring say only where in the outbox the message lies. Return the bytes to put there."""
-        self.line = LINE.pack(*self._header, place, self._prefix)
-        self.rest = self.rest[:0]
-        return self._body
-
     def offer(self) -> None:
-        """Let the ring say only where in this process's memory the message lies."""
-        self.lay_out(-address_of(self._body))
-        self.is_offered = True
+        """Let the ring say only where in this process's memory the message lies. It stays there until it is read."""
+        self.line = LINE.pack(*self._header, address_of(self._body), self._prefix)
+        self.rest = self.rest[:0]
 
-    def answer(self, was_read: bool) -> None:
-        """Note whether the receiver could read what was offered. If not, all of it is to follow its line."""
-        self.is_offered = False
-        if not was_read:
-            self.rest = self._body
+    def lend(self) -> None:
+        """Offer the function's own array. The message is not done before it was read."""
+        self.offer()
+        self.is_lent = True
 
     @property
     def is_done(self) -> bool:
-        return self.num_written >= LINE_NBYTES + self.rest.size and not self.is_offered
+        return self.num_written >= LINE_NBYTES + self.rest.size and not self.is_lent
 
     def make_own(self) -> None:
         """Copy what is not written yet, so that the array may be changed."""
@@ -124,7 +119,7 @@ class Incoming:
     target : ndarray or None
         The array that the recv gave for it.
     place : int
-        Its offset in the outboxes. ``IN_RING`` if it comes through the ring, below that if it is offered.
+        The address in the memory of its sender; ``IN_RING`` if it comes through the ring.
     body : ndarray of uint8 or None
         Memory for the array, preceded by the shape if the first line had no room for that.
     num_filled : int
@@ -146,7 +141,7 @@ class Incoming:
         return self.body is not None and self.num_filled == self.body.size
 
     def open(self, line: bytes) -> None:
-        """Read the first line. A message gets memory for its body; one in an outbox stays there until asked for."""
+        """Read the first line, and make memory for the body, or use the recv's own array if it is like the message."""
         _, self.nbytes, number, self._num_axes, self.place, inline = LINE.unpack(line)
         self.dtype = DTYPE_NAMES[number]
         prefix = prefix_nbytes(self._num_axes)
@@ -157,22 +152,15 @@ class Incoming:
         elif not self._num_apart:
             self._shape = struct.unpack_from(f"={self._num_axes}q", inline)
             inline = inline[prefix:]
-        if self.place >= 0:
-            return
-        self.make_body()
-        assert self.body is not None
-        if self.place == IN_RING:
-            first = np.frombuffer(inline, np.uint8)[: self.body.size]
-            self.body[: first.size] = first
-            self.num_filled = first.size
-
-    def make_body(self) -> None:
-        """Make memory for the bytes, or use the recv's own array if it is like the message."""
         target = self.target
         if target is not None and not self._num_apart and self._is_like(target):
             self.body = target.reshape(-1).view(np.uint8)
         else:
             self.body = np.empty(self._num_apart + self.nbytes, np.uint8)
+        if self.place == IN_RING:
+            first = np.frombuffer(inline, np.uint8)[: self.body.size]
+            self.body[: first.size] = first
+            self.num_filled = first.size
 
     @property
     def num_elements(self) -> int:

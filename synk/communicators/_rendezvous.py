@@ -28,7 +28,8 @@ from synk._pure.ops import REDUCE_OPS
 from synk._pure.ranges import LINE_NBYTES
 from synk._wire.channel import Looked, Patience
 from synk._wire.memory import Fence, Segment
-from synk.communicators._buffers import DTYPE_NAMES
+from synk._wire.process_memory import may_read
+from synk.communicators._checks import DTYPE_NAMES
 from synk.communicators._layout import WORD_NBYTES, ControlLayout
 from synk.errors import CollectiveMismatch, SynkError
 
@@ -49,8 +50,6 @@ _MESSAGE_PLACE = 2
 _PLACE_MASK = 3
 # Flags beside the place of what a sleeping rank waits for. This one: it has raised its tick and waits for the others.
 _IS_MEETING = 4
-# This one: a sender is copying a message that the rank waits for. The sender is awake, so this is no deadlock.
-_IS_FETCHING = 8
 RULE = "Every rank that takes part must call the same collectives, in the same order, with equal arguments."
 
 
@@ -191,8 +190,6 @@ class Rendezvous:
         How many meetings of the current call this rank has arrived at.
     is_meeting : bool
         Whether this rank has raised its tick and still waits for the others.
-    is_fetching : bool
-        Whether this rank waits for a message that its sender is copying.
     is_unfinished : bool
         Whether an operation is running, or one was broken off.
     operation : RunningOperation
@@ -220,7 +217,6 @@ class Rendezvous:
         self._place = 0  # of the last request for a collective
         self.is_unfinished = False
         self.operation = RunningOperation(self)
-        self.is_fetching = False
         self.begun: set[int] = set()
         self.patience = patience
         self._ring_nbytes = ring_nbytes
@@ -237,15 +233,17 @@ class Rendezvous:
             return words[start : start + world_size]
 
         self._abort_word = words[:1]
-        columns = [column(layout.column(index)) for index in range(7)]
-        self._sequences, self._ticks, self._left, self._sleeps, self._places, self._verdicts, self.pids = columns
+        columns = [column(layout.column(index)) for index in range(8)]
+        self._sequences, self._ticks, self._left, self._sleeps, self._places, self._verdicts, *columns = columns
+        self.pids, self._readers = columns
+        self.pids[rank] = os.getpid()
+        self._may_read = 0  # not asked yet
         step = layout.column_nbytes
         # The sender alone writes written[sender][receiver] and unsent[sender][receiver], the receiver alone
-        # read[receiver][sender] and refused[receiver][sender].
+        # read[receiver][sender].
         self.written = [column(layout.written + each * step) for each in range(world_size)]
         self.read = [column(layout.read + each * step) for each in range(world_size)]
         self.unsent = [column(layout.unsent + each * step) for each in range(world_size)]
-        self.refused = [column(layout.refused + each * step) for each in range(world_size)]
         # Three views of the line at requests[place][rank]: all of it, the words that must be equal, and the weight.
         lines = [[memory[start : start + LINE_NBYTES] for start in layout.request_offsets(place)] for place in range(3)]
         self._requests = lines
@@ -257,12 +255,22 @@ class Rendezvous:
     def begin(self, ranks: tuple[int, ...], sequence: int) -> None:
         """Join a call of ``ranks``. Its number, ``sequence``, is above those of all earlier calls."""
         self.ranks, self.sequence, self.tick, self.is_meeting = ranks, sequence, 0, False
-        self.is_fetching = False
         self.begun = set()
         self._ticks[self.rank] = 0
         self.pids[self.rank] = os.getpid()
+        self._may_read = self._may_read or self._may_read_others()
+        self._readers[self.rank] = self._may_read
         self.fence()  # nobody may mistake an old tick or an old count of bytes for one of this call
         self._sequences[self.rank] = sequence
+
+    def _may_read_others(self) -> int:
+        """Return 1 if the kernel lets this process read the memory of other ranks, else -1; 0 if none is there yet."""
+        found = [may_read(pid) for pid in self.pids.tolist() if pid not in (0, os.getpid())]
+        return next((1 if each else -1 for each in found if each is not None), 0)
+
+    def is_reader(self, rank: int) -> bool:
+        """Whether ``rank`` is known to be able to read this one's memory."""
+        return rank != self.rank and self._readers[rank] > 0
 
     def end(self) -> None:
         """Leave the call: a rank that waits for this one, now or later, learns that it will not come."""
@@ -412,7 +420,7 @@ class Rendezvous:
         sleeps, rank, ranks = self._sleeps, self.rank, self.ranks
         while True:
             place = _MESSAGE_PLACE if is_message else self._place
-            self._places[rank] = place | _IS_MEETING * self.is_meeting | _IS_FETCHING * self.is_fetching
+            self._places[rank] = place | _IS_MEETING * self.is_meeting
             # What this rank has done and asked for must be visible before the word that says it sleeps.
             self.fence()
             sleeps[rank] |= 1
@@ -503,12 +511,10 @@ class Rendezvous:
     def _is_stuck(self, rank: int) -> bool:
         """Whether the sleeping ``rank`` has nothing to do: everything that it waits for is still missing."""
         place, peers = self._places[rank], [each for each in self.ranks if self.has_begun(each)]
-        if place & _IS_FETCHING:
-            return False
         if place & _IS_MEETING and all(each in peers and self._ticks[each] >= self._ticks[rank] for each in self.ranks):
             return False
         # A rank that waits also writes on where a receiver has made room, and takes in whatever has arrived for it. An
-        # offer leaves room in the ring; until it is answered, its receiver has something to read and is not stuck.
+        # array that is lent leaves room in the ring; until it is read, its receiver has something to read.
         if any(self.unsent[rank][each] and self.room(rank, each) > 0 for each in peers):
             return False
         return not any(self.written[each][rank] != self.read[rank][each] for each in peers)

@@ -11,24 +11,27 @@ idle again ``reset``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from synk._wire.channel import Patience
 from synk._wire.memory import Segment
 from synk._wire.process_memory import let_siblings_read
-from synk.communicators._exchange import Exchange
+from synk.communicators._checks import check_out
+from synk.communicators._exchange import DIVIDED, ROWS, TO_ROOT, Exchange
 from synk.communicators._layout import SegmentLayout
 from synk.communicators._mailbox import Mailbox
-from synk.communicators._outbox import Outbox
+from synk.communicators._meetings import LONGER
 from synk.communicators._rendezvous import Aborted, Rendezvous
 from synk.communicators._results import Place, ResultMemory
 from synk.communicators._schedule import Schedule, Steps
 from synk.communicators._shm_collectives import ShmCollectives
-from synk.communicators._short_collectives import ShortCollectives
 from synk.communicators._short_path import ShortPath
 
 __all__ = ["Aborted", "ShmCommunicator"]
+
+_TO_ROOT = frozenset(("reduce", *TO_ROOT))
 
 
 class ShmCommunicator(ShmCollectives):
@@ -51,7 +54,7 @@ class ShmCommunicator(ShmCollectives):
     Attributes
     ----------
     short_path : ShortPath
-        The quick way for messages and collectives of plain arrays.
+        The quick way for messages of plain arrays.
 
     Raises
     ------
@@ -79,17 +82,16 @@ class ShmCommunicator(ShmCollectives):
         rendezvous = rendezvous_type(segment, rank, world_size, eventfds, layout.ring_nbytes, Patience(patience_s))
         super().__init__(rendezvous, segment.view(layout.halves, halves, np.dtype(np.uint8)))
         self.world_size, self.patience = world_size, rendezvous.patience
-        self._schedule = Schedule(rendezvous)
+        self._schedule, self.results = Schedule(rendezvous), ResultMemory()
         self._mailbox = Mailbox(
             rendezvous,
             self._schedule,
             segment.view(layout.rings, rings, np.dtype(np.uint8)),
-            Outbox(segment.tail(), rank, world_size),
+            self.results,
         )
         self._boxes = (self._mailbox,)
-        self.results = ResultMemory()
         let_siblings_read()
-        self.short_path = ShortPath(rendezvous, self._mailbox, ShortCollectives(self))
+        self.short_path = ShortPath(rendezvous, self._mailbox)
 
     # -- the call ------------------------------------------------------------------------------------------------
 
@@ -112,7 +114,7 @@ class ShmCommunicator(ShmCollectives):
         self._schedule.clear()
         self._rendezvous.is_unfinished = False
         self._reads_memory = True
-        self.short_path.collectives.begin(ranks)
+        self.meetings.begin(ranks)
         self._rendezvous.begin(ranks, sequence)
 
     def _leave(self) -> None:
@@ -126,7 +128,80 @@ class ShmCommunicator(ShmCollectives):
         """Wake peers that may wait for what this rank wrote to ``skip_words``."""
         self._rendezvous.wake_all()
 
+    def at_once(
+        self, kind: str, array: Any, out: Any, op: Any = "", weight: float | None = None, root: Any = -1
+    ) -> Any:
+        """Take a collective without generators, if the meeting of another one of its form was kept.
+
+        The arguments are as the function gave them. Returns ``LONGER`` if the collective must go step by step; other
+        ranks may do so even if this one does not.
+        """
+        rendezvous = self._rendezvous
+        ranks = rendezvous.ranks
+        if self._schedule.operations or rendezvous.is_unfinished or type(root) is not int or type(op) is not str:
+            return LONGER  # in a key, True and 1.0 would be the root 1
+        peer = ranks[root] if 0 <= root < len(ranks) else -1
+        dtype = form = None
+        if kind != "scatter" or peer == self.rank:
+            if type(array) is not np.ndarray:
+                return LONGER
+            dtype, form = array.dtype, array.shape if kind in ROWS else array.size
+        meeting = self.meetings.get((kind, dtype, form, op, peer, weight is None))
+        if meeting is None or not (weight is None or 0.0 <= weight <= 1.0):
+            return LONGER
+        shape = meeting.shape
+        if meeting.head is None:
+            shape = array.shape
+            if kind == "all_gather":
+                shape = len(ranks), *shape
+            elif kind == "reduce_scatter":
+                if not shape or shape[0] % len(ranks):
+                    return LONGER
+                shape = shape[0] // len(ranks), *shape[1:]
+        is_receiver = peer == self.rank if kind in _TO_ROOT else kind != "barrier"
+        if is_receiver and out is not None and not _fits(out, shape, meeting.dtype):
+            return LONGER
+        half = (rendezvous.tick + 1) & 1
+        meeting.show(half, array)
+        # Until the caller has its result: if anything is raised before, later collectives of this call are refused.
+        rendezvous.is_unfinished = True
+        rendezvous.post_packed(meeting.request if weight is None else meeting.request_of(weight))
+        rendezvous.arrive()
+        self.meet()
+        rendezvous.compare()
+        result = None
+        if meeting.head is not None and any(head != meeting.head for head in meeting.heads[half]):  # of other rows
+            result = self._go_on(kind, array, peer, half, out)
+        elif is_receiver:
+            result = self.results.empty(shape, meeting.dtype) if out is None else out
+            weights = None if weight is None else rendezvous.weights()
+            meeting.finish(half, weights, result.reshape(-1) if meeting.head is None else result)
+        rendezvous.is_unfinished = False
+        return result
+
+    def _go_on(self, kind: str, array: Any, root: int, half: int, out: Any) -> Any:
+        """Take the steps of an exchange of equal blocks that follow its first meeting."""
+        rows, sizes = None, None
+        if kind != "scatter" or root == self.rank:
+            rows = np.ascontiguousarray(array)
+            sizes = [len(array) // len(self.ranks)] * len(self.ranks) if kind in DIVIDED else None
+
+        def place(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+            array: np.ndarray = self.results.empty(shape, dtype) if out is None else check_out(out, shape, dtype)
+            return array
+
+        self.has_agreed = True
+        return self.go_on(Exchange(self, kind, rows, sizes, root).rest_steps(half, place))
+
     def exchange_steps(
         self, kind: str, rows: np.ndarray | None, sizes: list[int] | None, root: int, place: Place
     ) -> Steps:
         return Exchange(self, kind, rows, sizes, root).steps(place)
+
+
+def _fits(out: Any, shape: tuple[int, ...], dtype: np.dtype) -> bool:
+    """Whether a result can be written to ``out`` as it is."""
+    if type(out) is not np.ndarray or out.shape != shape or out.dtype != dtype:
+        return False
+    flags = out.flags
+    return flags.c_contiguous and flags.writeable

@@ -19,12 +19,11 @@ from synk._pure.dtypes import dtype_name
 from synk._pure.ops import REDUCTIONS
 from synk._pure.ranges import LINE_NBYTES, chunk_bounds, round_up
 from synk._wire.process_memory import read_memory
-from synk.communicators import Buffer
-from synk.communicators._buffers import as_array, named_dtype
-from synk.communicators._checks import check_buffers
+from synk.communicators._checks import named_dtype
 from synk.communicators._host import HostCommunicator
 from synk.communicators._layout import MAX_HEAD_WORDS, WORD_NBYTES
 from synk.communicators._mailbox import Mailbox
+from synk.communicators._meetings import Meeting, Meetings
 from synk.communicators._rendezvous import SPIN_YIELDS, CommRequest, Rendezvous
 from synk.communicators._schedule import Schedule, Steps
 
@@ -42,6 +41,7 @@ PIECE_NBYTES = 1 << 20
 Streams = Mapping[int, np.ndarray]
 """The memory that a rank shows: flat arrays of bytes, by the index of their place in a frame."""
 
+NOTHING = np.empty(0, np.uint8)
 _PLACE = np.empty(1, np.int64)
 """The form of what says where a stream lies: the address in the memory of its rank."""
 
@@ -84,6 +84,7 @@ class ShmCollectives(HostCommunicator):
         self._is_weighted = False
         self._weights: list[Any] | None = None
         self._reads_memory = True  # until a rank of the call could not read another one's
+        self.meetings = Meetings()
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -96,7 +97,7 @@ class ShmCollectives(HostCommunicator):
     # -- collectives in flight -------------------------------------------------------------------------------------
 
     def run(self, steps: Steps) -> Any:
-        if self._schedule:  # behind the collectives in flight
+        if self._schedule.operations:  # behind the collectives in flight
             return super().run(steps)
         try:
             next(steps)  # all checks of the arguments come before the first yield
@@ -148,28 +149,26 @@ class ShmCollectives(HostCommunicator):
         yield from self.meet_steps()
 
     def barrier_steps(self) -> Steps:
-        yield from self.start_steps("barrier")
-        yield from self.meet_steps()
+        return self._meet_once("barrier", NOTHING, None)
 
-    def all_reduce_arrays(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None) -> Steps:
-        yield from self.start_steps("all_reduce", dtype_name(source.dtype), source.size, op, weight=weight)
-        yield from self._reduce(source, target, op, is_receiver=True)
+    def all_reduce_steps(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None) -> Steps:
+        if self.is_small(source.nbytes):
+            return self._meet_once("all_reduce", source, target, op, weight)
+        return self._reduce("all_reduce", source, target, op, weight)
 
-    def reduce_arrays(self, source: np.ndarray, target: np.ndarray, op: str, root: int, weight: float | None) -> Steps:
-        yield from self.start_steps("reduce", dtype_name(source.dtype), source.size, op, root, weight=weight)
-        yield from self._reduce(source, target, op, is_receiver=self.rank == root)
+    def reduce_steps(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None, root: int) -> Steps:
+        if self.is_small(source.nbytes):
+            return self._meet_once("reduce", source, target if self.rank == root else None, op, weight, root)
+        return self._reduce("reduce", source, target, op, weight, root)
 
-    def reduce_scatter_arrays(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None) -> Steps:
+    def reduce_scatter_steps(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None) -> Steps:
+        if self.is_small(source.nbytes):
+            return self._meet_once("reduce_scatter", source, target, op, weight)
+        return self._reduce_scatter(source, target, op, weight)
+
+    def _reduce_scatter(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None) -> Steps:
         size, count = len(self.ranks), target.size
         yield from self.start_steps("reduce_scatter", dtype_name(source.dtype), count, op, weight=weight)
-        if self.is_small(source.nbytes):
-            half = self.next_half()
-            self.part(self.rank, half, 0, source)[:] = source
-            yield from self.meet_steps()
-            offset = self._position() * target.nbytes
-            parts = [self.part(rank, half, offset, target) for rank in self.ranks]
-            REDUCTIONS[op].reduce_into(parts, self._weights, target)
-            return
         if np.may_share_memory(source, target):  # other ranks' rows are read after the first of the target are written
             source = source.copy()
         for start, stop in _pieces(count, self._chunk_nbytes() // source.itemsize):
@@ -180,25 +179,60 @@ class ShmCollectives(HostCommunicator):
             self._fold_share(source, shares, half, op, target[start:stop])
 
     def is_small(self, nbytes: int) -> bool:
-        """Whether every rank shows all of an array of this size at one meeting."""
+        """Whether every rank shows all of an array of this size at one meeting, to reduce it."""
         return nbytes <= min(SMALL_NBYTES // len(self.ranks), self.half_nbytes)
 
-    def _reduce(self, source: np.ndarray, target: np.ndarray, op: str, is_receiver: bool) -> Steps:
-        """Reduce ``source`` of all ranks into ``target`` of the receivers."""
-        if not self.is_small(source.nbytes):
-            yield from self._reduce_shares(source, target, op, is_receiver)
-            return
-        half = self.next_half()
-        self.part(self.rank, half, 0, source)[:] = source
-        yield from self.meet_steps()
-        if is_receiver:
-            parts = [self.part(rank, half, 0, source) for rank in self.ranks]
-            REDUCTIONS[op].reduce_into(parts, self._weights, target)
+    def _meet_once(
+        self,
+        kind: str,
+        source: np.ndarray,
+        target: np.ndarray | None,
+        op: str = "",
+        weight: float | None = None,
+        peer: int = -1,
+    ) -> Steps:
+        """Take the steps of a collective in which each rank shows at one meeting all that it has.
 
-    def fold_steps(self, source: np.ndarray, target: np.ndarray, op: str, is_receiver: bool) -> Steps:
-        """Reduce arrays of equal weight, once the ranks have agreed on that by other means."""
-        self.has_agreed, self._weights = True, None
-        return self._reduce(source, target, op, is_receiver)
+        ``target`` is None if this rank gets nothing.
+        """
+        self._check_active(kind)
+        key = kind, source.dtype, source.size, op, peer, weight is None
+        meeting = self.meetings.get(key) or self.meetings.keep(key, self._meeting(*key))
+        yield
+        rendezvous, half = self._rendezvous, self.next_half()
+        meeting.show(half, source)
+        rendezvous.post_packed(meeting.request if weight is None else meeting.request_of(weight))
+        rendezvous.arrive()
+        yield
+        rendezvous.compare()
+        if target is not None:
+            meeting.finish(half, None if weight is None else rendezvous.weights(), target)
+
+    def _meeting(self, kind: str, dtype: np.dtype, count: int, op: str, peer: int, is_unweighted: bool) -> Meeting:
+        ranks, size = self.ranks, len(self.ranks)
+        first = 0 if op else self.head_nbytes()
+        block, begin = count, first
+        if kind == "reduce_scatter":
+            block = count // size
+            begin += self._position() * block * dtype.itemsize
+        senders = (peer,) if kind == "broadcast" else ranks
+        name = "" if kind == "barrier" else dtype_name(dtype)
+        request = CommRequest(kind, op, name, block, peer, 0, None if is_unweighted else 1.0)
+        own = [self.view(self.rank, half, first, (count,), dtype) for half in range(2) if self.rank in senders]
+        parts = [[self.view(rank, half, begin, (block,), dtype) for rank in senders] for half in range(2)]
+        return Meeting(request, dtype, own, parts)
+
+    def view(
+        self, rank: int, half: int, offset: int, shape: tuple[int, ...], dtype: Any, strides: Any = None
+    ) -> np.ndarray:
+        """Return a view of a half from ``offset`` on."""
+        return np.ndarray(shape, dtype, self._halves[rank, half], offset, strides)
+
+    def _reduce(
+        self, kind: str, source: np.ndarray, target: np.ndarray, op: str, weight: float | None, root: int = -1
+    ) -> Steps:
+        yield from self.start_steps(kind, dtype_name(source.dtype), source.size, op, root, weight=weight)
+        yield from self._reduce_shares(source, target, op, is_receiver=root in (-1, self.rank))
 
     def _reduce_shares(self, source: np.ndarray, target: np.ndarray, op: str, is_receiver: bool) -> Steps:
         """Reduce in pieces. Every rank reduces its share of a piece; receivers collect the shares at the next meeting.
@@ -239,22 +273,29 @@ class ShmCollectives(HostCommunicator):
         parts = [mine if rank == self.rank else self.part(rank, half, offset, mine) for rank in self.ranks]
         REDUCTIONS[op].reduce_into(parts, self._weights, target)
 
-    def broadcast_steps(self, buffer: Buffer, root: int) -> Steps:
-        array = as_array(buffer)
+    def broadcast_steps(self, array: np.ndarray, root: int) -> Steps:
         self.check_member("broadcast", "root", root)
-        yield from self.start_steps("broadcast", buffer.dtype, buffer.count, peer=root)
-        whole, is_root = flat_bytes(array), self.rank == root
+        if array.nbytes <= self.copied_nbytes():
+            return self._meet_once("broadcast", array, None if self.rank == root else array, peer=root)
+        return self._broadcast(array, root)
+
+    def _broadcast(self, array: np.ndarray, root: int) -> Steps:
+        is_root = self.rank == root
+        yield from self.start_steps("broadcast", dtype_name(array.dtype), array.size, peer=root)
+        whole = flat_bytes(array)
         yield from self.copy_steps({0: whole} if is_root else {}, [StreamReading(root, 0, whole)][is_root:], whole.size)
 
-    def all_gather_steps(self, send: Buffer, recv: Buffer) -> Steps:
-        self._check_active("all_gather")
-        count = send.count
-        check_buffers("all_gather", send, recv, send_count=count, recv_count=len(self.ranks) * count)
-        source, blocks = flat_bytes(as_array(send)), flat_bytes(as_array(recv)).reshape(len(self.ranks), -1)
-        yield from self.start_steps("all_gather", send.dtype, count)
+    def all_gather_steps(self, source: np.ndarray, target: np.ndarray) -> Steps:
+        if source.nbytes <= self.copied_nbytes():
+            return self._meet_once("all_gather", source, target)
+        return self._all_gather(source, target)
+
+    def _all_gather(self, source: np.ndarray, target: np.ndarray) -> Steps:
+        yield from self.start_steps("all_gather", dtype_name(source.dtype), source.size)
+        mine, blocks = flat_bytes(source), flat_bytes(target).reshape(len(self.ranks), -1)
         readings = [StreamReading(rank, 0, block) for rank, block in zip(self.ranks, blocks) if rank != self.rank]
-        yield from self.copy_steps({0: source}, readings, source.size)
-        blocks[self._position()] = source
+        yield from self.copy_steps({0: mine}, readings, mine.size)
+        blocks[self._position()] = mine
 
     # -- copies ----------------------------------------------------------------------------------------------------
 
@@ -360,6 +401,10 @@ class ShmCollectives(HostCommunicator):
         """Return which half belongs to the next meeting."""
         return (self._rendezvous.tick + 1) & 1
 
+    def copied_nbytes(self) -> int:
+        """Return up to which size every rank shows all of an array at one meeting, to have it copied."""
+        return min(PIECE_NBYTES, self.half_nbytes - self.head_nbytes())
+
     def frame(self, num_streams: int) -> Frame:
         """Return where the streams of a rank are shown, if each rank has so many: behind the head of an exchange."""
         begin = self.head_nbytes()
@@ -372,6 +417,11 @@ class ShmCollectives(HostCommunicator):
     def half(self, rank: int, half: int) -> np.ndarray:
         """Return a view of one of a rank's two halves."""
         view: np.ndarray = self._halves[rank, half]
+        return view
+
+    def words(self, rank: int, half: int, count: int) -> memoryview[int]:
+        """Return a view of the first words of a half."""
+        view: memoryview[int] = self._halves[rank, half, : count * WORD_NBYTES].data.cast("q")
         return view
 
     def part(self, rank: int, half: int, offset: int, like: np.ndarray) -> np.ndarray:

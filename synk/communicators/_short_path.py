@@ -13,7 +13,7 @@ import numpy as np
 
 from synk._pure.ranges import LINE_NBYTES
 from synk._wire.channel import Looked
-from synk.communicators._buffers import DTYPE_NAMES, named_dtype
+from synk.communicators._checks import DTYPE_NAMES, named_dtype
 from synk.communicators._mailbox import Mailbox
 from synk.communicators._messages import (
     HEADER,
@@ -26,7 +26,6 @@ from synk.communicators._messages import (
     prefix_nbytes,
 )
 from synk.communicators._rendezvous import SPIN_YIELDS, Rendezvous
-from synk.communicators._short_collectives import ShortCollectives
 
 # By the number of axes: what a message takes besides its array, plus what rounds the sum up to whole lines.
 _OVERHEAD_NBYTES = [HEADER.size + prefix_nbytes(num_axes) + LINE_NBYTES - 1 for num_axes in range(MAX_INLINE_AXES + 1)]
@@ -53,17 +52,15 @@ def _do_not_sleep() -> bool:
 
 
 class ShortPath:
-    """One rank's short path for messages and, in ``collectives``, for collectives.
+    """One rank's short path for messages.
 
     Parameters
     ----------
     rendezvous : Rendezvous
     mailbox : Mailbox
-    collectives : ShortCollectives
     """
 
-    def __init__(self, rendezvous: Rendezvous, mailbox: Mailbox, collectives: ShortCollectives) -> None:
-        self.collectives = collectives
+    def __init__(self, rendezvous: Rendezvous, mailbox: Mailbox) -> None:
         self._rendezvous = rendezvous
         self._mailbox = mailbox
         self._rank = rendezvous.rank

@@ -2,43 +2,83 @@
 
 The ranks of a node meet in shared memory and send messages through its mailbox. All else goes by wires between nodes.
 
-Small arrays travel with what the ranks ask for (``_agreement``). Each rank then has the arrays of all ranks, and
+Small arrays travel with what the ranks ask for (``_agree``). Each rank then has the arrays of all ranks, and
 reduces them by itself in rank order, with the bits of one machine.
 
-A large array is reduced to the first rank of each node, as a partial result, neither divided nor rounded. Each first
-rank then folds its part of the elements in the order of the nodes, finishes it, and sends it to the others. All ranks
-get the same bits, each time.
+Of a large array each rank gets its share of every rank, folds them in rank order, and sends the result to the others:
+the bits of one machine, too. Blocks go from rank to rank, by the halves within a node and by wire between nodes.
+
+The first rank of a node speaks for it. What the ranks ask for goes through the halves to the first ranks, by wires
+between these, and through the halves again. So each rank sees what every other one asks for.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from synk._pure.dtypes import dtype_name
-from synk._pure.ops import REDUCTIONS, accumulator_dtype
-from synk._pure.ranges import chunk_bounds
-from synk.communicators import Buffer
-from synk.communicators._agreement import NOTHING, OWN_TAG, NodeAgreement
-from synk.communicators._buffers import as_array
-from synk.communicators._checks import check_buffers
-from synk.communicators._exchange import DIVIDED, asked_for
-from synk.communicators._far_exchange import FarExchange
+from synk._pure.ops import REDUCTIONS
+from synk._pure.ranges import LINE_NBYTES, chunk_bounds
+from synk.communicators._checks import named_dtype
+from synk.communicators._exchange import DIVIDED, TO_ROOT, Head, asked_for, check_shapes, joined_rows
+from synk.communicators._host import HostCommunicator
+from synk.communicators._layout import WORD_NBYTES
 from synk.communicators._mailbox import Mailbox
 from synk.communicators._messages import Incoming, Outgoing
+from synk.communicators._rendezvous import CommRequest, agreed_weights, packed
 from synk.communicators._results import Place
 from synk.communicators._schedule import Operation, Steps
-from synk.communicators._shm_collectives import StreamReading, flat_bytes
+from synk.communicators._shm import ShmCommunicator
+from synk.communicators._shm_collectives import NOTHING, StreamReading, flat_bytes
 from synk.communicators._wire_mail import WireMailbox
+from synk.communicators._wired import WiredRendezvous
 
-# How much is folded at once: the next part arrives meanwhile.
-FOLD_NBYTES = 1 << 20
+# Up to this size an array travels with what its rank asks for.
+SMALL_NBYTES = 1 << 15
+
+OWN_TAG = -1
+"""The tag of what collectives send."""
 
 
-class TwoLevel(NodeAgreement):
-    """The collectives and messages of one rank in one call over several nodes. Parameters: see ``NodeAgreement``."""
+class TwoLevel(HostCommunicator):
+    """The collectives and messages of one rank in one call over several nodes.
+
+    Parameters
+    ----------
+    local : ShmCommunicator
+        Of the ranks of this node, under the numbers that they have among all nodes. It waits by a `WiredRendezvous`.
+    mail : WireMailbox
+    groups : sequence of tuple of int
+        The ranks of each node that take part, ascending. This rank is one of them.
+
+    """
+
+    _rendezvous: WiredRendezvous
+
+    def __init__(self, local: ShmCommunicator, mail: WireMailbox, groups: Sequence[tuple[int, ...]]) -> None:
+        self._local, self._mail = local, mail
+        rendezvous, self._schedule, self._mailbox = local.parts()
+        self._boxes = self._mailbox, mail
+        assert isinstance(rendezvous, WiredRendezvous)
+        self._rendezvous = rendezvous
+        self.rank, self.world_size = local.rank, local.world_size
+        self.patience, self.results = local.patience, local.results
+        self._groups = tuple(groups)
+        self._all = tuple(itertools.chain.from_iterable(groups))
+        self._node = next(node for node, group in enumerate(groups) if self.rank in group)
+        self._group = self._groups[self._node]
+        self._leaders = tuple(group[0] for group in groups)
+        self._is_leader = self.rank == self._group[0]
+        self._other_leaders = tuple(rank for rank in self._leaders if rank != self.rank)
+        self._weights: list[float] | None = None
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self._all if self._local.ranks else ()
 
     # -- the call --------------------------------------------------------------------------------------------------
 
@@ -74,249 +114,242 @@ class TwoLevel(NodeAgreement):
                 self._mailbox.progress()
         return super().test_message(message)
 
+    # -- what the ranks ask for ----------------------------------------------------------------------------------------
+
+    def _is_small(self, nbytes: int) -> bool:
+        """Whether arrays of this size travel with what the ranks ask for: there is room for one of each rank."""
+        room = self._local.half_nbytes // len(self._all) // WORD_NBYTES * WORD_NBYTES - WORD_NBYTES - LINE_NBYTES
+        return nbytes <= min(SMALL_NBYTES, room)
+
+    def _agree(
+        self,
+        kind: str,
+        dtype: str = "",
+        count: int = 0,
+        op: str = "",
+        peer: int = -1,
+        weight: float | None = None,
+        carried: np.ndarray = NOTHING,
+    ) -> Steps:
+        """Yield, then show all ranks what this one asks for, with a small flat array. Return the arrays of all ranks.
+
+        The arrays are in the order of the ranks. They are views of memory that is valid until the next meeting.
+
+        Raises
+        ------
+        CollectiveMismatch
+            On every rank of all nodes, if any two requests differ.
+        """
+        self._check_active(kind)
+        if dtype:
+            named_dtype(dtype)  # raises if the others could not read it
+        yield None
+        local, request = self._local, CommRequest(kind, op, dtype, count, peer, 0, weight)
+        self._mail.num_joined += 1
+        self._rendezvous.post(request)
+        local.has_agreed = True  # the requests of all nodes are compared below
+        carried = flat_bytes(carried)
+        padding = bytes(-carried.nbytes % WORD_NBYTES)
+        size = np.array([carried.nbytes], np.int64).tobytes()
+        parts = [np.frombuffer(size + packed(request) + carried.tobytes() + padding, np.uint8)]
+        if len(self._group) > 1:
+            half = local.next_half()
+            local.part(self.rank, half, 0, parts[0])[:] = parts[0]
+            yield from local.meet_steps()
+            parts = [_entry(local.half(rank, half)) for rank in self._group] if self._is_leader else []
+        if self._is_leader:
+            parts = yield from self._bundles(np.concatenate(parts))
+        whole = np.concatenate(parts) if parts else NOTHING
+        if len(self._group) > 1:
+            half = local.next_half()
+            if self._is_leader:
+                local.part(self.rank, half, 0, whole)[:] = whole
+            yield from local.meet_steps()
+            whole = local.half(self._group[0], half)
+        entries = []
+        for _ in self._all:
+            entries.append(_entry(whole))
+            whole = whole[entries[-1].size :]
+        lines = [entry[WORD_NBYTES : WORD_NBYTES + LINE_NBYTES].tobytes() for entry in entries]
+        self._weights = agreed_weights(dict(zip(self._all, lines)))
+        return [entry[WORD_NBYTES + LINE_NBYTES :][: _size(entry)] for entry in entries]
+
+    def _bundles(self, own: np.ndarray) -> Steps:
+        """Exchange what the ranks of the nodes ask for. Return it in the order of the nodes."""
+        outgoing = [self._mail.put(own, rank, OWN_TAG) for rank in self._other_leaders]
+        incoming = {rank: self._mail.irecv(None, rank, OWN_TAG) for rank in self._other_leaders}
+        yield from self._there(incoming.values(), outgoing)
+        return [own if rank == self.rank else incoming[rank].array() for rank in self._leaders]
+
+    def _there(self, incoming: Any = (), outgoing: Any = ()) -> Steps:
+        """Wait until messages have come, and others are on their way."""
+        mail = self._mail
+        arriving: list[Incoming] = list(incoming)
+        leaving: list[Outgoing] = list(outgoing)
+
+        def is_ready() -> bool:
+            return all(mail.is_there(each) for each in arriving) and all(mail.is_sent(each) for each in leaving)
+
+        if not is_ready():
+            yield is_ready
+
+    def barrier_steps(self) -> Steps:
+        yield from self._agree("barrier")
+
     # -- reductions ----------------------------------------------------------------------------------------------------
 
-    def all_reduce_arrays(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None) -> Steps:
-        is_small = self._is_small(source.nbytes)
-        carried = source if is_small else NOTHING
-        dtype = dtype_name(source.dtype)
-        found = yield from self._agree("all_reduce", dtype, source.size, op, weight=weight, carried=carried)
-        if is_small:
-            self._fold(found, op, target)
-            return
-        partial = yield from self._partial(source, target, op, weight)
-        if self._is_leader:
-            bounds = chunk_bounds(source.size, source.itemsize, len(self._groups))
-            yield from self._fold_nodes(partial, bounds, op, target, self._leaders)
-        yield from self._from_rank(self._group[0], flat_bytes(target), self._group)
+    def all_reduce_steps(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None) -> Steps:
+        return self._reduce("all_reduce", source, target, op, weight, self._all)
 
-    def reduce_arrays(self, source: np.ndarray, target: np.ndarray, op: str, root: int, weight: float | None) -> Steps:
-        is_small, is_root = self._is_small(source.nbytes), self.rank == root
-        carried = source if is_small else NOTHING
-        found = yield from self._agree("reduce", dtype_name(source.dtype), source.size, op, root, weight, carried)
-        if is_small:
-            if is_root:
-                self._fold(found, op, target)
-            return
-        if not is_root:
-            target = self.results.empty(source.shape, source.dtype) if self._is_leader else source
-        partial = yield from self._partial(source, target if self._is_leader else None, op, weight)
-        group = next(group for group in self._groups if root in group)
-        if self._is_leader:
-            bounds = chunk_bounds(source.size, source.itemsize, len(self._groups))
-            yield from self._fold_nodes(partial, bounds, op, target, group[:1])
-        if self._group == group:
-            yield from self._from_rank(group[0], flat_bytes(target), (root,))
+    def reduce_steps(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None, root: int) -> Steps:
+        return self._reduce("reduce", source, target, op, weight, (root,), root)
 
-    def reduce_scatter_arrays(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None) -> Steps:
+    def _reduce(
+        self,
+        kind: str,
+        source: np.ndarray,
+        target: np.ndarray,
+        op: str,
+        weight: float | None,
+        receivers: tuple[int, ...],
+        root: int = -1,
+    ) -> Steps:
+        """Reduce ``source`` of all ranks into ``target`` of the receivers."""
+        is_small, is_receiver = self._is_small(source.nbytes), self.rank in receivers
+        carried = source if is_small else NOTHING
+        found = yield from self._agree(kind, dtype_name(source.dtype), source.size, op, root, weight, carried)
+        if is_small:
+            if is_receiver:
+                self._fold([each.view(source.dtype) for each in found], op, target)
+            return
+        bounds = chunk_bounds(source.size, source.itemsize, len(self._all))
+        shares = {rank: slice(*each) for rank, each in zip(self._all, bounds)}
+        share: np.ndarray = yield from self._share(source, shares, op)
+        if is_receiver:
+            target[shares[self.rank]] = share
+        places = {rank: target[each] for rank, each in shares.items()} if is_receiver else {}
+        yield from self._move(dict.fromkeys(receivers, share), places, _longest(shares, source))
+
+    def reduce_scatter_steps(self, source: np.ndarray, target: np.ndarray, op: str, weight: float | None) -> Steps:
         count, is_small = target.size, self._is_small(source.nbytes)
         carried = source if is_small else NOTHING
         dtype = dtype_name(source.dtype)
         found = yield from self._agree("reduce_scatter", dtype, count, op, weight=weight, carried=carried)
+        shares = {rank: slice(k * count, (k + 1) * count) for k, rank in enumerate(self._all)}
         if is_small:
-            start = self._all.index(self.rank) * target.nbytes
-            self._fold([each[start : start + target.nbytes] for each in found], op, target)
-            return
-        partial = yield from self._partial(source, None, op, weight)
-        whole = NOTHING
-        if self._is_leader:
-            ends = list(itertools.accumulate((len(group) * count for group in self._groups), initial=0))
-            bounds = list(itertools.pairwise(ends))
-            whole = np.empty(source.size, source.dtype)  # only the blocks of this node are filled
-            yield from self._fold_nodes(partial, bounds, op, whole, ())
-            whole = whole[slice(*bounds[self._node])]
-        blocks = list(flat_bytes(whole).reshape(len(self._group), -1)) if whole.size else []
-        own = self._group.index(self.rank)
-        if self._is_leader and count:
-            target[:] = whole[own * count : own * count + count]
-        streams = {k: block for k, block in enumerate(blocks) if k != own}
-        readings = [] if self._is_leader else [StreamReading(self._group[0], own, flat_bytes(target))]
-        yield from self._local.copy_steps(streams, readings, target.nbytes, len(self._group))
+            self._fold([each.view(source.dtype)[shares[self.rank]] for each in found], op, target)
+        else:
+            target[:] = yield from self._share(source, shares, op)
 
-    def _fold(self, found: Sequence[np.ndarray], op: str, target: np.ndarray) -> None:
-        """Reduce small arrays of all ranks, given as bytes, in rank order."""
-        values = [np.frombuffer(each.tobytes(), target.dtype) for each in found]
+    def _share(self, source: np.ndarray, shares: dict[int, slice], op: str) -> Steps:
+        """Fold this rank's share of the arrays of all ranks, in rank order. Return it."""
+        own = source[shares[self.rank]]
+        parts = {rank: own if rank == self.rank else self.results.empty(own.shape, own.dtype) for rank in self._all}
+        outgoing = {rank: source[each] for rank, each in shares.items()}
+        yield from self._move(outgoing, parts, _longest(shares, source))
+        result = self.results.empty(own.shape, own.dtype)
+        self._fold(list(parts.values()), op, result)
+        return result
+
+    def _fold(self, parts: Sequence[np.ndarray], op: str, target: np.ndarray) -> None:
         with np.errstate(all="ignore"):
-            REDUCTIONS[op].reduce_into(values, self._weights, target)
-
-    def _partial(self, source: np.ndarray, target: np.ndarray | None, op: str, weight: float | None) -> Steps:
-        """Reduce ``source`` to the first rank of the node. Return there the partial result of the node.
-
-        ``target``: memory that the first rank may use for it.
-        """
-        reduction, wide = REDUCTIONS[op], accumulator_dtype(source.dtype)
-        with np.errstate(all="ignore"):
-            lifted = reduction.lift(source, weight if self._is_weighted and weight is not None else 1)
-        if len(self._group) == 1:
-            return lifted
-        partial = lifted
-        if self._is_leader:
-            is_fit = target is not None and target.dtype == wide
-            partial = target if is_fit and target is not None else self.results.empty(source.shape, wide)
-        # Values that were lifted are added up: the average is divided once, at the end.
-        yield from self._local.fold_steps(lifted, partial, "sum" if op == "avg" else op, self._is_leader)
-        return partial
-
-    @property
-    def _is_weighted(self) -> bool:
-        """Whether the values of an average must be multiplied: not all weigh the same."""
-        return self._weights is not None and len(set(self._weights)) > 1
-
-    def _fold_nodes(
-        self,
-        partial: np.ndarray,
-        bounds: Sequence[tuple[int, int]],
-        op: str,
-        target: np.ndarray,
-        receivers: Sequence[int],
-    ) -> Steps:
-        """On a first rank: fold one part of the nodes' partial results, and get the finished parts of the others.
-
-        Parameters
-        ----------
-        partial : ndarray
-            Of this node.
-        bounds : sequence of (start, stop)
-            Which part of the elements the first rank of each node folds.
-        target : ndarray
-            Gets this node's part; on receivers, all of them. It may be ``partial``: a part of it is overwritten only
-            after it was sent.
-        receivers : sequence of int
-            The first ranks that get all parts.
-        """
-        mail, reduction = self._mail, REDUCTIONS[op]
-        divisor = sum(self._weights) if self._is_weighted and self._weights else len(self._all)
-        pieces = [_pieces(*each, FOLD_NBYTES // partial.itemsize) for each in bounds]
-        outgoing: list[Outgoing] = []
-        for position, rank in enumerate(self._leaders):
-            if rank != self.rank:
-                outgoing += [mail.put(partial[low:high], rank, OWN_TAG) for low, high in pieces[position]]
-        own = pieces[self._node]
-        incoming = {rank: [mail.irecv(None, rank, OWN_TAG) for _ in own] for rank in self._leaders if rank != self.rank}
-        finished: list[Incoming] = []
-        if self.rank in receivers:
-            for position, rank in enumerate(self._leaders):
-                if rank != self.rank:
-                    finished += [mail.irecv(target[low:high], rank, OWN_TAG) for low, high in pieces[position]]
-        for index, (low, high) in enumerate(own):
-            yield from self._there([each[index] for each in incoming.values()])
-            values = [
-                partial[low:high] if rank == self.rank else incoming[rank][index].array() for rank in self._leaders
-            ]
-            for each in incoming.values():
-                each[index] = _DONE  # frees its memory
-            folded = np.empty(high - low, partial.dtype)
-            with np.errstate(all="ignore"):
-                reduction.merge(values[0], values[1], out=folded)
-                for value in values[2:]:
-                    reduction.merge(folded, value, out=folded)
-                reduction.finish_into(folded, divisor, target[low:high])
-            outgoing += [mail.put(target[low:high], rank, OWN_TAG) for rank in receivers if rank != self.rank]
-        yield from self._there(finished, outgoing)
-        for message in finished:
-            message.array()
+            REDUCTIONS[op].reduce_into(parts, self._weights, target)
 
     # -- copies --------------------------------------------------------------------------------------------------------
 
-    def _from_rank(self, source: int, whole: np.ndarray, readers: Sequence[int]) -> Steps:
-        """Copy the bytes of one rank of the node to others, all of the node taking part."""
-        if self._group == (source,) or tuple(readers) == (source,):
-            return
-        is_source = self.rank == source
-        readings = [StreamReading(source, 0, whole)] if self.rank in readers and not is_source else []
-        yield from self._local.copy_steps({0: whole} if is_source else {}, readings, whole.size)
+    def _move(self, outgoing: dict[int, np.ndarray], incoming: dict[int, np.ndarray], longest: int) -> Steps:
+        """Send an array to each of some ranks, and fill an array from each of some. A rank's own are left out.
 
-    def broadcast_steps(self, buffer: Buffer, root: int) -> Steps:
-        whole = flat_bytes(as_array(buffer))
+        ``longest``: the size in bytes of the largest that goes within this node; 0 if none does.
+        """
+        group, mail = self._group, self._mail
+        far = [rank for rank in self._all if rank not in group]
+        sent = [mail.put(outgoing[rank], rank, OWN_TAG) for rank in far if rank in outgoing and outgoing[rank].size]
+        asked = [mail.irecv(incoming[rank], rank, OWN_TAG) for rank in far if rank in incoming and incoming[rank].size]
+        if longest and len(group) > 1:
+            others = [(index, rank) for index, rank in enumerate(group) if rank != self.rank]
+            streams = {index: flat_bytes(outgoing[rank]) for index, rank in others if rank in outgoing}
+            own = group.index(self.rank)
+            readings = [StreamReading(rank, own, flat_bytes(incoming[rank])) for _, rank in others if rank in incoming]
+            yield from self._local.copy_steps(streams, readings, longest, len(group))
+        yield from self._there(asked, sent)
+        for message in asked:
+            message.array()
+
+    def broadcast_steps(self, array: np.ndarray, root: int) -> Steps:
+        whole = flat_bytes(array)
         self.check_member("broadcast", "root", root)
         is_small, is_root = self._is_small(whole.size), self.rank == root
         carried = whole if is_small and is_root else NOTHING
-        found = yield from self._agree("broadcast", buffer.dtype, buffer.count, peer=root, carried=carried)
+        found = yield from self._agree("broadcast", dtype_name(array.dtype), array.size, peer=root, carried=carried)
         if is_small:
             if not is_root:
                 whole[:] = found[self._all.index(root)]
             return
-        if is_root:
-            leaders = [group[0] for group in self._groups if root not in group]
-            yield from self._there((), [self._mail.put(whole, rank, OWN_TAG) for rank in leaders])
-        elif self._is_leader and root not in self._group:
-            yield from self._received({root: whole})
-        yield from self._from_rank(root if root in self._group else self._group[0], whole, self._group)
+        # To the first rank of each other node by wire, and from there to the ranks of the node.
+        is_far = self._is_leader and root not in self._group
+        leaders = [group[0] for group in self._groups if root not in group] if is_root else []
+        yield from self._move(dict.fromkeys(leaders, whole), {root: whole} if is_far else {}, 0)
+        source = root if root in self._group else self._group[0]
+        outgoing = dict.fromkeys(self._group, whole) if self.rank == source else {}
+        yield from self._move(outgoing, {} if outgoing else {source: whole}, whole.size)
 
-    def _received(self, targets: dict[int, np.ndarray]) -> Steps:
-        """Wait for an array from each of some ranks."""
-        incoming = [self._mail.irecv(target, rank, OWN_TAG) for rank, target in targets.items()]
-        yield from self._there(incoming)
-        for message in incoming:
-            message.array()
-
-    def all_gather_steps(self, send: Buffer, recv: Buffer) -> Steps:
-        self._check_active("all_gather")
-        check_buffers("all_gather", send, recv, send_count=send.count, recv_count=len(self._all) * send.count)
-        source, whole = flat_bytes(as_array(send)), flat_bytes(as_array(recv))
+    def all_gather_steps(self, source: np.ndarray, target: np.ndarray) -> Steps:
+        dtype, count = dtype_name(source.dtype), source.size
+        source, whole = flat_bytes(source), flat_bytes(target)
         is_small = self._is_small(source.size)
         carried = source if is_small else NOTHING
-        found = yield from self._agree("all_gather", send.dtype, send.count, carried=carried)
+        found = yield from self._agree("all_gather", dtype, count, carried=carried)
         if is_small:
             if source.size:
                 np.concatenate(found, out=whole)
             return
         blocks = dict(zip(self._all, whole.reshape(len(self._all), -1)))
-        readings = [StreamReading(rank, 0, blocks[rank]) for rank in self._group if rank != self.rank]
-        yield from self._local.copy_steps({0: source}, readings, source.size)
+        yield from self._move(dict.fromkeys(self._all, source), blocks, source.size)
         blocks[self.rank][:] = source
-        if self._is_leader:
-            ends = itertools.accumulate((len(group) * source.size for group in self._groups), initial=0)
-            parts = [whole[low:high] for low, high in itertools.pairwise(ends)]
-            outgoing = [self._mail.put(parts[self._node], rank, OWN_TAG) for rank in self._other_leaders]
-            yield from self._received({rank: part for rank, part in zip(self._leaders, parts) if rank != self.rank})
-            yield from self._there((), outgoing)
-        yield from self._from_rank(self._group[0], whole, self._group)
 
     def exchange_steps(
         self, kind: str, rows: np.ndarray | None, sizes: list[int] | None, root: int, place: Place
     ) -> Steps:
-        """Take the steps of an exchange of rows; see ``Exchange``. Large blocks are messages from rank to rank."""
-        exchange = FarExchange(self._all, self.rank, kind, rows, sizes, root)
-        dtype, row_size = asked_for(kind, exchange.head)
-        head = b"" if exchange.head is None else exchange.head.words().tobytes()
-        rest = NOTHING if rows is None else flat_bytes(rows)
-        is_small = self._is_small(len(head) + rest.size)
-        carried = np.frombuffer(head + (rest.tobytes() if is_small else b""), np.uint8)
+        """Take the steps of an exchange of rows; see ``Exchange``. Few rows travel with the head that tells of them."""
+        head = None if rows is None else Head.of(rows, sizes)
+        dtype, row_size = asked_for(kind, head)
+        words = b"" if head is None else head.words().tobytes()
+        whole = NOTHING if rows is None else flat_bytes(rows)
+        is_small = self._is_small(len(words) + whole.size)
+        carried = np.frombuffer(words + (whole.tobytes() if is_small else b""), np.uint8)
         found = yield from self._agree(kind, dtype, row_size, peer=root, carried=carried)
-        small = exchange.read([each.copy() for each in found])
-        joined, targets = exchange.open(place)
+        heads, small = {}, {}
+        for rank, entry in zip(self._all, found):
+            if entry.size:  # of a sender
+                stop = WORD_NBYTES * (1 + int(entry[:WORD_NBYTES].view(np.int64)[0]))
+                heads[rank] = Head.read(entry[WORD_NBYTES:stop].view(np.int64).tolist())
+                if entry.size - stop == sum(heads[rank].sizes) * heads[rank].row_nbytes:
+                    small[rank] = entry[stop:].copy()
+        check_shapes(kind, heads)
+        index = {rank: k if kind in DIVIDED else 0 for k, rank in enumerate(self._all)}
+        receivers = (root,) if kind in TO_ROOT else self._all
+        joined, targets = joined_rows(heads, index[self.rank], place) if self.rank in receivers else (None, {})
+        blocks = {} if head is None else {rank: whole[head.block(index[rank])] for rank in receivers}
+        if self.rank in targets:
+            targets.pop(self.rank)[:] = blocks[self.rank]
         for rank in [rank for rank in targets if rank in small]:
-            targets.pop(rank)[:] = exchange.block_of(small[rank], rank)
-        outgoing, incoming = [], []
-        if exchange.is_sender and not is_small:
-            for rank in exchange.receivers:
-                block = exchange.own_block(rank)
-                if rank not in self._group and block.size:
-                    outgoing.append(self._mail.put(block, rank, OWN_TAG))
-        for rank, target in targets.items():
-            if rank not in self._group and target.size:
-                incoming.append(self._mail.irecv(target, rank, OWN_TAG))
-        local = [rank for rank in self._group if rank in exchange.heads and rank not in small]
-        if local and len(self._group) > 1:
-            streams: dict[int, np.ndarray] = {}
-            num_streams = len(self._group) if kind in DIVIDED else 1  # one stream is for all others
-            if self.rank in local:
-                readers = self._group[:num_streams]
-                streams = {k: exchange.own_block(rank) for k, rank in enumerate(readers)}
-            index = self._group.index(self.rank) if kind in DIVIDED else 0
-            readings = [StreamReading(rank, index, target) for rank, target in targets.items() if rank in local]
-            longest = max(exchange.heads[rank].longest for rank in local)
-            yield from self._local.copy_steps(streams, readings, longest, num_streams)
-        yield from self._there(incoming, outgoing)
-        for message in incoming:
-            message.array()
+            targets.pop(rank)[:] = small[rank][heads[rank].block(index[self.rank])]
+        local = [rank for rank in self._group if rank in heads and rank not in small]
+        longest = max((heads[rank].longest for rank in local), default=0)
+        yield from self._move({} if is_small else blocks, targets, longest)
         return joined
 
 
-_DONE = Incoming()
+def _longest(shares: dict[int, slice], array: np.ndarray) -> int:
+    """Return the size of the largest share in bytes."""
+    return max(each.stop - each.start for each in shares.values()) * array.itemsize
 
 
-def _pieces(start: int, stop: int, length: int) -> list[tuple[int, int]]:
-    """Return the bounds of pieces of at most ``length`` elements."""
-    return [(low, min(low + length, stop)) for low in range(start, stop, length)]
+def _size(entry: np.ndarray) -> int:
+    return int(entry[:WORD_NBYTES].view(np.int64)[0])
+
+
+def _entry(memory: np.ndarray) -> np.ndarray:
+    """Return what a rank asks for, with its array, from memory that begins with it."""
+    return memory[: WORD_NBYTES + LINE_NBYTES + -(-_size(memory) // WORD_NBYTES) * WORD_NBYTES]

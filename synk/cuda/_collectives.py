@@ -23,6 +23,7 @@ from synk._worker.comm.user_arrays import UserArrays
 from synk.backends import NcclBackend
 from synk.communicators._schedule import Steps
 from synk.communicators._shm import ShmCommunicator
+from synk.cuda._buffers import Buffer
 from synk.cuda._group import WorkerGroup
 from synk.cuda._nccl import NcclCommunicator
 
@@ -80,7 +81,7 @@ class NcclCollectives(Collectives):
         host: ShmCommunicator | None = None,
     ) -> None:
         assert group.communicator is not None
-        super().__init__(host, backend, UserArrays(backend, framework), group.world_size)
+        super().__init__(host, UserArrays(backend, framework), group.world_size)
         self._communicator: NcclCommunicator = group.communicator
         self.guard: Callable[[], AbstractContextManager[None]] = group.giving_up_on_failure
         """A context for the body in which the other ranks wait for this one. It tells them if the body fails."""
@@ -127,7 +128,9 @@ class NcclCollectives(Collectives):
         count = send.size // self._size if kind == "reduce_scatter" else send.size
         yield from self.agree_steps(kind, dtype_name(send.dtype), count, op, *root, weight=weight)
         with self.guard():
-            return self._reduce(kind, [(send.reshape(-1), op, weight)], place, *root)[0].reshape(shape)
+            result = self._reduce(kind, [(send.reshape(-1), op, weight)], place, *root)[0].reshape(shape)
+        is_there = place is not None and self._device.address(result) == self._device.address(place)
+        return place if is_there else result
 
     def _copied(self, kind: str, send: Any, shape: tuple[int, ...], place: Any, root: int = -1) -> Steps:
         yield from self.agree_steps(kind, dtype_name(send.dtype), send.size, peer=root)
@@ -154,6 +157,9 @@ class NcclCollectives(Collectives):
         super()._check(op, array, weight)
 
     # -- several arrays of the backend at once ------------------------------------------------------------------------
+
+    def _buffer(self, array: Any) -> Buffer:
+        return Buffer(self._device.address(array), int(array.size), dtype_name(array.dtype))
 
     def _launch(self, kind: str, *args: Any) -> None:
         self.join_communication()  # a communicator must run its operations one after the other

@@ -18,7 +18,7 @@ import numpy as np
 
 from synk._wire.control import Down, Up
 from synk.backends import NcclBackend
-from synk.communicators import Buffer
+from synk.cuda._buffers import Buffer
 from synk.cuda._nccl import INTERNAL_ERROR, REMOTE_ERROR, NcclCommunicator, NcclError, load_nccl, version_text
 
 PROOF_TIMEOUT_S = 30.0

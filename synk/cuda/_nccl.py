@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from synk.communicators import Buffer
-from synk.communicators._checks import check_buffers, check_rank, check_reduction, dtype_nbytes
+from synk.communicators._checks import check_reduction
+from synk.cuda._buffers import Buffer, check_buffers, check_rank, dtype_nbytes
 from synk.errors import SynkError, UnsupportedError
 
 logger = logging.getLogger("synk")

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from synk._wire.cell import cell
+from synk._worker.comm.collectives import Collectives
 from synk._worker.comm.comm import comm
-from synk._worker.comm.messages import Messages
 from synk._worker.comm.requests import Request
 from synk.torch._adjoints import apply, check_tensor, losses
 
@@ -26,8 +26,8 @@ GRADIENT_TAGS = 1 << 20
 
 # How many messages of each kind, peer and tag the call has had. Both sides count in the order in which messages are
 # posted, so a gradient finds its message in whatever order the ranks wait and run their backward passes. The entry goes
-# with the call's ``Messages``.
-_counted: weakref.WeakKeyDictionary[Messages, Counter[tuple[str, int, int]]] = weakref.WeakKeyDictionary()
+# with the call's ``Collectives``.
+_counted: weakref.WeakKeyDictionary[Collectives, Counter[tuple[str, int, int]]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -279,6 +279,6 @@ def _check_tag(verb: str, tag: int) -> None:
 
 def _gradient_tag(kind: str, peer: int, tag: int) -> int:
     """Count a message, and return the tag of its gradient."""
-    count = _counted.setdefault(cell.worker.collectives().messages, Counter())
+    count = _counted.setdefault(cell.worker.collectives(), Counter())
     count[kind, peer, tag] += 1
     return tag + count[kind, peer, tag] * GRADIENT_TAGS

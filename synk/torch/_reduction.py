@@ -311,7 +311,7 @@ class Bucket:
     def start(self, share: float, fired: set[int]) -> None:
         """Start the reduction; ``finish`` completes it. Until then the buffer belongs to the communicator."""
         self._fill(share, fired)
-        self._request = comm.iall_reduce(self._memory, "sum", out=self._memory)
+        self._request = comm.all_reduce(self._memory, "sum", out=self._memory, async_op=True)
 
     def test(self) -> None:
         """Advance the reduction as far as the other ranks have come. On the CPU nothing else advances it."""

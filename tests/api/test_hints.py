@@ -76,7 +76,7 @@ def test_a_time_limit_is_refused_where_the_program_is_the_rank(shared_runtimes: 
 def test_what_was_in_the_first_edition_says_what_to_write_instead(shared_runtimes: Any) -> None:
     owners = {
         "synk": synk, "profiler": profiler, "Function": synk.function(len, outputs="first"),
-        "Program": synk.Program(), "Profile": Profile(), "Runtime": shared_runtimes[2],
+        "Program": synk.Program(), "Profile": Profile(), "Runtime": shared_runtimes[2], "Comm": synk.comm,
         "torch": synk.torch, "extensions": synk.extensions,
     }  # fmt: skip
     for name, instead in GONE.items():
@@ -123,6 +123,11 @@ WORDS = {
     "rt.submit(f, x)": r"Write f.submit\(...\)",
     "on_a_worker('size')": r"'Comm' object has no attribute 'size'. Write synk.comm.world_size.",
     "on_a_worker('Get_size')": r"Write synk.comm.world_size.",
+    "on_a_worker('Get_rank')": r"Write synk.comm.rank.",
+    "on_a_worker('allreduce')": r"Write synk.comm.all_reduce.",
+    "on_a_worker('Iallreduce')": r"Write synk.comm.all_reduce\(array, op, async_op=True\).",
+    "on_a_worker('all_reduce', group=None)": r"'group'.*Write synk.comm without it: all ranks",
+    "on_a_worker('recv', source=0)": r"'source'.*Write peer=",
 }
 
 
@@ -130,12 +135,17 @@ def test_words_of_other_libraries_are_told_what_to_write(reused: Fork) -> None:
     rt = reused(2)
     f = rt.function(lambda x: x.sum(), outputs="sum")
     names = {"synk": synk, "rt": rt, "f": f, "x": np.ones(4), "items": ["a"], "pending": f.submit(np.ones(4))}
-    names["on_a_worker"] = lambda name: rt.function(lambda x: getattr(synk.comm, name), outputs=None)(np.ones(4))
+
+    def on_a_worker(name: str, **options: Any) -> Any:
+        run = rt.function(lambda x: getattr(synk.comm, name)(x, **options), outputs=None)
+        return run(np.ones(4))
+
+    names["on_a_worker"] = on_a_worker
     told = {}
     for code in WORDS:
         with pytest.raises((AttributeError, TypeError)) as caught:
             eval(code, names)
-        told[code] = str(caught.value)
+        told[code] = " ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
     wrong = {code: text for code, text in told.items() if not re.search(WORDS[code], text)}
     assert not wrong
     assert names["pending"].result() == 4

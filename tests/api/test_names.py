@@ -47,9 +47,7 @@ NAMES = {
 LATER = {
     "synk": {"ItemError": "comes with maps", "replay": "comes with maps"},
     "synk.comm": {
-        "iall_gather": "becomes async_op=True", "iall_reduce": "becomes async_op=True",
-        "ibarrier": "becomes async_op=True", "ibroadcast": "becomes async_op=True",
-        "ireduce_scatter": "becomes async_op=True", "shielded": "residents have no other way yet",
+        "shielded": "residents have no other way yet",
     },
     "synk.torch": {
         "Replicated": "a class that replicate makes", "StepFunction": "a class that replicate makes",

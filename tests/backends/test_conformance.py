@@ -295,7 +295,7 @@ def test_collectives_of_a_function(here: Here) -> None:
         place, late = own * 0, own * 1
         found = {op: comm.all_reduce(own, op) for op in ("sum", "avg", "prod", "min", "max")}
         assert comm.all_reduce(own, "sum", out=place) is place
-        request = comm.iall_reduce(late, "max", out=late)
+        request = comm.all_reduce(late, "max", out=late, async_op=True)
         assert request.wait() is late
         received = comm.irecv(other, like=own)
         comm.isend(own * 2, other)

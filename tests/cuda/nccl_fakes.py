@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synk.communicators import Buffer
+from synk.cuda._buffers import Buffer
 from synk.cuda._nccl import NcclCommunicator
 
 STUB_SOURCE = Path(__file__).with_name("stub_nccl.c")

@@ -282,7 +282,7 @@ def test_a_death_in_a_collective_frees_the_others(
 
     def body(x: Any) -> Any:
         from synk._wire.cell import cell
-        from synk.communicators import Buffer
+        from synk.cuda._buffers import Buffer
 
         if synk.comm.rank == 1:
             time.sleep(1.0)  # the other one waits on the device by then
@@ -375,7 +375,7 @@ def test_a_bucket_is_reduced_before_the_last_gradient_is_there(monkeypatch: pyte
 
     def body(model: Any, x: Any) -> float:
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start, cls = synk.comm.iall_reduce, type(synk.comm)
+        start, cls = synk.comm.all_reduce, type(synk.comm)
         sums: list[Any] = []
 
         def watched(comm: Any, *args: Any, **options: Any) -> Any:
@@ -391,11 +391,11 @@ def test_a_bucket_is_reduced_before_the_last_gradient_is_there(monkeypatch: pyte
             return request
 
         handle = model[0].weight.register_hook(lambda grad: last.record())
-        original, cls.iall_reduce = cls.iall_reduce, watched  # type: ignore[method-assign]
+        original, cls.all_reduce = cls.all_reduce, watched  # type: ignore[method-assign]
         try:
             model(x).mean().backward()
         finally:
-            cls.iall_reduce = original  # type: ignore[method-assign]
+            cls.all_reduce = original  # type: ignore[method-assign]
             handle.remove()
         torch.cuda.synchronize()
         assert len(sums) > 4

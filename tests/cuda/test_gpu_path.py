@@ -411,7 +411,7 @@ def test_a_death_while_the_others_are_in_nccl(gpu: Any) -> None:
 
     def body(x: Any) -> Any:
         from synk._wire.cell import cell
-        from synk.communicators import Buffer
+        from synk.cuda._buffers import Buffer
 
         if synk.comm.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -560,7 +560,7 @@ def test_a_sum_that_is_started_runs_beside_the_function(gpus: Gpus) -> None:
             return cupy.zeros(4, "float32") + comm.rank + 1
 
         def start(array: Any, op: str = "sum") -> Any:
-            request = comm.iall_reduce(array, op, out=array)
+            request = comm.all_reduce(array, op, out=array, async_op=True)
             comm.barrier()  # the ranks have agreed on all that was started before it
             return request
 
@@ -603,7 +603,7 @@ def test_a_rank_that_raises_with_sums_started_leaves_nobody_waiting(gpus: Gpus) 
         import cupy
 
         array = cupy.zeros(4, "float32")
-        requests = [synk.comm.iall_reduce(array, "sum", out=array) for _ in range(3)]
+        requests = [synk.comm.all_reduce(array, "sum", out=array, async_op=True) for _ in range(3)]
         if synk.comm.rank in failing["ranks"]:
             raise KeyError("mine")
         return [request.wait() for request in requests][-1]

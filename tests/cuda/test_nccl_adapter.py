@@ -19,7 +19,7 @@ import pytest
 from nccl_cases import NUMPY_REDUCTIONS, SUPPORTED, random_array
 from nccl_fakes import Stub, as_buffer, run_ranks
 
-from synk.communicators import Buffer
+from synk.cuda._buffers import Buffer
 from synk.cuda._nccl import NcclCommunicator, NcclError, load_nccl, nccl_environment
 from synk.errors import SynkError, UnsupportedError
 

@@ -40,7 +40,7 @@ def even(number: int) -> int:
 
 
 def begin(rank: int) -> Block:
-    words = store(f"ticks[{rank}]", 0), store(f"pids[{rank}]", PID)
+    words = store(f"ticks[{rank}]", 0), store(f"pids[{rank}]", PID), note("store readers")
     return block("Rendezvous.begin", *words, FENCE, store(f"sequences[{rank}]", CALL))
 
 
@@ -156,16 +156,28 @@ def meet(rank: int, peer: int, tick: int, is_dozing: bool) -> Block:
     return block("ShmCollectives.meet_steps", arrive(rank, peer, tick), waited, *compared)
 
 
-def reduce(rank: int, peer: int, tick: int, is_dozing: bool) -> tuple[Block, Block]:
-    """Take the steps of a collective."""
-    place = tick & 1
+def show(rank: int, tick: int) -> Block:
+    return block("Meeting.show", store(f"halves[{rank}][{tick & 1}]", tick), note("store halves"))
+
+
+def finish(peer: int, tick: int) -> Block:
+    return block("Meeting.finish", expect(f"halves[{peer}][{tick & 1}]", tick))
+
+
+def reduce(rank: int, peer: int, tick: int, is_dozing: bool) -> tuple[Block]:
+    """Take the steps of a collective that meets once."""
     steps = block(
-        "ShmCollectives._reduce",
-        store(f"halves[{rank}][{place}]", tick),
-        meet(rank, peer, tick, is_dozing),
-        expect(f"halves[{peer}][{place}]", tick),
+        "ShmCollectives._meet_once",
+        note("call yield"),  # when the arguments are checked
+        show(rank, tick),
+        post_packed(rank, tick & 1, tick),
+        arrive(rank, peer, tick),
+        block("yield", wait_for_all(rank, peer, tick, is_dozing)),
+        compare(peer, tick),
+        weights(peer, tick),
+        finish(peer, tick),
     )
-    return post(rank, place, tick), steps
+    return (steps,)
 
 
 def copy_from_memory(rank: int, peer: int, tick: int, is_dozing: bool) -> tuple[Block, ...]:
@@ -199,19 +211,20 @@ def copy_from_memory(rank: int, peer: int, tick: int, is_dozing: bool) -> tuple[
     )
 
 
-def short_reduce(rank: int, peer: int, tick: int, is_dozing: bool) -> tuple[Block]:
-    """The same by the short way."""
-    place = tick & 1
-    meeting = block(
-        "ShortCollectives._meet",
-        post_packed(rank, place, tick),
+def reduce_at_once(rank: int, peer: int, tick: int, is_dozing: bool) -> tuple[Block]:
+    """The same without steps."""
+    steps = block(
+        "ShmCommunicator.at_once",
+        show(rank, tick),
+        post_packed(rank, tick & 1, tick),
         arrive(rank, peer, tick),
         wait_for_all(rank, peer, tick, is_dozing),
         compare(peer, tick),
+        note("load halves"),  # the heads of rows
+        weights(peer, tick),
+        finish(peer, tick),
     )
-    fold = block("ShortPlan.fold", expect(f"halves[{peer}][{place}]", tick))
-    steps = store(f"halves[{rank}][{place}]", tick), meeting, weights(peer, tick), fold
-    return (block("ShortCollectives.reduce", *steps),)
+    return (steps,)
 
 
 def _left_over(**words: int) -> dict[str, int]:
@@ -232,7 +245,7 @@ def collectives(num_ticks: int, *is_dozing: bool, is_short: tuple[bool, bool] = 
     """Collectives; from the third on a half is written again, by a rank that another may be behind."""
 
     def program(rank: int) -> Block:
-        take = short_reduce if is_short[rank] else reduce
+        take = reduce_at_once if is_short[rank] else reduce
         rounds = [part for tick in range(1, num_ticks + 1) for part in take(rank, 1 - rank, tick, is_dozing[rank])]
         return _program(begin(rank), *rounds)  # no end: whoever comes late must not be saved by the wake-up there
 
@@ -281,13 +294,13 @@ def set_abort(rank: int) -> Block:
 # -- Mailbox ----------------------------------------------------------------------------------------------------------
 
 SENDER, RECEIVER = 0, 1
-_WRITTEN, _READ, _RING, _REFUSED = "written[0][1]", "read[1][0]", "rings[0][1]", "refused[1][0]"
+_WRITTEN, _READ, _RING = "written[0][1]", "read[1][0]", "rings[0][1]"
 
 
 def clear(rank: int) -> Block:
-    own: tuple[Step, ...] = store(_WRITTEN, 0), note("store read"), note("store unsent"), note("store refused")
+    own: tuple[Step, ...] = store(_WRITTEN, 0), note("store read"), note("store unsent")
     if rank == RECEIVER:
-        own = note("store written"), store(_READ, 0), note("store unsent"), store(_REFUSED, 0)
+        own = note("store written"), store(_READ, 0), note("store unsent")
     return block("Mailbox.clear", note("call clear"), *own)  # first of dictionaries
 
 
@@ -303,8 +316,8 @@ def room(count: int) -> Block:
     return block("Mailbox._room", has_begun(RECEIVER), note("load written"), peer)
 
 
-def write_message(count: int, is_dozing: bool, answer: Step | None = None) -> Block:
-    """A message for which the ring has room, or will have. ``answer``: what is read of that to an offer before it."""
+def write_message(count: int, is_dozing: bool) -> Block:
+    """A message for which the ring has room, or will have."""
 
     def write(look: Step | Block) -> Block:
         return block(
@@ -312,7 +325,6 @@ def write_message(count: int, is_dozing: bool, answer: Step | None = None) -> Bl
             look,
             note("store unsent"),
             rouse(SENDER),
-            answer or note("load refused"),
             note("load written"),
             store(_RING, count),
             FENCE,
@@ -327,15 +339,15 @@ def write_message(count: int, is_dozing: bool, answer: Step | None = None) -> Bl
     return wait(SENDER, [room(count)], True, [write(note("call _room"))])
 
 
-def take_answer(count: int, refused: int, is_dozing: bool) -> Block:
-    """The line of an offer was read. Nothing follows it: the array belongs to the function again."""
+def take_back(count: int, is_dozing: bool) -> Block:
+    """The line of an array that is lent was read, and the array: it belongs to the function again."""
     rest = (
         *(note("load written"), note("store rings"), FENCE, note("store written")),
-        *(wake(SENDER, RECEIVER, f"answer {count}"), note("load written"), note("store unsent")),
+        *(wake(SENDER, RECEIVER, f"back {count}"), note("load written"), note("store unsent")),
     )
 
     def write(look: Step | Block) -> Block:
-        return block("Mailbox._write", look, note("store unsent"), rouse(SENDER), expect(_REFUSED, refused), *rest)
+        return block("Mailbox._write", look, note("store unsent"), rouse(SENDER), *rest)
 
     if not is_dozing:
         return write(room(count + 1))
@@ -355,23 +367,22 @@ def send_now(count: int) -> Block:
     )
 
 
-def take_in(count: int, is_dozing: bool, offered: int = 0) -> tuple[Block, list[Step | Block]]:
+def take_in(count: int, is_dozing: bool, offered: str = "") -> tuple[Block, list[Step | Block]]:
     """Return what a receiver of message ``count`` waits for, and what it does then.
 
-    ``offered``: what lies in the array that it offers, or -1 if the receiver cannot read it; 0 if it offers none.
+    ``offered``: where the message lies that it offers, if it does; its number lies there.
     """
     look = await_(_WRITTEN, lambda number: number >= count)
     read_offered: Step | Block = note("call _read_offered")
-    if offered > 0:
-        read_offered = block("Mailbox._read_offered", expect("pids[0]", PID), expect("arrays[0]", offered))
+    if offered:
+        words = expect("pids[0]", PID), expect(offered, count)
+        read_offered = block("Mailbox._read_offered", *words, note("call fail"))
     acts: list[Step | Block] = [
         note("load read"),
         rouse(RECEIVER),
         note("load read"),
         expect(_RING, count),
         read_offered,
-        note("load read"),
-        store(_REFUSED, count) if offered < 0 else note("store refused"),
         note("load rings"),
         FENCE,
         store(_READ, count),
@@ -384,7 +395,7 @@ def take_in(count: int, is_dozing: bool, offered: int = 0) -> tuple[Block, list[
     return block("", progress, look), [block("Mailbox._take_in", note("load written"), *acts)]
 
 
-def recv_message(count: int, is_dozing: bool, offered: int = 0) -> Block:
+def recv_message(count: int, is_dozing: bool, offered: str = "") -> Block:
     looks, acts = take_in(count, is_dozing, offered)
     is_there = block("Mailbox.is_there", note("call has_left"), _as_call(looks), note("call fail"))
     return block(
@@ -430,23 +441,22 @@ def messages(*is_dozing: bool) -> Protocol:
 
 
 def offered_messages(*is_dozing: bool) -> Protocol:
-    """An array that the receiver cannot read where it lies, and one that it can; each is changed after its send."""
-
-    def fill(contents: int) -> Block:
-        return block("function", store("arrays[0]", contents))
-
+    """An array that is changed after its send, then two private copies in one place, by turns."""
     asleep, receives_asleep = is_dozing
+    places = "arrays[lent]", "arrays[copy]", "arrays[copy]"
+
+    def fill(count: int, contents: int) -> Block:
+        return block("function", store(places[count - 1], contents))
+
+    released = block("Mailbox._note_written", await_(_READ, lambda number: number >= 2))
     sender = _program(
         begin_with_messages(SENDER),
-        *(fill(1), write_message(1, asleep), write_message(2, asleep, expect(_REFUSED, 1))),
-        *(fill(2), write_message(3, asleep), take_answer(3, 1, asleep), fill(3)),
+        *(fill(1, 1), write_message(1, asleep), take_back(1, asleep), fill(1, 9)),
+        *(fill(2, 2), write_message(2, asleep), released, fill(3, 3), write_message(3, asleep)),
     )
-    receiver = _program(
-        begin_with_messages(RECEIVER),
-        *(recv_message(count, receives_asleep, offered) for count, offered in ((1, -1), (2, 0), (3, 2))),
-    )
-    left_over = {**_left_over(ticks=0, pids=PID - 1), _WRITTEN: 3, _READ: 3, _REFUSED: 3}
-    return Protocol((sender, receiver), left_over)
+    receives = (recv_message(count, receives_asleep, place) for count, place in enumerate(places, 1))
+    receiver = _program(begin_with_messages(RECEIVER), *receives)
+    return Protocol((sender, receiver), {**_left_over(ticks=0, pids=PID - 1), _WRITTEN: 3, _READ: 3})
 
 
 def leaving_after_a_message() -> Protocol:
@@ -459,49 +469,6 @@ def leaving_after_a_message() -> Protocol:
         return "a rank that sent is said to have left" if is_missed else None
 
     return Protocol((sender, receiver), _left_over(ticks=0), check)
-
-
-# -- Outbox -----------------------------------------------------------------------------------------------------------
-
-
-def take_place() -> Block:
-    """The only place, as soon as the message before was received."""
-    return block(
-        "Outbox.take",
-        await_("released", lambda number: number == 1),
-        note("call _populate"),
-        store("filled", 0),
-        store("released", 0),
-    )
-
-
-def fill(count: int) -> Block:
-    put = block("Outbox.put", store("boxes", count))
-    show = block("Outbox.show", store("filled", 1))
-    return block("Mailbox._fill", put, FENCE, show, wake(SENDER, RECEIVER, f"filled {count}"))
-
-
-def fetch(count: int) -> Block:
-    return block(
-        "Mailbox._fetch",
-        block("Outbox.num_filled", await_("filled", lambda number: number == 1)),
-        rouse(RECEIVER),
-        block("Outbox.contents", expect("boxes", count)),
-        FENCE,
-        block("Outbox.release", store("released", 1)),
-    )
-
-
-def messages_in_an_outbox() -> Protocol:
-    """Three messages that take turns in one place; the ring takes one line."""
-    counts = (1, 2, 3)
-    sender = [(take_place(), write_message(count, False), fill(count)) for count in counts]
-    receiver = [(recv_message(count, False), fetch(count)) for count in counts]
-    programs = (
-        _program(begin_with_messages(SENDER), *itertools.chain(*sender)),
-        _program(begin_with_messages(RECEIVER), *itertools.chain(*receiver)),
-    )
-    return Protocol(programs, {**_left_over(ticks=0), _WRITTEN: 3, _READ: 3, "filled": 1, "released": 1, "boxes": 9})
 
 
 def check_deadlock() -> Block:
@@ -703,7 +670,6 @@ def protocols() -> dict[str, Protocol]:
         "leaving": leaving(),
         "verdict": verdict(),
         "short messages": short_messages(),
-        "messages in an outbox": messages_in_an_outbox(),
         "leaving after a message": leaving_after_a_message(),
         "calls": calls(),
         "verdicts on a collective": verdicts_on_a_collective(),

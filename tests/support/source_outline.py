@@ -23,10 +23,7 @@ _WORDS = {
     "_places": "places",
     "_verdicts": "verdicts",
     "pids": "pids",
-    "_filled": "filled",
-    "_released": "released",
-    "released": "released",
-    "_boxes": "boxes",
+    "_readers": "readers",
     "ticks": "ticks",
     "_requests": "requests",
     "_wanted": "requests",
@@ -40,7 +37,7 @@ _WORDS = {
     "published": "published",
 }
 # rendezvous.written[a][b] is a word and rendezvous.written[a] a row of them; a local variable holds such a row.
-_ROWS = ("written", "read", "unsent", "refused")
+_ROWS = ("written", "read", "unsent")
 # Calls that return a view of data.
 _VIEWS = {"part": "halves", "view": "abort", "ndarray": "rings"}
 _SYSTEM_CALLS = {

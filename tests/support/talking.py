@@ -18,7 +18,7 @@ from synk._pure.output_ops import each_op
 
 VERBS = {
     *("send", "recv", "isend", "irecv", "barrier", "broadcast", "gather", "scatter", "all_to_all"),
-    *("all_reduce", "all_gather", "reduce_scatter", "iall_reduce", "iall_gather", "ireduce_scatter", "ibroadcast"),
+    *("all_reduce", "all_gather", "reduce_scatter"),
 }
 
 

@@ -51,13 +51,11 @@ from synk._worker.loop import dispatch as _dispatch
 from synk.communicators import (
     _exchange,
     _mailbox,
-    _outbox,
+    _meetings,
     _rendezvous,
     _shm,
     _shm_collectives,
-    _short_collectives,
     _short_path,
-    _short_plans,
 )
 
 PROTOCOLS = memory_model.protocols()
@@ -161,23 +159,17 @@ UNORDERED = {
     ("Rendezvous.begin store sequences", "Rendezvous.arrive store ticks"),
     ("Rendezvous.begin store sequences", "Rendezvous.rouse store sleeps"),
     ("Rendezvous.begin store sequences", "ShortPath.send_now store rings"),
-    # The receiver is told of a place before the message is there, and of the message by ``filled``.
-    ("Mailbox._write store written", "Outbox.put store boxes"),
-    # The words of a place are told of by what is written to the ring, after this.
-    ("Outbox.take store released", "Rendezvous.rouse store sleeps"),
     # A rank has said that it is awake when it found what it waited for; at the end of the wait it says so again.
     ("Rendezvous.rouse store sleeps", "Rendezvous._doze store places"),
     # Requests are compared, and data read, when a rank has arrived; requests are told of when all sleep for good.
-    ("Rendezvous.rouse store sleeps", "Rendezvous.post_packed store requests"),
-    ("Rendezvous.rouse store sleeps", "ShortCollectives.reduce store halves"),
+    ("Rendezvous.rouse store sleeps", "Meeting.show store halves"),
     ("Rendezvous.rouse store sleeps", "ShmCollectives.read_steps store halves"),
     ("Rendezvous.rouse store sleeps", "function store arrays"),
     # Who arrives later than the others keeps them waiting, and was awake all the time.
     ("Rendezvous.arrive store ticks", "Rendezvous.rouse store sleeps"),
     # Who wakes up must say so before it changes what others would judge it by, and they judge by ``written``.
     ("Rendezvous.rouse store sleeps", "Mailbox._write store rings"),
-    # The answer to an offer is told of by ``read``, and the array of an offer by ``written``.
-    ("Rendezvous.rouse store sleeps", "Mailbox._take_in store refused"),
+    # The array of an offer is told of by ``written``.
     ("function store arrays", "Rendezvous.rouse store sleeps"),
     # The fence is for the loads between the two.
     ("Peers.meet store published", "assemble store results"),
@@ -212,12 +204,10 @@ MODULES = {
     "Rendezvous": _rendezvous,
     "set_abort": _rendezvous,
     "Mailbox": _mailbox,
-    "Outbox": _outbox,
     "ShortPath": _short_path,
     "ShmCommunicator": _shm,
     "ShmCollectives": _shm_collectives,
-    "ShortCollectives": _short_collectives,
-    "ShortPlan": _short_plans,
+    "Meeting": _meetings,
     "Peers": peers,
     "run_call": _worker_calls,
     "handle": _dispatch,
@@ -277,21 +267,21 @@ OTHERS = {
         "Rendezvous._request": ("load places", "load requests"),
         "Rendezvous.check_abort": ("load abort",),
         "Rendezvous.is_aborted": ("load abort",),
+        # Numbers that tell of nothing else: the answer of a process is the same as long as it lives.
+        "Rendezvous.__init__": ("store pids",),
+        "Rendezvous._may_read_others": ("load pids",),
+        "Rendezvous.is_reader": ("load readers",),
         "reset": ("poll", "read eventfds"),  # while all ranks are idle: pipes come before and after
     },
     _short_path: {},
-    _outbox: {
-        "Outbox.trim": ("load released", "call clear"),  # to the kernel, which nobody overtakes
-    },
     _mailbox: {
-        "Mailbox._note_written": ("load read",),  # it only rises: an old one keeps notes for longer
         # By a rank that has left, and reads nothing because of what it finds.
         "Mailbox._is_taken_in": ("call has_left", "call has_begun", "load read", "load written", "call fail"),
     },
 }
 
 
-@pytest.mark.parametrize("module", (_rendezvous, _mailbox, _short_path, _outbox), ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", (_rendezvous, _mailbox, _short_path), ids=lambda module: module.__name__)
 def test_nothing_else_touches_the_words(module: ModuleType) -> None:
     body = tree(module).body
     names = [node.name for node in body if isinstance(node, ast.FunctionDef)]
@@ -303,48 +293,34 @@ def test_nothing_else_touches_the_words(module: ModuleType) -> None:
     assert touching == OTHERS[module]
 
 
-# A collective writes into the half of the next meeting, meets, and reads the others' data: as _reduce in the model.
+# A collective writes into the half of the next meeting, meets, and reads the others' data: as _meet_once in the model.
 COLLECTIVES = {
-    "ShmCollectives._reduce": ("store halves", "call meet_steps", "load halves"),
-    "ShmCollectives.reduce_scatter_arrays": (
-        *("store halves", "call meet_steps", "load halves"),
-        *("call _publish_shares", "call meet_steps", "call _fold_share"),
-    ),
+    "ShmCollectives._reduce_scatter": ("call _publish_shares", "call meet_steps", "call _fold_share"),
     # the result goes into the rank's other half, which the next meeting shows
     "ShmCollectives._reduce_shares": (
         *("call _publish_shares", "call meet_steps", "load halves", "call _fold_share", "load halves"),
     ),
     "ShmCollectives._publish_shares": ("store halves",),
     "ShmCollectives._fold_share": ("load halves",),
-    "ShmCollectives.broadcast_steps": ("call copy_steps",),
-    "ShmCollectives.all_gather_steps": ("call copy_steps",),
+    "ShmCollectives._broadcast": ("call copy_steps",),
+    "ShmCollectives._all_gather": ("call copy_steps",),
     "ShmCollectives.copy_steps": ("call show", "call meet_steps", "call read_steps"),
     "ShmCollectives._read_pieces": ("call show", "call meet_steps", "load halves"),
-    "ShmCollectives.barrier_steps": ("call meet_steps",),
     "ShmCollectives.agree_steps": ("call meet_steps",),
     "Exchange.steps": ("call show", "store halves", "call meet_steps", "call rest_steps"),
     "Exchange.rest_steps": ("call _read_head", "call read_steps"),
     "Exchange._read_head": ("load halves",),
-    "ShortCollectives.copy": (
-        *("call _take_block", "call _copy_long", "store halves", "store halves", "call _meet"),
-        *("load halves", "call _go_on", "call _take"),
-    ),
-    "ShortCollectives._take": ("load halves",),
-    "ShortCollectives._copy_long": ("call steps", "call all_gather_steps", "call broadcast_steps"),
-    "ShortCollectives._take_block": ("call _meet", "load halves", "call _go_on", "call _take"),
-    "ShortCollectives._go_on": ("call rest_steps",),
-    "ShortCollectives.barrier": ("call _meet",),
+    "ShmCommunicator._go_on": ("call rest_steps",),
 }
 
 
 def test_every_collective_meets_between_writing_and_reading(subtests: Any) -> None:
     calls = (
         *("meet_steps", "_publish_shares", "_fold_share", "copy_steps", "show", "read_steps", "_read_pieces"),
-        *("_read_head", "rest_steps", "_meet", "_take_block", "_take", "_copy_long", "_go_on"),
-        *("steps", "all_gather_steps", "broadcast_steps"),
+        *("_read_head", "rest_steps"),
     )
     for name, steps in COLLECTIVES.items():
-        module = {"Shm": _shm_collectives, "Exc": _exchange, "Sho": _short_collectives}[name[:3]]
+        module = {"ShmCollectives": _shm_collectives, "Exchange": _exchange}.get(name.split(".")[0], _shm)
         with subtests.test(case=name):
             assert collapsed(outline(module, name, calls)) == steps
 
@@ -358,5 +334,5 @@ def test_the_design_names_every_shared_word() -> None:
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     named = {word.strip(" `") for row in rows for word in row.split(",")}
     columns = {"abort", "sequences", "ticks", "left", "sleeps", "places", "verdicts", "requests"}
-    columns |= {"pids", "written", "read", "unsent", "refused", "filled", "released"}
+    columns |= {"pids", "readers", "written", "read", "unsent"}
     assert named >= columns | {word.name for word in Down} | {word.name for word in Up}

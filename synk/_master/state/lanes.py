@@ -15,7 +15,6 @@ from synk._pure.ranges import round_up
 from synk._wire.control import NUM_LANES, Down
 from synk._wire.memory import PAGE_NBYTES, Segment
 from synk.communicators._layout import required_nbytes
-from synk.communicators._outbox import tail_nbytes
 from synk.communicators._rendezvous import reset, set_abort
 
 _SLOT_NBYTES = 1 << 19
@@ -98,12 +97,7 @@ class Lane:
         if self.collective is None:
             num_ranks = processes.placement.total_ranks  # on one of several nodes they keep their numbers
             nbytes = required_nbytes(num_ranks, _COLLECTIVE_RANK_NBYTES)
-            self.collective = Segment.create(
-                nbytes,
-                is_worker_writable=True,
-                segment_id=next(self._ids),
-                tail_nbytes=tail_nbytes(num_ranks),
-            )
+            self.collective = Segment.create(nbytes, is_worker_writable=True, segment_id=next(self._ids))
             # The words are as new before any rank learns of the segment.
             reset(self.collective, num_ranks, processes.eventfds)
             processes.log.tell("lane", self.index)
@@ -139,13 +133,6 @@ class Lanes(list[Lane]):
     """
 
     first: Lane
-
-    def message_problems(self) -> list[str]:
-        """Return what messages between functions cannot do here. Known only once a function has communicated."""
-        if all(lane.collective is None or lane.collective.tail_nbytes for lane in self):
-            return []
-        limit = "a limit on addresses or on the size of files, or Linux before 5.14"
-        return [f"through rings only ({limit}): large ones of isend go on only while their sender waits"]
 
     def begin(self, processes: Processes, ids: Iterator[int]) -> None:
         """Make the first lane."""

@@ -95,14 +95,14 @@ class FarPeers(Peers):
         return tuple(range(self._total_ranks)) if lane.called is None else lane.called.plan.all_ranks
 
     def collectives(self, lane: WorkerLane, function: LoadedFunction) -> Collectives:
-        if self._collectives is not None:
-            return self._collectives
+        if self.current is not None:
+            return self.current
         assert lane.communicator is not None
         call, ranks = lane.first_down[Down.CALL], self.ranks(lane)
         own = tuple(self._first_rank + rank for rank in lane.ranks)
         if own == ranks:
             lane.communicator.begin(own, call)
-            return self._opened(lane.communicator, own, function, lane.communicator.short_path)
+            return self._opened(lane.communicator, own, function)
         groups = [tuple(rank for rank in ranks if rank in node) for node in self._checked_group(lane)]
         groups = [group for group in groups if group]
         assert self._mail is not None

@@ -17,7 +17,6 @@ from synk._worker.comm.collectives import Collectives
 from synk._worker.comm.user_arrays import StagedArrays, UserArrays
 from synk._worker.held.plans import LoadedFunction
 from synk.backends import Backend, NcclBackend
-from synk.backends._numpy import NumpyBackend
 from synk.communicators._host import HostCommunicator
 from synk.communicators._shm import Aborted, ShmCommunicator
 from synk.communicators._short_path import ShortPath
@@ -53,6 +52,8 @@ class Peers:
         The NCCL group.
     is_communicating : bool
         Whether the current call has used ``synk.comm``.
+    current : Collectives or None
+        Of the current call, once it communicates.
     short_path : ShortPath or None
         The quick way for messages of plain arrays, once the current call communicates.
     """
@@ -63,7 +64,6 @@ class Peers:
         self._rank = rank
         self._world_size = world_size
         self._backend = backend
-        self._on_host = NumpyBackend(backend.device)
         self._down, self._up = down, up
         self._eventfds = eventfds
         self._fence = Fence()
@@ -71,7 +71,7 @@ class Peers:
         self.group: WorkerGroup | None = None
         self.is_communicating = False
         self.short_path: ShortPath | None = None
-        self._collectives: Collectives | None = None  # of the current call
+        self.current: Collectives | None = None
 
     def close(self) -> None:
         if self.group is not None:
@@ -109,8 +109,8 @@ class Peers:
         assert lane.communicator is not None
         lane.communicator.complete()
         self.give_up_started(lane)  # some may be left if the function caught an error
-        if self._collectives is not None:
-            self._collectives.join_communication()
+        if self.current is not None:
+            self.current.join_communication()
 
     def give_up_started(self, lane: WorkerLane) -> None:
         """Give the NCCL group up if this rank leaves with collectives in flight.
@@ -134,7 +134,7 @@ class Peers:
         if self.is_communicating:
             assert lane.communicator is not None
             self.is_communicating = False
-            self.short_path = self._collectives = None
+            self.short_path = self.current = None
             lane.communicator.end()
             lane.note_waits(lane.communicator.patience.waited_ns)
             lane.communicator.patience.waited_ns = 0
@@ -157,8 +157,8 @@ class Peers:
 
     def collectives(self, lane: WorkerLane, function: LoadedFunction) -> Collectives:
         """Return the collectives of the current call. The first use in a call joins it."""
-        if self._collectives is not None:
-            return self._collectives
+        if self.current is not None:
+            return self.current
         communicator = lane.communicator
         assert communicator is not None
         slots, ranks = lane.executor.outputs.slots, lane.ranks
@@ -166,17 +166,11 @@ class Peers:
         if slots.has_group and self.group is not None and self.group.communicator is not None:
             self.is_communicating = True
             framework = (function.to_framework, function.from_framework)
-            self._collectives = self._by_nccl(self.group, framework, communicator)
-            return self._collectives
-        return self._opened(communicator, ranks, function, communicator.short_path)
+            self.current = self._by_nccl(self.group, framework, communicator)
+            return self.current
+        return self._opened(communicator, ranks, function)
 
-    def _opened(
-        self,
-        communicator: HostCommunicator,
-        ranks: tuple[int, ...],
-        function: LoadedFunction,
-        short_path: ShortPath | None = None,
-    ) -> Collectives:
+    def _opened(self, communicator: HostCommunicator, ranks: tuple[int, ...], function: LoadedFunction) -> Collectives:
         """Return the collectives of a call that a communicator of host memory has begun."""
         self.is_communicating = True
         framework = (function.to_framework, function.from_framework)
@@ -184,9 +178,11 @@ class Peers:
             arrays: UserArrays = StagedArrays(self._backend, framework)
         else:
             arrays = UserArrays(self._backend, framework, communicator.results)
-            self.short_path = short_path if framework == (None, None) else None
-        self._collectives = Collectives(communicator, self._on_host, arrays, len(ranks))
-        return self._collectives
+        current = self.current = Collectives(communicator, arrays, len(ranks))
+        is_plain = not self._backend.is_device and framework == (None, None)
+        if is_plain and isinstance(communicator, ShmCommunicator):
+            self.short_path, current.at_once = communicator.short_path, communicator.at_once
+        return current
 
     def join(self, order: Any, lanes: Sequence[WorkerLane]) -> dict[str, Any]:
         """Make the id of a group of NCCL, or join one, and have all lanes reduce by it."""

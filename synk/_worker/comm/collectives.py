@@ -1,20 +1,23 @@
-"""Collectives on a rank: from a user's arrays to a communicator of raw buffers in host memory.
+"""Collectives on a rank: from a user's arrays to those of a communicator in host memory.
 
 Between GPUs that are joined by NCCL a subclass takes its place: ``NcclCollectives`` in ``synk.cuda``.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from synk._pure.dtypes import dtype_name
-from synk._worker.comm.messages import Messages
-from synk._worker.comm.rows import RowCollectives
+from synk._worker.comm.requests import Request
 from synk._worker.comm.user_arrays import UserArrays
-from synk.backends import BufferBackend
-from synk.communicators import Buffer
-from synk.communicators._checks import check_reduction
+from synk.communicators._checks import check_reduction, named_dtype
 from synk.communicators._host import HostCommunicator
+from synk.communicators._messages import NUMBERS
 from synk.communicators._schedule import Steps
 
 
@@ -26,42 +29,31 @@ class Collectives:
     host : HostCommunicator or None
         The communicator of host memory in which the current call has begun. It keeps the order of collectives in
         flight. None for collectives that the master asks for.
-    backend : BufferBackend
-        Of the arrays that the communicator gets.
     arrays : UserArrays
         Takes arrays from the function that runs, and gives it arrays.
     size : int
         Ranks that take part.
+
+    Attributes
+    ----------
+    share : float or None
+        A cache of this rank's share of the rows of the call.
+    at_once : callable or None
+        The way without steps, for NumPy arrays on one machine; see ``ShmCommunicator``.
     """
 
-    def __init__(self, host: HostCommunicator | None, backend: BufferBackend, arrays: UserArrays, size: int) -> None:
+    def __init__(self, host: HostCommunicator | None, arrays: UserArrays, size: int) -> None:
         self._shared = host
-        self._backend = backend
         self.arrays = arrays
         self._size = size
-        self._messages = None if host is None else Messages(host, self.arrays)
-        self._rows = None if host is None else RowCollectives(host, self.arrays)
+        self.share: float | None = None
+        self.at_once: Callable[..., Any] | None = None
 
     @property
     def host(self) -> HostCommunicator:
         """The communicator of host memory in which the current call has begun."""
         assert self._shared is not None
         return self._shared
-
-    @property
-    def messages(self) -> Messages:
-        """The messages of the current call."""
-        assert self._messages is not None
-        return self._messages
-
-    @property
-    def rows(self) -> RowCollectives:
-        """The collectives of rows of the current call."""
-        assert self._rows is not None
-        return self._rows
-
-    def _buffer(self, array: Any) -> Buffer:
-        return Buffer(self._backend.address(array), int(array.size), dtype_name(array.dtype))
 
     # Here and below, everything that can be refused is refused before the first step.
 
@@ -113,18 +105,18 @@ class Collectives:
         """Take the steps of a reduction. Return an array with the result: ``place`` if it could go there."""
         result = self.arrays.empty(shape, send.dtype) if place is None else place
         take = getattr(self.host, f"{kind}_steps")
-        yield from take(self._buffer(send), self._buffer(result), op, *root, weight=weight)
+        yield from take(_flat(send), _flat(result), op, weight, *root)
         return result
 
     def _copied(self, kind: str, send: Any, shape: tuple[int, ...], place: Any, root: int = -1) -> Steps:
         """Take the steps of an ``all_gather``, or of a ``broadcast`` from ``root``. Return an array with the result."""
         result = self.arrays.empty(shape, send.dtype) if place is None else place
         if kind == "all_gather":
-            yield from self.host.all_gather_steps(self._buffer(send), self._buffer(result))
+            yield from self.host.all_gather_steps(_flat(send), _flat(result))
             return result
         if self.host.rank == root and result is not send:
             result[...] = send
-        yield from self.host.broadcast_steps(self._buffer(result), root)
+        yield from self.host.broadcast_steps(_flat(result), root)
         return result
 
     def _place(self, out: Any, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -134,13 +126,118 @@ class Collectives:
         """Return a result in the function's framework, or in ``out`` if the function gave one."""
         if place is None:
             return self.arrays.give(result)
-        if self._backend.address(result) != self._backend.address(place):  # it could not be written there
+        if result is not place:  # it could not be written there
             place[...] = result
         return self.arrays.filled(place, out)
 
     def _check(self, op: str, array: Any, weight: float | None) -> None:
         """Refuse an op that the dtype does not have, before the ranks agree on it."""
         check_reduction(op, dtype_name(array.dtype), weight)
+
+    # -- rows: blocks whose lengths need not be equal. They go through host memory, even between devices -------------
+
+    def gather(self, array: Any, root: int, sizes: Sequence[int] | None, out: Any) -> Steps:
+        rows = self._rows("gather", array)
+        root = self.host.member("gather", "root", root)
+        position = self.host.ranks.index(self.host.rank)
+        if sizes is not None and self._checked_sizes("gather", sizes)[position] != len(rows):
+            raise ValueError(
+                f"cannot gather: got {len(rows)} rows and sizes={list(sizes)} on rank {self.host.rank}, expected the "
+                "number of its rows there."
+            )
+        joined = yield from self._exchange("gather", rows, None, root, out)
+        return None if joined is None else self.arrays.received(joined, out)
+
+    def all_gather_rows(self, array: Any, axis: int, out: Any) -> Steps:
+        rows = self._rows("all_gather", array)
+        if not -rows.ndim <= operator.index(axis) < rows.ndim:
+            raise ValueError(
+                f"cannot all_gather along axis={axis}: got an array of shape {rows.shape}, expected "
+                f"{-rows.ndim} <= axis < {rows.ndim}."
+            )
+        kind, moved = "all_gather along an axis", np.moveaxis(rows, axis, 0)
+        if axis in (0, -moved.ndim):
+            joined = yield from self._exchange(kind, moved, None, -1, out)
+            return self.arrays.received(joined, out)
+        joined = yield from self._exchange(kind, np.ascontiguousarray(moved), None, -1, None)
+        joined = np.moveaxis(joined, 0, axis)
+        if out is None:
+            return self.arrays.from_host(joined)
+        place = self.arrays.host_place(out, joined.shape, joined.dtype)
+        place[...] = joined
+        return self.arrays.received(place, out)
+
+    def scatter(self, array: Any, root: int, sizes: Sequence[int] | None, out: Any) -> Steps:
+        root = self.host.member("scatter", "root", root)
+        rows, blocks = None, None
+        if self.host.rank == root:
+            rows = self._rows("scatter", array)
+            blocks = self._block_sizes("scatter", rows, sizes)
+        return self.arrays.received((yield from self._exchange("scatter", rows, blocks, root, out)), out)
+
+    def all_to_all(self, array: Any, sizes: Sequence[int] | None, out: Any) -> Steps:
+        rows = self._rows("all_to_all", array)
+        blocks = self._block_sizes("all_to_all", rows, sizes)
+        return self.arrays.received((yield from self._exchange("all_to_all", rows, blocks, -1, out)), out)
+
+    def _exchange(self, kind: str, rows: np.ndarray | None, sizes: list[int] | None, root: int, out: Any) -> Steps:
+        place = functools.partial(self.arrays.host_place, out)
+        return self.host.exchange_steps(kind, self.arrays.apart(rows, out), sizes, root, place)
+
+    def _rows(self, kind: str, array: Any) -> np.ndarray:
+        rows = self.arrays.to_host(array)
+        named_dtype(dtype_name(rows.dtype))  # raises if the others could not read it
+        if rows.ndim == 0:
+            raise ValueError(f"cannot {kind}: got an array without axes, expected rows. Pass numpy.atleast_1d(array).")
+        return rows
+
+    def _block_sizes(self, kind: str, rows: np.ndarray, sizes: Sequence[int] | None) -> list[int]:
+        """Return how many rows are for each rank: ``sizes``, or the same number for all."""
+        num_ranks = len(self.host.ranks)
+        if sizes is None:
+            if len(rows) % num_ranks:
+                raise ValueError(
+                    f"cannot {kind}: got {len(rows)} rows, expected a multiple of {num_ranks} (the ranks of the "
+                    "call). Pass sizes= for blocks of different lengths."
+                )
+            return [len(rows) // num_ranks] * num_ranks
+        checked = self._checked_sizes(kind, sizes)
+        if sum(checked) != len(rows):
+            raise ValueError(f"cannot {kind}: got sizes={checked} for {len(rows)} rows, expected as many in all.")
+        return checked
+
+    def _checked_sizes(self, kind: str, sizes: Sequence[int]) -> list[int]:
+        found, num_ranks = [int(size) for size in sizes], len(self.host.ranks)
+        if len(found) != num_ranks or min(found) < 0:
+            raise ValueError(
+                f"cannot {kind}: got sizes={found}, expected a number of rows for each of the {num_ranks} ranks of the "
+                "call."
+            )
+        return found
+
+    # -- messages, through host memory as well ---------------------------------------------------------------------
+
+    def send(self, array: Any, peer: int, tag: int) -> None:
+        peer = self.host.member("send", "peer", peer)
+        self.host.send_array(self.arrays.to_host(array), peer, _checked(tag))
+
+    def isend(self, array: Any, peer: int, tag: int) -> Request:
+        peer = self.host.member("send", "peer", peer)
+        self.host.isend_array(self.arrays.to_host(array), peer, _checked(tag))
+        return Request(self.host, lambda: True, lambda: None)
+
+    def recv(self, peer: int, tag: int, like: Any, out: Any) -> Any:
+        return self.irecv(peer, tag, like, out).wait()
+
+    def irecv(self, peer: int, tag: int, like: Any, out: Any) -> Request:
+        host, arrays = self.host, self.arrays
+        peer = host.member("recv", "peer", peer)
+        message = host.irecv_array(arrays.host_target(like, out), peer, _checked(tag))
+        return Request(
+            host,
+            lambda: host.test_message(message),
+            lambda: arrays.received(host.finish_message(message), out),
+        )
 
     # What a device makes of collectives that were started; in host memory there is nothing to do.
 
@@ -154,3 +251,22 @@ class Collectives:
 
     def join_communication(self) -> None:
         """Let later work use all collectives that were started. The function has returned, or another one begins."""
+
+
+def _flat(array: Any) -> Any:
+    """Return a flat view of a contiguous array, in synk's own dtype where NumPy has none.
+
+    Raises
+    ------
+    UnsupportedError
+        If values of its dtype cannot be communicated.
+    """
+    if array.dtype not in NUMBERS:
+        array = array.view(named_dtype(dtype_name(array.dtype)))
+    return array if array.ndim == 1 else array.reshape(-1)
+
+
+def _checked(tag: int) -> int:
+    if not isinstance(tag, (int, np.integer)) or tag < 0:
+        raise ValueError(f"cannot send or receive a message: got tag={tag!r}, expected an int from 0 on.")
+    return int(tag)

@@ -18,9 +18,9 @@ from synk._pure.words import Hinting
 from synk._wire.cell import cell
 from synk._worker.comm.collectives import Collectives
 from synk._worker.comm.requests import Request
+from synk.communicators._meetings import LONGER
 from synk.communicators._schedule import Steps
-from synk.communicators._short_collectives import LONGER, ShortCollectives
-from synk.communicators._short_path import ShortPath
+from synk.communicators._shm_collectives import NOTHING
 from synk.errors import ReentrancyError
 
 
@@ -35,27 +35,27 @@ def _worker() -> Any:
 
 
 def _collectives() -> Collectives:
-    collectives: Collectives = _worker().collectives()
+    worker = cell.worker
+    if worker is None or (current := worker.peers.current) is None:
+        current = _worker().collectives()  # joins the call's group, or raises if the function may not communicate
+    collectives: Collectives = current
     return collectives
 
 
-def _short() -> ShortCollectives | None:
-    """Return the short path for collectives of plain arrays, or None if the current call has none."""
-    worker = cell.worker
-    if worker is None or worker.peers.short_path is None:
-        _collectives()  # joins the call's group, or raises if the function may not communicate
-        worker = _worker()
-    path: ShortPath | None = worker.peers.short_path
-    return None if path is None else path.collectives
+def _at_once(
+    async_op: bool, kind: str, array: Any, out: Any, op: Any = "", weight: float | None = None, root: Any = -1
+) -> Any:
+    """Take a collective without steps, or return ``LONGER``."""
+    at_once = _collectives().at_once
+    return LONGER if async_op or at_once is None else at_once(kind, array, out, op, weight, root)
 
 
-def _run(steps: Steps) -> Any:
-    return _collectives().host.run(steps)
-
-
-def _start(steps: Steps) -> Request:
+def _taken(steps: Steps, async_op: bool) -> Any:
+    """Take the steps of a collective, and return its result; or start it, and return a request."""
     collectives = _collectives()
     host = collectives.host
+    if not async_op:
+        return host.run(steps)
     operation = host.start(steps)
     return Request(
         host,
@@ -78,6 +78,12 @@ class Comm(Hinting):
     contiguous array of the result's shape and dtype. All ranks that run the function must call the same collectives in
     the same order. Messages (``send``, ``recv`` and their non-blocking forms) are between two ranks. Any thread may use
     it, but only one at a time.
+
+    With ``async_op=True`` a collective returns a :class:`Request` at once, whose ``wait()`` returns the result. Such
+    collectives may be mixed with those that wait and with messages; their arrays must not change until the result is
+    there. On CPU workers they make no progress by themselves, only in ``wait`` and ``test`` of any request, and while
+    any other call of ``synk.comm`` waits. With NCCL, an ``all_reduce`` with ``out=`` runs beside the function, on a
+    stream of its own.
 
     Ranks are counted within the call: a rank without rows does not take part, and a serial call has one rank. ``rank``,
     ``peer`` and ``root`` are from 0 to ``world_size - 1``, so the same function works on any number of rows.
@@ -153,7 +159,9 @@ class Comm(Hinting):
         num_rows: int = _called().total_rows
         return num_rows
 
-    def all_reduce(self, array: Any, op: str = "avg", *, weight: float | None = None, out: Any = None) -> Any:
+    def all_reduce(
+        self, array: Any, op: str = "avg", *, weight: float | None = None, out: Any = None, async_op: bool = False
+    ) -> Any:
         """Reduce ``array`` of all ranks. Every rank gets the result.
 
         Parameters
@@ -165,10 +173,12 @@ class Comm(Hinting):
             This rank's share in an average. The shares of all ranks must sum to 1. Default: its share of the rows.
         out : array, optional
             Where the result goes: contiguous, with the shape and dtype of ``array``. It may be ``array`` itself.
+        async_op : bool
+            Return a request at once.
 
         Returns
         -------
-        array
+        array or Request
             ``out`` if given, else a new array of the same shape and dtype.
 
         Raises
@@ -178,66 +188,56 @@ class Comm(Hinting):
         TypeError, ValueError
             For an op that the dtype does not have, and for a torch tensor that requires grad.
         """
-        return self._reduced("all_reduce", array, op, -1, weight, out)
-
-    def iall_reduce(self, array: Any, op: str = "avg", *, weight: float | None = None, out: Any = None) -> Request:
-        """Start an ``all_reduce`` and return at once. ``wait()`` of the request returns the result.
-
-        All ranks must start the same collectives in the same order. They may be mixed with blocking ones and with
-        messages. The array must not change until the result is there. On CPU workers a collective makes no progress by
-        itself, only in ``wait`` and ``test`` of any request, and while any other call of ``synk.comm`` waits. With
-        NCCL, a collective with ``out=`` runs beside the function, on a stream of its own.
-
-        Returns
-        -------
-        Request
-        """
-        self._check_op(op)
-        _check_constant(array, "all_reduce")
-        return _start(_collectives().all_reduce(array, op, self._weight(op, weight), out, is_started=True))
+        return self._reduced("all_reduce", array, op, -1, weight, out, async_op)
 
     def reduce(
-        self, array: Any, op: str = "avg", root: int = 0, *, weight: float | None = None, out: Any = None
+        self,
+        array: Any,
+        op: str = "avg",
+        root: int = 0,
+        *,
+        weight: float | None = None,
+        out: Any = None,
+        async_op: bool = False,
     ) -> Any:
         """Reduce ``array`` of all ranks to rank ``root``. The others get None, and their ``out`` is not touched."""
-        return self._reduced("reduce", array, op, root, weight, out)
+        return self._reduced("reduce", array, op, root, weight, out, async_op)
 
-    def _reduced(self, kind: str, array: Any, op: str, root: int, weight: float | None, out: Any) -> Any:
-        short = _short()
-        if short is not None:
-            share = self._share(short) if weight is None and op == "avg" else weight
-            result = short.reduce(kind, array, op, root, share, out)
-            if result is not LONGER:
-                return result
-        self._check_op(op)
+    def _reduced(
+        self, kind: str, array: Any, op: str, root: int, weight: float | None, out: Any, async_op: bool
+    ) -> Any:
+        share = self._share() if weight is None and op == "avg" else weight
+        if (result := _at_once(async_op, kind, array, out, op, share, root)) is not LONGER:
+            return result
+        if op not in REDUCE_OPS:
+            raise ValueError(f"cannot reduce: got op {op!r}, expected one of {', '.join(map(repr, REDUCE_OPS))}.")
         _check_constant(array, kind)
-        collectives, share = _collectives(), self._weight(op, weight)
+        collectives = _collectives()
         if kind == "reduce":
-            return _run(collectives.reduce(array, op, root, share, out))
-        return _run(getattr(collectives, kind)(array, op, share, out))
+            steps = collectives.reduce(array, op, root, share, out)
+        elif kind == "all_reduce":
+            steps = collectives.all_reduce(array, op, share, out, async_op)
+        else:
+            steps = collectives.reduce_scatter(array, op, share, out)
+        return _taken(steps, async_op)
 
-    def _share(self, short: ShortCollectives) -> float | None:
-        if short.share is None:
-            short.share = self._weight("avg", None)
-        return short.share
+    def _share(self) -> float | None:
+        collectives = _collectives()
+        if collectives.share is None and self.total_rows:
+            collectives.share = self.rows / self.total_rows
+        return collectives.share
 
-    def broadcast(self, array: Any, root: int = 0, *, out: Any = None) -> Any:
+    def broadcast(self, array: Any, root: int = 0, *, out: Any = None, async_op: bool = False) -> Any:
         """Return ``array`` of rank ``root``. The arrays of the others must have its shape and dtype.
 
         With ``out=array`` the others' arrays are filled, and nothing is copied on ``root``.
         """
-        short = _short()
-        if short is not None and (result := short.copy("broadcast", array, root, out)) is not LONGER:
+        if (result := _at_once(async_op, "broadcast", array, out, "", None, root)) is not LONGER:
             return result
         _check_constant(array, "broadcast")
-        return _run(_collectives().broadcast(array, root, out))
+        return _taken(_collectives().broadcast(array, root, out), async_op)
 
-    def ibroadcast(self, array: Any, root: int = 0, *, out: Any = None) -> Request:
-        """Start a ``broadcast`` and return at once; see :meth:`iall_reduce`."""
-        _check_constant(array, "broadcast")
-        return _start(_collectives().broadcast(array, root, out))
-
-    def all_gather(self, array: Any, axis: int | None = None, *, out: Any = None) -> Any:
+    def all_gather(self, array: Any, axis: int | None = None, *, out: Any = None, async_op: bool = False) -> Any:
         """Return the arrays of all ranks, on every rank.
 
         Parameters
@@ -248,34 +248,28 @@ class Comm(Hinting):
             Join the arrays along this axis, in rank order. By default they are stacked.
         out : array, optional
             Where the result goes: contiguous, of the result's shape and dtype.
+        async_op : bool
+            Return a request at once.
 
         Returns
         -------
-        array
+        array or Request
             The arrays stacked, with shape ``(len(ranks), *shape)``, or joined along ``axis``.
         """
-        short, kind = _short(), "all_gather" if axis is None else "all_gather along an axis"
-        if short is not None and not axis and (result := short.copy(kind, array, -1, out)) is not LONGER:
+        kind = "all_gather" if axis is None else "all_gather along an axis"
+        if not axis and (result := _at_once(async_op, kind, array, out)) is not LONGER:
             return result
         _check_constant(array, "all_gather")
-        if axis is not None:
-            return _collectives().rows.all_gather(array, axis, out)
-        return _run(_collectives().all_gather(array, out))
+        collectives = _collectives()
+        if axis is None:
+            return _taken(collectives.all_gather(array, out), async_op)
+        return _taken(collectives.all_gather_rows(array, axis, out), async_op)
 
-    def iall_gather(self, array: Any, *, out: Any = None) -> Request:
-        """Start an ``all_gather`` that stacks, and return at once; see :meth:`iall_reduce`."""
-        _check_constant(array, "all_gather")
-        return _start(_collectives().all_gather(array, out))
-
-    def reduce_scatter(self, array: Any, op: str = "sum", *, weight: float | None = None, out: Any = None) -> Any:
+    def reduce_scatter(
+        self, array: Any, op: str = "sum", *, weight: float | None = None, out: Any = None, async_op: bool = False
+    ) -> Any:
         """Reduce ``array``, shape ``(len(ranks) * n, *rest)``, and return this rank's block of n rows."""
-        return self._reduced("reduce_scatter", array, op, -1, weight, out)
-
-    def ireduce_scatter(self, array: Any, op: str = "sum", *, weight: float | None = None, out: Any = None) -> Request:
-        """Start a ``reduce_scatter`` and return at once; see :meth:`iall_reduce`."""
-        self._check_op(op)
-        _check_constant(array, "reduce_scatter")
-        return _start(_collectives().reduce_scatter(array, op, self._weight(op, weight), out))
+        return self._reduced("reduce_scatter", array, op, -1, weight, out, async_op)
 
     def send(self, array: Any, peer: int, tag: int = 0) -> None:
         """Send ``array`` to rank ``peer``, which may be this one. The array may be changed once this returns.
@@ -294,7 +288,7 @@ class Comm(Hinting):
         if worker is not None and (path := worker.peers.short_path) is not None and path.send_now(array, peer, tag):
             return
         _check_constant(array, "send")
-        _collectives().messages.send(array, peer, tag)
+        _collectives().send(array, peer, tag)
 
     def isend(self, array: Any, peer: int, tag: int = 0) -> Request:
         """Send ``array`` to rank ``peer`` without waiting for it.
@@ -302,7 +296,7 @@ class Comm(Hinting):
         The array may be changed once this returns. ``wait()`` of the request returns None at once.
         """
         _check_constant(array, "isend")
-        return _collectives().messages.isend(array, peer, tag)
+        return _collectives().isend(array, peer, tag)
 
     def recv(self, peer: int, tag: int = 0, *, like: Any = None, out: Any = None) -> Any:
         """Return the oldest message of this tag from rank ``peer`` that was not received yet.
@@ -345,7 +339,7 @@ class Comm(Hinting):
             if array is not None:
                 return array
         _check_constant(like, "recv")
-        return _collectives().messages.recv(peer, tag, like, out)
+        return _collectives().recv(peer, tag, like, out)
 
     def irecv(self, peer: int, tag: int = 0, *, like: Any = None, out: Any = None) -> Request:
         """Ask for a message and return at once. ``wait()`` of the request returns what :meth:`recv` would.
@@ -353,9 +347,11 @@ class Comm(Hinting):
         The k-th request for a sender and tag gets the k-th message, no matter in which order you wait for them.
         """
         _check_constant(like, "irecv")
-        return _collectives().messages.irecv(peer, tag, like, out)
+        return _collectives().irecv(peer, tag, like, out)
 
-    def gather(self, array: Any, root: int = 0, *, sizes: Sequence[int] | None = None, out: Any = None) -> Any:
+    def gather(
+        self, array: Any, root: int = 0, *, sizes: Sequence[int] | None = None, out: Any = None, async_op: bool = False
+    ) -> Any:
         """Join the rows of all ranks, in rank order, on rank ``root``. The others get None.
 
         Parameters
@@ -368,13 +364,14 @@ class Comm(Hinting):
         out : array, optional
             Where the result goes on rank ``root``: contiguous, of the result's shape and dtype. Not touched elsewhere.
         """
-        short = _short() if sizes is None else None
-        if short is not None and (result := short.copy("gather", array, root, out)) is not LONGER:
+        if sizes is None and (result := _at_once(async_op, "gather", array, out, "", None, root)) is not LONGER:
             return result
         _check_constant(array, "gather")
-        return _collectives().rows.gather(array, root, sizes, out)
+        return _taken(_collectives().gather(array, root, sizes, out), async_op)
 
-    def scatter(self, array: Any, root: int = 0, *, sizes: Sequence[int] | None = None, out: Any = None) -> Any:
+    def scatter(
+        self, array: Any, root: int = 0, *, sizes: Sequence[int] | None = None, out: Any = None, async_op: bool = False
+    ) -> Any:
         """Return this rank's block of the rows of rank ``root``.
 
         Parameters
@@ -387,13 +384,14 @@ class Comm(Hinting):
         out : array, optional
             Where this rank's block goes: contiguous, of the block's shape and dtype.
         """
-        short = _short() if sizes is None else None
-        if short is not None and (result := short.copy("scatter", array, root, out)) is not LONGER:
+        if sizes is None and (result := _at_once(async_op, "scatter", array, out, "", None, root)) is not LONGER:
             return result
         _check_constant(array, "scatter")
-        return _collectives().rows.scatter(array, root, sizes, out)
+        return _taken(_collectives().scatter(array, root, sizes, out), async_op)
 
-    def all_to_all(self, array: Any, *, sizes: Sequence[int] | None = None, out: Any = None) -> Any:
+    def all_to_all(
+        self, array: Any, *, sizes: Sequence[int] | None = None, out: Any = None, async_op: bool = False
+    ) -> Any:
         """Send a block of rows to each rank, and return the blocks that came, joined in rank order.
 
         Parameters
@@ -405,21 +403,15 @@ class Comm(Hinting):
         out : array, optional
             Where the result goes: contiguous, of the result's shape and dtype.
         """
-        short = _short() if sizes is None else None
-        if short is not None and (result := short.copy("all_to_all", array, -1, out)) is not LONGER:
+        if sizes is None and (result := _at_once(async_op, "all_to_all", array, out)) is not LONGER:
             return result
         _check_constant(array, "all_to_all")
-        return _collectives().rows.all_to_all(array, sizes, out)
+        return _taken(_collectives().all_to_all(array, sizes, out), async_op)
 
-    def barrier(self) -> None:
+    def barrier(self, *, async_op: bool = False) -> Request | None:
         """Return when all ranks of the call have called it."""
-        short = _short()
-        if short is None or short.barrier() is LONGER:
-            _run(_collectives().host.barrier_steps())
-
-    def ibarrier(self) -> Request:
-        """Start a ``barrier``. The request is done once all ranks have started it."""
-        return _start(_collectives().host.barrier_steps())
+        request: Request | None = _at_once(async_op, "barrier", NOTHING, None)
+        return _taken(_collectives().host.barrier_steps(), async_op) if request is LONGER else request
 
     def wait_all(self, requests: Iterable[Request]) -> list[Any]:
         """Wait for all requests, and return their results in the same order."""
@@ -434,16 +426,6 @@ class Comm(Hinting):
         """
         context: contextlib.AbstractContextManager[None] = _worker().uninterrupted()
         return context
-
-    @staticmethod
-    def _check_op(op: str) -> None:
-        if op not in REDUCE_OPS:
-            raise ValueError(f"cannot reduce: got op {op!r}, expected one of {', '.join(map(repr, REDUCE_OPS))}.")
-
-    def _weight(self, op: str, weight: float | None) -> float | None:
-        if op != "avg" or weight is not None:
-            return weight
-        return self.rows / self.total_rows if self.total_rows else None
 
     def __repr__(self) -> str:
         return "<synk.comm>"

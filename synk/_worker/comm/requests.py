@@ -10,7 +10,7 @@ from synk.errors import CollectiveMismatch
 
 
 class Request:
-    """A collective or message in flight. Made by ``synk.comm.iall_reduce``, ``isend`` and the like.
+    """A collective or message in flight. Made by collectives with ``async_op=True``, ``isend`` and ``irecv``.
 
     It belongs to the call that started it. When the function returns, synk finishes everything that the function has
     started, and from then on the request cannot be used.
@@ -20,7 +20,7 @@ class Request:
     >>> import numpy as np, synk
     >>> with synk.Runtime(2, backend="numpy") as runtime:
     ...     def total(x):
-    ...         request = synk.comm.iall_reduce(x.sum(), "sum")
+    ...         request = synk.comm.all_reduce(x.sum(), "sum", async_op=True)
     ...         largest = x.max()  # meanwhile
     ...         return request.wait(), largest
     ...     results = runtime.function(total, outputs=("first", "max"))(np.arange(4.0))
@@ -36,7 +36,7 @@ class Request:
         self._value: Any = None
 
     def wait(self) -> Any:
-        """Wait until it is done, and return its result: None for ``isend`` and ``ibarrier``.
+        """Wait until it is done, and return its result: None for ``isend`` and ``barrier``.
 
         You may call it again; it returns the same result.
 

@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 
 from synk.backends import Backend
-from synk.communicators._buffers import check_out
+from synk.communicators._checks import check_out
 from synk.communicators._results import ResultMemory
+
+_SMALL_NBYTES = 1 << 10
 
 
 class UserArrays:
@@ -64,8 +66,10 @@ class UserArrays:
 
         ``is_in_place``: ``out`` may be that very array.
         """
-        if out is None or not isinstance(array, np.ndarray):
+        if out is None or not isinstance(array, np.ndarray) or (is_in_place and out is array):
             return array
+        if array.nbytes < _SMALL_NBYTES:  # a copy takes less than the look
+            return array.copy()
         place = self._memory(out)
         if not isinstance(place, np.ndarray) or not np.may_share_memory(array, place):
             return array

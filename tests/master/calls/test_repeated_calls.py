@@ -244,7 +244,7 @@ def test_errors_and_collectives_in_some_calls(shared_runtimes: Any) -> None:
             total = synk.comm.all_reduce(total, "sum")
         if how in ("later", "two later"):
             total = np.empty(2 if how == "two later" else 1)
-            synk.comm.iall_reduce(np.full(total.shape, x.sum()), "sum", out=total)
+            synk.comm.all_reduce(np.full(total.shape, x.sum()), "sum", out=total, async_op=True)
         if how == "unheard" and x[0]:
             synk.comm.send(x, 1 - synk.comm.rank)
         return total

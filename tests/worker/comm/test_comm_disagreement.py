@@ -91,20 +91,20 @@ WRONG_OUTS: dict[str, Callable[[Any], Any]] = {
 # All ranks ask for it alike, as in ``do``.
 REFUSED: list[tuple[type[Exception], str, str]] = [
     (ValueError, "op 'mean'", "all_reduce(x(2), 'mean')"),
-    (ValueError, "op 'mean'", "iall_reduce(x(2), 'mean')"),
+    (ValueError, "op 'mean'", "all_reduce(x(2), 'mean', async_op=True)"),
     (ValueError, "op 'gather'", "reduce_scatter(x(2), 'gather')"),
     (TypeError, "int64", "all_reduce(i(2))"),
-    (TypeError, "cannot", "iall_reduce(i(2))"),
+    (TypeError, "cannot", "all_reduce(i(2), async_op=True)"),
     (TypeError, "bool", "all_reduce(x(2) > 0, 'sum')"),
     (TypeError, "complex", "all_reduce(x(2) * 1j, 'max')"),
     (TypeError, "object", "all_reduce(x(2).astype(object), 'sum')"),
     (TypeError, r"MaskedArray, which has .*value\.filled", "all_reduce(__import__('numpy').ma.ones(2), 'sum')"),
     (ValueError, "multiple of", "reduce_scatter(x(7), 'sum')"),
     (ValueError, "multiple of", "reduce_scatter(x()[()], 'sum')"),
-    (ValueError, "cannot", "ireduce_scatter(x(7))"),
+    (ValueError, "cannot", "reduce_scatter(x(7), async_op=True)"),
     (ValueError, "root=9", "reduce(x(2), root=9)"),
     (ValueError, "root=-1", "broadcast(x(2), root=-1)"),
-    (ValueError, "cannot", "ibroadcast(x(2), 7)"),
+    (ValueError, "cannot", "broadcast(x(2), 7, async_op=True)"),
     (ValueError, "root=5", "gather(x(2), 5)"),
     (TypeError, "root=NoneType None", "scatter(x(2), None)"),
     (TypeError, "root=bool True", "broadcast(x(2), True)"),
@@ -119,7 +119,7 @@ REFUSED: list[tuple[type[Exception], str, str]] = [
     (ValueError, "-1", "recv(-1, like=x(2))"),
     (ValueError, "tag=0.5", "recv(0, 0.5)"),
     (ValueError, "out", "irecv(0, like=x(3), out=x(4))"),
-    (ValueError, "out", "iall_reduce(x(2), out=x(3))"),
+    (ValueError, "out", "all_reduce(x(2), out=x(3), async_op=True)"),
     (TypeError, "positional", "recv(0, 1, x(5))"),
     (TypeError, "positional", "irecv(0, 1, x(5))"),
     *(  # MPI's first argument is a buffer: nothing would fill it
@@ -139,7 +139,7 @@ def test_what_has_no_meaning_is_refused_and_not_started(at: Any, place: Any, sub
     """The rank may go on, also with what it has started before."""
 
     def refused(comm: Any) -> Any:
-        before, found = comm.iall_reduce(np.ones(2), "sum"), []
+        before, found = comm.all_reduce(np.ones(2), "sum", async_op=True), []
         for _, _, program in REFUSED:
             try:
                 do(comm, program)
@@ -260,7 +260,11 @@ LONG = "rank 1 left...send(float64, 2000000 elements, to rank 1, tag 4)"
 DISAGREEMENTS |= {
     "wishes": ("barrier() | broadcast(x(8)) | all_gather(x(9_000))", "012", "0: barrier()...1: broadcast(f...9000 el"),
     "two leave": ("0 | barrier() | 0", "1", "left the function without joining...waiting: rank 1: barrier()"),
-    "started": ("iall_gather(x(2)).wait()" + 2 * " | iall_reduce(x(2)).wait()", "012", "0: all_gather...1: all_reduce"),
+    "started": (
+        "all_gather(x(2), async_op=True).wait()" + 2 * " | all_reduce(x(2), async_op=True).wait()",
+        "012",
+        "0: all_gather...1: all_reduce",
+    ),
     "shapes": ("gather(x(2, 3, 2)) | gather(x(2, 2, 3)) | gather(x(2, 3, 2))", "012", SHAPES),
     "shapes of many": (2 * "all_to_all(x(60_000, 3)) | " + "all_to_all(x(60_000, 3, 1))", "012", MANY_SHAPES),
     "lengths": ("gather(x(2, 1)) | gather(x(2, 2)) | gather(x(2, 1))", "012", "1 elements...2 elements"),
@@ -411,7 +415,7 @@ def test_an_exception_on_one_rank_is_the_error_and_not_the_wait_of_its_peers(at:
     runtime = at(place)
 
     def body(comm: Any) -> Any:
-        request = comm.ibroadcast(np.ones(1_000_000), 0) if is_started else None
+        request = comm.broadcast(np.ones(1_000_000), 0, async_op=True) if is_started else None
         if comm.rank == victim:
             raise LookupError(f"rank {victim} has no data")
         return comm.all_reduce(np.ones(300_000)) if request is None else request.wait()

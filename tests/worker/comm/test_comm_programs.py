@@ -104,7 +104,7 @@ def run(events: list[Event], size: int, *, is_whole: bool) -> int:
             if is_whole:
                 assert_same(got, values(number, event.count))
         elif event.kind == "start":
-            requests[key] = comm.iall_reduce(np.full(event.count, comm.rank + number), "sum")
+            requests[key] = comm.all_reduce(np.full(event.count, comm.rank + number), "sum", async_op=True)
         else:
             total = size * number + size * (size - 1) // 2
             assert set(requests["start", number].wait().tolist()) == {total}

@@ -35,13 +35,13 @@ def test_started_collectives_give_what_those_that_wait_give(at: Any, place: Any)
             blocks = sum(values(rank, size * count) for rank in range(size)).reshape(size, count)
             mine, rank, out, filled = values(comm.rank, count), comm.rank, np.empty(count), values(comm.rank, count)
             requests = [
-                comm.iall_reduce(mine, "sum"),
-                comm.iall_reduce(mine, "sum", out=out),
-                comm.ibroadcast(mine, size - 1),
-                comm.ibroadcast(filled, size - 1, out=filled),
-                comm.iall_gather(mine),
-                comm.ireduce_scatter(values(rank, size * count), "sum"),
-                comm.ibarrier(),
+                comm.all_reduce(mine, "sum", async_op=True),
+                comm.all_reduce(mine, "sum", out=out, async_op=True),
+                comm.broadcast(mine, size - 1, async_op=True),
+                comm.broadcast(filled, size - 1, out=filled, async_op=True),
+                comm.all_gather(mine, async_op=True),
+                comm.reduce_scatter(values(rank, size * count), "sum", async_op=True),
+                comm.barrier(async_op=True),
                 comm.irecv((rank - 1) % size),
             ]
             comm.isend(mine, (rank + 1) % size)
@@ -63,7 +63,7 @@ def test_started_collectives_give_what_those_that_wait_give(at: Any, place: Any)
 
 def sent_when_it_is_done(comm: Any) -> None:
     """Rank 1 sends only when the collective is done, which takes several meetings that the others must come to."""
-    request = comm.iall_reduce(np.full(COUNTS[-1], 1.0), "sum")
+    request = comm.all_reduce(np.full(COUNTS[-1], 1.0), "sum", async_op=True)
     if comm.rank == 1:
         assert request.wait()[-1] == comm.world_size
         for rank in range(comm.world_size):
@@ -75,13 +75,13 @@ def sent_when_it_is_done(comm: Any) -> None:
 def asked_again_and_again(comm: Any) -> None:
     """``test`` never waits, and goes on."""
     if comm.rank == 0:
-        request = comm.iall_reduce(np.ones(4), "sum")
+        request = comm.all_reduce(np.ones(4), "sum", async_op=True)
         assert not request.test()
         comm.send(np.zeros(1), 1)
     else:
         if comm.rank == 1:
             comm.recv(0)
-        request = comm.iall_reduce(np.ones(4), "sum")
+        request = comm.all_reduce(np.ones(4), "sum", async_op=True)
     while not request.test():
         pass
     assert request.wait().tolist() == [comm.world_size] * 4
@@ -89,7 +89,7 @@ def asked_again_and_again(comm: Any) -> None:
 
 def in_another_thread(comm: Any) -> None:
     """As autograd's on devices: one caller at a time, whichever thread it is."""
-    size, found, request = comm.world_size, [], comm.iall_reduce(np.ones(2), "sum")
+    size, found, request = comm.world_size, [], comm.all_reduce(np.ones(2), "sum", async_op=True)
 
     def run() -> None:
         found.append(comm.all_reduce(np.ones(1), "sum"))
@@ -107,7 +107,7 @@ def in_another_thread(comm: Any) -> None:
 def waited_for_by_one(comm: Any) -> None:
     """What nobody waits for is brought to its end; a request that nothing was received by is no error."""
     after, before = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
-    request, _ = comm.iall_reduce(np.ones(3), "sum", out=np.empty(3)), comm.irecv(before)
+    request, _ = comm.all_reduce(np.ones(3), "sum", out=np.empty(3), async_op=True), comm.irecv(before)
     comm.isend(np.ones(300_000), after)
     if comm.rank == 0:
         request.wait()
@@ -134,7 +134,7 @@ def test_a_request_belongs_to_its_call(shared_runtimes: Any) -> None:
 
     def body(x: np.ndarray, turn: int) -> Any:
         if turn == 0:
-            held.append(synk.comm.ibarrier())
+            held.append(synk.comm.barrier(async_op=True))
             return 0
         return held[0].wait() if turn == 1 else held[0].test()
 
