@@ -39,7 +39,7 @@ def check_step(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], opt
     if few is None:
         return
     try:
-        with replicated._busy():  # reading the objects must not bring them up to date
+        with replicated._guard.lifted():
             parameters = states.parameters_of(replicated._objects)
             if sum(each.numel() * each.element_size() for each in parameters) > _MAX_NBYTES:
                 raise Unknown

@@ -73,7 +73,7 @@ def run(rt: synk.Runtime, where: str = "", action: str = "", rank: int = 1) -> t
 
 @pytest.mark.parametrize("action", EXPECTED)
 def test_a_fault_anywhere_changes_no_bit(subtests: Any, reused: Callable[..., Any], action: str) -> None:
-    """Of spectral norms, batch norms, buffers, tensors, numbers, lists and generators, beside parameters and rates."""
+    """Of spectral norms, batch norms, buffers and numbers, beside parameters and rates."""
     rt, plain = reused(2), build()
     expected, clean = run(rt)
     assert differences([float(disturbed_step(*plain, x, y)) for x, y in batches(5, (8, 6))], expected, 1e-9) == []
