@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from operator import is_
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any, NoReturn
 
 from synk.torch import _state as states
 
-_MISSING = object()
+_MARK = attrgetter("_version", "requires_grad")
+"""Changes when a tensor is written into or frozen."""
 
 
 class Guard:
@@ -26,16 +28,16 @@ class Guard:
     """
 
     def __init__(self, objects: Sequence[Any]) -> None:
-        self._objects = objects
-        self._hooks: list[Any] = []
+        self._objects, self._hooks = objects, list[Any]()
         self.note_alike()
 
     def note_alike(self) -> None:
         """Note that the program's objects are like those of the workers now."""
         self.set_behind(False)
         self._owners = [(name, own, {**own}) for name, own in _owners(self._objects)]
+        self._values = [value for _, _, before in self._owners for value in before.values()]
         self._tensors = [each for obj in self._objects if states.is_module(obj) for each in states.tensors_of(obj)]
-        self._marks = self._look()
+        self._marks = [_MARK(tensor) for _, tensor in self._tensors]
 
     def set_behind(self, is_behind: bool) -> None:
         """Refuse the use of the program's objects from now on, or allow it."""
@@ -59,17 +61,14 @@ class Guard:
 
     def difference(self) -> str:
         """Return the name of something that the program has changed; empty if it has changed nothing."""
-        for name, own, before in self._owners:
-            if len(own) != len(before) or not all(map(is_, own.values(), before.values())):
+        values = [*chain.from_iterable(own.values() for _, own, _ in self._owners)]
+        if len(values) != len(self._values) or not all(map(is_, values, self._values)):
+            for name, own, before in self._owners:
                 for key in {**before, **own}:
-                    if key != "_opt_called" and not _is_same(own.get(key, _MISSING), before.get(key, _MISSING)):
+                    if key != "_opt_called" and not _is_same(own.get(key, self), before.get(key, self)):
                         return f"{key!r} of {name}"
-        changed = zip(self._tensors, self._marks, self._look())
-        return next((repr(name) for (name, _), before, now in changed if before != now), "")
-
-    def _look(self) -> list[Any]:
-        """Return marks that change when a tensor is written into, moved or frozen."""
-        return [(each._version, each.requires_grad, states.address(each)) for _, each in self._tensors]
+        changed = [repr(name) for (name, tensor), mark in zip(self._tensors, self._marks) if _MARK(tensor) != mark]
+        return changed[0] if changed else ""
 
     def __call__(self, *args: Any) -> NoReturn:
         """Refuse the use of an object, as its hook."""

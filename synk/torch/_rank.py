@@ -18,7 +18,6 @@ import torch
 from synk._wire.cell import cell
 from synk._wire.residents import resolve_resident
 from synk._worker.comm.comm import comm
-from synk._worker.held.pickling import dumps
 from synk.torch import _checkpoint as checkpoints
 from synk.torch import _state as states
 from synk.torch._adjoints import losses
@@ -130,7 +129,7 @@ class RankReplica(SeenFromOutside):
 
     def told(self) -> Any:
         """Return what ``take`` takes: the state of the objects, of rank 0 alone."""
-        return dumps(dump(self)) if comm.rank == 0 else None
+        return dump(self) if comm.rank == 0 else None
 
     def take(self, state: bytes) -> None:
         """Take over the state of the program's objects. Gradients that this rank has kept back are gone."""
@@ -147,7 +146,7 @@ class RankReplica(SeenFromOutside):
         del generators["torch"]  # seeded before each step, so it has no state between steps
         own = [obj.state_dict() for obj in self.objects] if comm.rank == 0 else []
         numbers = {"num_steps": self.num_steps, "seed": self.options.seed}
-        return dumps({**numbers, "objects": own, "generators": generators})
+        return {**numbers, "objects": own, "generators": generators}
 
     def take_generators(self, ranks: Sequence[Any]) -> None:
         """Put back the generators that the rank with this number had."""
@@ -230,6 +229,7 @@ def left_out_of(optimizer: Any) -> dict[str, Any]:
     }
 
 
+@functools.cache
 def _load_torch(*, is_worker: bool) -> None:
     """Load what optimizers import at their first use, where an interrupt could break the import off.
 
@@ -238,7 +238,7 @@ def _load_torch(*, is_worker: bool) -> None:
     """
     with cell.uninterrupted():
         importlib.import_module("torch._dynamo")
-    if is_worker and not gc.get_freeze_count():
+    if is_worker:
         gc.freeze()
 
 

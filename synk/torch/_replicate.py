@@ -163,14 +163,15 @@ class Replicated(Handle):
     """
 
     __slots__ = (
-        "__weakref__", "_as_pickled", "_guard", "_lock", "_num_here", "_num_steps", "_objects", "_options", "_resident",
-        "_runtime", "_threads",
+        "__weakref__", "_as_pickled", "_calls", "_guard", "_lock", "_num_here", "_num_steps", "_objects", "_options",
+        "_resident", "_runtime", "_threads",
     )  # fmt: skip
 
     def __init__(self, objects: Sequence[Any], options: Options, runtime: Runtime) -> None:
         self._objects = tuple(objects)
         self._options, self._runtime = options, runtime
         self._lock = threading.RLock()
+        self._calls: dict[str, Any] = {}
         has_cpu_workers = not runtime._session.has_devices and options.is_own_process
         self._threads = BusyThreads(num_torch_threads() if has_cpu_workers else 1)
         self._num_steps: int | None = 0  # None: a step has failed, and the ranks know whether it counted
@@ -261,7 +262,7 @@ class Replicated(Handle):
         """
         with self._lock:
             if self._guard.is_behind:
-                state = pickle.loads(self._on_ranks("told")[0])
+                state = self._on_ranks("told")[0]
                 _state.load(self._objects, state["objects"])
                 for obj in filter(_state.is_optimizer, self._objects):
                     vars(obj)["_opt_called"] = True  # a scheduler that steps in the program looks at this
@@ -291,7 +292,7 @@ class Replicated(Handle):
                 self._replace(num_steps)
                 return
             state = {"num_steps": num_steps, "seed": self._options.seed, "objects": _state.dump(self._objects)}
-            self._on_ranks("take", dumps(state), updates=[self._resident])
+            self._on_ranks("take", dumps(state))
             self._note_alike(num_steps)
 
     @contextlib.contextmanager
@@ -325,16 +326,20 @@ class Replicated(Handle):
         tensors = [tensor for obj in modules for _, tensor in _state.tensors_of(obj)]
         return pickled_without(self._names, made_of, tensors)[0]
 
-    def _on_ranks(self, method: str, *given: Any, updates: Sequence[Any] = ()) -> list[Any]:
+    def _on_ranks(self, method: str, *given: Any) -> list[Any]:
         """Call a method of each rank's ``RankReplica``, and return what the ranks return."""
-        resident = self._resident
+        if method not in self._calls:
+            resident = self._resident
 
-        def run(given: Any) -> Any:
-            return getattr(resident.value, method)(*given)
+            def run(given: Any) -> Any:
+                return getattr(resident.value, method)(*given)
 
-        run.__name__ = method
-        call = self._runtime.function(run, bcast_inputs="given", outputs=None, per_rank=True, updates=updates)
-        found: list[Any] = call(given)
+            run.__name__ = method
+            updates = [resident] if method.startswith("take") else ()
+            self._calls[method] = self._runtime.function(
+                run, bcast_inputs="given", outputs=None, per_rank=True, updates=updates
+            )
+        found: list[Any] = self._calls[method](given)
         return found
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -435,7 +440,7 @@ class Replicated(Handle):
             If gradients are kept back by ``no_sync()``, or the program has changed the objects and not sent them.
         """
         self._before_call(trains=False)
-        ranks = [pickle.loads(each) for each in self._on_ranks("checkpoint")]
+        ranks = self._on_ranks("checkpoint")
         return {
             "format": _checkpoint.FORMAT,
             "num_steps": ranks[0]["num_steps"],
@@ -468,7 +473,7 @@ class Replicated(Handle):
             self._options = replace(self._options, seed=state["seed"])
             self._replace(state["num_steps"])
             if len(state["ranks"]) == self._runtime.world_size:
-                self._on_ranks("take_generators", state["ranks"], updates=[self._resident])
+                self._on_ranks("take_generators", state["ranks"])
             _checkpoint.load_generators(state["generators"])
 
     def _leave(self, session: Any, /) -> None:
