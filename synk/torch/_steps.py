@@ -68,15 +68,20 @@ class StepFunction(Function[..., Any]):
     @contextlib.contextmanager
     def _counted(self, num_steps: int = 1) -> Iterator[None]:
         """Count the steps of a call. What became of a step that has failed, the ranks know."""
-        self._replicated._before_call(trains=self._trains)
+        replicated, guard = self._replicated, self._replicated._guard
+        was_behind, counted = guard.is_behind, None
+        replicated._before_call(trains=self._trains)
         try:
             yield
-        except BaseException:
-            num_steps = None  # type: ignore[assignment]
+            counted = num_steps
+        except Exception as error:
+            if "step_counted" not in vars(error):  # nothing was sent
+                guard.set_behind(was_behind)
+                counted = 0
             raise
         finally:
             if self._trains:
-                self._replicated._count(num_steps)
+                replicated._count(counted)
 
     def _compared(self) -> Function[..., Any]:
         return self._by("_run")  # without a seed of its own, so that draws can be seen
