@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
