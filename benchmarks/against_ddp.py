@@ -63,9 +63,11 @@ def trained(case: str, run: Callable[..., Any] | None = None) -> list[Any]:
 
 
 def by_synk(model: Any, optimizer: Any, batches: Any) -> None:
-    take = synk.torch.replicate(model, optimizer).function(step)
+    rep = synk.torch.replicate(model, optimizer)
+    take = rep.function(step)
     for x, y in batches:
         take(x, y)
+    rep.pull()
 
 
 def by_ddp(model: Any, optimizer: Any, batches: Any) -> None:

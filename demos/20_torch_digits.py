@@ -119,7 +119,7 @@ for num_workers in NUMS_WORKERS:
         start = time.perf_counter()
         losses = train(parallel_step)
         seconds = time.perf_counter() - start
-        # The model here is up to date by itself: this line is as it was without workers.
+        rep.pull()  # the model here is like those of the workers again
         difference = max(float((tensor - reference[name]).abs().max()) for name, tensor in model.state_dict().items())
         survived = train_with_a_kill(runtime) if num_workers == 2 else None
     apart = max(abs(a - b) for a, b in zip(losses, expected))

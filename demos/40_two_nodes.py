@@ -64,6 +64,7 @@ def train(kill_at: int | None) -> tuple[list[torch.Tensor], float]:
             counted = "counted" if error.step_counted else "not counted"
             print(f"step {number}: node {error.nodes[0]} was lost; the step was {counted}")
             kill_at = None
+    rep.pull()
     model.eval()
     with torch.no_grad():
         accuracy = float((model(images).argmax(1) == labels).double().mean())

@@ -69,7 +69,7 @@ class _Pickler(TravelPickler):
         return self._numbers.get(id(obj)) if isinstance(obj, torch.Tensor) else None
 
 
-def pickled_without(name: str, module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> tuple[bytes, list[type]]:
+def pickled_without(name: str, module: Any, tensors: Sequence[torch.Tensor]) -> tuple[bytes, list[type]]:
     """Return a module pickled without some tensors, and the classes that the pickle names."""
     file = io.BytesIO()
     pickler = _Pickler(file, tensors)

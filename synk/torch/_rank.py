@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
+import pickle
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +20,6 @@ from synk._wire.residents import resolve_resident
 from synk._worker.comm.comm import comm
 from synk.torch import _checkpoint as checkpoints
 from synk.torch import _state as states
-from synk.torch import _state_bytes
 from synk.torch._adjoints import losses
 from synk.torch._batchnorm import synchronize
 from synk.torch._reduction import LOST, GradientSum, Options
@@ -38,27 +40,27 @@ class RankReplica(SeenFromOutside):
         How many calls so far were training steps.
     """
 
-    def __init__(self, objects: Sequence[Any], options: Options) -> None:
+    def __init__(self, objects: Sequence[Any], options: Options, num_steps: int = 0) -> None:
         self.objects = tuple(objects)
         self.options = options
-        self.num_steps = 0
-        self._hooks = _gradient_hooks(states.parameters_of(objects))
+        self.num_steps = num_steps
+        self._hooks = gradient_hooks(states.parameters_of(objects))
 
     def __getstate__(self) -> dict[str, Any]:
-        # Optimizers pickle only groups and state, and LBFGS cannot work without its other attributes.
-        others = {k: states.other_attributes(obj) for k, obj in enumerate(self.objects) if states.is_optimizer(obj)}
-        state = {"objects": self.objects, "options": self.options, "num_steps": self.num_steps, "_hooks": self._hooks}
-        return {**state, "others": others}
+        return {
+            **{name: getattr(self, name) for name in ("objects", "options", "num_steps", "_hooks")},
+            "others": {k: left_out_of(obj) for k, obj in enumerate(self.objects) if states.is_optimizer(obj)},
+            "gradients": [parameter.grad for parameter in states.parameters_of(self.objects)],
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for index, attributes in state["others"].items():
-            state["objects"][index].__dict__.update(attributes)
+        others, gradients = state.pop("others"), state.pop("gradients")
         self.__dict__.update(state)
-        if state["others"]:
-            # An optimizer imports this module at its first use, where an interrupt could break the import off. Half
-            # imported it would stay unusable in this worker.
-            with cell.uninterrupted():
-                importlib.import_module("torch._dynamo")
+        for index, attributes in others.items():
+            vars(self.objects[index]).update(attributes)
+        for parameter, gradient in zip(states.parameters_of(self.objects), gradients):
+            parameter.grad = gradient
+        _load_torch(is_worker=cell.worker is not None and self.options.is_own_process)
         _bring_to_device(self.objects)
         _hook_gradients(states.parameters_of(self.objects), self._hooks)
         self._reduction = GradientSum(self.objects, self.options)
@@ -113,8 +115,8 @@ class RankReplica(SeenFromOutside):
         if comm.world_size == 1:
             return
         modules = [obj for obj in self.objects if states.is_module(obj)]
-        named = [(module, *pair) for module in modules for pair in torch.nn.Module.named_parameters(module)]
-        own = np.array([states.digest(parameter.detach().cpu()) for _, _, parameter in named], np.int64)
+        named = [(module, *pair) for module in modules for pair in module.named_parameters()]
+        own = np.array([_digest(parameter) for _, _, parameter in named], np.int64)
         everywhere = comm.all_gather(own)
         for (module, name, parameter), digests in zip(named, everywhere.T):
             if len(set(digests.tolist())) > 1 and _is_apart(parameter.detach(), self.num_steps):
@@ -125,28 +127,33 @@ class RankReplica(SeenFromOutside):
                     "a gradient or changes a parameter: gradient = synk.comm.all_reduce(gradient, 'avg')."
                 )
 
-    def own(self, keys: Sequence[Any] | None) -> bytes:
-        """Return this rank's part of a checkpoint, with checksums of all entries; or the entries ``keys``.
+    def told(self) -> Any:
+        """Return what ``take`` takes: the state of the objects, of rank 0 alone."""
+        return dump(self) if comm.rank == 0 else None
 
-        torch's own generator is left out: it is seeded before each step and has no state between steps.
-        """
-        if keys is not None:
-            return checkpoints.to_bytes(checkpoints.own_entries(self.objects, keys))
-        generators = checkpoints.plain_generators(more={"synk.comm": cell.worker.rng.bit_generator.state})
-        generators.pop("torch", None)
-        told = {"num_steps": self.num_steps, "seed": self.options.seed, "share": self._reduction.share}
-        digests = checkpoints.digests(self.objects)
-        return checkpoints.to_bytes({**told, "generators": generators, "digests": digests})
+    def take(self, state: bytes) -> None:
+        """Take over the state of the program's objects. Gradients that this rank has kept back are gone."""
+        load(self, {**pickle.loads(state), "share": self._reduction.share})
 
-    def take_own(self, ranks: Sequence[bytes]) -> None:
-        """Take over this rank's part of a checkpoint. The objects must have the state of rank 0 before."""
-        told = checkpoints.from_bytes(ranks[comm.rank])
-        checkpoints.load_own(self.objects, told["own"])
-        self._reduction.share = told["share"]
-        rng = told["generators"].pop("synk.comm")
-        cell.worker.rng.bit_generator.state = checkpoints.restored(rng)
-        checkpoints.load_generators(told["generators"])
-        _wait_for_device()
+    def checkpoint(self) -> Any:
+        """Return this rank's part of a checkpoint."""
+        if self._reduction.share is not None:
+            raise ValueError(
+                "cannot save: gradients are kept back by no_sync(), and no state_dict has them. Save after the step "
+                "that reduces them."
+            )
+        generators = {**checkpoints.plain_generators(), "synk.comm": cell.worker.rng.bit_generator.state}
+        del generators["torch"]  # seeded before each step, so it has no state between steps
+        own = [obj.state_dict() for obj in self.objects] if comm.rank == 0 else []
+        numbers = {"num_steps": self.num_steps, "seed": self.options.seed}
+        return {**numbers, "objects": own, "generators": generators}
+
+    def take_generators(self, ranks: Sequence[Any]) -> None:
+        """Put back the generators that the rank with this number had."""
+        checkpoints.load_generators(ranks[comm.rank])
+
+    def tell_steps(self) -> int:
+        return self.num_steps
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which gradients are not reduced: each rank keeps its own."""
@@ -172,7 +179,7 @@ def on_rank(resident_id: int) -> OnRank:
     return OnRank(resolve_resident(resident_id))
 
 
-def _gradient_hooks(parameters: Sequence[torch.Tensor]) -> dict[int, tuple[list[Any], list[Any]]]:
+def gradient_hooks(parameters: Sequence[torch.Tensor]) -> dict[int, tuple[list[Any], list[Any]]]:
     """Return the hooks of parameters by position: those that run before a gradient is accumulated, and those after.
 
     Pickles of parameters leave hooks out, so they travel beside the parameters.
@@ -187,7 +194,7 @@ def _gradient_hooks(parameters: Sequence[torch.Tensor]) -> dict[int, tuple[list[
 
 
 def _hook_gradients(parameters: Sequence[torch.Tensor], hooks: dict[int, tuple[list[Any], list[Any]]]) -> None:
-    """Register hooks that ``_gradient_hooks`` returned."""
+    """Register hooks that ``gradient_hooks`` returned."""
     for index, (before, after) in hooks.items():
         parameter = parameters[index]
         is_trained = parameter.requires_grad
@@ -208,21 +215,47 @@ def _is_apart(parameter: torch.Tensor, num_steps: int) -> bool:
     return bool((highest - lowest).max() > 8 * num_steps * eps * torch.maximum(highest.abs(), lowest.abs()).max())
 
 
+def _digest(parameter: torch.Tensor) -> int:
+    plain = parameter.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return zlib.crc32(plain.reshape(-1).view(torch.uint8).numpy().data) if plain.numel() else 0
+
+
+def left_out_of(optimizer: Any) -> dict[str, Any]:
+    """Return the attributes that an optimizer's pickle leaves out, with its hooks. LBFGS cannot work without them."""
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in ("defaults", "state", "param_groups") and not callable(value)
+    }
+
+
+@functools.cache
+def _load_torch(*, is_worker: bool) -> None:
+    """Load what optimizers import at their first use, where an interrupt could break the import off.
+
+    In a worker all objects that there are now are taken from the garbage collector, which would look through the
+    hundreds of thousands of them in the first step.
+    """
+    with cell.uninterrupted():
+        importlib.import_module("torch._dynamo")
+    if is_worker:
+        gc.freeze()
+
+
 def dump(replica: RankReplica) -> dict[str, Any]:
     """Return the state of all objects."""
     numbers = {"num_steps": replica.num_steps, "seed": replica.options.seed, "share": replica._reduction.share}
-    return {**numbers, "objects": _state_bytes.dump_all(replica.objects)}
+    return {**numbers, "objects": states.dump(replica.objects)}
 
 
 def load(replica: RankReplica, state: dict[str, Any]) -> None:
-    """Bring the objects into a state, or into the parts of one that are given."""
-    replica.num_steps = state.get("num_steps", replica.num_steps)
-    replica.options = replace(replica.options, seed=state.get("seed", replica.options.seed))
-    if "share" in state:
-        # The state comes from another rank, and gradients that were kept back belong to the rank that computed them. So
-        # this rank's are lost, and the next reduction of them raises an error.
-        replica._reduction.share = None if state["share"] is None else LOST
-    _state_bytes.load_all(replica.objects, state["objects"])
+    """Bring the objects into a state that another rank or the program had."""
+    replica.num_steps = state["num_steps"]
+    replica.options = replace(replica.options, seed=state["seed"])
+    # The state comes from elsewhere, and gradients that were kept back belong to the rank that computed them. So this
+    # rank's are lost, and the next reduction of them raises an error.
+    replica._reduction.share = None if state["share"] is None else LOST
+    states.load(replica.objects, state["objects"])
     _wait_for_device()
 
 
@@ -235,9 +268,7 @@ def _bring_to_device(objects: Sequence[Any]) -> None:
     for obj in objects:
         if states.is_module(obj):
             obj.to(kind)  # changes the parameters in place, so the optimizers still refer to them
-    for obj in objects:
-        if states.is_optimizer(obj):
-            states.load(obj, {"state": states.dump(obj)["state"]})
+    states.load(objects, states.dump(objects))
     _wait_for_device()
 
 

@@ -2,7 +2,8 @@
 
 In a backward pass each parameter's hook notes that its gradient is there. At the end of the pass, before ``backward()``
 returns, all ranks add up their gradients, weighted by rows, in flat buffers. A parameter gets the sum over the ranks
-that have used it, and keeps its gradient if none has: each buffer ends with a flag for each parameter.
+that have used it, and keeps its gradient if none has: the last buffer ends with a flag for each parameter. It is the
+last to start, so all flags are known by then, and they are read once a pass: on a GPU the program waits only then.
 
 With overlap, the hooks start to reduce a buffer when all of its gradients are there and all buffers before it were
 started. So all ranks keep one order. The end of the pass starts the buffers that are left, and waits for all.
@@ -37,6 +38,8 @@ class Options:
     sync_batchnorm: bool
     bucket_nbytes: int
     overlap: bool | str
+    is_own_process: bool
+    """Whether ranks are processes of their own."""
 
     def is_overlapping(self) -> bool:
         """Whether this rank reduces gradients while the backward pass goes on.
@@ -188,7 +191,7 @@ class GradientSum:
         self._missing = [bucket.indices & self._hooked for bucket in self._buckets]
 
     def _start_full(self, index: int) -> None:
-        """Note a gradient, start the buckets that are full now, and advance those that were started.
+        """Note a gradient, and start the buckets that are full now, which also advances those that were started.
 
         A bucket starts after all buckets before it, so that all ranks begin the collectives in one order.
         """
@@ -201,14 +204,14 @@ class GradientSum:
             )
         self._missing[position].discard(index)
         while self._num_started < len(self._buckets) and not self._missing[self._num_started]:
+            for bucket in self._buckets[: self._num_started]:
+                bucket.test()
             self._buckets[self._num_started].start(self._own_share(), self._fired)
             self._num_started += 1
-        for bucket in self._buckets[: self._num_started]:
-            bucket.test()
 
     def _make_buckets(self) -> None:
         if not self._buckets:
-            self._buckets = list(Bucket.split(self._parameters, self._options.bucket_nbytes))
+            self._buckets = Bucket.split(self._parameters, self._options.bucket_nbytes)
             self._bucket_of = {index: k for k, bucket in enumerate(self._buckets) for index in bucket.indices}
 
     def _own_share(self) -> float:
@@ -263,94 +266,90 @@ class GradientSum:
             self._make_buckets()
             for bucket in self._buckets:
                 bucket.reduce(share, self._fired)
+        used = self._buckets[-1].flags() if self._num_ranks > 1 and self._buckets else []
+        for bucket in self._buckets if used else ():
+            bucket.give_back(used)
         self._fired.clear()
 
 
 class Bucket:
-    """Some parameters of one dtype whose gradients are reduced in one buffer, with flags for those that were used.
+    """Some parameters of one dtype whose gradients are reduced in one buffer; the last one also has all flags.
 
     The buffer is made once and lives as long as the bucket. Gradients are copied in and out, so ``parameter.grad`` is
     never a view of it.
     """
 
-    def __init__(self, parameters: Sequence[tuple[int, torch.Tensor]]) -> None:
-        self._order = [index for index, _ in parameters]
-        self._parameters = [parameter for _, parameter in parameters]
-        self.indices = set(self._order)
-        first = self._parameters[0]
+    def __init__(self, parameters: Sequence[tuple[int, torch.Tensor]], num_flags: int) -> None:
+        self.indices = {index for index, _ in parameters}
+        self._numbered, self._num_flags = parameters, num_flags
+        first = parameters[0][1]
         dtype = torch.float32 if first.dtype in (torch.float16, torch.bfloat16) else first.dtype
-        sizes = [parameter.numel() for parameter in self._parameters]
-        flat = torch.zeros(sum(sizes) + len(sizes), dtype=dtype, device=first.device)
-        parts = flat.split([*sizes, len(sizes)])
-        self._parts = [part.view(parameter.shape) for part, parameter in zip(parts, self._parameters)]
-        # The whole buffer, with a flag for each parameter behind the gradients. On the CPU it is an array, because
-        # small operations on arrays cost less.
+        sizes = [*(parameter.numel() for _, parameter in parameters), num_flags]
+        flat = torch.zeros(sum(sizes), dtype=dtype, device=first.device)
+        *parts, self._flags = flat.split(sizes)
+        self._parts = [part.view(parameter.shape) for part, (_, parameter) in zip(parts, parameters)]
+        # The whole buffer. On the CPU it is an array, because small operations on arrays cost less.
         self._memory: Any = flat.numpy() if first.device.type == "cpu" else flat
         self._request: Any = None
 
     @staticmethod
-    def split(parameters: Sequence[torch.Tensor], nbytes: int) -> Iterator[Bucket]:
-        """Yield buckets of at most ``nbytes`` bytes. The last parameters come first, as their gradients do."""
+    def split(parameters: Sequence[torch.Tensor], nbytes: int) -> list[Bucket]:
+        """Return buckets of at most ``nbytes`` bytes. The last parameters come first, as their gradients do."""
         kinds: dict[Any, list[tuple[int, torch.Tensor]]] = {}
+        found = []
         for index, parameter in reversed(list(enumerate(parameters))):
             key = parameter.dtype, parameter.device
             chosen = kinds.setdefault(key, [])
             if chosen and sum(each.nbytes for _, each in chosen) + parameter.nbytes > nbytes:
-                yield Bucket(kinds.pop(key))
+                found.append(kinds.pop(key))
                 chosen = kinds.setdefault(key, [])
             chosen.append((index, parameter))
-        for chosen in kinds.values():
-            yield Bucket(chosen)
+        found += kinds.values()
+        return [Bucket(each, len(parameters) if each is found[-1] else 0) for each in found]
 
     def reduce(self, share: float, fired: set[int]) -> None:
-        """Make each gradient the weighted sum over the ranks, even if only other ranks have one."""
+        """Sum the gradients over the ranks, weighted by their shares of the rows."""
         self._fill(share, fired)
         comm.all_reduce(self._memory, "sum", out=self._memory)
-        self._give_back()
 
     def start(self, share: float, fired: set[int]) -> None:
-        """Start the reduction; ``finish`` completes it. Until then the buffer belongs to the communicator."""
+        """Start the sum; ``finish`` completes it. Until then the buffer belongs to the communicator."""
         self._fill(share, fired)
         self._request = comm.all_reduce(self._memory, "sum", out=self._memory, async_op=True)
 
     def test(self) -> None:
-        """Advance the reduction as far as the other ranks have come. On the CPU nothing else advances it."""
+        """Advance the sum as far as the other ranks have come. On the CPU nothing else advances it."""
         self._request.test()
 
     def finish(self) -> None:
-        """Wait for the sum, and store it in the gradients."""
+        """Wait for the sum."""
         self._request.wait()
         self._request = None
-        self._give_back()
 
     def _fill(self, share: float, fired: set[int]) -> None:
         """Copy the gradients into the buffer, multiplied by this rank's share of the rows, and set the flags."""
-        gradients = [parameter.grad for parameter in self._parameters]
-        there = [gradient for gradient in gradients if gradient is not None]
-        parts = self._parts
-        if len(there) < len(gradients):
+        there = [(part, each.grad) for part, (_, each) in zip(self._parts, self._numbered) if each.grad is not None]
+        if len(there) < len(self._parts):
             self._memory[:] = 0  # the buffer still has the sums of the last pass
-            parts = [part for part, gradient in zip(parts, gradients) if gradient is not None]
         if there:
-            torch._foreach_copy_(parts, there)
+            torch._foreach_copy_([part for part, _ in there], [gradient for _, gradient in there])
         self._memory *= share
-        used = self._memory[-len(gradients) :]
-        if fired >= self.indices:
-            used[:] = 1
-        else:
-            for position, index in enumerate(self._order):
-                used[position] = index in fired
+        if self._num_flags:
+            used = [float(index in fired) for index in range(self._num_flags)]
+            self._flags.copy_(torch.tensor(used, dtype=self._flags.dtype))
 
-    def _give_back(self) -> None:
+    def flags(self) -> list[bool]:
+        """Return which parameters any rank has used."""
+        return [abs(flag) > 0 for flag in self._flags.tolist()]
+
+    def give_back(self, used: Sequence[bool]) -> None:
         """Copy the sums into the gradients of the parameters that any rank has used."""
-        gradients, parts = [], []
-        used = self._memory[-len(self._order) :].tolist()
-        for parameter, part, is_used in zip(self._parameters, self._parts, used):
-            if not is_used:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter)
-            gradients.append(parameter.grad)
-            parts.append(part)
-        if parts:
-            torch._foreach_copy_(gradients, parts)
+        gradients, sums = [], []
+        for part, (index, parameter) in zip(self._parts, self._numbered):
+            if used[index]:
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)
+                gradients.append(parameter.grad)
+                sums.append(part)
+        if sums:
+            torch._foreach_copy_(gradients, sums)

@@ -1,17 +1,14 @@
 """``replicate``: a model, its optimizer and the objects that belong to them on every rank, trained as one on whole
 batches.
 
-This file has the program's half. A call of a step is in ``_steps.py``, a rank's half in ``_rank.py``.
-
-In one file because every verb (a call, pull, push, a checkpoint) begins and ends with the same question:
-whether the program's objects or the ranks' objects are behind.
+This is the program's half: ordinary calls of functions over one resident object. A call of a step is in ``_steps.py``,
+a rank's half in ``_rank.py``. In one file because every verb begins with whose objects are newer.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -21,8 +18,6 @@ from typing import Any
 import torch
 
 from synk._api.current import current
-from synk._api.function import Function
-from synk._api.options import Options as FunctionOptions
 from synk._api.runtime import Runtime
 from synk._master.code.handles import Handle
 from synk._master.processes.output import warn_at_users_line
@@ -30,10 +25,11 @@ from synk._pure import files
 from synk._pure.output_ops import DEFAULT_OP
 from synk._pure.tensors import num_torch_threads
 from synk._pure.tracebacks import verb
+from synk._wire.parcels import dumps
 from synk.errors import ReentrancyError
-from synk.torch import _checkpoint, _rank, _state, _state_bytes
-from synk.torch._links import link, refresh_of, unlink
-from synk.torch._module_parts import check_memory
+from synk.torch import _checkpoint, _rank, _state
+from synk.torch._guard import Guard
+from synk.torch._module_parts import check_memory, pickled_without
 from synk.torch._reduction import Options
 from synk.torch._steps import StepFunction
 from synk.torch._threads import BusyThreads
@@ -48,11 +44,14 @@ def replicate(
     overlap: bool | str = "auto",
     runtime: Runtime | None = None,
 ) -> Replicated:
-    """Give every rank a copy of a model, its optimizer and everything that belongs to them, and keep all copies alike.
+    """Move a model, its optimizer and everything that belongs to them to the ranks, and keep the copies there alike.
+
+    The program's own objects stay as they are until :meth:`Replicated.pull`, and what the program does to them reaches
+    the ranks by :meth:`Replicated.push`; ``with rep.here():`` is both.
 
     Parameters
     ----------
-    *objects : module, optimizer, scheduler, GradScaler, or anything that has a ``state_dict`` or can be pickled
+    *objects : module, optimizer, scheduler, GradScaler, or anything with ``state_dict`` and ``load_state_dict``
         Objects that may refer to one another: all travel in one pickle. An optimizer's parameters must belong to one of
         the given modules.
     seed : int
@@ -75,7 +74,7 @@ def replicate(
     Raises
     ------
     TypeError
-        If there are no objects.
+        If there are no objects, or one has no ``state_dict``.
     ValueError
         If an optimizer has a parameter that belongs to no given module, a module has lazy parameters without a shape,
         parameters or buffers that are different tensors share memory, or an option has a value that is not listed.
@@ -110,8 +109,24 @@ def replicate(
     """
     if not objects:
         raise TypeError("cannot replicate: got no objects, expected a module and the objects that belong to it.")
-    _check_optimizers(objects)
+    _check_objects(objects)
+    if not bucket_mb > 0:
+        raise ValueError(f"cannot replicate: got bucket_mb={bucket_mb!r}, expected a positive number.")
+    if not (isinstance(overlap, bool) or overlap == "auto"):
+        raise ValueError(f"cannot replicate: got overlap={overlap!r}, expected 'auto', True or False.")
+    runtime = current() if runtime is None else runtime
+    is_own_process = not runtime._session.workers.is_inline
+    options = Options(int(seed), bool(sync_batchnorm), int(bucket_mb * 1e6), overlap, is_own_process)
+    return Replicated(objects, options, runtime)
+
+
+def _check_objects(objects: Sequence[Any]) -> None:
     for obj in objects:
+        if not (hasattr(obj, "state_dict") and hasattr(obj, "load_state_dict")):
+            raise TypeError(
+                f"cannot replicate a {type(obj).__name__}: it has no state_dict and load_state_dict, expected modules, "
+                "optimizers and others with these methods. Give it both, or make it an attribute of a module."
+            )
         if _state.is_module(obj) and any(
             isinstance(each, torch.nn.parameter.UninitializedParameter) for each in obj.parameters()
         ):
@@ -119,26 +134,11 @@ def replicate(
                 f"cannot replicate {type(obj).__name__}: it has lazy parameters without a shape, expected a model that "
                 "has run once. Call it with a batch first."
             )
-    _check_memory(objects)
-    if not bucket_mb > 0:
-        raise ValueError(f"cannot replicate: got bucket_mb={bucket_mb!r}, expected a positive number.")
-    if not (isinstance(overlap, bool) or overlap == "auto"):
-        raise ValueError(f"cannot replicate: got overlap={overlap!r}, expected 'auto', True or False.")
-    options = Options(int(seed), bool(sync_batchnorm), int(bucket_mb * 1e6), overlap)
-    return Replicated(objects, options, current() if runtime is None else runtime)
-
-
-def _check_memory(objects: Sequence[Any]) -> None:
     modules = [obj for obj in objects if _state.is_module(obj)]
     names = ", ".join(type(obj).__name__ for obj in modules)
     check_memory(f"replicate {names}", (pair for obj in modules for pair in _state.tensors_of(obj)))
-
-
-def _check_optimizers(objects: Sequence[Any]) -> None:
-    known = {id(p) for obj in objects if _state.is_module(obj) for p in obj.parameters()}
-    for obj in objects:
-        if not _state.is_optimizer(obj):
-            continue
+    known = {id(parameter) for parameter in _state.parameters_of(objects)}
+    for obj in filter(_state.is_optimizer, objects):
         for number, group in enumerate(obj.param_groups):
             foreign = sum(id(parameter) not in known for parameter in group["params"])
             if foreign:
@@ -152,9 +152,8 @@ def _check_optimizers(objects: Sequence[Any]) -> None:
 class Replicated(Handle):
     """Objects with a copy on every rank, all alike. Made by :func:`synk.torch.replicate`.
 
-    The program goes on using its own objects. Reading one first brings it up to date. Changes that the program makes
-    between two calls (a learning rate, ``model.eval()``, ``load_state_dict``, a scheduler's step) reach the ranks
-    before the next call. Tensors that were taken from the objects earlier are up to date only after :meth:`pull`.
+    The program's own objects stay as they are until :meth:`pull`. A program that uses them while they are behind, or
+    changes them and does not :meth:`push`, gets an error that says so.
 
     Attributes
     ----------
@@ -163,35 +162,31 @@ class Replicated(Handle):
     """
 
     __slots__ = (
-        "__weakref__", "_fingerprints", "_glances", "_is_behind", "_is_busy", "_is_replaced", "_is_touched",
-        "_left_out", "_linked", "_lock", "_objects", "_options", "_resident", "_runtime", "_threads",
+        "__weakref__", "_as_pickled", "_calls", "_guard", "_lock", "_num_here", "_num_steps", "_objects", "_options",
+        "_resident", "_runtime", "_threads",
     )  # fmt: skip
 
     def __init__(self, objects: Sequence[Any], options: Options, runtime: Runtime) -> None:
         self._objects = tuple(objects)
-        self._options = options
-        self._runtime = runtime
+        self._options, self._runtime = options, runtime
         self._lock = threading.RLock()
-        has_cpu_workers = not runtime._session.has_devices and not runtime._session.workers.is_inline
+        self._calls: dict[str, Any] = {}
+        has_cpu_workers = not runtime._session.has_devices and options.is_own_process
         self._threads = BusyThreads(num_torch_threads() if has_cpu_workers else 1)
-        # Behind: the ranks' objects are newer than the program's. Busy: synk itself reads the objects, which must not
-        # pull. Touched: the user has read an object, and may write into a tensor without leaving a trace. Replaced:
-        # the objects were replicated once more.
-        self._is_behind = self._is_busy = self._is_touched = self._is_replaced = False
-        for obj in objects:
-            refresh: Any = refresh_of(obj)
-            if refresh is not None:
-                refresh.__self__._give_up()
-        self._left_out: set[str] = set()  # attributes that the user was already told about
-        name = ", ".join(type(obj).__name__ for obj in objects)
+        self._num_steps: int | None = 0  # None: a step has failed, and the ranks know whether it counted
+        self._num_here = 0  # the steps that the program's objects have seen
         self._resident = runtime.resident(
-            _rank.RankReplica(objects, options), name=name, dump=_rank.dump, load=_rank.load
+            _rank.RankReplica(objects, options), name=self._names, dump=_rank.dump, load=_rank.load
         )
         self._referent = None
         self._reference = (_rank.on_rank, (self._resident._reference[1][0],))
-        self._note_seen([_state.fingerprint(obj) for obj in objects])
-        self._linked = [obj for obj in objects if link(obj, self._refresh)]
+        self._guard = Guard(self._objects)
+        self._note_alike(0)
         runtime._session.guests[self] = None
+
+    @property
+    def _names(self) -> str:
+        return ", ".join(type(obj).__name__ for obj in self._objects)
 
     # -- functions ----------------------------------------------------------------------------------------------------
 
@@ -249,55 +244,129 @@ class Replicated(Handle):
             "cannot keep gradients back in the master: no_sync() has a meaning inside the function, around backward()."
         )
 
-    # -- the master's objects -----------------------------------------------------------------------------------------
+    # -- the program's objects ----------------------------------------------------------------------------------------
 
     @property
     def num_steps(self) -> int:
-        return int(self._state("count steps")["num_steps"])
+        if self._num_steps is None:
+            self._num_steps = max(each for each in self._on_ranks("tell_steps") if each is not None)
+        return self._num_steps
 
     @verb
     def pull(self) -> None:
-        """Bring the master's objects up to date. Reading one of them does so by itself.
+        """Bring the program's objects into the state of those of rank 0, if these are newer.
+
+        Parameters, buffers, gradients, optimizers, flags, and numbers and texts among the modules' attributes come. All
+        other attributes are each worker's own.
+        """
+        with self._lock:
+            if self._guard.is_behind:
+                state = self._on_ranks("told")[0]
+                _state.load(self._objects, state["objects"])
+                for obj in filter(_state.is_optimizer, self._objects):
+                    vars(obj)["_opt_called"] = True  # a scheduler that steps in the program looks at this
+                self._note_alike(state["num_steps"])
+
+    @verb
+    def push(self) -> None:
+        """Send the program's objects to all ranks.
+
+        Attributes that :meth:`pull` leaves to the workers stay as they are there, unless the program has changed one,
+        or a hook, or what the objects are made of. Then all of them begin again as the program has them.
 
         Raises
         ------
         ValueError
-            If the program has changed the objects meanwhile, through tensors that were taken from them before.
-
-        Warns
-        -----
-        RuntimeWarning
-            Once for each attribute that cannot be pickled, and so stays each worker's own.
+            If the ranks' objects are newer, so that their steps would be lost.
         """
-        with self._lock, self._busy():
-            if self._is_behind:  # otherwise the program's objects are as new as the ranks', or newer
-                self._check_unchanged()
-                left_out = set(_state_bytes.load_all(self._objects, self._state("pull")["objects"])) - self._left_out
-                self._note_equal()
-                if left_out:
-                    self._left_out |= left_out
-                    warn_at_users_line(
-                        f"{', '.join(sorted(left_out))} stays each worker's own, because it cannot be pickled: it does "
-                        "not come back, and a worker that takes the place of another one begins without it.",
-                        RuntimeWarning,
-                    )
-            self._is_touched = True  # the reader may write into a tensor, which may leave no trace except its values
+        with self._lock:
+            is_lost = bool(self._resident._referent.lost)
+            if self._guard.is_behind and not is_lost:
+                raise ValueError(
+                    f"cannot push: the steps of the workers would be lost, since {self!r}. Call rep.pull() before you "
+                    "change the program's objects; `with rep.here():` does both. rep.load(path) goes back to a file."
+                )
+            num_steps = self._num_here if is_lost else self.num_steps
+            if is_lost or self._pickled() != self._as_pickled:
+                self._replace(num_steps)
+                return
+            state = {"num_steps": num_steps, "seed": self._options.seed, "objects": _state.dump(self._objects)}
+            self._on_ranks("take", dumps(state))
+            self._note_alike(num_steps)
 
-    def _state(self, verb: str) -> dict[str, Any]:
-        """Return the state of the objects on rank 0. ``begin`` has made ranks alike that differed after a fault."""
-        session, resident = self._runtime._session, self._resident._referent
-        with session.entered(verb):
-            session.begin(verb)
-            resident.check(verb)
-            state: dict[str, Any] = session.residents.state_of(resident, 0, session.deadline(None))
-        return state
+    @contextlib.contextmanager
+    def here(self) -> Iterator[None]:
+        """Return a context in which the program uses and changes its objects: :meth:`pull`, then :meth:`push`.
 
-    @verb
-    def push(self) -> None:
-        """Bring all ranks into the state of the master's objects."""
-        with self._lock, self._busy():
-            self._resident.set(_rank.RankReplica(self._objects, self._options))
-            self._note_equal()
+        After an exception in it nothing is sent.
+        """
+        self.pull()
+        yield
+        self.push()
+
+    def _replace(self, num_steps: int) -> None:
+        """Give every rank new objects, made from the program's."""
+        with self._guard.lifted():
+            _check_objects(self._objects)
+            self._resident.set(_rank.RankReplica(self._objects, self._options, num_steps))
+        self._note_alike(num_steps)
+
+    def _note_alike(self, num_steps: int) -> None:
+        self._num_steps = self._num_here = num_steps
+        self._guard.note_alike()
+        self._as_pickled = self._pickled()
+
+    def _pickled(self) -> bytes:
+        """Return what the objects are made of as bytes: modules and hooks, without tensors and what ``take`` takes."""
+        parameters, optimizers = _state.parameters_of(self._objects), filter(_state.is_optimizer, self._objects)
+        modules = [obj for obj in self._objects if _state.is_module(obj)]
+        groups = [[group["params"] for group in obj.param_groups] for obj in filter(_state.is_optimizer, self._objects)]
+        made_of = modules, _rank.gradient_hooks(parameters), groups, [*map(_rank.left_out_of, optimizers)]
+        tensors = [tensor for obj in modules for _, tensor in _state.tensors_of(obj)]
+        return pickled_without(self._names, made_of, tensors)[0]
+
+    def _on_ranks(self, method: str, *given: Any) -> list[Any]:
+        """Call a method of each rank's ``RankReplica``, and return what the ranks return."""
+        if method not in self._calls:
+            resident = self._resident
+
+            def run(given: Any) -> Any:
+                return getattr(resident.value, method)(*given)
+
+            run.__name__ = method
+            updates = [resident] if method.startswith("take") else ()
+            self._calls[method] = self._runtime.function(
+                run, bcast_inputs="given", outputs=None, per_rank=True, updates=updates
+            )
+        found: list[Any] = self._calls[method](given)
+        return found
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def _before_call(self, *, trains: bool) -> None:
+        """Refuse a call that would not do what the program means. Note that a step puts its objects behind."""
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            raise ValueError(
+                "cannot call a replicated function inside of torch.autocast: the workers would not compute in its "
+                "dtype, expected it in the function's body. Move the with statement there."
+            )
+        if changed := self._guard.difference():
+            cure = (
+                "Call rep.pull(), which undoes the change, make it again, and call rep.push(); or `with rep.here():`."
+                if self._guard.is_behind
+                else "Call rep.push() after what the program changes, or make it inside of `with rep.here():`."
+            )
+            raise ValueError(
+                f"cannot call a replicated function: the program has changed {changed}, which the workers do not have, "
+                f"expected its objects as they were when they were sent. {cure}"
+            )
+        if trains and not self._guard.is_behind:
+            self._guard.set_behind(True)
+
+    def _count(self, num_steps: int | None) -> None:
+        """Count steps; None after a failed one, of which the ranks know whether it counts."""
+        known = self._num_steps
+        self._num_steps = None if num_steps is None or known is None else known + num_steps
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -323,11 +392,10 @@ class Replicated(Handle):
         ------
         OSError
             If the file cannot be written. An older file is not changed.
-
-        Warns
-        -----
-        UserWarning
-            If an object holds something that is neither data nor code. It is left out of the file.
+        TypeError
+            If a ``state_dict`` holds something that ``torch.load(weights_only=True)`` refuses.
+        ValueError
+            As for :meth:`state_dict`.
 
         Examples
         --------
@@ -338,9 +406,9 @@ class Replicated(Handle):
         ...     rep.save(path)
         ...     rep.load(path)
         >>> sorted(torch.load(path, weights_only=True))
-        ['format', 'generators', 'num_steps', 'objects', 'ranks', 'seed']
+        ['classes', 'format', 'generators', 'num_steps', 'objects', 'ranks', 'seed']
         """
-        return files.save(path, self.state_dict, torch.save, wait=wait)
+        return files.save(path, self.state_dict, _checkpoint.write, wait=wait)
 
     def load(self, path: files.Path) -> None:
         """Bring all objects, here and on all ranks, into the state that :meth:`save` wrote. Runs no code from the file.
@@ -354,36 +422,35 @@ class Replicated(Handle):
         """
         self.load_state_dict(_checkpoint.read(path))
 
+    @verb
     def state_dict(self) -> dict[str, Any]:
-        """Return a checkpoint, as :meth:`save` writes it: nested dicts, lists and tuples of tensors, numbers and texts.
+        """Return a checkpoint, as :meth:`save` writes it.
 
         Returns
         -------
         dict
-            A copy. ``"format"``; ``"num_steps"``; ``"seed"``; ``"objects"``: the class of each object and its state on
-            rank 0; ``"ranks"``: for each rank, the entries that differ from rank 0's, and the states of its generators;
-            ``"generators"``: the states of the program's generators.
+            A copy. ``"format"``; ``"num_steps"``; ``"seed"``; ``"classes"``: the names of the objects' classes;
+            ``"objects"``: their ``state_dict``s on rank 0; ``"ranks"``: the states of each rank's generators;
+            ``"generators"``: those of the program.
+
+        Raises
+        ------
+        ValueError
+            If gradients are kept back by ``no_sync()``, or the program has changed the objects and not sent them.
         """
-        with self._lock:
-            self._before_call(trains=False)
-            self.pull()
-            ranks = self._own_of_ranks()
-            states, left_out = _checkpoint.plain_states(self._objects)
-        if left_out:
-            warn_at_users_line(
-                f"{', '.join(sorted(set(left_out)))}: neither data nor code, so it is not in the checkpoint. What the "
-                "program has there when it loads the checkpoint stays.",
-                UserWarning,
-            )
+        self._before_call(trains=False)
+        ranks = self._on_ranks("checkpoint")
         return {
             "format": _checkpoint.FORMAT,
-            "num_steps": ranks[0].pop("num_steps"),
-            "seed": ranks[0].pop("seed"),
-            "objects": states,
-            "ranks": ranks,
+            "num_steps": ranks[0]["num_steps"],
+            "seed": ranks[0]["seed"],
+            "classes": [type(obj).__name__ for obj in self._objects],
+            "objects": ranks[0]["objects"],
+            "ranks": [each["generators"] for each in ranks],
             "generators": _checkpoint.plain_generators(),
         }
 
+    @verb
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Bring all objects, here and on all ranks, into a state that :meth:`state_dict` returned.
 
@@ -392,175 +459,38 @@ class Replicated(Handle):
         ValueError
             If ``state`` is not such a dict, or belongs to other objects. Nothing has changed then.
         """
-        _checkpoint.check_format(state)
-        with self._lock, self._busy():
-            seen = [pair for pair in zip(self._objects, self._fingerprints) if "shape" in pair[1]]
-            if any(_state.fingerprint(obj, before)["shape"] != before["shape"] for obj, before in seen):
-                self.push()  # a state can be taken over only by objects with the same tensors as the program's
-            _checkpoint.load_plain(self._objects, state["objects"])
-            ranks = state["ranks"]
-            numbers = {"num_steps": state["num_steps"], "seed": state["seed"], "share": ranks[0]["share"]}
-            self._restore({**numbers, "objects": _state_bytes.dump_all(self._objects)}, "load")
+        _checkpoint.check(state, self._objects)
+        with self._lock:
+            was_changed = bool(self._guard.difference())
+            with self._guard.lifted():
+                try:
+                    _checkpoint.load_objects(self._objects, state)
+                except ValueError:  # all is as it was, but not what the guard looks at
+                    if not was_changed:
+                        self._guard.note_alike()
+                    raise
             self._options = replace(self._options, seed=state["seed"])
-            if len(ranks) == self._runtime.world_size:
-                take_own = self._on_ranks("take_own", name="load", updates=[self._resident])
-                take_own([_checkpoint.to_bytes(each) for each in ranks])
-            self._note_equal()
+            self._replace(state["num_steps"])
+            if len(state["ranks"]) == self._runtime.world_size:
+                self._on_ranks("take_generators", state["ranks"])
             _checkpoint.load_generators(state["generators"])
 
-    @property
-    def _session(self) -> Any:
-        return self._runtime._session
-
-    def _own_of_ranks(self) -> list[dict[str, Any]]:
-        """Return each rank's own state. Rank 0's is that of the objects."""
-        tell = self._on_ranks("own", name="save")
-        ranks: list[dict[str, Any]] = [_checkpoint.from_bytes(each) for each in tell(None)]
-        digests = [each.pop("digests") for each in ranks]
-        differing = {key for each in digests[1:] for key, value in each.items() if digests[0].get(key) != value}
-        own = tell(list(differing)) if differing else None
-        for rank, each in enumerate(ranks):
-            each["own"] = _checkpoint.from_bytes(own[rank]) if own and rank else []
-        return ranks
-
-    def _on_ranks(self, method: str, *, name: str, updates: Sequence[Any] = ()) -> Function[..., Any]:
-        """Return a function that calls a method of each rank's ``RankReplica`` with one argument."""
-        resident, session = self._resident, self._runtime._session
-
-        def run(given: Any) -> Any:
-            return getattr(resident.value, method)(given)
-
-        run.__name__ = name
-        options = FunctionOptions.of(run, bcast_inputs="given", outputs=None, per_rank=True, updates=updates)
-        return Function(run, options, session)
-
-    def _restore(self, state: dict[str, Any], verb: str) -> None:
-        """Bring all ranks into a state that ``_rank.dump`` returned, or into the given parts of one."""
-        session, resident = self._runtime._session, self._resident._referent
-        with session.entered(verb):
-            session.begin(verb)
-            if "num_steps" not in state:
-                resident.check(verb)
-            data = pickle.dumps(state, protocol=5)
-            session.residents.restore(resident, data, next(session.numbers), session.deadline(None))
-
-    # -- changes that the ranks do not have yet -----------------------------------------------------------------------
-
-    def _note_equal(self) -> None:
-        """Note that the program's objects and the ranks' are alike now."""
-        self._note_seen([_state.fingerprint(obj) for obj in self._objects])
-        self._is_behind = self._is_touched = False
-
-    def _note_seen(self, fingerprints: list[dict[str, Any]]) -> None:
-        self._fingerprints = fingerprints
-        self._glances = [_state.Glance.of(obj) for obj in self._objects]
-
-    @contextlib.contextmanager
-    def _busy(self) -> Iterator[None]:
-        before, self._is_busy = self._is_busy, True
-        try:
-            yield
-        finally:
-            self._is_busy = before
-
-    def _refresh(self) -> None:
-        """Bring the objects up to date before one of them is read. Every access to an attribute calls this."""
-        self._is_touched = self._is_touched or not self._is_busy
-        if self._is_behind and not self._is_busy:
-            with self._lock:
-                if self._is_behind and not self._is_busy:
-                    self.pull()
-
-    def _check_unchanged(self) -> None:
-        """Raise ValueError if both sides have changed an object: neither may be lost."""
-        for obj, before in zip(self._objects, self._fingerprints):
-            if self._is_behind and _state.fingerprint(obj, before) != before:
-                raise ValueError(
-                    f"cannot bring {type(obj).__name__} up to date: it was changed in the master, by way of what was "
-                    "taken from it before, while the ranks took steps. Call pull() before you change what "
-                    "you have kept."
-                )
-
-    def _before_call(self, *, trains: bool) -> None:
-        """Send the ranks the program's changes, and note that a step is about to put the program's objects behind.
-
-        This is noted before the call: a call that fails may have changed the ranks' objects all the same.
-        """
-        if self._is_replaced:
-            raise ValueError(
-                f"cannot call a function of {self!r}: got objects that were replicated once more, expected those "
-                "of the last replicate(), which the program's objects follow. Build it anew: rep.function(...)."
-            )
-        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-            raise ValueError(
-                "cannot call a replicated function inside of torch.autocast: the workers would not compute in its "
-                "dtype, expected it in the function's body. Move the with statement there."
-            )
-        with self._lock, self._busy():
-            now = [self._seen(index, obj) for index, obj in enumerate(self._objects)]
-            self._is_touched = False
-            if now != self._fingerprints:
-                if self._is_behind:
-                    self._check_unchanged()
-                self._push_changes(now)
-            self._is_behind = self._is_behind or trains
-            for obj in self._objects if trains else ():
-                if _state.is_optimizer(obj):
-                    obj.__dict__["_opt_called"] = True  # a scheduler that steps in the master looks at this
-
-    def _seen(self, index: int, obj: Any) -> dict[str, Any]:
-        """Return the fingerprint of an object as it is now. In most calls a glance makes a new one unnecessary."""
-        before, glance = self._fingerprints[index], self._glances[index]
-        if glance is not None and not self._is_touched and glance.is_same():
-            return before
-        now = _state.fingerprint(obj, None if self._is_touched else before)
-        if now == before:
-            self._glances[index] = _state.Glance.of(obj)
-        return now
-
-    def _push_changes(self, now: list[dict[str, Any]]) -> None:
-        """Send the parts of the objects that have changed, or everything if tensors were replaced."""
-        was = self._fingerprints
-        if any(one.get(part) != other.get(part) for one, other in zip(now, was) for part in ("shape", "hooks")):
-            _check_optimizers(self._objects)
-            _check_memory(self._objects)
-            self.push()
-            return
-        changed = {
-            index: part
-            for index, obj in enumerate(self._objects)
-            if (part := _state.changes(obj, was[index], now[index]))
-        }
-        self._restore({"objects": _state_bytes.as_bytes(self._objects, changed)}, "push")
-        self._note_seen(now)
-
-    def _give_up(self) -> None:
-        """Bring the objects into the ranks' state and unlink them: they are about to be replicated again."""
-        if not self._runtime.is_closed:
-            self._refresh()
-        self._is_replaced = True
-        for obj in self._linked:
-            unlink(obj)
-
     def _leave(self, session: Any, /) -> None:
-        """Make the objects ordinary again, with the ranks' last state, because the runtime is about to be closed.
+        """Bring the objects up to date one last time: the runtime is about to be closed, and the workers still answer.
 
-        The workers still answer. If they do not, a warning says that the objects are behind; closing goes on.
+        If they do not, a warning says that the objects are behind; closing goes on.
         """
-        if self._is_replaced:
-            return
         try:
-            if self._is_behind:
-                self.pull()
+            self.pull()
         except Exception as error:
+            self._guard.set_behind(False)
             warn_at_users_line(
-                f"{', '.join(type(obj).__name__ for obj in self._objects)} could not be brought up to date before the "
-                f"runtime was closed, and holds what it held at the last pull: {error}",
+                f"{self._names} could not be brought up to date before the runtime was closed, and holds what it held "
+                f"at the last pull: {error}",
                 RuntimeWarning,
             )
-        finally:
-            for obj in self._linked:
-                unlink(obj)
 
     def __repr__(self) -> str:
-        return f"<synk.torch.Replicated {', '.join(type(obj).__name__ for obj in self._objects)}>"
+        count = None if self._num_steps is None else self._num_steps - self._num_here
+        age = f"is {count} steps old" if self._guard.is_behind and count else "may be behind a step that has failed"
+        return f"<synk.torch.Replicated {self._names}: the program's copy {age if self._guard.is_behind else 'is new'}>"

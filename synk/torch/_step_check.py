@@ -41,7 +41,7 @@ def check_step(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], opt
 
 def _compare(function: Any, few: Few) -> str | None:
     replicated = function._replicated
-    with replicated._busy():  # reading the objects must not bring them up to date
+    with replicated._guard.lifted():
         parameters = states.parameters_of(replicated._objects)
         if sum(each.numel() * each.element_size() for each in parameters) > _MAX_NBYTES:
             raise Unknown

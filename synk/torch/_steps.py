@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from synk._api.function import Function
@@ -32,39 +33,57 @@ class StepFunction(Function[..., Any]):
 
     @verb
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        self._replicated._before_call(trains=self._trains)
         threads = self._replicated._threads
-        if not threads.is_watching:
-            return super().__call__(*args, **kwargs)
-        with threads:
+        with threads if threads.is_watching else contextlib.nullcontext(), self._counted():
             return super().__call__(*args, **kwargs)
 
     @verb
     def serial(self, /, *args: Any, **kwargs: Any) -> Any:
         """Take the step on one worker, with all rows. The other workers take over the state of its objects."""
-        self._replicated._before_call(trains=self._trains)
-        return super().serial(*args, **kwargs)
+        with self._counted():
+            return super().serial(*args, **kwargs)
 
     @verb
     def repeat(self, num_repeats: int, /, *args: Any, **kwargs: Any) -> Any:
         """Take several steps on the same rows with one message; see :meth:`synk.Function.repeat`."""
-        self._replicated._before_call(trains=self._trains)
-        return super().repeat(num_repeats, *args, **kwargs)
+        with self._counted(num_repeats):
+            return super().repeat(num_repeats, *args, **kwargs)
 
     @verb
     def submit(self, /, *args: Any, **kwargs: Any) -> Any:
         """Submit the step without waiting for it; see :meth:`synk.Function.submit`."""
         self._replicated._before_call(trains=self._trains)
-        return super().submit(*args, **kwargs)
+        pending = super().submit(*args, **kwargs)
+        if self._trains:
+            pending.add_done_callback(lambda call: self._replicated._count(1 if call._error is None else None))
+        return pending
 
     @verb
     def verify(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Compare the step with the serial one. The objects stay as they are.
+        """Compare the step with the serial one. The objects stay as they are, but for what is each worker's own.
 
         If it draws random numbers, as dropout does, both run with all modules except batch norms in ``eval()``.
         """
         self._replicated._before_call(trains=False)
         return super().verify(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _counted(self, num_steps: int = 1) -> Iterator[None]:
+        """Count the steps of a call. What became of a step that has failed, the ranks know."""
+        replicated, guard = self._replicated, self._replicated._guard
+        was_behind, counted = guard.is_behind, None
+        replicated._before_call(trains=self._trains)
+        try:
+            yield
+            counted = num_steps
+        except Exception as error:
+            if "step_counted" not in vars(error):  # nothing was sent
+                guard.set_behind(was_behind)
+                counted = 0
+            raise
+        finally:
+            if self._trains:
+                replicated._count(counted)
 
     def _compared(self) -> Function[..., Any]:
         return self._by("_run")  # without a seed of its own, so that draws can be seen

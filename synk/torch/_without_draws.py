@@ -13,14 +13,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from synk.torch import _state as states
 
 
-def _parts_of(objects: Sequence[Any]) -> list[torch.nn.Module]:
-    return [part for obj in objects if states.is_module(obj) for part in torch.nn.Module.modules(obj)]
-
-
 @contextlib.contextmanager
 def in_eval(objects: Sequence[Any], *, has_norms: bool) -> Iterator[None]:
     """Keep modules, batch norms only with ``has_norms``, in ``eval()``, also if the function calls ``train()``."""
-    parts = [part for part in _parts_of(objects) if has_norms or not isinstance(part, _BatchNorm)]
+    parts = [part for part in states.parts_of(objects) if has_norms or not isinstance(part, _BatchNorm)]
     flags = [part.training for part in parts]
     for part in parts:
         part.training = False

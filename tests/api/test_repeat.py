@@ -255,4 +255,5 @@ def test_steps_of_replicated_objects_equal_plain_torch(shared_runtimes: Any, kin
     loss = rep.function(step).repeat(6, x)
     assert rep.num_steps == 6
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
+    rep.pull()
     torch.testing.assert_close(model.weight, plain.weight, rtol=1e-12, atol=0)

@@ -69,6 +69,7 @@ def train(rt: synk.Runtime, victims: dict[int, str], dropout: float = 0.0) -> tu
         except WorkerDied as error:
             assert error.step_counted is False
     check_alike(rep)
+    rep.pull()
     return [parameter.detach().numpy().copy() for parameter in model.parameters()], losses
 
 

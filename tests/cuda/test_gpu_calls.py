@@ -361,6 +361,7 @@ def test_replicated_training_is_that_of_one_process(gpus: Any) -> None:
     step = rep.function(plain_step)
     for x, y in batches(20):
         assert abs(float(step(x, y)) - float(plain_step(*plain, x, y).detach())) < 1e-9
+    rep.pull()
     torch.testing.assert_close(objects[0].state_dict(), plain[0].state_dict(), rtol=0, atol=1e-9)
     assert all(parameter.device.type == "cpu" for parameter in objects[0].parameters())
 

@@ -63,6 +63,7 @@ PROGRAMS = {
             assert np.isclose(step(rows, targets).item(), alone)
             """,
         "synk.torch": "assert callable(synk.torch.all_reduce)",
+        "rep.pull()": "rep.pull()",
         "model = synk.torch.DataParallel(model)": """
             expected = model(rows)
             model = synk.torch.DataParallel(model)

@@ -1,10 +1,11 @@
-"""The program's own objects beside those of the ranks: what the program changes, what comes back, and their lives."""
+"""The program's own objects beside those of the ranks: pull, push and here, what is told, and their lives."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
-import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -19,28 +20,10 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.filterwarnings("ignore:rank . .pid:RuntimeWarning")
 
 
-def made(*layers: Any) -> tuple[Any, Any]:
-    model = mlp(1, *layers)
-    return model, torch.optim.Adam(model.parameters(), lr=0.01)
-
-
-def trained(rt: synk.Runtime, count: int = 3) -> tuple[Any, Any, Any, Any]:
-    model, optimizer = made()
-    rep = synk.torch.replicate(model, optimizer, runtime=rt)
-    step = rep.function(plain_step, outputs="avg")
-    for x, y in batches(count):
-        step(x, y)
-    return rep, step, model, optimizer
-
-
-def saved_and_loaded(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-# ----- what the program changes between two steps
+def step_and_schedule(model: Any, optimizer: Any, scheduler: Any, x: Any, y: Any) -> Any:
+    loss = plain_step(model, optimizer, x, y)
+    scheduler.step()
+    return loss
 
 
 class Gain:
@@ -51,13 +34,14 @@ class Gain:
 
 
 class Tempered(torch.nn.Module):
-    """Has numbers, tensors and objects that are no parameters, and a hook that is an object."""
+    """Has numbers, a buffer that no checkpoint holds, lists, and a hook that is an object."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = mlp(1, torch.nn.Tanh(), torch.nn.LayerNorm(8), torch.nn.Dropout(0.0))
         self.temperature, self.num_passes, self.gain = 1.0, 0, Gain()
-        self.table, self.options = torch.ones(2), {"shift": [0.0]}
+        self.register_buffer("table", torch.ones(2), persistent=False)
+        self.options: Any = {"shift": [0.0]}
         self.inner[0].register_forward_hook(self.gain)
 
     def forward(self, x: Any) -> Any:
@@ -65,39 +49,89 @@ class Tempered(torch.nn.Module):
         return self.inner(x) / self.temperature * self.table + self.options["shift"][0]
 
 
-def load_weights(model: Any, optimizer: Any) -> None:
+def made() -> tuple[Any, ...]:
+    model = Tempered()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+
+
+def replicated(rt: synk.Runtime, count: int = 0) -> tuple[Any, Any, tuple[Any, ...]]:
+    """Return what ``replicate`` returns, a step, and the program's objects, after so many steps."""
+    objects = made()
+    rep = synk.torch.replicate(*objects, runtime=rt)
+    step = rep.function(step_and_schedule, outputs="avg")
+    for x, y in batches(count):
+        step(x, y)
+    return rep, step, objects
+
+
+# ----- what the program changes between two steps
+
+
+def load_weights(model: Any, *others: Any) -> None:
     model.load_state_dict({name: tensor.flip(0) for name, tensor in model.state_dict().items()})
 
 
-CHANGES: dict[str, Callable[[Any, Any], Any]] = {
-    "the rate": lambda model, optimizer: optimizer.param_groups[0].update(lr=0.1),
-    "weights by data": lambda model, optimizer: model.inner[0].weight.data.clamp_(-0.2, 0.2),
+def load_optimizer(model: Any, optimizer: Any, scheduler: Any) -> None:
+    state = copy.deepcopy(optimizer.state_dict())
+    for slots in state["state"].values():
+        slots["exp_avg"] *= 0.5
+    optimizer.load_state_dict(state)
+
+
+def evaluate(model: Any, *others: Any) -> None:
+    model.eval()
+    model(batches(1)[0][0])
+    model.train()
+
+
+TOLD: dict[str, Callable[..., Any]] = {
+    "a rate": lambda model, optimizer, scheduler: optimizer.param_groups[0].update(lr=0.1),
+    "a scheduler": lambda model, optimizer, scheduler: scheduler.step(),
     "loaded weights": load_weights,
-    "frozen": lambda model, optimizer: model.inner[0].requires_grad_(False),
-    "eval": lambda model, optimizer: model.eval(),
-    "a number": lambda model, optimizer: setattr(model, "temperature", 2.0),
-    "a tensor in place": lambda model, optimizer: model.table.mul_(0.5),
-    "a list in place": lambda model, optimizer: model.options["shift"].__setitem__(0, 1.0),
-    "another layer": lambda model, optimizer: model.inner.append(torch.nn.Tanh()),
-    "a hook's object": lambda model, optimizer: setattr(model.gain, "gain", 3.0),
-    "a gradient's hook": lambda model, optimizer: model.inner[0].weight.register_hook(lambda gradient: gradient * 0),
+    "loaded moments": load_optimizer,
+    "a weight": lambda model, optimizer, scheduler: torch.nn.init.ones_(model.inner[0].weight),
+    "frozen": lambda model, optimizer, scheduler: model.inner[0].requires_grad_(False),
+    "eval": lambda model, optimizer, scheduler: model.eval(),
+    "a number": lambda model, optimizer, scheduler: setattr(model, "temperature", 2.0),
+    "another list": lambda model, optimizer, scheduler: setattr(model, "options", {"shift": [0.5]}),
+    "a buffer": lambda model, optimizer, scheduler: model.table.mul_(0.5),
+    "another layer": lambda model, optimizer, scheduler: model.inner.append(torch.nn.Tanh()),
 }
+"""What a program may change, and is told of if it does not send it."""
+
+NOTHING: dict[str, Callable[..., Any]] = {
+    "nothing": lambda model, optimizer, scheduler: None,
+    "an evaluation": evaluate,
+    "a number of a layer": lambda model, optimizer, scheduler: setattr(model.inner[3], "p", 0.0),
+}
+"""What changes nothing but a counter."""
+
+SILENT: dict[str, Callable[..., Any]] = {
+    "weights by data": lambda model, optimizer, scheduler: model.inner[0].weight.data.clamp_(-0.2, 0.2),
+    "a list in place": lambda model, optimizer, scheduler: model.options["shift"].__setitem__(0, 1.0),
+    "gradients": lambda model, optimizer, scheduler: optimizer.zero_grad(),
+    "a hook's object": lambda model, optimizer, scheduler: setattr(model.gain, "gain", 3.0),
+    "a gradient's hook": lambda model, optimizer, scheduler: model.inner[0].weight.register_hook(lambda g: g * 0),
+}
+"""What it is not told of. All of it is sent."""
 
 
-def test_what_the_program_changes_holds_on_all_ranks(subtests: Any, shared_runtimes: Any) -> None:
-    for number, (name, change) in enumerate(CHANGES.items()):
-        plain, objects = ((model, torch.optim.Adam(model.parameters(), lr=0.01)) for model in (Tempered(), Tempered()))
-        rep = synk.torch.replicate(*objects, runtime=shared_runtimes[(1, 2)[bool(number % 4)]])
-        run = rep.function(plain_step, outputs="avg")
+def test_what_the_program_changes_is_told_or_sent(subtests: Any, shared_runtimes: Any) -> None:
+    for number, (name, change) in enumerate((TOLD | NOTHING | SILENT).items()):
+        plain = made()
+        rep, step, objects = replicated(shared_runtimes[(1, 2)[bool(number % 4)]])
         with subtests.test(change=name):
             for count, (x, y) in enumerate(batches(7, (8, 7))):
                 if count in (2, 4):
                     change(*plain)
-                    rep.pull()
-                    change(*objects)
-                    rep.push()
-                expected = float(plain_step(*plain, x, y).detach())
-                assert abs(float(run(x, y)) - expected) < 1e-12
+                    with rep.here():
+                        change(*objects)
+                        if count == 2 and name in TOLD:
+                            with pytest.raises(ValueError, match=r"the program has changed .*rep\.push\(\)"):
+                                step(x, y)
+                expected = float(step_and_schedule(*plain, x, y).detach())
+                assert abs(float(step(x, y)) - expected) < 1e-12
             states = rank_states(rep)
             assert all(differences(states[0], other) == [] for other in states[1:])
             rep.pull()
@@ -106,91 +140,159 @@ def test_what_the_program_changes_holds_on_all_ranks(subtests: Any, shared_runti
             assert objects[0].num_passes == plain[0].num_passes
 
 
-def test_both_sides_changed_is_an_error_and_push_or_pull_says_which_counts(shared_runtimes: Any) -> None:
-    rep, step, model, _ = trained(shared_runtimes[2], 0)
+def test_a_copy_that_is_behind_is_not_used(subtests: Any, shared_runtimes: Any) -> None:
+    rep, step, (model, optimizer, scheduler) = replicated(shared_runtimes[2], 3)
     x, y = batches(1)[0]
-    weight = model[0].weight  # taken before the ranks take steps
-    step(x, y)
-    torch.nn.init.zeros_(weight)
-    with pytest.raises(ValueError, match=r"cannot bring Sequential up to date: it was changed in the master, .*pull"):
+    uses: dict[str, Callable[[], Any]] = {
+        "forward": lambda: model(x),
+        "forward of a layer": lambda: model.inner(x),
+        "state_dict": model.state_dict,
+        "state_dict of a layer": model.inner.state_dict,
+        "step": optimizer.step,
+        "the optimizer's state_dict": optimizer.state_dict,
+        "a copy": lambda: copy.deepcopy(model),
+        "a pickle": lambda: pickle.dumps(model),
+        "a captured model": lambda: shared_runtimes[2].function(lambda x: model(x), outputs=None, framework="torch")(x),
+        "push": rep.push,
+    }
+    for name, use in uses.items():
+        with subtests.test(use=name), pytest.raises(Exception, match=r"rep\.pull\(\)"):
+            use()
+    scheduler.step()
+    with pytest.raises(ValueError, match=r"'last_epoch' of StepLR.*rep\.pull\(\).*rep\.push\(\)"):
         step(x, y)
-    rep.push()
-    expected = F.mse_loss(copy.deepcopy(model)(x), y)
-    assert abs(float(step(x, y)) - float(expected.detach())) < 1e-12
+    assert "the program's copy is 3 steps old" in repr(rep)
     rep.pull()
-    torch.nn.init.constant_(weight, 0.25)
+    assert scheduler.last_epoch == rep.num_steps == 3 and "is new" in repr(rep)
+    with pytest.raises(TypeError, match="missing a required argument: 'y'"):  # which reaches no worker
+        step(x)
+    for name, use in uses.items():
+        if name != "step":
+            use()
     step(x, y)
-    assert differences(*rank_states(rep)) == []
 
 
-# ----- what comes back
+def loop(model: Any, optimizer: Any, scheduler: Any, step: Callable[..., Any], here: Callable[..., Any]) -> list[float]:
+    """Train with a scheduler, an evaluation, early stopping and a save, all of them in the program."""
+    x, y = batches(1, (9,))[0]
+    losses: list[float] = []
+    kept: Any = None
+    for _ in range(6):
+        for rows in batches(3, (8, 7)):
+            step(*rows)
+        with here():
+            scheduler.step()
+            model.eval()
+            with torch.no_grad():
+                losses.append(float(F.mse_loss(model(x), y)))
+            model.train()
+            if losses[-1] <= min(losses):
+                kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+            elif len(losses) > 3:
+                model.load_state_dict(kept[0])
+                optimizer.load_state_dict(copy.deepcopy(kept[1]))
+    return losses
 
 
-def test_whoever_looks_finds_it_up_to_date(shared_runtimes: Any) -> None:
-    """The live mirror; ``pull()`` does the same for a program that asks."""
-    plain = made()
-    for x, y in batches(3):
-        plain_step(*plain, x, y)
-    for look in (lambda model: model.state_dict(), lambda model: saved_and_loaded(model).state_dict()):
-        model = trained(shared_runtimes[2])[2]
-        assert differences(dict(look(plain[0])), dict(look(model)), 1e-12) == []
+def test_a_loop_that_does_all_in_the_program(shared_runtimes: Any) -> None:
+    plain, objects = made(), made()
+    for optimizer in (plain[1], objects[1]):
+        optimizer.param_groups[0]["lr"] = 0.2  # too large, so that some epochs are thrown away
+    expected = loop(*plain, lambda x, y: plain_step(*plain[:2], x, y), contextlib.nullcontext)
+    assert sorted(expected, reverse=True) != expected
+    rep = synk.torch.replicate(*objects[:2], runtime=shared_runtimes[2])
+    losses = loop(*objects, rep.function(plain_step, outputs="avg"), rep.here)
+    assert differences(expected, losses, 1e-9) == []
+    assert all(differences(state_of(plain[:2]), state, 1e-9) == [] for state in rank_states(rep))
 
 
-def test_a_state_dict_goes_into_a_plain_model_and_back(shared_runtimes: Any) -> None:
-    rep, step, model, optimizer = trained(shared_runtimes[2], 5)
+def test_pull_and_push_change_nothing(shared_runtimes: Any) -> None:
+    """Not even gradients that calls have added up, and what is each worker's own."""
+
+    class Own(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+            self.rng, self.notes, self.hidden = np.random.default_rng(3), [1.0], None
+
+        def forward(self, x: Any) -> Any:
+            self.notes.append(float(self.rng.random()) + sum(self.notes[-3:]))
+            self.hidden = x.detach() if self.hidden is None else self.hidden + x.detach()
+            return self.inner(x) * self.notes[-1] + self.hidden.mean(1, keepdim=True)
+
+    def accumulate(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        if len(model.notes) % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    def built() -> tuple[Any, Any]:
+        model = Own()
+        return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+    plain, objects = built(), built()
+    rep = synk.torch.replicate(*objects, runtime=shared_runtimes[2])
+    step = rep.function(accumulate, outputs="avg")
+    for x, y in batches(10, (8,)):
+        assert abs(float(step(x, y)) - float(accumulate(*plain, x, y).detach())) < 1e-12
+        with rep.here():
+            assert objects[0].hidden is None and objects[0].notes == [1.0]
+    assert rep.num_steps == 10
+    assert all(differences(state_of(plain), state, 1e-10) == [] for state in rank_states(rep))
     rep.pull()
-    kept = saved_and_loaded({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    plain = made()
-    plain[0].load_state_dict(kept["model"])
-    plain[1].load_state_dict(copy.deepcopy(kept["optimizer"]))  # it would step in these very tensors
-    data = batches(10)[5:]
-    expected = [float(plain_step(*plain, x, y).detach()) for x, y in data]
-    assert differences(expected, [float(step(x, y)) for x, y in data], 1e-12) == []
-    rep.pull()
-    model.load_state_dict(kept["model"])
-    optimizer.load_state_dict(kept["optimizer"])
+    plain[0].hidden = objects[0].hidden = None
+    plain[0].notes, plain[0].rng, objects[0].notes = [2.0], np.random.default_rng(3), [2.0]
+    rep.push()  # the program has changed one of them, so all begin again
+    x, y = batches(1, (6,))[0]
+    assert abs(float(step(x, y)) - float(accumulate(*plain, x, y).detach())) < 1e-12
+
+
+def test_an_exception_in_here_sends_nothing(shared_runtimes: Any) -> None:
+    rep, step, objects = replicated(shared_runtimes[2], 1)
+    with pytest.raises(ZeroDivisionError), rep.here():
+        load_weights(*objects)
+        raise ZeroDivisionError
+    with pytest.raises(ValueError, match=r"the program has changed 'inner\..*rep\.push\(\)"):
+        step(*batches(1)[0])
     rep.push()
-    assert differences(expected, [float(step(x, y)) for x, y in data], 1e-12) == []
+    step(*batches(1)[0])
 
 
 # ----- lives
 
 
 def test_objects_replicated_once_more_go_on(shared_runtimes: Any) -> None:
-    """A cell of a notebook that is run again; a function of the first ones would train what no object follows."""
+    """A cell of a notebook that is run again."""
     plain, objects, data = made(), made(), batches(6)
-    expected = [float(plain_step(*plain, *rows).detach()) for rows in data]
+    expected = [float(step_and_schedule(*plain, *rows).detach()) for rows in data]
     losses: list[float] = []
-    before: Any = None
     for start in (0, 2, 4):
         rep = synk.torch.replicate(*objects, runtime=shared_runtimes[2])
-        run = rep.function(plain_step)
-        if start:
-            with pytest.raises(ValueError, match="got objects that were replicated once more"):
-                before(*data[0])
+        run = rep.function(step_and_schedule)
         losses += [float(run(*rows)) for rows in data[start : start + 2]]
-        before = run
+        with pytest.raises(synk.errors.SerializationError, match=r"newer. Call rep\.pull\(\) first"):
+            synk.torch.replicate(*objects, runtime=shared_runtimes[2])
+        rep.pull()
     assert differences(expected, losses, 1e-12) == []
-    rep.pull()
     assert differences(state_of(plain), state_of(objects), 1e-12) == []
 
 
-def test_after_the_runtime_objects_are_ordinary_and_what_is_lost_is_told(runtime: Callable[..., Any]) -> None:
-    rt = runtime(2)
-    _, step, model, optimizer = trained(rt, 4)
-    plain = made()
+def test_closing_pulls_and_what_is_lost_is_told(runtime: Callable[..., Any]) -> None:
+    rt, plain = runtime(2), made()
+    _, step, objects = replicated(rt, 4)
     for x, y in batches(4):
-        plain_step(*plain, x, y)
+        step_and_schedule(*plain, x, y)
     rt.close()
-    assert type(model) is torch.nn.Sequential
-    assert differences(state_of(plain), state_of((model, optimizer)), 1e-12) == []
-    plain_step(model, optimizer, *batches(1)[0])
-    with pytest.raises(synk.errors.ClosedError):
+    assert differences(state_of(plain), state_of(objects), 1e-12) == []
+    step_and_schedule(*objects, *batches(1)[0])
+    with pytest.raises((synk.errors.ClosedError, ValueError)):
         step(*batches(1)[0])
 
 
 def test_many_steps_take_no_more_memory(shared_runtimes: Any) -> None:
-    _, step, _, _ = trained(shared_runtimes[2])
+    _, step, _ = replicated(shared_runtimes[2], 3)
     rows = batches(1)[0]
     assert_steps_keep_nothing(shared_runtimes[2], lambda: step(*rows))
 

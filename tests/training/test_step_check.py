@@ -130,16 +130,19 @@ def test_what_the_text_names_cures_it(subtests: Any, shared_runtimes: Any) -> No
 
 def test_dropout_and_batch_norms_are_switched_off(subtests: Any, shared_runtimes: Any) -> None:
     """Also where the body calls ``train()`` itself."""
-    for part, sync in product((nn.Dropout(0.5), nn.BatchNorm1d(8)), (False, True)):
+    for make, sync in product((lambda: nn.Dropout(0.5), lambda: nn.BatchNorm1d(8)), (False, True)):
 
-        def new(loss: Loss, part: Any = part, sync: bool = sync) -> Any:
+        def new(loss: Loss, make: Any = make, sync: bool = sync) -> Any:
             def step(model: Any, x: Any, y: Any) -> Any:
                 value = loss(model, x, y)
                 value.backward()
                 return value
 
-            return synk.torch.replicate(model_of(part), sync_batchnorm=sync, runtime=shared_runtimes[2]).function(step)
+            return synk.torch.replicate(model_of(make()), sync_batchnorm=sync, runtime=shared_runtimes[2]).function(
+                step
+            )
 
+        part = make()
         with subtests.test(part=str(part), sync=sync):
             in_training: list[Loss] = [lambda m, x, y: MEAN(m.train(), x, y), lambda m, x, y: SUM(m.train(), x, y)]
             for loss, count in ((MEAN, 0), (SUM, 1), (in_training[0], 0), (in_training[1], 1)):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +23,7 @@ from trainings import (
     differences,
     disturbed_step,
     mlp,
+    plain_step,
     rank_states,
     state_of,
 )
@@ -73,7 +77,7 @@ def run(rt: synk.Runtime, where: str = "", action: str = "", rank: int = 1) -> t
 
 @pytest.mark.parametrize("action", EXPECTED)
 def test_a_fault_anywhere_changes_no_bit(subtests: Any, reused: Callable[..., Any], action: str) -> None:
-    """Of spectral norms, batch norms, buffers, tensors, numbers, lists and generators, beside parameters and rates."""
+    """Of spectral norms, batch norms, buffers and numbers, beside parameters and rates."""
     rt, plain = reused(2), build()
     expected, clean = run(rt)
     assert differences([float(disturbed_step(*plain, x, y)) for x, y in batches(5, (8, 6))], expected, 1e-9) == []
@@ -167,6 +171,63 @@ def test_what_changes_before_the_ranks_communicate_is_put_back(
                 assert differences(*states) == []
                 outcomes.append((losses, states[0]))
             assert differences(*outcomes) == []
+
+
+class Mortal(torch.nn.Module):
+    """One worker dies where it reads or sets the state of this module, if there is a file that says so."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.inner, self.folder, self.home = mlp(), str(folder), os.getpid()
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(x)
+
+    def get_extra_state(self) -> Any:
+        self._reach("reads")
+        return torch.zeros(())
+
+    def set_extra_state(self, state: Any) -> None:
+        self._reach("sets")
+
+    def _reach(self, what: str) -> None:
+        if os.getpid() != self.home:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(self.folder, what))  # by one worker
+                act("kill")
+
+
+def test_deaths_while_objects_move(subtests: Any, reused: Callable[..., Any], tmp_path: Path) -> None:
+    """In pull, push and a checkpoint, which are made once more, and before them."""
+    rt, plain, model = reused(2), mlp(), Mortal(tmp_path)
+    objects = model, torch.optim.Adam(model.parameters(), 0.01)
+    optimizer = torch.optim.Adam(plain.parameters(), 0.01)
+    rep = synk.torch.replicate(*objects, runtime=rt)
+    step = rep.function(plain_step, outputs="avg")
+
+    def change() -> None:
+        for each in (objects[1], optimizer):
+            each.param_groups[0]["lr"] *= 0.9
+
+    load = lambda: rep.load_state_dict(rep.state_dict())  # noqa: E731
+    moves = [(rep.pull, "reads"), (change, ""), (rep.push, "sets"), (load, "reads")]
+    for number, (x, y) in enumerate(batches(9, (8, 7))):
+        with subtests.test(step=number):
+            expected = float(plain_step(plain, optimizer, x, y).detach())
+            assert abs(float(step(x, y)) - expected) < 1e-12
+            for position, (move, what) in enumerate(moves):
+                if what and number == 2 * position + 1:
+                    kill_and_wait(pids(rt)[position % 2])
+                if what and number == 2 * position + 2:
+                    (tmp_path / what).touch()
+                    with pytest.raises(synk.errors.WorkerDied):
+                        move()
+                    assert not (tmp_path / what).exists()
+                move()
+    states = rank_states(rep)
+    assert differences(*states) == [] and rep.num_steps == 9
+    own = {name.removeprefix("inner."): each for name, each in model.named_parameters()}
+    assert differences(dict(plain.named_parameters()), own, 1e-12) == []
 
 
 def test_gradients_that_were_kept_back_on_a_worker_that_died_are_not_made_up(reused: Callable[..., Any]) -> None:

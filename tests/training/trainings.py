@@ -72,7 +72,7 @@ class Shared(torch.nn.Module):
         return y
 
 
-ALL = ("spectral", "batch norm", "counter", "tensor", "number", "list", "generator", "shared", "frozen", "conv")
+ALL = ("spectral", "batch norm", "counter", "number", "shared", "frozen", "conv")
 
 
 class Everything(torch.nn.Module):
@@ -93,27 +93,16 @@ class Everything(torch.nn.Module):
         self.dropout = torch.nn.Dropout(0.2) if "dropout" in features else torch.nn.Identity()
         self.last = torch.nn.Linear(6, 2)
         self.register_buffer("counter", torch.zeros((), dtype=torch.long), persistent=False)
-        self.table = torch.zeros(3, dtype=torch.float64)
         self.count, self.scale = 0, 1.0
-        self.notes: list[Any] = []
-        self.rng = np.random.default_rng(5)
 
     def forward(self, x: Any) -> Any:
         factor = 1.0
         if "counter" in self.features:
             self.counter += 1
             factor = factor + 0.01 * float(self.counter)
-        if "tensor" in self.features:
-            self.table += torch.arange(1, 4, dtype=torch.float64)
-            factor = factor + 1e-3 * float(self.table.sum())
         if "number" in self.features:
             self.count += 1
             factor = factor + 0.01 * self.count
-        if "list" in self.features:
-            self.notes.append({"number": len(self.notes)})
-            factor = factor + 1e-3 * len(self.notes)
-        if "generator" in self.features:
-            factor = factor + 0.1 * float(self.rng.random())
         x = self.norm(torch.tanh(self.first(x)))
         if self.conv is not None:
             x = self.conv(x[:, None])[:, 0]
@@ -360,7 +349,7 @@ def act(action: str, *, is_interruptible: bool = True) -> None:
 
 
 def state_of(objects: Sequence[Any]) -> list[Any]:
-    """Return all that was trained: states of modules and optimizers, flags, gradients, and a module's attributes."""
+    """Return all that was trained: states of modules and optimizers, flags, gradients, and a module's numbers."""
     return [_of_module(each) if isinstance(each, torch.nn.Module) else each.state_dict() for each in objects]
 
 
@@ -370,9 +359,7 @@ def _of_module(module: Any) -> dict[str, Any]:
     state |= {f"training {key}": part.training for key, part in module.named_modules()}
     state |= {f"trains {key}": each.requires_grad for key, each in module.named_parameters()}
     state |= {f"gradient of {key}": each.grad for key, each in module.named_parameters()}
-    return state | {
-        key: getattr(module, key) for key in ("count", "scale", "notes", "table", "rng") if hasattr(module, key)
-    }
+    return state | {key: getattr(module, key) for key in ("count", "scale") if hasattr(module, key)}
 
 
 def rank_states(rep: Any) -> list[Any]:
@@ -388,8 +375,6 @@ def differences(one: Any, other: Any, atol: float = 0.0, at: str = "") -> list[s
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)) and len(one) == len(other):
         pairs = enumerate(zip(one, other))
         return [place for number, pair in pairs for place in differences(*pair, atol, f"{at}/{number}")]
-    if isinstance(one, np.random.Generator):
-        return [] if one.bit_generator.state == other.bit_generator.state else [at]
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.shape == other.shape:
         dense = [each.detach().to_dense().double() for each in (one, other)]
         return [] if torch.allclose(*dense, rtol=0, atol=atol) else [at]

@@ -1,0 +1,97 @@
+"""Tells what a program does by mistake with objects whose newer copies are on the workers.
+
+At each step all that the program may have changed is compared with what was there when both were alike. While the
+program's copy is behind, hooks of its modules and optimizers refuse to use it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any, NoReturn
+
+from synk.torch import _state as states
+
+_MARK = attrgetter("_version", "requires_grad")
+"""Changes when a tensor is written into or frozen."""
+
+
+class Guard:
+    """Watches the program's copy of replicated objects.
+
+    Attributes
+    ----------
+    is_behind : bool
+        Whether the workers' copies are newer.
+    """
+
+    def __init__(self, objects: Sequence[Any]) -> None:
+        self._objects, self._hooks = objects, list[Any]()
+        self.note_alike()
+
+    def note_alike(self) -> None:
+        """Note that the program's objects are like those of the workers now."""
+        self.set_behind(False)
+        self._owners = [(name, own, {**own}) for name, own in _owners(self._objects)]
+        self._values = [value for _, _, before in self._owners for value in before.values()]
+        self._tensors = [each for obj in self._objects if states.is_module(obj) for each in states.tensors_of(obj)]
+        self._marks = [_MARK(tensor) for _, tensor in self._tensors]
+
+    def set_behind(self, is_behind: bool) -> None:
+        """Refuse the use of the program's objects from now on, or allow it."""
+        self.is_behind = is_behind
+        while self._hooks:
+            self._hooks.pop().remove()
+        for part in states.parts_of(self._objects) if is_behind else ():
+            self._hooks += [part.register_forward_pre_hook(self), part.register_state_dict_pre_hook(self)]
+        for obj in filter(states.is_optimizer, self._objects if is_behind else ()):
+            self._hooks += [obj.register_step_pre_hook(self), obj.register_state_dict_pre_hook(self)]
+
+    @contextlib.contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Let synk itself use the objects."""
+        was_behind = self.is_behind
+        self.set_behind(False)
+        try:
+            yield
+        finally:
+            self.set_behind(was_behind)
+
+    def difference(self) -> str:
+        """Return the name of something that the program has changed; empty if it has changed nothing."""
+        values = [*chain.from_iterable(own.values() for _, own, _ in self._owners)]
+        if len(values) != len(self._values) or not all(map(is_, values, self._values)):
+            for name, own, before in self._owners:
+                for key in {**before, **own}:
+                    if key != "_opt_called" and not _is_same(own.get(key, self), before.get(key, self)):
+                        return f"{key!r} of {name}"
+        changed = [repr(name) for (name, tensor), mark in zip(self._tensors, self._marks) if _MARK(tensor) != mark]
+        return changed[0] if changed else ""
+
+    def __call__(self, *args: Any) -> NoReturn:
+        """Refuse the use of an object, as its hook."""
+        raise ValueError(
+            f"cannot use {', '.join(type(obj).__name__ for obj in self._objects)} in the program: the workers' copies "
+            "are newer. Call rep.pull() first, where rep is what replicate() has returned; `with rep.here():` also "
+            "sends what you change."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self()  # hooks travel in pickles and copies of their modules
+
+
+def _owners(objects: Sequence[Any]) -> Iterator[tuple[str, dict[Any, Any]]]:
+    """Yield the dicts that hold what a program may replace, each with the name of what it belongs to."""
+    for part in states.parts_of(objects):
+        for own in (vars(part), part._parameters, part._buffers, part._modules):
+            yield type(part).__name__, own
+    for obj in objects:
+        yield type(obj).__name__, vars(obj)
+        if states.is_optimizer(obj):
+            yield from ((f"group {k} of {type(obj).__name__}", group) for k, group in enumerate(obj.param_groups))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and type(one) in {*states.PLAIN, tuple} and one == other)
