@@ -99,12 +99,12 @@ def hold_back(
     few = few_rows(function, args, kwargs, options)
     if few is None:
         return None
-    check, before = function._op_check, _assignments(function)
-    end = function._bound_session().deadline(options.timeout)
+    check, session, before = function._op_check, function._bound_session(), _assignments(function)
+    end = session.deadline(options.timeout)
 
     def release(result: Any) -> None:
-        if function._op_check is None or few.num_rows <= check.num_rows:
-            return  # another call has shown it meanwhile
+        if function._op_check is None or few.num_rows <= check.num_rows or session.is_closed:
+            return  # another call has shown it meanwhile, or nothing can be run any more
         settle(function, few, lambda: _compare(function, few, result, end, before))
 
     return release

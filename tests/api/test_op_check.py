@@ -412,6 +412,15 @@ def test_a_worker_that_ends_in_the_check_is_told_of(reused: Any, kind: Any) -> N
         assert f(x) == result
 
 
+def test_a_result_outlives_its_runtime() -> None:
+    f = synk.function(lambda x: x.mean())
+    with synk.fork(2, backend="numpy"):
+        call = f.submit(np.arange(10.0))
+        while not call.done():
+            time.sleep(0.01)
+    assert call.result() == 4.5
+
+
 def test_a_run_that_never_ends_costs_its_limit(reused: Any) -> None:
     """As of functions whose ranks wait for each other by other means than ``synk.comm``."""
     rt, x = reused(2), np.arange(1.0, 201.0)
