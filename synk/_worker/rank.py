@@ -144,7 +144,7 @@ class Worker:
         self.num_deferred = 0  # interrupts that came while they could not be raised
         self.is_held = False  # whether a first interrupt waits for the end of a step; see hold_back
         self.is_due = False  # whether one waits now
-        self.num_collectives = 0  # that functions have begun
+        self.num_collectives = 0  # rises with each that functions begin
         self.rss_measured = 0
 
     def close(self) -> None:
@@ -214,7 +214,6 @@ class Worker:
                 f"cannot communicate in a process that {self.function_name!r} has forked: its parent is the rank. Send "
                 "what it has found to the parent, which communicates."
             )
-        self.num_collectives += 1
         self.check_called()
         if self.variables.is_sliced:
             raise ValueError(

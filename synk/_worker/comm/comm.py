@@ -38,6 +38,7 @@ def _collectives() -> Collectives:
     worker = cell.worker
     if worker is None or (current := worker.peers.current) is None:
         current = _worker().collectives()  # joins the call's group, or raises if the function may not communicate
+    cell.worker.num_collectives += 1
     collectives: Collectives = current
     return collectives
 
