@@ -22,6 +22,7 @@ from synk._api.options import (
     name_of,
     split_updates,
 )
+from synk._api.serial import call_serially
 from synk._master.calls.call import UNFIT, CallOptions, call_again, run_call
 from synk._master.calls.callee import Callee, FunctionHandle
 from synk._master.calls.signature import OPTION_NAMES
@@ -239,9 +240,9 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         errors are those of a call.
         """
         options = CallOptions(
-            batch, check_slices(num_slices), check_subset(output_subset), check_timeout(timeout), is_serial=True
+            batch, check_slices(num_slices), check_subset(output_subset), check_timeout(timeout), num_ranks=1
         )
-        return self._run(args, kwargs, options)
+        return call_serially(self, args, kwargs, options)
 
     @verb
     def repeat(

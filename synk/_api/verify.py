@@ -341,7 +341,7 @@ def _compare_variables(
     """Compare the values that the two calls assigned: all shards together, or the replica of each rank."""
     variables = {variable.id: variable for variable in function._callee.variables}
     results = []
-    for number, expected in serial.assigned.items():
+    for number, expected in sorted(serial.assigned.items()):
         variable, values = variables[number], [part.assigned.get(number, []) for part in parts]
         if variable.is_sharded:
             values = [[concatenate(shards) for shards in zip(*values)]]
