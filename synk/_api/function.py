@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
 from synk._api.op_check import OpCheck, hold_back, verify_first_call
 from synk._api.options import Options, call_options, can_try_again, check_repeats
+from synk._api.serial import call_serially
 from synk._master.calls.call import UNFIT, CallOptions, call_again, run_call
 from synk._master.calls.callee import Callee, FunctionHandle
 from synk._master.calls.signature import OPTION_NAMES
@@ -207,8 +208,8 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         Sharded variables are whole there, also those that the function closes over, which it cannot assign. Options and
         errors are those of a call.
         """
-        options = call_options(batch, num_slices, output_subset, timeout, is_serial=True)
-        return self._run(args, kwargs, options)
+        options = call_options(batch, num_slices, output_subset, timeout, num_ranks=1)
+        return call_serially(self, args, kwargs, options)
 
     @verb
     def repeat(

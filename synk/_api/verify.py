@@ -257,7 +257,7 @@ class _Judge(NamedTuple):
     ) -> Iterator[VerifiedOutput]:
         """Compare the values that two calls assigned: all shards together, or the replica of each rank."""
         variables = {variable.id: variable for variable in callee.variables}
-        for number, expected in assigned.items():
+        for number, expected in sorted(assigned.items()):
             variable, missing = variables[number], [MISSING] * len(expected)
             values: Any = [part.assigned.get(number, missing) for part in parts]
             if variable.is_sharded:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import io
 import logging
 import warnings
@@ -110,18 +111,64 @@ class Apart(Quiet):
     def __call__(self, *args: Any, **kwargs: Any) -> Box:
         states = [resident.state() for resident in self._residents]
         variables = cell.worker.variables
+        before = dict(variables.assigned)
         try:
             value = super().__call__(*args, **kwargs)
             assigned = {
                 replica.variable_id: [np.array(cell.worker.backend.host_copy(leaf)) for leaf in leaves]
                 for replica, leaves in variables.assigned.items()
+                if before.get(replica) is not leaves
             }
             leaves, structure = flatten(value)
             return Box(Part(unflatten(structure, list(map(_on_host, leaves))), cell.worker.num_rows, assigned))
         finally:
-            variables.assigned = {}
+            variables.assigned = before
             for resident, state in zip(self._residents, states):
                 resident.restore(state, resident.version)
+
+
+CLOSED_OVER = "closed_over"
+"""The first parameter of :class:`Whole`."""
+
+
+class Whole:
+    """Calls a function that closes over sharded variables as if the rank held all their rows. It cannot assign them.
+
+    It has the parameters of the function, and one before them: the values of the variables.
+
+    Parameters
+    ----------
+    fn : callable
+    numbers : sequence of int
+        The variables.
+    """
+
+    __name__: str
+
+    def __init__(self, fn: Callable[..., Any], numbers: Sequence[int]) -> None:
+        self._fn, self._numbers = fn, numbers
+        functools.update_wrapper(self, fn, updated=())
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        own = inspect.signature(self._fn)
+        first = inspect.Parameter(CLOSED_OVER, inspect.Parameter.POSITIONAL_ONLY)
+        return own.replace(parameters=[first, *own.parameters.values()])
+
+    def __call__(self, values: Sequence[Any], /, *args: Any, **kwargs: Any) -> Any:
+        variables = cell.worker.variables
+        replicas = list(map(variables.get, self._numbers))
+        for replica, value in zip(replicas, values):
+            replica.assign(value)
+        shown = dict(variables.assigned)
+        result = self._fn(*args, **kwargs)
+        for replica in replicas:
+            if variables.assigned.pop(replica) is not shown[replica]:
+                raise ValueError(
+                    f"cannot assign variable {replica.name!r} in a serial call of {self.__name__!r}: it is sharded, "
+                    "expected a parallel call, in which each rank assigns its own rows. The call has changed nothing."
+                )
+        return result
 
 
 def _on_host(leaf: Any) -> Any:

@@ -105,9 +105,7 @@ class Input(NamedTuple):
         ``"rows"`` (scattered array), ``"picked"`` (the rows of such an array that the call uses), ``"whole"``
         (broadcast array), ``"table"`` (the packed rows of a table, a row of bytes for each rank), ``"object"`` (entry
         of the call's pickle), ``"shard"`` or ``"replica"`` (a shared variable, sharded or replicated), ``"resident"``
-        (the rank's own object), ``"closed over"`` (all rows of one array of a sharded variable that the function closes
-        over, in a serial call;
-        ``name`` is the variable's number).
+        (the rank's own object).
     segment_id, offset : int
         Where the array starts. For ``"object"``, ``offset`` is the position in the pickled tuple. For shared variables
         and resident objects, ``segment_id`` is their number.
@@ -129,7 +127,7 @@ class Input(NamedTuple):
     file: Any = None
 
 
-IN_SEGMENTS = ("rows", "picked", "whole", "closed over", "table")
+IN_SEGMENTS = ("rows", "picked", "whole", "table")
 """The kinds of input that are arrays in a segment."""
 
 

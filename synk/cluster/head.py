@@ -19,7 +19,7 @@ from synk._master.calls.assembly import Assembly
 from synk._master.calls.callee import Callee
 from synk._master.calls.launched import Launched, Steps
 from synk._master.calls.plans import CachedPlan, Call
-from synk._master.calls.replies import check_serial_assignments, conclude, unpickled
+from synk._master.calls.replies import conclude, unpickled
 from synk._master.processes.processes import Processes
 from synk._master.processes.reports import stacks, stacks_in
 from synk._master.session import Session
@@ -180,7 +180,7 @@ class Nodes:
         # A worker that is replaced meanwhile loses only resident objects: the agent has functions and variables.
         known = self._ranks.num_restarts if self._session.residents.has_any else {}
         # The head has bound the call: the node's session divides no rows, and any number of its ranks may run it.
-        options = replace(call.options, batch=None, timeout=None, is_serial=False)
+        options = replace(call.options, batch=None, timeout=None, num_ranks=None)
         for node in launched.nodes:
             ranks = self.topology.ranks_of(node)
             low, high, bounds = own_bounds(call.bounds, ranks)
@@ -268,8 +268,6 @@ class Nodes:
     def _take_in(self, launched: NodesCall, layouts: list[Layout], assigned: list[list[list[np.ndarray]]]) -> None:
         """Copy the values that ranks assigned to variables to the back buffers. The commit brings them to the front."""
         session, call = self._session, launched.call
-        if call.options.is_serial:
-            check_serial_assignments(session, layouts[0], launched.function.name)
         for rank, layout, values in zip(call.ranks, layouts, assigned):
             for (variable_id, shapes), leaves in zip(layout.assigned, values):
                 for target, source in zip(session.variables[variable_id].back(rank, shapes), leaves):

@@ -84,8 +84,6 @@ class Argument:
         if self.contents is not None:
             array = self.contents.array
             return (self.kind, self.contents.segment_id, self.file, array.shape, array.dtype, array.dtype.type)
-        if self.kind == "closed over":
-            return (self.kind, self.value.id, self.array.shape)  # type: ignore[union-attr]
         if self.array is not None:  # the type too: NumPy calls np.record equal to a plain record
             return (self.kind, self.array.shape, self.dtype, self.dtype.type, self.tensor_dtype)
         if self.kind in ("shard", "replica", "resident"):
@@ -217,7 +215,7 @@ def pickle_nests(arguments: Sequence[Argument], function_name: str) -> bytes:
         ) from error
 
 
-HELD = frozenset({"shard", "replica", "resident", "closed over"})
+HELD = frozenset({"shard", "replica", "resident"})
 """The kinds of arguments that the ranks already have."""
 
 

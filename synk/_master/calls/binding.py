@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from synk._master import collectives
 from synk._master.calls.arguments import NEW_NBYTES, NO_OBJECTS, Argument, pack_tables, pickle_objects
 from synk._master.calls.callee import Callee
 from synk._master.calls.checked import Checks
@@ -28,9 +27,13 @@ from synk._pure.shards import (
     select_common,
     shard_bounds,
 )
-from synk._pure.trees import flatten
 
-even_bounds = functools.lru_cache(maxsize=256)(shard_bounds)
+
+@functools.lru_cache(maxsize=256)
+def even_bounds(num_rows: int, world_size: int, num_ranks: int) -> list[tuple[int, int]]:
+    """Return the bounds of each rank, if the first ``num_ranks`` share the rows."""
+    return shard_bounds(num_rows, num_ranks) + [(num_rows, num_rows)] * (world_size - num_ranks)
+
 
 Divider = Callable[[int], list[tuple[int, int]]]
 """Maps a number of rows to the bounds of each rank."""
@@ -65,8 +68,6 @@ def bind(
     arguments = checks.arguments(function.signature.bind(args, kwargs))
     if function.framework == "torch" or any(argument.is_tensor for argument in arguments):
         session.tell_of_unused_gpus(name)
-    if options.is_serial:
-        _bring_together(session, function, arguments, deadline)
     call = _divide(session, function, arguments, options, deadline)
     pack_tables(arguments, call.selection, call.bounds, call.ranks, name)
     if call.selection is not None and session.nodes is None:  # nodes get their rows only, in any case
@@ -104,23 +105,6 @@ def _pick_rows(arguments: Sequence[Argument], selection: Selection) -> None:
             argument.kind, argument.array = "picked", array[selection.between(0, selection.count)]
 
 
-def _bring_together(session: Session, function: Callee, arguments: list[Argument], deadline: float | None) -> None:
-    """Give a serial call all rows of the sharded variables, since one rank cannot read another's shard."""
-    for argument in arguments:
-        if argument.kind != "shard":
-            continue
-        if argument.value.is_nested:
-            raise TypeError(
-                f"cannot call {function.name!r} serially: {argument.label} is a nested sharded variable, whose rows "
-                "would have to be passed as several inputs. Call it in parallel, or share its arrays one by one."
-            )
-        argument.kind, argument.array = "rows", collectives.gather(session, argument.value, 0)
-        argument.dtype = argument.array.dtype
-    for variable in closed_over_shards(session, function, deadline):
-        for leaf in flatten(collectives.gather(session, variable, 0))[0]:
-            arguments.append(Argument(variable.name, "", "closed over", array=leaf, value=variable, dtype=leaf.dtype))
-
-
 def _divide(
     session: Session, function: Callee, arguments: list[Argument], options: CallOptions, deadline: float | None
 ) -> Call:
@@ -130,17 +114,18 @@ def _divide(
     unequal = ""
     rows = rows_of(arguments)
     shards = [(argument.label, argument.value) for argument in arguments if argument.kind == "shard"]
-    selection, bounds, owned = choose_rows(rows, shards, options.batch, divider(session, options.is_serial), name)
+    num_ranks = options.num_ranks or world_size
+    divide = divider(session, num_ranks)
+    selection, bounds, owned = choose_rows(rows, shards, options.batch, divide, name)
     if selection is None:
         if not function.per_rank:
             sources = closed_over_shards(session, function, deadline)
             if not sources:
                 _check_rowless(function.ops, name)
         bounds, unequal = own_rows(sources, world_size, name)
-    if options.is_serial:
-        count = bounds[-1][1]
-        bounds, unequal = [(0, count)] + [(count, count)] * (world_size - 1), ""
-    ranks = [0] if options.is_serial else list(range(world_size))
+        if num_ranks < world_size:
+            bounds, unequal = divide(bounds[-1][1]), ""
+    ranks = list(range(num_ranks))
     has_rows = selection is not None or bool(sources)
     # If outputs are not combined, a rank without rows may still have something to return.
     if selection is not None or (sources and any(op is not EACH for op in each_op(function.ops))):
@@ -165,9 +150,10 @@ def _divide(
     )
 
 
-def divider(session: Session, is_serial: bool = False) -> Divider:
-    """Return the function that divides the rows of a call evenly."""
-    return functools.partial(even_bounds, world_size=1 if is_serial else session.world_size)
+def divider(session: Session, num_ranks: int | None = None) -> Divider:
+    """Return the function that divides the rows of a call evenly, among the first ranks or all."""
+    world_size = session.world_size
+    return functools.partial(even_bounds, world_size=world_size, num_ranks=num_ranks or world_size)
 
 
 def choose_rows(

@@ -125,7 +125,7 @@ def _may_fit(session: Session, launched: Launched) -> bool:
     """Whether calls like a successful one can fit it, rather than being new each time."""
     call, cached = launched.call, launched.cached
     options, assembly = call.options, cached.assembly
-    if options.is_serial or options.num_repeats > 1:
+    if options.num_ranks is not None or options.num_repeats > 1:
         return False
     if options.timeout is not None or options.num_slices > 1 or options.output_subset is not None:
         return False
@@ -137,7 +137,7 @@ def _may_fit(session: Session, launched: Launched) -> bool:
     staged = iter(cached.staged)
     for argument in call.arguments:
         array, target = argument.array, None if argument.array is None else next(staged)
-        if argument.kind in ("table", "picked", "closed over"):  # rows are copied at each call
+        if argument.kind in ("table", "picked"):  # rows are copied at each call
             return False
         if argument.kind == "object" and not is_plain_object(argument.value):
             return False

@@ -184,7 +184,7 @@ class CallOptions:
     num_slices: int = 1
     output_subset: tuple[Any, ...] | None = None
     timeout: float | None = None
-    is_serial: bool = False
+    num_ranks: int | None = None  # among how many ranks, the first ones, the rows are divided; None for all
     is_submitted: bool = False
     num_repeats: int = 1
 

@@ -54,9 +54,7 @@ def collecting(session: Session, launched: Launched) -> Steps[Any]:
         raise_failures(replies, session.total_ranks, name)
     packed = take_layouts(name, cached, call.ranks, replies)
     objects = [] if is_repeated else [unpickled(parts, name, rank) for rank, parts in zip(call.ranks, packed)]
-    assembly, lease = yield from publishing(session, launched, replies)
-    if assembly.has_assignments and call.options.is_serial:
-        check_serial_assignments(session, assembly.layouts[0], name)
+    _, lease = yield from publishing(session, launched, replies)
     result = conclude(session, launched, objects, lease)
     if any(packed):
         launched.function.record.add_objects(sum(len(each) for parts in packed for _, each in parts))
@@ -158,17 +156,6 @@ def _large_outputs(
         # Only after the replies: a rank that was interrupted may not have kept its part for later calls.
         assembly.told.update(waiting)
     return lease
-
-
-def check_serial_assignments(session: Session, layout: Layout, name: str) -> None:
-    """Raise ValueError if a serial call has assigned a sharded variable: one rank has no rows of others."""
-    for variable_id, _ in layout.assigned:
-        variable = session.variables[variable_id]
-        if variable.is_sharded:
-            raise ValueError(
-                f"cannot assign variable {variable.name!r} in a serial call of {name!r}: it is sharded, expected a "
-                "parallel call, in which each rank assigns its own rows. The call has changed nothing."
-            )
 
 
 def take_layouts(

@@ -141,9 +141,6 @@ def input_of(argument: Argument, segment_id: int, offset: int) -> Input:
         array, number = argument.contents.array, argument.contents.segment_id
         return Input(argument.keyword, argument.kind, number, 0, array.shape, array.dtype, file=argument.file)
     assert argument.array is not None
-    if argument.kind == "closed over":
-        name = str(argument.value.id)
-        return Input(name, argument.kind, segment_id, offset, argument.array.shape, argument.dtype)
     shape, dtype = argument.array.shape, argument.dtype
     return Input(argument.keyword, argument.kind, segment_id, offset, shape, dtype, tensor_dtype=argument.tensor_dtype)
 

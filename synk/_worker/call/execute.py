@@ -94,8 +94,6 @@ class PlanExecutor:
         """Run a call that needs more than views of arrays."""
         ahead = self.inputs.take_ahead(prepared) if self._backend.is_device else None
         objects = () if prepared.pickle_view is None else self.inputs.load_objects(prepared, variables)
-        if prepared.whole:
-            variables.show(prepared.whole)
         if prepared.is_sliced:
             bounds = shard_bounds(rows.high - rows.low, prepared.plan.num_slices)
             slices = [prepared.cut(self._own_down, rows.low + a, rows.low + b) for a, b in bounds if b > a]
@@ -104,7 +102,6 @@ class PlanExecutor:
             result = self._call(prepared, rows, objects, variables, ahead)
         if prepared.function.updates:
             variables.finish_updates()
-        variables.whole = {}  # from here on only the function may refer to it
         return result
 
     def _run_slices(

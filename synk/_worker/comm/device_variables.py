@@ -37,7 +37,7 @@ class DeviceReplica(Replica):
 
     def leaves(self) -> list[Any]:
         """The arrays of the value as this call sees it. A function must not write into them."""
-        current = self._store.assigned.get(self) or self._store.whole.get(self)
+        current = self._store.assigned.get(self)
         if current is not None:
             return current
         front = self._device[self._front]

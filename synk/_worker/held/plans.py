@@ -167,7 +167,7 @@ class PreparedPlan:
         self.is_sliced = plan.num_slices > 1 and not plan.is_rowless
         self.nests: Sequence[tuple[int, int, Any]] = _load_nests(plan.nests, function.name)
         inner = {first + k for first, num_leaves, _ in self.nests for k in range(1, num_leaves)}
-        arguments = [(k, item) for k, item in enumerate(plan.inputs) if item.kind != "closed over"]
+        arguments = list(enumerate(plan.inputs))
         # The names of the arguments that the function gets by keyword, which come last.
         self.keywords = [item.name for k, item in arguments if k not in inner and item.name]
         self.others = [(k, item) for k, item in arguments if item.kind not in ("rows", "picked", "whole")]
@@ -177,9 +177,8 @@ class PreparedPlan:
             or self.others or plan.indices_place
         )  # fmt: skip
         # Whether it is called once, and nothing else is to be done.
-        is_whole = len(arguments) == len(plan.inputs)
         is_once = not self.is_sliced and plan.num_repeats == 1
-        self.is_plain = self.takes_views and is_whole and is_once and not function.updates
+        self.is_plain = self.takes_views and is_once and not function.updates
         self._files = {k: as_recarray(map_again(*item.file)) for k, item in arguments if item.file is not None}
         self.map(segments)
         self.segment_ids = {item.segment_id for item in plan.inputs if item.kind in IN_SEGMENTS}
@@ -199,10 +198,6 @@ class PreparedPlan:
         plan = self.plan
         self.inputs = InputViews(plan, segments, self._files, self._rank)
         self.bases: list[Any] = self.inputs.arrays
-        self.whole: dict[int, list[Any]] = {}  # for a serial call: by variable, all rows of sharded variables
-        for item, base in zip(plan.inputs, self.bases):
-            if item.kind == "closed over":
-                self.whole.setdefault(int(item.name), []).append(base)
         self.indices = self._index_view(plan.indices_place, segments)
         self.local_indices = self._index_view(plan.local_indices_place, segments)
         self.pickle_view: memoryview | None = None

@@ -97,7 +97,7 @@ class Replica:
 
     def leaves(self) -> list[np.ndarray]:
         """Return the arrays of the value as this call sees it, read-only."""
-        current = self._store.assigned.get(self) or self._store.whole.get(self)
+        current = self._store.assigned.get(self)
         if current is not None:
             return current
         if self._views is None:
@@ -266,12 +266,11 @@ class VariableStore:
         self.call_down = down  # the control block of the current call's lane
         self._replicas: dict[int, Replica] = {}
         self.assigned: dict[Replica, list[Any]] = {}
-        self.whole: dict[Replica, list[Any]] = {}  # what a serial call sees of sharded variables
         self.stored: tuple[int, list[Replica]] = (-1, [])  # a call, and what it wrote: valid if the master commits it
         # The containers that the function got last, with what was in them, and the variables of changed containers.
         self.given: dict[Replica, tuple[Any, list[Any]]] = {}
         self._changed: set[Replica] = set()
-        self.plan: Any = None  # its next call can begin at once: nothing was assigned, given or shown since its last
+        self.plan: Any = None  # its next call can begin at once: nothing was assigned or given since its last
         self.is_sliced = False
         self._updates: Sequence[tuple[Replica, str]] = ()
         self._sums: list[list[Accumulator]] = []
@@ -327,32 +326,26 @@ class VariableStore:
                     replica.flip()
             self.stored = (-1, [])
         self.plan = None
-        if self.assigned or self.given or self.whole or self._sums:
+        if self.assigned or self.given or self._sums:
             self.abandon()
 
     def begin(self, function: Any, is_sliced: bool, down: np.ndarray, plan: Any = None) -> None:
         """Prepare for a call of ``function``, whose numbers are in ``down``: one of ``plan``, or of no plan.
 
-        Whatever leaves something behind (an assignment, a value that was given or shown) forgets the plan. So while
+        Whatever leaves something behind (an assignment, a value that was given) forgets the plan. So while
         ``self.plan`` is still that of the next call, nothing has to be prepared, and the caller skips this.
         """
         self.plan = None  # an interrupt may come between any two lines
-        if self.assigned or self.given or self.whole or self._sums:
+        if self.assigned or self.given or self._sums:
             self.abandon()
         self.call_down, self.is_sliced, self._updates = down, is_sliced, function.updates
         self.to_framework, self.from_framework = function.to_framework, function.from_framework
         self.plan = plan
 
-    def show(self, whole: dict[int, list[np.ndarray]]) -> None:
-        """Let the current call, which is serial, see all rows of sharded variables instead of this rank's."""
-        self.plan = None
-        self.whole = {self.get(key): [self.backend.from_host(leaf) for leaf in leaves] for key, leaves in whole.items()}
-
     def abandon(self) -> None:
         """Drop what the current call has assigned, and what was prepared for it alone."""
         self.plan = None
         self.assigned = {}
-        self.whole = {}
         self.given, self._changed = {}, set()
         self._sums, self._structures = [], []
 

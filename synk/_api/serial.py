@@ -1,0 +1,76 @@
+"""``Function.serial``: a call whose rows all go to rank 0, with sharded variables as the arrays that they hold."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from synk._master import collectives
+from synk._master.calls.binding import closed_over_shards
+from synk._master.calls.call import CallOptions
+from synk._master.objects.shared import Shared
+from synk._master.session import Session
+from synk._master.state.variable import check_owner
+from synk._pure.nested import build, holds, is_nested, take_apart
+from synk._wire.apart import CLOSED_OVER, Whole
+
+_kept: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""By function: the one that gets the rows of the sharded variables that it closes over as its first argument."""
+
+
+def call_serially(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
+    """Return the result of a call on one rank, which cannot read the shards of others: it gets them as arguments."""
+    function = function._renewed()
+    callee, session, verb = function._callee, function._bound_session(), function._verb
+    with session.entered(verb):
+        deadline = session.deadline(options.timeout)
+        session.begin(verb, deadline)
+        shards = closed_over_shards(session, callee, deadline)
+        for each in function._options.updates:
+            variable = each[0] if isinstance(each, tuple) else each
+            if isinstance(variable, Shared) and variable.is_sharded:
+                raise ValueError(
+                    f"cannot assign variable {variable.name!r} in a serial call of {callee.name!r}: it is sharded, "
+                    "expected a parallel call, in which each rank assigns its own rows. The call has changed nothing."
+                )
+        positional, named = [], {}
+        for label, keyword, is_broadcast, value in callee.signature.bind(args, kwargs):
+            given = value if is_broadcast else _whole(session, value, label, callee.name)
+            if keyword:
+                named[keyword] = given
+            else:
+                positional.append(given)
+        values = [collectives.gather(session, variable, 0) for variable in shards]
+    if not shards:
+        return function._run(positional, named, options)
+    return _with_whole(function, session, shards)._run((tuple(values), *positional), named, options)
+
+
+def _whole(session: Session, value: Any, label: str, name: str) -> Any:
+    """Return an argument, with all rows of a sharded variable as an array."""
+    if is_nested(value) and holds(value, Shared):
+        leaves, structure = take_apart(value)
+        return build(structure, iter([_whole(session, leaf, label, name) for leaf in leaves]))
+    if not isinstance(value, Shared) or not value.is_sharded:
+        return value
+    check_owner(value._referent, session.variables, f"{name!r} argument {label!r}")
+    if value._referent.is_nested:
+        raise TypeError(
+            f"cannot call {name!r} serially: {label} is a nested sharded variable, whose rows would have to be passed "
+            "as several inputs. Call it in parallel, or share its arrays one by one."
+        )
+    return collectives.gather(session, value._referent, 0)
+
+
+def _with_whole(function: Any, session: Session, shards: Any) -> Any:
+    """Return the function that gets all rows of what ``function`` closes over, as its first argument."""
+    numbers = [variable.id for variable in shards]
+    known, made = _kept.get(function, (None, None))
+    if known != (session, numbers):
+        callee = function._callee
+        names = callee.bcast_inputs
+        names = [names] if isinstance(names, str) else list(names)
+        fn, updates = Whole(callee.fn, numbers), function._options.updates
+        made = function._alike(fn, bcast_inputs=[CLOSED_OVER, *names], outputs=callee.outputs, updates=updates)
+        _kept[function] = (session, numbers), made
+    return made
