@@ -491,6 +491,11 @@ class Replicated(Handle):
             )
 
     def __repr__(self) -> str:
-        count = None if self._num_steps is None else self._num_steps - self._num_here
-        age = f"is {count} steps old" if self._guard.is_behind and count else "may be behind a step that has failed"
-        return f"<synk.torch.Replicated {self._names}: the program's copy {age if self._guard.is_behind else 'is new'}>"
+        count = (self._num_steps or 0) - self._num_here
+        if not self._guard.is_behind:
+            age = "is up to date"
+        elif count > 0:
+            age = f"is {count} step{'s' * (count > 1)} old"
+        else:
+            age = "may be older than a step that has failed"
+        return f"<synk.torch.Replicated {self._names}: the program's copy {age}>"

@@ -283,23 +283,6 @@ def test_a_load_brings_back_what_was_lost_with_all_workers(runtime: Callable[...
     assert os.listdir(tmp_path) == ["run.pt"]
 
 
-def test_a_worker_that_was_killed_before_a_save_or_a_load(
-    subtests: Any, reused: Callable[..., Any], tmp_path: Path
-) -> None:
-    rt = reused(2)
-    for before_save, before_load in [(0, 1), (1, 1)]:
-        with subtests.test(before_save=before_save, before_load=before_load):
-            rep = synk.torch.replicate(*build("dropout"), runtime=rt)
-            run = rep.function(step)
-            run(*DATA[0])
-            kill_and_wait(pids(rt)[before_save])
-            rep.save(tmp_path / "run.pt")
-            expected = [float(run(*rows)) for rows in DATA[1:4]]
-            kill_and_wait(pids(rt)[before_load])
-            rep.load(tmp_path / "run.pt")
-            assert [float(run(*rows)) for rows in DATA[1:4]] == expected
-
-
 PROGRAM = '''
 """Trains, from its checkpoint where there is one, and prints the loss of each step."""
 import os, sys

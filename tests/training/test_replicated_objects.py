@@ -163,7 +163,7 @@ def test_a_copy_that_is_behind_is_not_used(subtests: Any, shared_runtimes: Any) 
         step(x, y)
     assert "the program's copy is 3 steps old" in repr(rep)
     rep.pull()
-    assert scheduler.last_epoch == rep.num_steps == 3 and "is new" in repr(rep)
+    assert scheduler.last_epoch == rep.num_steps == 3 and "is up to date" in repr(rep)
     with pytest.raises(TypeError, match="missing a required argument: 'y'"):  # which reaches no worker
         step(x)
     for name, use in uses.items():
