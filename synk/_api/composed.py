@@ -18,6 +18,7 @@ from synk._master.objects.shared import Shared
 from synk._master.processes.output import report
 from synk._pure.nested import take_apart
 from synk._pure.tracebacks import verb
+from synk._wire.apart import Silent
 from synk.errors import RemoteError, WorkerDied, add_note
 
 Call = Callable[..., Any]
@@ -42,9 +43,11 @@ class Composed(Function[P, R]):
         changes = bool(callee.changes) or any(callee.options["updates"])
         others = {"updates": changes, "per_rank": callee.per_rank, "on_oom": on_oom != "raise"}
         if block_rows := check_blocks(reproducible, others, self.__name__):
-            blocks: Function[..., Any] = Function(fn, **options | {"outputs": None})
-            call = self._checked(in_blocks(blocks, blocks.serial, call, self, self._num_ranks, block_rows))
-            serial = in_blocks(blocks.serial, blocks.serial, serial, self, lambda: 1, block_rows)
+            alone = Silent(fn)
+            blocks: Function[..., Any] = Function(alone, **options | {"outputs": None})
+            rowless: Function[..., Any] = Function(alone, **options)
+            call = self._checked(in_blocks(blocks, rowless, self, self._num_ranks, block_rows))
+            serial = in_blocks(blocks, rowless.serial, self, lambda: 1, block_rows)
         self._serial: Call = serial
         if check_on_oom(on_oom, changes, self.__name__):
             call = in_slices(call, callee.signature, self.__name__)

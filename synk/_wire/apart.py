@@ -10,6 +10,7 @@ import functools
 import inspect
 import io
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -118,6 +119,19 @@ class Apart(Quiet):
             variables.assigned = before
             for resident, state in zip(self._residents, states):
                 resident.restore(state, resident.version)
+
+
+class Silent:
+    """Calls a function whose result may not depend on the rank that it runs on: ``synk.comm`` is refused in it."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self._fn = fn
+        functools.update_wrapper(self, fn, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        comm: Any = sys.modules["synk"].comm
+        with comm._refused("it is built with reproducible=, and what the ranks say depends on their number"):
+            return self._fn(*args, **kwargs)
 
 
 CLOSED_OVER = "closed_over"
