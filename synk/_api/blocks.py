@@ -5,16 +5,19 @@ The blocks do not depend on the number of workers, and neither does the order in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from synk._api.options import check_subset
 from synk._api.plain import ScatteredArguments
+from synk._master.calls.call import CallOptions
 from synk._master.calls.signature import OPTION_NAMES
 from synk._master.objects.shared import Shared
+from synk._master.state.variable import Variable
 from synk._pure.comparison import MISSING, combine
+from synk._pure.limits import check_timeout
 from synk._pure.ops import EACH, Op, Reduction, is_int
 from synk._pure.output_ops import ops_of
 from synk._pure.shards import Selection
@@ -24,46 +27,48 @@ from synk._pure.tensors import array_of, is_tensor, tensor_of
 Call = Callable[..., Any]
 
 
-def in_blocks(
-    parallel: Call, serial: Call, otherwise: Call, function: Any, num_ranks: Callable[[], int], block_rows: int
-) -> Call:
+def in_blocks(blocks: Any, otherwise: Call, function: Any, num_ranks: Callable[[], int], block_rows: int) -> Call:
     """Return a call of ``function`` that has the same bits for any number of ranks.
 
     Parameters
     ----------
-    parallel, serial : callable
-        Calls of the same function under op None, on all ranks and on one.
+    blocks : Function
+        The same under op None.
     otherwise : callable
         The call of the function itself, for a call that has no rows.
     num_ranks : callable
-        Returns on how many ranks ``parallel`` runs.
+        Returns among how many ranks the blocks are divided.
     """
     callee = function._callee
 
     def call(*args: Any, batch: Any = None, timeout: Any = None, **options: Any) -> Any:
         subset = check_subset(options.pop("output_subset", None))
         given = {key: value for key, value in options.items() if key not in OPTION_NAMES}
+        _check_no_shards(callee.variables, callee.name)
         try:
-            selection = _rows_of(callee, args, given, batch)
+            scattered = ScatteredArguments(callee, args, given)
+            selection = scattered.select(batch)
         except Exception:
             otherwise(*args, batch=batch, timeout=timeout, **options)  # it says better what is wrong
             raise
+        _check_no_shards(scattered.leaves, callee.name)
         if selection is None or not selection.count:
             return otherwise(*args, batch=batch, timeout=timeout, output_subset=subset, **options)
-        num_whole = selection.count // block_rows
-        each, left = divmod(num_whole, num_ranks())
-        ends = (num_whole - left) * block_rows, num_whole * block_rows, selection.count
-
-        def run(call: Call, low: int, high: int, num_blocks: int) -> list[Any]:
-            part = _part(selection, low, high)
-            by_rank = call(*args, batch=part, num_slices=max(num_blocks, 1), timeout=timeout, **given)
-            by_rank = by_rank[:1] if call == serial else by_rank
-            return [value for values in by_rank for value in values] if num_blocks > 1 else list(by_rank)
-
-        values = run(parallel, 0, ends[0], each) if each else []
-        values += run(serial, ends[0], ends[1], left) if left else []
-        values += run(serial, ends[1], ends[2], 1) if ends[2] > ends[1] else []
-        rows = [min(block_rows, selection.count - low) for low in range(0, selection.count, block_rows)]
+        count, ranks = selection.count, num_ranks()
+        num_whole = count // block_rows
+        each, left = divmod(num_whole, ranks)
+        values: list[Any] = []
+        # As many blocks on each rank, then one on each of some, then the rows that make no whole block.
+        for low, num_blocks, among in (
+            (0, each, ranks), ((num_whole - left) * block_rows, 1, left), (num_whole * block_rows, 1, 1),
+        ):  # fmt: skip
+            high = min(low + num_blocks * among * block_rows, count)
+            if high > low:
+                part = _part(selection, low, high)
+                own = CallOptions(part, num_blocks, None, check_timeout(timeout), num_ranks=among)
+                by_rank = blocks._run(args, given, own)[:among]
+                values += [value for parts in by_rank for value in parts] if num_blocks > 1 else by_rank
+        rows = [min(block_rows, count - low) for low in range(0, count, block_rows)]
         if subset is not None:
             values = [_chosen(value, subset) for value in values]
         outputs = callee.outputs if subset is None else _chosen(callee.outputs, subset)
@@ -72,16 +77,13 @@ def in_blocks(
     return call
 
 
-def _rows_of(callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any) -> Selection | None:
-    """Return the rows of a call, or None if no argument has any."""
-    scattered = ScatteredArguments(callee, args, kwargs)
-    for leaf in scattered.leaves:
-        if isinstance(leaf, Shared) and leaf.is_sharded:
+def _check_no_shards(leaves: Iterable[Any], name: str) -> None:
+    for leaf in leaves:
+        if isinstance(leaf, (Shared, Variable)) and leaf.is_sharded:
             raise ValueError(
-                f"cannot call {callee.name!r}: got the sharded variable {leaf.name!r}, expected none: it is built with "
+                f"cannot call {name!r}: got the sharded variable {leaf.name!r}, expected none: it is built with "
                 "reproducible=, and ranks hold other rows of a variable than those of whole blocks. Pass an array."
             )
-    return scattered.select(batch)
 
 
 def _part(selection: Selection, low: int, high: int) -> Any:

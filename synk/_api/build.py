@@ -110,9 +110,9 @@ def function(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
         Whether ``"avg"``, ``"sum"``, ``"prod"``, ``"min"`` and ``"max"`` give the same bits for any number of workers.
         The function is called once for each block of so many rows (True: 1024), and the program combines the blocks in
         a fixed order. The outputs of all blocks go to the program. One call runs as many blocks as there are for all
-        ranks alike, and the first rank runs those that are left, so many rows and small blocks cost the least. The
-        result for a block must not depend on the rank. Not with ``updates``, ``per_rank``, ``on_oom`` or
-        sharded variables, and such a function cannot be submitted.
+        ranks alike, and one or two more run those that are left, so many rows and small blocks cost the least. The
+        result for a block must not depend on the rank: ``synk.comm`` is refused. Not with ``updates``, ``per_rank``,
+        ``on_oom`` or sharded variables, and such a function cannot be submitted.
     per_rank : bool
         Whether each rank contributes a value of its own (its random draws, its part of a search). Then ``"sum"``,
         ``"prod"``, ``"gather"`` and a callable op are allowed without rows to divide, that is, without a scattered

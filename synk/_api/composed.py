@@ -20,6 +20,7 @@ from synk._master.processes.output import report
 from synk._master.session import Session
 from synk._pure.nested import take_apart
 from synk._pure.tracebacks import verb
+from synk._wire.apart import Silent
 from synk.errors import RemoteError, WorkerDied, add_note
 
 Call = Callable[..., Any]
@@ -35,10 +36,12 @@ class Composed(Function[P, R]):
         super().__init__(fn, options, session)
         callee, call, serial = self._callee, super().__call__, super().serial
         if options.reproducible:
-            blocks: Function[..., Any] = Function(fn, replace(options, outputs=None), session)
             block_rows = BLOCK_ROWS if options.reproducible is True else int(options.reproducible)
-            call = self._checked(in_blocks(blocks, blocks.serial, call, self, self._num_ranks, block_rows))
-            serial = in_blocks(blocks.serial, blocks.serial, serial, self, lambda: 1, block_rows)
+            alone = Silent(fn)
+            blocks: Function[..., Any] = Function(alone, replace(options, outputs=None), session)
+            rowless: Function[..., Any] = Function(alone, options, session)
+            call = self._checked(in_blocks(blocks, rowless, self, self._num_ranks, block_rows))
+            serial = in_blocks(blocks, rowless.serial, self, lambda: 1, block_rows)
         self._serial: Call = serial
         if options.on_oom == "slices":
             call = in_slices(call, callee.signature, self.__name__)

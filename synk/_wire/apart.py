@@ -1,6 +1,6 @@
-"""A function in a wrapper that looks at it from outside: its outputs come apart by rank, and its run leaves no trace.
+"""A function in a wrapper: its outputs come apart by rank and its run leaves no trace, or it sees all rows of shards.
 
-``synk._api.op_check`` and ``synk._api.verify`` build ordinary functions of these wrappers.
+``op_check``, ``verify``, ``serial`` and ``blocks`` of ``synk._api`` build ordinary functions of these wrappers.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import functools
 import inspect
 import io
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -60,14 +61,26 @@ class Parts(Op):
         return [box.part for box in values]
 
 
-class Quiet:
-    """Calls a function without its prints, logs and warnings, and puts back settings and random generators.
-
-    It has the parameters of the function, for :func:`inspect.signature`.
+class Around:
+    """Calls a function with something around it. It has its name and parameters, for :func:`inspect.signature`.
 
     Parameters
     ----------
     fn : callable
+    """
+
+    __name__: str
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self._fn = fn
+        functools.update_wrapper(self, fn, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._fn(*args, **kwargs)
+
+
+class Quiet(Around):
+    """Calls a function without its prints, logs and warnings, and puts back settings and random generators.
 
     Notes
     -----
@@ -76,9 +89,8 @@ class Quiet:
     """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
-        self._fn = fn
+        super().__init__(fn)
         self._num_runs = 0
-        functools.update_wrapper(self, fn, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._num_runs += 1
@@ -127,11 +139,20 @@ class Apart(Quiet):
                 resident.restore(state, resident.version)
 
 
+class Silent(Around):
+    """Calls a function whose result may not depend on the rank that it runs on: ``synk.comm`` is refused in it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        comm: Any = sys.modules["synk"].comm
+        with comm._refused("it is built with reproducible=, and what the ranks say depends on their number"):
+            return self._fn(*args, **kwargs)
+
+
 CLOSED_OVER = "closed_over"
 """The first parameter of :class:`Whole`."""
 
 
-class Whole:
+class Whole(Around):
     """Calls a function that closes over sharded variables as if the rank held all their rows. It cannot assign them.
 
     It has the parameters of the function, and one before them: the values of the variables.
@@ -143,11 +164,9 @@ class Whole:
         The variables.
     """
 
-    __name__: str
-
     def __init__(self, fn: Callable[..., Any], numbers: Sequence[int]) -> None:
-        self._fn, self._numbers = fn, numbers
-        functools.update_wrapper(self, fn, updated=())
+        super().__init__(fn)
+        self._numbers = numbers
 
     @property
     def __signature__(self) -> inspect.Signature:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import synk
+from synk.errors import UnsupportedError
 
 RNG = np.random.default_rng(5)
 X = RNG.normal(size=(5003, 7)) * 10.0 ** RNG.integers(-8, 8, size=(5003, 1))
@@ -108,6 +109,33 @@ def test_what_does_not_go_with_it_is_refused(shared_runtimes: Any) -> None:
         f(np.ones(10))
     with pytest.raises(ValueError, match="got the sharded variable"):
         f(rt.shared(np.ones(8), sharded=True))
+    shard = rt.shared(np.ones(8), sharded=True)
+    f = rt.function(lambda x: x.sum() + shard.value.sum(), outputs="sum", reproducible=4)
+    with pytest.raises(ValueError, match="got the sharded variable"):
+        f(np.ones(10))
+
+
+@pytest.mark.parametrize("kind", [2, 0])
+def test_what_the_ranks_say_is_refused(shared_runtimes: Any, subtests: pytest.Subtests, kind: int) -> None:
+    """And is there again in the next call of another function."""
+    rt = shared_runtimes[kind]
+    uses = {
+        "rank": lambda x: x.sum() + synk.comm.rank,
+        "rows": lambda x: x.sum() / synk.comm.total_rows,
+        "rng": lambda x: x.sum() + synk.comm.rng.random(),
+        "all_reduce": lambda x: synk.comm.all_reduce(x.sum(), "sum"),
+        "send": lambda x: synk.comm.send(x, 0),
+    }
+    for name, use in uses.items():
+        f = rt.function(use, outputs="sum", reproducible=4)
+        for call in (f, f.serial):
+            for rows in (3, 10, 100):
+                with subtests.test(name, rows=rows), pytest.raises(UnsupportedError, match=r"cannot use synk\.comm\."):
+                    call(np.ones(rows))
+    assert rt.function(lambda x: synk.comm.total_rows, outputs="first")(np.ones(5)) == 5
+    alone = rt.function(lambda w: w + synk.comm.rank, bcast_inputs="w", outputs="first", reproducible=4)
+    with pytest.raises(UnsupportedError, match=r"cannot use synk\.comm\.rank"):
+        alone(1.0)
 
 
 def several(x: np.ndarray) -> Any:

@@ -25,7 +25,7 @@ if __name__ == "__main__" and os.environ.get("SYNK_TEST_FORKS_WORKERS"):
 
 import synk
 from support.talking import check_on_one_rank, talks
-from synk._wire.apart import Quiet
+from synk._wire.apart import Around
 
 OTHER_OPTIONS = ("output_subset",)
 FINE = {"equal", "per rank", "one per rank"}
@@ -63,7 +63,7 @@ def build(self: synk.Function, fn: Any, *args: Any, **options: Any) -> None:
 def is_users(function: synk.Function) -> bool:
     """Whether a function is the program's, and none of synk's own, which rely on what the ranks keep between calls."""
     is_own = str(getattr(function, "__module__", "")).startswith("synk.")
-    return not is_own and not isinstance(function._callee.fn, Quiet)
+    return not is_own and not isinstance(function._callee.fn, Around)
 
 
 plain_build = synk.Function.__init__
