@@ -63,7 +63,10 @@ PROGRAMS = {
             assert np.isclose(step(rows, targets).item(), alone)
             """,
         "synk.torch": "assert callable(synk.torch.all_reduce)",
-        "rep.pull()": "rep.pull()",
+        "rep.pull()": """
+            rep = synk.torch.replicate(model, optimizer)
+            rep.pull()
+        """,
         "model = synk.torch.DataParallel(model)": """
             expected = model(rows)
             model = synk.torch.DataParallel(model)
