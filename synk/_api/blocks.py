@@ -12,6 +12,7 @@ import numpy as np
 
 from synk._api.options import check_subset
 from synk._api.plain import ScatteredArguments
+from synk._master.calls.binding import bind
 from synk._master.calls.call import CallOptions
 from synk._master.calls.signature import OPTION_NAMES
 from synk._master.objects.shared import Shared
@@ -49,7 +50,7 @@ def in_blocks(blocks: Any, otherwise: Call, function: Any, num_ranks: Callable[[
             scattered = ScatteredArguments(callee, args, given)
             selection = scattered.select(batch)
         except Exception:
-            otherwise(*args, batch=batch, timeout=timeout, **options)  # it says better what is wrong
+            _check_as_a_call(function, args, given, batch)  # it says better what is wrong
             raise
         _check_no_shards(scattered.leaves, callee.name)
         if selection is None or not selection.count:
@@ -75,6 +76,15 @@ def in_blocks(blocks: Any, otherwise: Call, function: Any, num_ranks: Callable[[
         return combined(outputs, values, rows, repr(callee.name))
 
     return call
+
+
+def _check_as_a_call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any) -> None:
+    """Raise what an ordinary call with these arguments raises before it is sent."""
+    session, verb = function._bound_session(), function._verb
+    with session.entered(verb):
+        deadline = session.deadline(None)
+        session.begin(verb, deadline)
+        bind(session, function._callee, args, kwargs, CallOptions(batch), deadline)
 
 
 def _check_no_shards(leaves: Iterable[Any], name: str) -> None:

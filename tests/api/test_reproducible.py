@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from support.names import named
 
 import synk
 from synk.errors import UnsupportedError
@@ -169,3 +171,26 @@ def test_the_default_op_is_checked(shared_runtimes: Any) -> None:
         f.submit(np.zeros(3))
     with pytest.raises(ValueError, match=r"cannot repeat .* reproducible="):
         f.repeat(2, np.zeros(3))
+
+
+def test_wrong_input_is_refused_as_by_an_ordinary_call(shared_runtimes: Any, subtests: pytest.Subtests) -> None:
+    rt = shared_runtimes[2]
+    fn = named("total", lambda x, y: x.sum() + y.sum())
+    plain, blocks = rt.function(fn, outputs="sum"), rt.function(fn, outputs="sum", reproducible=4)
+    wrong: dict[str, Callable[[Any], Any]] = {
+        "row counts": lambda f: f(np.ones(10), np.ones(9)),
+        "batch": lambda f: f(np.ones(10), np.ones(10), batch=slice(0, 4.5)),
+        "mask": lambda f: f(np.ones(10), np.ones(10), batch=np.ones(9, bool)),
+        "missing": lambda f: f(np.ones(10)),
+        "type": lambda f: f(np.ones(10), {1, 2}),
+        "objects": lambda f: f(np.ones(10), object()),
+    }
+    for name, call in wrong.items():
+        with subtests.test(name):
+            said = []
+            for f in (plain, blocks):
+                with pytest.raises((TypeError, ValueError, IndexError)) as caught:
+                    call(f)
+                said.append((caught.type, str(caught.value)))
+            assert said[0] == said[1]
+            assert blocks(np.ones(10), np.ones(10)) == 20.0
