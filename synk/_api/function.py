@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
-from synk._api.op_check import OpCheck, hold_back, verify_first_call
+from synk._api.op_check import OpCheck, hold_back, verify_first_call, warning_first
 from synk._api.options import Options, call_options, can_try_again, check_repeats
 from synk._api.serial import call_serially
 from synk._master.calls.call import UNFIT, CallOptions, call_again, run_call
@@ -511,10 +511,12 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
     ) -> Callable[[Any], None] | None:
         """Verify the first call if it is to be, and return what must be done with the result of this one, if any."""
+        unverified = None
         if self._is_new:
             self._is_new = False
-            verify_first_call(self, args, kwargs, options)
-        return self._hold_back(args, kwargs, options)
+            unverified = verify_first_call(self, args, kwargs, options)
+        release = self._hold_back(args, kwargs, options)
+        return release if unverified is None else warning_first(unverified, release)
 
     def _hold_back(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions

@@ -52,6 +52,37 @@ def test_what_is_equal_or_raises_is_as_without(reused_checking: Any) -> None:
     assert rt.profile.records["total"].num_calls == 1
 
 
+def raises_once(key: str) -> Callable[[Any], Any]:
+    """A function that raises in its first run on each worker."""
+
+    def total(x: Any) -> Any:
+        import sys
+
+        if not hasattr(sys, key):
+            setattr(sys, key, True)
+            raise ValueError("not ready")
+        return x.sum()
+
+    return total
+
+
+def test_a_warning_may_be_an_error(reused_checking: Any) -> None:
+    f = reused_checking.function(TOTAL, outputs="avg")
+    with pytest.raises(RuntimeWarning, match=TEXT):
+        f(X)
+    assert f(X) == 7.5
+
+
+def test_a_check_that_cannot_be_made_warns(reused_checking: Any, subtests: pytest.Subtests) -> None:
+    for way, call in WAYS.items():
+        with subtests.test(way):
+            f = reused_checking.function(raises_once(f"_check {way}"), outputs="sum")
+            text = "the first call of 'total' could not be verified: ValueError: not ready"
+            with pytest.warns(RuntimeWarning, match=text) as caught:
+                assert call(f) == 15.0
+            assert [each.filename for each in caught] == [__file__]
+
+
 @pytest.fixture
 def reused_checking() -> Any:
     with synk.Runtime(2, backend="numpy", check=True) as rt, warnings.catch_warnings():
