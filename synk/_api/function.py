@@ -11,7 +11,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
-from synk._api.op_check import OpCheck, hold_back, verify_first_call, warning_first
+from synk._api.first_calls import verify_first_call, warning_first
+from synk._api.op_check import OpCheck, hold_back
 from synk._api.options import Options, call_options, can_try_again, check_repeats
 from synk._api.serial import call_serially
 from synk._master.calls.call import UNFIT, CallOptions, call_again, run_call

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -73,42 +72,6 @@ class OpCheck:
             return not shape or shape[0] > self.num_rows
         except Exception:  # it is given by name, has no shape, or cannot tell it
             return True
-
-
-verified: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The sessions whose functions are verified at their first calls: those of ``synk.fork(check=True)``."""
-
-
-def verify_first_call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> str | None:
-    """Warn if a call that is about to be made is not what the plain function computes.
-
-    Returns
-    -------
-    str or None
-        A warning for a call that succeeds although this could not be found out.
-    """
-    if function._bound_session() not in verified:
-        return None
-    what = f"the first call of {function.__name__!r}"
-    try:
-        how = {"batch": options.batch, "num_slices": options.num_slices, "timeout": options.timeout}
-        report = function.verify(*args, **how, **kwargs)
-    except Exception as error:  # most often one that the call itself raises
-        return f"{what} could not be verified: {type(error).__name__}: {error}"
-    if not report:
-        warn_at_users_line(f"{what} differs: {report}", RuntimeWarning)
-    return None
-
-
-def warning_first(text: str, release: Callable[[Any], None] | None) -> Callable[[Any], None]:
-    """Return what is to be done with the result of a call: warn, and then what was to be done anyway."""
-
-    def warn(result: Any) -> None:
-        warn_at_users_line(text, RuntimeWarning)
-        if release is not None:
-            release(result)
-
-    return warn
 
 
 def hold_back(

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from synk._api.build import Decorator, KeepingDecorator, build_function
+from synk._api.first_calls import verified
 from synk._api.function import Function, P
-from synk._api.op_check import verified
 from synk._api.options import KeptOptions, check_on_restart, entropy_of, is_integer
 from synk._master.calls.callee import Callee, distribute
 from synk._master.flight.queue import Queue
