@@ -12,6 +12,8 @@ from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, NoReturn
 
+import torch
+
 from synk.torch import _state as states
 
 _MARK = attrgetter("_version", "requires_grad")
@@ -29,6 +31,7 @@ class Guard:
 
     def __init__(self, objects: Sequence[Any]) -> None:
         self._objects, self._hooks = objects, list[Any]()
+        self._names = ", ".join(type(obj).__name__ for obj in objects)
         self.note_alike()
 
     def note_alike(self) -> None:
@@ -37,6 +40,9 @@ class Guard:
         self._owners = [(name, own, {**own}) for name, own in _owners(self._objects)]
         self._values = [value for _, _, before in self._owners for value in before.values()]
         self._tensors = [each for obj in self._objects if states.is_module(obj) for each in states.tensors_of(obj)]
+        rates = [pair for group in self._groups() for pair in group.items() if isinstance(pair[1], torch.Tensor)]
+        self._tensors += rates
+        self._sizes = [len(group["params"]) for group in self._groups()]
         self._marks = [_MARK(tensor) for _, tensor in self._tensors]
 
     def set_behind(self, is_behind: bool) -> None:
@@ -67,19 +73,28 @@ class Guard:
                 for key in {**before, **own}:
                     if key != "_opt_called" and not _is_same(own.get(key, self), before.get(key, self)):
                         return f"{key!r} of {name}"
+        if [len(group["params"]) for group in self._groups()] != self._sizes:
+            return "the parameters of an optimizer's groups"
         changed = [repr(name) for (name, tensor), mark in zip(self._tensors, self._marks) if _MARK(tensor) != mark]
         return changed[0] if changed else ""
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for obj in self._objects if states.is_optimizer(obj) for group in obj.param_groups]
 
     def __call__(self, *args: Any) -> NoReturn:
         """Refuse the use of an object, as its hook."""
         raise ValueError(
-            f"cannot use {', '.join(type(obj).__name__ for obj in self._objects)} in the program: the workers' copies "
+            f"cannot use {self._names} in the program: the workers' copies "
             "are newer. Call rep.pull() first, where rep is what replicate() has returned; `with rep.here():` also "
             "sends what you change."
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        self()  # hooks travel in pickles and copies of their modules
+        # Hooks travel in pickles and copies of their modules.
+        raise ValueError(
+            f"cannot pickle or copy {self._names}: the workers' copies are newer. In the body of a step use its own "
+            "parameters instead of the program's objects; elsewhere call rep.pull() first."
+        )
 
 
 def _owners(objects: Sequence[Any]) -> Iterator[tuple[str, dict[Any, Any]]]:
@@ -94,4 +109,4 @@ def _owners(objects: Sequence[Any]) -> Iterator[tuple[str, dict[Any, Any]]]:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and type(one) in {*states.PLAIN, tuple} and one == other)
+    return one is other or (type(one) is type(other) and (states.is_plain(one) or type(one) is tuple) and one == other)

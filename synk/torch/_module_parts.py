@@ -12,6 +12,7 @@ import torch
 from synk._pure.tensors import array_of
 from synk._wire.parcels import TravelPickler
 from synk.errors import SerializationError, UnsupportedError
+from synk.torch import _state as states
 
 
 def check(name: str, tensors: Sequence[torch.Tensor]) -> None:
@@ -57,8 +58,9 @@ def check_memory(what: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
 class _Pickler(TravelPickler):
     """Pickles a module without the values of its tensors."""
 
-    def __init__(self, file: Any, tensors: Sequence[torch.Tensor]) -> None:
-        super().__init__(file, protocol=5)
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.file = io.BytesIO()
+        super().__init__(self.file, protocol=5)
         self._numbers = {
             id(tensor): number
             for number, tensor in enumerate(tensors)
@@ -69,15 +71,39 @@ class _Pickler(TravelPickler):
         return self._numbers.get(id(obj)) if isinstance(obj, torch.Tensor) else None
 
 
+class _OfMakings(_Pickler):
+    """Pickles objects without optimizers, and without the attributes that are in their states."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        return type(obj).__name__ if states.is_optimizer(obj) else super().persistent_id(obj)
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type) or not hasattr(obj, "load_state_dict"):
+            return super().reducer_override(obj)
+        made, args, own, *others = obj.__reduce_ex__(5)
+        if isinstance(own, dict):
+            taken = states.numbers_of(obj) if states.is_module(obj) else obj.state_dict()
+            own = {name: value for name, value in own.items() if name not in taken or taken[name] is not value}
+        return made, args, own, *others
+
+
+def makings_of(name: str, objects: Any, tensors: Sequence[torch.Tensor]) -> bytes:
+    """Return what objects are made of as bytes: all but tensors, optimizers and what their states have."""
+    return _dumped(name, objects, _OfMakings(tensors))
+
+
 def pickled_without(name: str, module: Any, tensors: Sequence[torch.Tensor]) -> tuple[bytes, list[type]]:
     """Return a module pickled without some tensors, and the classes that the pickle names."""
-    file = io.BytesIO()
-    pickler = _Pickler(file, tensors)
+    pickler = _Pickler(tensors)
+    return _dumped(name, module, pickler), pickler.named
+
+
+def _dumped(name: str, obj: Any, pickler: _Pickler) -> bytes:
     try:
-        pickler.dump(module)
+        pickler.dump(obj)
     except Exception as error:
         raise SerializationError(
             f"cannot send module {name!r} to the workers: {type(error).__name__}: {str(error).rstrip('.')}. Make it of "
             "what can be pickled."
         ) from error
-    return file.getvalue(), pickler.named
+    return pickler.file.getvalue()

@@ -1,7 +1,8 @@
 """The rank's half of ``DataParallel``: a forward pass, and the same pass again with the gradients of its outputs.
 
 Nothing is kept from one call to the next but the module without its tensors, while the program sends the same one.
-Parameters and buffers come with each call, so the second pass begins where the first one did.
+Parameters and buffers come with each call, so the second pass begins where the first one did. Other attributes stay as
+a pass leaves them.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from synk.torch._adjoints import losses
 from synk.torch._batchnorm import synchronize
 from synk.torch._reduction import LOST, GradientSum, Options
 from synk.torch._undo import Undo
-from synk.torch._without_draws import SeenFromOutside
+from synk.torch._without_draws import SeenFromOutside, modes_kept
 
 _MASK = (1 << 64) - 1
 
@@ -83,7 +83,7 @@ class RankReplica(SeenFromOutside):
     def _run(self, fn: Callable[..., Any], trains: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             if not trains:
-                with torch.no_grad():
+                with torch.no_grad(), modes_kept(self.objects):
                     return _detached(fn(*self.objects, *args, **kwargs))
             # An interrupt may have broken off the exit of a no_grad() in an earlier call, and left grad mode off.
             torch.set_grad_enabled(cell.worker.settings.told("grad mode", torch.is_grad_enabled()))
@@ -208,9 +208,15 @@ def _hook_gradients(parameters: Sequence[torch.Tensor], hooks: dict[int, tuple[l
 
 def _is_apart(parameter: torch.Tensor, num_steps: int) -> bool:
     """Whether the ranks' values differ by more than rounding, which depends on the alignment of memory."""
+    if not (parameter.is_floating_point() or parameter.is_complex()):
+        return True
     eps = torch.finfo(parameter.dtype).eps
     values = torch.view_as_real(parameter) if parameter.is_complex() else parameter
     values = values.float() if values.element_size() < 4 else values
+    others = torch.stack([values.isnan(), values.isposinf(), values.isneginf()])
+    if len(set(comm.all_gather(np.array([_digest(others)])).ravel().tolist())) > 1:
+        return True
+    values = values.where(values.isfinite(), 0)
     highest, lowest = comm.all_reduce(values, "max"), comm.all_reduce(values, "min")
     return bool((highest - lowest).max() > 8 * num_steps * eps * torch.maximum(highest.abs(), lowest.abs()).max())
 

@@ -225,8 +225,9 @@ class GradientSum:
         share = self._call_share
         if self.share == LOST:
             raise ValueError(
-                "cannot reduce gradients that were kept back by no_sync(): those of this rank have ended with a worker "
-                "that died, or the rank had no rows. Call zero_grad() and begin with the first of these batches again."
+                "cannot reduce gradients that were kept back by no_sync(): those of this rank are gone with a worker "
+                "that died, a batch in which the rank had no rows, or a push(). Call zero_grad() and begin with the "
+                "first of these batches again."
             )
         if self.share is not None and self.share != share:
             raise ValueError(
@@ -298,6 +299,8 @@ class Bucket:
         kinds: dict[Any, list[tuple[int, torch.Tensor]]] = {}
         found = []
         for index, parameter in reversed(list(enumerate(parameters))):
+            if not (parameter.is_floating_point() or parameter.is_complex()):
+                continue  # it has no gradient
             key = parameter.dtype, parameter.device
             chosen = kinds.setdefault(key, [])
             if chosen and sum(each.nbytes for _, each in chosen) + parameter.nbytes > nbytes:

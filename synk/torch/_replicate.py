@@ -29,7 +29,7 @@ from synk._wire.parcels import dumps
 from synk.errors import ReentrancyError
 from synk.torch import _checkpoint, _rank, _state
 from synk.torch._guard import Guard
-from synk.torch._module_parts import check_memory, pickled_without
+from synk.torch._module_parts import check_memory, makings_of
 from synk.torch._reduction import Options
 from synk.torch._steps import StepFunction
 from synk.torch._threads import BusyThreads
@@ -162,7 +162,7 @@ class Replicated(Handle):
     """
 
     __slots__ = (
-        "__weakref__", "_as_pickled", "_calls", "_guard", "_lock", "_num_here", "_num_steps", "_objects", "_options",
+        "__weakref__", "_calls", "_guard", "_lock", "_made_of", "_num_here", "_num_steps", "_objects", "_options",
         "_resident", "_runtime", "_threads",
     )  # fmt: skip
 
@@ -258,14 +258,26 @@ class Replicated(Handle):
 
         Parameters, buffers, gradients, optimizers, flags, and numbers and texts among the modules' attributes come. All
         other attributes are each worker's own.
+
+        Warns
+        -----
+        RuntimeWarning
+            If the program had changed the objects while they were behind. The change is gone.
         """
         with self._lock:
             if self._guard.is_behind:
+                changed = self._guard.difference()
                 state = self._on_ranks("told")[0]
                 _state.load(self._objects, state["objects"])
                 for obj in filter(_state.is_optimizer, self._objects):
                     vars(obj)["_opt_called"] = True  # a scheduler that steps in the program looks at this
                 self._note_alike(state["num_steps"])
+                if changed:
+                    warn_at_users_line(
+                        f"pull() has undone what the program had changed while the workers' copies were newer: "
+                        f"{changed}. Change it again, inside of `with rep.here():`.",
+                        RuntimeWarning,
+                    )
 
     @verb
     def push(self) -> None:
@@ -287,7 +299,7 @@ class Replicated(Handle):
                     "change the program's objects; `with rep.here():` does both. rep.load(path) goes back to a file."
                 )
             num_steps = self._num_here if is_lost else self.num_steps
-            if is_lost or self._pickled() != self._as_pickled:
+            if is_lost or self._makings() != self._made_of:
                 self._replace(num_steps)
                 return
             state = {"num_steps": num_steps, "seed": self._options.seed, "objects": _state.dump(self._objects)}
@@ -314,16 +326,20 @@ class Replicated(Handle):
     def _note_alike(self, num_steps: int) -> None:
         self._num_steps = self._num_here = num_steps
         self._guard.note_alike()
-        self._as_pickled = self._pickled()
+        self._made_of = self._makings()
 
-    def _pickled(self) -> bytes:
-        """Return what the objects are made of as bytes: modules and hooks, without tensors and what ``take`` takes."""
-        parameters, optimizers = _state.parameters_of(self._objects), filter(_state.is_optimizer, self._objects)
-        modules = [obj for obj in self._objects if _state.is_module(obj)]
-        groups = [[group["params"] for group in obj.param_groups] for obj in filter(_state.is_optimizer, self._objects)]
-        made_of = modules, _rank.gradient_hooks(parameters), groups, [*map(_rank.left_out_of, optimizers)]
-        tensors = [tensor for obj in modules for _, tensor in _state.tensors_of(obj)]
-        return pickled_without(self._names, made_of, tensors)[0]
+    def _makings(self) -> bytes:
+        """Return what the objects are made of: all that ``take`` does not take."""
+        parameters = _state.parameters_of(self._objects)
+        others = [obj for obj in self._objects if not _state.is_optimizer(obj)]
+        optimizers = [
+            (_rank.left_out_of(obj), [group["params"] for group in obj.param_groups])
+            for obj in filter(_state.is_optimizer, self._objects)
+        ]
+        shapes = [(parameter.dtype, tuple(parameter.shape)) for parameter in parameters]
+        made_of = others, optimizers, _rank.gradient_hooks(parameters), shapes
+        tensors = [pair[1] for obj in filter(_state.is_module, self._objects) for pair in _state.tensors_of(obj)]
+        return makings_of(self._names, made_of, tensors)
 
     def _on_ranks(self, method: str, *given: Any) -> list[Any]:
         """Call a method of each rank's ``RankReplica``, and return what the ranks return."""

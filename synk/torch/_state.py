@@ -9,14 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 State = dict[str, Any]
 
-PLAIN = frozenset({int, float, bool, str, type(None)})
+_PLAIN = frozenset({int, float, complex, bool, str, type(None)})
 
 TABLES = frozenset(vars(torch.nn.Module())) - {"training"}
 """Attributes that every module has. All others are the user's."""
+
+
+def is_plain(value: Any) -> bool:
+    """Whether an attribute of a module is a number, a text or None, which travel with its state."""
+    return type(value) in _PLAIN or isinstance(value, np.generic)
 
 
 def is_module(obj: Any) -> bool:
@@ -62,7 +68,7 @@ def _dump_one(obj: Any, positions: dict[int, int]) -> State:
     if is_module(obj):
         parts = dict(obj.named_modules())
         return {
-            "numbers": [_numbers_of(part) for part in parts.values()],
+            "numbers": {name: numbers_of(part) for name, part in parts.items()},
             "requires_grad": {name: each.requires_grad for name, each in obj.named_parameters()},
             "tensors": {name: tensor.detach() for name, tensor in tensors_of(obj)},
             "gradients": {name: each.grad for name, each in obj.named_parameters()},
@@ -74,8 +80,8 @@ def _dump_one(obj: Any, positions: dict[int, int]) -> State:
     return {"state_dict": obj.state_dict()}
 
 
-def _numbers_of(part: torch.nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(part).items() if type(value) in PLAIN and name not in TABLES}
+def numbers_of(part: torch.nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(part).items() if is_plain(value) and name not in TABLES}
 
 
 def _has_extra(part: torch.nn.Module) -> bool:
@@ -96,13 +102,22 @@ def load(objects: Sequence[Any], states: Sequence[State]) -> None:
 
 def _load_module(module: Any, state: State) -> None:
     parts = dict(module.named_modules())
-    for part, numbers in zip(parts.values(), state["numbers"]):
-        own = _numbers_of(part)  # what is something else here, such as a tensor, is this process's own
-        vars(part).update({name: value for name, value in numbers.items() if name in own})
-    tensors = dict(tensors_of(module))
+    tensors, parameters = dict(tensors_of(module)), dict(module.named_parameters())
+    if parts.keys() != state["numbers"].keys() or parameters.keys() != state["gradients"].keys():
+        raise ValueError(
+            f"cannot take over the state of {type(module).__name__}: it has other modules or parameters, expected the "
+            "same in the program and on every worker. Add and remove them inside of `with rep.here():`."
+        )
+    for name, numbers in state["numbers"].items():
+        own = parts[name].__dict__  # what is something else here, such as a tensor, is this process's own
+        own.update({key: value for key, value in numbers.items() if key not in own or is_plain(own[key])})
+    for name in {**tensors, **state["tensors"]}:  # buffers that are None on one side
+        if name not in tensors or name not in state["tensors"]:
+            path, _, key = name.rpartition(".")
+            parts[path]._buffers[key] = None if name in tensors else _as_here(state["tensors"][name], parameters)
     with torch.no_grad():
-        for name, value in state["tensors"].items():
-            tensor = tensors[name]
+        for name in tensors.keys() & state["tensors"].keys():
+            tensor, value = tensors[name], state["tensors"][name]
             if tensor.shape != value.shape or tensor.dtype != value.dtype:  # as of a buffer that grows
                 tensor.data = value.to(tensor.device)
             else:
@@ -112,6 +127,12 @@ def _load_module(module: Any, state: State) -> None:
         tensors[name].grad = None if gradient is None else gradient.to(tensors[name].device)
     for name, extra in state["extra"].items():
         parts[name].set_extra_state(extra)
+
+
+def _as_here(value: torch.Tensor, parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return a copy of a buffer of elsewhere, where the parameters lie."""
+    device = next((each.device for each in parameters.values()), value.device)
+    return value.to(device, copy=True)
 
 
 def _load_optimizer(optimizer: Any, state: State, parameters: Sequence[torch.Tensor]) -> None:

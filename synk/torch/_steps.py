@@ -52,8 +52,8 @@ class StepFunction(Function[..., Any]):
     @verb
     def submit(self, /, *args: Any, **kwargs: Any) -> Any:
         """Submit the step without waiting for it; see :meth:`synk.Function.submit`."""
-        self._replicated._before_call(trains=self._trains)
-        pending = super().submit(*args, **kwargs)
+        with self._counted(0):
+            pending = super().submit(*args, **kwargs)
         if self._trains:
             pending.add_done_callback(lambda call: self._replicated._count(1 if call._error is None else None))
         return pending

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -36,13 +37,13 @@ class Undo:
 
     def __init__(self, objects: Sequence[Any], reduction: GradientSum) -> None:
         self._reduction = reduction
-        parts = states.parts_of(objects)
+        parts = self._parts = states.parts_of(objects)
         self._optimizers = [obj for obj in objects if states.is_optimizer(obj)]
         self._others = [obj for obj in objects if not (states.is_module(obj) or states.is_optimizer(obj))]
         self._tables: list[dict[str, Any]] = [
-            table for part in parts for table in (vars(part), part._parameters, part._buffers)
+            table for part in parts for table in (vars(part), part._parameters, part._buffers, part._modules)
         ]
-        self._buffers = [part._buffers for part in parts if part._buffers]
+        self._structure = self._present_structure()
         self._parameters = states.parameters_of(objects)
         self._draws, self._drawn = False, b""  # whether steps draw from the process's generators; their last states
         self._early: set[int] = set()  # positions of parameters that steps change before they communicate
@@ -68,7 +69,7 @@ class Undo:
         tables = [(table, table.copy()) for table in self._tables]
         # The copies of the last step are overwritten here. Nobody calls its ``put_back`` any more: that step has
         # completed, or the master has asked for a report since.
-        buffers = [each for table in self._buffers for each in table.values() if each is not None]
+        buffers = [each for part in self._parts for each in part._buffers.values() if each is not None]
         copies = self._copied([*buffers, *(self._parameters[index] for index in sorted(early))])
         groups = [[*map(_copied_group, obj.param_groups)] for obj in self._optimizers]
         slots = [{key: copy.deepcopy(each) for key, each in obj.state.items()} for obj in self._optimizers if is_early]
@@ -156,14 +157,29 @@ class Undo:
 
     def notice_reduction(self) -> None:
         """Note that the ranks are about to communicate. Parameters that have changed by now are kept in later steps."""
+        self._check_structure()
         if self._num_before is None and self._changed():
             self._num_before = -1
 
     def notice_end(self) -> None:
         """Note that the step has completed on this rank, and learn what later steps must keep."""
+        self._check_structure()
         if self._num_before is not None and cell.worker.num_collectives > self._num_before:
             self._early |= self._changed()
             self._is_early = self._is_early or self._has_stepped
+
+    def _present_structure(self) -> list[Any]:
+        return [each for part in self._parts for own in (part._modules, part._parameters) for each in own.values()]
+
+    def _check_structure(self) -> None:
+        """Raise ValueError if the body has added a module or a parameter, or removed one."""
+        now = self._present_structure()
+        if len(now) != len(self._structure) or not all(map(is_, now, self._structure)):
+            raise ValueError(
+                "cannot take a step: its body has added, removed or replaced a module or a parameter, which the other "
+                "workers and the optimizer do not know of, expected the model as it was. Change it inside of "
+                "`with rep.here():`."
+            )
 
     def _changed(self) -> set[int]:
         """Return which parameters were written or moved since the step began."""

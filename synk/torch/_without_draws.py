@@ -17,16 +17,26 @@ from synk.torch import _state as states
 def in_eval(objects: Sequence[Any], *, has_norms: bool) -> Iterator[None]:
     """Keep modules, batch norms only with ``has_norms``, in ``eval()``, also if the function calls ``train()``."""
     parts = [part for part in states.parts_of(objects) if has_norms or not isinstance(part, _BatchNorm)]
-    flags = [part.training for part in parts]
-    for part in parts:
-        part.training = False
-        part.__dict__["train"] = functools.partial(_stay, part)
+    with modes_kept(objects):
+        for part in parts:
+            part.training = False
+            part.__dict__["train"] = functools.partial(_stay, part)
+        try:
+            yield
+        finally:
+            for part in parts:
+                del part.__dict__["train"]
+
+
+@contextlib.contextmanager
+def modes_kept(objects: Sequence[Any]) -> Iterator[None]:
+    """Put the modules back into ``train()`` or ``eval()``, as they were, at the end."""
+    flags = [(part, part.training) for part in states.parts_of(objects)]
     try:
         yield
     finally:
-        for part, flag in zip(parts, flags):
+        for part, flag in flags:
             part.training = flag
-            del part.__dict__["train"]
 
 
 def _stay(module: torch.nn.Module, mode: bool = True) -> torch.nn.Module:

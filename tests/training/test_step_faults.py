@@ -246,7 +246,7 @@ def test_gradients_that_were_kept_back_on_a_worker_that_died_are_not_made_up(reu
     x, y = batches(1)[0]
     gather(x, y, False)
     kill_and_wait(pids(rt)[1])
-    with pytest.raises(ValueError, match="ended with a worker"):
+    with pytest.raises(ValueError, match="gone with a worker"):
         gather(x, y, True)
     rep.pull()
     model.zero_grad()

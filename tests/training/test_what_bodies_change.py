@@ -1,0 +1,258 @@
+"""What the body of a step, or the program in ``here()``, makes of the objects beyond the numbers in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from support.harness import kill_and_wait, pids
+from trainings import F, batches, differences, mlp, plain_step, rank_states, state_of
+
+import synk
+
+torch = pytest.importorskip("torch")
+
+
+class Growing(torch.nn.Module):
+    """Makes a buffer and numbers in its first pass, and drops a buffer; all later passes count on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.register_buffer("passes", None)
+        self.register_buffer("dropped", torch.ones(2))
+
+    def forward(self, x: Any) -> Any:
+        self.passes = torch.ones(1) if self.passes is None else self.passes + 1
+        self.dropped = None
+        self.count = getattr(self, "count", 0) + 1
+        self.scale = np.float64(0.5) * getattr(self, "scale", 1.0) + 0.5
+        return self.inner(x) * (1 + 0.01 * self.count + 0.02 * self.passes) * float(self.scale)
+
+
+@pytest.mark.filterwarnings("ignore:rank . .pid:RuntimeWarning")
+def test_what_a_body_makes_travels(reused: Callable[..., Any]) -> None:
+    """To a rank without rows, to one that was started again, and to the program."""
+    rt, model, plain = reused(2), Growing(), Growing()
+    optimizer, plain_optimizer = (torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, plain))
+    rep = synk.torch.replicate(model, optimizer, runtime=rt)
+    step = rep.function(plain_step, outputs="avg")
+    for number, (x, y) in enumerate(batches(6, (1, 8, 7))):
+        if number == 4:
+            kill_and_wait(pids(rt)[1])
+        loss = float(step(x, y))
+        assert abs(loss - float(plain_step(plain, plain_optimizer, x, y).detach())) < 1e-12
+    one, other = rank_states(rep)
+    assert differences(one, other) == []
+    rep.pull()
+    assert differences(state_of([plain, plain_optimizer]), state_of([model, optimizer]), 1e-12) == []
+    assert model.passes.tolist() == [6] and model.dropped is None and model.count == 6
+
+
+def add_layer(model: Any) -> None:
+    model.insert(1, torch.nn.Tanh())
+
+
+def add_norm(model: Any) -> None:
+    model.append(torch.nn.BatchNorm1d(2).double())
+
+
+def add_parameter(model: Any) -> None:
+    model.bias = torch.nn.Parameter(torch.zeros(2))
+
+
+def remove_layer(model: Any) -> None:
+    del model[1]
+
+
+STRUCTURE = (add_layer, add_norm, add_parameter, remove_layer)
+
+
+def test_a_body_that_changes_the_structure_is_refused(shared_runtimes: Any, subtests: Any) -> None:
+    for change in STRUCTURE:
+        with subtests.test(change=change.__name__):
+            model, plain = mlp(), mlp()
+            optimizer, plain_optimizer = (torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, plain))
+            rep = synk.torch.replicate(model, optimizer, runtime=shared_runtimes[2])
+
+            def body(model: Any, optimizer: Any, x: Any, y: Any, is_changed: Any, change: Any = change) -> Any:
+                if is_changed:
+                    change(model)
+                return plain_step(model, optimizer, x, y)
+
+            step = rep.function(body, outputs="avg", bcast_inputs=("is_changed", "change"))
+            for x, y in batches(3, (8, 7)):
+                with pytest.raises(ValueError, match=r"its body has added, removed or replaced .*rep\.here\(\)"):
+                    step(x, y, True)
+                step(x, y, False)
+                plain_step(plain, plain_optimizer, x, y)
+            rep.pull()
+            assert differences(state_of([plain]), state_of([model]), 1e-12) == []
+
+
+class Remembering(torch.nn.Module):
+    """Has a hidden state of its rows, which is each worker's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.gain, self.hidden = mlp(), 1.0, None
+
+    def forward(self, x: Any) -> Any:
+        self.hidden = x.sum(0) if self.hidden is None else self.hidden + x.sum(0)
+        return self.inner(x)
+
+
+def test_what_is_each_workers_own_stays_in_here(shared_runtimes: Any, subtests: Any) -> None:
+    changes: dict[str, Callable[[Any, Any], Any]] = {
+        "a mode": lambda model, optimizer: model.eval(),
+        "a number": lambda model, optimizer: setattr(model, "gain", 2.0),
+        "a rate": lambda model, optimizer: optimizer.param_groups[0].update(lr=0.1),
+        "weights": lambda model, optimizer: torch.nn.init.ones_(model.inner[0].weight),
+    }
+    for name, change in changes.items():
+        with subtests.test(change=name):
+            model = Remembering()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            rep = synk.torch.replicate(model, optimizer, runtime=shared_runtimes[2])
+            step = rep.function(plain_step, outputs="avg")
+            look = rep.function(lambda model, optimizer, x: model.hidden, trains=False, outputs=None)
+            (x, y), *_ = batches(1)
+            step(x, y)
+            with rep.here():
+                change(model, optimizer)
+            for hidden, rows in zip(look(x), (x[:4], x[4:])):
+                assert torch.equal(hidden, rows.sum(0))
+
+
+class Meter:
+    """Has an attribute that its state does not have."""
+
+    def __init__(self) -> None:
+        self.weight, self.total = 1.0, 0.0
+
+    def state_dict(self) -> Any:
+        return {"total": self.total}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.total = state["total"]
+
+
+def to_double(model: Any, optimizer: Any, scheduler: Any, meter: Any) -> None:
+    model.double()
+
+
+def other_rates(model: Any, optimizer: Any, scheduler: Any, meter: Any) -> None:
+    scheduler.lr_lambdas = [lambda epoch: 0.5**epoch]
+
+
+def other_meter(model: Any, optimizer: Any, scheduler: Any, meter: Any) -> None:
+    meter.weight = 3.0
+
+
+def other_groups(model: Any, optimizer: Any, scheduler: Any, meter: Any) -> None:
+    model.append(torch.nn.Linear(2, 2).to(model[0].weight.dtype))
+    torch.nn.init.ones_(model[-1].weight)
+    torch.nn.init.ones_(model[-1].bias)
+    optimizer.param_groups[0]["params"] += model[-1].parameters()
+
+
+def moved(model: Any, optimizer: Any, scheduler: Any, meter: Any) -> None:
+    optimizer.param_groups[0]["lr"].fill_(0.01)
+
+
+SENT: dict[str, Callable[..., None]] = {
+    "another dtype": to_double,
+    "what a scheduler's state leaves out": other_rates,
+    "what an object's state leaves out": other_meter,
+    "parameters of a group": other_groups,
+    "a rate that is a tensor": moved,
+}
+
+
+def made() -> tuple[Any, ...]:
+    model = mlp().float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.05, dtype=torch.float64))
+    return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch), Meter()
+
+
+def test_what_no_state_has_is_sent(shared_runtimes: Any, subtests: Any) -> None:
+    def body(model: Any, optimizer: Any, scheduler: Any, meter: Any, x: Any, y: Any) -> Any:
+        loss = plain_step(model, optimizer, x.to(model[0].weight.dtype), y.to(model[0].weight.dtype))
+        scheduler.step()
+        meter.total += meter.weight
+        return loss
+
+    for name, change in SENT.items():
+        with subtests.test(change=name):
+            objects, plain = made(), made()
+            model = objects[0]
+            rep = synk.torch.replicate(*objects, runtime=shared_runtimes[2])
+            step = rep.function(body, outputs="avg")
+            for number, (x, y) in enumerate(batches(5, (8, 7))):
+                if number == 2:
+                    rep.pull()
+                    for each in (objects, plain):
+                        change(*each)
+                    plain[0].load_state_dict(model.state_dict())
+                    if change is not to_double:  # which writes by .data
+                        with pytest.raises(ValueError, match=r"the program has changed .*rep\.push\(\)"):
+                            step(x, y)
+                    rep.push()
+                step(x, y)
+                body(*plain, x, y)
+            rep.pull()
+            atol = 1e-12 if change is to_double else 1e-5
+            assert differences(state_of(plain[:2]), state_of(objects[:2]), atol) == []
+            assert objects[3].total == plain[3].total and objects[2].last_epoch == 5
+
+
+def test_copies_of_which_one_is_no_number_are_apart(shared_runtimes: Any) -> None:
+    def body(model: Any, x: Any) -> Any:
+        with torch.no_grad():
+            model.weight[0, 0] = float("nan") if synk.comm.rank else float("inf")
+        return x.sum()
+
+    rep = synk.torch.replicate(torch.nn.Linear(5, 2), runtime=shared_runtimes[2])
+    step = rep.function(body, outputs="sum")
+    (x, _), *_ = batches(1)
+    step(x)
+    with pytest.raises(ValueError, match="workers' copies of Linear differ in 'weight'"):
+        step(x)
+
+
+def test_an_evaluation_leaves_the_mode(shared_runtimes: Any) -> None:
+    model = mlp()
+    rep = synk.torch.replicate(model, runtime=shared_runtimes[2])
+
+    def body(model: Any, x: Any) -> Any:
+        model.eval()
+        return model(x)
+
+    evaluate = rep.function(body, trains=False, outputs="gather")
+    for x, _ in batches(3):
+        assert torch.allclose(evaluate(x), model(x).detach(), rtol=0, atol=1e-14)
+    assert [state["training 0"] for (state,) in rank_states(rep)] == [True, True]
+
+
+def test_a_frozen_integer_parameter_and_a_call_that_was_not_sent(shared_runtimes: Any) -> None:
+    model, plain = mlp(), mlp()
+    model.register_parameter("places", torch.nn.Parameter(torch.arange(3), requires_grad=False))
+    rep = synk.torch.replicate(model, runtime=shared_runtimes[2])
+
+    @rep.function(outputs="avg")
+    def step(model: Any, x: Any, y: Any) -> Any:
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        return loss
+
+    (x, y), *_ = batches(1)
+    for call in (step, step.submit):
+        with pytest.raises(TypeError, match="missing a required argument"):
+            call(x)
+        model(x)  # it is not behind
+    step(x, y)
+    F.mse_loss(plain(x), y).backward()
+    rep.pull()
+    assert torch.allclose(model[0].weight.grad, plain[0].weight.grad, rtol=0, atol=1e-14)
