@@ -204,7 +204,6 @@ class Mailbox:
         copy[...] = array
         message = Outgoing(copy, peer, tag)
         message.offer()
-        message.kept = copy
         self._put(message)
 
     def _finish_sending(self, message: Outgoing) -> None:
@@ -384,5 +383,8 @@ class Mailbox:
         rendezvous = self._rendezvous
         assert message.body is not None
         if not read_memory(rendezvous.pids[sender], message.place, message.body):
-            rendezvous.fail(f"cannot receive on rank {self._rank}: the kernel cannot read the memory of rank {sender}.")
+            rendezvous.fail(
+                f"cannot receive on rank {self._rank}: the kernel no longer lets it read the memory of rank {sender}, "
+                "expected what was allowed at the start. Do not call prctl(PR_SET_DUMPABLE) or the like in a function."
+            )
         message.num_filled = message.body.size

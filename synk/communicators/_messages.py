@@ -50,7 +50,7 @@ class Outgoing:
     begin : int
         Where the message begins in the stream. Valid once its first line is in the ring.
     kept : ndarray or None
-        The private copy that is offered.
+        The private copy that is offered. It must live until it is read.
     is_lent : bool
         Whether the receiver is to read the sender's own array, and may not have done so.
     """
@@ -78,12 +78,12 @@ class Outgoing:
     def offer(self) -> None:
         """Let the ring say only where in this process's memory the message lies. It stays there until it is read."""
         self.line = LINE.pack(*self._header, address_of(self._body), self._prefix)
-        self.rest = self.rest[:0]
+        self.rest, self.kept = self.rest[:0], self._body
 
     def lend(self) -> None:
         """Offer the function's own array. The message is not done before it was read."""
         self.offer()
-        self.is_lent = True
+        self.is_lent, self.kept = True, None
 
     @property
     def is_done(self) -> bool:
