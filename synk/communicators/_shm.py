@@ -184,6 +184,8 @@ class ShmCommunicator(ShmCollectives):
         rows, sizes = None, None
         if kind != "scatter" or root == self.rank:
             rows = np.ascontiguousarray(array)
+            if out is not None and np.may_share_memory(rows, out):  # pieces of it are shown after others have come
+                rows = rows.copy()
             sizes = [len(array) // len(self.ranks)] * len(self.ranks) if kind in DIVIDED else None
 
         def place(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
