@@ -94,6 +94,11 @@ class GraphFunction:
 
     def _rows_of(self, batch_s: Any) -> np.ndarray:
         """Return the rows of the sharded variables that a slice or list, or one for each rank, picks on each rank."""
+        if not self._sharded:
+            raise ValueError(
+                f"cannot call {self.function.__name__!r}: got batch_s, expected none, because it has no variables in "
+                "sliceable_shareds. Use batch= for rows of the inputs."
+            )
         lengths = next(iter(self._sharded.values())).lengths
         has_parts = isinstance(batch_s, (list, tuple)) and any(np.ndim(each) or type(each) is slice for each in batch_s)
         each_rank = batch_s if has_parts else [batch_s] * len(lengths)
@@ -117,11 +122,11 @@ class GraphFunction:
 def function(
     inputs: Sequence[Any],
     outputs: Any = None,
-    bcast_inputs: Sequence[Any] = (),
+    bcast_inputs: Sequence[Any] | None = None,
     *,
-    updates: Any = (),
-    givens: Any = (),
-    sliceable_shareds: Sequence[SharedVariable] = (),
+    updates: Any = None,
+    givens: Any = None,
+    sliceable_shareds: Sequence[SharedVariable] | None = None,
     mode: Any = None,
     name: str = "graph",
 ) -> GraphFunction:
@@ -166,6 +171,7 @@ def function(
     [np.float64(5.0), np.float64(15.0)]
     >>> synk.close()
     """
+    bcast_inputs, sliceable_shareds, givens = bcast_inputs or (), sliceable_shareds or (), givens or ()
     listed = outputs if isinstance(outputs, list) else [] if outputs is None else [outputs]
     pairs = [(each[0], _op(each[1])) if isinstance(each, tuple) else (each, "avg") for each in listed]
     drawn, new = _updates_of(updates)
@@ -197,6 +203,7 @@ def function(
         updates=[(replicated[v], op) for v, (_, op) in new.items()],
     )
     variables = {**sharded, **replicated}
+    _send_set_values(variables)
     _fetch_values(variables)
     return GraphFunction(
         made_function,
@@ -275,23 +282,36 @@ _remotes: weakref.WeakKeyDictionary[SharedVariable, tuple[synk.Runtime, synk.Sha
 _seen: weakref.WeakKeyDictionary[SharedVariable, Any] = weakref.WeakKeyDictionary()
 
 
-def _remote(variable: SharedVariable, is_sharded: bool | None = None) -> synk.Shared:
+def _remote(variable: SharedVariable, is_sharded: bool | None = None) -> Any:
     """Return the variable on the workers. It is made when the first function uses it."""
+    found: Any
     runtime, found = _remotes.get(variable, (None, None))
     if is_sharded is None and found is None:
         raise ValueError(f"cannot find {variable} on the workers: no function made by function() uses it.")
-    if is_sharded is not None and (found is None or runtime is not synk.current() or found.is_sharded != is_sharded):
+    if is_sharded is not None and (found is None or runtime is not synk.current()):
         found = synk.shared(variable.get_value(borrow=True), sharded=is_sharded, name=variable.name)
-        _remotes[variable] = synk.current(), found
-    return found  # type: ignore[return-value]
+        _remotes[variable], _seen[variable] = (synk.current(), found), variable.get_value(borrow=True)
+    if is_sharded is not None and found.is_sharded != is_sharded:
+        whole, rows = "whole on every rank", "divided by rows (in sliceable_shareds)"
+        raise ValueError(
+            f"cannot use {variable} {rows if is_sharded else whole}: got a variable that another function uses "
+            f"{whole if is_sharded else rows}, expected one way for all. Make another shared variable."
+        )
+    return found
 
 
 def _send_set_values(variables: Iterable[SharedVariable]) -> None:
     """Give rank 0 the values that the program has set since the last ``_fetch_values``."""
     for variable in variables:
         shared, value = _remote(variable), variable.get_value(borrow=True)
-        if not shared.is_sharded and _seen.get(variable) is not value:
-            shared[0] = value
+        if _seen.get(variable) is value:
+            continue
+        if shared.is_sharded:
+            raise ValueError(
+                f"cannot send the value that was set in {variable}: it is one of sliceable_shareds, whose rows are "
+                "divided among the ranks. Use scatter(variable, value), or set_value(rank, variable, value)."
+            )
+        shared[0] = value
 
 
 def _fetch_values(variables: Iterable[SharedVariable]) -> None:

@@ -125,6 +125,28 @@ def test_updates_are_each_ranks_own(n_gpus: int) -> None:
     np.testing.assert_array_equal(synk.gather(s, nd_up=1), [[10, 10]] * n_gpus)
 
 
+def test_values_that_were_set_reach_the_workers(n_gpus: int) -> None:
+    """Also if another function is built meanwhile; what cannot reach them is refused."""
+    x, w = T.vector("x"), theano.shared(1.0, name="w")
+    f = synk.function([x], [(T.sum(x) * w, "first")], bcast_inputs=None, givens=None, sliceable_shareds=None)
+    x_dat = np.ones(4 * n_gpus)
+    assert f(x_dat) == [4.0]
+    w.set_value(5.0)
+    g = synk.function([x], [(T.sum(x) * w + 1, "first")])
+    assert w.get_value() == 5.0 and f(x_dat) == [20.0] and g(x_dat) == [21.0]
+    with pytest.raises(ValueError, match="got batch_s, expected none"):
+        f(x_dat, batch_s=slice(1))
+    with pytest.raises(ValueError, match=r"cannot use w divided by rows .* Make another shared variable"):
+        synk.function([], [(T.sum(w), "sum")], sliceable_shareds=[w])
+    s = theano.shared(np.arange(4.0 * n_gpus), name="s")
+    h = synk.function([], [(T.sum(s), "sum")], sliceable_shareds=[s])
+    total = s.get_value().sum()
+    assert h() == [total]
+    s.set_value(np.ones(4 * n_gpus))
+    with pytest.raises(ValueError, match=r"the value that was set in s: .* Use scatter"):
+        h()
+
+
 # -- training functions: a gradient on each rank, one all-reduce, the same update on all
 
 
