@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._pure.dtypes import BFLOAT16
+from synk._pure.dtypes import BFLOAT16, is_bfloat16
 from synk._pure.ops import REDUCE_OPS, REDUCTIONS
 from synk._pure.texts import short_repr
 from synk.errors import UnsupportedError
@@ -78,11 +78,14 @@ def check_out(out: Any, shape: tuple[int, ...], dtype: Any, array_type: Any = np
     ValueError
         If its type, shape, dtype or layout do not fit, or if it is read-only.
     """
-    if not isinstance(out, array_type) or out.shape != shape or out.dtype != dtype:
+    is_alike = isinstance(out, array_type) and out.shape == shape
+    if not is_alike or not (out.dtype == dtype or (is_bfloat16(out.dtype) and is_bfloat16(np.dtype(dtype)))):
         got = f"{getattr(out, 'dtype', type(out).__name__)} of shape {getattr(out, 'shape', ())}"
         raise ValueError(f"cannot write to out: got {got}, expected {dtype} of shape {shape}.")
     if not out.flags.c_contiguous or not getattr(out.flags, "writeable", True):
-        raise ValueError("cannot write to out: got an array that is read-only or not contiguous.")
+        raise ValueError(
+            "cannot write to out: got an array that is read-only or not contiguous. Pass numpy.empty(shape, dtype)."
+        )
     return out
 
 

@@ -86,7 +86,7 @@ class ShortPath:
         if type(array) is not np.ndarray or (receiver := self._free_rank(peer)) is None:
             return False
         number, nbytes, num_axes = NUMBERS.get(array.dtype), array.nbytes, array.ndim
-        if number is None or num_axes > MAX_INLINE_AXES or type(tag) is not int or tag < 0:
+        if number is None or num_axes > MAX_INLINE_AXES or type(tag) is not int or not 0 <= tag < 1 << 63:
             return False
         num_more = nbytes + (8 * num_axes if num_axes > 1 else 0) - INLINE_NBYTES
         total = (

@@ -5,7 +5,6 @@ Between GPUs that are joined by NCCL a subclass takes its place: ``NcclCollectiv
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -181,7 +180,10 @@ class Collectives:
         return self.arrays.received((yield from self._exchange("all_to_all", rows, blocks, -1, out)), out)
 
     def _exchange(self, kind: str, rows: np.ndarray | None, sizes: list[int] | None, root: int, out: Any) -> Steps:
-        place = functools.partial(self.arrays.host_place, out)
+        def place(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+            # What the ranks agree on is synk's bfloat16; a rank that has brought that of ml_dtypes gets it back.
+            return self.arrays.host_place(out, shape, dtype if rows is None else rows.dtype)
+
         return self.host.exchange_steps(kind, self.arrays.apart(rows, out), sizes, root, place)
 
     def _rows(self, kind: str, array: Any) -> np.ndarray:
@@ -207,7 +209,7 @@ class Collectives:
         return checked
 
     def _checked_sizes(self, kind: str, sizes: Sequence[int]) -> list[int]:
-        found, num_ranks = [int(size) for size in sizes], len(self.host.ranks)
+        found, num_ranks = [operator.index(size) for size in sizes], len(self.host.ranks)
         if len(found) != num_ranks or min(found) < 0:
             raise ValueError(
                 f"cannot {kind}: got sizes={found}, expected a number of rows for each of the {num_ranks} ranks of the "
@@ -267,6 +269,6 @@ def _flat(array: Any) -> Any:
 
 
 def _checked(tag: int) -> int:
-    if not isinstance(tag, (int, np.integer)) or tag < 0:
-        raise ValueError(f"cannot send or receive a message: got tag={tag!r}, expected an int from 0 on.")
+    if not isinstance(tag, (int, np.integer)) or not 0 <= tag < 1 << 63:
+        raise ValueError(f"cannot send or receive a message: got tag={tag!r}, expected an int from 0 to 2**63 - 1.")
     return int(tag)

@@ -373,6 +373,47 @@ def test_out_may_be_a_part_of_the_array(at: Any, place: Any) -> None:
     assert all(on_each(at(place), body))
 
 
+@pytest.mark.parametrize("place", [3, "little memory", "blind"])
+def test_rows_that_lie_in_out_and_become_more(at: Any, place: Any) -> None:
+    """The form is that of the collective before, but the rows of one rank take more pieces now."""
+    counts = (100_000, 50_000, 150_000)
+
+    def body(comm: Any) -> bool:
+        parts = [np.full(count, 10.0 + rank) for rank, count in enumerate(counts)]
+        comm.all_gather(np.zeros(counts[0]), 0)
+        out = np.zeros(sum(counts))
+        own = out[counts[0] : 2 * counts[0]] if comm.rank == 0 else np.empty(counts[comm.rank])
+        own[:] = parts[comm.rank]
+        assert comm.all_gather(own, 0, out=out) is out
+        np.testing.assert_array_equal(out, np.concatenate(parts))
+        return True
+
+    assert all(on_each(at(place), body))
+
+
+def test_bfloat16_of_ml_dtypes_stays(shared_runtimes: Any) -> None:
+    dtype = np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
+
+    def body(comm: Any) -> bool:
+        size, x = comm.world_size, np.arange(6).astype(dtype)
+        for name, count, of in (
+            ("gather", 6 * size, comm.gather), ("scatter", 6 // size, comm.scatter), ("to all", 6, comm.all_to_all),
+            ("joined", 6 * size, lambda array, **given: comm.all_gather(array, 0, **given)),
+        ):  # fmt: skip
+            for out in (None, np.empty(count, dtype)):
+                found = of(x) if out is None else of(x, out=out)
+                if found is None:  # of a gather on another rank
+                    assert name == "gather" and comm.rank
+                    continue
+                assert found.dtype == dtype or (name == "scatter" and comm.rank and out is None), name
+                assert found.shape == (count,)
+                if name == "joined":
+                    np.testing.assert_array_equal(found, np.tile(x, size))
+        return True
+
+    assert all(on_each(shared_runtimes[2], body))
+
+
 def test_torch_tensors_stay_tensors(shared_runtimes: Any) -> None:
     """Also those of a dtype that NumPy does not have."""
     torch = pytest.importorskip("torch")

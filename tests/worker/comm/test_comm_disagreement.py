@@ -116,6 +116,8 @@ REFUSED: list[tuple[type[Exception], str, str]] = [
     (ValueError, "each of the", "all_to_all(x(3), sizes=[3] * 9)"),
     (ValueError, "9", "send(x(2), 9)"),
     (ValueError, "tag=-1", "isend(x(3), 0, -1)"),
+    (ValueError, "tag=9223372036854775808", "send(x(3), 0, 1 << 63)"),
+    (TypeError, "integer", "all_to_all(x(3 * world_size), sizes=[3.5] * world_size)"),
     (ValueError, "-1", "recv(-1, like=x(2))"),
     (ValueError, "tag=0.5", "recv(0, 0.5)"),
     (ValueError, "out", "irecv(0, like=x(3), out=x(4))"),
