@@ -15,6 +15,7 @@ tries them in every order that a processor may choose. In one file because each 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import select
@@ -442,7 +443,8 @@ class Rendezvous:
         """Sleep until this rank is woken, but not for long. Return whether it was."""
         if not self._poll.poll(RECHECK_MS):
             return False
-        os.eventfd_read(self._eventfds[self.rank])
+        with contextlib.suppress(BlockingIOError):  # a thread that a function has left behind was quicker
+            os.eventfd_read(self._eventfds[self.rank])
         return True
 
     def rouse(self) -> None:
@@ -547,19 +549,13 @@ class Rendezvous:
         )
 
 
-def reset(segment: Segment, world_size: int, eventfds: Sequence[int]) -> None:
-    """Make the segment as new: counters at zero, no abort, no wake-up pending.
+def reset(segment: Segment, world_size: int) -> None:
+    """Make the segment as new: counters at zero, no abort. A wake-up that is pending ends a nap, and nothing else.
 
     Only the master calls this, while no rank is in a call: after ``set_abort``, and before a replacement of a worker
     that died begins.
     """
     segment.buffer[: ControlLayout(world_size).nbytes] = 0
-    # A wake-up for a rank that has died, or for a call that was aborted, must not end the first nap of a later one.
-    for eventfd in eventfds:
-        poll = select.poll()
-        poll.register(eventfd, select.POLLIN)
-        if poll.poll(0):
-            os.eventfd_read(eventfd)
 
 
 def set_abort(segment: Segment, eventfds: Sequence[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import time
@@ -69,10 +70,11 @@ class WiredRendezvous(Rendezvous):
         super().wait(look, is_message=is_message)
 
     def _nap(self) -> bool:
-        own = self._eventfds[self.rank]
         woken = {fd for fd, _ in self._poll.poll(RECHECK_MS)}
+        own = self._eventfds[self.rank]
         if own in woken:
-            os.eventfd_read(own)
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(own)
         return bool(woken)
 
     # -- ranks of other nodes ------------------------------------------------------------------------------------------

@@ -271,7 +271,6 @@ OTHERS = {
         "Rendezvous.__init__": ("store pids",),
         "Rendezvous._may_read_others": ("load pids",),
         "Rendezvous.is_reader": ("load readers",),
-        "reset": ("poll", "read eventfds"),  # while all ranks are idle: pipes come before and after
     },
     _short_path: {},
     _mailbox: {

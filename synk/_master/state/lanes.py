@@ -98,8 +98,6 @@ class Lane:
             num_ranks = processes.placement.total_ranks  # on one of several nodes they keep their numbers
             nbytes = required_nbytes(num_ranks, _COLLECTIVE_RANK_NBYTES)
             self.collective = Segment.create(nbytes, is_worker_writable=True, segment_id=next(self._ids))
-            # The words are as new before any rank learns of the segment.
-            reset(self.collective, num_ranks, processes.eventfds)
             processes.log.tell("lane", self.index)
 
     def abort_collectives(self, processes: Processes) -> None:
@@ -111,7 +109,7 @@ class Lane:
     def reset_collectives(self, processes: Processes) -> None:
         """Make collectives of functions usable again. All ranks must be idle."""
         if self.collective is not None:
-            reset(self.collective, processes.placement.total_ranks, processes.eventfds)
+            reset(self.collective, processes.placement.total_ranks)
 
     def close(self) -> None:
         """Release the memory. Safe to call more than once."""
