@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from synk._api.current import current
-from synk._master import collectives
-from synk._master.objects.shared import Shared
+from synk._api.engine import Shared, collectives
 from synk._master.session import Session
 from synk._master.state.variable import Variable, check_owner
 from synk._pure.tracebacks import verb

@@ -11,14 +11,14 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
+from synk._api.engine import Callee, PendingCall, install
 from synk._api.first_calls import verify_first_call, warning_first
 from synk._api.op_check import OpCheck, hold_back
 from synk._api.options import Options, call_options, can_try_again, check_repeats
 from synk._api.serial import call_serially
 from synk._master.calls.call import UNFIT, CallOptions, call_again, run_call
-from synk._master.calls.callee import Callee, FunctionHandle
+from synk._master.calls.callee import FunctionHandle
 from synk._master.calls.signature import OPTION_NAMES
-from synk._master.flight.pending import PendingCall
 from synk._master.session import Session, current_session
 from synk._pure.interrupts import holding
 from synk._pure.output_ops import DefaultOp
@@ -593,6 +593,9 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
             ("per_rank", callee.per_rank or ""),
         ]
         return table(f"synk.Function {self.__name__}", [(head, text) for head, text in rows if text])
+
+
+install(Function)
 
 
 def _argument(name: str) -> str:

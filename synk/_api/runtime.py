@@ -9,22 +9,29 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from synk._api.build import Decorator, KeepingDecorator, build_function
+from synk._api.engine import (
+    Callee,
+    Queue,
+    Session,
+    Shared,
+    Variable,
+    WorkerProcess,
+    distribute,
+    inline_process,
+    make_resident,
+    watch_over,
+)
 from synk._api.first_calls import verified
 from synk._api.function import Function, P
 from synk._api.options import KeptOptions, check_on_restart, entropy_of, is_integer
-from synk._master.calls.callee import Callee, distribute
-from synk._master.flight.queue import Queue
 from synk._master.objects.data import Data, make_data
-from synk._master.objects.resident import Resident, make_resident
-from synk._master.objects.shared import Shared
+from synk._master.objects.resident import Resident
 from synk._master.processes.placement import place
 from synk._master.processes.process import Process
 from synk._master.processes.program import check_program
 from synk._master.processes.reports import stacks, where
-from synk._master.processes.worker_process import WorkerProcess
-from synk._master.session import Session, refuse_limit, watch_over
+from synk._master.session import refuse_limit
 from synk._master.state.profile import Profile
-from synk._master.state.variable import Variable
 from synk._pure.environment import check_platform
 from synk._pure.limits import check_timeout
 from synk._pure.show import Text, table
@@ -136,9 +143,7 @@ class Runtime(Hinting):
         process_type: type[Process] = WorkerProcess
         if num_workers == 0:
             refuse_limit(timeout)
-            from synk._api.inline import InlineProcess  # with the worker's half
-
-            process_type = InlineProcess
+            process_type = inline_process()  # with the worker's half
         else:
             check_program()
         self._session = Session(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from synk._master import collectives
+from synk._api.engine import collectives
 from synk._master.calls.binding import closed_over_shards
 from synk._master.calls.call import CallOptions
 from synk._master.objects.shared import Shared

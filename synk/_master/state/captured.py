@@ -152,7 +152,8 @@ def find_culprit(fn: Any) -> str:
 
 def referred_in(handles: Sequence[Any]) -> Referred:
     """Return the variables and resident objects behind the handles that a function captured."""
+    referents = [handle._referent for handle in handles]
     return Referred(
-        {handle._referent for handle in handles if isinstance(handle._referent, Variable)},
-        {handle._referent for handle in handles if isinstance(handle._referent, ResidentObject)},
+        {each for each in referents if getattr(each, "kind", "") == "variable"},
+        {each for each in referents if getattr(each, "kind", "") == "resident"},
     )

@@ -52,6 +52,8 @@ class ResidentObject:
         The classes that its pickle names. Functions that use the object capture those of the program.
     """
 
+    kind = "resident"
+
     def __init__(self, residents: Residents, value: Any, name: str | None, dump: Any, load: Any) -> None:
         self.residents = residents
         self.id = next(residents.ids)

@@ -64,6 +64,7 @@ class Variable:
         Ranks whose value was lost with their worker.
     """
 
+    kind = "variable"
     __slots__ = (
         "__weakref__", "_has_common", "_spares", "buffers", "content", "dtypes", "front", "id", "is_sharded",
         "is_stale", "lost", "name", "shapes", "structure", "variables",

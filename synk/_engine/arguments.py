@@ -1,0 +1,83 @@
+"""What a call looks like: the values of its arguments, leaf by leaf, and the part of its look that fixes a plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from synk._master.calls.arguments import NEW_NBYTES, Argument
+from synk._master.calls.checked import Checks
+from synk._master.objects.data import Data
+from synk._pure.nested import PLAIN_TYPES
+
+_SCALARS = PLAIN_TYPES - {type(None)}
+
+
+def look(
+    callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], session: Any, is_submitted: bool
+) -> tuple[Any, list[Any], list[Argument] | None]:
+    """Return the key of a call's look, the values of its leaves, and the arguments if they had to be classified.
+
+    The number of rows is no part of the key. Most arguments are plain arrays, ``Data`` and numbers: their faces are found
+    without classifying them, and say as much.
+    """
+    signature = callee.signature
+    if not kwargs and signature._has_only_positional and signature._required <= len(args) <= len(callee.flags):
+        faces: list[Any] = []
+        values: list[Any] = []
+        for value, is_whole in zip(args, callee.flags):
+            kind = type(value)
+            if kind is np.ndarray:
+                dtype = value.dtype
+                if dtype.kind in "OV" or (value.base is not None and value.nbytes >= NEW_NBYTES):
+                    break
+                if is_whole:
+                    faces.append((dtype, value.shape, 0))
+                elif value.ndim:
+                    faces.append((dtype, value.shape[1:]))
+                else:
+                    break
+                values.append(value)
+            elif kind is Data and value._session is session:
+                contents = value._contents
+                if not is_whole and not value.ndim:
+                    break
+                faces.append((is_whole, contents.segment_id, contents.array.shape))
+                values.append(contents)
+            elif is_whole and kind in _SCALARS:
+                faces.append(None)
+                values.append(value)
+            else:
+                break
+        else:
+            return tuple(faces), values, None
+    arguments = classified(callee, args, kwargs, session, is_submitted)
+    return tuple(map(_face, arguments)), list(map(_value, arguments)), arguments
+
+
+def classified(
+    callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], session: Any, is_submitted: bool
+) -> list[Argument]:
+    """Return the arguments of a call, leaf by leaf, after all checks."""
+    checks = Checks(callee.name, callee.framework, session, is_submitted=is_submitted)
+    arguments = checks.arguments(callee.signature.bind(args, kwargs))
+    if callee.framework == "torch" or any(argument.is_tensor for argument in arguments):
+        session.tell_of_unused_gpus(callee.name)
+    return arguments
+
+
+def _face(argument: Argument) -> Any:
+    nest = None if argument.nest is None else (argument.nest.num_leaves, argument.nest.structure)
+    if argument.contents is None and argument.array is not None:
+        array = argument.array
+        shape = array.shape[1:] if argument.kind == "rows" else array.shape
+        dtype = argument.dtype
+        return argument.kind, shape, dtype, dtype.type, argument.tensor_dtype, argument.keyword, nest
+    return argument.key, argument.keyword, nest
+
+
+def _value(argument: Argument) -> Any:
+    if argument.contents is not None:
+        return argument.contents
+    return argument.value if argument.array is None else argument.array

@@ -1,0 +1,534 @@
+"""The one way of a call: begin (copy, note, ring each rank), then settle (hear, learn, reduce, build, commit).
+
+A call is made, then sent (it is in ``flight``, and its lane is its own), then ended, with a value or an error. It ends in
+:meth:`Call.settle` or, together with all others in flight, in ``Workers.recover``, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from synk._engine import wire
+from synk._engine.captures import Functions
+from synk._engine.layout import News
+from synk._engine.outputs import Outputs, loaded_objects
+from synk._engine.plan import Plan, pickled
+from synk._engine.residents import Residents, note_failed
+from synk._engine.rows import Division
+from synk._engine.things import Thing
+from synk._engine.variables import Variables
+from synk._engine.workers import Owed, Workers
+from synk._master.state.ledger import Transfer
+from synk._master.workers.failures import rebuild
+from synk._pure.ranges import round_up
+from synk._wire.control import NUM_LANES, Down
+from synk._wire.memory import Segment
+from synk.communicators._layout import required_nbytes
+from synk.communicators._rendezvous import reset, set_abort
+from synk.errors import CallCancelled, ClosedError, SerializationError, SynkError, WorkerDied
+
+_SLACK_NBYTES = 1 << 24
+_COLLECTIVE_RANK_NBYTES = 1 << 22
+
+_logger = logging.getLogger("synk")
+
+
+class Joint(Thing):
+    """The memory in which the functions of one lane communicate."""
+
+    kind = "lane"
+
+    def __init__(self, engine: Engine, index: int) -> None:
+        nbytes = required_nbytes(engine.world_size, _COLLECTIVE_RANK_NBYTES)
+        self.segment = Segment.create(nbytes, is_worker_writable=True, segment_id=next(engine.numbers))
+        self._index = index
+        super().__init__(engine, [self.segment])
+
+    def told(self, rank: int) -> tuple[Any, Sequence[Segment]]:
+        return (self._index, self.segment.id), ()
+
+
+class Lane:
+    """What a call in flight has to itself: the memory of its arguments, and on each rank the slot of its outputs.
+
+    Attributes
+    ----------
+    call : Call or None
+        The last call that took the lane, until it has ended.
+    staging : Segment or None
+    slots : dict of int to Segment
+        By rank: memory that the rank has made.
+    """
+
+    def __init__(self, engine: Engine, index: int) -> None:
+        self._engine, self.index = engine, index
+        self.call: Call | None = None
+        self.staging: Segment | None = None
+        self.slots: dict[int, Segment] = {}
+        self.division: Division | None = None
+        self.joint: Joint | None = None
+        self.down, self.up = engine.processes.blocks(index)
+
+    def staged(self, nbytes: int) -> Segment:
+        """Return staging memory of at least ``nbytes`` bytes."""
+        old = self.staging
+        if old is None or old.nbytes < nbytes:
+            wanted = max(nbytes, 1 << 16) if old is None else max(nbytes, min(2 * old.nbytes, nbytes + _SLACK_NBYTES))
+            self.staging = Segment.create(wanted, segment_id=next(self._engine.numbers))
+            self.staging.is_staging = True
+            if old is not None:
+                self._engine.free(old)
+        assert self.staging is not None
+        return self.staging
+
+    def joined(self) -> Joint:
+        """Return what ranks must know of the lane for ``synk.comm``."""
+        if self.joint is None:
+            self.joint = Joint(self._engine, self.index)
+        return self.joint
+
+    def show(self, division: Division, number: int) -> None:
+        """Write the rows of all ranks where ``synk.comm`` looks for them, and the number of the call."""
+        if division is not self.division:
+            running = dict(zip(division.ranks, division.rows))
+            world_size = len(division.bounds)
+            self.down[:, Down.PARTICIPATES] = [rank in running for rank in range(world_size)]
+            self.down[:, Down.ROWS] = [running.get(rank, 0) for rank in range(world_size)]
+            self.division = division
+        self.down[0, Down.CALL] = number
+
+
+class Call(Owed):
+    """A call in flight.
+
+    Attributes
+    ----------
+    has_ended : bool
+    value, error : object, BaseException or None
+    """
+
+    plan: Plan
+
+    def __init__(
+        self,
+        engine: Engine,
+        callee: Any,
+        plan: Plan,
+        values: Sequence[Any],
+        division: Division,
+        objects: list[Any] | None,
+        deadline: float | None,
+        started_ns: int,
+    ) -> None:
+        super().__init__(division.ranks, plan.what, deadline)
+        self._engine, self.callee, self.plan, self.lane = engine, callee, plan, plan.lane
+        self.division, self._values, self._objects = division, values, objects
+        self._started_ns = started_ns
+        self._news: dict[int, list[Any]] = {}
+        self._root: np.ndarray | None = None
+        self._brings = False
+        self._has_counted = False
+        self.has_ended = False
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self.future: weakref.ref[Any] | None = None  # whoever asks for the outcome of a submitted call
+
+    # -- begin --------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Copy what is passed by value, and ring each rank. The caller has the lock."""
+        engine, plan, division, lane = self._engine, self.plan, self.division, self.lane
+        plan.stage(self._values, division, self.callee.record, self.callee.repeated)
+        in_place = 0
+        if self._objects is not None:
+            wire.put_in_place(plan.object_place, self._objects)
+            in_place = len(self._objects)
+        self._values, self._objects = (), None
+        number = self.number = next(engine.numbers)
+        lane.show(division, number)
+        engine.counters["calls"] += 1
+        engine.is_sure = False
+        lane.call = engine.flight[number] = self  # before anything is sent: from here on ``recover`` knows of it
+        self._brings = bool(engine.functions.unsettled)
+        for rank in division.ranks:
+            engine.send(self, rank, plan.number, in_place, division.packed[rank], plan, plan.known_by_all)
+        engine.is_sure = True
+
+    # -- settle -------------------------------------------------------------------------------------------------------
+
+    def settle(self, until: float | None = None) -> bool:
+        """End the call. Whatever breaks off one of the steps leaves state as it was before the call.
+
+        Return False if not all ranks have answered by ``until``; the call is still in flight then.
+        """
+        if self.has_ended:
+            return True
+        engine = self._engine
+        try:
+            if not self.hear(until):
+                return False
+            for step in STEPS:
+                step(self)
+        except Exception as error:
+            is_own = isinstance(error, SynkError) or engine.is_sure
+            self._end(error)
+            if self.pending or not engine.is_sure:  # a death, a time limit: nobody is sure of the ranks
+                engine.recover(error)
+            if not is_own:
+                raise
+        except BaseException as error:
+            self._end(error)
+            engine.recover(error)
+            raise
+        self._drop()
+        engine.flight.pop(self.number, None)
+        return True
+
+    def hear(self, until: float | None = None) -> bool:
+        """Wait for all replies, and note what they tell of memory and layouts: that must not get lost."""
+        engine = self._engine
+        engine.is_sure = False
+        if self.pending and not engine.wait(self, until):
+            engine.is_sure = True
+            return False
+        for rank, (status, body, _) in self.replies.items():
+            if status == wire.TOLD:
+                self._note(rank, *body)
+            elif status == wire.UNREAD:  # the rank lacks what we believe: it is told again next time
+                engine.note_unread(rank, self.news.get(rank))
+        engine.is_sure = True
+        return True
+
+    def _note(self, rank: int, content: tuple[Any, ...], fds: list[int]) -> None:
+        news = News(*content)
+        self._news[rank] = news.objects
+        if news.slot:
+            self._engine.note_slot(self.lane, rank, fds.pop(0), news.slot)
+            self.plan.outputs = None
+        for number, which, nbytes in news.places:
+            segment = Segment(fds.pop(0), nbytes, is_writable=True, segment_id=0)
+            segment.is_worker_writable = True
+            variable = self._engine.variable(number)
+            if variable is not None:
+                variable.note_made(rank, which, segment)
+        if news.layout is not None:
+            self.plan.layouts[rank] = news.layout
+            self.plan.outputs = None
+
+    def learn(self) -> None:
+        """Raise the error of the lowest rank that failed. Else see that the outputs of the ranks fit together."""
+        engine, plan = self._engine, self.plan
+        if self._brings:
+            is_taken_in = all(status != wire.UNREAD for status, _, _ in self.replies.values())
+            engine.functions.settle(is_taken_in=is_taken_in)
+            self._brings = False
+        for status, _, _ in self.replies.values():
+            if status > wire.TOLD:
+                engine.raise_failures(self)
+        outputs = plan.outputs
+        if outputs is None or not outputs.fits(self.ranks):
+            callee, ranks = self.callee, list(self.ranks)
+            layouts = [plan.layouts[rank] for rank in ranks]
+            slots = self.lane.slots
+            outputs = Outputs(callee.name, callee.ops, plan.subset, ranks, layouts, slots, engine.world_size)
+            plan.outputs = outputs
+            sizes = Transfer("outputs", "output", sum(leaf.nbytes for layout in layouts for leaf in layout.leaves))
+            plan.transfers = callee.record.known((*plan.inputs, sizes))
+        if self.division.unequal and outputs.has_weights:
+            raise ValueError(self.division.unequal)
+
+    def reduce(self) -> None:
+        """Have the ranks put large outputs in place, each its share."""
+        engine, outputs = self._engine, self.plan.outputs
+        if outputs.result_nbytes:
+            lease = engine.memory.lease_result(outputs.result_nbytes)
+            shares = outputs.reductions(engine, lease.segment, self.division.rows)
+            if shares:
+                engine.ask(shares, self.what, "reduce", self.deadline)
+            self._root = lease.deliver()
+
+    def build(self) -> None:
+        """Put the result together. Nothing of it lies in memory that a later call writes."""
+        name, order = self.callee.name, None if self.division.owned is None else self.division.owned.order
+        objects: list[list[Any]] = []
+        if self._news:
+            objects = [loaded_objects(self._news.get(rank, []), name, rank) for rank in self.ranks]
+        self.value = self.plan.outputs.build(self.division.rows, objects, self._root, order)
+
+    def commit(self) -> None:
+        """Make what the ranks have assigned and changed count, on all of them: one store decides."""
+        engine, plan, ranks = self._engine, self.plan, self.ranks
+        if plan.has_state:
+            moves = engine.moves(plan.outputs.assigned, ranks)
+            if self.callee.changes:
+                engine.residents.note_changed(self.callee.changes, ranks)
+            self._has_counted = True
+            engine.commit(moves, ranks, self.number)
+        words = {rank: (spent_ns, 0, 0, 0, 0, 0) for rank, (_, _, spent_ns) in self.replies.items()}
+        wall_ns = time.monotonic_ns() - self._started_ns
+        self.callee.record.add(plan.transfers, ranks, self.division.rows, words, wall_ns)
+        self.has_ended = True
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def end(self, error: BaseException) -> None:
+        """The call has ended together with all others in flight."""
+        if not self.has_ended:
+            self._end(ended_with(self.what, error))
+            self._drop()
+
+    def _end(self, error: BaseException) -> None:
+        if self.has_ended:
+            return
+        if self._brings:
+            self._engine.functions.settle(is_taken_in=False)
+            self._brings = False
+        if self.plan.has_state and not self._has_counted:
+            self._engine.ended = max(self._engine.ended, self.number)
+        if self.callee.changes and self.number:
+            note_failed(self.callee.changes, error, has_counted=self._has_counted)
+        self.error, self.has_ended = error, True
+
+    def _drop(self) -> None:
+        """Let go of all but the outcome, which may be kept for long."""
+        if self.lane.call is self:
+            self.lane.call = None
+        self._news, self.replies, self._root, self._values = {}, {}, None, ()
+        if self.future is not None:
+            if self.error is not None:  # its frames hold arrays
+                BaseException.with_traceback(self.error, None)
+            future = self.future()
+            if future is not None:
+                future.note_end()
+            elif self.error is not None:
+                _logger.error(
+                    "a submitted call of %s failed, and nobody asked for its result: %r", self.what, self.error
+                )
+
+
+STEPS = (Call.learn, Call.reduce, Call.build, Call.commit)
+
+
+class Question(Owed):
+    """A message to some ranks that is no call: a share of a result, the state of an object, a load."""
+
+
+class Engine(Workers):
+    """The workers, the lanes, and what they share: one operation at a time."""
+
+    memory: Any
+
+    def __init__(self, processes: Any, *, max_restarts: int, counters: dict[str, int], on_restart: Any) -> None:
+        super().__init__(processes, max_restarts=max_restarts, counters=counters)
+        self.functions = Functions(self, on_restart)
+        self.parcels = self.functions
+        self.variables = Variables(self)
+        self.residents = Residents(self)
+        self.lanes: list[Lane] = []
+
+    def open_lanes(self) -> None:
+        self.lanes = [Lane(self, index) for index in range(NUM_LANES)]
+        self._last_lane = 0
+
+    # -- lanes --------------------------------------------------------------------------------------------------------
+
+    def next_lane(self) -> Lane:
+        """Return the lane of the next call. A call that had it before has ended."""
+        index = self._last_lane = (self._last_lane + 1) % NUM_LANES if self.flight else 0
+        lane = self.lanes[index]
+        if lane.call is not None:
+            lane.call.settle()
+        return lane
+
+    def calls(self) -> list[Call]:
+        """Return the calls that have not ended, oldest first."""
+        found = [lane.call for lane in self.lanes if lane.call is not None and not lane.call.has_ended]
+        return sorted(found, key=lambda call: call.number)
+
+    def settle_all(self) -> None:
+        for call in self.calls():
+            call.settle()
+
+    def settle_state(self) -> None:
+        """End calls in flight that use state: what comes next depends on whether they are committed."""
+        for call in self.calls():
+            if call.plan.has_state:
+                call.settle()
+
+    def settle_unsettled(self) -> None:
+        """End calls that brought parcels: nothing else is packed before it is known whether they have arrived."""
+        if self.functions.unsettled:
+            for call in self.calls():
+                if call._brings:
+                    call.settle()
+            if self.functions.unsettled:  # they were packed for a call that was never sent
+                self.functions.settle(is_taken_in=False)
+
+    def note_slot(self, lane: Lane, rank: int, fd: int, nbytes: int) -> None:
+        """Note that a rank has made a slot."""
+        old = lane.slots.get(rank)
+        lane.slots[rank] = Segment(fd, nbytes, is_writable=False, segment_id=next(self.numbers))
+        if old is not None:
+            self.forget(old.id)
+            old.close()
+
+    def on_trouble(self) -> None:
+        for lane in self.lanes:
+            if lane.joint is not None:
+                set_abort(lane.joint.segment, self.processes.eventfds)
+
+    def on_idle(self) -> None:
+        for lane in self.lanes:
+            if lane.joint is not None:
+                reset(lane.joint.segment, self.world_size)
+
+    def after_recovery(self) -> None:
+        for lane in self.lanes:
+            lane.call = None
+            lane.division = None
+        # A rank that was asked has forgotten which places it has made, and takes those that the program knows.
+        for rank in {rank for owed in self.flight.values() for rank in owed.ranks}:
+            for variable in self.variables.living():
+                self.by_rank[rank].known.discard(variable.number)
+        for owed in self.flight.values():
+            for rank, news in owed.news.items():
+                self.note_unread(rank, news)
+
+    def note_unread(self, rank: int, news: Any) -> None:
+        """Note that a rank may not have taken in the news that came with a message."""
+        worker = self.by_rank[rank]
+        if news is not None:
+            told, parcels = news
+            worker.known -= told
+            worker.parcels -= parcels
+        worker.parcels_state = worker.settings_state = -1
+
+    # -- questions ----------------------------------------------------------------------------------------------------
+
+    def ask(
+        self,
+        things: Mapping[int, Thing | None],
+        what: str,
+        phase: str,
+        deadline: float | None = None,
+        rows: bytes = wire.NO_ROWS,
+    ) -> dict[int, Any]:
+        """Send each rank a thing, or only the news, wait for the replies, and return what they bring.
+
+        Raises
+        ------
+        Exception
+            What a rank has raised.
+        """
+        question = Question(list(things), what, deadline)
+        question.phase, question.number = phase, next(self.numbers)
+        self.is_sure = False
+        self.flight[question.number] = question
+        for rank, thing in things.items():
+            numbers = () if thing is None else thing.numbers()
+            plan = wire.LOAD if thing is None or thing.kind == "resident" else thing.number
+            self.send(question, rank, plan, 0, rows, thing, numbers)
+        self.wait(question)
+        for rank, (status, _, _) in question.replies.items():
+            if status == wire.UNREAD:
+                self.note_unread(rank, question.news.get(rank))
+        self.is_sure = True
+        self.flight.pop(question.number, None)
+        if any(status > wire.TOLD for status, _, _ in question.replies.values()):
+            self.raise_failures(question)
+        return {rank: None if body is None else body[0] for rank, (_, body, _) in question.replies.items()}
+
+    def load(self, names: str, deadline: float | None) -> None:
+        """Have all ranks take in the functions that were packed."""
+        question = dict.fromkeys(range(self.world_size))
+        try:
+            self.ask(question, names, "distribute", deadline)
+        except BaseException:
+            self.functions.settle(is_taken_in=False)
+            raise
+        self.functions.settle(is_taken_in=True)
+
+    def raise_failures(self, owed: Owed) -> None:
+        """Raise what the lowest rank has raised. The others are named in a note."""
+        failures = []
+        is_unread = False
+        for _, (status, body, _) in sorted(owed.replies.items()):
+            if status in (wire.FAILED, wire.UNREAD):
+                is_unread = is_unread or status == wire.UNREAD
+                failures.append(body[0])
+        name = owed.what[1:-1] if owed.what[:1] == "'" else owed.what
+        if failures and is_unread:
+            raise SerializationError(
+                f"cannot load {owed.what} on the workers: {failures[0].type_name}: {failures[0].message}. "
+                "What a function needs must be importable there, or defined in the script itself."
+            ) from rebuild(failures, self.world_size, name)
+        if failures:
+            raise rebuild(failures, self.world_size, name)
+        if self.is_inline:
+            raise KeyboardInterrupt
+        raise CallCancelled(f"the call of {owed.what} was ended: a worker was interrupted. Call it again.")
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def variable(self, number: int) -> Any:
+        """Return a variable by its number, if it still exists."""
+        return next((each for each in self.variables.living() if each.number == number), None)
+
+    def moves(self, assigned: Sequence[Any], ranks: Sequence[int]) -> list[Any]:
+        """Return what turns when a call is committed: (variable, rank, place, shapes)."""
+        moves: list[Any] = []
+        if not assigned[0]:
+            return moves
+        by_number = {each.number: each for each in self.variables.living()}
+        for rank, own in zip(ranks, assigned):
+            moves += [(by_number[number], rank, which, found) for number, which, found in own]
+        absent = [rank for rank in range(self.world_size) if rank not in ranks]
+        for number, which, found in assigned[0] if absent else ():
+            variable = by_number[number]
+            if variable.is_sharded:
+                continue
+            # Ranks without rows get the value of the lowest rank that ran; otherwise replicas would drift apart.
+            value = variable.views(ranks[0], which, found)
+            for rank in absent:
+                spare = variable.spare(rank)
+                for target, source in zip(variable.room(rank, spare, found), value):
+                    np.copyto(target, source)
+                moves.append((variable, rank, spare, found))
+        return moves
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def free(self, segment: Segment) -> None:
+        """Free a segment: here now, on the ranks with their next message."""
+        self.forget(segment.id)
+        for function in list(self.functions.bound):
+            plans = function.plans_by_key
+            for key in [key for key, plan in plans.items() if segment.id in plan.segments or plan.staging is segment]:
+                plans.pop(key, None)
+        segment.discard()
+
+
+def ended_with(what: str, error: BaseException) -> BaseException:
+    """Return the error of a call that ``error`` has ended together with others."""
+    if isinstance(error, (WorkerDied, ClosedError)):
+        return copy.copy(error)
+    why = f"together with another: {error}" if isinstance(error, SynkError) else "by an interrupt."
+    cancelled = CallCancelled(f"the call of {what} was ended {why} Submit it again.")
+    cancelled.__cause__ = error if isinstance(error, Exception) else None
+    return cancelled
+
+
+def room_for_objects(parts: Sequence[Any], before: int) -> int:
+    """Return the room to give to objects: the next ones may be longer."""
+    needed = wire.nbytes_in_place(parts)
+    return before if needed <= before else round_up(needed + needed // 4, 1 << 10)
+
+
+__all__ = ["Call", "Engine", "Lane", "Question", "ended_with", "pickled", "room_for_objects"]

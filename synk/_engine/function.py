@@ -1,0 +1,213 @@
+"""From a call of ``synk.Function`` to its result, and the same for ``submit``: the verbs by which calls begin."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from synk._engine.arguments import classified, look
+from synk._engine.captures import Callee
+from synk._engine.engine import Call, ended_with, room_for_objects
+from synk._engine.pending import PendingCall
+from synk._engine.plan import Plan, found_plan, keep, packed_tables, pickled
+from synk._engine.rows import divide
+from synk._engine.session import Session
+from synk._master.calls.arguments import Argument
+from synk._master.calls.binding import _classes_in
+from synk._master.calls.plans import CallOptions
+from synk._pure.interrupts import holding
+from synk._pure.ops import EACH
+from synk._pure.tracebacks import outline
+
+_PLAIN = CallOptions()
+
+
+def call(
+    function: Any,
+    /,
+    *args: Any,
+    batch: Any = None,
+    num_slices: int = 1,
+    output_subset: Any = None,
+    timeout: float | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Call a function: what ``Function.__call__`` does."""
+    try:
+        check = function._op_check
+        if function._is_new or (check is not None and check.may_be_due(args)):
+            from synk._api.options import call_options
+
+            with holding():
+                options = call_options(batch, num_slices, output_subset, timeout)
+                return function._run_checked(args, kwargs, options)
+        if batch is None and output_subset is None and timeout is None and type(num_slices) is int and num_slices == 1:
+            return run(function, args, kwargs, _PLAIN)
+        from synk._api.options import call_options
+
+        return run(function, args, kwargs, call_options(batch, num_slices, output_subset, timeout))
+    except BaseException as error:
+        __tracebackhide__ = True
+        outline(error)
+        if sys.version_info < (3, 11):
+            raise error
+        raise
+
+
+def run(function: Any, args: Any, kwargs: dict[str, Any], options: CallOptions, was_compared: bool = False) -> Any:
+    """Run a call and return its result: what ``Function._run`` does, for calls and for what is made of calls."""
+    made = _begin(function, args, kwargs, options, is_submitted=False)
+    error = made.error
+    if error is None:
+        return made.value
+    try:
+        raise error
+    finally:
+        del made, error
+
+
+def submit(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions, release: Any
+) -> PendingCall[Any]:
+    """Send a call and return its future."""
+    function = function._renewed()
+    session = function._bound_session()
+    made = _begin(function, args, kwargs, options, is_submitted=True)
+    pending: PendingCall[Any] = PendingCall(session, function.__name__, made)
+    pending._release = release
+    return pending
+
+
+def _begin(function: Any, args: Any, kwargs: dict[str, Any], options: CallOptions, *, is_submitted: bool) -> Call:
+    """Begin a call, and end it unless it was submitted. What is broken off before it is the caller's is ended."""
+    started_ns = time.monotonic_ns()
+    function = function._renewed()
+    callee: Callee = function._callee
+    session: Session = function._bound_session()
+    made: Call | None = None
+    with session.entered(function._verb):
+        try:
+            deadline = session.deadline(options.timeout)
+            session.enter_call(function._verb, deadline)
+            made = _sent(session, callee, tuple(args), kwargs, options, deadline, started_ns, is_submitted)
+            if not is_submitted or session.is_inline:
+                made.settle()
+        except BaseException as error:
+            if not session.is_closed and (not session.is_sure or (made is not None and not made.has_ended)):
+                session.recover(error)
+            raise
+    return made
+
+
+def _sent(
+    session: Session,
+    callee: Callee,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: CallOptions,
+    deadline: float | None,
+    started_ns: int,
+    is_submitted: bool,
+) -> Call:
+    """Find or make the plan of a call, and send it."""
+    if options.num_slices > 1 and callee.changes:
+        raise ValueError(
+            f"cannot call {callee.name!r}: got num_slices={options.num_slices}, expected 1, because it changes "
+            "resident objects: each rank runs it once. Divide the rows inside the function."
+        )
+    if options.output_subset is not None and callee.ops is EACH:
+        raise TypeError(
+            f"cannot select outputs of {callee.name!r}: got output_subset and op None, which takes nothing apart, "
+            "expected an op for each output. Build it with outputs=(None, None) or the like."
+        )
+    face, values, arguments = look(callee, args, kwargs, session, is_submitted)
+    if callee.session is not session or callee.is_stale or callee.capture is None:
+        callee.load(session, deadline)
+    lane = session.next_lane()
+    key = lane.index, face, options.num_slices, options.output_subset, options.num_repeats
+    plan = found_plan(session, callee, key)
+    before = plan
+    objects: list[Any] | None = None
+    if plan is not None:
+        division = plan.choose(session, callee, values, options.batch, options.num_ranks)
+        if plan.objects:
+            objects = _objects(session, callee, [values[k] for k in plan.objects], plan.object_labels)
+        if plan.table_rooms:
+            arguments = arguments or classified(callee, args, kwargs, session, is_submitted)
+            packed_tables(arguments, division, callee.name)
+            for k, room in plan.table_rooms.items():
+                values[k] = arguments[k].array
+                if values[k].shape[1] > room:
+                    plan.is_outgrown = True
+        if not plan.fits(division) or (objects is not None and callee.object_room > len(plan.object_place)):
+            plan = None
+    if plan is None:
+        plan, division, objects, values = _made(
+            session, callee, args, kwargs, options, key, arguments, lane, before, is_submitted
+        )
+    if callee.is_stale:  # a class was met that the ranks lack
+        callee.load(session, deadline)
+    if plan.has_state:
+        if session.flight:
+            session.settle_state()
+        for resident in (*plan.residents, *plan.changes):
+            resident.check(f"call {callee.name!r}")
+        if is_submitted and plan.changes:
+            session.check_step(callee)
+        if plan.residents or plan.changes:
+            session.residents.bring_into_line([*plan.residents, *plan.changes])
+            for resident in (*plan.residents, *plan.changes):
+                resident.check(f"call {callee.name!r}")
+    made = Call(session, callee, plan, values, division, objects, deadline, started_ns)
+    made.begin()
+    return made
+
+
+def _made(
+    session: Session,
+    callee: Callee,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: CallOptions,
+    key: Any,
+    arguments: list[Argument] | None,
+    lane: Any,
+    before: Plan | None,
+    is_submitted: bool,
+) -> tuple[Plan, Any, list[Any] | None, list[Any]]:
+    """Make the plan of a call, and keep it."""
+    if arguments is None:
+        arguments = classified(callee, args, kwargs, session, is_submitted)
+    lengths = [(a.label, a.num_rows) for a in arguments if a.num_rows is not None]
+    shards = [(a.label, a.value) for a in arguments if a.kind == "shard"]
+    division = divide(session, callee, lengths, shards, options.batch, options.num_ranks)
+    packed_tables(arguments, division, callee.name)
+    for argument in arguments:
+        if argument.nest is not None:
+            callee.meet_classes(_classes_in(argument.nest.structure))
+        elif argument.kind == "resident":
+            callee.meet_classes(argument.value.classes)
+    objects: list[Any] | None = None
+    listed = [argument for argument in arguments if argument.kind == "object"]
+    if listed:
+        objects = _objects(session, callee, [a.value for a in listed], [a.label for a in listed])
+    if callee.is_stale:
+        callee.load(session, None)
+    plan = Plan(session, callee, lane, key, arguments, division, options, callee.object_room, before)
+    keep(callee, key, plan)
+    values = [a.contents if a.contents is not None else a.value if a.array is None else a.array for a in arguments]
+    return plan, division, objects, values
+
+
+def _objects(session: Session, callee: Callee, values: list[Any], labels: list[str]) -> list[Any]:
+    """Pickle the objects of a call. Their classes count as captured."""
+    parts, classes = pickled(values, labels, callee.name)
+    if classes:
+        callee.meet_classes(classes)
+    session.counters["bytes_pickled"] += len(parts[0])
+    callee.object_room = room_for_objects(parts, callee.object_room)
+    return parts
+
+
+__all__ = ["PendingCall", "call", "ended_with", "run", "submit"]

@@ -1,0 +1,129 @@
+"""Rank 0 in the program itself, for a debugger: the same orders and replies, answered at once."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from synk._engine import wire
+from synk._engine.rank import Rank
+from synk._engine.rank_loop import hello_of
+from synk._pure.interrupts import waiting
+from synk._wire.cell import cell
+from synk._wire.memory import Segment
+from synk._worker import failpoints as _failpoints
+
+
+class InlineLink:
+    """The connection to a rank in this process."""
+
+    is_open = True
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self._replies: deque[bytes] = deque()
+        self._bodies: dict[int, tuple[Any, list[int]]] = {}
+
+    def send_body(self, number: int, content: Any, segments: Sequence[Segment] = ()) -> int:
+        self._bodies = {number: (content, [os.dup(segment.fd) for segment in segments])}
+        return 0
+
+    def write(self, order: bytes) -> None:
+        """Answer an order."""
+        waiting(self._act, order)
+
+    def _act(self, order: bytes) -> None:
+        number = wire.ORDER.unpack_from(order)[0]
+        body, fds = self._bodies.pop(number, (None, []))
+        try:
+            status, content, segments = self._rank.answer(order, body, fds)
+        finally:
+            cell.worker = None  # Ctrl-C may come at any line
+        if status in wire.WITH_BODY:
+            self._bodies[number] = content, [os.dup(segment.fd) for segment in segments]
+        self._replies.append(wire.REPLY.pack(number, status, self._rank.spent_ns))
+        self._rank.tidy()
+
+    def say(self, number: int, status: int, content: Any) -> None:
+        self._bodies[number] = content, []
+        self._replies.append(wire.REPLY.pack(number, status, 0))
+
+    def read(self, nbytes: int) -> bytes:
+        return self._replies.popleft() if self._replies else b""
+
+    def receive_body(self, number: int) -> tuple[Any, list[int]]:
+        return self._bodies.pop(number)
+
+    def reset(self) -> None:
+        """Drop what was not read, and what the rank has told."""
+        self._replies.clear()
+        self._bodies.clear()
+        self._rank.variables.abandon()
+        self._rank.slots.clear()
+        self._rank.told_slots.clear()
+
+    def drain(self) -> None:
+        """Do nothing: bodies are taken by their orders."""
+
+    def close(self) -> None:
+        self.is_open = False
+
+
+class InlineProcess:
+    """Plays a rank without a process of its own."""
+
+    is_inline: ClassVar[bool] = True
+    exit_text = ""
+    started = 0.0
+    link: InlineLink
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.pid = rank, os.getpid()
+        self._half: Rank | None = None
+
+    def start(
+        self, setup: dict[str, Any], environment: dict[str, str], control_fd: int, token: bytes, extra: dict[str, int]
+    ) -> None:
+        """Make the rank, which says hello at once. It uses the environment and the import path of this process."""
+        control = Segment(os.dup(control_fd), setup["control_nbytes"], is_writable=True, segment_id=0)
+        eventfds = [extra[f"event{rank}"] for rank in range(setup["world_size"])]
+        half = Rank(setup["rank"], setup["world_size"], setup["backend"], setup["device"], control, eventfds)
+        control.close_fd()
+        half.failpoint = _failpoints.arm(setup["failpoints"], self.rank)
+        half.seed = setup["seed"]
+        self._half, self.link = half, InlineLink(half)
+        self.link.say(0, wire.READY, hello_of(half))
+
+    def watched(self) -> list[tuple[int, str]]:
+        return []
+
+    def interrupt(self) -> None:
+        """Do nothing: a call runs in the thread that sends it."""
+
+    def forward_output(self, fd: int) -> bool:
+        return True
+
+    def stderr_since(self, began: float) -> list[str]:
+        return []
+
+    def stacks(self) -> str:
+        return "inline: see the master's own stack"
+
+    def kill(self) -> None:
+        """Do nothing: there is no process to kill."""
+
+    def reap(self) -> str:
+        self.close()
+        return ""
+
+    def disown(self) -> None:
+        """Do nothing: the rank is a part of the forked child."""
+
+    def close(self) -> None:
+        """Drop the rank. A second call does nothing."""
+        half, self._half = self._half, None
+        if half is not None:
+            half.close()
+            self.link.close()

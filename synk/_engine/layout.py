@@ -1,0 +1,102 @@
+"""What both halves must agree on: how the inputs and the outputs of a call lie in memory, and shares of large ones."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from synk._wire.messages import Input, Leaf
+from synk._wire.variables import Shapes
+
+Assigned = tuple[tuple[int, int, Shapes], ...]
+"""What a call has assigned: the number of each variable, the place where the new value lies, and its shapes."""
+
+
+class Look(NamedTuple):
+    """What a plan tells its ranks.
+
+    Attributes
+    ----------
+    inputs : tuple of Input
+        Kind ``"picked"``: an array in staging memory that holds the rows of the call and no others.
+    object_at, indices_at, local_at : int
+        Where in the staging memory pickled objects and rows lie; -1: nowhere.
+    """
+
+    function: int
+    lane: int
+    staging: int
+    inputs: tuple[Input, ...]
+    num_slices: int
+    subset: tuple[Any, ...] | None
+    num_repeats: int
+    is_rowless: bool
+    nests: bytes
+    object_at: int
+    indices_at: int
+    local_at: int
+    num_indices: int
+    changes: tuple[int, ...]
+
+
+class Layout(NamedTuple):
+    """What a function has returned on one rank.
+
+    Attributes
+    ----------
+    skeleton : bytes
+        A pickle of the result, with the position of each leaf in its place.
+    leaves : tuple of Leaf
+    places : tuple of int
+        Where each of them begins in the slot.
+    assigned : Assigned
+    """
+
+    skeleton: bytes
+    leaves: tuple[Leaf, ...]
+    places: tuple[int, ...]
+    assigned: Assigned
+
+
+class News(NamedTuple):
+    """The body of a reply that is new.
+
+    Attributes
+    ----------
+    layout : Layout or None
+        None: as last time.
+    objects : list of (name, pickle)
+        The outputs that lie in no slot.
+    slot : int
+        The size of a new slot; 0 if there is none. Its descriptor comes first.
+    places : list of (variable, which, nbytes)
+        Places of variables that the rank has made, in the order of their descriptors.
+    """
+
+    layout: Layout | None
+    objects: list[tuple[str, bytes]]
+    slot: int
+    places: list[tuple[int, int, int]]
+
+
+class Share(NamedTuple):
+    """One rank's part in one large output.
+
+    Attributes
+    ----------
+    op : str
+        Reduces ``count`` elements of all sources; empty: copies the one source.
+    dtype
+    count : int
+    sources : list of (int, int)
+        Memory and offset, one for each rank that votes.
+    at : int
+        Where the part goes in the result.
+    rows : list of int
+    """
+
+    op: str
+    dtype: Any
+    count: int
+    sources: list[tuple[int, int]]
+    at: int
+    rows: list[int]

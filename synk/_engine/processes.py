@@ -1,0 +1,280 @@
+"""The processes of the ranks: start, watch, bury, end. It sends no order and knows no call."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from synk._engine.wire import Link
+from synk._master.processes.placement import HASH_SEED, Placement, hash_seed_of
+from synk._master.processes.processes import ARMED, eventfd
+from synk._master.processes.program import setup_message, startup_text
+from synk._master.processes.worker_process import WorkerProcess
+from synk._pure.environment import spin_s
+from synk._pure.interrupts import LOOK_S, deferred, waiting
+from synk._pure.limits import poll_ms
+from synk._wire.channel import Patience
+from synk._wire.control import Down, control_blocks, control_nbytes
+from synk._wire.descriptors import NONE, Descriptor
+from synk._wire.memory import Segment
+from synk.errors import StartupError
+
+_LOOK_MS = int(1000 * LOOK_S)
+
+
+class RankProcess(WorkerProcess):
+    """The process of a rank."""
+
+    _channel_type: Any = Link
+    _module = "_engine.rank_loop"
+
+    def _open(self, token: bytes) -> dict[str, int]:
+        theirs = super()._open(token)
+        os.set_blocking(self.link.read_fd, False)
+        return theirs
+
+    @property
+    def link(self) -> Link:
+        link: Any = self.channel
+        return link
+
+
+class Worker:
+    """One rank as the program knows it, whichever process plays it now.
+
+    Attributes
+    ----------
+    process : RankProcess
+    known : set of int
+        The numbers of the things that it knows.
+    parcels : set of int
+        The parcels that it holds; ``parcels_state`` and ``settings_state`` say of which state it was told.
+    forgets : list
+        What the next body tells it to forget.
+    committed : int
+        The last call with state that it ran and that was committed.
+    is_ready : bool
+        Whether it has said hello.
+    is_dead : bool
+        Whether it was buried, or never started as a whole.
+    """
+
+    def __init__(self, rank: int, process: Any) -> None:
+        self.rank = rank
+        self.num_starts = 0
+        self.is_prepared = True
+        self.exit_text = ""
+        self.begin(process)
+        self.is_dead = True
+
+    def begin(self, process: Any) -> None:
+        """Start over with a process that knows nothing."""
+        self.process = process
+        self.known: set[int] = set()
+        self.parcels: set[int] = set()
+        self.parcels_state = self.settings_state = -1
+        self.forgets: list[tuple[str, int, Any]] = []
+        self.committed = 0
+        self.hello: Any = None
+        self.description = ""
+        self.is_dead = self.is_ready = False
+
+    @property
+    def link(self) -> Link:
+        link: Link = self.process.link
+        return link
+
+
+class _Poll:
+    """What the patience waits for: Ctrl-C may be raised where it sleeps."""
+
+    def __init__(self) -> None:
+        self.poll_object = select.poll()
+        self._look = self.poll_object.poll
+
+    def poll(self, timeout_ms: int | None = None, /) -> list[tuple[int, int]]:
+        if timeout_ms == 0:
+            return self._look(0)
+        return waiting(self._look, _LOOK_MS if timeout_ms is None else min(timeout_ms, _LOOK_MS))
+
+
+class Processes:
+    """The processes of one runtime. Nothing is opened before :meth:`start`.
+
+    Attributes
+    ----------
+    by_rank : list of Worker
+    down, up : ndarray of int64, shape (world_size, BLOCK_LENGTH)
+        The words of lane 0; see ``synk._wire.control``.
+    is_inline : bool
+    """
+
+    def __init__(self, placement: Placement, *, process_type: Any, seed: int) -> None:
+        self.placement = placement
+        self.devices: tuple[str, ...] = placement.devices
+        self.world_size = len(self.devices)
+        self.is_inline: bool = process_type.is_inline
+        self.is_closed = False
+        self.seed = seed
+        self.by_rank: list[Worker] = []
+        self.eventfds: list[Descriptor] = []
+        self.down = self.up = np.empty((0, 0), np.int64)
+        self._process_type = process_type
+        self._hash_seed = hash_seed_of(os.environ, seed)
+        self._failpoints = ARMED.get()
+        self._spin_s = spin_s()
+        self._control: Segment | None = None
+        self._watched: dict[int, tuple[str, Worker | None]] = {}
+        self._poll = _Poll()
+        self._patience = Patience(self._spin_s)
+        self._wake_fd: int = NONE
+
+    # -- starting -----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start one process for each rank.
+
+        Raises
+        ------
+        StartupError
+        """
+        try:
+            self._wake_fd = eventfd()
+            self._watch(self._wake_fd, "wake", None)
+            self._control = Segment.create(control_nbytes(self.world_size), is_worker_writable=True)
+            self.down, self.up = self.blocks(0)
+            self.down[:, Down.INTERRUPT] = 0
+            self.eventfds = [eventfd() for _ in range(self.world_size)]
+        except OSError as error:
+            raise StartupError(startup_text("the runtime", error)) from error
+        for rank in range(self.world_size):
+            self.by_rank.append(Worker(rank, self._process_type(self.placement.first_rank + rank)))
+            self._begin(self.by_rank[rank], self._failpoints)
+
+    def start_again(self, worker: Worker) -> None:
+        """Start a new process for a rank whose process has ended."""
+        self.bury(worker)
+        worker.process = self._process_type(self.placement.first_rank + worker.rank)
+        self._begin(worker, [point for point in self._failpoints if point[2] == 0])
+
+    def _begin(self, worker: Worker, failpoints: Sequence[Sequence[Any]]) -> None:
+        assert self._control is not None
+        process, rank, placement = worker.process, worker.rank, self.placement
+        setup = setup_message(placement, rank, failpoints)
+        worker.num_starts += 1
+        number = placement.first_rank + rank
+        # A replacement must not draw the random numbers of its predecessor again.
+        setup["seed"] = [self.seed, number] if worker.num_starts == 1 else [self.seed, number, worker.num_starts]
+        setup |= {"control_nbytes": self._control.nbytes, "spin_s": self._spin_s, "hash_seed": self._hash_seed}
+        environment = {**placement.environment(rank), HASH_SEED: self._hash_seed}
+        events: dict[str, int] = {f"event{peer}": fd for peer, fd in enumerate(self.eventfds)}
+        process.start(setup, environment, self._control.fd, b"", events)
+        for fd, kind in process.watched():
+            self._watch(fd, kind, worker)
+        worker.begin(process)  # last: if the start fails, the rank counts as dead
+
+    def blocks(self, lane: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the control blocks ``(down, up)`` of a lane."""
+        assert self._control is not None
+        return control_blocks(self._control.buffer, self.world_size, lane)
+
+    # -- watching -----------------------------------------------------------------------------------------------------
+
+    def _watch(self, fd: int, kind: str, worker: Worker | None) -> None:
+        self._watched[int(fd)] = kind, worker
+        self._poll.poll_object.register(fd, select.POLLIN)
+
+    def _unwatch(self, fd: int) -> None:
+        if self._watched.pop(int(fd), None) is not None:
+            self._poll.poll_object.unregister(fd)
+
+    def events(self) -> list[tuple[int, int]]:
+        """Return what has happened, without waiting."""
+        return self._poll.poll(0)
+
+    def wait(self, seconds: float | None, *, awake: bool = True) -> list[tuple[int, int]]:
+        """Return what happens within a time limit: awake at first, if that pays."""
+        timeout_ms = None if seconds is None else poll_ms(seconds)
+        if not awake:
+            return self._poll.poll(timeout_ms)
+        events: list[tuple[int, int]] = self._patience.wait(self._poll, timeout_ms)
+        return events
+
+    def sort(self, events: Sequence[tuple[int, int]]) -> tuple[list[Worker], list[Worker], bool]:
+        """Return who has answered, who has ended, and whether another thread woke this one. Pass on what was printed.
+
+        A rank flushes what its function printed before it replies. So one poll finds both.
+        """
+        replied: list[Worker] = []
+        ended: list[Worker] = []
+        is_woken = False
+        for fd, _ in events:
+            kind, worker = self._watched.get(fd, ("", None))
+            if worker is None:
+                is_woken = is_woken or kind == "wake"
+            elif kind == "up":
+                replied.append(worker)
+            elif kind == "death":
+                ended.append(worker)
+            elif not worker.process.forward_output(fd):
+                self._unwatch(fd)
+        return replied, ended, is_woken
+
+    def descriptors(self) -> list[int]:
+        """Return the descriptors that report answers and deaths."""
+        return [fd for fd, (kind, _) in list(self._watched.items()) if kind in ("up", "death")]
+
+    def wake(self) -> None:
+        """End the wait of another thread; further waits end at once, until :meth:`drain_wake`."""
+        fd = self._wake_fd
+        if fd >= 0:
+            os.eventfd_write(fd, 1)
+
+    def drain_wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake_fd)
+
+    # -- ending -------------------------------------------------------------------------------------------------------
+
+    def bury(self, worker: Worker) -> None:
+        """End a process, and release what belonged to it."""
+        with deferred():
+            worker.is_dead = True
+            for fd in [fd for fd, (_, owner) in self._watched.items() if owner is worker]:
+                self._unwatch(fd)  # before the descriptors are closed: their numbers may be used again at once
+            worker.process.kill()
+            worker.process.reap()
+
+    def kill(self) -> None:
+        for worker in self.by_rank:
+            worker.process.kill()
+
+    def tear_down(self) -> None:
+        """Kill what still runs and release every descriptor. Never waits long; any thread may repeat it."""
+        with deferred():
+            self.is_closed = True
+            self.kill()
+            for worker in self.by_rank:
+                self.bury(worker)
+            self._release()
+            self.down = self.up = np.empty((0, 0), np.int64)
+            if self._control is not None:
+                self._control.close()
+
+    def abandon(self) -> None:
+        """In a forked child, close this process's copies of the descriptors. The ranks belong to the parent."""
+        self.is_closed = True
+        for worker in self.by_rank:
+            worker.process.disown()
+            worker.process.close()
+        self._release()
+
+    def _release(self) -> None:
+        self._unwatch(self._wake_fd)
+        self._wake_fd = NONE
+        self.eventfds = []

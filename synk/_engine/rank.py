@@ -1,0 +1,527 @@
+"""One rank: what it holds, by number, and how it answers an order. Everything else on a rank is handed this object.
+
+In one file because it is one object: functions, ``synk.comm`` and the wings find all else through it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from synk._engine import wire
+from synk._engine.rank_call import RankPlan, RankQuestion
+from synk._engine.rank_lane import RankLane
+from synk._engine.rank_outputs import RankReduction
+from synk._engine.rank_variables import RankResidents, VariableStore
+from synk._wire.cell import cell
+from synk._wire.control import NUM_LANES, Down, Phase, Up
+from synk._wire.logs import set_levels
+from synk._wire.memory import Segment
+from synk._wire.messages import LoadOrder, ParcelOrder
+from synk._worker import failpoints as _failpoints
+from synk._worker.call.peers import Peers
+from synk._worker.comm.collectives import Collectives
+from synk._worker.failures import pack_failure
+from synk._worker.held.pages import own_bytes
+from synk._worker.held.pickling import dumps
+from synk._worker.held.plans import LoadedFunction
+from synk._worker.held.received import Received
+from synk._worker.held.settings import Settings
+from synk.backends import backend_module
+from synk.errors import ReentrancyError
+
+_INTERRUPT, _PHASE = int(Down.INTERRUPT), int(Up.PHASE)
+_IDLE, _FUNCTION, _PUBLISHING, _LOADING = (
+    int(each) for each in (Phase.IDLE, Phase.FUNCTION, Phase.PUBLISHING, Phase.LOADING)
+)
+_BEFORE_PARCELS = ("memory", "variable", "resident")
+
+Answer = tuple[int, Any, Sequence[Segment]]
+"""The status of a reply, its body, and the memory that goes with it."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """The program asked this rank to end its call."""
+
+
+class Rank:
+    """What a rank holds, and how it answers.
+
+    Attributes
+    ----------
+    held : dict of int to object
+        Memory, plans, questions, by number.
+    functions : dict of int to LoadedFunction
+    slots, told_slots : dict of int to Segment
+        By lane: the memory of its outputs, and that of which the program knows.
+    undo : (int, list of callable)
+        Of the last call that changed resident objects: its number, and how to take the changes back.
+    running : int
+        The number of the order whose user code runs: only that may be interrupted.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        backend_name: str,
+        device: str,
+        control: Segment,
+        eventfds: Sequence[int],
+    ) -> None:
+        self.rank, self.world_size, self.device = rank, world_size, device
+        self.first_rank, self.total_ranks = 0, world_size
+        self.backend: Any = backend_module(backend_name).open_device(device)
+        self.lanes = [RankLane(index, rank, world_size, control) for index in range(NUM_LANES)]
+        self.lane = self.lanes[0]
+        self.down, self.up = self.lane.down, self.lane.up
+        self._own_down, self.own_up = memoryview(self.down[rank]), memoryview(self.up[rank])
+        self.own_up[_PHASE] = _IDLE
+        self.held: dict[int, Any] = {}
+        self.functions: dict[int, LoadedFunction] = {}
+        self._received = Received(self._own_memory)
+        self._parcels: set[int] = set()
+        self.variables = VariableStore(rank, self.down, self.backend)
+        self.residents = RankResidents()
+        self.settings = Settings()
+        self.peers: Any = Peers(rank, world_size, self.backend, self.down, self.up, eventfds)
+        self.slots: dict[int, Segment] = {}
+        self.told_slots: dict[int, Segment] = {}
+        self.undo: tuple[int, list[Callable[[], Any]]] = (0, [])
+        self.running = 0
+        self.spent_ns = 0
+        self.failpoint: Callable[[str], None] = _failpoints.nothing
+        self.mapped: LoadedFunction | None = None
+        self.process_group: Any = None
+        self.seed: Sequence[int] = (0,)
+        self.is_copy = False
+        self.num_messages = self.num_collectives = 0
+        self._num_deferred = 0
+        self._is_shielded = self.is_held = self.is_due = False
+
+    # -- answering ----------------------------------------------------------------------------------------------------
+
+    def answer(self, order: bytes, body: Any, fds: list[int]) -> Answer:
+        """Answer an order."""
+        number, plan, committed, ended, in_place, _ = wire.ORDER.unpack_from(order)
+        self.num_messages += 1
+        self.spent_ns = 0
+        held: Any = None
+        note: Callable[[], None] | None = None
+        outer, cell.worker = cell.worker, self
+        try:
+            try:
+                if self.undo[1] and self.undo[0] <= ended:
+                    self._settle(committed)
+                if body is not None:
+                    try:
+                        self._learn(number, body, fds)
+                    except Interrupted:
+                        raise
+                    except BaseException as error:
+                        return wire.UNREAD, self._failure(error), ()
+                if plan <= 0:
+                    self._say(plan)
+                    return wire.DONE, None, ()
+                held = self.held[plan]
+                self.reach("call.received")
+                status, content, segments, note = held.answer(self, number, in_place, wire.ROWS.unpack_from(order, 48))
+                self.reach("call.published")
+                self.running = 0
+            except Interrupted:
+                self._give_up(number)
+                return wire.INTERRUPTED, None, ()
+            except BaseException as error:
+                self.running = 0
+                failure = self._failure(error)
+                self._give_up(number)
+                return wire.FAILED, failure, ()
+            if note is not None:  # nothing interrupts this: what was told and what is noted are the same
+                note()
+            return status, content, segments
+        except Interrupted:  # it came in a line of the handlers above
+            self._give_up(number)
+            return wire.INTERRUPTED, None, ()
+        finally:
+            self.running = 0
+            self._leave(held, plan)
+            cell.worker = outer
+
+    def _leave(self, held: Any, plan: int) -> None:
+        """Let no other rank wait for this one, and see what the function has kept of its inputs."""
+        if isinstance(held, RankPlan):
+            self.peers.leave_call(self.lane)
+        self.own_up[_PHASE] = _IDLE
+        if held is not None:
+            held.leave(self)
+            if held.is_once:
+                self.held.pop(plan, None)
+
+    def _say(self, plan: int) -> None:
+        """Answer an order that is no plan."""
+        if plan == wire.SYNC:
+            self._clean("")
+            self.slots.clear()  # the program may have lost the reply that told of them
+            self.told_slots.clear()
+
+    def _failure(self, error: BaseException) -> Any:
+        """Return an exception as it travels, and unlink it from the frames it went through: they hold arrays."""
+        is_collateral = self.peers.is_collateral(error) or (
+            self.process_group is not None and self.process_group.is_lost_peer(error)
+        )
+        error = self.backend.explain(error, repr(self.function_name))
+        failure = pack_failure(error, self.number, self.device, is_collateral=is_collateral)
+        _drop_frames(error)
+        return failure
+
+    # -- what calls leave ---------------------------------------------------------------------------------------------
+
+    def _settle(self, committed: int) -> None:
+        """The last call with state has ended: keep what it did, or take it back."""
+        if self.undo[0] > committed:
+            self._take_back()
+        self.undo = (0, [])
+
+    def _give_up(self, number: int) -> None:
+        """A call has failed here. What an earlier one did, whose end is not known here yet, stays."""
+        self.running = 0
+        self.variables.abandon()
+        if self.undo[0] == number:
+            self._take_back()
+        self._clean("")
+
+    def _take_back(self) -> None:
+        (_, undo), self.undo = self.undo, (0, [])
+        for step in reversed(undo):
+            step()
+
+    def _clean(self, text: str) -> None:
+        if self.is_copy:
+            os._exit(0)
+        self.peers.give_up_started(self.lane)
+        if self.process_group is not None:
+            self.process_group.abandon()
+        self.backend.recover()
+
+    # -- news ---------------------------------------------------------------------------------------------------------
+
+    def _learn(self, number: int, body: Any, fds: list[int]) -> None:
+        """Take in what came with an order: first what is to be forgotten, then things, parcels, and plans."""
+        forgets, parcels, items, settings, search_path = body
+        self.own_up[_PHASE] = _LOADING
+        for kind, what, value in forgets:
+            if kind == "thing":
+                self._forget(what)
+            elif kind == "function":
+                self.functions.pop(what, None)
+            else:
+                self._received.drop(what, value)
+                self._parcels.discard(what)
+        if search_path is not None:
+            sys.path[:], told_levels = search_path
+            set_levels(told_levels)
+        self.check_interrupt(number)
+        try:
+            if settings is not None:
+                self.settings.take_in(settings)
+            for kind, what, payload in items:
+                if kind in _BEFORE_PARCELS:
+                    self._make(kind, what, payload, fds)
+            if parcels:
+                self.reach("distribute.loading")
+                with self.settings.importing():
+                    for each in parcels:
+                        self._load(each)
+            for kind, what, payload in items:
+                if kind not in _BEFORE_PARCELS:
+                    self._make(kind, what, payload, fds)
+        finally:
+            self.running = 0
+            for fd in fds:
+                os.close(fd)
+
+    def _load(self, told: tuple[int, bytes, bool]) -> None:
+        if told[0] not in self._parcels:
+            order = LoadOrder([ParcelOrder(*told)], None, None)  # type: ignore[arg-type]
+            self._received.load(order, self._load_function)
+            self._parcels.add(told[0])
+
+    def _load_function(self, function_id: int, options: dict[str, Any]) -> None:
+        changes = options["changes"]
+        modules = () if changes else options["modules"]
+        self.functions[function_id] = LoadedFunction(
+            **{**options, "changes": (), "modules": modules}, backend=self.backend
+        )
+
+    def _make(self, kind: str, number: int, payload: Any, fds: list[int]) -> None:
+        """Make of a thing what this rank has of it."""
+        if kind == "memory":
+            self._map(number, payload, fds)
+            return
+        payload, num_fds = payload
+        own = [fds.pop(0) for _ in range(num_fds)]
+        if kind == "variable":
+            self.variables.told(number, payload, own)
+        elif kind == "resident":
+            self.residents.told(number, payload)
+        elif kind == "plan":
+            self.held[number] = RankPlan(self, payload)
+        elif kind == "reduction":
+            self.held[number] = RankReduction(self, payload)
+        elif kind == "lane":
+            self.peers.connect(self.lanes[payload[0]], self.held[payload[1]])
+        elif kind == "dump":
+            resident, is_whole = payload
+            self.held[number] = RankQuestion(
+                lambda rank: (
+                    dumps(rank.residents.get(resident).value) if is_whole else rank.residents.get(resident).state()
+                )
+            )
+        elif kind == "prepare":
+            self.held[number] = RankQuestion(lambda rank: rank.prepare(rank.functions[payload]))
+        else:
+            raise AssertionError(kind)
+
+    def _map(self, number: int, described: tuple[int, bool, bool, bool, int, int], fds: list[int]) -> None:
+        nbytes, is_writable, is_staging, is_arena, arena, offset = described
+        if arena:
+            if number not in self.held:
+                self.held[number] = self.held[arena].part(number, offset, nbytes)
+            return
+        fd = fds.pop(0)
+        if number in self.held:  # told twice, because a message was broken off
+            os.close(fd)
+            return
+        is_private = not (is_writable or self.backend.is_device)
+        try:
+            segment = Segment(fd, nbytes, is_writable=is_writable, segment_id=number, is_private=is_private)
+        except BaseException:
+            os.close(fd)
+            raise
+        segment.is_staging, segment.is_arena = is_staging, is_arena
+        if not is_staging:  # only staging memory may have to be mapped again
+            segment.close_fd()
+        self.held[number] = segment
+        if not is_arena:
+            self.backend.note_segment(segment)
+
+    def _forget(self, number: int) -> None:
+        held = self.held.pop(number, None)
+        self.variables.forget([number])
+        self.residents.forget([number])
+        if isinstance(held, Segment):
+            self.backend.forget_segment(held)
+            held.close()
+
+    def _own_memory(self, number: int, offset: int, nbytes: int) -> np.ndarray:
+        """Return bytes of a segment in an array. Only this process sees what it writes there."""
+        segment = self.held[number]
+        if not segment.is_private:
+            return segment.buffer[offset : offset + nbytes].copy()
+        return own_bytes(segment.buffer[offset : offset + nbytes])
+
+    def prepare(self, function: LoadedFunction) -> None:
+        """Run ``on_restart``, which the replacement of a rank that died runs before its first call."""
+        try:
+            function.fn()
+            if self.variables.assigned:
+                raise TypeError(
+                    "cannot assign a shared variable in on_restart: it runs on one rank, and all ranks must hold the "
+                    "same. Assign it in a call."
+                )
+        finally:
+            self.variables.abandon()
+
+    # -- during a call ------------------------------------------------------------------------------------------------
+
+    def reach(self, step: str) -> None:
+        """Pass a step at which tests may arm a fault."""
+        self.failpoint(step)
+
+    def begin_call(self, plan: RankPlan, number: int) -> None:
+        """Prepare for the user's function."""
+        lane = self.lane = self.lanes[plan.look.lane]
+        lane.called = plan
+        self.variables.start(plan.function, plan.look.num_slices > 1 and not plan.look.is_rowless)
+        self.own_up[_PHASE] = _FUNCTION
+
+    def end_function(self, plan: RankPlan) -> None:
+        """Settle what the function has done besides its result."""
+        if self.peers.is_communicating or self.is_copy:
+            if self.is_copy:
+                os._exit(0)
+            self.peers.complete(self.lane)
+        if self.variables.given:
+            self.variables.check_given()
+        self.own_up[_PHASE] = _PUBLISHING
+        self.reach("call.after_function")
+
+    def check_interrupt(self, number: int) -> None:
+        """From here on SIGINT may end the call; if it came before, end it now."""
+        self.running = number
+        self._num_deferred = 0
+        self.is_held = self.is_due = self._is_shielded = False
+        if number <= self._own_down[_INTERRUPT]:
+            raise Interrupted
+
+    def on_interrupt(self, frame: Any) -> bool:
+        """Act on a SIGINT. Return False if it must come again, because a module is being imported."""
+        # The word says which calls are meant: a signal that comes late must not end a later call.
+        if not self.running or self.running > self._own_down[_INTERRUPT]:
+            return True
+        if self._is_shielded:
+            self._num_deferred += 1
+            return True
+        if _is_importing(frame):
+            return False
+        self.interrupt()
+        return True
+
+    def interrupt(self) -> None:
+        """End the current call now, or at the end of its step if ``hold_back`` says so."""
+        if self.is_held and not self.is_due:
+            self.is_due = True
+            return
+        raise Interrupted
+
+    @property
+    def is_interruptible(self) -> bool:
+        return bool(self.running) and not self._is_shielded
+
+    @contextlib.contextmanager
+    def uninterrupted(self) -> Iterator[None]:
+        """Hold back an interrupt of the current call while the body runs."""
+        was_shielded, self._is_shielded = self._is_shielded, True
+        num_deferred = self._num_deferred
+        try:
+            yield
+        finally:
+            self._is_shielded = was_shielded
+        if not was_shielded and self._num_deferred != num_deferred:
+            self.interrupt()
+
+    def hold_back(self, is_held: bool) -> None:
+        """Begin or end a step that this rank can finish by itself: an interrupt in it is raised only at its end."""
+        was_due = self.is_due
+        self.is_held, self.is_due = is_held, False
+        if was_due:
+            raise Interrupted
+
+    # -- who it is ----------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def rng(self) -> np.random.Generator:
+        """This rank's own generator of random numbers."""
+        seed, *key = self.seed
+        return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=tuple(key)))
+
+    @property
+    def number(self) -> int:
+        return self.rank
+
+    has_other_nodes = False
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that ``synk.comm`` counts: those of the current call or, outside of one and in a map, all."""
+        if self.mapped is None and self.own_up[_PHASE] == _FUNCTION:
+            return self.lane.ranks
+        return tuple(range(self.world_size))
+
+    @property
+    def num_rows(self) -> int:
+        """This rank's rows in the call."""
+        return int(self.lane.down[self.rank, Down.ROWS])
+
+    @property
+    def total_rows(self) -> int:
+        """The rows of all ranks in the call."""
+        return sum(self.lane.rows().values())
+
+    @property
+    def function_name(self) -> str:
+        if self.mapped is not None:
+            return self.mapped.name
+        called = self.lane.called
+        return called.function.name if called is not None else ""
+
+    def disown(self) -> None:
+        """In a child that the function has forked: it is no rank, and ``synk.comm`` refuses it."""
+        self.is_copy = True
+        self.peers.short_path = self.peers.current = None
+        for lane in self.lanes:
+            if lane.communicator is not None:
+                lane.communicator.disown()
+
+    def collectives(self) -> Collectives:
+        """Return the collectives of the current call, for ``synk.comm``."""
+        if self.is_copy:
+            raise ReentrancyError(
+                f"cannot communicate in a process that {self.function_name!r} has forked: its parent is the rank. Send "
+                "what it has found to the parent, which communicates."
+            )
+        self.check_called()
+        if self.variables.is_sliced:
+            raise ValueError(
+                f"cannot communicate in {self.function_name!r}: the call has num_slices above 1, so each rank runs the "
+                "function several times, and not all of them equally often. Call it with num_slices=1."
+            )
+        called = self.lane.called
+        if called is None or self.own_up[_PHASE] != _FUNCTION:
+            raise ValueError(
+                "cannot communicate outside of a call: got a collective or a message in on_restart, or in code that "
+                "runs while an object is loaded or sent, expected one in a function that all ranks run together."
+            )
+        found: Collectives = self.peers.collectives(self.lane, called.function)
+        return found
+
+    def check_called(self) -> None:
+        """Raise in an item of a map, which runs on one rank: what follows is for calls that all ranks run together."""
+        if self.mapped is not None:
+            raise ValueError(
+                f"cannot communicate in {self.function_name!r}: synk.map runs it for each item on one worker, while "
+                "the others are at other items, expected a function that needs no other rank. Use synk.function for "
+                "one that all ranks run together."
+            )
+
+    def tidy(self) -> None:
+        """After the reply, wake peers that are asleep."""
+        self.lane.wake_sleepers()
+
+    def close(self) -> None:
+        """Release the device and all memory. A process that ends anyway need not call this."""
+        if self.process_group is not None:
+            self.process_group.close()
+        self.peers.close()
+        self.variables.close()
+        self.backend.close()
+        self.held.clear()
+
+
+def _drop_frames(error: BaseException) -> None:
+    """Unlink an exception from the frames it went through, so that their arrays are freed now."""
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        item = pending.pop()
+        if item is None or id(item) in seen:
+            continue
+        seen.add(id(item))
+        BaseException.with_traceback(item, None)  # not by assignment: an exception's class may be frozen
+        pending += [item.__cause__, item.__context__]
+
+
+def _is_importing(frame: types.FrameType | None) -> bool:
+    """Whether the action that a frame belongs to is importing a module, which cannot be done again if broken off."""
+    while frame is not None and frame.f_code is not Rank.answer.__code__:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,204 @@
+"""Where outputs go: into the slot that this rank has made, to where they lay the last time if they look like that."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from synk._engine import wire
+from synk._engine.layout import Layout, News, Share
+from synk._pure.nested import is_plain_object
+from synk._pure.ops import REDUCTIONS, Reduction, is_int
+from synk._pure.output_ops import match_ops, wanted_leaves
+from synk._pure.table_outputs import num_rows
+from synk._pure.trees import flatten, key_orders, output_names, skeleton_of
+from synk._wire.memory import Segment
+from synk._wire.messages import LARGE_NBYTES, MAX_ROOM_NBYTES, MAX_ROOMS_NBYTES, Leaf, room_for
+from synk._wire.messages import Layout as _OldLayout
+from synk._worker.call.values import Object, Partial, array_or_object, take_whole
+from synk._worker.held.pickling import dumps
+from synk._worker.held.plans import LoadedFunction, OutputSlots, is_plain_output, is_single_value
+from synk.errors import SerializationError
+
+Published = tuple[int, Any, list[Segment], Callable[[], None] | None]
+"""The status of a reply, its body, the memory that goes with it, and a step that notes that it was told."""
+
+
+class RankOutputs:
+    """The outputs of the calls of one plan on one rank."""
+
+    def __init__(self, function: LoadedFunction, lane: int, subset: tuple[Any, ...] | None) -> None:
+        self._function, self._lane, self._subset = function, lane, subset
+        self._layout: Layout | None = None
+        self._told: Layout | None = None  # what the program knows
+        self._memory: Segment | None = None
+        self._structure: Any = None
+        self._orders: Any = None
+        self._skeleton: Any = None
+        self._ops: list[Any] = []
+        self._names: list[str] = []
+        self._wanted: set[int] | None = None
+        self._views: list[Any] = []
+        self._slots: OutputSlots | None = None
+
+    def publish(self, rank: Any, result: Any) -> Published:
+        """Put the outputs into the slot. Return the reply: nothing new if they look like the last ones."""
+        slots = self._slots
+        if slots is not None and self._memory is rank.told_slots.get(self._lane) and not rank.variables.assigned:
+            if self._told is self._layout and not self._layout.assigned and slots.fill(result):  # type: ignore[union-attr]
+                return wire.DONE, None, [], None
+        return self._publish(rank, result)
+
+    def _publish(self, rank: Any, result: Any) -> Published:
+        function, backend = self._function, rank.backend
+        self._slots = None
+        if function.whole is not None:
+            result = take_whole(result, function.whole)
+        values, structure = flatten(result)
+        orders = key_orders(result)
+        if self._layout is None or structure != self._structure or orders != self._orders:
+            self._layout = None
+            self._skeleton = skeleton_of(structure, len(values))
+            self._ops = match_ops(function.ops, self._skeleton, len(values), repr(function.name))
+            self._names = output_names(self._skeleton)
+            self._wanted = wanted_leaves(self._skeleton, self._subset, function.name)
+            self._structure, self._orders = structure, orders
+        before = self._layout
+        leaves: list[Leaf] = []
+        outputs: list[Any] = []
+        objects: list[tuple[str, Any]] = []
+        rooms = 0
+        for position, (value, op, name) in enumerate(zip(values, self._ops, self._names)):
+            if self._wanted is not None and position not in self._wanted:
+                outputs.append(None)
+                leaves.append(Leaf((), None))
+                continue
+            partial_of = None
+            if isinstance(value, Partial):
+                value, partial_of = value.value, value.dtype
+            array = array_or_object(backend, value, op, name, function)
+            if backend.is_array(array):
+                outputs.append(array)
+                leaves.append(Leaf(tuple(array.shape), array.dtype, function.is_tensor(value), partial_of))
+                continue
+            item = array.value if isinstance(array, Object) else array
+            data = pickle.dumps(item, protocol=5) if is_plain_object(item) else None
+            room = 0 if data is None else _room(len(data), None if before is None else before.leaves[position])
+            if room and rooms + room <= MAX_ROOMS_NBYTES:
+                rooms += room
+                leaves.append(Leaf((), None, room=room))
+                outputs.append(data)
+            else:
+                # Of the objects that can be reduced, tables have rows, and ints have none.
+                has_rows = isinstance(op, Reduction) and not is_int(item)
+                leaves.append(Leaf((num_rows(item),) if has_rows else (), None))
+                outputs.append(None)
+                objects.append((name, item if data is None else data))
+        assigned, places, made, note_assigned = rank.variables.publish()
+        slot = self._lay_out(rank, tuple(leaves), assigned)
+        for value, view in zip(outputs, self._views):
+            if type(value) is bytes:
+                view.data[: len(value)] = value
+            elif value is not None and view is not None:
+                backend.to_host(value, view)
+        backend.synchronize()
+        packed = self._pickled(rank, objects)
+        layout = self._layout
+        is_complete = not objects and self._subset is None and not assigned
+        self._slots = self._slots_of(result, values) if is_complete else None
+
+        def note() -> None:
+            self._told = layout
+            rank.told_slots[self._lane] = self._memory
+            note_assigned()
+
+        if layout is self._told and not packed and slot is None and not places:
+            return wire.DONE, None, [], note
+        news = News(None if layout is self._told else layout, packed, 0 if slot is None else slot.nbytes, places)
+        return wire.TOLD, tuple(news), [each for each in (slot, *made) if each is not None], note
+
+    def _lay_out(self, rank: Any, leaves: tuple[Leaf, ...], assigned: Any) -> Segment | None:
+        """Give each output a place. Return the slot if the program must be told of it."""
+        layout, memory = self._layout, rank.slots.get(self._lane)
+        is_alike = layout is not None and layout.leaves == leaves
+        if not (is_alike and layout.assigned == assigned and self._memory is memory and memory is not None):  # type: ignore[union-attr]
+            self._lay_out_anew(rank, leaves, assigned, memory)
+        return None if rank.told_slots.get(self._lane) is self._memory else self._memory
+
+    def _lay_out_anew(self, rank: Any, leaves: tuple[Leaf, ...], assigned: Any, memory: Segment | None) -> None:
+        layout = self._layout
+        places, end = wire.places_of([leaf.nbytes for leaf in leaves])
+        if memory is None or memory.nbytes < end:
+            room = max(2 * end if end < LARGE_NBYTES else end, 1 << 16)
+            memory = rank.slots[self._lane] = Segment.create(room, is_worker_writable=True)
+        skeleton = dumps(self._skeleton) if layout is None else layout.skeleton
+        self._layout = Layout(skeleton, leaves, tuple(places), assigned)
+        self._views = [leaf.view(memory, at) for leaf, at in zip(leaves, places)]
+        self._memory = memory
+
+    def _pickled(self, rank: Any, objects: list[tuple[str, Any]]) -> list[tuple[str, bytes]]:
+        """Pickle outputs, each on its own, so that the one that cannot be pickled can be named."""
+        packed = []
+        what = "the structure of its result"
+        try:
+            for what, item in objects:
+                packed.append((what, item if type(item) is bytes else dumps(item)))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # __reduce__ of a result is the user's code
+            raise SerializationError(
+                f"cannot send the result of {self._function.name!r} from rank {rank.number} ({what}): "
+                f"{type(error).__name__}: {error}. "
+                "Return arrays, numbers or picklable objects (a generator: return list(...))."
+            ) from error
+        return packed
+
+    def _slots_of(self, result: Any, values: list[Any]) -> OutputSlots | None:
+        """Return where the next call's outputs go if they look like these. None unless a quick check can tell."""
+        layout, function = self._layout, self._function
+        assert layout is not None
+        for value, leaf in zip(values, layout.leaves):
+            is_single = leaf.dtype is None and is_single_value(value)
+            if not (is_single or (leaf.dtype is not None and leaf.dtype.kind != "V" and is_plain_output(value))):
+                return None
+        old = _OldLayout(self._skeleton, layout.leaves)
+        return OutputSlots(result, values, old, self._views, self._structure, function)
+
+
+def _room(nbytes: int, known: Leaf | None) -> int:
+    """Return the size of the place for a pickle in the slot, or 0 if it goes into the reply.
+
+    ``known``: the same output of the last call. What went into the reply then does so again.
+    """
+    if known is not None and known.dtype is None and (not known.room or nbytes <= known.room):
+        return known.room
+    return room_for(nbytes) if nbytes <= MAX_ROOM_NBYTES else 0
+
+
+class RankReduction:
+    """This rank's part in large outputs: from the slots of all ranks into the result."""
+
+    is_once = False
+
+    def __init__(self, rank: Any, payload: tuple[int, list[Share]]) -> None:
+        result, shares = payload
+        self._steps = []
+        for share in shares:
+            op, dtype, count, sources, at, rows = Share(*share)
+            parts = [rank.held[number].view(place, (count,), dtype) for number, place in sources]
+            self._steps.append((op, parts, rows, rank.held[result].view(at, (count,), dtype)))
+
+    def answer(self, rank: Any, number: int, in_place: int, rows: tuple[int, ...]) -> Published:
+        with np.errstate(all="ignore"):
+            for op, parts, weights, out in self._steps:
+                if op:
+                    REDUCTIONS[op].reduce_into(parts, weights, out)
+                else:
+                    out[...] = parts[0]
+        return wire.DONE, None, [], None
+
+    def leave(self, rank: Any) -> None:
+        pass

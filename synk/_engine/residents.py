@@ -1,0 +1,206 @@
+"""Resident objects in the program: which ranks have them, and how a rank that lags behind gets the state of another.
+
+A call that fails changes no object: ranks mark what they are about to change, and put it back. So ranks that have an
+object have it in the state of the last call that was committed. A rank that has not run such a call, or is new, counts as
+not knowing the object, and is told of it with the next order, in the state of the lowest rank that has it.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from synk._engine.things import Once, Thing
+from synk._master.code.handles import HandlePickler
+from synk._wire.memory import Segment
+from synk._wire.residents import methods_of
+from synk.errors import SerializationError, WorkerDied, add_note
+
+
+class ResidentObject(Thing):
+    """One object on every rank.
+
+    Attributes
+    ----------
+    name : str
+    lost : str
+        Why no rank has its state any more; empty if some rank does.
+    has_dump : bool
+        Whether its state is what a ``dump`` returns, and no pickle of the whole.
+    state : bytes or None
+        The state in which ranks that lack it get it; None: as it was set.
+    has_changed : bool
+        Whether calls have changed it since ``state`` was read.
+    classes : list of type
+        The classes that its pickle names.
+    """
+
+    kind = "resident"
+
+    def __init__(self, residents: Residents, value: Any, name: str | None, dump: Any, load: Any) -> None:
+        super().__init__(residents.engine)
+        self.residents = residents
+        self.name = name or type(value).__name__
+        self._dump, self._load = dump, load
+        self.lost = ""
+        self.state: bytes | None = None
+        self.has_changed = False
+        self.version = 0  # how often it was set
+        self.pickle = self._pickled(value)
+        residents.add(self)
+
+    @property
+    def id(self) -> int:
+        return self.number
+
+    def _pickled(self, value: Any) -> bytes:
+        dump, load = (self._dump, self._load) if self._load is not None else methods_of(value)
+        self.has_dump = load is not None
+        file = io.BytesIO()
+        try:
+            pickler = HandlePickler(file)
+            pickler.dump((value, dump, load))
+        except Exception as error:
+            raise SerializationError(
+                f"cannot send resident object {self.name!r} to the workers: {type(error).__name__}: "
+                f"{str(error).rstrip('.')}. Make it of what can be pickled."
+            ) from error
+        self.classes = pickler.named
+        self.needs = tuple(each._referent for each in pickler.handles if isinstance(each._referent, Thing))
+        return file.getvalue()
+
+    def told(self, rank: int) -> tuple[Any, Sequence[Segment]]:
+        return (self.name, self.version, self.pickle, self.state), ()
+
+    def replace(self, value: Any, version: int) -> None:
+        """Give every rank ``value`` as its object, with the next message."""
+        self.pickle, self.lost, self.state, self.has_changed = self._pickled(value), "", None, False
+        self.version += 1
+        self.residents.engine.forget(self.number)
+
+    def check(self, verb: str) -> None:
+        """Raise if the state is lost.
+
+        Raises
+        ------
+        WorkerDied
+        """
+        if self.lost:
+            raise WorkerDied(f"cannot {verb}: {self.lost} Give it a new one with its set(...).", phase="idle")
+
+    def check_has_dump(self, verb: str) -> None:
+        """Raise TypeError if the state is a pickle, which would run code when it is loaded."""
+        if not self.has_dump:
+            raise TypeError(
+                f"cannot {verb}: got an object without dump and load, expected one with them, because the pickle of an "
+                "object runs code when it is loaded. Make it by synk.resident(obj, dump=..., load=...)."
+            )
+
+
+class Residents:
+    """All resident objects of a runtime."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = weakref.proxy(engine)
+        self._living: weakref.WeakSet[ResidentObject] = weakref.WeakSet()
+
+    @property
+    def is_closed(self) -> bool:
+        return bool(self.engine.processes.is_closed)
+
+    has_any = True
+
+    def add(self, resident: ResidentObject) -> None:
+        self._living.add(resident)
+
+    def bring_into_line(self, residents: Sequence[ResidentObject]) -> None:
+        """Read the state of objects that some rank lacks from the lowest rank that has it.
+
+        Raises
+        ------
+        WorkerDied
+            If no rank has it any more.
+        """
+        workers = self.engine.by_rank
+        for resident in residents:
+            if not resident.has_changed or all(resident.number in worker.known for worker in workers):
+                continue
+            having = [worker.rank for worker in workers if resident.number in worker.known]
+            if not having:
+                resident.lost = (
+                    f"the state of resident object {resident.name!r} is lost, because the workers that had it have "
+                    "ended."
+                )
+                continue
+            resident.state, resident.has_changed = self.fetch(resident, having[0], None), False
+
+    def note_changed(self, residents: Sequence[ResidentObject], ranks: Sequence[int]) -> None:
+        """Note that a committed call has changed objects on ``ranks``: the others lag behind."""
+        for resident in residents:
+            resident.has_changed = True
+            for worker in self.engine.by_rank:
+                if worker.rank not in ranks:
+                    worker.known.discard(resident.number)
+
+    def settle(self, deadline: float | None) -> None:
+        """Have all ranks load the objects that they lack now, so that an object that cannot be loaded raises here."""
+        residents = sorted(self._living, key=lambda resident: resident.number)
+        self.bring_into_line(residents)
+        for resident in residents:
+            lacking = [w.rank for w in self.engine.by_rank if resident.number not in w.known and not resident.lost]
+            if lacking:
+                self.engine.ask(dict.fromkeys(lacking, resident), f"load resident object {resident.name!r}", "resident")
+
+    def fetch(self, resident: ResidentObject, rank: int, deadline: float | None, *, is_whole: bool = False) -> bytes:
+        """Return the pickled state of a rank's object, or the whole object."""
+        what = f"read resident object {resident.name!r}"
+        dump = Once(self.engine, "dump", (resident.number, is_whole), [resident])
+        data: bytes = self.engine.ask({rank: dump}, what, "resident", deadline)[rank]
+        return data
+
+    def copy_of(self, resident: ResidentObject, rank: int, deadline: float | None) -> Any:
+        """Return a copy of a rank's object."""
+        self.bring_into_line([resident])
+        resident.check(f"get resident object {resident.name!r}")
+        return self._loaded(resident, self.fetch(resident, rank, deadline, is_whole=True), rank)
+
+    def state_of(self, resident: ResidentObject, rank: int, deadline: float | None) -> Any:
+        """Return what the object's ``dump`` returns on a rank."""
+        self.bring_into_line([resident])
+        return self._loaded(resident, self.fetch(resident, rank, deadline), rank)
+
+    def _loaded(self, resident: ResidentObject, data: bytes, rank: int) -> Any:
+        try:
+            return pickle.loads(data)
+        except Exception as error:
+            raise SerializationError(
+                f"cannot load resident object {resident.name!r} from rank {rank}: {type(error).__name__}: {error}."
+            ) from error
+
+    def restore(self, resident: ResidentObject, state: bytes, version: int, deadline: float | None) -> None:
+        """Bring every rank's object into a state."""
+        resident.state, resident.lost, resident.has_changed = state, "", False
+        self.engine.forget(resident.number)
+        ranks = range(self.engine.world_size)
+        self.engine.ask(dict.fromkeys(ranks, resident), f"set resident object {resident.name!r}", "resident", deadline)
+
+    def back_up(self, deadline: float | None) -> None:
+        """Keep the state of all objects in the program: all ranks are about to be replaced."""
+        for resident in sorted(self._living, key=lambda resident: resident.number):
+            having = [worker.rank for worker in self.engine.by_rank if resident.number in worker.known]
+            if resident.has_changed and having:
+                resident.state, resident.has_changed = self.fetch(resident, having[0], deadline), False
+
+
+def note_failed(residents: Sequence[ResidentObject], error: BaseException, *, has_counted: bool) -> None:
+    """Say on the error that ended a call what has become of the objects that the call was to change."""
+    names = ", ".join(repr(resident.name) for resident in residents)
+    BaseException.__setattr__(error, "step_counted", has_counted)
+    BaseException.__setattr__(error, "_is_put_back", not has_counted)
+    if has_counted:
+        add_note(error, f"{names} came through the call before it ended: do not repeat it.")
+    else:
+        add_note(error, f"{names} is as it was before the call.")

@@ -1,0 +1,163 @@
+"""Which rows a call uses, which ranks run it, and what the orders say about them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from synk._engine import wire
+from synk._master.calls.binding import closed_over_shards, even_bounds, own_rows, ranks_with_rows
+from synk._pure.ops import EACH
+from synk._pure.output_ops import each_op
+from synk._pure.shards import Assignment, Selection, assign_owned, select_common
+
+
+class Division:
+    """The rows of a call.
+
+    Attributes
+    ----------
+    selection : Selection or None
+        None: no argument has rows.
+    bounds : list of (low, high)
+        The rows of each rank, as positions in the selection.
+    ranks : list of int
+        Who runs the call.
+    rows : list of int
+        How many rows the outputs of each of them stand for.
+    packed : list of bytes
+        By rank, what its order says.
+    owned : Assignment or None
+        Where the rows lie in the ranks' own shards, if some arguments are sharded variables.
+    unequal : str
+        Why the rows of closed-over shards cannot weight an average.
+    """
+
+    def __init__(
+        self,
+        selection: Selection | None,
+        bounds: list[tuple[int, int]],
+        ranks: list[int],
+        rows: list[int],
+        owned: Assignment | None,
+        unequal: str,
+    ) -> None:
+        self.selection, self.bounds, self.ranks, self.rows = selection, bounds, ranks, rows
+        self.owned, self.unequal = owned, unequal
+        start, step = (
+            (0, 1) if selection is None or selection.indices is not None else (selection.start, selection.step)
+        )
+        local = [(0, 1)] * len(bounds) if owned is None else owned.local_ranges
+        self.packed = [wire.ROWS.pack(low, high, start, step, *own) for (low, high), own in zip(bounds, local)]
+        self.count = 0 if selection is None else selection.count
+
+    @property
+    def indices(self) -> np.ndarray | None:
+        return None if self.selection is None else self.selection.indices
+
+    @property
+    def local_indices(self) -> np.ndarray | None:
+        return None if self.owned is None else self.owned.local_indices
+
+
+def divide(
+    session: Any,
+    callee: Any,
+    lengths: Sequence[tuple[str, int]],
+    shards: Sequence[tuple[str, Any]],
+    batch: Any,
+    num_ranks: int | None,
+) -> Division:
+    """Divide the rows of a call.
+
+    Parameters
+    ----------
+    lengths : sequence of (label, rows)
+        Of the scattered arguments.
+    shards : sequence of (label, variable)
+        The sharded variables among the arguments.
+    num_ranks : int or None
+        Among how many ranks, the first ones, rows are divided; None for all.
+
+    Raises
+    ------
+    ValueError, IndexError, TypeError
+        If the batch does not fit, or the ops have no value for so many rows.
+    """
+    name, world_size = callee.name, session.world_size
+    what = repr(name)
+    sources: Sequence[Any] = ()
+    unequal = ""
+    owned = None
+    selection = None
+    if shards:
+        owned = _assigned(lengths, shards, batch, name)
+        selection, bounds = owned.selection, owned.bounds
+    elif lengths:
+        selection = select_common(batch, lengths, what)
+        bounds = even_bounds(selection.count, world_size, num_ranks or world_size)
+    else:
+        if batch is not None:
+            raise ValueError(f"cannot select rows of {what}: batch was given, but no argument is scattered.")
+        if not callee.per_rank:
+            sources = closed_over_shards(session, callee, None)
+            if not sources:
+                _check_rowless(callee.ops, name)
+        bounds, unequal = own_rows(sources, world_size, name)
+        if num_ranks is not None and num_ranks < world_size:
+            bounds, unequal = even_bounds(bounds[-1][1], world_size, num_ranks), ""
+    ranks = list(range(num_ranks or world_size))
+    has_rows = selection is not None or bool(sources)
+    # If outputs are not combined, a rank without rows may still have something to return.
+    if selection is not None or (sources and any(op is not EACH for op in each_op(callee.ops))):
+        ranks = ranks_with_rows(bounds)
+        if not ranks:
+            _check_no_rows(callee.ops, name, sources)
+            ranks = [0]
+    rows = [bounds[rank][1] - bounds[rank][0] if has_rows else 1 for rank in ranks]
+    return Division(selection, bounds, ranks, rows, owned, unequal)
+
+
+def _assigned(
+    lengths: Sequence[tuple[str, int]], shards: Sequence[tuple[str, Any]], batch: Any, name: str
+) -> Assignment:
+    """Return which rank works on which rows if some arguments are sharded: each rank on the rows that it owns."""
+    (first, variable), *others = shards
+    own = variable.lengths
+    for label, other in others:
+        if other.lengths != own:
+            raise ValueError(
+                f"cannot call {name!r}: got {first} with {own} rows on the ranks and {label} with "
+                f"{other.lengths}, expected equal shards."
+            )
+    for label, count in lengths:
+        if count != sum(own):
+            raise ValueError(
+                f"cannot scatter {label} of {name!r}: got {count} rows, expected {sum(own)}, one for each "
+                f"row of the sharded variable {first}."
+            )
+    return assign_owned(batch, own, repr(name))
+
+
+def _check_no_rows(ops: Any, name: str, sources: Sequence[Any]) -> None:
+    """Raise ValueError for ops that have no value for no rows: only sums and gathers have one."""
+    step = "Build it with per_rank=True if it fills sharded variables that are empty" if sources else "Check the batch"
+    for op in each_op(ops):
+        if not op.has_empty:
+            raise ValueError(
+                f"cannot call {name!r} with no rows: op {op!r} has no value there, expected 'sum' or 'gather'. "
+                f"{step}, or skip the call."
+            )
+
+
+def _check_rowless(ops: Any, name: str) -> None:
+    """Raise ValueError for ops whose result would depend on the number of ranks: no rows are divided among them."""
+    for op in each_op(ops):
+        if op.needs_rows:
+            raise ValueError(
+                f"cannot call {name!r}: got op {op!r} and no rows to divide, expected a scattered argument or a "
+                "sharded variable that the function closes over. Use op 'first' if all ranks compute the same value, "
+                "or build it with per_rank=True if each rank contributes its own."
+            )

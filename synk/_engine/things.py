@@ -1,0 +1,72 @@
+"""Things: what ranks can know, by number. A thing says how a rank is told of it, and what must be known before.
+
+A thing lives as long as the program refers to it: by a handle, a plan or a function. When it goes, the next operation has
+the ranks forget its number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from synk._wire.memory import Segment
+
+
+class Registry(Protocol):
+    """What gives things their numbers, and sees them go."""
+
+    numbers: Iterator[int]
+
+    def watch(self, thing: Thing) -> None: ...
+
+
+class Thing:
+    """The base of things. Subclasses have a ``kind``, which says what a rank makes of them, and ``told``.
+
+    Attributes
+    ----------
+    number : int
+    needs : tuple of Thing or Segment
+        What a rank must know before. Memory counts as a thing: its number is that of the segment.
+    is_once : bool
+        Whether a rank forgets it by itself once it has answered.
+    """
+
+    kind = ""
+    is_once = False
+
+    def __init__(self, registry: Registry, needs: Sequence[Thing | Segment] = ()) -> None:
+        self.number = next(registry.numbers)
+        self.needs = tuple(needs)
+        registry.watch(self)
+
+    def told(self, rank: int) -> tuple[Any, Sequence[Segment]]:
+        """Return what a rank is told, and the segments whose descriptors come with it."""
+        raise NotImplementedError
+
+    def numbers(self) -> set[int]:
+        """Return its number, and those of all that it needs."""
+        found = {self.number}
+        for needed in self.needs:
+            found |= needed.numbers() if isinstance(needed, Thing) else {needed.id}
+        return found
+
+
+class Once(Thing):
+    """News for one message to one rank, which forgets it with its reply."""
+
+    is_once = True
+
+    def __init__(self, registry: Registry, kind: str, payload: Any, needs: Sequence[Thing | Segment] = ()) -> None:
+        self.kind, self.payload = kind, payload
+        super().__init__(registry, needs)
+
+    def told(self, rank: int) -> tuple[Any, Sequence[Segment]]:
+        return self.payload, ()
+
+
+def described(segment: Segment) -> tuple[int, bool, bool, bool, int, int]:
+    """Return what a rank must know of a segment, besides its descriptor."""
+    arena = 0 if segment.arena is None else segment.arena.id
+    offset = segment.offset if arena else 0
+    return segment.nbytes, segment.is_worker_writable, segment.is_staging, segment.is_arena, arena, offset

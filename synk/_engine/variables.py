@@ -1,0 +1,403 @@
+"""Shared variables as the program holds them, and the collectives over them that the program calls.
+
+Memory of a variable: a row of words, one cache line for each rank, then six places and more: common A, common B, and for
+each rank own A and own B. ``fronts[rank]`` says which of four places holds the value of a rank. Only the program writes
+it, while no call that uses the variable is in flight. Nobody ever writes into a place that is a front. A value that has
+outgrown its place gets memory of its own there: from the rank that assigns it, or from the program.
+
+In one file because a variable and the collectives share the rule of which place may be written.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from synk._engine.things import Thing
+from synk._master.collectives import check_reduction, check_rows, check_scatter, pair, shapes
+from synk._pure.arrays import as_plain_array, check_shareable, copy_into
+from synk._pure.interrupts import deferred
+from synk._pure.ops import REDUCTIONS
+from synk._pure.ranges import LINE_NBYTES, round_up
+from synk._pure.read_only import ordinary
+from synk._pure.shards import Selection, shard_bounds
+from synk._pure.trees import describe, skeleton_of, unflatten
+from synk._wire.memory import PAGE_NBYTES, Segment, create_fd
+from synk._wire.parcels import dumps
+from synk._wire.variables import Shapes, check_value, flatten_value, leaf_offsets, shapes_of
+
+COMMON_A, COMMON_B, OWN_A, OWN_B = range(4)
+
+__all__ = ["check_reduction", "check_rows", "check_scatter", "pair", "shapes"]
+
+
+class Place(NamedTuple):
+    """Where a value may lie."""
+
+    segment: Segment
+    at: int
+    nbytes: int
+
+
+class Variables:
+    """The variables of a runtime.
+
+    Attributes
+    ----------
+    is_closed : bool
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = weakref.proxy(engine)
+        self.world_size: int = engine.world_size
+        self.is_closed = False
+        self._living: weakref.WeakSet[Variable] = weakref.WeakSet()
+
+    def living(self) -> list[Variable]:
+        return sorted(self._living, key=lambda variable: variable.number)
+
+    def add(self, variable: Variable) -> None:
+        self._living.add(variable)
+
+    def __getitem__(self, number: int) -> Variable:
+        return next(variable for variable in self._living if variable.number == number)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Variable(Thing):
+    """A shared variable: a replica or a shard on each rank.
+
+    Parameters
+    ----------
+    variables : Variables
+    value : array-like, or nesting of arrays
+    sharded : bool
+    name : str or None
+
+    Attributes
+    ----------
+    fronts : ndarray of int64
+        In shared memory: which place holds the value of each rank.
+    value_shapes : list of Shapes
+        The shapes of the leaves of each rank's value.
+    """
+
+    kind = "variable"
+
+    def __init__(self, variables: Variables, value: Any, *, sharded: bool = False, name: str | None = None) -> None:
+        super().__init__(variables.engine)
+        self.variables = variables
+        self.name = name or f"shared{self.number}"
+        self.is_sharded = bool(sharded)
+        leaves, self.structure = flatten_value(ordinary(value))
+        if not leaves:
+            raise ValueError(f"cannot share {self.name!r}: got a value without arrays.")
+        arrays = [as_plain_array(leaf, f"variable {self.name!r}") for leaf in leaves]
+        self.dtypes = tuple(check_shareable(array.dtype, f"variable {self.name!r}") for array in arrays)
+        world_size = variables.world_size
+        parts = self.split(arrays) if self.is_sharded else [arrays]
+        self.value_shapes: list[Shapes] = [shapes_of(parts[0])] * world_size
+        nbytes = max(leaf_offsets(self.dtypes, shapes_of(part))[1] for part in parts)
+        step = round_up(max(nbytes, 1), PAGE_NBYTES)
+        first = round_up(world_size * LINE_NBYTES, PAGE_NBYTES)
+        total = first + (2 + 2 * world_size) * step
+        # Reserved in pieces: most places are never written.
+        self.memory = sparse(total)
+        self.memory.create_part(0, 0, first)
+        words = self.memory.view(0, (world_size, LINE_NBYTES // 8), np.dtype(np.int64))
+        self.fronts = words[:, 0]
+        self._step, self._first = step, first
+        self._reserved: set[tuple[int, int]] = set()
+        self.places: dict[tuple[int, int], Place] = {
+            (rank, which): Place(self.memory, first + step * (which if which <= COMMON_B else 2 * rank + which), step)
+            for rank in range(world_size)
+            for which in range(4)
+        }
+        if self.is_sharded:
+            self.value_shapes = [shapes_of(part) for part in parts]
+            for rank, part in enumerate(parts):
+                self._fill(rank, OWN_A, part)
+                self.fronts[rank] = OWN_A
+        else:
+            self._fill(0, COMMON_A, arrays)
+        variables.add(self)
+
+    @property
+    def id(self) -> int:
+        return self.number
+
+    # -- what a value is ----------------------------------------------------------------------------------------------
+
+    def split(self, arrays: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
+        """Return each rank's rows of each leaf.
+
+        Raises
+        ------
+        ValueError
+            If a leaf has no axis 0, or the leaves differ in length.
+        """
+        found = [array.shape for array in arrays]
+        if () in found:
+            raise ValueError(f"cannot scatter variable {self.name!r}: got a single value, expected rows on axis 0.")
+        if len({shape[0] for shape in found}) > 1:
+            raise ValueError(
+                f"cannot scatter variable {self.name!r}: got shapes {found}, expected one axis-0 length for all its "
+                f"arrays."
+            )
+        bounds = shard_bounds(found[0][0], self.variables.world_size)
+        return [[array[low:high] for array in arrays] for low, high in bounds]
+
+    def check(self, value: Any, rank: int = 0) -> list[np.ndarray]:
+        """Return the leaves of ``value`` as arrays that fit this variable."""
+        leaves, structure = flatten_value(ordinary(value), self.structure)
+        if structure != self.structure:
+            raise ValueError(
+                f"cannot set variable {self.name!r}: got a value of structure {describe(structure)}, "
+                f"expected {describe(self.structure)}."
+            )
+        checked = check_value(self.name, leaves, self.dtypes, self.value_shapes[rank], is_sharded=self.is_sharded)
+        return [np.asarray(array, dtype=dtype) for array, dtype in zip(checked, self.dtypes)]
+
+    def build(self, leaves: Sequence[Any]) -> Any:
+        """Return the nesting of this variable, filled with ``leaves``."""
+        return unflatten(self.structure, list(leaves))
+
+    @property
+    def is_nested(self) -> bool:
+        return bool(self.structure != "leaf")
+
+    @property
+    def lengths(self) -> list[int]:
+        """How many rows each rank has.
+
+        Raises
+        ------
+        ValueError
+            If the variable has no axis 0.
+        """
+        if not self.value_shapes[0][0]:
+            raise ValueError(f"cannot count the rows of variable {self.name!r}: it has no axis 0.")
+        return [each[0][0] for each in self.value_shapes]
+
+    def skeleton(self) -> bytes:
+        """Return the pickled nesting of the value, with the position of each leaf in its place."""
+        return dumps(skeleton_of(self.structure, len(self.dtypes)))
+
+    # -- places -------------------------------------------------------------------------------------------------------
+
+    def told(self, rank: int) -> tuple[Any, Sequence[Segment]]:
+        segments = [self.memory]
+        found = []
+        for which in range(4):
+            place = self.places[0 if which <= COMMON_B else rank, which]
+            if place.segment not in segments:
+                segments.append(place.segment)
+            found.append((segments.index(place.segment), place.at, place.nbytes))
+        sizes = [segment.nbytes for segment in segments]
+        return (
+            self.name, self.skeleton(), self.dtypes, self.is_sharded, sizes, found, self.value_shapes[rank],
+        ), segments  # fmt: skip
+
+    def leaves(self, rank: int) -> list[np.ndarray]:
+        """Return views of the value of ``rank``."""
+        return self.views(rank, int(self.fronts[rank]), self.value_shapes[rank])
+
+    def views(self, rank: int, which: int, found: Shapes) -> list[np.ndarray]:
+        place = self.places[0 if which <= COMMON_B else rank, which]
+        offsets, _ = leaf_offsets(self.dtypes, found)
+        return [
+            place.segment.view(place.at + at, shape, dtype) for at, shape, dtype in zip(offsets, found, self.dtypes)
+        ]
+
+    def spare(self, rank: int) -> int:
+        """Return which own place of a rank is no front."""
+        return OWN_A if self.fronts[rank] == OWN_B else OWN_B
+
+    def spare_common(self) -> int:
+        """Return which common place is nobody's front."""
+        return COMMON_B if COMMON_A in self.fronts else COMMON_A
+
+    def note_made(self, rank: int, which: int, segment: Segment) -> None:
+        """Note that a rank has made memory of its own for a place."""
+        self.places[rank, which] = Place(segment, 0, segment.nbytes)
+
+    def room(self, rank: int, which: int, found: Shapes) -> list[np.ndarray]:
+        """Return views of a place that is no front, for a value of these shapes. Makes it larger if it is too small."""
+        key = 0 if which <= COMMON_B else rank, which
+        _, nbytes = leaf_offsets(self.dtypes, found)
+        place = self.places[key]
+        if nbytes > place.nbytes:
+            self.places[key] = Place(Segment.create(2 * nbytes, is_worker_writable=True), 0, 2 * nbytes)
+            self.variables.engine.forget(self.number)  # all ranks are told anew
+        elif place.segment is self.memory and key not in self._reserved:
+            self.memory.create_part(0, place.at, place.nbytes)
+            self._reserved.add(key)
+        return self.views(rank, which, found)
+
+    def _fill(self, rank: int, which: int, arrays: Sequence[np.ndarray]) -> None:
+        for target, source in zip(self.room(rank, which, shapes_of(arrays)), arrays):
+            copy_into(target, source)
+
+    def turn(self, rank: int, which: int, found: Shapes) -> None:
+        """Make a place the value of a rank; a part of a commit, which may be done again."""
+        if found is not None and self.value_shapes[rank] != found:
+            self.value_shapes = [*self.value_shapes]
+            self.value_shapes[rank] = found
+            if which <= COMMON_B or not self.is_sharded:
+                self.variables.engine.forget(self.number)
+        self.fronts[rank] = which
+
+    # -- setting ------------------------------------------------------------------------------------------------------
+
+    def set_rank(self, rank: int, arrays: Sequence[np.ndarray]) -> None:
+        """Give one rank a value."""
+        self.set_ranks({rank: arrays})
+
+    def set_ranks(self, values: dict[int, Sequence[np.ndarray]]) -> None:
+        """Give ranks values of their own, all at once."""
+        moves = []
+        for rank, arrays in values.items():
+            which = self.spare(rank)
+            self._fill(rank, which, arrays)
+            moves.append((self, rank, which, shapes_of(arrays)))
+        if any(shapes_of(arrays) != self.value_shapes[rank] for rank, arrays in values.items()):
+            self.variables.engine.forget(self.number)  # ranks know the shapes of what they assign themselves
+        self.variables.engine.commit(moves)
+
+    def unite(self, arrays: Sequence[np.ndarray]) -> None:
+        """Give all ranks one value, in the common place that is nobody's front."""
+        found = shapes_of(arrays)
+        self._fill(0, self.spare_common(), arrays)
+        self.turn_all(found)
+
+    def turn_all(self, found: Shapes) -> None:
+        """Make the spare common place the value of all ranks."""
+        which = self.spare_common()
+        self.variables.engine.commit([(self, rank, which, found) for rank in range(self.variables.world_size)])
+
+
+def sparse(nbytes: int) -> Segment:
+    """Return memory of which the parts are reserved when they are first written."""
+    with deferred():
+        segment = Segment(create_fd(nbytes, is_reserved=False), nbytes, is_writable=True, segment_id=0)
+        segment.is_worker_writable = segment.is_arena = True
+    return segment
+
+
+# -- collectives, called by the program --------------------------------------------------------------------------------
+
+
+def broadcast(session: Any, variable: Variable, value: Any = None) -> None:
+    """Give every rank ``value``, or without one the value of rank 0."""
+    variable.unite(variable.leaves(0) if value is None else variable.check(value))
+
+
+def assign(session: Any, variable: Variable, value: Any) -> None:
+    """Set the value of all ranks, or divide its rows among them."""
+    if variable.is_sharded:
+        scatter(session, variable, *check_scatter(variable, value, None))  # type: ignore[arg-type]
+    else:
+        variable.unite(variable.check(value))
+
+
+def set_value(session: Any, variable: Variable, value: Any, rank: Any) -> None:
+    """Set the value of one rank."""
+    _check_rank(session, variable, rank)
+    variable.set_rank(rank, variable.check(value, rank))
+
+
+def get_value(session: Any, variable: Variable, rank: Any) -> Any:
+    """Return a copy of the value on ``rank``."""
+    _check_rank(session, variable, rank)
+    return variable.build([_copied(leaf) for leaf in variable.leaves(rank)])
+
+
+def _check_rank(session: Any, variable: Variable, rank: Any) -> None:
+    if isinstance(rank, bool) or not isinstance(rank, (int, np.integer)):
+        raise TypeError(
+            f"cannot use {rank!r} as a rank of variable {variable.name!r}: expected an integer. w[rank] is the value "
+            "on one rank; the rows are w.value[...]."
+        )
+    if not 0 <= rank < session.world_size:
+        raise IndexError(
+            f"cannot use rank {rank} of variable {variable.name!r}: expected 0 to {session.world_size - 1}."
+        )
+
+
+def _copied(leaf: np.ndarray) -> np.ndarray:
+    out = np.empty(leaf.shape, leaf.dtype)
+    copy_into(out, leaf)
+    return out
+
+
+def scatter(session: Any, variable: Variable, arrays: Sequence[np.ndarray], selection: Selection) -> None:
+    """Give each rank its part of the selected rows of ``arrays``."""
+    bounds = shard_bounds(selection.count, session.world_size)
+    variable.set_ranks(
+        {rank: [array[selection.between(low, high)] for array in arrays] for rank, (low, high) in enumerate(bounds)}
+    )
+
+
+def gather(session: Any, variable: Variable, nd_up: int) -> Any:
+    """Return the values of all ranks: concatenated along axis 0 (``nd_up=0``), or stacked on a new one (1)."""
+    if nd_up not in (0, 1):
+        raise ValueError(f"cannot gather variable {variable.name!r}: got nd_up={nd_up!r}, expected 0 or 1.")
+    results = []
+    for leaf in range(len(variable.dtypes)):
+        parts = [variable.leaves(rank)[leaf] for rank in range(session.world_size)]
+        if nd_up == 1 and len({part.shape for part in parts}) > 1:
+            raise ValueError(
+                f"cannot stack variable {variable.name!r}: got shapes {[part.shape for part in parts]}, expected "
+                "equal ones. Use nd_up=0 to concatenate shards of different length."
+            )
+        if nd_up == 0 and parts[0].ndim == 0:
+            raise ValueError(f"cannot concatenate variable {variable.name!r}: it has no axis 0. Use nd_up=1.")
+        results.append(_joined([part[np.newaxis] for part in parts] if nd_up else parts))
+    return variable.build(results)
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    out = np.empty((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].dtype)
+    start = 0
+    for part in parts:
+        copy_into(out[start : start + len(part)], part)
+        start += len(part)
+    return out
+
+
+def all_gather(session: Any, variable: Variable) -> None:
+    """Make every rank's value the concatenation of the values of all ranks, along axis 0."""
+    ranks = range(session.world_size)
+    variable.unite([_joined([variable.leaves(rank)[leaf] for rank in ranks]) for leaf in range(len(variable.dtypes))])
+
+
+def _reduced(session: Any, variable: Variable, op: str) -> list[np.ndarray]:
+    check_reduction(session, variable, op)  # type: ignore[arg-type]
+    ranks = range(session.world_size)
+    found = []
+    with np.errstate(all="ignore"):
+        for leaf, dtype in enumerate(variable.dtypes):
+            values = [variable.leaves(rank)[leaf] for rank in ranks]
+            out = np.empty(values[0].shape, dtype)
+            REDUCTIONS[op].reduce_into(values, [1] * len(values), out)
+            found.append(out)
+    return found
+
+
+def all_reduce(session: Any, variable: Variable, op: str) -> None:
+    """Reduce the values of all ranks, and give the result to every rank."""
+    variable.unite(_reduced(session, variable, op))
+
+
+def reduce(session: Any, variable: Variable, op: str, in_place: bool) -> Any:
+    """Reduce the values of all ranks into rank 0's value, or into new arrays for the caller."""
+    found = _reduced(session, variable, op)
+    if in_place:
+        variable.set_rank(0, found)
+        return None
+    return variable.build(found)

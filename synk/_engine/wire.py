@@ -1,0 +1,215 @@
+"""How program and ranks talk: orders and replies of fixed size on pipes, bodies with descriptors on a socket."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import pickle
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from synk._pure.ranges import LINE_NBYTES, round_up
+from synk._wire.descriptors import NONE, Descriptor
+from synk._wire.memory import PAGE_NBYTES, Segment
+
+ORDER = struct.Struct("<6q")
+"""number, plan, last committed, last ended, parts of objects in place, whether there is a body"""
+
+ROWS = struct.Struct("<6q")
+"""low, high, start, step, start and step in the rank's own shard"""
+
+ORDER_NBYTES = ORDER.size + ROWS.size
+NO_ROWS = ROWS.pack(0, 0, 0, 1, 0, 1)
+
+REPLY = struct.Struct("<3q")
+"""number, status, nanoseconds in the user's function"""
+
+DONE, TOLD, FAILED, UNREAD, INTERRUPTED, READY = range(6)
+WITH_BODY = frozenset((TOLD, FAILED, UNREAD, READY))
+
+SYNC, LOAD, CLOSE = 0, -1, -2
+"""Instead of a plan: answer and tell anew; take the news and answer; end."""
+
+_PACKET = struct.Struct("<3q")  # number, whether it is the last packet, whether its body lies in memory
+_INLINE, _MAX_FDS, _OUT_OF_BAND = 1 << 15, 200, 1 << 14
+
+Body = tuple[Any, list[Any], list[int]]
+"""The content, and the descriptors that came with it: those are the caller's."""
+
+
+class Link:
+    """One side's ends of the channels between the program and a rank.
+
+    Parameters
+    ----------
+    sock : socket.socket
+    read_fd, write_fd : Descriptor
+    """
+
+    def __init__(self, sock: socket.socket, read_fd: Descriptor, write_fd: Descriptor, token: bytes = b"") -> None:
+        self._sock, self.read_fd, self._write_fd = sock, read_fd, write_fd
+        self.is_open = True
+
+    def write(self, message: bytes) -> None:
+        """Send an order or a reply."""
+        os.write(self._write_fd, message)
+
+    def read(self, nbytes: int) -> bytes:
+        """Return the next order or reply that is there; nothing if there is none, or the other side is gone."""
+        try:
+            return os.read(self.read_fd, nbytes)
+        except BlockingIOError:
+            return b""
+
+    def send_body(self, number: int, content: Any, segments: Sequence[Segment] = ()) -> int:
+        """Send the body of message ``number``, before the message. Return the size of its pickle."""
+        data, buffers = dumped(content)
+        memory = None
+        if len(data) > _INLINE or buffers:
+            head, memory = _in_memory(data, buffers)
+        else:
+            head = data
+        fds = [segment.fd for segment in ([memory] if memory is not None else [])] + [each.fd for each in segments]
+        while True:
+            now, fds = fds[:_MAX_FDS], fds[_MAX_FDS:]
+            packet = [_PACKET.pack(number, not fds, memory is not None), b"" if fds else head]
+            extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", now))] if now else []
+            self._sock.sendmsg(packet, extra)
+            if not fds:
+                break
+        if memory is not None:
+            memory.close()
+        return len(data)
+
+    def receive_body(self, number: int) -> tuple[Any, list[int]]:
+        """Return the body of message ``number``, and the descriptors that came with it. Older bodies are dropped.
+
+        Raises
+        ------
+        EOFError
+            If the other side has ended.
+        """
+        fds: list[int] = []
+        while True:
+            try:
+                packet, more = self._receive()
+            except ConnectionResetError:  # said once of a side that died with unread packets: what it sent is there
+                packet, more = self._receive()
+            fds += more
+            if not packet:
+                raise EOFError("the other side closed its end")
+            found, is_last, is_long = _PACKET.unpack_from(packet)
+            if found != number:
+                while fds:
+                    os.close(fds.pop())
+            elif is_last:
+                head = packet[_PACKET.size :]
+                return (loaded_from(head, fds.pop(0)) if is_long else pickle.loads(head)), fds
+
+    def _receive(self) -> tuple[bytes, list[int]]:
+        room = socket.CMSG_SPACE(_MAX_FDS * 4)
+        packet, extra, flags, _ = self._sock.recvmsg(_PACKET.size + _INLINE, room, socket.MSG_CMSG_CLOEXEC)
+        fds = array.array("i")
+        for _, _, raw in extra:
+            fds.frombytes(raw[: len(raw) - len(raw) % fds.itemsize])
+        if flags & socket.MSG_CTRUNC:
+            for fd in fds:
+                os.close(fd)
+            raise OSError(24, "the descriptors of a message did not fit: raise the limit of open files (ulimit -n)")
+        return packet, list(fds)
+
+    def drain(self) -> None:
+        """Drop the packets that are there; the kernel closes their descriptors."""
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            while self._sock.recv(1, socket.MSG_DONTWAIT):
+                pass
+
+    def close(self) -> None:
+        self.is_open = False
+        self.read_fd = self._write_fd = NONE  # type: ignore[assignment]
+        self._sock.close()
+
+
+def dumped(content: Any) -> tuple[bytes, list[np.ndarray]]:
+    """Return a pickle, and its large buffers beside it.
+
+    They are kept as arrays, never as memoryviews: one that the collector finds in a cycle of garbage while something
+    still uses its buffer is a segmentation fault (CPython 3.11). Arrays hide theirs from the collector.
+    """
+    buffers: list[np.ndarray] = []
+
+    def is_inside(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < _OUT_OF_BAND:
+            return True
+        buffers.append(np.frombuffer(raw, np.uint8))
+        return False
+
+    return pickle.dumps(content, protocol=5, buffer_callback=is_inside), buffers
+
+
+def places_of(sizes: Sequence[int], end: int = 0) -> tuple[list[int], int]:
+    """Return where parts of these sizes lie one after the other, and where the last one ends.
+
+    Examples
+    --------
+    >>> places_of([8, 100, 1])
+    ([0, 64, 192], 256)
+    """
+    places = []
+    for nbytes in sizes:
+        places.append(end)
+        end += round_up(nbytes, LINE_NBYTES)
+    return places, end
+
+
+def _in_memory(data: bytes, buffers: Sequence[np.ndarray]) -> tuple[bytes, Segment]:
+    """Return the head of a long body, and the memory in which it lies."""
+    parts = [np.frombuffer(data, np.uint8), *buffers]
+    sizes = [part.nbytes for part in parts]
+    places, end = places_of(sizes)
+    memory = Segment.create(end)
+    for at, part in zip(places, parts):
+        memory.buffer[at : at + part.nbytes] = part
+    return struct.pack(f"<{len(sizes)}q", *sizes), memory
+
+
+def loaded_from(head: bytes, fd: int) -> Any:
+    """Load a long body. Its buffers lie in memory that is private to this process."""
+    sizes = struct.unpack(f"<{len(head) // 8}q", head)
+    places, end = places_of(sizes)
+    try:
+        memory = Segment(fd, round_up(max(end, 1), PAGE_NBYTES), is_writable=True, segment_id=0, is_private=True)
+    except BaseException:
+        os.close(fd)
+        raise
+    memory.close_fd()
+    data, *buffers = [memory.buffer[at : at + size] for at, size in zip(places, sizes)]
+    return pickle.loads(data.data, buffers=buffers)
+
+
+def nbytes_in_place(parts: Sequence[Any]) -> int:
+    """Return how much room :func:`put_in_place` needs."""
+    sizes = [memoryview(part).nbytes for part in parts]
+    return places_of(sizes, places_of([8 * len(parts)])[1])[1]
+
+
+def put_in_place(place: np.ndarray, parts: Sequence[Any]) -> None:
+    """Write parts behind their lengths."""
+    arrays = [np.frombuffer(part, np.uint8) for part in parts]
+    places, _ = places_of([each.nbytes for each in arrays], places_of([8 * len(parts)])[1])
+    place[: 8 * len(parts)].view(np.int64)[:] = [each.nbytes for each in arrays]
+    for at, part in zip(places, arrays):
+        place[at : at + part.nbytes] = part
+
+
+def taken_from_place(place: np.ndarray, count: int) -> list[np.ndarray]:
+    """Return the parts: views of the place."""
+    sizes = place[: 8 * count].view(np.int64).tolist()
+    places, _ = places_of(sizes, places_of([8 * count])[1])
+    return [place[at : at + size] for at, size in zip(places, sizes)]

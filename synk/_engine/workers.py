@@ -1,0 +1,606 @@
+"""What each rank knows, what is sent to it, what it answers, and how all become idle again after trouble.
+
+Everything here may find the other side dead at any line, and may be left at any line by Ctrl-C. So a call enters
+``flight`` before anything is sent; what a rank knows is noted after it was sent, for what is sent twice replaces what was
+there; whoever breaks off leaves ``is_sure`` False, and whoever comes next begins with :meth:`Workers.recover`. In one
+file because sending, hearing and recovery must be read together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import pickle
+import platform
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+
+from synk._engine import wire
+from synk._engine.processes import Processes, Worker
+from synk._engine.things import Thing, described
+from synk._master.processes.output import report, warn_at_users_line
+from synk._master.processes.reports import DeathReports, at_work, signs_of_life, stderr_tails
+from synk._pure.environment import stuck_after_s
+from synk._pure.interrupts import deferred
+from synk._version import __version__
+from synk._wire.control import Down
+from synk._wire.descriptors import orphans
+from synk._wire.logs import levels
+from synk._wire.memory import Segment
+from synk._wire.parcels import dumps
+from synk._wire.settings import Reader
+from synk.errors import CallCancelled, CallTimeout, ClosedError, StartupError, WorkerDied
+
+GRACE_S = 2.0
+START_TIMEOUT_S = 120.0
+RESTART_WINDOW_S = 60.0
+
+
+class Owed:
+    """A message in flight: a call, or a question. Some ranks owe it a reply.
+
+    Attributes
+    ----------
+    ranks : sequence of int
+    pending : set of int
+    replies : dict of int to (status, body, nanoseconds)
+    news : dict of int to (set of int, set of int)
+        By rank, the things and the parcels that the message brought.
+    what, phase : str
+        For errors.
+    """
+
+    number = 0
+    phase = "call"
+    is_abandoned = False
+
+    def __init__(self, ranks: Sequence[int], what: str, deadline: float | None) -> None:
+        self.ranks, self.what, self.deadline = ranks, what, deadline
+        self.pending = set(ranks)
+        self.replies: dict[int, tuple[int, Any, int]] = {}
+        self.news: dict[int, tuple[set[int], set[int]]] = {}
+        self.began = time.monotonic()
+
+    def end(self, error: BaseException) -> None:
+        """Take note of the error with which it has ended, together with all others in flight."""
+
+
+class Workers:
+    """All ranks: one operation on them at a time."""
+
+    def __init__(self, processes: Processes, *, max_restarts: int, counters: dict[str, int]) -> None:
+        self.processes = processes
+        self.by_rank = processes.by_rank
+        self.is_inline = processes.is_inline
+        self.world_size = processes.world_size
+        self.max_restarts, self.counters = max_restarts, counters
+        self.numbers = itertools.count(1)
+        self.flight: dict[int, Owed] = {}
+        self.is_sure = True
+        self.ended = 0
+        self.redo: tuple[Sequence[Any], Sequence[int], int] | None = None
+        self.cause: BaseException | None = None
+        self.is_closing = self.is_exiting = self.is_interrupted = False
+        self.parcels: Any = None  # the book's; see ``captures``
+        self.settings = Reader()
+        self.settings_values: list[Any] | None = None
+        self.settings_state = 0
+        self.has_dead = False
+        self.all_ready = False
+        self.restarts: deque[float] = deque()
+        self._refs: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self.dropped: deque[weakref.ref[Any]] = deque()  # filled in C: no handler of a signal can break that off
+        self._reports = DeathReports(processes)  # type: ignore[arg-type]
+        self._unreported: dict[int, str] = {}
+        self._news_of_deaths: list[str] = []
+        self._last_death: WorkerDied | None = None
+        self._stuck_after_s = stuck_after_s()
+
+    # -- things -------------------------------------------------------------------------------------------------------
+
+    def watch(self, thing: Thing) -> None:
+        """See to it that ranks forget a thing when it goes."""
+        reference = weakref.ref(thing, self.dropped.append)
+        self._refs[id(reference)] = reference, thing.number
+
+    def note_drops(self) -> None:
+        """Have the ranks forget the things that have gone. Nothing that refers to them will be sent any more."""
+        while self.dropped:
+            _, number = self._refs.pop(id(self.dropped.popleft()), (None, 0))
+            self.forget(number)
+
+    def forget(self, number: int) -> None:
+        """Have the ranks that know a thing forget it."""
+        for worker in self.by_rank:
+            if number in worker.known:
+                worker.forgets.append(("thing", number, None))
+                worker.known.discard(number)
+
+    # -- operations ---------------------------------------------------------------------------------------------------
+
+    def enter(self, deadline: float | None = None) -> None:
+        """Begin an operation. Afterwards every rank is idle or in calls of ``flight``, and alive as far as is known."""
+        if not self.is_sure or self.redo is not None:
+            self.recover(CallCancelled("the call was ended: an operation before it was broken off. Call it again."))
+        if not self.is_inline and (events := self.processes.events()):
+            self.is_sure = False  # a reply that is read and not filed is lost
+            self.take_in(events)
+            self.is_sure = True
+        while not self.all_ready:
+            if self.has_dead:
+                self._replace()
+            self._await_ready(deadline)
+        if self.dropped:
+            self.note_drops()
+        if not self.is_inline:
+            values = self.settings.read()
+            if values != self.settings_values:
+                self.settings_values = [*values]
+                self.settings_state += 1
+
+    # -- sending ------------------------------------------------------------------------------------------------------
+
+    def send(
+        self, owed: Owed, rank: int, plan: int, in_place: int, rows: bytes, thing: Thing | None, numbers: Iterable[int]
+    ) -> None:
+        """Send an order to a rank, and with it whatever the rank lacks. ``thing`` is told with all that it needs."""
+        worker = self.by_rank[rank]
+        has_news = (
+            not worker.known.issuperset(numbers)
+            or worker.parcels_state != self.parcels.state
+            or worker.settings_state != self.settings_state
+            or bool(worker.forgets)
+        )
+        self.counters["messages_down"] += 1
+        if not has_news:
+            order = wire.ORDER.pack(owed.number, plan, worker.committed, self.ended, in_place, 0)
+            worker.link.write(order + rows)
+            return
+        content, segments, told = self._news(worker, thing)
+        owed.news[rank] = told, {parcel[0] for parcel in content[1]}
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the wait finds the death
+            self.counters["bytes_down"] += worker.link.send_body(owed.number, content, segments)
+        worker.link.write(wire.ORDER.pack(owed.number, plan, worker.committed, self.ended, in_place, 1) + rows)
+        worker.known |= told
+        worker.parcels |= {parcel[0] for parcel in content[1]}
+        worker.forgets = []
+        worker.parcels_state, worker.settings_state = self.parcels.state, self.settings_state
+
+    def _news(self, worker: Worker, thing: Thing | None) -> tuple[Any, list[Segment], set[int]]:
+        """Return what a rank lacks, in an order in which each thing finds what it needs."""
+        items: list[tuple[str, int, Any]] = []
+        segments: list[Segment] = []
+        told: set[int] = set()
+
+        def tell(needed: Thing | Segment) -> None:
+            number = needed.number if isinstance(needed, Thing) else needed.id
+            if number in worker.known or number in told:
+                return
+            if isinstance(needed, Segment):
+                if needed.arena is not None:
+                    tell(needed.arena)
+                else:
+                    segments.append(needed)
+                items.append(("memory", number, described(needed)))
+            else:
+                for each in needed.needs:
+                    tell(each)
+                payload, own = needed.told(worker.rank)
+                items.append((needed.kind, number, (payload, len(own))))
+                segments.extend(own)
+                if needed.is_once:
+                    return
+            told.add(number)
+
+        lacking, of_parcels, referred = self.parcels.lacking(worker)
+        for each in (*of_parcels, *referred):
+            tell(each)
+        if thing is not None:
+            tell(thing)
+        settings = None
+        if worker.settings_state != self.settings_state and self.settings_values is not None:
+            settings = dumps(dict(zip(self.settings.names, self.settings_values)))
+        search_path = ([entry for entry in sys.path if isinstance(entry, str)], levels()) if lacking else None
+        return (list(worker.forgets), lacking, items, settings, search_path), segments, told
+
+    # -- hearing ------------------------------------------------------------------------------------------------------
+
+    def wait(self, owed: Owed, until: float | None = None) -> bool:
+        """Take in replies until nobody owes ``owed`` one. Return False if ``until`` came first.
+
+        A death, or the time limit of anything in flight, ends the wait with an error.
+        """
+        report_at = math.inf
+        while owed.pending:
+            if self.is_inline:
+                self._file(self.by_rank[0])
+                continue
+            urgent = owed
+            if len(self.flight) > 1:
+                timed = [each for each in self.flight.values() if each.deadline is not None and each.pending]
+                urgent = min(timed, key=lambda each: each.deadline or 0.0, default=owed)
+            limits = [each for each in (urgent.deadline, until) if each is not None]
+            left = min(limits) - time.monotonic() if limits else None
+            events = self.processes.wait(left)
+            if events:
+                self.take_in(events)
+            else:
+                now = time.monotonic()
+                if report_at == math.inf and self._stuck_after_s < math.inf:
+                    report_at = owed.began + self._stuck_after_s
+                if now >= report_at:
+                    report_at = 1e300
+                    text = at_work(self.processes, [] if owed.replies else owed.pending)  # type: ignore[arg-type]
+                    report("%s has run for more than %g s:%s", owed.what or owed.phase, self._stuck_after_s, text)
+                if urgent.deadline is not None and now >= urgent.deadline:
+                    self._late(owed, urgent)
+                if until is not None and now >= until:
+                    return False
+            if self.has_dead:
+                dead = sorted(rank for rank in owed.pending if self.by_rank[rank].is_dead)
+                if dead:
+                    raise self.died(dead, owed)
+        return True
+
+    def _late(self, owed: Owed, urgent: Owed) -> NoReturn:
+        ranks = self.processes.placement.among_all(sorted(urgent.pending))
+        if urgent.phase == "start":
+            raise CallTimeout(
+                f"the workers were not up in time: {ranks} is still starting. Raise timeout=, or call again."
+            )
+        error = CallTimeout(
+            f"{urgent.what or urgent.phase} did not end in time on {ranks}. Raise timeout=, or give the function less "
+            "to do."
+        )
+        if urgent is owed:
+            raise error
+        urgent.end(error)
+        raise CallCancelled(f"the call of {owed.what} was ended together with another: {error} Submit it again.")
+
+    def take_in(self, events: Sequence[tuple[int, int]]) -> None:
+        """File the replies that are there, then note deaths: a reply that came before a death counts."""
+        replied, ended, is_woken = self.processes.sort(events)
+        for worker in replied:
+            self._file(worker)
+        for worker in ended:
+            while self._file(worker):
+                pass
+            self.processes.bury(worker)
+            self.has_dead, self.all_ready = True, False
+            if not any(worker.rank in each.pending for each in self.flight.values()):
+                self._unreported[worker.rank] = f"ended with {worker.process.exit_text} while idle"
+        if is_woken:
+            self._on_wake()
+
+    def _file(self, worker: Worker) -> bool:
+        """File one reply. Return whether there was one."""
+        link = worker.link
+        if not link.is_open:
+            return False
+        data = link.read(wire.REPLY.size)
+        if len(data) < wire.REPLY.size:
+            return False
+        number, status, spent_ns = wire.REPLY.unpack(data)
+        body = None
+        self.counters["messages_up"] += 1
+        if status in wire.WITH_BODY:
+            try:
+                body = link.receive_body(number)
+            except (EOFError, ConnectionResetError):  # it died, and the body with it
+                return False
+            if status == wire.READY:
+                worker.hello = body[0]
+                return True
+        owed = self.flight.get(number)
+        if owed is not None and worker.rank in owed.pending:
+            owed.replies[worker.rank] = status, body, spent_ns
+            owed.pending.discard(worker.rank)
+        return True
+
+    def pump(self) -> None:
+        """Take in what has arrived, without waiting."""
+        if self.is_inline:
+            return
+        if events := self.processes.events():
+            self.is_sure = False
+            self.take_in(events)
+            self.is_sure = True
+
+    def _on_wake(self) -> None:
+        """End the current operation if another thread asked for that."""
+        self.processes.drain_wake()
+        if self.is_exiting:
+            raise SystemExit  # ends a daemon thread silently: the program is over
+        if self.is_closing:
+            raise ClosedError("the call was ended: the runtime is being closed by another thread.")
+        if self.is_interrupted:
+            self.is_interrupted = False
+            raise interrupted()
+
+    def died(self, ranks: Sequence[int], owed: Owed) -> WorkerDied:
+        """Return the error for the deaths of ranks."""
+        for rank in ranks:
+            self._unreported.pop(rank, None)
+        error = self._reports.died(ranks, owed.phase, owed.what, owed.began)
+        self._last_death = error
+        return error
+
+    # -- commits ------------------------------------------------------------------------------------------------------
+
+    def commit(self, moves: Sequence[Any], ranks: Sequence[int] = (), number: int = 0) -> None:
+        """Let variables have other places as their values, all at once. One store decides; the rest can be redone."""
+        self.redo = moves, ranks, number
+        self.finish_commit()
+
+    def finish_commit(self) -> None:
+        assert self.redo is not None
+        moves, ranks, number = self.redo
+        for variable, rank, which, shapes in moves:
+            variable.turn(rank, which, shapes)
+        for rank in ranks:
+            self.by_rank[rank].committed = number
+        if number:
+            self.ended = max(self.ended, number)
+        self.redo = None
+
+    # -- recovery -----------------------------------------------------------------------------------------------------
+
+    def recover(self, error: BaseException) -> None:
+        """Make every rank idle or dead, and nothing in flight. May be broken off and begun again."""
+        self.is_sure = False
+        if self.redo is not None:
+            self.finish_commit()
+        in_flight = list(self.flight.values())
+        # All ranks of a call, not only those that owe a reply: what the others have told is lost with the call.
+        ranks = {rank for each in in_flight for rank in each.ranks}
+        doubtful = [self.by_rank[rank] for rank in sorted(ranks) if not self.by_rank[rank].is_dead]
+        for each in in_flight:
+            each.end(error)
+        if self.is_inline:
+            self.by_rank[0].process.link.reset()
+        elif doubtful and not self.processes.is_closed:
+            self._quiet([worker for worker in doubtful if worker.is_ready])
+        self.after_recovery()
+        self.flight.clear()
+        self.is_sure = True
+
+    def after_recovery(self) -> None:
+        """Settle what depended on calls in flight."""
+
+    def _quiet(self, doubtful: Sequence[Worker]) -> None:
+        """Interrupt ranks and ask them; drop what they say before they answer. Who does not answer in time is killed."""
+        sync = next(self.numbers)
+        self.on_trouble()
+        num_interrupts = 0
+        end = time.monotonic() + GRACE_S
+
+        def on_interrupt() -> None:
+            nonlocal end, num_interrupts
+            num_interrupts += 1
+            end = 0.0
+            self.processes.wake()
+
+        silent: dict[int, Worker] = {}
+        with deferred(on_interrupt):
+            for worker in doubtful:
+                self.processes.down[worker.rank, Down.INTERRUPT] = sync  # before the signal, whose handler reads it
+                worker.process.interrupt()
+                order = wire.ORDER.pack(sync, wire.SYNC, worker.committed, self.ended, 0, 0)
+                worker.link.write(order + wire.NO_ROWS)
+                silent[worker.rank] = worker
+            repeat_at = time.monotonic() + GRACE_S / 2
+            while silent and (left := end - time.monotonic()) > 0:
+                events = self.processes.wait(min(left, max(repeat_at - time.monotonic(), 0.001)), awake=False)
+                replied, ended, is_woken = self.processes.sort(events)
+                if is_woken:
+                    self.processes.drain_wake()
+                for worker in replied:
+                    self._hear_out(worker, sync, silent)
+                for worker in ended:
+                    self._hear_out(worker, sync, silent)
+                    silent.pop(worker.rank, None)
+                    self._note_death(worker)
+                if time.monotonic() >= repeat_at:  # the user's code may have swallowed the first signal
+                    repeat_at = math.inf
+                    for worker in silent.values():
+                        worker.process.interrupt()
+            for worker in silent.values():
+                self._note_death(worker)
+            self.on_idle()
+            if num_interrupts > 1:
+                self.fail(ClosedError("the runtime was closed by a second Ctrl-C while it ended a call."))
+
+    def _note_death(self, worker: Worker) -> None:
+        self.processes.bury(worker)
+        self.has_dead, self.all_ready = True, False
+
+    def _hear_out(self, worker: Worker, sync: int, silent: dict[int, Worker]) -> None:
+        while len(data := worker.link.read(wire.REPLY.size)) == wire.REPLY.size:
+            if wire.REPLY.unpack(data)[0] == sync:
+                worker.link.drain()
+                silent.pop(worker.rank, None)
+                return
+
+    def on_trouble(self) -> None:
+        """Called before ranks are interrupted, so that ranks that wait for each other give up."""
+
+    def on_idle(self) -> None:
+        """Called when ranks were made idle after trouble, before anything else is sent."""
+
+    # -- starting -----------------------------------------------------------------------------------------------------
+
+    def _await_ready(self, deadline: float | None) -> None:
+        """Wait until every rank has said hello."""
+        signs: dict[int, tuple[int, float]] = {}
+        started = Owed([], "", deadline)
+        started.phase = "start"
+        while waiting := [worker for worker in self.by_rank if not worker.is_ready and not worker.is_dead]:
+            if self.is_inline:
+                self._file(self.by_rank[0])
+            else:
+                limit = _last_sign(waiting, signs) + START_TIMEOUT_S
+                now = time.monotonic()
+                if deadline is not None and now >= deadline:
+                    started.pending = {worker.rank for worker in waiting}
+                    self._late(started, started)
+                if now >= limit:
+                    self._stuck(waiting)
+                left = min(limit, math.inf if deadline is None else deadline, now + START_TIMEOUT_S / 4) - now
+                if events := self.processes.wait(left, awake=False):
+                    with deferred():  # a hello that is read and not filed would never come again
+                        self._take_hellos(events)
+            for worker in waiting:
+                if worker.hello is not None and not worker.is_dead:
+                    self._greet(worker)
+        if any(worker.is_dead for worker in self.by_rank):
+            return
+        self.has_dead, self.all_ready = False, True
+        if self._news_of_deaths:
+            news, self._news_of_deaths = self._news_of_deaths, []
+            warn_at_users_line(
+                f"{'; '.join(news)} and was started again. What functions kept there, in closures or globals, is gone.",
+                RuntimeWarning,
+            )
+
+    def _take_hellos(self, events: Sequence[tuple[int, int]]) -> None:
+        before = {worker.rank for worker in self.by_rank if worker.is_dead}
+        self.take_in(events)
+        fallen = [worker for worker in self.by_rank if worker.is_dead and worker.rank not in before]
+        starting = [worker.rank for worker in fallen if not worker.is_ready]
+        if not starting:
+            return
+        owed = Owed(starting, "", None)
+        owed.phase, owed.began = "start", 0.0
+        error = self.died(starting, owed)
+        if self.restarts:  # a replacement died: one more death, and the next operation starts another
+            raise error
+        self._fail(starting, f"did not come up. {error}", error)
+
+    def _stuck(self, waiting: Sequence[Worker]) -> NoReturn:
+        tails = "\n".join(["", *stderr_tails(self.processes, waiting, 0.0)])  # type: ignore[arg-type]
+        ranks = [worker.rank for worker in waiting]
+        self._fail(ranks, f"was not up {START_TIMEOUT_S:g} s after its last sign of life.{tails}", None)
+
+    def _fail(self, ranks: Iterable[int], what_happened: str, error: BaseException | None) -> NoReturn:
+        who = self.processes.placement.among_all(ranks)
+        failure = StartupError(f"cannot start the workers: {who} {what_happened}")
+        self.fail(failure)
+        raise failure from error
+
+    def _greet(self, worker: Worker) -> None:
+        hello = pickle.loads(worker.hello)
+        mine = own_versions()
+        if hello["versions"] != mine:
+            differing = [f"{k} {v} (master: {mine[k]})" for k, v in hello["versions"].items() if v != mine[k]]
+            named = self.processes.placement.named([worker.rank])
+            error = StartupError(f"cannot use worker {named}: it runs {', '.join(differing)}.")
+            self.fail(error)
+            raise error
+        worker.description = hello["device"]
+        worker.is_ready = True
+
+    def _replace(self) -> None:
+        """Start new processes for ranks that are dead.
+
+        Raises
+        ------
+        ClosedError
+            If ranks died too often.
+        """
+        dead = [worker for worker in self.by_rank if worker.is_dead]
+        owing = [each for each in self.flight.values() if not each.pending.isdisjoint(worker.rank for worker in dead)]
+        if owing:
+            ranks = sorted(owing[0].pending.intersection(worker.rank for worker in dead))
+            self.recover(self.died(ranks, owing[0]))
+            dead = [worker for worker in self.by_rank if worker.is_dead]
+        now = time.monotonic()
+        while self.restarts and now - self.restarts[0] > RESTART_WINDOW_S:
+            self.restarts.popleft()
+        named = self.processes.placement.named
+        news = [
+            f"{named([rank])} (pid {self.by_rank[rank].process.pid}) {what}"
+            for rank, what in sorted(self._unreported.items())
+        ]
+        self._unreported.clear()
+        if len(self.restarts) >= self.max_restarts:
+            ended = ", ".join(f"{named([worker.rank])} ({worker.process.exit_text})" for worker in dead)
+            error = ClosedError(
+                f"the runtime closed itself: workers died {len(self.restarts) + 1} times within "
+                f"{RESTART_WINDOW_S:.0f} s, last {ended}; max_restarts is {self.max_restarts}. Call synk.fork() again."
+            )
+            error.__cause__ = self._last_death
+            self.fail(error)
+            raise error
+        self._last_death = None
+        self.restarts.append(now)
+        self._news_of_deaths += news
+        self.start_again(dead)
+
+    def start_again(self, workers: Sequence[Worker]) -> None:
+        self.on_idle()
+        self.all_ready = False
+        for worker in workers:
+            self.counters["restarts"] += 1
+            worker.is_prepared = False
+            self.processes.start_again(worker)
+        self.has_dead = any(worker.is_dead for worker in self.by_rank)
+
+    def fail(self, error: BaseException) -> None:
+        """Close the runtime at once because of ``error``."""
+        self.cause = self.cause or error
+        self.processes.tear_down()
+
+    def say_goodbye(self) -> None:
+        """Ask idle ranks to end, and give them some time. The teardown kills those that do not."""
+        if self.processes.is_closed or self.is_inline or self.flight or not self.is_sure:
+            return
+        leaving = [worker for worker in self.by_rank if worker.is_ready and not worker.is_dead]
+        number = next(self.numbers)
+        for worker in leaving:
+            order = wire.ORDER.pack(number, wire.CLOSE, worker.committed, self.ended, 0, 0)
+            worker.link.write(order + wire.NO_ROWS)
+        end = time.monotonic() + GRACE_S
+        left = {worker.rank for worker in leaving}
+        while left and (seconds := end - time.monotonic()) > 0:
+            replied, ended, is_woken = self.processes.sort(self.processes.wait(seconds, awake=False))
+            for worker in replied:
+                worker.link.read(wire.REPLY.size)
+            for worker in ended:
+                self.processes.bury(worker)
+                left.discard(worker.rank)
+            if is_woken:
+                self.processes.drain_wake()
+
+    def close_things(self) -> None:
+        self.flight.clear()
+        self._refs.clear()
+        self.dropped.clear()
+        orphans.close_all()
+
+
+def interrupted() -> CallCancelled:
+    """Return the error of a call that was interrupted."""
+    return CallCancelled("the call was ended by Runtime.interrupt(). Call it again.")
+
+
+def own_versions() -> dict[str, str]:
+    """Return the versions that program and ranks must share."""
+    return {"python": platform.python_version(), "numpy": np.__version__, "synk": __version__}
+
+
+def _last_sign(waiting: Sequence[Worker], signs: dict[int, tuple[int, float]]) -> float:
+    """Return when the first of some processes that start gave its last sign of life: it started, or read from files."""
+    found = []
+    for worker in waiting:
+        pid, number = worker.process.pid, signs_of_life(worker.process.pid)
+        before, seen = signs.get(pid, (number, 0.0))
+        signs[pid] = number, seen if number == before else time.monotonic()
+        found.append(max(signs[pid][1], worker.process.started))
+    return min(found)
