@@ -8,6 +8,11 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+__all__ = [
+    "IS_NEXT", "Callee", "PendingCall", "Queue", "Session", "Shared", "Variable", "WorkerProcess", "collectives",
+    "distribute", "inline_process", "install", "make_resident", "watch_over",
+]  # fmt: skip
+
 IS_NEXT = os.environ.get("SYNK_ENGINE") == "next"
 
 if TYPE_CHECKING or not IS_NEXT:
@@ -23,10 +28,12 @@ if TYPE_CHECKING or not IS_NEXT:
     from synk._master.session import watch_over as watch_over
     from synk._master.state.variable import Variable as Variable
 else:
+    from synk._engine import variables as collectives
     from synk._engine.captures import Callee as Callee
     from synk._engine.objects import Shared as Shared
     from synk._engine.objects import make_resident as make_resident
     from synk._engine.pending import PendingCall as PendingCall
+    from synk._engine.processes import RankProcess as WorkerProcess
     from synk._engine.session import Session as Session
     from synk._engine.session import watch_over as watch_over
     from synk._engine.variables import Variable as Variable

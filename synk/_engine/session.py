@@ -184,6 +184,14 @@ class Session(Engine):
     def workers(self) -> Session:
         return self
 
+    @property
+    def ranks(self) -> Session:
+        return self
+
+    @property
+    def num_ranks(self) -> int:
+        return self.world_size
+
     # -- entering -----------------------------------------------------------------------------------------------------
 
     def counted(self) -> dict[str, int]:
