@@ -145,7 +145,7 @@ class Call(Owed):
     def begin(self) -> None:
         """Copy what is passed by value, and ring each rank. The caller has the lock."""
         engine, plan, division, lane = self._engine, self.plan, self.division, self.lane
-        plan.stage(self._values, division, self.callee.record, self.callee.repeated)
+        engine.counters["bytes_staged"] += plan.stage(self._values, division, self.callee.record, self.callee.repeated)
         in_place = 0
         if self._objects is not None:
             wire.put_in_place(plan.object_place, self._objects)
@@ -394,9 +394,9 @@ class Engine(Workers):
             lane.call = None
             lane.division = None
         # A rank that was asked has forgotten which places it has made, and takes those that the program knows.
-        for rank in {rank for owed in self.flight.values() for rank in owed.ranks}:
-            for variable in self.variables.living():
-                self.by_rank[rank].known.discard(variable.number)
+        ranks = {rank for owed in self.flight.values() for rank in owed.ranks}
+        for variable in self.variables.living():
+            self.retell(variable.number, ranks)
         for owed in self.flight.values():
             for rank, news in owed.news.items():
                 self.note_unread(rank, news)
@@ -407,6 +407,7 @@ class Engine(Workers):
         if news is not None:
             told, parcels = news
             worker.known -= told
+            worker.stale |= told
             worker.parcels -= parcels
         worker.parcels_state = worker.settings_state = -1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -135,6 +136,7 @@ class Plan(Thing):
         self._chosen: Any = None
         self._targets: list[tuple[int, np.ndarray, str, str]] = []
         self._num_targets = -1
+        self._nbytes = 0
         self.inputs = transfers_in(arguments, (b"", []))
         if self.objects:
             self.inputs = (*self.inputs, Transfer(", ".join(self.object_labels), "pickled", object_nbytes))
@@ -250,14 +252,18 @@ class Plan(Thing):
             and self.look.is_rowless == (division.selection is None)
         )
 
-    def stage(self, values: Sequence[Any], division: Division, record: Any, repeated: Any) -> None:
-        """Copy what is passed by value. No rank reads these places now: the lane's last call has ended."""
+    def stage(self, values: Sequence[Any], division: Division, record: Any, repeated: Any) -> int:
+        """Copy what is passed by value, and return how many bytes that are.
+
+        No rank reads these places now: the lane's last call has ended.
+        """
         if self._num_targets != division.count:
             count = division.count
             self._targets = [
                 (leaf, base[:count] if kind == "rows" else base, kind, label) for leaf, base, kind, label in self.copies
             ]
             self._num_targets = count
+            self._nbytes = sum(target.nbytes for _, target, _, _ in self._targets)
         selection = division.selection
         for leaf, target, kind, label in self._targets:
             value = values[leaf]
@@ -269,13 +275,16 @@ class Plan(Thing):
                 target[:, : value.shape[1]] = value
             elif label:
                 repeated.note(label, value)
+                began = time.monotonic_ns()
                 copy_into(target, value)
+                record.staged_ns += time.monotonic_ns() - began
             else:
                 target[...] = value
         if self.has_indices:
             self._index_place[: division.count] = division.indices  # type: ignore[index]
         if self.has_local:
             self._local_place[: division.count] = division.local_indices  # type: ignore[index]
+        return self._nbytes
 
 
 def _is_whole(selection: Any) -> bool:

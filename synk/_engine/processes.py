@@ -51,7 +51,7 @@ class Worker:
     ----------
     process : RankProcess
     known : set of int
-        The numbers of the things that it knows.
+        The numbers of the things that it knows. Those in ``stale`` it holds, and is to be told of anew.
     parcels : set of int
         The parcels that it holds; ``parcels_state`` and ``settings_state`` say of which state it was told.
     forgets : list
@@ -76,6 +76,7 @@ class Worker:
         """Start over with a process that knows nothing."""
         self.process = process
         self.known: set[int] = set()
+        self.stale: set[int] = set()
         self.parcels: set[int] = set()
         self.parcels_state = self.settings_state = -1
         self.forgets: list[tuple[str, int, Any]] = []

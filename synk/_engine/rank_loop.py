@@ -73,6 +73,7 @@ def main(sock: socket.socket, setup: dict[str, Any]) -> None:
     sys.path[:] = setup["sys_path"]
     sys.argv[:] = setup["argv"]
     _serve(rank, link, master_fd, setup["spin_s"])
+    link.close()
     assert pulse is None or pulse >= 0
 
 

@@ -79,7 +79,7 @@ class ResidentObject(Thing):
         """Give every rank ``value`` as its object, with the next message."""
         self.pickle, self.lost, self.state, self.has_changed = self._pickled(value), "", None, False
         self.version += 1
-        self.residents.engine.forget(self.number)
+        self.residents.engine.retell(self.number)
 
     def check(self, verb: str) -> None:
         """Raise if the state is lost.
@@ -141,9 +141,7 @@ class Residents:
         """Note that a committed call has changed objects on ``ranks``: the others lag behind."""
         for resident in residents:
             resident.has_changed = True
-            for worker in self.engine.by_rank:
-                if worker.rank not in ranks:
-                    worker.known.discard(resident.number)
+            self.engine.retell(resident.number, [rank for rank in range(self.engine.world_size) if rank not in ranks])
 
     def settle(self, deadline: float | None) -> None:
         """Have all ranks load the objects that they lack now, so that an object that cannot be loaded raises here."""
@@ -183,7 +181,7 @@ class Residents:
     def restore(self, resident: ResidentObject, state: bytes, version: int, deadline: float | None) -> None:
         """Bring every rank's object into a state."""
         resident.state, resident.lost, resident.has_changed = state, "", False
-        self.engine.forget(resident.number)
+        self.engine.retell(resident.number)
         ranks = range(self.engine.world_size)
         self.engine.ask(dict.fromkeys(ranks, resident), f"set resident object {resident.name!r}", "resident", deadline)
 

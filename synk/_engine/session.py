@@ -17,6 +17,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from synk._engine.captures import ON_RESTART, distribute
 from synk._engine.engine import Engine, ended_with
 from synk._engine.processes import Processes
@@ -137,6 +139,7 @@ class Session(Engine):
     """
 
     nodes: Any = None
+    has_shared_memory = True
 
     def __init__(
         self,
@@ -436,10 +439,12 @@ class Session(Engine):
     def _release_memory(self) -> None:
         self.close_things()
         for lane in self.lanes:
-            for segment in (lane.staging, *lane.slots.values()):
+            joint = None if lane.joint is None else lane.joint.segment
+            for segment in (lane.staging, joint, *lane.slots.values()):
                 if segment is not None:
                     segment.close()
-            lane.slots, lane.staging, lane.call = {}, None, None
+            lane.slots, lane.staging, lane.call, lane.joint = {}, None, None, None
+            lane.down = lane.up = np.empty((0, 0), np.int64)
         self.functions.close()
         self.variables.close()
         self.memory.close()

@@ -67,6 +67,8 @@ class Variables:
 
     def close(self) -> None:
         self.is_closed = True
+        for variable in self.living():
+            variable.close()
 
 
 class Variable(Thing):
@@ -168,6 +170,10 @@ class Variable(Thing):
         return unflatten(self.structure, list(leaves))
 
     @property
+    def front(self) -> list[int]:
+        return [int(front) for front in self.fronts]
+
+    @property
     def is_nested(self) -> bool:
         return bool(self.structure != "leaf")
 
@@ -233,7 +239,7 @@ class Variable(Thing):
         place = self.places[key]
         if nbytes > place.nbytes:
             self.places[key] = Place(Segment.create(2 * nbytes, is_worker_writable=True), 0, 2 * nbytes)
-            self.variables.engine.forget(self.number)  # all ranks are told anew
+            self.variables.engine.retell(self.number)  # all ranks are told anew
         elif place.segment is self.memory and key not in self._reserved:
             self.memory.create_part(0, place.at, place.nbytes)
             self._reserved.add(key)
@@ -249,8 +255,16 @@ class Variable(Thing):
             self.value_shapes = [*self.value_shapes]
             self.value_shapes[rank] = found
             if which <= COMMON_B or not self.is_sharded:
-                self.variables.engine.forget(self.number)
+                self.variables.engine.retell(self.number)
         self.fronts[rank] = which
+
+    def close(self) -> None:
+        """Release the memory: the runtime is closed."""
+        self.fronts = np.array(self.fronts)
+        for place in self.places.values():
+            place.segment.close()
+        self.memory.close()
+        self.places = {}
 
     # -- setting ------------------------------------------------------------------------------------------------------
 
@@ -266,7 +280,7 @@ class Variable(Thing):
             self._fill(rank, which, arrays)
             moves.append((self, rank, which, shapes_of(arrays)))
         if any(shapes_of(arrays) != self.value_shapes[rank] for rank, arrays in values.items()):
-            self.variables.engine.forget(self.number)  # ranks know the shapes of what they assign themselves
+            self.variables.engine.retell(self.number)  # ranks know the shapes of what they assign themselves
         self.variables.engine.commit(moves)
 
     def unite(self, arrays: Sequence[np.ndarray]) -> None:

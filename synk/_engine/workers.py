@@ -119,9 +119,17 @@ class Workers:
     def forget(self, number: int) -> None:
         """Have the ranks that know a thing forget it."""
         for worker in self.by_rank:
-            if number in worker.known:
+            if number in worker.known or number in worker.stale:
                 worker.forgets.append(("thing", number, None))
                 worker.known.discard(number)
+                worker.stale.discard(number)
+
+    def retell(self, number: int, ranks: Iterable[int] | None = None) -> None:
+        """Have ranks told anew of a thing that they go on holding."""
+        for worker in self.by_rank if ranks is None else [self.by_rank[rank] for rank in ranks]:
+            if number in worker.known:
+                worker.known.discard(number)
+                worker.stale.add(number)
 
     # -- operations ---------------------------------------------------------------------------------------------------
 
@@ -169,6 +177,7 @@ class Workers:
             self.counters["bytes_down"] += worker.link.send_body(owed.number, content, segments)
         worker.link.write(wire.ORDER.pack(owed.number, plan, worker.committed, self.ended, in_place, 1) + rows)
         worker.known |= told
+        worker.stale -= told
         worker.parcels |= {parcel[0] for parcel in content[1]}
         worker.forgets = []
         worker.parcels_state, worker.settings_state = self.parcels.state, self.settings_state
@@ -181,7 +190,11 @@ class Workers:
 
         def tell(needed: Thing | Segment) -> None:
             number = needed.number if isinstance(needed, Thing) else needed.id
-            if number in worker.known or number in told:
+            if number in told:
+                return
+            for each in needed.needs if isinstance(needed, Thing) else ():
+                tell(each)
+            if number in worker.known:
                 return
             if isinstance(needed, Segment):
                 if needed.arena is not None:
@@ -190,8 +203,6 @@ class Workers:
                     segments.append(needed)
                 items.append(("memory", number, described(needed)))
             else:
-                for each in needed.needs:
-                    tell(each)
                 payload, own = needed.told(worker.rank)
                 items.append((needed.kind, number, (payload, len(own))))
                 segments.extend(own)

@@ -250,7 +250,7 @@ class Checks:
                     pending += [((place, key), part) for key, part in parts.items()]
 
     def _misplaced(self, label: str, meant: Variable | ResidentObject, hint: str) -> ValueError:
-        if isinstance(meant, Variable):
+        if meant.kind == "variable":
             what = f"variable {meant.name!r} is {'sharded' if meant.is_sharded else 'replicated'}"
         else:
             what = f"resident object {meant.name!r} has no rows"
