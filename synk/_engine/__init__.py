@@ -1,68 +1,70 @@
 """The engine that knows one way of a call. It grows beside the old one and is chosen by ``SYNK_ENGINE=next``.
 
-Read a call in this order: ``function``, ``arguments``, ``plan``, ``engine``, ``rank_call``, ``outputs``. Files whose name
-begins with ``rank`` run on a rank, the others in the program; ``wire`` and ``inline`` belong to both.
+Read a call in this order: ``function``, ``arguments``, ``plan``, ``engine``, ``rank_call``, ``outputs``. Files whose
+name begins with ``rank`` run on a rank, the others in the program; ``wire`` and ``inline`` belong to both.
 
 **Channels.** Each rank has a pipe down (orders, 96 bytes), a pipe up (replies, 24 bytes), a SEQPACKET socket for bodies
-with descriptors, and a pidfd. An order or a reply is one ``write`` below PIPE_BUF: it is there as a whole or not at all,
-whoever is interrupted or killed. A body goes before its order or reply, as a packet that bears the same number, so a body
-without an order is skipped by its number. What is longer than a packet lies in a memory file of its own, whose descriptor
-comes with the packet. So nobody ever blocks in a write.
+with descriptors, and a pidfd. An order or a reply is one ``write`` below PIPE_BUF: it is there as a whole or not at
+all, whoever is interrupted or killed. A body goes before its order or reply, as a packet that bears the same number, so
+a body without an order is skipped by its number. What is longer than a packet lies in a memory file of its own, whose
+descriptor comes with the packet. So nobody ever blocks in a write.
 
 **Orders and replies.** An order has the number of the message, the plan, the last call with state that was committed on
 this rank, the last that ended, how many object parts lie in place, whether there is a body, and the rows: low, high,
-start, step, and start and step in the rank's own shard. Plan 0 is SYNC (answer, and tell anew what you have told), -1 LOAD
-(take the news and answer), -2 CLOSE. A reply has the number, a status and the time in the user's function. DONE: the
-outputs lie in known slots. TOLD: a body says what is new about them, brings objects, or memory that the rank has made.
-FAILED: an exception. UNREAD: the news could not be taken in. INTERRUPTED.
+start, step, and start and step in the rank's own shard. Plan 0 is SYNC (answer, and tell anew what you have told), -1
+LOAD (take the news and answer), -2 CLOSE. A reply has the number, a status and the time in the user's function. DONE:
+the outputs lie in known slots. TOLD: a body says what is new about them, brings objects, or memory that the rank has
+made. FAILED: an exception. UNREAD: the news could not be taken in. INTERRUPTED.
 
-**Things.** All that a rank can know has a number (memory, plan, variable, resident object, question), and says what must
-be known before it. ``Worker.known`` is one set of numbers. ``Workers.send`` brings with an order what the rank lacks, what
-is needed first. The rank's side is one dict, ``Rank.held``. Captured objects are parcels of the book (``_master.code``),
-which all ranks load in their order. UNREAD takes numbers out of ``known`` again.
+**Things.** All that a rank can know has a number (memory, plan, variable, resident object, question), and says what
+must be known before it. ``Worker.known`` is one set of numbers. ``Workers.send`` brings with an order what the rank
+lacks, what is needed first. The rank's side is one dict, ``Rank.held``. Captured objects are parcels of the book
+(``_master.code``), which all ranks load in their order. UNREAD takes numbers out of ``known`` again.
 
 **The life of a plan.** A plan is found by the look of a call: kinds, dtypes and trailing shapes of the arguments, the
-options, the lane. It holds what the look fixes: places in the lane's staging memory with room for so many rows, what ranks
-must know, how outputs are combined. The number of rows is no part of the look: it travels in the order. A plan is made
-anew only when its places are outgrown, its lane has new staging memory, ``Data`` that it names was replaced, or the
-function refers to other variables than before. There is no epoch: a new rank lacks the plan, and is told.
+options, the lane. It holds what the look fixes: places in the lane's staging memory with room for so many rows, what
+ranks must know, how outputs are combined. The number of rows is no part of the look: it travels in the order. A plan is
+made anew only when its places are outgrown, its lane has new staging memory, ``Data`` that it names was replaced, or
+the function refers to other variables than before. There is no epoch: a new rank lacks the plan, and is told.
 
 **The life of a call.** Made; sent (it is in ``flight``, and its lane is its own, before the first byte goes); ended. It
-ends in ``Call.settle`` or, with all others in flight, in ``Workers.recover``, and nowhere else. ``settle`` takes the steps
-hear, learn, reduce, build, commit. An exception ends its own call. A death, a time limit and Ctrl-C end all in flight.
+ends in ``Call.settle`` or, with all others in flight, in ``Workers.recover``, and nowhere else. ``settle`` takes the
+steps hear, learn, reduce, build, commit. An exception ends its own call. A death, a time limit and Ctrl-C end all in
+flight.
 
-**Recovery.** ``is_sure`` is False while something is done that could be left torn: replies that are read and not filed, an
-order that reached some ranks only. Whoever finds it False begins with ``recover``: finish a commit that was decided, end
-the calls in flight, write the word ``INTERRUPT`` of each rank (calls up to this number are to end), SIGINT, SYNC to all
-ranks of those calls, also to those that had answered, for what they told may be lost; drop what they say until they answer
-the SYNC; kill whoever stays silent for two seconds. It may itself be broken off and begun again.
+**Recovery.** ``is_sure`` is False while something is done that could be left torn: replies that are read and not filed,
+an order that reached some ranks only. Whoever finds it False begins with ``recover``: finish a commit that was decided,
+end the calls in flight, write the word ``INTERRUPT`` of each rank (calls up to this number are to end), SIGINT, SYNC to
+all ranks of those calls, also to those that had answered, for what they told may be lost; drop what they say until they
+answer the SYNC; kill whoever stays silent for two seconds. It may itself be broken off and begun again.
 
 **Who writes what, who reads it, what orders it.**
 
-- ``Down.INTERRUPT`` of a rank: the program, before a SIGINT; the rank, in its handler and where user code begins. Alone:
-  eight bytes that only rise.
-- rows and number of a lane's call (``Down``): the program, while no call is in the lane; ranks, between order and reply.
+- ``Down.INTERRUPT`` of a rank: the program, before a SIGINT; the rank, in its handler and where user code begins.
+  Alone: eight bytes that only rise.
+- rows and number of a lane's call (``Down``): the program, while no call is in the lane; ranks, between order and
+  reply.
 - phase and memory of a rank (``Up``): the rank; the program, for reports only.
 - ``fronts[rank]`` of a variable: the program, while no call that uses it is in flight; the program and that rank. Pipe.
-- the own places A and B of a rank's variable: the rank writes the one that is no front, the program either while the rank
-  is idle. The common places: the program, the one that is nobody's front. Nobody ever writes into a front.
+- the own places A and B of a rank's variable: the rank writes the one that is no front, the program either while the
+  rank is idle. The common places: the program, the one that is nobody's front. Nobody ever writes into a front.
 - staging memory of a lane: the program, after the lane's last call ended; ranks read it between order and reply, by
   mappings that are private, so that a page which a function keeps can be frozen for it.
 - ``Data``: the program, after the calls that read it ended.
-- slots, and places that a rank has made for itself: that rank, between order and reply; the program until the call ends;
-  other ranks in a reduction. The rank tells of them with a reply, and again after a SYNC.
+- slots, and places that a rank has made for itself: that rank, between order and reply; the program until the call
+  ends; other ranks in a reduction. The rank tells of them with a reply, and again after a SYNC.
 - results: the ranks in a reduction, then the program and its user alone.
 
 Every reader comes out of a system call on the pipe that the writer's later call went into. Nothing is polled but
 descriptors, so no fences are needed, on x86-64 and AArch64. Memory is freed by the kernel with its last mapping.
 
-**Who may be dead.** Any rank, at any line. The program keeps both ends of the pipe down, so a write to a dead rank fails
-nowhere and is read by nobody; the pidfd tells. A reply that came before a death counts. A replaced rank knows nothing: the
-next order brings what it needs. Values of variables lie in memory that the program holds too, so ``fronts`` is all there is
-to restore. A resident object comes from the lowest rank that has it. If the program dies, the lifelines of
-``_wire.lifeline`` end the ranks.
+**Who may be dead.** Any rank, at any line. The program keeps both ends of the pipe down, so a write to a dead rank
+fails nowhere and is read by nobody; the pidfd tells. A reply that came before a death counts. A replaced rank knows
+nothing: the next order brings what it needs. Values of variables lie in memory that the program holds too, so
+``fronts`` is all there is to restore. A resident object comes from the lowest rank that has it. If the program dies,
+the lifelines of ``_wire.lifeline`` end the ranks.
 
 **Commits.** What a call assigned lies in places that are no fronts. ``redo`` holds the moves, one store decides, and
-``finish_commit`` can be done again. ``committed`` is kept for each rank: a rank that failed in one call and had no rows in
-the next must not take that next commit for its own.
+``finish_commit`` can be done again. ``committed`` is kept for each rank: a rank that failed in one call and had no rows
+in the next must not take that next commit for its own.
 """

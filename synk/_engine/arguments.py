@@ -19,8 +19,8 @@ def look(
 ) -> tuple[Any, list[Any], list[Argument] | None]:
     """Return the key of a call's look, the values of its leaves, and the arguments if they had to be classified.
 
-    The number of rows is no part of the key. Most arguments are plain arrays, ``Data`` and numbers: their faces are found
-    without classifying them, and say as much.
+    The number of rows is no part of the key. Most arguments are plain arrays, ``Data`` and numbers: their faces are
+    found without classifying them, and say as much.
     """
     signature = callee.signature
     if not kwargs and signature._has_only_positional and signature._required <= len(args) <= len(callee.flags):

@@ -1,8 +1,8 @@
 """The functions of one runtime, and what they captured: parcels of the book, which go with the next order to each rank.
 
-The book (``synk._master.code``) compares and packs. Here is what becomes of its parcels: each rank is told those that it
-lacks, in their order, with whatever message comes next. They count as settled once the ranks of a message that brought
-them have taken it in; until then nothing else is packed.
+The book (``synk._master.code``) compares and packs. Here is what becomes of its parcels: each rank is told those that
+it lacks, in their order, with whatever message comes next. They count as settled once the ranks of a message that
+brought them have taken it in; until then nothing else is packed.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class Callee(_Callee):
         self.capture = Capture(session.functions.book, self.id, home, self._watch)
         self.is_stale = False
         self.variables, self.residents = referred
-        numbers = frozenset(each.number for each in (*referred.variables, *referred.residents))
+        things: list[Any] = [*referred.variables, *referred.residents]
+        numbers = frozenset(each.number for each in things)
         if numbers != self.state_numbers or is_new:
             self.plans_by_key.clear()
             self.state_numbers = numbers
@@ -238,12 +239,14 @@ class Functions:
         self.book.clear()
 
 
+def _made_and_not_sent() -> Sequence[Any]:
+    return [made for ref in _waiting.keyrefs() if (made := ref()) is not None]
+
+
 def distribute(session: Any, only: Sequence[Callee] | None = None) -> None:
     """Pack the functions that the ranks lack, together, for the next message to each rank."""
-    candidates: Sequence[Any] = only or ()
-    if only is None:
-        candidates = [made for ref in _waiting.keyrefs() if (made := ref()) is not None]
-    functions = [
+    candidates = _made_and_not_sent() if only is None else only
+    functions: Sequence[Any] = [
         f for f in candidates
         if f.fixed_session in (None, session) and (f.session is not session or f.is_stale or f.capture is None)
     ]  # fmt: skip

@@ -1,7 +1,7 @@
 """The one way of a call: begin (copy, note, ring each rank), then settle (hear, learn, reduce, build, commit).
 
-A call is made, then sent (it is in ``flight``, and its lane is its own), then ended, with a value or an error. It ends in
-:meth:`Call.settle` or, together with all others in flight, in ``Workers.recover``, and nowhere else.
+A call is made, then sent (it is in ``flight``, and its lane is its own), then ended, with a value or an error. It ends
+in :meth:`Call.settle` or, together with all others in flight, in ``Workers.recover``, and nowhere else.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from synk._engine.pending import PendingCall
 from synk._engine.plan import Plan, found_plan, keep, packed_tables, pickled
 from synk._engine.rows import divide
 from synk._engine.session import Session
-from synk._master.calls.arguments import Argument
+from synk._master.calls.arguments import HELD, Argument
 from synk._master.calls.binding import _classes_in
 from synk._master.calls.plans import CallOptions
 from synk._pure.interrupts import holding
@@ -111,54 +111,36 @@ def _sent(
     is_submitted: bool,
 ) -> Call:
     """Find or make the plan of a call, and send it."""
-    if options.num_slices > 1 and callee.changes:
-        raise ValueError(
-            f"cannot call {callee.name!r}: got num_slices={options.num_slices}, expected 1, because it changes "
-            "resident objects: each rank runs it once. Divide the rows inside the function."
-        )
-    if options.output_subset is not None and callee.ops is EACH:
-        raise TypeError(
-            f"cannot select outputs of {callee.name!r}: got output_subset and op None, which takes nothing apart, "
-            "expected an op for each output. Build it with outputs=(None, None) or the like."
-        )
+    if options is not _PLAIN:
+        _check_options(callee, options)
     face, values, arguments = look(callee, args, kwargs, session, is_submitted)
-    if callee.session is not session or callee.is_stale or callee.capture is None:
-        callee.load(session, deadline)
+    callee.load(session, deadline)
+    if session.flight and _uses_state(callee, arguments):
+        session.settle_state()  # what comes next depends on whether the calls before are committed
     lane = session.next_lane()
     key = lane.index, face, options.num_slices, options.output_subset, options.num_repeats
-    plan = found_plan(session, callee, key)
-    before = plan
+    plan = before = found_plan(session, callee, key)
     objects: list[Any] | None = None
     if plan is not None:
         division = plan.choose(session, callee, values, options.batch, options.num_ranks)
         if plan.objects:
             objects = _objects(session, callee, [values[k] for k in plan.objects], plan.object_labels)
-        if plan.table_rooms:
-            arguments = arguments or classified(callee, args, kwargs, session, is_submitted)
-            packed_tables(arguments, division, callee.name)
-            for k, room in plan.table_rooms.items():
-                values[k] = arguments[k].array
-                if values[k].shape[1] > room:
-                    plan.is_outgrown = True
+        if plan.table_rooms and arguments is not None:
+            _pack_again(plan, values, arguments, division, callee.name)
         if not plan.fits(division) or (objects is not None and callee.object_room > len(plan.object_place)):
             plan = None
     if plan is None:
         plan, division, objects, values = _made(
             session, callee, args, kwargs, options, key, arguments, lane, before, is_submitted
         )
-    if callee.is_stale:  # a class was met that the ranks lack
-        callee.load(session, deadline)
-    if plan.has_state:
-        if session.flight:
-            session.settle_state()
-        for resident in (*plan.residents, *plan.changes):
-            resident.check(f"call {callee.name!r}")
+    callee.load(session, deadline)  # again, for a class may have been met that the ranks lack
+    if plan.residents or plan.changes:
+        residents = [*plan.residents, *plan.changes]
         if is_submitted and plan.changes:
             session.check_step(callee)
-        if plan.residents or plan.changes:
-            session.residents.bring_into_line([*plan.residents, *plan.changes])
-            for resident in (*plan.residents, *plan.changes):
-                resident.check(f"call {callee.name!r}")
+        session.residents.bring_into_line(residents)
+        for resident in residents:
+            resident.check(f"call {callee.name!r}")
     made = Call(session, callee, plan, values, division, objects, deadline, started_ns)
     made.begin()
     return made
@@ -192,12 +174,40 @@ def _made(
     listed = [argument for argument in arguments if argument.kind == "object"]
     if listed:
         objects = _objects(session, callee, [a.value for a in listed], [a.label for a in listed])
-    if callee.is_stale:
-        callee.load(session, None)
+    callee.load(session, None)
     plan = Plan(session, callee, lane, key, arguments, division, options, callee.object_room, before)
     keep(callee, key, plan)
     values = [a.contents if a.contents is not None else a.value if a.array is None else a.array for a in arguments]
     return plan, division, objects, values
+
+
+def _pack_again(plan: Plan, values: list[Any], arguments: list[Argument], division: Any, name: str) -> None:
+    """Put the rows of tables in the place of their values."""
+    packed_tables(arguments, division, name)
+    for k, room in plan.table_rooms.items():
+        values[k] = arguments[k].array
+        if values[k].shape[1] > room:
+            plan.is_outgrown = True
+
+
+def _check_options(callee: Callee, options: CallOptions) -> None:
+    if options.num_slices > 1 and callee.changes:
+        raise ValueError(
+            f"cannot call {callee.name!r}: got num_slices={options.num_slices}, expected 1, because it changes "
+            "resident objects: each rank runs it once. Divide the rows inside the function."
+        )
+    if options.output_subset is not None and callee.ops is EACH:
+        raise TypeError(
+            f"cannot select outputs of {callee.name!r}: got output_subset and op None, which takes nothing apart, "
+            "expected an op for each output. Build it with outputs=(None, None) or the like."
+        )
+
+
+def _uses_state(callee: Callee, arguments: list[Argument] | None) -> bool:
+    """Whether a call reads or changes variables or resident objects."""
+    if callee.variables or callee.residents or callee.changes:
+        return True
+    return arguments is not None and any(argument.kind in HELD for argument in arguments)
 
 
 def _objects(session: Session, callee: Callee, values: list[Any], labels: list[str]) -> list[Any]:

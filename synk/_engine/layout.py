@@ -84,9 +84,9 @@ class Share(NamedTuple):
     Attributes
     ----------
     op : str
-        Reduces ``count`` elements of all sources; empty: copies the one source.
+        Reduces ``length`` elements of all sources; empty: copies the one source.
     dtype
-    count : int
+    length : int
     sources : list of (int, int)
         Memory and offset, one for each rank that votes.
     at : int
@@ -96,7 +96,7 @@ class Share(NamedTuple):
 
     op: str
     dtype: Any
-    count: int
+    length: int
     sources: list[tuple[int, int]]
     at: int
     rows: list[int]

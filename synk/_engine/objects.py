@@ -39,27 +39,27 @@ class Shared(_Shared):
     def value(self, value: Any) -> None:
         with self._session.entered("assign"):
             self._session.begin("assign")
-            variables.assign(self._session, self._referent, value)  # type: ignore[arg-type]
+            variables.assign(self._session, self._referent, value)
 
     @verb
     def __getitem__(self, rank: int) -> Any:
         """Return a read-only copy of the value on one rank."""
         with self._session.entered("read"):
             self._session.begin("read")
-            return read_only(variables.get_value(self._session, self._referent, rank))  # type: ignore[arg-type]
+            return read_only(variables.get_value(self._session, self._referent, rank))
 
     @verb
     def __setitem__(self, rank: int, value: Any) -> None:
         """Set the value of one rank."""
         with self._session.entered("assign"):
             self._session.begin("assign")
-            variables.set_value(self._session, self._referent, value, rank)  # type: ignore[arg-type]
+            variables.set_value(self._session, self._referent, value, rank)
 
     def _read(self) -> Any:
         with self._session.entered("read"):
             self._session.begin("read")
             read = variables.gather if self.is_sharded else variables.get_value
-            return read(self._session, self._referent, 0)  # type: ignore[arg-type]
+            return read(self._session, self._referent, 0)
 
 
 def make_resident(

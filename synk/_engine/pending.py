@@ -100,7 +100,7 @@ class PendingCall(Hinting, Generic[R]):
         self._await(timeout)
         error = self._error
         if error is None:
-            return self._value  # type: ignore[no-any-return]
+            return self._value
         if self._unasked is not None:
             self._unasked.error = None
         try:
@@ -162,11 +162,10 @@ class PendingCall(Hinting, Generic[R]):
         session.settle_torn()
         session.pump()
         # Large outputs are reduced by a message, which would wait behind the calls that were submitted later.
-        if not call.pending and not call.has_ended and len(session.flight) == 1:
+        outputs = call.plan.outputs
+        is_small = outputs is not None and not outputs.result_nbytes
+        if not call.pending and not call.has_ended and (is_small or len(session.flight) == 1):
             call.settle()
-        elif not call.pending and not call.has_ended and call.plan.outputs is not None:
-            if not call.plan.outputs.result_nbytes:
-                call.settle()
 
     def __await__(self) -> Generator[Any, None, R]:
         return self._arrive().__await__()

@@ -218,7 +218,7 @@ class Plan(Thing):
                         self._shapes[k],
                         argument.dtype,
                         tensor_dtype=argument.tensor_dtype,
-                    )  # fmt: skip
+                    )
                 )
         return found
 
@@ -263,8 +263,8 @@ class Plan(Thing):
                 (leaf, base[:count] if kind == "rows" else base, kind, label) for leaf, base, kind, label in self.copies
             ]
             self._num_targets = count
-            self._nbytes = sum(target.nbytes for _, target, _, _ in self._targets)
-        selection = division.selection
+            self._nbytes = sum(target.nbytes for _, target, kind, _ in self._targets if kind != "table")
+        selection, nbytes = division.selection, self._nbytes
         for leaf, target, kind, label in self._targets:
             value = values[leaf]
             if (kind == "rows" and selection is not None and len(value) != len(target)) or (
@@ -273,6 +273,7 @@ class Plan(Thing):
                 value = value[selection.between(0, selection.count)]
             if kind == "table":
                 target[:, : value.shape[1]] = value
+                nbytes += value.nbytes
             elif label:
                 repeated.note(label, value)
                 began = time.monotonic_ns()
@@ -284,7 +285,7 @@ class Plan(Thing):
             self._index_place[: division.count] = division.indices  # type: ignore[index]
         if self.has_local:
             self._local_place[: division.count] = division.local_indices  # type: ignore[index]
-        return self._nbytes
+        return nbytes
 
 
 def _is_whole(selection: Any) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import select
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -30,7 +30,7 @@ _LOOK_MS = int(1000 * LOOK_S)
 class RankProcess(WorkerProcess):
     """The process of a rank."""
 
-    _channel_type: Any = Link
+    _channel_type: ClassVar[Any] = Link
     _module = "_engine.rank_loop"
 
     def _open(self, token: bytes) -> dict[str, int]:

@@ -216,14 +216,8 @@ class Rank:
         """Take in what came with an order: first what is to be forgotten, then things, parcels, and plans."""
         forgets, parcels, items, settings, search_path = body
         self.own_up[_PHASE] = _LOADING
-        for kind, what, value in forgets:
-            if kind == "thing":
-                self._forget(what)
-            elif kind == "function":
-                self.functions.pop(what, None)
-            else:
-                self._received.drop(what, value)
-                self._parcels.discard(what)
+        for each in forgets:
+            self._forget(*each)
         if search_path is not None:
             sys.path[:], told_levels = search_path
             set_levels(told_levels)
@@ -312,7 +306,14 @@ class Rank:
         if not is_arena:
             self.backend.note_segment(segment)
 
-    def _forget(self, number: int) -> None:
+    def _forget(self, kind: str, number: int, value: Any) -> None:
+        if kind == "function":
+            self.functions.pop(number, None)
+            return
+        if kind == "parcel":
+            self._received.drop(number, value)
+            self._parcels.discard(number)
+            return
         held = self.held.pop(number, None)
         self.variables.forget([number])
         self.residents.forget([number])

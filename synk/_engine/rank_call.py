@@ -23,6 +23,7 @@ from synk._pure.tensors import as_dtype
 from synk._pure.trees import flatten, unflatten
 from synk._wire.file_maps import map_again
 from synk._wire.memory import Segment
+from synk._wire.messages import Input
 from synk._worker.call.slices import run_slices
 from synk._worker.held import pages
 from synk.errors import SerializationError
@@ -137,47 +138,62 @@ class RankPlan:
         self, rank: Any, objects: Sequence[Any], part: Part, numbers: tuple[int, ...]
     ) -> tuple[list[Any], dict[str, Any]]:
         """Return what the function gets for some rows."""
-        (low, high), (first, _, start, step, local_start, local_step) = part, numbers
-        values: list[Any] = []
-        backend, to_framework, variables = rank.backend, self.function.to_framework, rank.variables
-        for base, kind, each in zip(self.bases, self._kinds, self.look.inputs):
-            if kind in ("picked", "whole", "rows"):
-                assert base is not None
-                value: Any
-                if kind == "whole":
-                    value = base[...]  # a new view: the function may set its shape
-                elif kind == "picked":
-                    value = base[low:high]
-                elif self.look.indices_at >= 0:
-                    value = backend.take_rows(base, self._indices[low:high])
-                    if to_framework is None:
-                        value.flags.writeable = False
-                else:
-                    stop = start + high * step
-                    value = base[start + low * step : stop if stop >= 0 else None : step] if high > low else base[:0]
-                if to_framework is not None:
-                    value = (
-                        as_dtype(to_framework(value), each.tensor_dtype) if each.tensor_dtype else to_framework(value)
-                    )
-            elif kind == "object":
-                value = objects[each.offset]
-            elif kind == "table":
-                assert base is not None
-                own = unpacked(base[rank.rank])
-                value = taken_rows(own, slice(low - first, high - first)) if self.look.num_slices > 1 else own
-            elif kind == "resident":
-                value = rank.residents.get(each.segment_id).value
-            elif kind == "replica":
-                value = variables.whole_of(each.segment_id)
-            elif self.look.local_at >= 0:
-                value = variables.rows_of(each.segment_id, self._local, low, high, 0, 1)
-            else:
-                value = variables.rows_of(each.segment_id, None, low - first, high - first, local_start, local_step)
-            values.append(value)
+        values = [
+            self._array(rank, base, kind, each, part, numbers)
+            if kind in ("picked", "whole", "rows")
+            else self._other(rank, base, kind, each, part, numbers, objects)
+            for base, kind, each in zip(self.bases, self._kinds, self.look.inputs)
+        ]
         if self.nests:
             values = _nested(values, self.nests)
         split = len(values) - len(self._keywords)
         return values[:split], dict(zip(self._keywords, values[split:]))
+
+    def _array(self, rank: Any, base: Any, kind: str, each: Input, part: Part, numbers: tuple[int, ...]) -> Any:
+        """Return the rows of an array, or all of it: a new view, for the function may set its shape."""
+        (low, high), (_, _, start, step, *_) = part, numbers
+        to_framework = self.function.to_framework
+        if kind == "whole":
+            value = base[...]
+        elif kind == "picked":
+            value = base[low:high]
+        elif self.look.indices_at >= 0:
+            value = rank.backend.take_rows(base, self._indices[low:high])
+            if to_framework is None:
+                value.flags.writeable = False
+        else:
+            stop = start + high * step
+            value = base[start + low * step : stop if stop >= 0 else None : step] if high > low else base[:0]
+        if to_framework is not None:
+            value = to_framework(value)
+            value = as_dtype(value, each.tensor_dtype) if each.tensor_dtype else value
+        return value
+
+    def _other(
+        self,
+        rank: Any,
+        base: Any,
+        kind: str,
+        each: Input,
+        part: Part,
+        numbers: tuple[int, ...],
+        objects: Sequence[Any],
+    ) -> Any:
+        """Return an argument that is no array."""
+        (low, high), (first, _, _, _, local_start, local_step) = part, numbers
+        variables = rank.variables
+        if kind == "object":
+            return objects[each.offset]
+        if kind == "table":
+            own = unpacked(base[rank.rank])
+            return taken_rows(own, slice(low - first, high - first)) if self.look.num_slices > 1 else own
+        if kind == "resident":
+            return rank.residents.get(each.segment_id).value
+        if kind == "replica":
+            return variables.whole_of(each.segment_id)
+        if self.look.local_at >= 0:
+            return variables.rows_of(each.segment_id, self._local, low, high, 0, 1)
+        return variables.rows_of(each.segment_id, None, low - first, high - first, local_start, local_step)
 
     # -- the call -----------------------------------------------------------------------------------------------------
 
@@ -186,7 +202,7 @@ class RankPlan:
         if not self.bases or (self._staging is not None and self._root is not self._staging.buffer):
             self._look_at(rank)
         self._num_references = sum(map(sys.getrefcount, self._watched))
-        low, high = self._rows = numbers[:2]
+        low, high = self._rows = numbers[0], numbers[1]
         rank.begin_call(self, number)
         look, function = self.look, self.function
         if self.look.changes:

@@ -118,42 +118,46 @@ def _serve(rank: Rank, link: wire.Link, master_fd: int, spin_s: float) -> None:
         if len(order) < wire.ORDER_NBYTES:
             os.killpg(0, signal.SIGKILL)
             return
-        number, plan, _, _, _, has_body = wire.ORDER.unpack_from(order)
-        if plan == wire.CLOSE:
+        if not _answer(rank, link, order):
             return
-        body, fds, problem = None, [], None
-        if plan == wire.SYNC:
-            link.drain()  # bodies whose orders were never sent
-        if has_body:
-            try:
-                body, fds = link.receive_body(number)
-            except Exception as error:  # this process hit a limit, or cannot load it: the program sends all again
-                problem = error
-        if problem is not None:
-            failure = pack_failure(problem, rank.number, rank.device)
-            link.send_body(number, failure)
-            link.write(wire.REPLY.pack(number, wire.UNREAD, 0))
-            continue
-        status, content, segments = rank.answer(order, body, fds)
-        body = None
-        _flush_output(rank)
-        rank.reach("call.before_reply")
-        if status in wire.WITH_BODY:
-            try:
-                link.send_body(number, content, segments)
-            except SharedMemoryError as error:  # a long body needs a descriptor, this short error does not
-                status = wire.FAILED
-                link.send_body(number, pack_failure(error, rank.number, rank.device))
-            rank.reach("call.after_header")
-            for segment in segments:
-                segment.close_fd()  # after a SYNC other memory is made
-        link.write(wire.REPLY.pack(number, status, rank.spent_ns))
-        content, segments = None, ()
         rank.reach("call.after_reply")
         rank.tidy()
         count += 1
         if count % _RSS_INTERVAL == 1:
             rank.own_up[Up.RSS] = _resident_nbytes()
+
+
+def _answer(rank: Rank, link: wire.Link, order: bytes) -> bool:
+    """Answer one order. Return False if it was to end."""
+    number, plan, _, _, _, has_body = wire.ORDER.unpack_from(order)
+    if plan == wire.CLOSE:
+        return False
+    body: Any = None
+    fds: list[int] = []
+    if plan == wire.SYNC:
+        link.drain()  # bodies whose orders were never sent
+    if has_body:
+        try:
+            body, fds = link.receive_body(number)
+        except Exception as error:  # this process hit a limit, or cannot load it: the program sends all again
+            link.send_body(number, pack_failure(error, rank.number, rank.device))
+            link.write(wire.REPLY.pack(number, wire.UNREAD, 0))
+            return True
+    status, content, segments = rank.answer(order, body, fds)
+    del body
+    _flush_output(rank)
+    rank.reach("call.before_reply")
+    if status in wire.WITH_BODY:
+        try:
+            link.send_body(number, content, segments)
+        except SharedMemoryError as error:  # a long body needs a descriptor, this short error does not
+            status = wire.FAILED
+            link.send_body(number, pack_failure(error, rank.number, rank.device))
+        rank.reach("call.after_header")
+        for segment in segments:
+            segment.close_fd()  # after a SYNC other memory is made
+    link.write(wire.REPLY.pack(number, status, rank.spent_ns))
+    return True
 
 
 def _resident_nbytes() -> int:

@@ -47,9 +47,9 @@ class RankOutputs:
     def publish(self, rank: Any, result: Any) -> Published:
         """Put the outputs into the slot. Return the reply: nothing new if they look like the last ones."""
         slots = self._slots
-        if slots is not None and self._memory is rank.told_slots.get(self._lane) and not rank.variables.assigned:
-            if self._told is self._layout and not self._layout.assigned and slots.fill(result):  # type: ignore[union-attr]
-                return wire.DONE, None, [], None
+        is_told = slots is not None and self._memory is rank.told_slots.get(self._lane) and self._told is self._layout
+        if is_told and not rank.variables.assigned and slots.fill(result):  # type: ignore[union-attr]
+            return wire.DONE, None, [], None
         return self._publish(rank, result)
 
     def _publish(self, rank: Any, result: Any) -> Published:
@@ -57,16 +57,48 @@ class RankOutputs:
         self._slots = None
         if function.whole is not None:
             result = take_whole(result, function.whole)
+        values = self._match(result)
+        outputs, leaves, objects = self._taken(rank, values)
+        assigned, places, made, note_assigned = rank.variables.publish()
+        slot = self._lay_out(rank, leaves, assigned)
+        for value, view in zip(outputs, self._views):
+            if type(value) is bytes:
+                view.data[: len(value)] = value
+            elif value is not None and view is not None:
+                backend.to_host(value, view)
+        backend.synchronize()
+        packed = self._pickled(rank, objects)
+        layout = self._layout
+        is_complete = not objects and self._subset is None and not assigned
+        self._slots = self._slots_of(result, values) if is_complete else None
+
+        def note() -> None:
+            self._told = layout
+            rank.told_slots[self._lane] = self._memory
+            note_assigned()
+
+        if layout is self._told and not packed and slot is None and not places:
+            return wire.DONE, None, [], note
+        news = News(None if layout is self._told else layout, packed, 0 if slot is None else slot.nbytes, places)
+        return wire.TOLD, tuple(news), [each for each in (slot, *made) if each is not None], note
+
+    def _match(self, result: Any) -> list[Any]:
+        """Return the leaves of a result, and find the op of each if their structure is another one."""
         values, structure = flatten(result)
         orders = key_orders(result)
         if self._layout is None or structure != self._structure or orders != self._orders:
+            name = self._function.name
             self._layout = None
             self._skeleton = skeleton_of(structure, len(values))
-            self._ops = match_ops(function.ops, self._skeleton, len(values), repr(function.name))
+            self._ops = match_ops(self._function.ops, self._skeleton, len(values), repr(name))
             self._names = output_names(self._skeleton)
-            self._wanted = wanted_leaves(self._skeleton, self._subset, function.name)
+            self._wanted = wanted_leaves(self._skeleton, self._subset, name)
             self._structure, self._orders = structure, orders
-        before = self._layout
+        return values
+
+    def _taken(self, rank: Any, values: list[Any]) -> tuple[list[Any], tuple[Leaf, ...], list[tuple[str, Any]]]:
+        """Return what goes into the slot (arrays, pickles of short plain objects), the leaves, and other objects."""
+        function, backend, before = self._function, rank.backend, self._layout
         leaves: list[Leaf] = []
         outputs: list[Any] = []
         objects: list[tuple[str, Any]] = []
@@ -97,28 +129,7 @@ class RankOutputs:
                 leaves.append(Leaf((num_rows(item),) if has_rows else (), None))
                 outputs.append(None)
                 objects.append((name, item if data is None else data))
-        assigned, places, made, note_assigned = rank.variables.publish()
-        slot = self._lay_out(rank, tuple(leaves), assigned)
-        for value, view in zip(outputs, self._views):
-            if type(value) is bytes:
-                view.data[: len(value)] = value
-            elif value is not None and view is not None:
-                backend.to_host(value, view)
-        backend.synchronize()
-        packed = self._pickled(rank, objects)
-        layout = self._layout
-        is_complete = not objects and self._subset is None and not assigned
-        self._slots = self._slots_of(result, values) if is_complete else None
-
-        def note() -> None:
-            self._told = layout
-            rank.told_slots[self._lane] = self._memory
-            note_assigned()
-
-        if layout is self._told and not packed and slot is None and not places:
-            return wire.DONE, None, [], note
-        news = News(None if layout is self._told else layout, packed, 0 if slot is None else slot.nbytes, places)
-        return wire.TOLD, tuple(news), [each for each in (slot, *made) if each is not None], note
+        return outputs, tuple(leaves), objects
 
     def _lay_out(self, rank: Any, leaves: tuple[Leaf, ...], assigned: Any) -> Segment | None:
         """Give each output a place. Return the slot if the program must be told of it."""
@@ -187,9 +198,9 @@ class RankReduction:
         result, shares = payload
         self._steps = []
         for share in shares:
-            op, dtype, count, sources, at, rows = Share(*share)
-            parts = [rank.held[number].view(place, (count,), dtype) for number, place in sources]
-            self._steps.append((op, parts, rows, rank.held[result].view(at, (count,), dtype)))
+            op, dtype, length, sources, at, rows = Share(*share)
+            parts = [rank.held[number].view(place, (length,), dtype) for number, place in sources]
+            self._steps.append((op, parts, rows, rank.held[result].view(at, (length,), dtype)))
 
     def answer(self, rank: Any, number: int, in_place: int, rows: tuple[int, ...]) -> Published:
         rank.reach("reduce.before")

@@ -1,8 +1,8 @@
 """Resident objects in the program: which ranks have them, and how a rank that lags behind gets the state of another.
 
 A call that fails changes no object: ranks mark what they are about to change, and put it back. So ranks that have an
-object have it in the state of the last call that was committed. A rank that has not run such a call, or is new, counts as
-not knowing the object, and is told of it with the next order, in the state of the lowest rank that has it.
+object have it in the state of the last call that was committed. A rank that has not run such a call, or is new, counts
+as not knowing the object, and is told of it with the next order, in the state of the lowest rank that has it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Things: what ranks can know, by number. A thing says how a rank is told of it, and what must be known before.
 
-A thing lives as long as the program refers to it: by a handle, a plan or a function. When it goes, the next operation has
-the ranks forget its number.
+A thing lives as long as the program refers to it: by a handle, a plan or a function. When it goes, the next operation
+has the ranks forget its number.
 """
 
 from __future__ import annotations

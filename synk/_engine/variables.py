@@ -1,9 +1,9 @@
 """Shared variables as the program holds them, and the collectives over them that the program calls.
 
-Memory of a variable: a row of words, one cache line for each rank, then six places and more: common A, common B, and for
-each rank own A and own B. ``fronts[rank]`` says which of four places holds the value of a rank. Only the program writes
-it, while no call that uses the variable is in flight. Nobody ever writes into a place that is a front. A value that has
-outgrown its place gets memory of its own there: from the rank that assigns it, or from the program.
+Memory of a variable: a row of words, one cache line for each rank, then six places and more: common A, common B, and
+for each rank own A and own B. ``fronts[rank]`` says which of four places holds the value of a rank. Only the program
+writes it, while no call that uses the variable is in flight. Nobody ever writes into a place that is a front. A value
+that has outgrown its place gets memory of its own there: from the rank that assigns it, or from the program.
 
 In one file because a variable and the collectives share the rule of which place may be written.
 """

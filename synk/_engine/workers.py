@@ -1,9 +1,9 @@
 """What each rank knows, what is sent to it, what it answers, and how all become idle again after trouble.
 
 Everything here may find the other side dead at any line, and may be left at any line by Ctrl-C. So a call enters
-``flight`` before anything is sent; what a rank knows is noted after it was sent, for what is sent twice replaces what was
-there; whoever breaks off leaves ``is_sure`` False, and whoever comes next begins with :meth:`Workers.recover`. In one
-file because sending, hearing and recovery must be read together.
+``flight`` before anything is sent; what a rank knows is noted after it was sent, for what is sent twice replaces what
+was there; whoever breaks off leaves ``is_sure`` False, and whoever comes next begins with :meth:`Workers.recover`. In
+one file because sending, hearing and recovery must be read together.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -81,7 +81,7 @@ class Workers:
         self.is_inline = processes.is_inline
         self.world_size = processes.world_size
         self.max_restarts, self.counters = max_restarts, counters
-        self.numbers = itertools.count(1)
+        self.numbers: Iterator[int] = itertools.count(1)
         self.flight: dict[int, Owed] = {}
         self.is_sure = True
         self.ended = 0
@@ -386,7 +386,7 @@ class Workers:
         """Settle what depended on calls in flight."""
 
     def _quiet(self, doubtful: Sequence[Worker]) -> None:
-        """Interrupt ranks and ask them; drop what they say before they answer. Who does not answer in time is killed."""
+        """Interrupt ranks and ask them; drop what they say before they answer. Who stays silent is killed."""
         sync = next(self.numbers)
         self.on_trouble()
         num_interrupts = 0

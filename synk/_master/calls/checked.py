@@ -17,7 +17,6 @@ from synk._master.objects.data import Contents, Data
 from synk._master.objects.resident import Resident
 from synk._master.objects.shared import Shared
 from synk._master.session import Session
-from synk._master.state.resident import ResidentObject
 from synk._master.state.resident import check_owner as check_owner_of_resident
 from synk._master.state.variable import Variable, check_owner
 from synk._pure.arrays import as_plain_array, check_shareable
@@ -249,7 +248,7 @@ class Checks:
                 if not PLAIN_TYPES.issuperset(map(type, parts.values())):
                     pending += [((place, key), part) for key, part in parts.items()]
 
-    def _misplaced(self, label: str, meant: Variable | ResidentObject, hint: str) -> ValueError:
+    def _misplaced(self, label: str, meant: Any, hint: str) -> ValueError:
         if meant.kind == "variable":
             what = f"variable {meant.name!r} is {'sharded' if meant.is_sharded else 'replicated'}"
         else:
