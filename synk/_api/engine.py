@@ -6,6 +6,7 @@ Until the engines are switched, this is the only file that knows of both.
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 __all__ = [
@@ -64,7 +65,35 @@ def install(function: Any) -> None:
 
     from synk._api.options import call_options
     from synk._engine import function as engine
-    from synk._pure.tracebacks import verb
+    from synk._pure.interrupts import holding
+    from synk._pure.tracebacks import outline, verb
+
+    def call(
+        self: Any,
+        /,
+        *args: Any,
+        batch: Any = None,
+        num_slices: int = 1,
+        output_subset: Any = None,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        try:
+            check = self._op_check
+            if self._is_new or (check is not None and check.may_be_due(args)):
+                with holding():
+                    options = call_options(batch, num_slices, output_subset, timeout)
+                    return self._run_checked(args, kwargs, options)
+            is_one = type(num_slices) is int and num_slices == 1
+            if is_one and batch is None and output_subset is None and timeout is None:
+                return engine.run(self, args, kwargs, engine.PLAIN)
+            return engine.run(self, args, kwargs, call_options(batch, num_slices, output_subset, timeout))
+        except BaseException as error:
+            __tracebackhide__ = True
+            outline(error)
+            if sys.version_info < (3, 11):
+                raise error
+            raise
 
     def submit(
         self: Any,
@@ -82,5 +111,5 @@ def install(function: Any) -> None:
         return engine.submit(self, args, kwargs, options, release)
 
     function.submit = functools.wraps(function.submit)(verb(submit))
-    function.__call__ = functools.wraps(function.__call__)(engine.call)
+    function.__call__ = functools.wraps(function.__call__)(call)
     function._run = engine.run

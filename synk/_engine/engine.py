@@ -2,6 +2,8 @@
 
 A call is made, then sent (it is in ``flight``, and its lane is its own), then ended, with a value or an error. It ends
 in :meth:`Call.settle` or, together with all others in flight, in ``Workers.recover``, and nowhere else.
+
+In one file because a call and the engine that runs it must be read together.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import numpy as np
 
 from synk._engine import wire
 from synk._engine.captures import Functions
+from synk._engine.lanes import Lane
 from synk._engine.layout import News
 from synk._engine.outputs import Outputs, loaded_objects
 from synk._engine.plan import Plan, pickled
@@ -28,81 +31,12 @@ from synk._engine.workers import Owed, Workers
 from synk._master.state.ledger import Transfer
 from synk._master.workers.failures import rebuild
 from synk._pure.ranges import round_up
-from synk._wire.control import NUM_LANES, Down
+from synk._wire.control import NUM_LANES
 from synk._wire.memory import Segment
-from synk.communicators._layout import required_nbytes
 from synk.communicators._rendezvous import reset, set_abort
 from synk.errors import CallCancelled, ClosedError, SerializationError, SynkError, WorkerDied
 
-_SLACK_NBYTES = 1 << 24
-_COLLECTIVE_RANK_NBYTES = 1 << 22
-
 _logger = logging.getLogger("synk")
-
-
-class Joint(Thing):
-    """The memory in which the functions of one lane communicate."""
-
-    kind = "lane"
-
-    def __init__(self, engine: Engine, index: int) -> None:
-        nbytes = required_nbytes(engine.world_size, _COLLECTIVE_RANK_NBYTES)
-        self.segment = Segment.create(nbytes, is_worker_writable=True, segment_id=next(engine.numbers))
-        self._index = index
-        super().__init__(engine, [self.segment])
-
-    def told(self, rank: int) -> tuple[Any, Sequence[Segment]]:
-        return (self._index, self.segment.id), ()
-
-
-class Lane:
-    """What a call in flight has to itself: the memory of its arguments, and on each rank the slot of its outputs.
-
-    Attributes
-    ----------
-    call : Call or None
-        The last call that took the lane, until it has ended.
-    staging : Segment or None
-    slots : dict of int to Segment
-        By rank: memory that the rank has made.
-    """
-
-    def __init__(self, engine: Engine, index: int) -> None:
-        self._engine, self.index = engine, index
-        self.call: Call | None = None
-        self.staging: Segment | None = None
-        self.slots: dict[int, Segment] = {}
-        self.division: Division | None = None
-        self.joint: Joint | None = None
-        self.down, self.up = engine.processes.blocks(index)
-
-    def staged(self, nbytes: int) -> Segment:
-        """Return staging memory of at least ``nbytes`` bytes."""
-        old = self.staging
-        if old is None or old.nbytes < nbytes:
-            wanted = max(nbytes, 1 << 16) if old is None else max(nbytes, min(2 * old.nbytes, nbytes + _SLACK_NBYTES))
-            self.staging = Segment.create(wanted, segment_id=next(self._engine.numbers))
-            self.staging.is_staging = True
-            if old is not None:
-                self._engine.free(old)
-        assert self.staging is not None
-        return self.staging
-
-    def joined(self) -> Joint:
-        """Return what ranks must know of the lane for ``synk.comm``."""
-        if self.joint is None:
-            self.joint = Joint(self._engine, self.index)
-        return self.joint
-
-    def show(self, division: Division, number: int) -> None:
-        """Write the rows of all ranks where ``synk.comm`` looks for them, and the number of the call."""
-        if division is not self.division:
-            running = dict(zip(division.ranks, division.rows))
-            world_size = len(division.bounds)
-            self.down[:, Down.PARTICIPATES] = [rank in running for rank in range(world_size)]
-            self.down[:, Down.ROWS] = [running.get(rank, 0) for rank in range(world_size)]
-            self.division = division
-        self.down[0, Down.CALL] = number
 
 
 class Call(Owed):

@@ -1,14 +1,13 @@
-"""From a call of ``synk.Function`` to its result, and the same for ``submit``: the verbs by which calls begin."""
+"""From the arguments of a call to its result: how ``synk.Function`` runs and submits calls."""
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import Any
 
 from synk._engine.arguments import classified, look
 from synk._engine.captures import Callee
-from synk._engine.engine import Call, ended_with, room_for_objects
+from synk._engine.engine import Call, room_for_objects
 from synk._engine.pending import PendingCall
 from synk._engine.plan import Plan, found_plan, keep, packed_tables, pickled
 from synk._engine.rows import divide
@@ -16,43 +15,9 @@ from synk._engine.session import Session
 from synk._master.calls.arguments import HELD, Argument
 from synk._master.calls.binding import _classes_in
 from synk._master.calls.plans import CallOptions
-from synk._pure.interrupts import holding
 from synk._pure.ops import EACH
-from synk._pure.tracebacks import outline
 
-_PLAIN = CallOptions()
-
-
-def call(
-    function: Any,
-    /,
-    *args: Any,
-    batch: Any = None,
-    num_slices: int = 1,
-    output_subset: Any = None,
-    timeout: float | None = None,
-    **kwargs: Any,
-) -> Any:
-    """Call a function: what ``Function.__call__`` does."""
-    try:
-        check = function._op_check
-        if function._is_new or (check is not None and check.may_be_due(args)):
-            from synk._api.options import call_options
-
-            with holding():
-                options = call_options(batch, num_slices, output_subset, timeout)
-                return function._run_checked(args, kwargs, options)
-        if batch is None and output_subset is None and timeout is None and type(num_slices) is int and num_slices == 1:
-            return run(function, args, kwargs, _PLAIN)
-        from synk._api.options import call_options
-
-        return run(function, args, kwargs, call_options(batch, num_slices, output_subset, timeout))
-    except BaseException as error:
-        __tracebackhide__ = True
-        outline(error)
-        if sys.version_info < (3, 11):
-            raise error
-        raise
+PLAIN = CallOptions()
 
 
 def run(function: Any, args: Any, kwargs: dict[str, Any], options: CallOptions, was_compared: bool = False) -> Any:
@@ -111,7 +76,7 @@ def _sent(
     is_submitted: bool,
 ) -> Call:
     """Find or make the plan of a call, and send it."""
-    if options is not _PLAIN:
+    if options is not PLAIN:
         _check_options(callee, options)
     face, values, arguments = look(callee, args, kwargs, session, is_submitted)
     callee.load(session, deadline)
@@ -218,6 +183,3 @@ def _objects(session: Session, callee: Callee, values: list[Any], labels: list[s
     session.counters["bytes_pickled"] += len(parts[0])
     callee.object_room = room_for_objects(parts, callee.object_room)
     return parts
-
-
-__all__ = ["PendingCall", "call", "ended_with", "run", "submit"]

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 import pytest
 from support.harness import PACKAGE_FOLDER
 
+_BELOW_BOTH = ("cuda", "communicators", "backends", "_wire", "_pure", "errors", "_version")
+
 BELOW: dict[str, tuple[str, ...]] = {
     "_version": (),
     "errors": (),
@@ -22,10 +24,11 @@ BELOW: dict[str, tuple[str, ...]] = {
     "backends": ("_wire", "_pure", "errors"),
     "communicators": ("_wire", "_pure", "errors"),
     "cuda": ("communicators", "backends", "_wire", "_pure", "errors"),
-    "_master": ("cuda", "communicators", "backends", "_wire", "_pure", "errors", "_version"),
-    "_worker": ("cuda", "communicators", "backends", "_wire", "_pure", "errors", "_version"),
+    "_master": _BELOW_BOTH,
+    "_worker": _BELOW_BOTH,
     "cluster": ("_master", "cuda", "communicators", "backends", "_wire", "_pure", "errors"),
-    "_api": ("cluster", "_master", "cuda", "communicators", "backends", "_wire", "_pure", "errors", "_version"),
+    "_engine": ("_master", "_worker", *_BELOW_BOTH),  # ``rank`` begins the names of a rank's files
+    "_api": ("_engine", "cluster", "_master", *_BELOW_BOTH),
     "profiler": ("_api", "_master", "_wire", "_pure", "errors"),
     "torch": ("_api", "_wire", "_pure", "errors"),
     "": ("torch", "profiler", "_api", "_master", "_worker", "_wire", "_pure", "errors", "_version"),
