@@ -284,7 +284,9 @@ RATIOS = (
         _startup(lambda entry: entry["first_result_s"] / entry["imports_numpy_s"]),
     ),
     Ratio(
-        "import synk beyond import numpy", _startup(lambda entry: entry["import_synk_s"] - entry["import_numpy_s"]), " s"
+        "import synk beyond import numpy",
+        _startup(lambda entry: entry["import_synk_s"] - entry["import_numpy_s"]),
+        " s",
     ),
     Ratio("idle worker", _footprint(lambda family: 100 * family["idle"]["0"]), " % of a core"),
     Ratio("control of a repeated call, down a worker", _footprint(lambda f: f["control"]["down"]), " B"),
@@ -312,9 +314,7 @@ RATIOS = (
     Ratio("all_reduce of 64 MB: time / gloo's", _call("collectives", "all_reduce 64 MB", GLOO.name)),
     Ratio("comm.barrier: time / mpi4py's", _message("comm.barrier", MPI.name, family="collectives")),
     *(
-        Ratio(
-            f"comm.{name} {size}: time / mpi4py's", _message(f"comm.{name} {size}", MPI.name, family="collectives")
-        )
+        Ratio(f"comm.{name} {size}: time / mpi4py's", _message(f"comm.{name} {size}", MPI.name, family="collectives"))
         for name in collectives.INSIDE
         for size in ("8 B", "64 KB", "1 MB", "16 MB", "64 MB")
     ),

@@ -201,7 +201,14 @@ def speed_ups(colours: dict[str, str]) -> Picture:
         picture.line(left, y, left + width, y, is_dashed=speed_up > 0)
         picture.text(left - 8, y + 4, words, at="end", ink="faint", size=11)
     picture.text(left + width + 6, place(1.0, 2)[1] + 4, "ideal", at="start", ink="faint", size=11)
-    for seconds, words in ((1e-5, "10 µs"), (1e-4, "0.1 ms"), (1e-3, "1 ms"), (1e-2, "10 ms"), (1e-1, "0.1 s"), (1, "1 s")):
+    for seconds, words in (
+        (1e-5, "10 µs"),
+        (1e-4, "0.1 ms"),
+        (1e-3, "1 ms"),
+        (1e-2, "10 ms"),
+        (1e-1, "0.1 s"),
+        (1, "1 s"),
+    ):
         picture.text(place(seconds, 0)[0], bottom + 18, words, ink="faint", size=11)
     picture.text(left + width / 2, bottom + 36, "length of the serial call", ink="faint", size=11)
     for number, (key, words, ink) in enumerate((("data", "synk.data", "a"), ("plain", "plain array", "b"))):
