@@ -16,7 +16,7 @@ MOST_PAGES = 26 + 7
 
 BANNED = {
     "of its own": "its, separate, private",
-    "what it": "name the thing",
+    r"\bwhat it\b": "name the thing",
     r"\blies\b": "is",
     r"\b(brings|brought)\b": "sends, copies, installs",
     "says so": "reports it",
