@@ -329,7 +329,7 @@ class Replicated(Handle):
         shapes = [(parameter.dtype, tuple(parameter.shape)) for parameter in parameters]
         made_of = others, optimizers, _rank.gradient_hooks(parameters), shapes
         tensors = [pair[1] for obj in filter(_state.is_module, self._objects) for pair in _state.tensors_of(obj)]
-        return makings_of(self._names, made_of, tensors)
+        return makings_of(f"module {self._names!r}", made_of, tensors)
 
     def _on_ranks(self, method: str, *given: Any) -> list[Any]:
         """Call a method of each rank's ``RankReplica``, and return what the ranks return."""
