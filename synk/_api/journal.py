@@ -227,8 +227,10 @@ def journaled(run: Callable[[Pairs], Pairs], journal: Journal, pairs: Pairs, *, 
     error = None
     try:
         for number, outcome in run(missing(pairs)):
-            digest = digests.pop(number)
-            ready[number] = outcome if isinstance(outcome, ItemError) else journal.write(number, digest, outcome)
+            digest, failed = digests.pop(number), isinstance(outcome, ItemError)
+            if not failed:
+                journal.write(number, digest, outcome)
+            ready[number] = outcome if failed else None
             yield from due()
     except Exception as raised:
         error = raised
