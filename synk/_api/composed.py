@@ -1,4 +1,4 @@
-"""Functions each of whose calls is made of several: built with ``reproducible=``, ``retry=`` or ``on_oom=``.
+"""Functions each of whose calls is made of several: with ``reproducible=``, ``retry=``, ``on_oom=`` or ``SYNK_REPLAY``.
 
 Each of these is a plain function around a call, and the call knows nothing of it.
 """
@@ -13,14 +13,17 @@ from typing import Any
 from synk._api.blocks import in_blocks
 from synk._api.function import Function, P, R
 from synk._api.options import Options, check_slices
+from synk._api.replay import recorded, replay_folder
 from synk._master.calls.call import CallOptions
 from synk._master.calls.signature import OPTION_NAMES, Signature
+from synk._master.flight.pending import PendingCall
 from synk._master.objects.shared import Shared
 from synk._master.processes.output import report
 from synk._master.session import Session
 from synk._pure.nested import take_apart
 from synk._pure.tracebacks import verb
 from synk._wire.apart import Silent
+from synk._wire.replayed import moment
 from synk.errors import RemoteError, WorkerDied, add_note
 
 Call = Callable[..., Any]
@@ -42,6 +45,9 @@ class Composed(Function[P, R]):
             rowless: Function[..., Any] = Function(alone, options, session)
             call = self._checked(in_blocks(blocks, rowless, self, self._num_ranks, block_rows))
             serial = in_blocks(blocks, rowless.serial, self, lambda: 1, block_rows)
+        elif folder := replay_folder():
+            ask: Function[..., Any] = Function(moment, Options.of(moment, outputs=None, per_rank=True), session)
+            call = recorded(call, self, ask, folder)
         self._serial: Call = serial
         if options.on_oom == "slices":
             call = in_slices(call, callee.signature, self.__name__)
@@ -86,12 +92,19 @@ class Composed(Function[P, R]):
 
     @verb
     def submit(self, /, *args: Any, **options: Any) -> Any:
-        """Refuse it: a call that is submitted is one call."""
+        """Refuse it: a call that is submitted is one call. With ``SYNK_REPLAY`` alone, the call is made at once."""
         given = [f"{name}={value!r}" for name, value in self._options.of_calls.items()]
-        raise ValueError(
-            f"cannot submit {self.__name__!r}: got a function with {', '.join(given)}, expected one without: its calls "
-            "are made of several, and a call that is submitted is one. Call it, or build it without."
-        )
+        if given:
+            raise ValueError(
+                f"cannot submit {self.__name__!r}: got a function with {', '.join(given)}, expected one without: its "
+                "calls are made of several, and a call that is submitted is one. Call it, or build it without."
+            )
+        pending: PendingCall[Any] = PendingCall(self._bound_session().queue, self.__name__)
+        try:
+            pending._end(self._call(*args, **options), None)
+        except Exception as error:
+            pending._end(None, error)
+        return pending
 
 
 def retried(call: Call, times: int) -> Call:
