@@ -96,17 +96,17 @@ def recorded_items(run: Callable[[Any, Pairs], Pairs], fn: Any, name: str, folde
 
     def numbered() -> Pairs:
         for number, item in pairs:
-            held[number] = dumps(item)
+            held[number] = dumps(((item,), {}))
             yield number, Numbered(number, item)
 
     for number, outcome in run(Noted(fn, prefix), numbered()):
-        item = held.pop(number)
+        arguments = held.pop(number)
         path = f"{prefix}{number}"
         if isinstance(outcome, ItemError) and os.path.exists(path):  # else its body has not begun
             with _writing(folder, fn, f"item {number} of a map of {name!r} failed", outcome.exception) as body:
                 with open(path, "rb") as file:
                     body["moment"] = pickle.load(file)
-                body["runs"] = [((pickle.loads(item),), {}, body["moment"].ranks, 0, 0)]
+                body["runs"] = [(arguments, body["moment"].ranks, 0, 0)]
             os.unlink(path)
         yield number, outcome
 
@@ -193,7 +193,8 @@ def replay(path: files.Path, *, pdb: bool = False) -> Any:
     before = generator_states()
     restore_generators(body["moment"].generators)
     try:
-        for args, kwargs, *rows in body["runs"]:
+        for arguments, *rows in body["runs"]:
+            args, kwargs = pickle.loads(arguments)
             cell.worker = ReplayedRank(body["moment"], *rows)
             result = waiting(call, *args, **kwargs)
     finally:

@@ -14,6 +14,7 @@ import numpy as np
 from synk._pure.generators import generator_states
 from synk._wire.apart import Around
 from synk._wire.cell import cell
+from synk._wire.parcels import dumps
 from synk.errors import UnsupportedError
 
 
@@ -43,7 +44,7 @@ def moment() -> Moment:
 
 
 class Taken(Around):
-    """Returns the arguments with which a rank would call a function, and its rows, in place of a call.
+    """Returns the arguments with which a rank would call a function, pickled, and its rows, in place of a call.
 
     Parameters
     ----------
@@ -58,8 +59,9 @@ class Taken(Around):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         worker = cell.worker
-        is_asked = worker.number == self._rank
-        return (args, kwargs, worker.ranks, worker.num_rows, worker.total_rows) if is_asked else None
+        if worker.number != self._rank:
+            return None
+        return dumps((args, kwargs)), worker.ranks, worker.num_rows, worker.total_rows  # read-only arrays stay so
 
 
 class Numbered(NamedTuple):
