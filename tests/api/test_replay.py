@@ -1,4 +1,4 @@
-"""``SYNK_REPLAY``: a failure is written to a file, from which ``synk.replay`` raises the same exception on the same line."""
+"""``SYNK_REPLAY``: a failure is written to a file, and ``synk.replay`` raises the same exception on the same line."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def files(tmp_path: Path) -> Callable[[], list[Path]]:
 
 def outcome(call: Callable[[], Any]) -> tuple[type, tuple[Any, ...], str]:
     """Return the exception of a call, and the line that raised it."""
-    with pytest.raises(Exception) as caught:  # noqa: B017
+    with pytest.raises(Exception) as caught:
         call()
     remote = getattr(caught.value.__cause__, "traceback_text", "")
     where = remote or "".join(traceback.format_exception(caught.value))
@@ -142,7 +142,7 @@ def test_what_a_replay_cannot_do_is_said(rt: synk.Runtime, files: Callable[[], l
         synk.replay(*files())
     for text in (b"", b"synk replay 1, Python 2.7\n\n", b"\x80\x05N."):
         (tmp_path / "other").write_bytes(text)
-        with pytest.raises(ValueError, match="cannot replay .*, expected 'synk replay 1"):
+        with pytest.raises(ValueError, match=r"cannot replay .*, expected 'synk replay 1"):
             synk.replay(tmp_path / "other")
     assert not files()
 
