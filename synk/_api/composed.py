@@ -6,15 +6,14 @@ Each of these is a plain function around a call, and the call knows nothing of i
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from synk._api.blocks import in_blocks
 from synk._api.function import Function, P, R
-from synk._api.options import Options, check_slices
+from synk._api.options import Options, call_options, check_slices
 from synk._api.replay import recorded, replay_folder
-from synk._master.calls.call import CallOptions
 from synk._master.calls.signature import OPTION_NAMES, Signature
 from synk._master.flight.pending import PendingCall
 from synk._master.objects.shared import Shared
@@ -22,14 +21,10 @@ from synk._master.processes.output import report
 from synk._master.session import Session
 from synk._pure.nested import take_apart
 from synk._pure.tracebacks import verb
-from synk._wire.apart import Silent
 from synk._wire.replayed import moment
 from synk.errors import RemoteError, WorkerDied, add_note
 
 Call = Callable[..., Any]
-
-BLOCK_ROWS = 1024
-"""The rows of a block under ``reproducible=True``."""
 
 
 class Composed(Function[P, R]):
@@ -39,12 +34,8 @@ class Composed(Function[P, R]):
         super().__init__(fn, options, session)
         callee, call, serial = self._callee, super().__call__, super().serial
         if options.reproducible:
-            block_rows = BLOCK_ROWS if options.reproducible is True else int(options.reproducible)
-            alone = Silent(fn)
-            blocks: Function[..., Any] = Function(alone, replace(options, outputs=None), session)
-            rowless: Function[..., Any] = Function(alone, options, session)
-            call = self._checked(in_blocks(blocks, rowless, self, self._num_ranks, block_rows))
-            serial = in_blocks(blocks, rowless.serial, self, lambda: 1, block_rows)
+            call = in_blocks(fn, options, session)
+            call, serial = self._checked(call), functools.partial(call, is_serial=True)
         elif folder := replay_folder():
             ask: Function[..., Any] = Function(moment, Options.of(moment, outputs=None, per_rank=True), session)
             call = recorded(call, self, ask, folder)
@@ -64,15 +55,13 @@ class Composed(Function[P, R]):
         """Run the whole input on one worker; see :meth:`synk.Function.serial`."""
         return self._serial(*args, **options)
 
-    def _num_ranks(self) -> int:
-        return self._bound_session().total_ranks
-
     def _checked(self, call: Call) -> Call:
         """Return a call whose result is held back until the default op is known to fit, as that of a plain one."""
 
         def checked(*args: Any, **options: Any) -> Any:
             given = {key: value for key, value in options.items() if key not in OPTION_NAMES}
-            release = self._begin(args, given, CallOptions(options.get("batch"), num_slices=2))
+            own = call_options(options.get("batch"), 2, options.get("output_subset"), options.get("timeout"))
+            release = self._begin(args, given, own)
             result = call(*args, **options)
             if release is not None:
                 release(result)

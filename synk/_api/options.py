@@ -15,7 +15,7 @@ from synk._master.objects.resident import Resident
 from synk._master.objects.shared import Shared
 from synk._pure.limits import check_timeout
 from synk._pure.ops import REDUCE_OPS
-from synk._pure.output_ops import DEFAULT_OP
+from synk._pure.output_ops import DEFAULT_OP, each_op
 from synk._pure.words import argument_hint
 
 FRAMEWORKS = (None, "torch", "jax")
@@ -109,6 +109,9 @@ class Options:
                 raise self._error(f"{name}={getattr(self, name)!r}", expected)
         if not isinstance(self.per_rank, bool):
             raise self._error(f"per_rank={self.per_rank!r}", "True or False", TypeError)
+        if self.reproducible and any(op is None for op in each_op(self.outputs)):
+            expected = "an op for each output. Leave out reproducible=: under op None nothing is combined"
+            raise self._error(f"reproducible={self.reproducible!r} with op None", expected)
         given = self.given()
         for (one, other), expected in EXCLUDES.items():
             if one in given and other in given:

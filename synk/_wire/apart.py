@@ -140,12 +140,30 @@ class Apart(Quiet):
 
 
 class Silent(Around):
-    """Calls a function whose result may not depend on the rank that it runs on: ``synk.comm`` is refused in it."""
+    """Calls a function whose result may not depend on the rank: it cannot use ``synk.comm`` or assign variables."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         comm: Any = sys.modules["synk"].comm
         with comm._refused("it is built with reproducible=, and what the ranks say depends on their number"):
-            return self._fn(*args, **kwargs)
+            result = self._fn(*args, **kwargs)
+        for replica in cell.worker.variables.assigned:
+            raise ValueError(
+                f"cannot assign variable {replica.name!r} in {self.__name__!r}: it is built with reproducible= and "
+                "called for each block of rows, expected a function that changes nothing."
+            )
+        return result
+
+
+class BlockValues:
+    """What a function has returned for each block, as one object, whatever it is."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self.to_come = list(values[::-1])
+
+
+def next_block(values: BlockValues, weights: np.ndarray) -> Any:
+    """Return what the function has returned for the next block."""
+    return values.to_come.pop()
 
 
 CLOSED_OVER = "closed_over"
