@@ -23,8 +23,8 @@ from synk._wire.parcels import CACHED, is_by_reference, reduced
 _ATOMS = (bool, float, complex, str, type(None), type(...), type(NotImplemented), range, slice)
 
 
-class Undigested(TypeError):
-    """Something has no digest that stays the same. The text says what."""
+class Undigested(Exception):
+    """Something has no digest that stays the same. The arguments say what, and why."""
 
 
 def digests_of(fn: Any) -> dict[str, str]:
@@ -65,7 +65,7 @@ class ItemDigests:
 def _check_stable(digests: dict[str, bytes], of_copy: dict[str, bytes]) -> None:
     for part, digest in digests.items():
         if of_copy.get(part) != digest:
-            raise Undigested(f"{part} differs from its own copy")
+            raise Undigested(part, "differs from its own copy")
 
 
 def _hashed(kind: str, *parts: bytes | str) -> bytes:
@@ -91,7 +91,7 @@ class _Values:
         self._path: list[int] = []  # the objects that are being looked at, outermost first
 
     def part(self, name: str, value: Any) -> bytes:
-        """Return the digest of a value. An error names it."""
+        """Return the digest of a value; ``name`` is for errors."""
         path, self._path = self._path, []
         try:
             return self._of(value)
@@ -99,7 +99,7 @@ class _Values:
             raise
         except Exception as error:  # of pickling
             text = f"{type(error).__name__}: {str(error).rstrip('.')}"
-            raise Undigested(f"{name} cannot be digested ({text})") from error
+            raise Undigested(name, f"has no digest ({text})") from error
         finally:
             self._path = path
 
@@ -229,7 +229,7 @@ class _Parts(_Values):
         self._add(f"the attributes of {title}", fn.__dict__)
         for name, cell in zip(code.co_freevars, fn.__closure__ or ()):
             if cell != types.CellType():  # not empty
-                self._add(f"{name!r}, which {title} captures", cell.cell_contents)
+                self._add(f"{name!r} that {title} captures", cell.cell_contents)
         for name in sorted(globals_in(code) & fn.__globals__.keys()):
             value = fn.__globals__[name]
             self._add(f"the global {name!r} of {title}", value)

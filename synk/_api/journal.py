@@ -63,12 +63,11 @@ class Journal:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise BlockingIOError(f"{self._verb}: got a file that another map is writing. Name another file.") from None
+            raise self._error("a file that another map is writing", "one map at a time", BlockingIOError) from None
         self._check(own, self._read(own))
 
-    @property
-    def _verb(self) -> str:
-        return f"cannot map {self._name!r} with journal={self._path!r}"
+    def _error(self, got: str, expected: str, kind: type[Exception] = ValueError) -> Exception:
+        return kind(f"cannot map {self._name!r} with journal={self._path!r}: got {got}, expected {expected}.")
 
     def _description(self, fn: Any, version: Any) -> dict[str, str]:
         """Return the digests of all that results depend on, by part."""
@@ -78,18 +77,17 @@ class Journal:
             python = f"{sys.version_info.major}.{sys.version_info.minor}"
             return {"the version of Python": python, **digests_of((fn, self._key))}
         except Undigested as error:
-            raise TypeError(
-                f"{self._verb}: {error}, expected what is the same in each run of the program. Pass version=, a text "
-                "or a number that you change when the function changes."
-            ) from error
+            cure = "Pass version=, a text or a number that you change with the function"
+            expected = f"what is the same in each run of the program. {cure}"
+            raise self._error(", which ".join(error.args), expected, TypeError) from error
 
     def _check(self, own: dict[str, str], found: dict[str, str]) -> None:
         changed = [part for part in {**found, **own} if own.get(part) != found.get(part)]
         if changed:
             more = f" and {len(changed) - 3} more parts" if len(changed) > 3 else ""
-            raise ValueError(
-                f"{self._verb}: got results of another function in the file, expected those of this one. Changed: "
-                f"{', '.join(changed[:3])}{more}. Name another file, or change it back."
+            raise self._error(
+                f"results of another function (changed: {', '.join(changed[:3])}{more})",
+                "those of this one. Name another file, or change it back",
             )
 
     # -- the file -----------------------------------------------------------------------------------------------------
@@ -98,7 +96,7 @@ class Journal:
         """Note where the results are, and return what they are results of: of the new function in a new file."""
         begin = self._bytes(0, len(_MAGIC))
         if not _MAGIC.startswith(begin):
-            raise ValueError(f"{self._verb}: got a file that is no journal, expected a journal or a new name.")
+            raise self._error("a file that is no journal", "a journal or a new name")
         self._end = len(_MAGIC)
         first = self._next()
         if first is None:
@@ -152,9 +150,10 @@ class Journal:
         try:
             return self._digest(item if self._key is None else self._key(item))
         except Undigested as error:
-            raise TypeError(
-                f"{self._verb}: item {number} ({short_repr(item)}): {error}, expected what is the same in each run of "
-                "the program. Pass key=, a function of the item that returns a name or a number."
+            raise self._error(
+                f"item {number} ({short_repr(item)}), which {error.args[1]}",
+                "what is the same in each run of the program. Pass key=, a function of the item that returns a name",
+                TypeError,
             ) from error
 
     def has(self, number: int, digest: bytes) -> bool:
@@ -167,9 +166,9 @@ class Journal:
         """
         known = self._places.get(number)
         if known is not None and known[0] != digest:
-            raise ValueError(
-                f"{self._verb}: got an item {number} that differs from the one whose result is in the file, expected "
-                "the same items in the same order. Name another file, or change the items back."
+            raise self._error(
+                f"another item {number} than the one whose result is in the file",
+                "the same items in the same order. Name another file, or change the items back",
             )
         return known is not None
 
@@ -178,10 +177,11 @@ class Journal:
         try:
             data = pickle.dumps(result, protocol=5)
         except Exception as error:
-            raise TypeError(
-                f"{self._verb}: the result of item {number}, a {type(result).__name__}, cannot be pickled "
-                f"({type(error).__name__}: {str(error).rstrip('.')}). Return arrays, numbers, or objects whose class a "
-                "later run of the program finds by its name."
+            why = f"{type(error).__name__}: {str(error).rstrip('.')}"
+            raise self._error(
+                f"{type(result).__name__} as the result of item {number} ({why})",
+                "arrays, numbers, or objects whose class a later run of the program finds by its name",
+                TypeError,
             ) from error
         self._append(_KEY.pack(number, digest) + data)
         self._places[number] = digest, self._end - len(data), len(data)
