@@ -22,6 +22,7 @@ import numpy as np
 from synk._api.plain import in_framework
 from synk._api.plain_copy import ByReference, CodePickler
 from synk._api.runs import leave_out
+from synk._master.calls.call import CallOptions
 from synk._master.objects.shared import Shared
 from synk._master.processes.output import report
 from synk._pure import files
@@ -34,7 +35,7 @@ from synk._wire.replayed import Noted, Numbered, ReplayedRank, Taken
 from synk.backends._frameworks import host_converters
 from synk.errors import ItemError, RemoteError, WorkerDied, add_note
 
-Call = Callable[..., Any]
+Call = Callable[[tuple[Any, ...], dict[str, Any], CallOptions], Any]
 Pairs = Iterator[tuple[int, Any]]
 
 _MAGIC = f"synk replay 1, Python {sys.version_info.major}.{sys.version_info.minor}"
@@ -54,17 +55,17 @@ def replay_folder() -> str | None:
 def recorded(call: Call, function: Any, ask: Any, folder: str) -> Call:
     """Return a call that writes a file if the function fails on a rank. ``ask`` is a function of ``moment``."""
 
-    def noted(*args: Any, output_subset: Any = None, timeout: Any = None, **options: Any) -> Any:
+    def noted(args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
         known = ask()
         leave_out(ask)
         try:
-            return call(*args, output_subset=output_subset, timeout=timeout, **options)
+            return call(args, kwargs, options)
         except Exception as error:
             rank = _rank_of(error)
             if rank is not None:
                 what = f"a call of {function.__name__!r} failed on rank {rank}"
                 with _writing(folder, function._callee.fn, what, error) as body:
-                    body["runs"] = _taken(function, rank, args, options)
+                    body["runs"] = _taken(function, rank, args, kwargs, options)
                     body["moment"] = known[rank]
                     body["framework"] = function._callee.framework
             raise
@@ -80,10 +81,10 @@ def _rank_of(error: BaseException | None) -> int | None:
     return remote.rank if isinstance(remote, RemoteError) else None
 
 
-def _taken(function: Any, rank: int, args: tuple[Any, ...], options: dict[str, Any]) -> list[Any]:
+def _taken(function: Any, rank: int, args: Any, kwargs: dict[str, Any], options: CallOptions) -> list[Any]:
     """Return the arguments with which a rank calls a function in a call, one slice after the other."""
     taken = function._alike(Taken(function._callee.fn, rank), outputs=None)
-    found = taken(*args, **options)[rank]
+    found = taken(*args, batch=options.batch, num_slices=options.num_slices, **kwargs)[rank]
     leave_out(taken)
     return found if isinstance(found, list) else [found]
 
