@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from synk._api.function import Function
-from synk._api.options import Options, call_options
+from synk._api.options import Options
 from synk._master.calls.binding import bind
 from synk._master.calls.call import CallOptions
 from synk._master.session import Session
@@ -26,27 +26,18 @@ BLOCK_ROWS = 1024
 
 
 def in_blocks(fn: Any, options: Options, session: Session | None) -> Callable[..., Any]:
-    """Return a call of a function that has the same bits for any number of ranks. ``is_serial``: all on rank 0."""
+    """Return a call of a function that has the same bits for any number of ranks, or for one rank alone."""
     block_rows = BLOCK_ROWS if options.reproducible is True else int(options.reproducible)
     whole: Function[..., Any] = Function(Silent(fn), options, session)
     blocks: Function[..., Any] = Function(whole._callee.fn, replace(options, outputs=None, reproducible=False), session)
     combined: Function[..., Any] = Function(Silent(next_block), replace(options, bcast_inputs="values"), session)
 
-    def call(
-        *args: Any,
-        batch: Any = None,
-        num_slices: int = 1,
-        output_subset: Any = None,
-        timeout: Any = None,
-        is_serial: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        given = call_options(batch, num_slices, output_subset, timeout)
-        selection, deadline = _begun(whole, args, kwargs, given)
+    def call(args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
+        selection, deadline = _begun(whole, args, kwargs, options)
         count = 0 if selection is None else selection.count
         num_blocks, num_ranks = max(-(-count // block_rows), 1), whole._bound_session().total_ranks
-        if selection is None or is_serial or num_blocks == 1 or num_ranks == 1:
-            return whole._run(args, kwargs, _on_first(given, num_blocks, deadline))
+        if selection is None or 1 in (num_blocks, num_ranks, options.num_ranks):
+            return whole._run(args, kwargs, _on_first(options, num_blocks, deadline))
         values: list[Any] = []
         low, (size, num_larger) = 0, divmod(count, num_blocks)
         for same, rows in ((num_larger, size + 1), (num_blocks - num_larger, size)):
@@ -59,8 +50,8 @@ def in_blocks(fn: Any, options: Options, session: Session | None) -> Callable[..
                     by_rank = blocks._run(args, kwargs, own)[:among]
                     values += by_rank if slices == 1 else [value for parts in by_rank for value in parts]
         weights = np.broadcast_to(False, count)  # a row for each row, cut into slices as the rows were into blocks
-        given = replace(given, batch=None)
-        return combined._run((BlockValues(values), weights), {}, _on_first(given, num_blocks, deadline))
+        options = replace(options, batch=None)
+        return combined._run((BlockValues(values), weights), {}, _on_first(options, num_blocks, deadline))
 
     return call
 

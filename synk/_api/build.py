@@ -101,7 +101,7 @@ def function(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
         dtype (without ``"torch"``, dtypes that NumPy lacks are refused).
     retry : int
         How often a call is run again after a worker died in it (never after an exception, an interrupt or a timeout).
-        With 0 a call runs at most once. Not with ``updates``.
+        ``timeout`` is for each run. Not with ``updates``, and such a function cannot be submitted.
     on_oom : {"raise", "slices"}
         How to go on when a call runs out of memory on a rank. With ``"slices"`` it is made again with twice as many
         slices, as by ``num_slices``, until it fits or a slice is one row. The number is remembered for arguments of

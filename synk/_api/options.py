@@ -200,7 +200,9 @@ def name_of(fn: Any) -> str:
     return str(name)
 
 
-def call_options(batch: Any, num_slices: Any, output_subset: Any, timeout: Any, **how: Any) -> CallOptions:
+def call_options(
+    batch: Any = None, num_slices: Any = 1, output_subset: Any = None, timeout: Any = None, **how: Any
+) -> CallOptions:
     """Return the options of a call, checked."""
     return CallOptions(batch, check_slices(num_slices), check_subset(output_subset), check_timeout(timeout), **how)
 

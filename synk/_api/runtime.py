@@ -66,7 +66,7 @@ class Runtime(Hinting):
         How many dead workers are replaced within 60 s before the runtime closes. With 0 the first death closes it.
     on_restart : callable, optional
         Each replacement worker runs ``on_restart()`` before its first call.
-    seed, cluster, nodes, insecure, check
+    seed, cluster, nodes, check
         See :func:`synk.fork`.
 
     Attributes
@@ -107,7 +107,6 @@ class Runtime(Hinting):
         seed: int | None = None,
         cluster: str | None = None,
         nodes: int | tuple[int, int] | None = None,
-        insecure: bool = False,
         check: bool = False,
     ) -> None:
         refuse_inside_worker("fork")
@@ -125,7 +124,7 @@ class Runtime(Hinting):
             refuse(cluster, backend=("numpy" if backend == "auto" else backend, "numpy"), devices=(devices, None))
             check_program()
             self._session: Session = open_session(
-                num_workers, cluster, nodes, insecure=bool(insecure),
+                num_workers, cluster, nodes,
                 timeout=timeout, seed=seed, max_restarts=int(max_restarts), on_restart=prepared, make_queue=Queue,
             )  # fmt: skip
             verified.update([self._session] * check)

@@ -62,7 +62,7 @@ class Parts(Op):
 
 
 class Around:
-    """Calls a function with something around it. It has its name and parameters, for :func:`inspect.signature`.
+    """A function with something around it. It has its name and parameters, for :func:`inspect.signature`.
 
     Parameters
     ----------
@@ -70,13 +70,11 @@ class Around:
     """
 
     __name__: str
+    __call__: Callable[..., Any]
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self._fn = fn
         functools.update_wrapper(self, fn, updated=())
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._fn(*args, **kwargs)
 
 
 class Quiet(Around):
@@ -201,11 +199,16 @@ class Whole(Around):
         result = self._fn(*args, **kwargs)
         for replica in replicas:
             if variables.assigned.pop(replica) is not shown[replica]:
-                raise ValueError(
-                    f"cannot assign variable {replica.name!r} in a serial call of {self.__name__!r}: it is sharded, "
-                    "expected a parallel call, in which each rank assigns its own rows. The call has changed nothing."
-                )
+                raise unassignable(replica.name, self.__name__)
         return result
+
+
+def unassignable(variable: str, function: str) -> ValueError:
+    """Return the error that refuses to assign a sharded variable in a serial call."""
+    return ValueError(
+        f"cannot assign variable {variable!r} in a serial call of {function!r}: it is sharded, expected a parallel "
+        "call, in which each rank assigns its own rows. The call has changed nothing."
+    )
 
 
 def _on_host(leaf: Any) -> Any:

@@ -53,7 +53,6 @@ LATER = {
         "Replicated": "a class that replicate makes", "StepFunction": "a class that replicate makes",
     },
     "Runtime": {"counters": "what the tests of messages count", "where": "the phases, which stacks does not show"},
-    "fork": {"insecure": "of clusters"},
 }  # fmt: skip
 
 
