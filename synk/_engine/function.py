@@ -83,7 +83,7 @@ def _sent(
     if session.flight and _uses_state(callee, arguments):
         session.settle_state()  # what comes next depends on whether the calls before are committed
     lane = session.next_lane()
-    key = lane.index, face, options.num_slices, options.output_subset, options.num_repeats
+    key = lane.index, face, options.num_slices, options.output_subset
     plan = before = found_plan(session, callee, key)
     objects: list[Any] | None = None
     if plan is not None:

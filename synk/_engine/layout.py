@@ -28,7 +28,6 @@ class Look(NamedTuple):
     inputs: tuple[Input, ...]
     num_slices: int
     subset: tuple[Any, ...] | None
-    num_repeats: int
     is_rowless: bool
     nests: bytes
     object_at: int

@@ -118,7 +118,6 @@ class Plan(Thing):
             tuple(self._inputs(arguments)),
             options.num_slices,
             options.output_subset,
-            options.num_repeats,
             division.selection is None,
             pickle_nests(arguments, callee.name),
             self._object_at if self.objects else -1,

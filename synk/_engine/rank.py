@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from synk._engine import wire
-from synk._engine.rank_call import RankPlan, RankQuestion
+from synk._engine.rank_call import CallInputs, RankPlan, RankQuestion
 from synk._engine.rank_lane import RankLane
 from synk._engine.rank_outputs import RankReduction
 from synk._engine.rank_variables import RankResidents, VariableStore
@@ -101,6 +101,8 @@ class Rank:
         self.mapped: LoadedFunction | None = None
         self.process_group: Any = None
         self.seed: Sequence[int] = (0,)
+        for lane in self.lanes:
+            lane.executor.inputs = CallInputs(self)
         self.is_copy = False
         self.num_messages = self.num_collectives = 0
         self._num_deferred = 0

@@ -63,9 +63,7 @@ class RankPlan:
             rank.backend.is_device or self.function.to_framework or self.nests or self._keywords
             or any(kind not in ("picked", "whole") for kind in self._kinds)
         )  # fmt: skip
-        self._is_plain = (
-            self._takes_views and look.num_slices == 1 and look.num_repeats == 1 and not self.function.updates
-        )
+        self._is_plain = self._takes_views and look.num_slices == 1 and not self.function.updates
         self._files = {k: as_recarray(map_again(*each.file)) for k, each in inputs if each.file is not None}
         self.outputs = RankOutputs(self.function, look.lane, look.subset)
         self.bases: list[np.ndarray | None] = []
@@ -74,6 +72,8 @@ class RankPlan:
         self._num_references = 0
         self._object_stop = 0
         self._rows = (0, 0)
+        self.rows: tuple[int, ...] = ()
+        self._in_place = 0
 
     # -- inputs -------------------------------------------------------------------------------------------------------
 
@@ -202,6 +202,7 @@ class RankPlan:
         if not self.bases or (self._staging is not None and self._root is not self._staging.buffer):
             self._look_at(rank)
         self._num_references = sum(map(sys.getrefcount, self._watched))
+        self.rows, self._in_place = numbers, in_place
         low, high = self._rows = numbers[0], numbers[1]
         rank.begin_call(self, number)
         look, function = self.look, self.function
@@ -235,18 +236,14 @@ class RankPlan:
             del args, kwargs
             return variables.take_updates(function, result, part.high - part.low) if function.updates else result
 
-        result: Any = None
-        for to_come in range(look.num_repeats - 1, -1, -1):
-            if look.num_slices > 1 and not look.is_rowless:
-                bounds = shard_bounds(high - low, look.num_slices)
-                parts: Any = [Part(low + a, low + b) for a, b in bounds if b > a] or [Part(low, high)]
-                result = run_slices(function, rank.backend, parts, call)
-            else:
-                result = call(Part(low, high))
-            if function.updates:
-                variables.finish_updates()
-            if to_come:
-                variables.keep_assigned()
+        if look.num_slices > 1 and not look.is_rowless:
+            bounds = shard_bounds(high - low, look.num_slices)
+            parts: Any = [Part(low + a, low + b) for a, b in bounds if b > a] or [Part(low, high)]
+            result = run_slices(function, rank.backend, parts, call)
+        else:
+            result = call(Part(low, high))
+        if function.updates:
+            variables.finish_updates()
         return result
 
     def leave(self, rank: Any) -> None:
@@ -272,6 +269,23 @@ class RankPlan:
         staging.map_again()
         rank.backend.note_segment(staging)
         self._root, self.bases, self._watched = None, [], []
+
+
+class CallInputs:
+    """The inputs of the running call once more, for a function that runs several times in one call."""
+
+    def __init__(self, rank: Any) -> None:
+        self._rank = rank
+
+    def load_objects(self, called: RankPlan, variables: Any) -> Sequence[Any]:
+        """Return the broadcast objects, unpickled anew."""
+        return called._load_objects(self._rank, called._in_place) if called._in_place else ()
+
+    def arguments(
+        self, called: RankPlan, rows: tuple[int, ...], objects: Sequence[Any], variables: Any
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Return what the function gets."""
+        return called._arguments(self._rank, objects, Part(rows[0], rows[1]), rows)
 
 
 class RankQuestion:
