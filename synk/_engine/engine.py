@@ -30,6 +30,7 @@ from synk._engine.variables import Variables
 from synk._engine.workers import Owed, Workers
 from synk._master.state.ledger import Transfer
 from synk._master.workers.failures import rebuild
+from synk._pure.interrupts import deferred
 from synk._pure.ranges import round_up
 from synk._wire.control import NUM_LANES
 from synk._wire.memory import Segment
@@ -134,7 +135,8 @@ class Call(Owed):
             return False
         for rank, (status, body, _) in self.replies.items():
             if status == wire.TOLD:
-                self._note(rank, *body)
+                with deferred():  # memory ends here, and Ctrl-C in a finalizer would be lost
+                    self._note(rank, *body)
             elif status == wire.UNREAD:  # the rank lacks what we believe: it is told again next time
                 engine.note_unread(rank, self.news.get(rank))
         engine.is_sure = True

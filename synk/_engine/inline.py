@@ -24,10 +24,10 @@ class InlineLink:
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
         self._replies: deque[bytes] = deque()
-        self._bodies: dict[int, tuple[Any, list[int]]] = {}
+        self._bodies: dict[int, tuple[Any, wire.Fds]] = {}
 
     def send_body(self, number: int, content: Any, segments: Sequence[Segment] = ()) -> int:
-        self._bodies = {number: (content, [os.dup(segment.fd) for segment in segments])}
+        self._bodies = {number: (content, wire.Fds([os.dup(segment.fd) for segment in segments]))}
         return 0
 
     def write(self, order: bytes) -> None:
@@ -36,24 +36,24 @@ class InlineLink:
 
     def _act(self, order: bytes) -> None:
         number = wire.ORDER.unpack_from(order)[0]
-        body, fds = self._bodies.pop(number, (None, []))
+        body, fds = self._bodies.pop(number, (None, wire.Fds()))
         try:
             status, content, segments = self._rank.answer(order, body, fds)
         finally:
             cell.worker = None  # Ctrl-C may come at any line
         if status in wire.WITH_BODY:
-            self._bodies[number] = content, [os.dup(segment.fd) for segment in segments]
+            self._bodies[number] = content, wire.Fds([os.dup(segment.fd) for segment in segments])
         self._replies.append(wire.REPLY.pack(number, status, self._rank.spent_ns))
         self._rank.tidy()
 
     def say(self, number: int, status: int, content: Any) -> None:
-        self._bodies[number] = content, []
+        self._bodies[number] = content, wire.Fds()
         self._replies.append(wire.REPLY.pack(number, status, 0))
 
     def read(self, nbytes: int) -> bytes:
         return self._replies.popleft() if self._replies else b""
 
-    def receive_body(self, number: int) -> tuple[Any, list[int]]:
+    def receive_body(self, number: int) -> tuple[Any, wire.Fds]:
         return self._bodies.pop(number)
 
     def reset(self) -> None:

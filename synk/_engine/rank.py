@@ -240,8 +240,6 @@ class Rank:
                     self._make(kind, what, payload, fds)
         finally:
             self.running = 0
-            for fd in fds:
-                os.close(fd)
 
     def _load(self, told: tuple[int, bytes, bool]) -> None:
         if told[0] not in self._parcels:

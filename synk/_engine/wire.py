@@ -38,8 +38,13 @@ SYNC, LOAD, CLOSE = 0, -1, -2
 _PACKET = struct.Struct("<3q")  # number, whether it is the last packet, whether its body lies in memory
 _INLINE, _MAX_FDS, _OUT_OF_BAND = 1 << 15, 200, 1 << 14
 
-Body = tuple[Any, list[Any], list[int]]
-"""The content, and the descriptors that came with it: those are the caller's."""
+
+class Fds(list[int]):
+    """Descriptors that came with a body. Whoever takes one out owns it; the others are closed with this list."""
+
+    def __del__(self) -> None:
+        while self:
+            os.close(self.pop())
 
 
 class Link:
@@ -86,7 +91,7 @@ class Link:
             memory.close()
         return len(data)
 
-    def receive_body(self, number: int) -> tuple[Any, list[int]]:
+    def receive_body(self, number: int) -> tuple[Any, Fds]:
         """Return the body of message ``number``, and the descriptors that came with it. Older bodies are dropped.
 
         Raises
@@ -94,7 +99,7 @@ class Link:
         EOFError
             If the other side has ended.
         """
-        fds: list[int] = []
+        fds = Fds()
         while True:
             try:
                 packet, more = self._receive()
@@ -105,8 +110,7 @@ class Link:
                 raise EOFError("the other side closed its end")
             found, is_last, is_long = _PACKET.unpack_from(packet)
             if found != number:
-                while fds:
-                    os.close(fds.pop())
+                fds = Fds()
             elif is_last:
                 head = packet[_PACKET.size :]
                 return (loaded_from(head, fds.pop(0)) if is_long else pickle.loads(head)), fds
