@@ -69,7 +69,6 @@ class Call(Owed):
         self._news: dict[int, list[Any]] = {}
         self._root: np.ndarray | None = None
         self._brings = False
-        self._has_counted = False
         self.has_ended = False
         self.value: Any = None
         self.error: BaseException | None = None
@@ -205,7 +204,6 @@ class Call(Owed):
             moves = engine.moves(plan.outputs.assigned, ranks)
             if self.callee.changes:
                 engine.residents.note_changed(self.callee.changes, ranks)
-            self._has_counted = True
             engine.commit(moves, ranks, self.number)
         words = {rank: (spent_ns, 0, 0, 0, 0, 0) for rank, (_, _, spent_ns) in self.replies.items()}
         wall_ns = time.monotonic_ns() - self._started_ns
@@ -226,10 +224,11 @@ class Call(Owed):
         if self._brings:
             self._engine.functions.settle(is_taken_in=False)
             self._brings = False
-        if self.plan.has_state and not self._has_counted:
+        has_counted = bool(self.number) and self._engine.has_committed(self.number)
+        if self.plan.has_state and not has_counted:
             self._engine.ended = max(self._engine.ended, self.number)
         if self.callee.changes and self.number:
-            note_failed(self.callee.changes, error, has_counted=self._has_counted)
+            note_failed(self.callee.changes, error, has_counted=has_counted)
         self.error, self.has_ended = error, True
 
     def _drop(self) -> None:

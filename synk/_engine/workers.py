@@ -351,6 +351,11 @@ class Workers:
         self.redo = moves, ranks, number
         self.finish_commit()
 
+    def has_committed(self, number: int) -> bool:
+        """Whether it was decided that call ``number`` counts."""
+        is_decided = self.redo is not None and self.redo[2] == number
+        return is_decided or any(worker.committed == number for worker in self.by_rank)
+
     def finish_commit(self) -> None:
         assert self.redo is not None
         moves, ranks, number = self.redo

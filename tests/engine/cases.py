@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import numpy.testing
 import pytest
 
 import synk
@@ -168,6 +169,8 @@ def test_a_rank_that_dies_or_stays_silent(own: Any) -> None:
         np.testing.assert_array_equal(weights.value, before + 1)
 
 
+# One that strikes in a finalizer is reported by the interpreter, and lost.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_storm_of_ctrl_c_leaves_the_same_state_on_all_ranks(own: Any) -> None:
     weights, counts = own.shared(np.zeros(2)), own.resident([0])
 
