@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
-from synk._api.first_calls import verify_first_call, warning_first
+from synk._api.first_calls import Release, verifying
 from synk._api.op_check import OpCheck, hold_back
 from synk._api.options import Options, call_options, can_try_again, check_repeats
 from synk._api.serial import call_serially
@@ -327,9 +327,8 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         -----
         Where the plain function cannot be called in the program, or its result means something else there, the call is
         compared with :meth:`serial`, and a note in the report says why. This is so if it uses ``synk.comm``, shared
-        variables or resident objects, or runs on devices; if it and its arguments cannot be copied, or need more than
-        half of the free memory; or if its serial call would take more than 10 s. An exception that only the plain
-        function raises is a difference.
+        variables or resident objects, or runs on devices, or if it and its arguments cannot be copied. An exception
+        that only the plain function raises is a difference.
 
         Examples
         --------
@@ -354,14 +353,6 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         """Return a function of another callable with the inputs of this one, on the same runtime."""
         own = {name: getattr(self._options, name) for name in ("bcast_inputs", "framework", "per_rank")}
         return Function(fn, Options.of(fn, **own | options), self._bound_session())
-
-    def _compared(self) -> Function[..., Any]:
-        """Return the function that ``verify`` calls."""
-        return self
-
-    def _without_draws(self) -> Function[..., Any] | None:
-        """Return the function that it calls in place of one that draws random numbers, or None."""
-        return None
 
     @overload
     def submit(
@@ -508,21 +499,13 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
             release(result)
         return result
 
-    def _begin(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
-    ) -> Callable[[Any], None] | None:
-        """Verify the first call if it is to be, and return what must be done with the result of this one, if any."""
-        unverified = None
-        if self._is_new:
-            self._is_new = False
-            unverified = verify_first_call(self, args, kwargs, options)
-        release = self._hold_back(args, kwargs, options)
-        return release if unverified is None else warning_first(unverified, release)
-
-    def _hold_back(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
-    ) -> Callable[[Any], None] | None:
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Release | None:
         """Return what a call that begins now must do with its result before it is given out; None for nothing."""
+        release = self._hold_back(args, kwargs, options)
+        return verifying(self, args, kwargs, options, release) if self._is_new else release
+
+    def _hold_back(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Release | None:
+        """Return what it must do because of the default op."""
         return hold_back(self, args, kwargs, options)
 
     def _run(
