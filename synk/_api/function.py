@@ -352,7 +352,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
     def _alike(self, fn: Callable[..., Any], **options: Any) -> Function[..., Any]:
         """Return a function of another callable with the inputs of this one, on the same runtime."""
         own = {name: getattr(self._options, name) for name in ("bcast_inputs", "framework", "per_rank")}
-        return Function(fn, Options.of(fn, **own | options), self._bound_session())
+        return type(self)(fn, Options.of(fn, **own | options), self._bound_session())
 
     @overload
     def submit(

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from synk._api.composed import Composed
 from synk._api.plain import Failed, ScatteredArguments, call_plain
 from synk._api.plain_copy import NotComparable, PlainCopy, copied
 from synk._api.runs import Runs, are_same, leave_out, outputs_of

@@ -91,6 +91,9 @@ class StepFunction(Function[..., Any]):
             if self._trains:
                 replicated._count(counted)
 
+    def _alike(self, fn: Callable[..., Any], **options: Any) -> Function[..., Any]:
+        return self._by("_run")._alike(fn, **options)
+
     def _by(self, method: str) -> Function[..., Any]:
         """Return an ordinary function that calls another method of the replica."""
         replicated = self._replicated
