@@ -415,8 +415,8 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         Raises
         ------
         TypeError, ValueError, IndexError
-            For wrong input, at once. ``result()`` raises the errors of the call itself. A function with ``retry`` or
-            ``on_oom`` cannot be submitted.
+            For wrong input, at once. ``result()`` raises the errors of the call itself. A function with ``retry``,
+            ``on_oom`` or ``reproducible`` cannot be submitted, nor streamed.
         """
         was_compared = False
         is_checked = self._op_check is None or not self._op_check.may_be_due(args)

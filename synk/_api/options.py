@@ -15,7 +15,7 @@ from synk._master.objects.resident import Resident
 from synk._master.objects.shared import Shared
 from synk._pure.limits import check_timeout
 from synk._pure.ops import REDUCE_OPS
-from synk._pure.output_ops import DEFAULT_OP
+from synk._pure.output_ops import DEFAULT_OP, each_op
 from synk._pure.words import argument_hint
 
 FRAMEWORKS = (None, "torch", "jax")
@@ -30,6 +30,18 @@ class KeptOptions(TypedDict, total=False):
     framework: Literal["torch"]
     retry: int
     per_rank: bool
+
+
+class MapOptions(TypedDict, total=False):
+    """The options of :func:`synk.map`."""
+
+    batch_size: int | None
+    ordered: bool
+    progress: bool
+    on_error: Literal["raise", "return"]
+    item_timeout: float | None
+    max_tasks_per_worker: int | None
+    max_worker_memory: int | None
 
 
 def is_integer(value: Any, least: int) -> bool:
@@ -97,6 +109,9 @@ class Options:
                 raise self._error(f"{name}={getattr(self, name)!r}", expected)
         if not isinstance(self.per_rank, bool):
             raise self._error(f"per_rank={self.per_rank!r}", "True or False", TypeError)
+        if self.reproducible and any(op is None for op in each_op(self.outputs)):
+            expected = "an op for each output. Leave out reproducible=: under op None nothing is combined"
+            raise self._error(f"reproducible={self.reproducible!r} with op None", expected)
         given = self.given()
         for (one, other), expected in EXCLUDES.items():
             if one in given and other in given:
@@ -185,7 +200,9 @@ def name_of(fn: Any) -> str:
     return str(name)
 
 
-def call_options(batch: Any, num_slices: Any, output_subset: Any, timeout: Any, **how: Any) -> CallOptions:
+def call_options(
+    batch: Any = None, num_slices: Any = 1, output_subset: Any = None, timeout: Any = None, **how: Any
+) -> CallOptions:
     """Return the options of a call, checked."""
     return CallOptions(batch, check_slices(num_slices), check_subset(output_subset), check_timeout(timeout), **how)
 

@@ -9,6 +9,7 @@ import io
 import pickle
 import sys
 import types
+import zlib
 from collections.abc import Mapping
 from typing import Any, BinaryIO, NamedTuple
 
@@ -225,11 +226,15 @@ class Program:
         ValueError
             If the file is not a program, or is damaged.
         """
+        with open(path, "rb") as file:
+            data = file.read()
         try:
-            with open(path, "rb") as file:
-                program = pickle.load(file)
-        except (pickle.UnpicklingError, EOFError, ValueError) as error:
-            raise ValueError(f"cannot load {path!r}: {error}. It may be damaged.") from error
+            program = pickle.loads(data)
+        except Exception as error:  # what a damaged pickle raises depends on where the damage is
+            text = f"{type(error).__name__}: {str(error).rstrip('.')}"
+            raise ValueError(
+                f"cannot load {path!r}: {text}, expected what save() has written. It may be damaged."
+            ) from error
         if not isinstance(program, Program):
             raise ValueError(f"cannot load {path!r}: got {type(program).__name__}, expected what save() has written.")
         return program
@@ -247,7 +252,8 @@ class Program:
         self.close()
 
     def __reduce__(self) -> Any:
-        return _program_of, (self._stored or _Stored(_PYTHON, self._code(), dumps(self._values())),)
+        stored = self._stored or _Stored(_PYTHON, self._code(), dumps(self._values()))
+        return _program_of, (stored, _checksum(stored))
 
     def __repr__(self) -> str:
         names = "on no runtime" if self._stored else ", ".join(filter(None, self._functions))
@@ -270,7 +276,13 @@ class Program:
         return values
 
 
-def _program_of(stored: _Stored) -> Program:
+def _checksum(stored: _Stored) -> int:
+    return zlib.crc32(stored.values, zlib.crc32(stored.code, zlib.crc32(stored.python.encode())))
+
+
+def _program_of(stored: _Stored, checksum: int) -> Program:
+    if _checksum(stored) != checksum:
+        raise ValueError("cannot load a program: got other bytes than were stored, expected the same. It is damaged.")
     program = Program()
     program._stored = stored
     return program

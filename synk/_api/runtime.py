@@ -6,12 +6,12 @@ In one file because it is one class: everything that can be done with a runtime,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from synk._api.build import Decorator, KeepingDecorator, build_function
 from synk._api.first_calls import verified
 from synk._api.function import Function, P
-from synk._api.options import KeptOptions, check_on_restart, entropy_of, is_integer
+from synk._api.options import KeptOptions, MapOptions, check_on_restart, entropy_of, is_integer
 from synk._master.calls.callee import Callee, distribute
 from synk._master.flight.queue import Queue
 from synk._master.objects.data import Data, make_data
@@ -66,7 +66,7 @@ class Runtime(Hinting):
         How many dead workers are replaced within 60 s before the runtime closes. With 0 the first death closes it.
     on_restart : callable, optional
         Each replacement worker runs ``on_restart()`` before its first call.
-    seed, cluster, nodes, insecure, check
+    seed, cluster, nodes, check
         See :func:`synk.fork`.
 
     Attributes
@@ -107,7 +107,6 @@ class Runtime(Hinting):
         seed: int | None = None,
         cluster: str | None = None,
         nodes: int | tuple[int, int] | None = None,
-        insecure: bool = False,
         check: bool = False,
     ) -> None:
         refuse_inside_worker("fork")
@@ -125,7 +124,7 @@ class Runtime(Hinting):
             refuse(cluster, backend=("numpy" if backend == "auto" else backend, "numpy"), devices=(devices, None))
             check_program()
             self._session: Session = open_session(
-                num_workers, cluster, nodes, insecure=bool(insecure),
+                num_workers, cluster, nodes,
                 timeout=timeout, seed=seed, max_restarts=int(max_restarts), on_restart=prepared, make_queue=Queue,
             )  # fmt: skip
             verified.update([self._session] * check)
@@ -241,10 +240,7 @@ class Runtime(Hinting):
         fn: Callable[[T], R],
         items: Iterable[T],
         /,
-        *,
-        batch_size: int | None = None,
-        ordered: bool = True,
-        progress: bool = False,
+        **options: Unpack[MapOptions],
     ) -> Iterator[R]: ...
 
     @overload
@@ -255,9 +251,7 @@ class Runtime(Hinting):
         second: Iterable[Any],
         /,
         *others: Iterable[Any],
-        batch_size: int | None = None,
-        ordered: bool = True,
-        progress: bool = False,
+        **options: Unpack[MapOptions],
     ) -> Iterator[R]: ...
 
     @verb
@@ -268,6 +262,10 @@ class Runtime(Hinting):
         batch_size: int | None = None,
         ordered: bool = True,
         progress: bool = False,
+        on_error: Literal["raise", "return"] = "raise",
+        item_timeout: float | None = None,
+        max_tasks_per_worker: int | None = None,
+        max_worker_memory: int | None = None,
     ) -> Iterator[R]:
         """Return an iterator over the results of ``fn`` for each item; see :func:`synk.map`.
 
@@ -275,7 +273,18 @@ class Runtime(Hinting):
         """
         from synk._api.mapping import map_items
 
-        return map_items(self._session, fn, iterables, batch_size, ordered, progress)
+        return map_items(
+            self._session,
+            fn,
+            iterables,
+            batch_size=batch_size,
+            ordered=ordered,
+            progress=progress,
+            on_error=on_error,
+            item_timeout=item_timeout,
+            max_tasks_per_worker=max_tasks_per_worker,
+            max_worker_memory=max_worker_memory,
+        )
 
     def _tasks(self, num_workers: int) -> Tasks:
         """Return an object that runs tasks, which are submitted one by one; for ``Executor`` and extensions."""

@@ -12,7 +12,7 @@ from synk._master.objects.shared import Shared
 from synk._master.session import Session
 from synk._master.state.variable import check_owner
 from synk._pure.nested import build, holds, is_nested, take_apart
-from synk._wire.apart import CLOSED_OVER, Whole
+from synk._wire.apart import CLOSED_OVER, Whole, unassignable
 
 _kept: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """By function: the one that gets the rows of the sharded variables that it closes over as its first argument."""
@@ -29,10 +29,7 @@ def call_serially(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
         for each in function._options.updates:
             variable = each[0] if isinstance(each, tuple) else each
             if isinstance(variable, Shared) and variable.is_sharded:
-                raise ValueError(
-                    f"cannot assign variable {variable.name!r} in a serial call of {callee.name!r}: it is sharded, "
-                    "expected a parallel call, in which each rank assigns its own rows. The call has changed nothing."
-                )
+                raise unassignable(variable.name, callee.name)
         positional, named = [], {}
         for label, keyword, is_broadcast, value in callee.signature.bind(args, kwargs):
             given = value if is_broadcast else _whole(session, value, label, callee.name)

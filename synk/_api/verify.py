@@ -176,9 +176,7 @@ def _called(
     """Return what the call itself returns, and why its outputs cannot be combined."""
     callee, own, made = function._callee, function._options, _copied(function)
     quiet = Quiet(made.fn, own.residents, [variable for variable, _ in own.variables])
-    called: Any = Composed(
-        quiet, replace(own, outputs=callee.outputs, updates=own.residents), function._bound_session()
-    )
+    called = function._alike(quiet, outputs=callee.outputs, updates=own.residents, **own.of_calls)
     how = {"batch": options.batch, "timeout": options.timeout, "num_slices": options.num_slices}
     try:
         return made.with_own_classes(called(*args, **how, **kwargs)), None

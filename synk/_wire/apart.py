@@ -63,7 +63,7 @@ class Parts(Op):
 
 
 class Around:
-    """Stands around a function. It has its name and parameters, for :func:`inspect.signature`.
+    """A function with something around it. It has its name and parameters, for :func:`inspect.signature`.
 
     Parameters
     ----------
@@ -71,6 +71,7 @@ class Around:
     """
 
     __name__: str
+    __call__: Callable[..., Any]
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self._fn = fn
@@ -142,12 +143,30 @@ class Apart(Quiet):
 
 
 class Silent(Around):
-    """Calls a function whose result may not depend on the rank that it runs on: ``synk.comm`` is refused in it."""
+    """Calls a function whose result may not depend on the rank: it cannot use ``synk.comm`` or assign variables."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         comm: Any = sys.modules["synk"].comm
         with comm._refused("it is built with reproducible=, and what the ranks say depends on their number"):
-            return self._fn(*args, **kwargs)
+            result = self._fn(*args, **kwargs)
+        for replica in cell.worker.variables.assigned:
+            raise ValueError(
+                f"cannot assign variable {replica.name!r} in {self.__name__!r}: it is built with reproducible= and "
+                "called for each block of rows, expected a function that changes nothing."
+            )
+        return result
+
+
+class BlockValues:
+    """What a function has returned for each block, as one object, whatever it is."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self.to_come = list(values[::-1])
+
+
+def next_block(values: BlockValues, weights: np.ndarray) -> Any:
+    """Return what the function has returned for the next block."""
+    return values.to_come.pop()
 
 
 CLOSED_OVER = "closed_over"
@@ -185,11 +204,16 @@ class Whole(Around):
         result = self._fn(*args, **kwargs)
         for replica in replicas:
             if variables.assigned.pop(replica) is not shown[replica]:
-                raise ValueError(
-                    f"cannot assign variable {replica.name!r} in a serial call of {self.__name__!r}: it is sharded, "
-                    "expected a parallel call, in which each rank assigns its own rows. The call has changed nothing."
-                )
+                raise unassignable(replica.name, self.__name__)
         return result
+
+
+def unassignable(variable: str, function: str) -> ValueError:
+    """Return the error that refuses to assign a sharded variable in a serial call."""
+    return ValueError(
+        f"cannot assign variable {variable!r} in a serial call of {function!r}: it is sharded, expected a parallel "
+        "call, in which each rank assigns its own rows. The call has changed nothing."
+    )
 
 
 def _on_host(leaf: Any) -> Any:

@@ -23,7 +23,6 @@ from synk._master.code.handles import Handle
 from synk._master.processes.output import warn_at_users_line
 from synk._pure import files
 from synk._pure.output_ops import DEFAULT_OP
-from synk._pure.tensors import num_torch_threads
 from synk._pure.tracebacks import verb
 from synk._wire.parcels import dumps
 from synk.errors import ReentrancyError
@@ -32,7 +31,6 @@ from synk.torch._guard import Guard
 from synk.torch._module_parts import check_memory, makings_of
 from synk.torch._reduction import Options
 from synk.torch._steps import StepFunction
-from synk.torch._threads import BusyThreads
 
 
 @verb
@@ -80,12 +78,6 @@ def replicate(
         parameters or buffers that are different tensors share memory, or an option has a value that is not listed.
     SerializationError
         If the objects cannot be pickled.
-
-    Warns
-    -----
-    UserWarning
-        Once, if other threads of the program are busy while it waits for CPU workers. Often these are torch's own
-        threads, which take cores from the workers (``torch.set_num_threads(1)``).
 
     Examples
     --------
@@ -163,7 +155,7 @@ class Replicated(Handle):
 
     __slots__ = (
         "__weakref__", "_calls", "_guard", "_lock", "_made_of", "_num_here", "_num_steps", "_objects", "_options",
-        "_resident", "_runtime", "_threads",
+        "_resident", "_runtime",
     )  # fmt: skip
 
     def __init__(self, objects: Sequence[Any], options: Options, runtime: Runtime) -> None:
@@ -171,8 +163,6 @@ class Replicated(Handle):
         self._options, self._runtime = options, runtime
         self._lock = threading.RLock()
         self._calls: dict[str, Any] = {}
-        has_cpu_workers = not runtime._session.has_devices and options.is_own_process
-        self._threads = BusyThreads(num_torch_threads() if has_cpu_workers else 1)
         self._num_steps: int | None = 0  # None: a step has failed, and the ranks know whether it counted
         self._num_here = 0  # the steps that the program's objects have seen
         self._resident = runtime.resident(
@@ -339,7 +329,7 @@ class Replicated(Handle):
         shapes = [(parameter.dtype, tuple(parameter.shape)) for parameter in parameters]
         made_of = others, optimizers, _rank.gradient_hooks(parameters), shapes
         tensors = [pair[1] for obj in filter(_state.is_module, self._objects) for pair in _state.tensors_of(obj)]
-        return makings_of(self._names, made_of, tensors)
+        return makings_of(f"module {self._names!r}", made_of, tensors)
 
     def _on_ranks(self, method: str, *given: Any) -> list[Any]:
         """Call a method of each rank's ``RankReplica``, and return what the ranks return."""

@@ -34,8 +34,7 @@ class StepFunction(Function[..., Any]):
 
     @verb
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        threads = self._replicated._threads
-        with threads if threads.is_watching else contextlib.nullcontext(), self._counted():
+        with self._counted():
             return super().__call__(*args, **kwargs)
 
     @verb
