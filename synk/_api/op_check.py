@@ -155,7 +155,7 @@ class Few(NamedTuple):
     rows : ndarray of int, or None
         Where they lie in the arguments; None if these have no rows, but a variable that the function closes over.
     is_owned : bool
-        Whether each rank has rows of its own, of a variable.
+        Whether each rank has other rows, of a variable.
     scale : float
         The largest number among the arguments.
     eps : float
@@ -188,7 +188,7 @@ def few_rows(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], optio
         scattered = ScatteredArguments(callee, args, kwargs)
         closed_over = [variable for variable in callee.variables if variable.is_sharded]
         if closed_over and options.batch is not None:
-            raise NotComparable("each rank has rows of its own")
+            raise NotComparable("each rank has other rows")
         if closed_over:  # its rows cannot be picked
             rows, total = None, max(sum(variable.lengths) for variable in closed_over)
             count = total

@@ -80,7 +80,7 @@ class Runtime(Hinting):
     profile : Profile
         Time and bytes of the calls so far, by function.
     counters : dict of str to int
-        Messages and bytes between master and workers since the start: ``messages_down``, ``messages_up``,
+        Messages and bytes between the program and its workers since the start: ``messages_down``, ``messages_up``,
         ``bytes_down``, ``bytes_up`` (doorbells and bodies), ``bytes_pickled`` (arguments), ``bytes_staged`` (plain
         arrays copied into shared memory), ``calls``, ``restarts``.
 
@@ -402,7 +402,7 @@ class Runtime(Hinting):
             and not self._session.workers.is_inline
             and (num_threads := num_torch_threads()) > 1
         ):
-            lines.append(f"  torch computes with {num_threads} threads in the master, on the cores of the workers")
+            lines.append(f"  torch computes with {num_threads} threads in the program, on the cores of the workers")
         return "\n".join([title, *lines])
 
     @verb
