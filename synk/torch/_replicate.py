@@ -231,7 +231,7 @@ class Replicated(Handle):
             In the program.
         """
         raise ReentrancyError(
-            "cannot keep gradients back in the program: no_sync() can only be used inside the function, around backward()."
+            "cannot keep gradients back in the program: no_sync() can only be used in the function, around backward()."
         )
 
     # -- the program's objects ----------------------------------------------------------------------------------------
