@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
 from synk._api.first_calls import verify_first_call, warning_first
 from synk._api.op_check import OpCheck, hold_back
-from synk._api.options import Options, call_options, can_try_again, check_repeats
+from synk._api.options import Options, call_options, can_try_again
+from synk._api.repeat import call_repeatedly, check_repeats
 from synk._api.serial import call_serially
 from synk._master.calls.call import UNFIT, CallOptions, call_again, run_call
 from synk._master.calls.callee import Callee, FunctionHandle
@@ -25,6 +26,7 @@ from synk._pure.output_ops import DefaultOp
 from synk._pure.show import table
 from synk._pure.tracebacks import Results, outline, verb
 from synk._pure.words import Hinting
+from synk._wire.apart import FIRST
 from synk._wire.cell import refuse_inside_worker
 
 if TYPE_CHECKING:
@@ -97,6 +99,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         is_default = isinstance(options.outputs, DefaultOp) and not (options.per_rank or options.updates)
         self._op_check: OpCheck | None = OpCheck(self._callee.signature.first_scattered) if is_default else None
         self._verb = f"call {name!r}"
+        self._wrapped: dict[Any, Any] = {}
         self._options = options
         functools.update_wrapper(self, fn, updated=())
         self.__name__ = name
@@ -246,12 +249,12 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         Raises
         ------
         ValueError
-            If ``num_repeats`` is not an integer of 1 or more, or the function gives a sharded variable another number
-            of rows before the last repetition.
+            If ``num_repeats`` is not an integer of 1 or more, ``num_slices`` is not 1, or the function gives a sharded
+            variable another number of rows before the last repetition.
         Exception
             As for a call. All repetitions are one transaction: if one of them fails on any rank, shared variables keep
-            the values that they had before the first. Resident objects keep the changes of the completed repetitions,
-            and a note on the exception reports that.
+            the values that they had before the first. Resident objects may keep what was changed, as after any call
+            that fails; all ranks have the same, and a note on the exception reports that.
 
         Notes
         -----
@@ -274,8 +277,8 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         array([3., 4.])
         """
         num_repeats = check_repeats(num_repeats, self.__name__)
-        options = call_options(batch, num_slices, output_subset, timeout, num_repeats=num_repeats)
-        return self._run_checked(args, kwargs, options)
+        options = call_options(batch, num_slices, output_subset, timeout)
+        return self._run_checked(args, kwargs, options, functools.partial(call_repeatedly, self, num_repeats))
 
     @verb
     def verify(
@@ -354,6 +357,18 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         """Return a function of another callable with the inputs of this one, on the same runtime."""
         own = {name: getattr(self._options, name) for name in ("bcast_inputs", "framework", "per_rank")}
         return Function(fn, Options.of(fn, **own | options), self._bound_session())
+
+    def _with_one_more(self, wrapper: Callable[..., Any], *of: Any) -> Function[..., Any]:
+        """Return the function ``wrapper(fn, *of)``, which gets one more argument whole, before its own."""
+        callee = self._callee
+        key = wrapper, of, self._bound_session(), callee.fn
+        known, made = self._wrapped.get(wrapper, (None, None))
+        if made is None or known != key:
+            names = [callee.bcast_inputs] if isinstance(callee.bcast_inputs, str) else callee.bcast_inputs
+            options = {"outputs": callee.outputs, "updates": self._options.updates}
+            made = self._alike(wrapper(callee.fn, *of), bcast_inputs=[FIRST, *names], **options)
+            self._wrapped[wrapper] = key, made
+        return made
 
     def _compared(self) -> Function[..., Any]:
         """Return the function that ``verify`` calls."""
@@ -500,10 +515,16 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
             results = with_progress(results, self.__name__, operator.length_hint(batches))
         return Results(results, "synk.Function.stream", self.__name__)
 
-    def _run_checked(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
+    def _run_checked(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        options: CallOptions,
+        run: Callable[[tuple[Any, ...], dict[str, Any], CallOptions], Any] | None = None,
+    ) -> Any:
         """Run a call, and hold its result back until the default op is known to fit."""
         release = self._begin(args, kwargs, options)
-        result = self._run(args, kwargs, options)
+        result = (run or self._run)(args, kwargs, options)
         if release is not None:
             release(result)
         return result

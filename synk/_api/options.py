@@ -213,15 +213,6 @@ def check_slices(num_slices: Any) -> int:
     return int(num_slices)
 
 
-def check_repeats(num_repeats: Any, name: str) -> int:
-    if not is_integer(num_repeats, 1):
-        raise ValueError(
-            f"cannot repeat {name!r}: got {num_repeats!r} as the number of repetitions, expected an integer of 1 or "
-            "more. It comes first: f.repeat(100, x)."
-        )
-    return int(num_repeats)
-
-
 def check_subset(output_subset: Any) -> tuple[Any, ...] | None:
     if output_subset is None:
         return None

@@ -164,14 +164,27 @@ def next_block(values: BlockValues, weights: np.ndarray) -> Any:
     return values.to_come.pop()
 
 
-CLOSED_OVER = "closed_over"
-"""The first parameter of :class:`Whole`."""
+FIRST = "_first"
+"""The parameter that a :class:`WithOneMore` has before those of its function."""
 
 
-class Whole(Around):
+class WithOneMore(Around):
+    """Has the parameters of the function, and one before them."""
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        first = inspect.Parameter(FIRST, inspect.Parameter.POSITIONAL_ONLY)
+        try:
+            own = list(inspect.signature(self._fn).parameters.values())
+        except (TypeError, ValueError):  # some builtins have no signature
+            own = [inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)]
+        return inspect.Signature([first, *own])
+
+
+class Whole(WithOneMore):
     """Calls a function that closes over sharded variables as if the rank held all their rows. It cannot assign them.
 
-    It has the parameters of the function, and one before them: the values of the variables.
+    The parameter before its own are the values of the variables.
 
     Parameters
     ----------
@@ -184,12 +197,6 @@ class Whole(Around):
         super().__init__(fn)
         self._numbers = numbers
 
-    @property
-    def __signature__(self) -> inspect.Signature:
-        own = inspect.signature(self._fn)
-        first = inspect.Parameter(CLOSED_OVER, inspect.Parameter.POSITIONAL_ONLY)
-        return own.replace(parameters=[first, *own.parameters.values()])
-
     def __call__(self, values: Sequence[Any], /, *args: Any, **kwargs: Any) -> Any:
         variables = cell.worker.variables
         replicas = list(map(variables.get, self._numbers))
@@ -201,6 +208,43 @@ class Whole(Around):
             if variables.assigned.pop(replica) is not shown[replica]:
                 raise unassignable(replica.name, self.__name__)
         return result
+
+
+class Again(WithOneMore):
+    """Calls a function several times, each time as the rank would call it anew; the parameter before its own says how
+    often. What a run assigns, the next one finds.
+    """
+
+    def __call__(self, num_runs: Any, /, *args: Any, **kwargs: Any) -> Any:
+        worker = cell.worker
+        called, variables, inputs = worker.lane.called, worker.variables, worker.lane.executor.inputs
+        for _ in range(int(num_runs) - 1):
+            if called.function.updates:
+                variables.take_updates(called.function, self._fn(*args, **kwargs), worker.num_rows)
+            else:
+                self._fn(*args, **kwargs)
+            for replica in list(variables.assigned):
+                variables.assigned[replica] = _settled(replica, variables.assigned.pop(replica))
+            objects = inputs.load_objects(called, variables)
+            (_, *args), kwargs = inputs.arguments(called, called.rows, objects, variables)
+        return self._fn(*args, **kwargs)
+
+
+def _settled(replica: Any, leaves: Sequence[Any]) -> list[Any]:
+    """Return what was assigned as the value for the next run, whatever the function does to its own arrays."""
+    if replica._known.is_sharded and len(leaves[0]) != len(replica.leaves()[0]):
+        raise ValueError(
+            f"cannot repeat a call: it has assigned {len(leaves[0])} rows to the shard of variable {replica.name!r}, "
+            f"expected {len(replica.leaves()[0])} as before. Call the function again and again instead, so that rows "
+            "are divided anew."
+        )
+    return [leaf if _is_last_view(leaf) else replica.keep(leaf.copy(), leaf.dtype) for leaf in leaves]
+
+
+def _is_last_view(array: Any) -> bool:
+    """Whether nobody else holds the memory behind a view; on devices that is unknown."""
+    is_on_host = isinstance(array, np.ndarray)
+    return is_on_host and sys.getrefcount(array.base) == 2 and array.base.base is None  # the view's, and the argument
 
 
 def unassignable(variable: str, function: str) -> ValueError:

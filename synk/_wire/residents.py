@@ -21,7 +21,7 @@ class Adopt(NamedTuple):
     name: str
     pickle: bytes
     first: int
-    version: float
+    version: int
     sys_path: list[str]
 
 
@@ -46,7 +46,7 @@ class Restore(NamedTuple):
 
     resident_id: int
     state: bytes
-    version: float
+    version: int
 
 
 def methods_of(value: Any) -> tuple[Any, Any]:

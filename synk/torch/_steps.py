@@ -44,9 +44,11 @@ class StepFunction(Function[..., Any]):
 
     @verb
     def repeat(self, num_repeats: int, /, *args: Any, **kwargs: Any) -> Any:
-        """Take several steps on the same rows with one message; see :meth:`synk.Function.repeat`."""
-        with self._counted(num_repeats):
-            return super().repeat(num_repeats, *args, **kwargs)
+        """Refuse it: a step that fails is undone by itself, and not with those before it."""
+        raise ValueError(
+            f"cannot repeat {self.__name__!r}: got a function over replicated objects, expected one without: each step "
+            "is a call of its own, which can be undone. Call it in a loop."
+        )
 
     @verb
     def submit(self, /, *args: Any, **kwargs: Any) -> Any:
