@@ -168,7 +168,7 @@ class SortDataset(Dataset):
 
 def main():
     parser = argparse.ArgumentParser(description="minGPT sorts numbers")
-    parser.add_argument("--max_iters", type=int, default=60)
+    parser.add_argument("--max_iters", type=int, default=30)
     parser.add_argument("--batch_size", type=int, default=33)
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--double", action="store_true", help="compute in float64")

@@ -84,7 +84,7 @@ def main():
     parser = argparse.ArgumentParser(description="PyTorch MNIST Example")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--test-batch-size", type=int, default=1000)
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--lr", type=float, default=0.5)
     parser.add_argument("--gamma", type=float, default=0.7)
     parser.add_argument("--dropout", type=float, default=0.5)

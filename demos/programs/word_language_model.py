@@ -39,7 +39,7 @@ class RNNModel(nn.Module):
 parser = argparse.ArgumentParser(description="PyTorch RNN Language Model")
 parser.add_argument("--lr", type=float, default=5)
 parser.add_argument("--clip", type=float, default=0.25)
-parser.add_argument("--epochs", type=int, default=4)
+parser.add_argument("--epochs", type=int, default=2)
 parser.add_argument("--batch_size", type=int, default=7)
 parser.add_argument("--bptt", type=int, default=12)
 parser.add_argument("--dropout", type=float, default=0.2)

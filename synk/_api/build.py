@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 from synk._api.composed import Composed
 from synk._api.function import Function, P, R
 from synk._api.options import KeptOptions, Options, check_names
+from synk._api.replay import replay_folder
 from synk._master.session import Session
 from synk._pure.tracebacks import verb
 
@@ -41,7 +42,7 @@ def build_function(fn: Any, options: Any, session: Session | None) -> Any:
 
     def made(fn: Any) -> Function[..., Any]:
         checked = Options.of(fn, **options)
-        built = (Composed if checked.of_calls else Function)(fn, checked, session)
+        built = (Composed if checked.of_calls or replay_folder() else Function)(fn, checked, session)
         built._is_new = True
         return built
 

@@ -83,12 +83,12 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
     """Whether it was never called; only of functions that the user has built."""
 
     def __init__(self, fn: Callable[P, R], options: Options, session: Session | None = None) -> None:
-        name = options.name
+        name, has_default = options.name, isinstance(options.outputs, DefaultOp)
         self._callee = Callee(
             fn,
             name,
             bcast_inputs=options.bcast_inputs,
-            outputs=options.outputs,
+            outputs=str(options.outputs) if has_default else options.outputs,
             updates=options.variables,
             changes=options.residents,
             framework=options.framework,
@@ -96,8 +96,8 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
             reserved=OPTION_NAMES,
             session=session,
         )
-        is_default = isinstance(options.outputs, DefaultOp) and not (options.per_rank or options.updates)
-        self._op_check: OpCheck | None = OpCheck(self._callee.signature.first_scattered) if is_default else None
+        is_checked = has_default and not (options.per_rank or options.updates)
+        self._op_check: OpCheck | None = OpCheck(self._callee.signature.first_scattered) if is_checked else None
         self._verb = f"call {name!r}"
         self._wrapped: dict[Any, Any] = {}
         self._options = options

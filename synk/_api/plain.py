@@ -129,13 +129,13 @@ def plain_arguments(
             value = rows_at(value, picked.positions())
         if has_arrays and _is_list(value):
             value = np.asarray(value)
-        return _in_framework(value, to_framework, is_column=True)
+        return in_framework(value, to_framework, is_column=True)
 
     positional: list[Any] = []
     by_name: dict[str, Any] = {}
     for keyword, is_broadcast, value in scattered.bound:
         if is_broadcast:
-            new = _in_framework(as_plain(value), to_framework)
+            new = in_framework(as_plain(value), to_framework)
         else:
             leaves, structure = take_apart(value)
             new = build(structure, map(plain, leaves))
@@ -222,7 +222,7 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
-def _in_framework(value: Any, to_framework: Converter | None, *, is_column: bool = False) -> Any:
+def in_framework(value: Any, to_framework: Converter | None, *, is_column: bool = False) -> Any:
     """Return a value with its arrays converted to arrays of the framework.
 
     With ``is_column``, objects that NumPy can make an array of are converted, too, as a call does with the columns of a

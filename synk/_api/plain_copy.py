@@ -120,6 +120,29 @@ class _Copier(ObjectPickler):
         return (recipe[0], (*parts, None, extra), *recipe[2:])
 
 
+class CodePickler(Pickler):
+    """Pickles functions by value, also those in the user's modules, and classes and modules by name.
+
+    Parameters
+    ----------
+    file : binary file
+    reference : callable
+        Returns the name or number by which a handle is found again; see :class:`ByReference`.
+    """
+
+    def __init__(self, file: Any, reference: Callable[[Handle], Any]) -> None:
+        super().__init__(file, protocol=5)
+        self._reference = reference
+
+    def persistent_id(self, obj: Any) -> Any:
+        return self._reference(obj) if isinstance(obj, Handle) else None
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is types.FunctionType and is_users_module(obj.__module__):
+            return self._dynamic_function_reduce(obj)
+        return super().reducer_override(obj)
+
+
 class _ClassesOut(Pickler):
     """Pickles a result of the copy, with the copied classes as numbers."""
 

@@ -24,6 +24,7 @@ from synk._pure.tables import is_table
 from synk._pure.trees import flatten, unflatten
 from synk._wire.cell import cell
 from synk._wire.settings import kept
+from synk.errors import UnsupportedError
 
 
 class Part(NamedTuple):
@@ -142,14 +143,33 @@ class Silent(Around):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         comm: Any = sys.modules["synk"].comm
-        with comm._refused("it is built with reproducible=, and what the ranks say depends on their number"):
+        own: Any = type(comm)
+        comm.__class__ = _refusing(own)
+        try:
             result = self._fn(*args, **kwargs)
+        finally:
+            comm.__class__ = own
         for replica in cell.worker.variables.assigned:
             raise ValueError(
                 f"cannot assign variable {replica.name!r} in {self.__name__!r}: it is built with reproducible= and "
                 "called for each block of rows, expected a function that changes nothing."
             )
         return result
+
+
+@functools.cache
+def _refusing(comm: Any) -> type:
+    """Return what ``synk.comm`` is while all that it has is refused."""
+
+    def refuse(self: Any, name: str) -> Any:
+        if name.startswith("_"):
+            return object.__getattribute__(self, name)
+        raise UnsupportedError(
+            f"cannot use synk.comm.{name} in {cell.worker.function_name!r}: it is built with reproducible=, and what "
+            "the ranks say depends on their number, expected a function of its rows."
+        )
+
+    return type(comm.__name__, (comm,), {"__getattribute__": refuse})
 
 
 class BlockValues:

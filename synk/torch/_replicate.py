@@ -22,6 +22,7 @@ from synk._api.runtime import Runtime
 from synk._master.code.handles import Handle
 from synk._master.processes.output import warn_at_users_line
 from synk._pure import files
+from synk._pure.generators import generator_states
 from synk._pure.output_ops import DEFAULT_OP
 from synk._pure.tracebacks import verb
 from synk._wire.parcels import dumps
@@ -453,7 +454,7 @@ class Replicated(Handle):
             "classes": [type(obj).__name__ for obj in self._objects],
             "objects": ranks[0]["objects"],
             "ranks": [each["generators"] for each in ranks],
-            "generators": _checkpoint.plain_generators(),
+            "generators": _checkpoint.plain(generator_states()),
         }
 
     @verb

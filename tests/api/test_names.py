@@ -45,7 +45,6 @@ NAMES = {
 }
 
 LATER = {
-    "synk": {"replay": "comes with maps"},
     "synk.comm": {
         "shielded": "residents have no other way yet",
     },

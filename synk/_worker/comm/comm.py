@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from synk._worker.comm.requests import Request
 from synk.communicators._meetings import LONGER
 from synk.communicators._schedule import Steps
 from synk.communicators._shm_collectives import NOTHING
-from synk.errors import ReentrancyError, UnsupportedError
+from synk.errors import ReentrancyError
 
 
 def _worker() -> Any:
@@ -427,32 +427,11 @@ class Comm(Hinting):
         context: contextlib.AbstractContextManager[None] = _worker().uninterrupted()
         return context
 
-    @contextlib.contextmanager
-    def _refused(self, why: str) -> Iterator[None]:
-        """Refuse every verb and attribute while the body runs."""
-        self._why = why
-        self.__class__ = _Refused
-        try:
-            yield
-        finally:
-            self.__class__ = Comm
-
     def __repr__(self) -> str:
         return "<synk.comm>"
 
     def __reduce__(self) -> Any:
         return _the_comm, ()
-
-
-class _Refused(Comm):
-    """What ``synk.comm`` is while it is refused."""
-
-    def __getattribute__(self, name: str) -> Any:
-        if name.startswith("_"):
-            return super().__getattribute__(name)
-        raise UnsupportedError(
-            f"cannot use synk.comm.{name} in {_worker().function_name!r}: {self._why}, expected a function of its rows."
-        )
 
 
 def _check_constant(array: Any, verb: str) -> None:
