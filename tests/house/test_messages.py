@@ -42,7 +42,6 @@ SENTENCE = re.compile(r"[^A-Z].*[.?}]$", re.DOTALL)
 INTERNAL = {
     "AssertionError", "NotImplementedError", "OSError", "StopIteration", "SystemExit", "KeyboardInterrupt",
     "Failed", "NotComparable",  # a part of a note in the report of verify
-    "Undigested",  # a part of a text about a journal
     "Broken",  # a sentence in the report of synk.check
 }  # fmt: skip
 
