@@ -254,7 +254,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         Exception
             As for a call. All repetitions are one transaction: if one of them fails on any rank, shared variables keep
             the values that they had before the first. Resident objects may keep what was changed, as after any call
-            that fails; all ranks have the same, and a note on the exception says so.
+            that fails; all ranks have the same, and a note on the exception reports that.
 
         Notes
         -----
@@ -316,8 +316,8 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         -------
         Report
             True if all outputs are equal, and the shared variables that the call assigns on CPU workers. It prints as a
-            table, with the ops that would have matched. If values differ because the function draws random numbers, it
-            says so.
+            table, with the ops that would have matched. If values differ because the function draws random numbers, a
+            note reports that.
 
         Raises
         ------
@@ -408,8 +408,8 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
 
         Three calls can be in flight: one runs, one waits, and the inputs of the third are being copied to the devices.
         A fourth ``submit`` first waits for the oldest call, and every other operation of the runtime waits for all of
-        them. Calls run in the order in which they were submitted. Each rank goes on with the next call as soon as it
-        has finished its own part. A call that fails does not stop those behind it; a worker that dies does.
+        them. Calls run in the order in which they were submitted. Each rank continues with the next call as soon as
+        it has finished its part. A call that fails does not stop those behind it; a worker that dies does.
 
         Arrays and objects are copied before ``submit`` returns. ``Data`` is not copied: changing it waits for the calls
         that read it, unless it is changed through an array that was taken from ``.data`` before. A call that uses

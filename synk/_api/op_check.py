@@ -178,7 +178,7 @@ class Few(NamedTuple):
     rows : ndarray of int, or None
         Where they lie in the arguments; None if these have no rows, but a variable that the function closes over.
     is_owned : bool
-        Whether each rank has rows of its own, of a variable.
+        Whether each rank has other rows, of a variable.
     scale, eps : float
         The largest of the floats among the arguments, and the precision of the least precise.
     """
@@ -209,7 +209,7 @@ def few_rows(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], optio
         scattered = ScatteredArguments(callee, args, kwargs)
         closed_over = [sum(variable.lengths) for variable in callee.variables if variable.is_sharded]
         if closed_over and options.batch is not None:
-            raise NotComparable("each rank has rows of its own")
+            raise NotComparable("each rank has other rows")
         selection = scattered.select(options.batch)
         if closed_over:  # its rows cannot be picked
             total = count = max(closed_over)

@@ -193,6 +193,6 @@ def resolve_variable(variable_id: int) -> Any:
     """Return this worker's replica. This loads a pickled ``Shared``."""
     if cell.worker is None:
         raise pickle.UnpicklingError(
-            "cannot load a shared variable here: it has a meaning only on the workers of its runtime."
+            "cannot load a shared variable here: it can only be used on the workers of its runtime."
         )
     return cell.worker.variables.get(variable_id)

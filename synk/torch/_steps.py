@@ -48,7 +48,7 @@ class StepFunction(Function[..., Any]):
         """Refuse it: a step that fails is undone by itself, and not with those before it."""
         raise ValueError(
             f"cannot repeat {self.__name__!r}: got a function over replicated objects, expected one without: each step "
-            "is a call of its own, which can be undone. Call it in a loop."
+            "is a separate call, which can be undone. Call it in a loop."
         )
 
     @verb
