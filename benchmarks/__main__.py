@@ -57,7 +57,7 @@ def main() -> int:
         text = _report.report(results)
         if options.into:
             fill(options.into, text)
-            path = options.into.with_name("measured.json")  # what the pictures beside the page draw
+            path = ROOT / "docs" / "measured.json"  # what the pictures draw
             measured = json.loads(path.read_text()) | _report.measured(results)
             path.write_text(json.dumps(measured, indent=2) + "\n")
         else:

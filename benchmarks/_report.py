@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks import _bars, collectives, costs, items, messages, small, submitted, training, worth
+from benchmarks import _ratios, collectives, costs, items, messages, small, submitted, training, worth
 from benchmarks._harness import GLOO, MPI, PEERS
 
 Results = dict[str, Any]
@@ -22,7 +22,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def report(results: Results) -> str:
-    """Return all tables of a run, the bars last."""
+    """Return all tables of a run, the ratios last."""
     machine = results["machine"]
     parts = [
         f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB, Linux {machine['kernel']}, "
@@ -47,8 +47,7 @@ def report(results: Results) -> str:
         if family in results:
             error = results[family].get("error")
             parts.append(f"### {family}\n\n" + (f"failed: {error}" if error else section(results[family])))
-    header = ("quantity", "must reach", "aim", "the bare loop's", "median", "range", "verdict")
-    parts.append("### bars\n\n" + table(header, _bars.lines(results)))
+    parts.append("### ratios\n\n" + table(("quantity", "median", "range"), _ratios.lines(results)))
     return "\n\n".join(parts)
 
 

@@ -236,7 +236,7 @@ def segfault(trials: Trials) -> Callable[[], None]:
 
 
 def interrupt(trials: Trials) -> Callable[[], None]:
-    """Ctrl-C in the master."""
+    """Ctrl-C in the program."""
     return lambda: os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -275,7 +275,7 @@ def kill_submitted(trials: Trials) -> Callable[[], None]:
 
 
 def interrupt_submitted(trials: Trials) -> Callable[[], None]:
-    """Ctrl-C in the master, three submitted calls in flight."""
+    """Ctrl-C in the program, three submitted calls in flight."""
     return interrupt(trials)
 
 

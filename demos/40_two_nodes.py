@@ -72,7 +72,7 @@ def train(kill_at: int | None) -> tuple[list[torch.Tensor], float]:
 
 
 warnings.simplefilter("ignore", RuntimeWarning)  # that a node was started again
-with synk.fork(1, cluster=options.cluster, nodes=2, insecure=options.cluster != "here") as runtime:
+with synk.fork(1, cluster=options.cluster, nodes=2) as runtime:
     print(f"{runtime.world_size} workers: {', '.join(runtime.devices)}")
     expected, accuracy = train(kill_at=None)
     found, _ = train(kill_at=NUM_STEPS // 2)

@@ -65,11 +65,22 @@ class Picture:
     def curve(self, points: Sequence[tuple[float, float]], ink: str) -> None:
         joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         self._parts.append(f'<polyline points="{joined}" fill="none" stroke="{self._colours[ink]}" stroke-width="2"/>')
-        for x, y in points:
-            self._parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{self._colours[ink]}"/>')
+        for point in points:
+            self.dot(point, ink)
+
+    def dot(self, point: tuple[float, float], ink: str) -> None:
+        x, y = point
+        self._parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{self._colours[ink]}"/>')
+
+    def behind(self, fill: str) -> None:
+        """Fill the background."""
+        self._parts.insert(1, f'<rect width="100%" height="100%" fill="{self._colours[fill]}"/>')
+
+    def svg(self) -> str:
+        return "\n".join([*self._parts, "</svg>\n"])
 
     def save(self, path: Path) -> None:
-        path.write_text("\n".join([*self._parts, "</svg>\n"]), encoding="utf-8")
+        path.write_text(self.svg(), encoding="utf-8")
 
 
 def one_call(colours: dict[str, str]) -> Picture:
@@ -174,33 +185,38 @@ def overheads(colours: dict[str, str]) -> Picture:
 
 
 def speed_ups(colours: dict[str, str]) -> Picture:
-    """How much faster workers are, by the length of the serial call; dots are measured."""
+    """Speed-ups of two workers by the length of the serial call: measured points, and the ideal."""
     measured = json.loads(RESULTS.read_text(encoding="utf-8"))
-    overhead_s = measured["overhead_us"]["synk"] * 1e-6
-    picture = Picture(640, 290, "Speed-up of 2, 4 and 8 workers over the length of the serial call", colours)
-    picture.text(10, 20, "speed-up by the length of the serial call: work divided evenly, plus the measured overhead",
-                 at="start", ink="faint")  # fmt: skip
-    left, bottom, width, height = 60.0, 250.0, 500.0, 210.0
-    seconds = [10 ** (-4 + k / 4) for k in range(13)]
-    picture.arrow(left, bottom, left + width + 20, bottom)
-    picture.arrow(left, bottom, left, bottom - height - 10)
-    for exponent, words in ((-4, "0.1 ms"), (-3, "1 ms"), (-2, "10 ms"), (-1, "100 ms")):
-        picture.text(left + width * (exponent + 4) / 3, bottom + 20, words, ink="faint", size=11)
-    for speed_up in (1, 2, 4, 8):
-        y = bottom - height * speed_up / 8
-        picture.line(left, y, left + width, y, is_dashed=True)
-        picture.text(left - 8, y + 4, str(speed_up), at="end", ink="faint", size=11)
-    for workers, ink in ((2, "a"), (4, "b"), (8, "c")):
-        points = [
-            (left + width * (math.log10(each) + 4) / 3, bottom - height * (each / (each / workers + overhead_s)) / 8)
-            for each in seconds
-        ]
-        picture.curve(points, ink)
-        picture.text(left + width + 8, points[-1][1] + 4, f"{workers} workers", at="start", ink=ink, size=12)
-    for each in measured.get("speed_ups", ()):  # of 2 workers, by the benchmark "worth"
-        if each["sines"] and 1e-4 <= each["serial_s"] <= 1e-1:
-            x = left + width * (math.log10(each["serial_s"]) + 4) / 3
-            picture.curve([(x, bottom - height * each["data"] / 8)], "ink")
+    picture = Picture(640, 300, "Speed-up of two workers by the length of the serial call, measured", colours)
+    picture.text(10, 20, "speed-up of two workers on two cores", at="start")
+    left, bottom, width, height = 60.0, 240.0, 500.0, 190.0
+    first, last = -5.0, 0.5
+
+    def place(seconds: float, speed_up: float) -> tuple[float, float]:
+        across = (math.log10(seconds) - first) / (last - first)
+        return left + width * across, bottom - height * speed_up / 2
+
+    for speed_up, words in ((0, "0"), (1, "1"), (2, "2")):
+        _, y = place(1.0, speed_up)
+        picture.line(left, y, left + width, y, is_dashed=speed_up > 0)
+        picture.text(left - 8, y + 4, words, at="end", ink="faint", size=11)
+    picture.text(left + width + 6, place(1.0, 2)[1] + 4, "ideal", at="start", ink="faint", size=11)
+    for seconds, words in (
+        (1e-5, "10 µs"),
+        (1e-4, "0.1 ms"),
+        (1e-3, "1 ms"),
+        (1e-2, "10 ms"),
+        (1e-1, "0.1 s"),
+        (1, "1 s"),
+    ):
+        picture.text(place(seconds, 0)[0], bottom + 18, words, ink="faint", size=11)
+    picture.text(left + width / 2, bottom + 36, "length of the serial call", ink="faint", size=11)
+    for number, (key, words, ink) in enumerate((("data", "synk.data", "a"), ("plain", "plain array", "b"))):
+        for each in measured["speed_ups"]:
+            picture.dot(place(each["serial_s"], each[key]), ink)
+        picture.dot((left + 260 + 110 * number, 16), ink)
+        picture.text(left + 270 + 110 * number, 20, words, at="start", ink="faint", size=12)
+    picture.text(10, 294, f"measured {measured['speed_ups_measured']}", at="start", ink="faint", size=11)
     return picture
 
 
@@ -444,6 +460,13 @@ PICTURES = {
     "who_runs_what": who_runs_what,
     "after_a_death": after_a_death,
 }
+
+
+def for_the_readme() -> str:
+    """Return the picture in the README, which pages of any colour show: on paper of its own."""
+    picture = speed_ups(THEMES["light"] | {"paper": "#ffffff"})
+    picture.behind("paper")
+    return picture.svg()
 
 
 def draw_all(folder: Path) -> None:

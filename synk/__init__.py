@@ -115,6 +115,7 @@ __all__ = [  # noqa: F405
     "info",
     "profile",
     "reduce",
+    "replay",
     "resident",
     "scatter",
     "shared",

@@ -1,7 +1,7 @@
 """All exceptions of synk: one class for each cause.
 
 Mistakes of the caller (a wrong shape, an unknown name) are plain ``TypeError``, ``ValueError`` or ``IndexError``,
-raised in the master before anything is sent. The classes here are about the runtime. This file imports nothing, and
+raised in the program before anything is sent. The classes here are about the runtime. This file imports nothing, and
 every class can be pickled, because errors travel between processes.
 """
 
@@ -54,7 +54,7 @@ class ClosedError(SynkError):
 
 
 class StartupError(SynkError):
-    """A worker could not start. The message names the rank and ends with what it wrote to stderr."""
+    """A worker could not start. The message names the rank and ends with its output to stderr."""
 
 
 class WorkerDied(SynkError):

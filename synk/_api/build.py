@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 from synk._api.composed import Composed
 from synk._api.function import Function, P, R
 from synk._api.options import KeptOptions, Options, check_names
+from synk._api.replay import replay_folder
 from synk._master.session import Session
 from synk._pure.tracebacks import verb
 
@@ -41,7 +42,7 @@ def build_function(fn: Any, options: Any, session: Session | None) -> Any:
 
     def made(fn: Any) -> Function[..., Any]:
         checked = Options.of(fn, **options)
-        built = (Composed if checked.of_calls else Function)(fn, checked, session)
+        built = (Composed if checked.of_calls or replay_folder() else Function)(fn, checked, session)
         built._is_new = True
         return built
 
@@ -101,20 +102,21 @@ def function(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
         dtype (without ``"torch"``, dtypes that NumPy lacks are refused).
     retry : int
         How often a call is run again after a worker died in it (never after an exception, an interrupt or a timeout).
-        With 0 a call runs at most once. Not with ``updates``.
+        ``timeout`` is for each run. Not with ``updates``, and such a function cannot be submitted.
     on_oom : {"raise", "slices"}
         How to go on when a call runs out of memory on a rank. With ``"slices"`` it is made again with twice as many
         slices, as by ``num_slices``, until it fits or a slice is one row. The number is remembered for arguments of
         these shapes, and logged once. Not with ``updates``. Such a function cannot be submitted.
     reproducible : bool or int
-        Whether ``"avg"``, ``"sum"``, ``"prod"``, ``"min"`` and ``"max"`` give the same bits for any number of workers.
-        The function is called once for each block of so many rows (True: 1024), and the program combines the blocks in
-        a fixed order. The outputs of all blocks go to the program. One call runs as many blocks as there are for all
-        ranks alike, and one or two more run those that are left, so many rows and small blocks cost the least. The
-        result for a block must not depend on the rank: ``synk.comm`` is refused. Not with ``updates``, ``per_rank``,
-        ``on_oom`` or sharded variables, and such a function cannot be submitted.
+        Whether the result has the same bits for any number of workers. The rows are divided into equal blocks of at
+        most so many (True: 1024), the function is called once for each, and the result is that of ``f.serial`` with
+        one slice for each block. The workers compute the blocks in up to four calls; then what was returned for all
+        blocks goes to the program and to one worker, which combines it. So it suits small outputs and many more blocks
+        than workers. The result for a block must not depend on the rank: ``synk.comm``, sharded variables and resident
+        objects are refused. Not with op None, ``updates``, ``per_rank`` or ``on_oom``, and such a function cannot be
+        submitted.
     per_rank : bool
-        Whether each rank contributes a value of its own (its random draws, its part of a search). Then ``"sum"``,
+        Whether each rank contributes a different value (its random draws, its part of a search). Then ``"sum"``,
         ``"prod"``, ``"gather"`` and a callable op are allowed without rows to divide, that is, without a scattered
         argument or a sharded variable that the function closes over. The result depends on the number of workers.
         Broadcast arguments are the same on all ranks: if the function only computes with them, or seeds a generator

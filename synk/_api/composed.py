@@ -1,4 +1,4 @@
-"""Functions each of whose calls is made of several: built with ``reproducible=``, ``retry=`` or ``on_oom=``.
+"""Functions each of whose calls is made of several: with ``reproducible=``, ``retry=``, ``on_oom=`` or ``SYNK_REPLAY``.
 
 Each of these is a plain function around a call, and the call knows nothing of it.
 """
@@ -6,27 +6,29 @@ Each of these is a plain function around a call, and the call knows nothing of i
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from synk._api.blocks import in_blocks
 from synk._api.function import Function, P, R
-from synk._api.options import Options, check_slices
+from synk._api.options import Options, call_options
+from synk._api.plain import ScatteredArguments
+from synk._api.replay import recorded, replay_folder
+from synk._api.serial import call_serially
 from synk._master.calls.call import CallOptions
-from synk._master.calls.signature import OPTION_NAMES, Signature
-from synk._master.objects.shared import Shared
+from synk._master.calls.callee import Callee
+from synk._master.calls.signature import OPTION_NAMES
+from synk._master.flight.pending import PendingCall
 from synk._master.processes.output import report
 from synk._master.session import Session
 from synk._pure.nested import take_apart
 from synk._pure.tracebacks import verb
-from synk._wire.apart import Silent
+from synk._wire.replayed import moment
 from synk.errors import RemoteError, WorkerDied, add_note
 
-Call = Callable[..., Any]
-
-BLOCK_ROWS = 1024
-"""The rows of a block under ``reproducible=True``."""
+Call = Callable[[tuple[Any, ...], dict[str, Any], CallOptions], Any]
 
 
 class Composed(Function[P, R]):
@@ -34,40 +36,39 @@ class Composed(Function[P, R]):
 
     def __init__(self, fn: Callable[P, R], options: Options, session: Session | None = None) -> None:
         super().__init__(fn, options, session)
-        callee, call, serial = self._callee, super().__call__, super().serial
+        call: Call = self._call_once
+        self._serial: Call = functools.partial(call_serially, self)
         if options.reproducible:
-            block_rows = BLOCK_ROWS if options.reproducible is True else int(options.reproducible)
-            alone = Silent(fn)
-            blocks: Function[..., Any] = Function(alone, replace(options, outputs=None), session)
-            rowless: Function[..., Any] = Function(alone, options, session)
-            call = self._checked(in_blocks(blocks, rowless, self, self._num_ranks, block_rows))
-            serial = in_blocks(blocks, rowless.serial, self, lambda: 1, block_rows)
-        self._serial: Call = serial
+            self._serial = in_blocks(fn, options, session)
+            call = self._checked(self._serial)
+        elif folder := replay_folder():
+            ask: Function[..., Any] = Function(moment, Options.of(moment, outputs=None, per_rank=True), session)
+            call = recorded(call, self, ask, folder)
         if options.on_oom == "slices":
-            call = in_slices(call, callee.signature, self.__name__)
+            call = in_slices(call, self._callee)
         if options.retry:
             call = retried(call, options.retry)
-        self._call: Call = call
+        self._call = call
+
+    def _call_once(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
+        how: dict[str, Any] = {name: getattr(options, name) for name in OPTION_NAMES}
+        return super().__call__(*args, **how, **kwargs)
 
     @verb
     def __call__(self, /, *args: Any, **options: Any) -> Any:
-        return self._call(*args, **options)
+        return self._call(args, *_split(options))
 
     @verb
     def serial(self, /, *args: Any, **options: Any) -> Any:
         """Run the whole input on one worker; see :meth:`synk.Function.serial`."""
-        return self._serial(*args, **options)
-
-    def _num_ranks(self) -> int:
-        return self._bound_session().total_ranks
+        return self._serial(args, *_split(options, num_ranks=1))
 
     def _checked(self, call: Call) -> Call:
         """Return a call whose result is held back until the default op is known to fit, as that of a plain one."""
 
-        def checked(*args: Any, **options: Any) -> Any:
-            given = {key: value for key, value in options.items() if key not in OPTION_NAMES}
-            release = self._begin(args, given, CallOptions(options.get("batch"), num_slices=2))
-            result = call(*args, **options)
+        def checked(args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
+            release = self._begin(args, kwargs, replace(options, num_slices=2))
+            result = call(args, kwargs, options)
             if release is not None:
                 release(result)
             return result
@@ -86,75 +87,80 @@ class Composed(Function[P, R]):
 
     @verb
     def submit(self, /, *args: Any, **options: Any) -> Any:
-        """Refuse it: a call that is submitted is one call."""
+        """Refuse it: a call that is submitted is one call. With ``SYNK_REPLAY`` alone, the call is made at once."""
         given = [f"{name}={value!r}" for name, value in self._options.of_calls.items()]
-        raise ValueError(
-            f"cannot submit {self.__name__!r}: got a function with {', '.join(given)}, expected one without: its calls "
-            "are made of several, and a call that is submitted is one. Call it, or build it without."
-        )
+        if given:
+            raise ValueError(
+                f"cannot submit {self.__name__!r}: got a function with {', '.join(given)}, expected one without: its "
+                "calls are made of several, and a call that is submitted is one. Call it, or build it without."
+            )
+        pending: PendingCall[Any] = PendingCall(self._bound_session().queue, self.__name__)
+        try:
+            pending._end(self(*args, **options), None)
+        except Exception as error:
+            pending._end(None, error)
+        return pending
+
+
+def _split(options: dict[str, Any], **how: Any) -> tuple[dict[str, Any], CallOptions]:
+    """Return the function's own arguments and the options of a call, which were all given by name."""
+    given = {name: options.pop(name) for name in OPTION_NAMES & options.keys()}
+    return options, call_options(**given, **how)
 
 
 def retried(call: Call, times: int) -> Call:
     """Return a call that is made again after a worker has died in it, at most so many times."""
 
-    def again(*args: Any, **options: Any) -> Any:
+    def again(*call_of: Any) -> Any:
         for _ in range(times):
             with contextlib.suppress(WorkerDied):
-                return call(*args, **options)
-        return call(*args, **options)
+                return call(*call_of)
+        return call(*call_of)
 
     return again
 
 
-def in_slices(call: Call, signature: Signature, name: str) -> Call:
+def in_slices(call: Call, callee: Callee) -> Call:
     """Return a call that is made again with twice as many slices if it runs out of memory on a rank.
 
     The number is remembered for arguments of the same shapes.
     """
     known: dict[Any, int] = {}
 
-    def sliced(*args: Any, num_slices: int = 1, **options: Any) -> Any:
-        given = {key: value for key, value in options.items() if key not in OPTION_NAMES}
-        num_slices = check_slices(num_slices)
+    def sliced(args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
+        num_slices = options.num_slices
         if known:
-            num_slices = max(num_slices, known.get(_shapes(signature, args, given)[0], 1))
+            with contextlib.suppress(Exception):  # wrong input, which the call will refuse
+                num_slices = max(num_slices, known.get(_size(callee, args, kwargs, options.batch), 1))
         while True:
             try:
-                return call(*args, num_slices=num_slices, **options)
+                return call(args, kwargs, replace(options, num_slices=num_slices))
             except MemoryError as error:
                 if not isinstance(error.__cause__, RemoteError):
                     raise  # it is the program that lacks memory
-                shapes, num_rows = _shapes(signature, args, given)
-                if num_slices >= num_rows:
-                    add_note(error, f"{name!r} runs out of memory with a single row in each of {num_slices} slices.")
+                size = _size(callee, args, kwargs, options.batch)
+                if num_slices >= size[0]:
+                    add_note(error, f"{callee.title} runs out of memory with a single row in each slice.")
                     raise
-                if shapes not in known:
+                if size not in known:
                     why = str(error).partition("\n")[0]
                     report(
                         "%r ran out of memory on a rank%s. Calls with such arguments are run in slices from now on, "
                         "twice as many until they fit.",
-                        name,
+                        callee.name,
                         f" ({why})" if why else "",
                     )
-                num_slices = known[shapes] = 2 * num_slices
+                num_slices = known[size] = 2 * num_slices
 
     return sliced
 
 
-def _shapes(signature: Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, int]:
-    """Return what calls of like size have in common, however their arguments are passed, and the number of rows."""
-    shapes, num_rows = set(), 0
-    for label, _, is_broadcast, value in signature.bind(tuple(args), kwargs):
-        for number, leaf in enumerate([value] if is_broadcast else take_apart(value)[0]):
-            shape = _shape_of(leaf)
-            shapes.add((label, number, shape))
-            if shape and not is_broadcast:
-                num_rows = max(num_rows, shape[0])
-    return frozenset(shapes), num_rows
-
-
-def _shape_of(leaf: Any) -> Any:
-    """Return the shape of an argument, of which only the first length counts; None if it has no rows."""
-    if isinstance(leaf, Shared):
-        return (sum(leaf._referent.lengths),) if leaf.is_sharded else None
-    return (len(leaf),) if isinstance(leaf, (list, tuple)) else getattr(leaf, "shape", None)
+def _size(callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any) -> tuple[int, Any]:
+    """Return how many rows a call uses, and what else calls of like size have in common."""
+    selection = ScatteredArguments(callee, args, kwargs).select(batch)
+    shapes = set()
+    for label, _, is_broadcast, value in callee.signature.bind(args, kwargs):
+        for leaf in [value] if is_broadcast else take_apart(value)[0]:
+            shape = getattr(leaf, "shape", None) or ()
+            shapes.add((label, shape if is_broadcast else shape[1:]))
+    return 0 if selection is None else selection.count, frozenset(shapes)

@@ -81,17 +81,15 @@ def fork(num_workers: int | Sequence[int] | None = None, **options: Any) -> Runt
         ``PYTHONHASHSEED`` is set. By default a new seed each time.
     cluster : None, "here", "auto" or str
         Where the workers run. None is this machine, without nodes. ``"auto"`` or an address such as
-        ``"10.0.0.1:6379"`` means the machines of a running Ray cluster. ``"here"`` makes nodes that are child processes
-        of this program, to try on one machine what will run on many. Features that do not work over nodes yet raise
-        ``UnsupportedError``. See the page on many machines.
+        ``"10.0.0.1:6379"`` means the machines of a running Ray cluster, which needs token authentication or TLS.
+        ``"here"`` makes nodes that are child processes of this program, to try on one machine what will run on many.
+        Features that do not work over nodes yet raise ``UnsupportedError``. See the page on many machines.
     nodes : int or tuple (int, int), optional
         How many nodes to use, with ``cluster``. By default all machines that have CPUs to give. ``(2, 4)`` means as
         many as there are now, but at least 2 and at most 4. Other machines are spares for those that fail. The ranks
         stay the same: without a spare, the node of a failed machine moves to the machine of another node, as long as
         the cluster has 2. ``num_workers`` is then for each node: a number, or a sequence with one for each node. By
         default it is the number of the node's CPUs, and with ``"here"`` a part of the cores.
-    insecure : bool
-        Whether to use a Ray cluster that asks for no token, so that anybody who reaches its ports can run code.
     check : bool
         Whether the first call of each function is verified first, as by :meth:`synk.Function.verify`. A difference is a
         warning, with the report as its text. For a first look at a program: it costs up to five runs.

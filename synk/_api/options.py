@@ -15,7 +15,7 @@ from synk._master.objects.resident import Resident
 from synk._master.objects.shared import Shared
 from synk._pure.limits import check_timeout
 from synk._pure.ops import REDUCE_OPS
-from synk._pure.output_ops import DEFAULT_OP
+from synk._pure.output_ops import DEFAULT_OP, each_op
 from synk._pure.words import argument_hint
 
 FRAMEWORKS = (None, "torch", "jax")
@@ -97,6 +97,9 @@ class Options:
                 raise self._error(f"{name}={getattr(self, name)!r}", expected)
         if not isinstance(self.per_rank, bool):
             raise self._error(f"per_rank={self.per_rank!r}", "True or False", TypeError)
+        if self.reproducible and any(op is None for op in each_op(self.outputs)):
+            expected = "an op for each output. Leave out reproducible=: under op None nothing is combined"
+            raise self._error(f"reproducible={self.reproducible!r} with op None", expected)
         given = self.given()
         for (one, other), expected in EXCLUDES.items():
             if one in given and other in given:
@@ -185,7 +188,9 @@ def name_of(fn: Any) -> str:
     return str(name)
 
 
-def call_options(batch: Any, num_slices: Any, output_subset: Any, timeout: Any, **how: Any) -> CallOptions:
+def call_options(
+    batch: Any = None, num_slices: Any = 1, output_subset: Any = None, timeout: Any = None, **how: Any
+) -> CallOptions:
     """Return the options of a call, checked."""
     return CallOptions(batch, check_slices(num_slices), check_subset(output_subset), check_timeout(timeout), **how)
 
@@ -194,15 +199,6 @@ def check_slices(num_slices: Any) -> int:
     if not is_integer(num_slices, 1):
         raise ValueError(f"cannot slice a call: got num_slices={num_slices!r}, expected an integer of 1 or more.")
     return int(num_slices)
-
-
-def check_repeats(num_repeats: Any, name: str) -> int:
-    if not is_integer(num_repeats, 1):
-        raise ValueError(
-            f"cannot repeat {name!r}: got {num_repeats!r} as the number of repetitions, expected an integer of 1 or "
-            "more. It comes first: f.repeat(100, x)."
-        )
-    return int(num_repeats)
 
 
 def check_subset(output_subset: Any) -> tuple[Any, ...] | None:

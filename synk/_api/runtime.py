@@ -66,7 +66,7 @@ class Runtime(Hinting):
         How many dead workers are replaced within 60 s before the runtime closes. With 0 the first death closes it.
     on_restart : callable, optional
         Each replacement worker runs ``on_restart()`` before its first call.
-    seed, cluster, nodes, insecure, check
+    seed, cluster, nodes, check
         See :func:`synk.fork`.
 
     Attributes
@@ -80,7 +80,7 @@ class Runtime(Hinting):
     profile : Profile
         Time and bytes of the calls so far, by function.
     counters : dict of str to int
-        Messages and bytes between master and workers since the start: ``messages_down``, ``messages_up``,
+        Messages and bytes between the program and its workers since the start: ``messages_down``, ``messages_up``,
         ``bytes_down``, ``bytes_up`` (doorbells and bodies), ``bytes_pickled`` (arguments), ``bytes_staged`` (plain
         arrays copied into shared memory), ``calls``, ``restarts``.
 
@@ -107,7 +107,6 @@ class Runtime(Hinting):
         seed: int | None = None,
         cluster: str | None = None,
         nodes: int | tuple[int, int] | None = None,
-        insecure: bool = False,
         check: bool = False,
     ) -> None:
         refuse_inside_worker("fork")
@@ -125,7 +124,7 @@ class Runtime(Hinting):
             refuse(cluster, backend=("numpy" if backend == "auto" else backend, "numpy"), devices=(devices, None))
             check_program()
             self._session: Session = open_session(
-                num_workers, cluster, nodes, insecure=bool(insecure),
+                num_workers, cluster, nodes,
                 timeout=timeout, seed=seed, max_restarts=int(max_restarts), on_restart=prepared, make_queue=Queue,
             )  # fmt: skip
             verified.update([self._session] * check)
@@ -393,7 +392,7 @@ class Runtime(Hinting):
             and not self._session.workers.is_inline
             and (num_threads := num_torch_threads()) > 1
         ):
-            lines.append(f"  torch computes with {num_threads} threads in the master, on the cores of the workers")
+            lines.append(f"  torch computes with {num_threads} threads in the program, on the cores of the workers")
         return "\n".join([title, *lines])
 
     @verb

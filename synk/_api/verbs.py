@@ -135,7 +135,7 @@ def resident(
     dump: Callable[[Any], Any] | None = None,
     load: Callable[[Any, Any], None] | None = None,
 ) -> Resident:
-    """Give every rank a Python object of its own that it keeps between calls; see :class:`synk.Resident`.
+    """Give every rank a Python object that it keeps between calls; see :class:`synk.Resident`.
 
     A function closes over it and uses its ``.value``, or gets the rank's object as a broadcast argument.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -22,6 +23,9 @@ from synk.errors import StartupError, UnsupportedError
 
 CONNECT_S = 60.0
 """How long a cluster may take to say which machines it has."""
+
+INSECURE = "SYNK_INSECURE_CLUSTER"
+"""The variable of the environment that allows a cluster which lets strangers in."""
 
 _TELL = """\
 import sys, json
@@ -67,7 +71,6 @@ def open_session(
     cluster: Any,
     nodes: Any,
     *,
-    insecure: bool,
     timeout: float | None,
     seed: int,
     max_restarts: int,
@@ -97,7 +100,7 @@ def open_session(
         assert num_nodes is not None
         counts = counts_of(max(num_cores() // num_nodes, 1) if num_workers is None else num_workers, num_nodes)
     else:
-        cpus = machines_of(cluster, insecure=insecure)
+        cpus = machines_of(cluster)
         if len(cpus) < least:
             raise StartupError(
                 f"cannot fork on {least} nodes: the cluster {cluster!r} has {len(cpus)} machines with CPUs. Add "
@@ -119,7 +122,7 @@ def open_session(
     )
 
 
-def machines_of(address: str, *, insecure: bool) -> list[int]:
+def machines_of(address: str) -> list[int]:
     """Return how many CPUs each machine of a Ray cluster has.
 
     A child asks, because Ray is never imported into the user's program.
@@ -127,7 +130,7 @@ def machines_of(address: str, *, insecure: bool) -> list[int]:
     Raises
     ------
     StartupError
-        If the cluster cannot be reached, or it asks for no token and ``insecure`` is False.
+        If the cluster cannot be reached, or it lets strangers in and the environment does not allow that.
     """
     safe_path = ["-P"] if sys.version_info >= (3, 11) else []
     arguments = [interpreter(), *safe_path, "-c", _TELL, json.dumps(search_path()), address]
@@ -143,10 +146,11 @@ def machines_of(address: str, *, insecure: bool) -> list[int]:
         last = done.stderr.strip().splitlines()[-1:] or ["no reason was given"]
         raise StartupError(f"cannot fork on the cluster {address!r}: {last[0]}")
     told = json.loads(done.stdout.strip().splitlines()[-1])
-    if not (told["has_token"] or insecure):
+    if not told["is_safe"] and os.environ.get(INSECURE, "0") in ("", "0"):
         raise StartupError(
-            f"cannot fork on the cluster {address!r}: it asks for no token, so whoever reaches its ports can run code "
-            "on all machines. Start it with RAY_AUTH_MODE=token, or pass insecure=True in a network that you trust."
+            f"cannot fork on the cluster {address!r}: it has neither token authentication nor TLS, so whoever reaches "
+            "its ports can run code on all machines. Start Ray and this program with RAY_AUTH_MODE=token or "
+            f"RAY_USE_TLS=1, or set {INSECURE}=1 in a network that you trust."
         )
     return [machine["cpus"] for machine in told["machines"]]
 

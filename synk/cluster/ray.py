@@ -1,12 +1,14 @@
 """Nodes on the machines of a Ray cluster. Only ``synk.cluster.ray*`` import Ray, and never in the user's program.
 
 For each node the program has a child, the *tunnel*. To the head the tunnel is the agent itself, with the same pipes and
-sockets. It is a driver of Ray: it has Ray start an actor on a machine, connects to the actor, and carries messages
-between it and the program, unopened. The actor starts the agent as its own child.
+sockets. It is a driver of Ray: it has Ray start an actor on a machine, and hands each message of the program to a call
+of the actor, unopened. The actor starts the agent as its own child, and what the agent replies and prints comes back
+as the values of one call of the actor that lasts as long as the agent. Ray carries both ways, stores what is large, and
+says when a machine is lost.
 
 Each of these processes ends when the one before it has ended: the kernel ends the tunnel with the program, Ray ends the
 actors of a driver that is gone, and the kernel ends the agent with its actor. In the other direction the tunnel ends
-itself when it loses the actor, or when the actor reports the end of the agent.
+itself when Ray has lost the actor, or when the actor reports the end of the agent.
 """
 
 from __future__ import annotations
@@ -17,32 +19,32 @@ import os
 import select
 import signal
 import socket
-import struct
 import sys
 import threading
-import time
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
+import numpy as np
 import ray
 
 from synk._master.processes.placement import HASH_SEED, num_threads_set
 from synk._master.processes.worker_process import WorkerProcess
 from synk._pure.cores import num_cores
-from synk._wire.control import Down, Phase, Up, control_blocks
+from synk._wire.channel import Channel
+from synk._wire.control import Down, Phase, Up, control_blocks, is_interrupted
 from synk._wire.memory import Segment
-from synk._wire.messages import HAS_BODY, Kind, Status
+from synk._wire.messages import HAS_BODY, Kind
 from synk.cluster.channel import NodeChannel, NodeEnd
-from synk.cluster.link import Arriving, Link, LinkLost, Place
 from synk.cluster.ray_machines import Search, connect
 from synk.cluster.split import merged
-
-REASON_S = 0.5
-"""How long a lost connection waits for Ray to give a better reason."""
 
 GONE_S = 2.0
 """How long an actor may take to end."""
 
-_DOORBELL = struct.Struct("=4q")
+MAX_UNREAD = 64
+"""How many replies and pieces of output may wait for the tunnel before the actor reads no more of them."""
+
+Message = tuple[int, int, int, int]
 """kind or status, flags, sequence, value"""
 
 
@@ -63,7 +65,8 @@ class _AgentProcess(WorkerProcess):
 class NodeActor:
     """Starts an agent on its machine, and passes messages on.
 
-    ``carry_down`` and ``carry_up`` each run in a thread of their own until the agent ends. The other methods share one.
+    Messages go down by :meth:`carry`, in the order of its calls. :meth:`listen` is called once, and has what comes up.
+    Both and the other methods have a thread each.
 
     Parameters
     ----------
@@ -77,43 +80,40 @@ class NodeActor:
         down, _ = control_blocks(self._control.buffer, setup["world_size"], 0)
         self._down = down[setup["rank"]]
         self._down[[Down.INTERRUPT, Down.COMMITTED]] = -1
-        # Ray brings interrupts, and may be slower than the links: one that is over when it comes must not be kept.
-        self._num_pongs = 0
-        self._interrupting = threading.Lock()
         self._process = _AgentProcess(setup["rank"])
-        host = self._host = ray.util.get_node_ip_address()
+        self._host = ray.util.get_node_ip_address()
         here = [entry for entry in sys.path if os.path.isabs(entry)]
         own = {"master_pid": os.getpid(), "import_path": here, "sys_path": merged(setup["sys_path"], here)}
         environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}  # Ray has set it
         environment |= num_threads_set(environment, max(num_cores() // setup["num_workers"], 1))
         environment[HASH_SEED] = setup["hash_seed"]
         self._process.start(
-            {**setup, **own, "own_path": here, "host": host}, environment, self._control.fd, os.urandom(32), {}
+            {**setup, **own, "own_path": here, "host": self._host}, environment, self._control.fd, os.urandom(32), {}
         )
         self._poll = select.poll()
         for fd, _ in self._process.watched():
             self._poll.register(fd, select.POLLIN)
-        self._down_link, self._up_link = Link(False, host=host), Link(True, host=host)
 
-    def places(self) -> tuple[str, Place, Place]:
-        """Return the address of the machine, and the places of the links to the agent and from it."""
-        return self._host, self._down_link.place, self._up_link.place
+    @ray.method(concurrency_group="control")
+    def host(self) -> str:
+        """Return the address of the machine."""
+        return self._host
 
-    def carry_down(self) -> None:
-        """Pass messages on to the agent."""
-        channel = self._process.channel
-        while True:
-            (head,), body = self._down_link.receive()
-            kind, flags, sequence, value = _DOORBELL.unpack(head)
-            try:
-                if body is not None:
-                    channel.send_body(sequence, body)
-                channel.ring(kind, flags, sequence, value)
-            except OSError:  # the agent is dead, and ``carry_up`` reports how it has ended
-                return
+    @ray.method(concurrency_group="carry")
+    def carry(self, message: Message, body: np.ndarray | None) -> None:
+        """Pass a message on to the agent."""
+        channel, (kind, flags, sequence, value) = self._process.channel, message
+        # The head goes on only when its interrupts are over, so a word that came late must not be kept.
+        if kind != Kind.PING and not is_interrupted(int(self._down[Down.INTERRUPT]), sequence):
+            self._down[Down.INTERRUPT] = -1
+        with contextlib.suppress(OSError):  # the agent is dead, and ``listen`` reports how it has ended
+            if body is not None:
+                channel.send_body(sequence, body.data)
+            channel.ring(kind, flags, sequence, value)
 
-    def carry_up(self) -> None:
-        """Pass on the agent's replies and its output, until it has ended.
+    @ray.method(concurrency_group="listen", _generator_backpressure_num_objects=MAX_UNREAD)
+    def listen(self) -> Iterator[tuple[str, Any, np.ndarray | None]]:
+        """Yield the agent's replies and its output, until it has ended.
 
         A reply that the agent sent before its death goes first, then the rest of its output, then its end.
         """
@@ -122,61 +122,51 @@ class NodeActor:
             names = process.streams()
             ready = [fd for fd, _ in self._poll.poll()]
             for fd in ready:
-                if fd in names:
-                    self._print(fd, names[fd])
+                if fd in names and (printed := self._printed(fd)):
+                    yield names[fd], printed, None
             if process.channel.read_fd in ready:
-                self._answer()
+                yield from self._replies()
             elif process.pidfd in ready:
                 for fd, name in names.items():
-                    while self._print(fd, name):
-                        pass
-                self._up_link.send(b"end", process.reap().encode())
+                    while printed := self._printed(fd):
+                        yield name, printed, None
+                yield "end", process.reap(), None
                 return
 
-    def _print(self, fd: int, name: str) -> bool:
-        """Pass on the agent's output from one stream. Return whether there was any."""
+    def _printed(self, fd: int) -> bytes:
+        """Return what the agent has written to a stream; nothing if there is nothing now, or no more."""
         try:
             data = os.read(fd, 1 << 16)
-        except OSError:  # often because there is none now
-            return False
-        if data:
-            self._up_link.send(name.encode(), data)
-        else:
+        except OSError:
+            return b""
+        if not data:
             with contextlib.suppress(KeyError):  # the end of this stream was seen before
                 self._poll.unregister(fd)
-        return bool(data)
+        return data
 
-    def _answer(self) -> None:
+    def _replies(self) -> Iterator[tuple[str, Message, np.ndarray | None]]:
         channel = self._process.channel
         message = channel.answer()
         if message is None:  # the agent has closed its pipe; its end follows
             self._poll.unregister(channel.read_fd)
-            return
-        _, flags, sequence, _ = message
-        body = channel.receive_body(sequence)[0] if flags & HAS_BODY else None
-        if message[0] == Status.PONG:  # the interrupt is over; forgotten here, it is before the head's next one
-            with self._interrupting:
-                self._num_pongs += 1
-                self._down[Down.INTERRUPT] = -1
-        self._up_link.send(b"answer", _DOORBELL.pack(*message), body=body)
+        else:
+            yield "reply", message, _body_of(channel, message)
 
-    def interrupt(self, word: int, num_pongs: int) -> None:
-        """Interrupt the agent, unless that is over.
+    @ray.method(concurrency_group="control")
+    def interrupt(self, word: int) -> None:
+        """Interrupt the agent, if it still acts on one of the messages that ``word`` means."""
+        self._down[Down.INTERRUPT] = word  # before the signal, whose handler reads it
+        self._process.interrupt()
 
-        Parameters
-        ----------
-        word : int
-            Which messages are meant.
-        num_pongs : int
-            How many interrupts were over when the head sent this one.
-        """
-        with self._interrupting:
-            if num_pongs == self._num_pongs:
-                self._down[Down.INTERRUPT] = word  # before the signal, whose handler reads it
-                self._process.interrupt()
-
+    @ray.method(concurrency_group="control")
     def stacks(self) -> str:
         return self._process.stacks()
+
+
+def _body_of(channel: Channel, message: Message) -> np.ndarray | None:
+    """Receive the body of a message: an array of bytes, which Ray copies once and does not pickle."""
+    _, flags, sequence, _ = message
+    return np.frombuffer(channel.receive_body(sequence)[0], np.uint8) if flags & HAS_BODY else None
 
 
 # -- the tunnel -------------------------------------------------------------------------------------------------------
@@ -185,8 +175,8 @@ class NodeActor:
 class Tunnel(NodeEnd):
     """Carries messages between the head and an agent on another machine.
 
-    It has a thread for each direction, one that waits for signals and one that waits for Ray. The first of them that
-    fails, or finds one side gone, ends the process.
+    One thread carries what comes from the head, and one what comes from the agent. The first of them that fails, or
+    finds its side gone, ends the process.
 
     Parameters
     ----------
@@ -199,8 +189,13 @@ class Tunnel(NodeEnd):
         # Copies, because ``open`` sends this process's own streams, to which Ray prints, to nowhere.
         self._streams = {"stdout": os.dup(1), "stderr": os.dup(2), "log": setup["fds"]["log"]}
         self._machine = ""
-        self._num_pongs = 0
         self._ending = threading.Lock()  # held by the thread that ends this process
+        # The head's signals become bytes of this pipe, whatever this process is doing.
+        self._signals, wakeup = os.pipe()
+        os.set_blocking(wakeup, False)
+        signal.set_wakeup_fd(wakeup)
+        for number in (signal.SIGINT, signal.SIGUSR2):
+            signal.signal(number, lambda *_: None)
 
     def open(self) -> None:
         """Connect to the cluster, and start the agent on a machine."""
@@ -209,13 +204,7 @@ class Tunnel(NodeEnd):
         runtime = hashlib.sha256(self._setup["token"].encode()).hexdigest()[:16]
         connect(options["address"])
         search = Search(options["num_nodes"], options["least_nodes"], seed[1], is_replacement=len(seed) > 2)
-        self._actor, place, (self._machine, *links) = search.start(NodeActor, first_message, runtime)
-        try:
-            self._down_link, self._up_link = Link(True, place=links[0]), Link(False, place=links[1])
-        except LinkLost as error:
-            raise SystemExit(
-                f"{error} Open the ports that the system gives to programs, between these machines."
-            ) from None
+        self._actor, place, self._machine = search.start(NodeActor, first_message, runtime)
         if place:
             self._print(f"it runs beside another node on {self._machine}, because no other machine is free.")
         with open(os.devnull, "wb") as nowhere:  # when Ray loses a machine it prints pages of its own logs
@@ -224,25 +213,18 @@ class Tunnel(NodeEnd):
 
     def run(self) -> NoReturn:
         """Carry messages until the head or the agent is gone."""
-        for target in (self._carry_up, self._carry_signals, self._watch):
-            threading.Thread(target=self._guarded, args=(target,), daemon=True).start()
+        threading.Thread(target=self._guarded, args=(self._carry_up,), daemon=True).start()
         self._guarded(self._carry_down)
         self._end(3)
 
-    def _guarded(self, carry: Any) -> None:
-        """Run a thread of the tunnel. An error ends this process; to the head the agent has ended then."""
+    def _guarded(self, carry: Callable[[], None]) -> None:
+        """Carry. An error ends this process; to the head the agent has ended then."""
         try:
             carry()
         except BaseException as error:
-            lost = f"messages of the agent on {self._machine} are lost: {type(error).__name__}: {error}"
-            if isinstance(error, ray.exceptions.RayError):
-                lines = str(error).strip().splitlines() or [""]
-                line = lines[-1] if isinstance(error, ray.exceptions.RayTaskError) else lines[0]
-                lost = f"the agent on {self._machine} is lost: {type(error).__name__}: {line}"
-            elif isinstance(error, LinkLost):
-                time.sleep(REASON_S)  # if Ray reports the actor's end meanwhile, ``_watch`` ends this process first
-                lost = f"the agent on {self._machine} is lost: {error}"
-            self._print(lost)
+            lines = str(error).strip().splitlines() or [""]
+            line = lines[-1] if isinstance(error, ray.exceptions.RayTaskError) else lines[0]
+            self._print(f"the agent on {self._machine} is lost: {type(error).__name__}: {line}")
             self._end(3)
 
     def _end(self, code: int) -> NoReturn:
@@ -252,7 +234,7 @@ class Tunnel(NodeEnd):
         try:
             ray.kill(self._actor)
             if code == 0:
-                self._up_link.await_cut(GONE_S)
+                ray.wait([self._actor.host.remote()], timeout=GONE_S)  # it fails once the actor is gone
         finally:
             os._exit(code)  # without the exit handlers of Ray, which could wait for a machine that is lost
 
@@ -260,71 +242,53 @@ class Tunnel(NodeEnd):
         if not self._ending.locked():
             os.write(self._streams["stderr"], f"{text}\n".encode())
 
-    def _watch(self) -> None:
-        """Have the actor carry messages, and raise when Ray says that the actor is lost."""
-        running = [
-            self._actor.carry_down.options(concurrency_group="down").remote(),
-            self._actor.carry_up.options(concurrency_group="up").remote(),
-        ]
-        # Both calls end by themselves only when the agent is dead, and ``_carry_up`` then ends this process.
-        while running:
-            ended, running = ray.wait(running)
-            ray.get(ended)
-
     def _carry_down(self) -> None:
-        """Carry messages to the agent until the head is gone."""
-        channel = self._channel
+        """Carry messages and signals to the agent until the head is gone."""
+        channel, actor = self._channel, self._actor
         waiting = select.poll()
-        waiting.register(channel.read_fd, select.POLLIN)
-        waiting.register(self._head_fd, select.POLLIN)
+        for fd in (channel.read_fd, self._head_fd, self._signals):
+            waiting.register(fd, select.POLLIN)
         while True:
-            message = channel.answer() if any(fd == channel.read_fd for fd, _ in waiting.poll()) else None
-            if message is None:
+            ready = {fd for fd, _ in waiting.poll()}
+            if self._signals in ready:
+                numbers = os.read(self._signals, 64)
+                if signal.SIGINT in numbers:
+                    actor.interrupt.remote(int(self._own_down[Down.INTERRUPT]))
+                if signal.SIGUSR2 in numbers:
+                    self._write_stacks(ray.get(actor.stacks.remote()))
+            if channel.read_fd in ready:
+                message = channel.answer()
+                if message is None:
+                    return
+                self._own_up[Up.PHASE] = Phase.FUNCTION if message[0] in (Kind.CALL, Kind.ITEMS) else Phase.LOADING
+                actor.carry.remote(message, _body_of(channel, message))
+            elif self._head_fd in ready:
                 return
-            kind, flags, sequence, _ = message
-            body = channel.receive_body(sequence)[0] if flags & HAS_BODY else None
-            self._own_up[Up.PHASE] = Phase.FUNCTION if kind in (Kind.CALL, Kind.ITEMS) else Phase.LOADING
-            self._down_link.send(_DOORBELL.pack(*message), body=body)
 
     def _carry_up(self) -> None:
         """Carry replies and output from the agent. Its end becomes the end of this process."""
+        values = self._actor.listen.remote()
         while True:
-            (what, content), body = self._up_link.receive()
-            if what == b"answer":
-                self._answer(_DOORBELL.unpack(content), body)
-            elif what == b"end":
-                if content == b"exit 0":
-                    self._end(0)
-                self._print(f"the agent on {self._machine} ended with {content.decode()}.")
-                self._end(3)
-            else:
-                os.write(self._streams[what.decode()], content)
+            # No variable may hold a value while the next one is awaited: Ray would keep its memory.
+            self._take_up(*ray.get(next(values)))
 
-    def _answer(self, message: tuple[int, ...], body: Arriving | None) -> None:
-        status, flags, sequence, value = message
-        self._own_up[Up.PHASE] = Phase.IDLE
-        if body is not None:
-            self._channel.send_body(sequence, body)
-        if status == Status.PONG:  # before the head gets it, so before the head's next interrupt
-            self._num_pongs += 1
-        self._channel.ring(status, flags, sequence, value)
-
-    def _carry_signals(self) -> None:
-        """Pass the head's signals on. They are blocked in all threads, so only ``sigwait`` takes them."""
-        call = {"concurrency_group": "control"}
-        while True:
-            if signal.sigwait({signal.SIGINT, signal.SIGUSR2}) == signal.SIGINT:
-                # Counted before the word is read: a word that comes in between has its own signal, which is taken next.
-                num_pongs = self._num_pongs
-                self._actor.interrupt.options(**call).remote(int(self._own_down[Down.INTERRUPT]), num_pongs)
-            else:
-                self._write_stacks(ray.get(self._actor.stacks.options(**call).remote()))
+    def _take_up(self, what: str, content: Any, body: np.ndarray | None) -> None:
+        if what == "reply":
+            self._own_up[Up.PHASE] = Phase.IDLE
+            if body is not None:
+                self._channel.send_body(content[2], body.data)
+            self._channel.ring(*content)
+        elif what == "end":
+            if content == "exit 0":
+                self._end(0)
+            self._print(f"the agent on {self._machine} ended with {content}.")
+            self._end(3)
+        else:
+            os.write(self._streams[what], content)
 
 
 def main(sock: socket.socket, setup: dict[str, Any]) -> None:
     """Run a tunnel. The bootstrap calls this once ``sys.path`` is set."""
-    # Before Ray starts threads, which inherit the mask: ``_carry_signals`` must be the only one to take these signals.
-    signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGINT, signal.SIGUSR2})
     tunnel = Tunnel(sock, setup)
     tunnel.open()
     tunnel.run()

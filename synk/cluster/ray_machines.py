@@ -44,12 +44,14 @@ def machines() -> list[Machine]:
 
 
 def tell_machines(address: str) -> None:
-    """Print the machines of a cluster, and whether it asks for a token, as JSON. This runs in a process of its own."""
+    """Print the machines of a cluster, and whether strangers are kept out, as JSON. It runs in a process of its own."""
     if address != "auto":  # Ray would ask a wrong address for a minute
         host, _, port = address.rpartition(":")
         _reach(host.strip("[]"), int(port), REACH_S)
     connect(address)
-    print(json.dumps({"machines": machines(), "has_token": os.environ.get("RAY_AUTH_MODE", "").lower() == "token"}))
+    has_token = os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
+    has_tls = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")  # both sides show certificates then
+    print(json.dumps({"machines": machines(), "is_safe": has_token or has_tls}))
 
 
 def connect(address: str) -> None:
@@ -91,8 +93,8 @@ class Search:
         self._number, self._is_replacement = number, is_replacement
         self._problems: list[str] = []
 
-    def start(self, actor_type: type, setup: dict[str, Any], runtime: str) -> tuple[Any, int, Any]:
-        """Return an actor that has started, its place on its machine, and the answer of its ``places()``.
+    def start(self, actor_type: type, setup: dict[str, Any], runtime: str) -> tuple[Any, int, str]:
+        """Return an actor that has started, its place on its machine, and the address of the machine.
 
         In place 0 the actor has CPUs of its own. In a later place it shares those of another node.
 
@@ -113,7 +115,7 @@ class Search:
                 if actor is None:
                     are_taken = True
                     continue
-                pending[actor.places.options(concurrency_group="control").remote()] = actor, machine, place
+                pending[actor.host.remote()] = actor, machine, place
             elif not pending:
                 if not (are_taken and self._is_replacement):
                     break
@@ -124,13 +126,13 @@ class Search:
             for asked in ray.wait([*pending], timeout=patience)[0]:
                 actor, tried, place = pending.pop(asked)
                 try:
-                    answer = ray.get(asked)
+                    host = ray.get(asked)
                 except ray.exceptions.RayError as error:
                     self._give_up(actor, tried, f": {type(error).__name__}: {str(error).strip().splitlines()[-1]}")
                     continue
                 for other, _, _ in pending.values():
                     ray.kill(other)
-                return actor, place, answer
+                return actor, place, host
         for actor, tried, _ in pending.values():
             self._give_up(actor, tried, " did not start it in time; perhaps its CPUs are taken")
         raise SystemExit("; ".join(self._problems) or "no machine of the Ray cluster is free for it.")
@@ -172,7 +174,7 @@ def _made(actor_type: type, setup: dict[str, Any], name: str, machine: Machine, 
     Ray counts the CPUs of the first place only. Names keep two nodes from the same place.
     """
     remote: Any = ray.remote
-    make = remote(concurrency_groups={"down": 1, "up": 1, "control": 1})(actor_type)
+    make = remote(concurrency_groups={"carry": 1, "listen": 1, "control": 1})(actor_type)
     num_cpus = 0 if place else min(setup["num_workers"], machine["cpus"])
     strategy = NodeAffinitySchedulingStrategy(machine["id"], soft=False)
     try:

@@ -2,7 +2,7 @@
 
 Each rank has one *inlet*, on which all others send to it. A rank connects to another one when it first has something
 for it. On one machine inlets are Unix sockets of the abstract namespace, which leave no file behind; on a cluster they
-are TCP ports. Only this file and ``synk.cluster.link`` import zmq.
+are TCP ports. Only this file imports zmq.
 
 Every inlet has a key of its own (CURVE), which travels only in orders of the head. Whoever does not know the key cannot
 complete the handshake, so nothing of what they send gets in, and what ranks send is encrypted.

@@ -25,18 +25,23 @@ FORMAT = 2
 _KEYS = {"format", "num_steps", "seed", "classes", "objects", "ranks", "generators"}
 
 
-def plain_generators() -> dict[str, Any]:
-    """Return the states of this process's generators, without arrays."""
-    found = generator_states()
-    kind, key, *rest = found["numpy.random"]
-    return {**found, "numpy.random": (kind, key.tolist(), *rest)}
+def rank_generators() -> dict[str, Any]:
+    """Return the states of a rank's generators, but for torch's, which is seeded before each step."""
+    states = {**generator_states(), "synk.comm": cell.worker.rng.bit_generator.state}
+    states.pop("torch", None)
+    return states
+
+
+def plain(states: dict[str, Any]) -> dict[str, Any]:
+    """Return states of generators without arrays."""
+    kind, key, *rest = states["numpy.random"]
+    return {**states, "numpy.random": (kind, key.tolist(), *rest)}
 
 
 def load_generators(states: dict[str, Any]) -> None:
-    own = {name: state for name, state in states.items() if name != "synk.comm"}
     if "synk.comm" in states:
         cell.worker.rng.bit_generator.state = states["synk.comm"]
-    restore_generators(own)
+    restore_generators(states)
 
 
 def check(state: Any, objects: Sequence[Any]) -> None:

@@ -1,11 +1,11 @@
 """Collectives that torch differentiates through.
 
 Each rank has a loss of its own, and ``backward`` computes the gradient of the sum of all losses. The backward pass of a
-collective is its adjoint, which is another collective: a sum for a broadcast, a scatter for a gather. It is written
-with the same Functions (``_adjoints``), so it can be differentiated again, any number of times.
+collective is its adjoint, which is another collective: a sum for a broadcast, a scatter for a gather. It is made in
+the same way (``_adjoints``), so it can be differentiated again, any number of times.
 
-The Functions move rows. The axis, and blocks of different lengths, are handled by torch's own operations around them,
-whose gradients torch knows.
+They move rows. The axis, and blocks of different lengths, are handled by torch's own operations around them, whose
+gradients torch knows.
 """
 
 from __future__ import annotations
@@ -18,18 +18,8 @@ import numpy as np
 import torch
 
 from synk._worker.comm.comm import comm
-from synk.torch._adjoints import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Broadcast,
-    Gather,
-    Reduce,
-    ReduceScatter,
-    Scatter,
-    apply,
-    check_tensor,
-)
+from synk.torch import _adjoints
+from synk.torch._adjoints import check_tensor
 
 
 def all_reduce(x: torch.Tensor, op: str = "avg") -> torch.Tensor:
@@ -70,7 +60,7 @@ def all_reduce(x: torch.Tensor, op: str = "avg") -> torch.Tensor:
     [tensor(12.), tensor(24.)]
     """
     check_tensor("all_reduce", x)
-    return apply(AllReduce, x, op)
+    return _adjoints.all_reduced(x, op)
 
 
 def reduce(x: torch.Tensor, op: str = "avg", root: int = 0) -> torch.Tensor:
@@ -88,7 +78,7 @@ def reduce(x: torch.Tensor, op: str = "avg", root: int = 0) -> torch.Tensor:
         New, with the shape of ``x``. On ranks other than ``root`` it is zero.
     """
     check_tensor("reduce", x)
-    return apply(Reduce, x, op, root)
+    return _adjoints.reduced(x, op, root)
 
 
 def broadcast(x: torch.Tensor, root: int = 0) -> torch.Tensor:
@@ -107,7 +97,7 @@ def broadcast(x: torch.Tensor, root: int = 0) -> torch.Tensor:
         New, with the shape of ``x``.
     """
     check_tensor("broadcast", x)
-    return apply(Broadcast, x, root)
+    return _adjoints.broadcasted(x, root)
 
 
 def gather(x: torch.Tensor, dim: int = 0, root: int = 0) -> torch.Tensor:
@@ -129,7 +119,7 @@ def gather(x: torch.Tensor, dim: int = 0, root: int = 0) -> torch.Tensor:
     ValueError
         If ``x`` has no such axis, or the call has no such rank.
     """
-    return apply(Gather, _rows("gather", x, dim), root).movedim(0, dim)
+    return _adjoints.gathered(_rows("gather", x, dim), root).movedim(0, dim)
 
 
 def scatter(x: torch.Tensor | None, dim: int = 0, root: int = 0, *, sizes: Sequence[int] | None = None) -> torch.Tensor:
@@ -154,7 +144,7 @@ def scatter(x: torch.Tensor | None, dim: int = 0, root: int = 0, *, sizes: Seque
     elif x is not None:
         check_tensor("scatter", x)
         x = x.reshape(-1)[:0]  # none of its elements, but its place in the graph
-    return apply(Scatter, x, root, sizes).movedim(0, dim)
+    return _adjoints.scattered(x, root, sizes).movedim(0, dim)
 
 
 def all_gather(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
@@ -178,7 +168,7 @@ def all_gather(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """
     rows = _rows("all_gather", x, dim)
     sizes = [size for (size,) in _of_all_ranks(x, [len(rows)])]
-    blocks = apply(AllGather, _padded(rows, max(sizes)))
+    blocks = _adjoints.all_gathered(_padded(rows, max(sizes)))
     return _joined(blocks, sizes).movedim(0, dim)
 
 
@@ -209,7 +199,7 @@ def reduce_scatter(
     """
     rows = _rows("reduce_scatter", x, dim)
     lengths = _checked_sizes("reduce_scatter", len(rows), dim, sizes)
-    return apply(ReduceScatter, _stacked(rows, lengths), op)[: lengths[comm.rank]].movedim(0, dim)
+    return _adjoints.reduce_scattered(_stacked(rows, lengths), op)[: lengths[comm.rank]].movedim(0, dim)
 
 
 def all_to_all(
@@ -246,7 +236,7 @@ def all_to_all(
     shapes = _incoming_shapes(x, split_dim % x.ndim, cat_dim % x.ndim, lengths)
     row_size = math.prod(rows.shape[1:])
     counts = [math.prod(shape) for shape in shapes]
-    received = apply(AllToAll, rows.reshape(-1), [length * row_size for length in lengths], counts)
+    received = _adjoints.exchanged(rows.reshape(-1), [length * row_size for length in lengths], counts)
     blocks = [part.view(shape).movedim(0, split_dim) for part, shape in zip(received.split(counts), shapes)]
     return torch.cat(blocks, cat_dim)
 

@@ -7,7 +7,7 @@ import inspect
 import itertools
 import pickle
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +15,10 @@ import torch
 from synk._api.current import current
 from synk._api.runtime import Runtime
 from synk._pure.nested import check_no_list, paths, take_apart
-from synk._wire.parcels import dumps
-from synk.errors import ClosedError, SerializationError
+from synk.errors import ClosedError, UnsupportedError
 from synk.torch import _passes as ranks
-from synk.torch._module_parts import check, pickled_without
-from synk.torch._nesting import put, take
+from synk.torch._apart import load_joined
+from synk.torch._module_parts import dump_apart, numbers_of
 
 
 class DataParallel(torch.nn.Module):
@@ -141,185 +140,164 @@ class _Passes:
     Attributes
     ----------
     module : torch.nn.Module
+    name : str
+    forward, backward : Function
+        The calls of the workers.
     """
 
     def __init__(self, module: torch.nn.Module, bcast_inputs: tuple[str, ...], runtime: Runtime) -> None:
-        self.module = module
-        self._name = type(module).__name__
-        self._runtime = runtime
-        self._bcast_inputs = bcast_inputs
-        self._number = next(_owners)
-        self._numbers = itertools.count(1)
-        self._check_bcast_inputs()
-        check(self._name, [*module.parameters(), *module.buffers()])
-        self._forward = self._function(ranks.forward, ("tensors", "whole", "order"), ("gather", "first", None))
-        self._backward = self._function(ranks.backward, ("tensors", "whole", "order", "of"), ("sum", "gather", None))
+        self.module, self.name = module, type(module).__name__
+        self._runtime, self._bcast_inputs = runtime, bcast_inputs
+        self._owner, self._numbers = next(_owners), itertools.count(1)
+        self._check()
+        of_calls = "tensors", "whole", "order"
+        self.forward = self._function(ranks.forward, of_calls, ("gather", "first", None))
+        self.backward = self._function(ranks.backward, (*of_calls, "of"), ("sum", "gather", None))
 
     def _function(self, fn: Any, bcast_inputs: Sequence[str], outputs: tuple[Any, ...]) -> Any:
         return self._runtime.function(fn, bcast_inputs=bcast_inputs, outputs=outputs, framework="torch")
 
-    def _check_bcast_inputs(self) -> None:
+    def _check(self) -> None:
+        what, tensors = f"make DataParallel of {self.name!r}", [*self.module.parameters(), *self.module.buffers()]
         known = inspect.signature(self.module.forward).parameters if self._bcast_inputs else {}
         for name in self._bcast_inputs:
             if name not in known:
                 raise ValueError(
-                    f"cannot make DataParallel of {self._name!r}: got {name!r} in bcast_inputs, expected one of the "
-                    f"parameters of its forward ({', '.join(known)})."
+                    f"cannot {what}: got {name!r} in bcast_inputs, expected one of the parameters of its forward "
+                    f"({', '.join(known)})."
                 )
+        if any(
+            isinstance(tensor, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)) for tensor in tensors
+        ):
+            raise ValueError(
+                f"cannot {what}: it has lazy parameters without a shape, expected a model that has run once. Call it "
+                "with a batch first."
+            )
+        places = sorted({str(tensor.device) for tensor in tensors if tensor.device.type != "cpu"})
+        if places:
+            raise UnsupportedError(
+                f"cannot {what}: got tensors on {', '.join(places)}, expected a module on the CPU: the workers bring "
+                "its parameters to their own devices. Make it before .to(device), or use "
+                "synk.torch.replicate(model, optimizer)."
+            )
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run a forward pass on the workers. It runs in the program if they are gone or there are no rows to divide."""
         session = self._runtime._session
-        rows: list[torch.Tensor] = []
-        whole: list[torch.Tensor] = []
-        is_here = self._runtime.is_closed or not session.is_own_process or session.workers.is_inline
-        if not is_here:
-            nesting = self._taken(args, kwargs, rows, whole)
-        if is_here or not rows or not len(rows[0]):
+        if self._runtime.is_closed or not session.is_own_process or session.workers.is_inline:
             return self.module.forward(*args, **kwargs)
+        parameters, whole, rows = list(self.module.parameters()), list[torch.Tensor](), list[torch.Tensor]()
+        arguments = dict(self._arguments(args, kwargs, whole, rows))
         lengths = [len(row) for row in rows]
         if len(set(lengths)) > 1:
             raise ValueError(
-                f"cannot scatter the inputs of {self._name!r}: got tensors with {', '.join(map(str, lengths))} rows, "
+                f"cannot scatter the inputs of {self.name!r}: got tensors with {', '.join(map(str, lengths))} rows, "
                 "expected equal axis-0 lengths. Name what every worker needs whole in DataParallel(..., bcast_inputs=)."
             )
-        parameters = dict(self.module.named_parameters())
-        inputs = [*parameters.values(), *whole, *rows]
-        has_grad = torch.is_grad_enabled()
-        wants = [[has_grad and each.requires_grad for each in part] for part in (parameters.values(), whole, rows)]
-        call = _Call(self, inputs, wants, self._order(nesting, parameters, wants))
-        outputs = _Autograd.apply(call, *inputs)
-        return put(call.nesting, outputs, ())
+        if not any(lengths):
+            return self.module.forward(*args, **kwargs)
+        call = _Call(self, (parameters, whole, rows), arguments)
+        outputs = _Autograd.apply(call, *parameters, *whole, *rows)
+        return load_joined(call.nesting, outputs.__getitem__)
 
-    def _order(self, nesting: Any, parameters: dict[str, Any], wants: list[list[bool]]) -> ranks.Order:
+    def _arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], whole: list[torch.Tensor], rows: list[torch.Tensor]
+    ) -> Iterator[tuple[str, bytes]]:
+        """Yield the arguments by the names of ``forward``, pickled without their tensors, which go into the lists."""
+        try:
+            arguments = inspect.signature(self.module.forward).bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"cannot call {self.name!r}: {error}.") from None
+        for name, value in arguments.items():
+
+            def place(tensor: torch.Tensor, is_whole: bool = name in self._bcast_inputs) -> tuple[bool, int]:
+                is_whole = is_whole or tensor.ndim == 0
+                tensors = whole if is_whole else rows
+                tensors.append(tensor)
+                return is_whole, len(tensors) - 1
+
+            if name not in self._bcast_inputs:
+                leaves, structure = take_apart(value)
+                for leaf, path in zip(leaves, paths(structure)):
+                    label = f"{name}{path}"
+                    check_no_list(leaf, "scatter", f"{label} of {self.name!r}", label, "" if path else "model")
+            yield name, dump_apart(f"the inputs of {self.name!r}", value, place)[0]
+
+    def order(self, wants: list[tuple[int, ...]], num_parameters: int, arguments: dict[str, bytes]) -> ranks.Order:
         """Return what the ranks need to know of a call besides its tensors."""
-        buffers = dict(self.module.named_buffers())
-        pickled, classes = pickled_without(self._name, self.module, [*parameters.values(), *buffers.values()])
+        names, tensors = zip(*self.module.named_parameters(), *self.module.named_buffers(), ("", None))
+        pickled, classes = dump_apart(f"module {self.name!r}", self.module, numbers_of(tensors[:-1]))
         kind = self._runtime._session.assignment.torch_device
-        numbers = [tuple(k for k, is_wanted in enumerate(part) if is_wanted) for part in wants]
         order = ranks.Pass(
-            self._number, pickled, (*parameters, *buffers), len(parameters), self._dumped(nesting), numbers,
+            self._owner, pickled, names[:-1], num_parameters, arguments, wants,
             torch.is_grad_enabled(),
             torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
             (torch.initial_seed(), next(self._numbers)),
         )  # fmt: skip
         return ranks.Order(classes, pickle.dumps(order))
 
-    def forward(self, call: _Call) -> tuple[torch.Tensor, ...]:
-        """Run the first pass of a call, and take over the buffers that it has changed."""
-        parameters, whole, rows = call.parts(call.inputs)
-        outputs, buffers, notes = self._forward(rows, (*parameters, *call.buffers.values()), whole, call.order)
-        found = [pickle.loads(note) for note in notes if note is not None]
-        call.nesting = found[0][0]
-        call.flags = [any(flags) for flags in zip(*(flags for _, flags in found))]
-        for (name, before), after in zip(call.buffers.items(), buffers):
-            self._take_buffer(name, before, after)
-        return tuple(outputs)
-
-    def _take_buffer(self, name: str, before: torch.Tensor, after: torch.Tensor) -> None:
-        path, _, key = name.rpartition(".")
-        own = self.module.get_submodule(path)._buffers
-        if (before.shape, before.dtype) != (after.shape, after.dtype):
-            own[key] = after.clone()
-        elif not torch.equal(before, after):
-            with torch.no_grad():
-                own[key].copy_(after)  # type: ignore[union-attr]
-
-    def backward(self, call: _Call, inputs: Sequence[torch.Tensor], gradients: Sequence[Any]) -> list[Any]:
-        """Run the second pass of a call. Return the gradients of its inputs; None where there is none."""
-        of = tuple(k for k, gradient in enumerate(gradients) if gradient is not None and call.flags[k])
-        parameters, whole, rows = call.parts([each.detach() for each in inputs])
-        tensors = (*parameters, *call.buffers.values())
-        try:
-            summed, by_rows, used = self._backward(
-                rows, tuple(gradients[k] for k in of), tensors, whole, call.order, of
-            )
-        except ClosedError as error:
-            raise ClosedError(
-                f"cannot compute the gradients of {self._name!r}: the runtime was closed since the forward pass. Run "
-                "the forward pass of this batch again, in the program; parameters and optimizer are as they were."
-            ) from error
-        is_used = [any(flags) for flags in zip(*(each for each in used if each is not None))]
-        found = iter([value if flag else None for value, flag in zip([*summed, *by_rows], is_used)])
-        return [next(found) if wants else None for wants in call.wants]
-
-    def _dumped(self, nesting: Any) -> bytes:
-        try:
-            return dumps(nesting)
-        except Exception as error:
-            raise SerializationError(
-                f"cannot send the inputs of {self._name!r}: {type(error).__name__}: {error}. What is no tensor must be "
-                "picklable."
-            ) from error
-
-    def _check_lists(self, label: str, value: Any) -> None:
-        leaves, structure = take_apart(value)
-        for leaf, path in zip(leaves, paths(structure)):
-            where = f"{label}{path}"
-            check_no_list(leaf, "scatter", f"{where} of {self._name!r}", where, "" if path else "model")
-
-    def _taken(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: list[torch.Tensor], whole: list[torch.Tensor]
-    ) -> Any:
-        """Return the nesting of the arguments without their tensors."""
-        own = self._bcast_inputs
-        positional, by_name = self._names(args, kwargs) if own else ([f"args[{k}]" for k in range(len(args))], kwargs)
-        for label, name, value in (*zip(positional, positional, args), *zip(kwargs, by_name, kwargs.values())):
-            if name not in own:
-                self._check_lists(label, value)
-        taken = [take(value, rows, whole, name in own) for name, value in zip(positional, args)]
-        named = zip(kwargs.items(), by_name)
-        return taken, {key: take(value, rows, whole, name in own) for (key, value), name in named}
-
-    def _names(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[str], list[str]]:
-        """Return the names of the parameters of ``forward`` to which the arguments go."""
-        signature = inspect.signature(self.module.forward)
-        try:
-            signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise TypeError(f"cannot call {self._name!r}: {error}.") from None
-        parameters = signature.parameters.values()
-        rest = {each.kind: each.name for each in parameters}  # of ``*args`` and of ``**kwargs`` there is one
-        ordered = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-        ordered += [rest.get(inspect.Parameter.VAR_POSITIONAL, "")] * (len(args) - len(ordered))
-        return ordered[: len(args)], [
-            key if key in signature.parameters else rest[inspect.Parameter.VAR_KEYWORD] for key in kwargs
-        ]
-
 
 class _Call:
-    """One call: its tensors, and what its second pass must begin with.
+    """One call: its first pass, and what the second one must begin with.
 
     Attributes
     ----------
-    inputs : list of tensors
-        Parameters, whole tensors and tensors with rows.
-    wants : list of bool
-        Whether each of them needs a gradient.
-    buffers : dict
-        The module's buffers as they were, by name.
-    nesting : object
-        How the outputs are nested.
+    nesting : bytes
+        How the outputs are nested: a pickle without them.
     flags : list of bool
         Whether each output has a gradient.
     """
 
-    nesting: Any
+    nesting: bytes
     flags: list[bool]
 
-    def __init__(
-        self, passes: _Passes, inputs: Sequence[torch.Tensor], wants: list[list[bool]], order: ranks.Order
-    ) -> None:
-        self.passes, self.order = passes, order
-        self.inputs = [each.detach() for each in inputs]
-        self.wants = [each for part in wants for each in part]
-        self.buffers = {name: buffer.detach().clone() for name, buffer in passes.module.named_buffers()}
-        self._ends = len(wants[0]), len(wants[0]) + len(wants[1])
+    def __init__(self, passes: _Passes, inputs: Sequence[Sequence[torch.Tensor]], arguments: dict[str, bytes]) -> None:
+        self._passes, self._sizes = passes, [len(part) for part in inputs]
+        has_grad = torch.is_grad_enabled()
+        wants = [tuple(k for k, each in enumerate(part) if has_grad and each.requires_grad) for part in inputs]
+        self._wants = [k in wanted for wanted, part in zip(wants, inputs) for k in range(len(part))]
+        self._order = passes.order(wants, self._sizes[0], arguments)
+        self._buffers = {name: buffer.detach().clone() for name, buffer in passes.module.named_buffers()}
 
-    def parts(self, inputs: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
-        """Return parameters, whole tensors and tensors with rows."""
-        first, second = self._ends
-        return tuple(inputs[:first]), tuple(inputs[first:second]), tuple(inputs[second:])
+    def _parts(self, inputs: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
+        """Return the rows, then parameters and buffers, then whole tensors: as the ranks take them."""
+        each = (tensor.detach() for tensor in inputs)
+        parameters, whole, rows = (tuple(itertools.islice(each, size)) for size in self._sizes)
+        return [rows, (*parameters, *self._buffers.values()), whole]
+
+    def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Run the first pass, and take over the buffers that it has changed."""
+        rows, tensors, whole = self._parts(inputs)
+        outputs, buffers, notes = self._passes.forward(rows, tensors, whole, self._order)
+        nestings, flags = zip(*(note for note in notes if note is not None))
+        self.nesting, self.flags = nestings[0], [any(each) for each in zip(*flags)]
+        for (name, before), after in zip(self._buffers.items(), buffers):
+            path, _, key = name.rpartition(".")
+            own: Any = self._passes.module.get_submodule(path)._buffers
+            if (before.shape, before.dtype) != (after.shape, after.dtype):
+                own[key] = after.clone()
+            elif not torch.equal(before, after):
+                with torch.no_grad():
+                    own[key].copy_(after)
+        return tuple(outputs)
+
+    def backward(self, inputs: Sequence[torch.Tensor], gradients: Sequence[Any]) -> list[Any]:
+        """Run the second pass. Return the gradients of the inputs; None where there is none."""
+        of = tuple(k for k, gradient in enumerate(gradients) if gradient is not None and self.flags[k])
+        rows, *others = self._parts(inputs)
+        try:
+            summed, by_rows, used = self._passes.backward(
+                rows, tuple(gradients[k] for k in of), *others, self._order, of
+            )
+        except ClosedError as error:
+            raise ClosedError(
+                f"cannot compute the gradients of {self._passes.name!r}: the runtime was closed since the forward "
+                "pass. Run the forward pass of this batch again, in the program; parameters and optimizer are as they "
+                "were."
+            ) from error
+        is_used = [any(flags) for flags in zip(*(each for each in used if each is not None))]
+        found = iter([value if flag else None for value, flag in zip([*summed, *by_rows], is_used)])
+        return [next(found) if is_wanted else None for is_wanted in self._wants]
 
 
 class _Autograd(torch.autograd.Function):
@@ -327,7 +305,7 @@ class _Autograd(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *inputs: torch.Tensor) -> Any:
-        outputs = call.passes.forward(call)
+        outputs = call.forward(inputs)
         ctx.call = call
         ctx.save_for_backward(*inputs)
         ctx.set_materialize_grads(False)
@@ -342,4 +320,4 @@ class _Autograd(torch.autograd.Function):
                 "synk.torch.replicate, whose function computes them itself."
             )
         # Reading them raises if one was changed in place since, or if the graph was freed.
-        return None, *ctx.call.passes.backward(ctx.call, ctx.saved_tensors, gradients)
+        return None, *ctx.call.backward(ctx.saved_tensors, gradients)

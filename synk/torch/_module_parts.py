@@ -1,9 +1,9 @@
-"""What must hold of a module before it goes to the ranks, and its pickle without its tensors."""
+"""What must hold of objects before they go to the ranks, and their pickles without tensors."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,23 +11,9 @@ import torch
 
 from synk._pure.tensors import array_of
 from synk._wire.parcels import TravelPickler
-from synk.errors import SerializationError, UnsupportedError
+from synk.errors import SerializationError
 from synk.torch import _state as states
-
-
-def check(name: str, tensors: Sequence[torch.Tensor]) -> None:
-    if any(isinstance(tensor, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)) for tensor in tensors):
-        raise ValueError(
-            f"cannot make DataParallel of {name!r}: it has lazy parameters without a shape, expected a model that has "
-            "run once. Call it with a batch first."
-        )
-    places = sorted({str(tensor.device) for tensor in tensors if tensor.device.type != "cpu"})
-    if places:
-        raise UnsupportedError(
-            f"cannot make DataParallel of {name!r}: got tensors on {', '.join(places)}, expected a module on the CPU: "
-            "the workers bring its parameters to their own devices. Make it before .to(device), or use "
-            "synk.torch.replicate(model, optimizer)."
-        )
+from synk.torch._apart import Apart
 
 
 def check_memory(what: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -49,26 +35,14 @@ def check_memory(what: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
             if other is not tensor and (device != "cpu" or np.shares_memory(array_of(other), array_of(tensor))):
                 raise ValueError(
                     f"cannot {what}: got {other_name!r} and {name!r} that share memory but are different tensors, "
-                    "expected memory of its own for each, because the workers' copies would be apart. Give both names "
+                    "expected separate memory for each, because the workers' copies would be apart. Give both names "
                     "the same Parameter (b.weight = a.weight) and transpose or slice it in forward, or .clone() one."
                 )
         before.append((device, start, end, name, tensor))
 
 
-class _Pickler(TravelPickler):
-    """Pickles a module without the values of its tensors."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.file = io.BytesIO()
-        super().__init__(self.file, protocol=5)
-        self._numbers = {
-            id(tensor): number
-            for number, tensor in enumerate(tensors)
-            if type(tensor) in (torch.Tensor, torch.nn.Parameter) and not vars(tensor)
-        }
-
-    def persistent_id(self, obj: Any) -> Any:
-        return self._numbers.get(id(obj)) if isinstance(obj, torch.Tensor) else None
+class _Pickler(Apart, TravelPickler):
+    """Pickles what goes to the workers, without tensors."""
 
 
 class _OfMakings(_Pickler):
@@ -87,23 +61,39 @@ class _OfMakings(_Pickler):
         return made, args, own, *others
 
 
-def makings_of(name: str, objects: Any, tensors: Sequence[torch.Tensor]) -> bytes:
+def numbers_of(tensors: Sequence[torch.Tensor]) -> Callable[[torch.Tensor], int | None]:
+    """Return a function that numbers these tensors. Others are pickled, and those of a class of the user's own."""
+    numbers = {
+        id(tensor): number
+        for number, tensor in enumerate(tensors)
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and not vars(tensor)
+    }
+    return lambda tensor: numbers.get(id(tensor))
+
+
+def makings_of(what: str, objects: Any, tensors: Sequence[torch.Tensor]) -> bytes:
     """Return what objects are made of as bytes: all but tensors, optimizers and what their states have."""
-    return _dumped(name, objects, _OfMakings(tensors))
+    return dump_apart(what, objects, numbers_of(tensors), _OfMakings)[0]
 
 
-def pickled_without(name: str, module: Any, tensors: Sequence[torch.Tensor]) -> tuple[bytes, list[type]]:
-    """Return a module pickled without some tensors, and the classes that the pickle names."""
-    pickler = _Pickler(tensors)
-    return _dumped(name, module, pickler), pickler.named
+def dump_apart(
+    what: str, value: Any, place: Callable[[torch.Tensor], Any], kind: type[_Pickler] = _Pickler
+) -> tuple[bytes, list[type]]:
+    """Return a value pickled without its tensors, and the classes that the pickle names.
 
-
-def _dumped(name: str, obj: Any, pickler: _Pickler) -> bytes:
+    Raises
+    ------
+    SerializationError
+        If it cannot be pickled.
+    """
+    file = io.BytesIO()
+    pickler = kind(file, protocol=5)
+    pickler.place = place
     try:
-        pickler.dump(obj)
+        pickler.dump(value)
     except Exception as error:
         raise SerializationError(
-            f"cannot send module {name!r} to the workers: {type(error).__name__}: {str(error).rstrip('.')}. Make it of "
-            "what can be pickled."
+            f"cannot send {what} to the workers: {type(error).__name__}: {str(error).rstrip('.')}. Make it of what can "
+            "be pickled."
         ) from error
-    return pickler.file.getvalue()
+    return file.getvalue(), pickler.named

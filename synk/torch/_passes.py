@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import io
 import pickle
 from collections.abc import Sequence
@@ -18,8 +19,8 @@ import numpy as np
 import torch
 
 from synk._worker.comm.comm import comm
-from synk._worker.held.pickling import dumps
-from synk.torch._nesting import put, take
+from synk._worker.held.pickling import HostPickler
+from synk.torch._apart import Apart, load_joined
 from synk.torch._rank import seed_generators
 
 
@@ -35,8 +36,8 @@ class Pass(NamedTuple):
     names : tuple of str
         The names of its parameters and then of its buffers, in the order in which they come.
     num_parameters : int
-    arguments : bytes
-        The pickled nestings of ``(args, kwargs)``, with slots for the tensors.
+    arguments : dict of bytes
+        The arguments by the names of ``forward``, pickled without their tensors.
     wants : list of tuple of int
         The parameters, the whole tensors and the tensors with rows that need gradients, by their numbers.
     has_grad : bool
@@ -51,7 +52,7 @@ class Pass(NamedTuple):
     module: bytes
     names: tuple[str, ...]
     num_parameters: int
-    arguments: bytes
+    arguments: dict[str, bytes]
     wants: list[tuple[int, ...]]
     has_grad: bool
     autocast: torch.dtype | None
@@ -63,22 +64,6 @@ class Order:
 
     def __init__(self, classes: Sequence[type], data: bytes) -> None:
         self.classes, self.data = tuple(classes), data
-
-
-class _Unpickler(pickle.Unpickler):
-    """Makes a stand-in for each tensor, in whose place a pass puts those that have come with it."""
-
-    def __init__(self, data: bytes, num_parameters: int) -> None:
-        super().__init__(io.BytesIO(data))
-        self._num_parameters = num_parameters
-        self._made: dict[int, torch.Tensor] = {}
-
-    def persistent_load(self, number: Any) -> Any:
-        if number not in self._made:
-            tensor = torch.empty(0)
-            is_parameter = number < self._num_parameters
-            self._made[number] = torch.nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
-        return self._made[number]
 
 
 class _Whole(torch.nn.Module):
@@ -94,12 +79,25 @@ class _Whole(torch.nn.Module):
 
 @functools.lru_cache(maxsize=8)
 def _loaded(owner: int, pickled: bytes, num_parameters: int) -> _Whole:
-    """Return the module of one ``DataParallel``. It is kept, or one that is compiled would be compiled in each pass."""
-    return _Whole(_Unpickler(pickled, num_parameters).load())
+    """Return the module of one ``DataParallel``, with stand-ins for the tensors that come with each pass.
+
+    It is kept, or one that is compiled would be compiled in each pass.
+    """
+
+    @functools.cache
+    def stand_in(number: int) -> torch.Tensor:
+        empty = torch.empty(0)
+        return torch.nn.Parameter(empty, requires_grad=False) if number < num_parameters else empty
+
+    return _Whole(load_joined(pickled, stand_in))
+
+
+class _Outputs(Apart, HostPickler):
+    """Pickles outputs without tensors."""
 
 
 class _Run:
-    """One run of the module: ``outputs`` and their ``nesting``, the ``leaves`` that need gradients, the ``buffers``."""
+    """One run of the module: its ``result``, the ``leaves`` that need gradients, the ``buffers`` after it."""
 
     def __init__(
         self,
@@ -110,19 +108,23 @@ class _Run:
     ) -> None:
         pairs = zip((tensors, whole, rows), order.wants)
         self.leaves = [given[number].requires_grad_() for given, numbers in pairs for number in numbers]
-        nested_args, nested_kwargs = pickle.loads(order.arguments)
-        args = tuple(put(value, rows, whole) for value in nested_args)
-        kwargs = {name: put(value, rows, whole) for name, value in nested_kwargs.items()}
-        values = {f"module.{name}": tensor for name, tensor in zip(order.names, tensors)}
         module = _loaded(order.owner, order.module, order.num_parameters)
+        call = inspect.signature(module.module.forward).bind_partial()
+        for name, argument in order.arguments.items():
+            call.arguments[name] = load_joined(argument, lambda place: (whole if place[0] else rows)[place[1]])
+        values = {f"module.{name}": tensor for name, tensor in zip(order.names, tensors)}
         seed_generators(*order.seed, comm.ranks[comm.rank])
         is_cast = order.autocast is not None
         cast = torch.autocast(rows[0].device.type, order.autocast) if is_cast else contextlib.nullcontext()
         with torch.set_grad_enabled(order.has_grad), cast:
-            result = torch.func.functional_call(module, values, args, kwargs)
-        self.outputs: list[torch.Tensor] = []
-        self.nesting = take(result, self.outputs)
+            result = torch.func.functional_call(module, values, call.args, call.kwargs)
         self.buffers = tuple(value.detach() for value in list(values.values())[order.num_parameters :])
+        self.outputs: list[torch.Tensor] = []
+        file = io.BytesIO()
+        pickler = _Outputs(file, protocol=5)
+        pickler.place = lambda output: (self.outputs.append(output), len(self.outputs) - 1)[1]  # type: ignore[func-returns-value]
+        pickler.dump(result)
+        self.nesting = file.getvalue()
 
 
 def forward(rows: Any, tensors: Any, whole: Any, order: Order) -> Any:
@@ -130,8 +132,8 @@ def forward(rows: Any, tensors: Any, whole: Any, order: Order) -> Any:
     run = _Run(pickle.loads(order.data), rows, tensors, whole)
     for output in run.outputs:
         _check_rows(output, len(rows[0]))
-    note = run.nesting if comm.rank == 0 else None, bytes(output.requires_grad for output in run.outputs)
-    return tuple(output.detach() for output in run.outputs), run.buffers, dumps(note)
+    note = run.nesting if comm.rank == 0 else b"", [output.requires_grad for output in run.outputs]
+    return tuple(output.detach() for output in run.outputs), run.buffers, note
 
 
 def backward(rows: Any, gradients: Any, tensors: Any, whole: Any, order: Order, of: tuple[int, ...]) -> Any:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -18,8 +19,7 @@ import torch
 from synk._wire.cell import cell
 from synk._worker.comm.collectives import Collectives
 from synk._worker.comm.comm import comm
-from synk._worker.comm.requests import Request
-from synk.torch._adjoints import apply, check_tensor, losses
+from synk.torch._adjoints import check_tensor, moved
 
 GRADIENT_TAGS = 1 << 20
 """All tags of messages are smaller. The gradient of message k with a tag has ``tag + k * GRADIENT_TAGS``, k from 1."""
@@ -41,10 +41,8 @@ class Handle:
     """
 
     dummy: torch.Tensor
-    _request: Request
-    _back: tuple[int, int] | None
-    """The rank to which the gradient of a received message goes, and the tag for it; None if the message is sent."""
-    _out: torch.Tensor | None = None
+    _end: Callable[[torch.Tensor], torch.Tensor]
+    """Waits, and returns what ``wait`` does, given the dummy."""
 
     def wait(self) -> torch.Tensor:
         """Wait for the message, once.
@@ -60,11 +58,7 @@ class Handle:
             If the message cannot come, or, in the backward pass, its gradient cannot: a rank has left the function, or
             all ranks wait for each other.
         """
-        if self._back is None:
-            self._request.wait()
-            return self.dummy
-        received: torch.Tensor = _Received.apply(self._out, self.dummy, self._request, *self._back)
-        return received
+        return self._end(self.dummy)
 
 
 def isend(x: torch.Tensor, peer: int, tag: int = 0) -> Handle:
@@ -95,8 +89,8 @@ def isend(x: torch.Tensor, peer: int, tag: int = 0) -> Handle:
     """
     check_tensor("isend", x)
     _check_tag("isend", tag)
-    request = comm.isend(x.detach(), peer, tag)
-    return Handle(_sent(x, peer, tag), request, None)
+    comm.isend(x.detach(), peer, tag)  # which is the whole of it: there is nothing to wait for
+    return Handle(_sent(x, peer, tag), lambda dummy: dummy)
 
 
 def irecv(peer: int, tag: int = 0, *, like: torch.Tensor | None = None, out: torch.Tensor | None = None) -> Handle:
@@ -137,9 +131,19 @@ def irecv(peer: int, tag: int = 0, *, like: torch.Tensor | None = None, out: tor
         )
     expected = out if like is None else like
     request = comm.irecv(peer, tag, like=None if expected is None else expected.detach())
-    anchor = torch.zeros((), requires_grad=True)  # so that a gradient goes back, whatever the message turns out to be
-    dummy = anchor if like is None else _Trace.apply(like)
-    return Handle(dummy, request, (peer, _gradient_tag("recv", peer, tag)), out)
+    # Without a like a gradient goes back, whatever the message turns out to be.
+    dummy = torch.zeros((), requires_grad=True) if like is None else _trace(like)
+    back, zero = _gradient_tag("recv", peer, tag), dummy.new_zeros(())
+
+    def adjoint(gradient: torch.Tensor) -> torch.Tensor:
+        comm.isend(gradient.detach(), peer, back)
+        return zero
+
+    def end(dummy: torch.Tensor) -> torch.Tensor:
+        received = moved(dummy, lambda _: request.wait(), adjoint)
+        return received if out is None else out.copy_(received)
+
+    return Handle(dummy, end)
 
 
 def send(x: torch.Tensor, peer: int, tag: int = 0) -> torch.Tensor:
@@ -192,81 +196,27 @@ def recv(peer: int, tag: int = 0, *, like: torch.Tensor | None = None, out: torc
     return irecv(peer, tag, like=like, out=out).wait()
 
 
-class _Trace(torch.autograd.Function):
-    """A tensor -> zero, a tensor of shape () that depends on it. The gradient of the tensor is zero."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.kind = x.shape, x.dtype, x.device  # not the tensor, which may be large
-        return _zero(x)
-
-    @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> torch.Tensor:
-        shape, dtype, device = ctx.kind
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-
-def _zero(x: torch.Tensor) -> torch.Tensor:
-    """Return the value of a dummy: real, and of a dtype that no loss takes over."""
-    return x.new_zeros((), dtype=torch.float32)
+def _trace(x: torch.Tensor) -> torch.Tensor:
+    """Return zero, which depends on ``x``: of no axes, and real, of a dtype that no loss takes over."""
+    return torch.real(x.reshape(-1)[:0].sum()).float()
 
 
 def _sent(x: torch.Tensor, peer: int, tag: int) -> torch.Tensor:
     """Return the dummy of a message that is sent."""
-    return apply(_Sent, x, _Trace.apply(x), peer, _gradient_tag("send", peer, tag))
+    shape, trace, back = x.shape, _trace(x), _gradient_tag("send", peer, tag)
+
+    def adjoint(_: torch.Tensor) -> torch.Tensor:
+        gradient = torch.as_tensor(comm.recv(peer, back)).reshape(shape)
+        return moved(trace, lambda _: gradient, _refuse)  # the gradient depends on what was sent
+
+    return moved(x, _trace, adjoint)
 
 
-class _Sent(torch.autograd.Function):
-    """A tensor that is sent, and a small tensor that depends on it -> the dummy."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, trace: torch.Tensor, peer: int, back: int) -> torch.Tensor:
-        ctx.save_for_backward(trace)
-        ctx.shape, ctx.peer, ctx.back = x.shape, peer, back
-        return _zero(x)
-
-    @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> Any:
-        gradient = torch.as_tensor(comm.recv(ctx.peer, ctx.back)).reshape(ctx.shape)
-        return _Last.apply(gradient, *ctx.saved_tensors), None, None, None
-
-
-class _Received(torch.autograd.Function):
-    """A tensor to fill, and the dummy of a message that comes -> the received tensor."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, out: torch.Tensor | None, dummy: torch.Tensor, request: Request, peer: int, back: int
-    ) -> torch.Tensor:
-        ctx.peer, ctx.back, ctx.zero, ctx.weight = peer, back, dummy.new_zeros(()), losses.weight
-        received = torch.as_tensor(request.wait()).detach()  # a new tensor each time
-        if out is None:
-            return received
-        ctx.mark_dirty(out)
-        return out.copy_(received)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        # In a step of ``replicate`` the gradient carries this rank's weight in place of the receiver's: see ``apply``.
-        # This rank multiplies by its own weight, and the receiver divides by its own (``apply`` in ``_sent``).
-        gradient = gradient.detach() if ctx.weight is None else gradient.detach() * ctx.weight
-        comm.isend(gradient, ctx.peer, ctx.back)
-        return None, ctx.zero, None, None, None
-
-
-class _Last(torch.autograd.Function):
-    """A gradient that came as a message. It tells torch that the gradient depends on the tensor that was sent."""
-
-    @staticmethod
-    def forward(ctx: Any, gradient: torch.Tensor, trace: torch.Tensor) -> torch.Tensor:
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> Any:
-        raise RuntimeError(
-            "cannot differentiate a message of synk.torch twice: got a derivative of the gradient that its receiver "
-            "sent back, expected first derivatives only. Use a collective, as synk.torch.all_to_all."
-        )
+def _refuse(_: torch.Tensor) -> NoReturn:
+    raise RuntimeError(
+        "cannot differentiate a message of synk.torch twice: got a derivative of the gradient that its receiver sent "
+        "back, expected first derivatives only. Use a collective, as synk.torch.all_to_all."
+    )
 
 
 def _check_tag(verb: str, tag: int) -> None:

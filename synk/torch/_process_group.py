@@ -28,7 +28,7 @@ from synk.errors import UnsupportedError
 
 _WATCH_INTERVAL_S = 0.05
 _FOREVER = datetime.timedelta(days=365)  # the call has the time limit, not the group
-_IFF_LOOPBACK = 8
+_LOOPBACK = "lo"
 _LOST_PEER = ("gloo/transport/", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
@@ -49,11 +49,9 @@ def process_group() -> dist.ProcessGroup:
     Raises
     ------
     ValueError
-        If the call is made in the master, not all workers run it, or the function has made a default group by itself.
+        If the call is made in the program, not all workers run it, or the function has made a default group by itself.
     UnsupportedError
         If the runtime has workers on other nodes.
-    RuntimeError
-        If the group would listen on an address that other machines can reach, or there is no loopback interface.
 
     Notes
     -----
@@ -75,7 +73,7 @@ def process_group() -> dist.ProcessGroup:
     worker = cell.worker
     if worker is None:
         raise ValueError(
-            "cannot make a process group in the master: it has a meaning only on the workers, expected a call inside a "
+            "cannot make a process group in the program: it can only be made on the workers, expected a call inside a "
             "function. Use synk.function(fn, per_rank=True)."
         )
     if worker.has_other_nodes:
@@ -132,20 +130,16 @@ class _Group:
         place = np.array([os.getpid(), self._descriptor, int.from_bytes(os.urandom(4), "little") + 1])
         pid, descriptor, self.number = comm.broadcast(place).tolist()
         self._pids = comm.all_gather(np.array([os.getpid()])).ravel().tolist()
-        self._others = {inode for _, inode, _ in _listening(os.getpid())}
-        loopback = _loopback_name()
         # Subgroups that the user makes read these variables, too. The last one switches off NCCL's port for monitoring.
-        os.environ.update(GLOO_SOCKET_IFNAME=loopback, NCCL_SOCKET_IFNAME=loopback, NCCL_RAS_ENABLE="0")
+        os.environ.update(GLOO_SOCKET_IFNAME=_LOOPBACK, NCCL_SOCKET_IFNAME=_LOOPBACK, NCCL_RAS_ENABLE="0")
         # Rank 0 keeps the descriptor open until ``close``: every operation of the store opens the file through it, and
         # so do the stores of subgroups later.
         store = dist.FileStore(f"/proc/{pid}/fd/{descriptor}", comm.world_size)
-        self._thread: threading.Thread | None = None
         options: dict[str, Any] = {"backend": "gloo"}
         if worker.backend.torch_device() == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
             options = {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
         dist.init_process_group(store=store, rank=comm.rank, world_size=comm.world_size, timeout=_FOREVER, **options)
-        self._check_listening()
         self._thread = threading.Thread(target=self._watch, name="synk-watch", daemon=True)
         self._thread.start()
 
@@ -183,7 +177,7 @@ class _Group:
                 return
             # A connection has a port on which one of the ranks listens, at one of its two ends. A rank that has died
             # has no ports here any more, but the kernel has closed its connections.
-            ports = {port for pid in self._pids for _, _, port in _listening(pid)}
+            ports = {port for pid in self._pids for port in _listening(pid)}
             connections = list(_connections())  # the abort may close some of the descriptors
             _abort()
             for connection in connections:
@@ -191,15 +185,6 @@ class _Group:
                     if {connection.getsockname()[1], connection.getpeername()[1]} & ports:
                         connection.shutdown(socket.SHUT_RDWR)
             self._has_left = True  # last: an interrupt that breaks this off is followed by another call
-
-    def _check_listening(self) -> None:
-        for address, inode, _ in _listening(os.getpid()):
-            if inode not in self._others and not _is_loopback(address):
-                self.close()
-                raise RuntimeError(
-                    f"cannot make a process group: got a port that listens on {address}, which other machines may "
-                    "reach, expected loopback only. Please report it, with the version of torch."
-                )
 
     def close(self) -> None:
         """Leave the group and free it. A second call does nothing."""
@@ -211,7 +196,7 @@ class _Group:
                 dist.destroy_process_group()
             if self._descriptor >= 0:
                 os.close(self._descriptor)
-            if self._thread is not None and self._thread is not threading.current_thread():
+            if self._thread is not threading.current_thread():
                 self._thread.join()  # the thread holds the worker, which may be an object in the program's own process
 
 
@@ -229,17 +214,6 @@ def _abort() -> None:
 # -- sockets of this process ------------------------------------------------------------------------------------------
 
 
-def _loopback_name() -> str:
-    for _, name in socket.if_nameindex():
-        with open(f"/sys/class/net/{name}/flags") as file:
-            if int(file.read(), 16) & _IFF_LOOPBACK:
-                return name
-    raise RuntimeError(
-        "cannot make a process group: got no loopback interface, expected one, because torch's group needs ports. "
-        "Bring it up: ip link set lo up."
-    )
-
-
 def _socket_descriptors(pid: int) -> Iterator[tuple[int, int]]:
     """Yield the descriptors of a process that are sockets, with their inodes. A process that has ended has none."""
     names = []
@@ -252,26 +226,14 @@ def _socket_descriptors(pid: int) -> Iterator[tuple[int, int]]:
                 yield int(name), int(inode[:-1])
 
 
-def _listening(pid: int) -> list[tuple[str, int, int]]:
-    """Return the address (in hexadecimal), inode and port of each listening socket of a process."""
-    own = {inode for _, inode in _socket_descriptors(pid)}
-    found = []
+def _listening(pid: int) -> list[int]:
+    """Return the ports on which a process listens."""
+    own, found = {inode for _, inode in _socket_descriptors(pid)}, []
     for family in ("tcp", "tcp6"):
         with open(f"/proc/self/net/{family}") as file:
             lines = [line.split() for line in file][1:]
-        for fields in lines:
-            address, _, port = fields[1].partition(":")
-            if fields[3] == "0A" and int(fields[9]) in own:
-                found.append((address, int(fields[9]), int(port, 16)))
+        found += [int(each[1].partition(":")[2], 16) for each in lines if each[3] == "0A" and int(each[9]) in own]
     return found
-
-
-def _is_loopback(address: str) -> bool:
-    """Whether an address in the form of /proc/net, words of little-endian bytes, is a loopback address."""
-    data = b"".join(bytes.fromhex(address[k : k + 8])[::-1] for k in range(0, len(address), 8))
-    if len(data) == 4 or data.startswith(bytes(10) + b"\xff\xff"):
-        return data[-4] == 127
-    return data == bytes(15) + b"\x01"
 
 
 def _connections() -> Iterator[socket.socket]:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import optree
 import torch
 
 from synk._wire.cell import cell
@@ -142,8 +143,7 @@ class RankReplica(SeenFromOutside):
                 "cannot save: gradients are kept back by no_sync(), and no state_dict has them. Save after the step "
                 "that reduces them."
             )
-        generators = {**checkpoints.plain_generators(), "synk.comm": cell.worker.rng.bit_generator.state}
-        del generators["torch"]  # seeded before each step, so it has no state between steps
+        generators = checkpoints.plain(checkpoints.rank_generators())
         own = [obj.state_dict() for obj in self.objects] if comm.rank == 0 else []
         numbers = {"num_steps": self.num_steps, "seed": self.options.seed}
         return {**numbers, "objects": own, "generators": generators}
@@ -210,15 +210,11 @@ def _is_apart(parameter: torch.Tensor, num_steps: int) -> bool:
     """Whether the ranks' values differ by more than rounding, which depends on the alignment of memory."""
     if not (parameter.is_floating_point() or parameter.is_complex()):
         return True
-    eps = torch.finfo(parameter.dtype).eps
     values = torch.view_as_real(parameter) if parameter.is_complex() else parameter
-    values = values.float() if values.element_size() < 4 else values
-    others = torch.stack([values.isnan(), values.isposinf(), values.isneginf()])
-    if len(set(comm.all_gather(np.array([_digest(others)])).ravel().tolist())) > 1:
-        return True
-    values = values.where(values.isfinite(), 0)
+    values = torch.nan_to_num(values.double(), nan=1e308)  # what is not finite is far from all that is
     highest, lowest = comm.all_reduce(values, "max"), comm.all_reduce(values, "min")
-    return bool((highest - lowest).max() > 8 * num_steps * eps * torch.maximum(highest.abs(), lowest.abs()).max())
+    size = torch.maximum(highest.abs(), lowest.abs()).max()
+    return bool((highest - lowest).max() > 8 * num_steps * torch.finfo(parameter.dtype).eps * size)
 
 
 def _digest(parameter: torch.Tensor) -> int:
@@ -297,13 +293,9 @@ def seed_generators(seed: int, step: int, stream: int) -> None:
 
 
 def _detached(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach()
-    if type(value) in (tuple, list):
-        return type(value)(_detached(item) for item in value)
-    if type(value) is dict:
-        return {key: _detached(item) for key, item in value.items()}
-    return value
+    return optree.tree_map(
+        lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, value, none_is_leaf=True
+    )
 
 
 def _guard_step(optimizer: Any, undo: Undo) -> None:

@@ -22,8 +22,8 @@ from synk._api.runtime import Runtime
 from synk._master.code.handles import Handle
 from synk._master.processes.output import warn_at_users_line
 from synk._pure import files
+from synk._pure.generators import generator_states
 from synk._pure.output_ops import DEFAULT_OP
-from synk._pure.tensors import num_torch_threads
 from synk._pure.tracebacks import verb
 from synk._wire.parcels import dumps
 from synk.errors import ReentrancyError
@@ -32,7 +32,6 @@ from synk.torch._guard import Guard
 from synk.torch._module_parts import check_memory, makings_of
 from synk.torch._reduction import Options
 from synk.torch._steps import StepFunction
-from synk.torch._threads import BusyThreads
 
 
 @verb
@@ -80,12 +79,6 @@ def replicate(
         parameters or buffers that are different tensors share memory, or an option has a value that is not listed.
     SerializationError
         If the objects cannot be pickled.
-
-    Warns
-    -----
-    UserWarning
-        Once, if other threads of the program are busy while it waits for CPU workers. Often these are torch's own
-        threads, which take cores from the workers (``torch.set_num_threads(1)``).
 
     Examples
     --------
@@ -153,7 +146,7 @@ class Replicated(Handle):
     """Objects with a copy on every rank, all alike. Made by :func:`synk.torch.replicate`.
 
     The program's own objects stay as they are until :meth:`pull`. A program that uses them while they are behind, or
-    changes them and does not :meth:`push`, gets an error that says so.
+    changes them and does not :meth:`push`, gets an error that names the cure.
 
     Attributes
     ----------
@@ -163,7 +156,7 @@ class Replicated(Handle):
 
     __slots__ = (
         "__weakref__", "_calls", "_guard", "_lock", "_made_of", "_num_here", "_num_steps", "_objects", "_options",
-        "_resident", "_runtime", "_threads",
+        "_resident", "_runtime",
     )  # fmt: skip
 
     def __init__(self, objects: Sequence[Any], options: Options, runtime: Runtime) -> None:
@@ -171,8 +164,6 @@ class Replicated(Handle):
         self._options, self._runtime = options, runtime
         self._lock = threading.RLock()
         self._calls: dict[str, Any] = {}
-        has_cpu_workers = not runtime._session.has_devices and options.is_own_process
-        self._threads = BusyThreads(num_torch_threads() if has_cpu_workers else 1)
         self._num_steps: int | None = 0  # None: a step has failed, and the ranks know whether it counted
         self._num_here = 0  # the steps that the program's objects have seen
         self._resident = runtime.resident(
@@ -238,10 +229,10 @@ class Replicated(Handle):
         Raises
         ------
         ReentrancyError
-            In the master.
+            In the program.
         """
         raise ReentrancyError(
-            "cannot keep gradients back in the master: no_sync() has a meaning inside the function, around backward()."
+            "cannot keep gradients back in the program: no_sync() can only be used in the function, around backward()."
         )
 
     # -- the program's objects ----------------------------------------------------------------------------------------
@@ -339,7 +330,7 @@ class Replicated(Handle):
         shapes = [(parameter.dtype, tuple(parameter.shape)) for parameter in parameters]
         made_of = others, optimizers, _rank.gradient_hooks(parameters), shapes
         tensors = [pair[1] for obj in filter(_state.is_module, self._objects) for pair in _state.tensors_of(obj)]
-        return makings_of(self._names, made_of, tensors)
+        return makings_of(f"module {self._names!r}", made_of, tensors)
 
     def _on_ranks(self, method: str, *given: Any) -> list[Any]:
         """Call a method of each rank's ``RankReplica``, and return what the ranks return."""
@@ -463,7 +454,7 @@ class Replicated(Handle):
             "classes": [type(obj).__name__ for obj in self._objects],
             "objects": ranks[0]["objects"],
             "ranks": [each["generators"] for each in ranks],
-            "generators": _checkpoint.plain_generators(),
+            "generators": _checkpoint.plain(generator_states()),
         }
 
     @verb

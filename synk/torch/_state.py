@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import optree
 import torch
 
 State = dict[str, Any]
@@ -148,8 +149,8 @@ def _load_optimizer(optimizer: Any, state: State, parameters: Sequence[torch.Ten
 
 def _beside(parameter: torch.Tensor, value: Any) -> Any:
     """Move an optimizer's state to its parameter's device. Counters of one element stay on the CPU, as in torch."""
-    if isinstance(value, torch.Tensor):
-        return value if value.ndim == 0 else value.to(parameter.device)
-    if type(value) in (list, tuple):
-        return type(value)(_beside(parameter, item) for item in value)
-    return {key: _beside(parameter, item) for key, item in value.items()} if isinstance(value, dict) else value
+
+    def beside(leaf: Any) -> Any:
+        return leaf.to(parameter.device) if isinstance(leaf, torch.Tensor) and leaf.ndim else leaf
+
+    return optree.tree_map(beside, value, none_is_leaf=True)

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from synk._pure.generators import generator_states, restore_generators
 from synk._wire.cell import cell
 from synk.torch import _state as states
+from synk.torch._checkpoint import load_generators, rank_generators
 from synk.torch._reduction import GradientSum
 
 _SMALL_NBYTES = 1 << 20
@@ -67,8 +67,6 @@ class Undo:
         self._reduction.keep()
         early, is_early = self._early, self._is_early
         tables = [(table, table.copy()) for table in self._tables]
-        # The copies of the last step are overwritten here. Nobody calls its ``put_back`` any more: that step has
-        # completed, or the master has asked for a report since.
         buffers = [each for part in self._parts for each in part._buffers.values() if each is not None]
         copies = self._copied([*buffers, *(self._parameters[index] for index in sorted(early))])
         groups = [[*map(_copied_group, obj.param_groups)] for obj in self._optimizers]
@@ -100,9 +98,7 @@ class Undo:
             for parameter, flag in zip(self._parameters, self._flags):
                 parameter.requires_grad_(flag)
             replica.num_steps, self._reduction.share = num_steps, share
-            if generators:
-                cell.worker.rng.bit_generator.state = generators["synk.comm"]
-                restore_generators({name: state for name, state in generators.items() if name != "synk.comm"})
+            load_generators(generators)
             return self._reduction.put_back()
 
         return put_back
@@ -114,31 +110,23 @@ class Undo:
         """
         if not self._draws and num_steps & (num_steps - 1):
             return {}
-        now = generator_states() | {"synk.comm": cell.worker.rng.bit_generator.state}
-        now.pop("torch", None)  # seeded before each step
+        now = rank_generators()
         seen = pickle.dumps(now)
         self._draws = self._draws or self._drawn not in (b"", seen)
         self._drawn = seen
         return now
 
     def _copied(self, tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return tensors with copies of them, which reuse the memory of the last step's copies."""
+        """Return tensors with copies of them: those of the last step where nobody has written since."""
         before, self._copies = self._copies, {}
-        pairs, old, new = [], [], []
         for tensor in tensors:
             marks = tensor._version, states.address(tensor)
             held, copied, seen = before.get(id(tensor), (None, tensor, None))
-            plain = tensor.detach()
-            if held is not tensor or copied.shape != tensor.shape or copied.dtype != tensor.dtype or plain.is_sparse:
-                copied = plain.clone()
-            elif tensor.nbytes <= _SMALL_NBYTES or seen != marks:
-                old.append(copied)
-                new.append(plain)
+            is_kept = held is tensor and seen == marks and not tensor.is_sparse and tensor.nbytes > _SMALL_NBYTES
+            if not is_kept:
+                copied = tensor.detach().clone()
             self._copies[id(tensor)] = tensor, copied, marks
-            pairs.append((tensor, copied))
-        if old:
-            torch._foreach_copy_(old, new)
-        return pairs
+        return [(tensor, copied) for tensor, copied, _ in self._copies.values()]
 
     def _write(self, tensor: torch.Tensor, copied: torch.Tensor) -> None:
         is_in_place = self._copies[id(tensor)][2][1] == states.address(tensor)

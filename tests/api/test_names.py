@@ -45,7 +45,7 @@ NAMES = {
 }
 
 LATER = {
-    "synk": {"ItemError": "comes with maps", "replay": "comes with maps"},
+    "synk": {"ItemError": "comes with maps"},
     "synk.comm": {
         "shielded": "residents have no other way yet",
     },
@@ -53,7 +53,6 @@ LATER = {
         "Replicated": "a class that replicate makes", "StepFunction": "a class that replicate makes",
     },
     "Runtime": {"counters": "what the tests of messages count", "where": "the phases, which stacks does not show"},
-    "fork": {"insecure": "of clusters"},
 }  # fmt: skip
 
 

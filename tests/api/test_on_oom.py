@@ -70,6 +70,24 @@ def test_the_slices_are_doubled_until_they_fit(reused: Fork, subtests: pytest.Su
     assert f(x[:6]).tolist() == [3] * 6, "a small call was cut"
 
 
+def test_only_the_rows_that_batch_picks_count(reused: Fork) -> None:
+    """Both for where to stop and for what is remembered."""
+    rt, x = reused(2), np.arange(1000.0)
+
+    def never_fits(x: np.ndarray) -> None:
+        raise MemoryError("too much")
+
+    calls = rt.counters["calls"]
+    with pytest.raises(MemoryError):
+        rt.function(never_fits, outputs="gather", on_oom="slices")(x, batch=[5, 3, 800])
+    assert rt.counters["calls"] == calls + 3, "there are no more than 3 rows to divide"
+    f = rt.function(fits, outputs="gather", on_oom="slices")
+    assert f(x, batch=slice(0, 1000, 63)).tolist() == [2] * 16
+    assert f(x, batch=6).tolist() == [3] * 6, "a small call was cut"
+    with pytest.raises(IndexError, match="cannot select rows of 'fits': got batch=1001"):
+        f(x, batch=1001)
+
+
 def test_other_errors_are_no_reason_and_other_options_are_refused(reused: Fork) -> None:
     rt = reused(1)
     runs = rt.shared(0)

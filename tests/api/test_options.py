@@ -37,6 +37,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"reproducible": 4, "per_rank": True},
         "got reproducible=4 with per_rank=, expected a function without: it is called for each block of rows.",
     ),
+    "blocks and None": (
+        {"reproducible": 4, "outputs": {"a": "sum", "b": (None, "avg")}},
+        "got reproducible=4 with op None, expected an op for each output.",
+    ),
     "blocks and slices": ({"reproducible": True, "on_oom": "slices"}, "got reproducible=True with on_oom=, expected"),
 }
 

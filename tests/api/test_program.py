@@ -97,6 +97,34 @@ def test_it_goes_on_from_its_values_wherever_it_is_put(
     np.testing.assert_allclose(walk.predict(), predicted(5 if way == "itself" else 1))
 
 
+def test_a_damaged_file_is_told(walk: Walk, tmp_path: Path, subtests: pytest.Subtests) -> None:
+    """Wherever the damage is."""
+    path = tmp_path / "walk"
+    walk.program.save(path)
+    whole = path.read_bytes()
+    step = len(whole) // 60 + 1
+    damaged = {f"cut at {at}": whole[:at] for at in range(0, len(whole), step)}
+    for at in range(0, len(whole), step):
+        for flip in (0xFF, 1, 0x20):
+            damaged[f"byte {at} ^ {flip}"] = whole[:at] + bytes([whole[at] ^ flip]) + whole[at + 1 :]
+    damaged |= {
+        "huge": b"\x80\x05\x8e" + b"\xff" * 7 + b"\x0f",
+        "no such module": b"cno_such_module\nname\n.",
+        "no program": pickle.dumps({"a": 1}),
+    }
+    for name, data in damaged.items():
+        path.write_bytes(data)
+        with subtests.test(name):
+            try:
+                loaded = synk.Program.load(path)
+            except ValueError as error:
+                assert "cannot load" in str(error)
+            else:  # a byte of the pickle's own may not matter
+                assert pickle.dumps(loaded) == whole
+    with pytest.raises(FileNotFoundError):
+        synk.Program.load(tmp_path / "missing")
+
+
 def test_a_program_and_its_copies_are_apart(walk: Walk, shared_runtimes: Any) -> None:
     one, other = walk.program.on(shared_runtimes[1]), walk.program.on(shared_runtimes[3])
     one.step(X)
@@ -201,12 +229,16 @@ def test_a_killed_worker_of_a_copy_leaves_the_parent_alone(walk: Walk, reused: A
     assert pids(shared_runtimes[2]) == before
 
 
-def test_what_is_refused(walk: Walk, shared_runtimes: Any, tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_what_is_refused(
+    walk: Walk, shared_runtimes: Any, tmp_path: Path, subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program, rt, paths = walk.program, shared_runtimes[1], [tmp_path / "other.npz", tmp_path / "other.pkl"]
     np.savez(paths[0], a=np.zeros(3))
     paths[1].write_bytes(pickle.dumps([]))
     stored = pickle.loads(pickle.dumps(program))
-    make, (state,) = program.__reduce__()
+    with monkeypatch.context() as patch:
+        patch.setattr("synk._api.program._PYTHON", "3.7")
+        older = pickle.loads(pickle.dumps(program))
     refused: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         (ValueError, "got a function named 'save', which is a method", lambda: synk.Program(save=walk.step)),
         (TypeError, "got function as f, expected a synk function", lambda: synk.Program(f=lambda x: x)),
@@ -219,7 +251,7 @@ def test_what_is_refused(walk: Walk, shared_runtimes: Any, tmp_path: Path, subte
         (ValueError, "backend", lambda: program.on("abacus")),
         (ValueError, "got one without a parent", program.sync_to_parent),
         *[(ValueError, r"cannot load .*other\.", lambda path=path: synk.Program.load(path)) for path in paths],  # type: ignore[misc]
-        (SerializationError, r"of Python 3\.7, and this is", make(state._replace(python="3.7")).on),
+        (SerializationError, r"of Python 3\.7, and this is", older.on),
     ]
     for error, text, act in refused:
         with subtests.test(text), pytest.raises(error, match=text):

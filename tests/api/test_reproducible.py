@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from support.harness import start_polars
 from support.names import named
 
 import synk
@@ -107,14 +110,33 @@ def test_what_does_not_go_with_it_is_refused(shared_runtimes: Any) -> None:
         with pytest.raises((ValueError, TypeError), match=words):
             rt.function(lambda x: x.sum(), outputs="sum", **{"reproducible": True, **options})
     f = rt.function(lambda x: x, outputs="sum", reproducible=4)
-    with pytest.raises(ValueError, match="cannot combine blocks with op 'sum'"):
+    with pytest.raises(ValueError, match=r"cannot accumulate .* got shape \(3,\).* after shape \(4,\)"):
         f(np.ones(10))
-    with pytest.raises(ValueError, match="got the sharded variable"):
-        f(rt.shared(np.ones(8), sharded=True))
-    shard = rt.shared(np.ones(8), sharded=True)
-    f = rt.function(lambda x: x.sum() + shard.value.sum(), outputs="sum", reproducible=4)
-    with pytest.raises(ValueError, match="got the sharded variable"):
-        f(np.ones(10))
+
+
+@pytest.mark.parametrize("kind", [2, 1])
+def test_what_ranks_hold_for_themselves_is_refused(shared_runtimes: Any, subtests: pytest.Subtests, kind: int) -> None:
+    rt = shared_runtimes[kind]
+    shard, log, w = rt.shared(np.ones(10), sharded=True, name="rows"), rt.resident([1.0], name="log"), rt.shared(0.0)
+    calls: dict[str, Callable[..., Any]] = {
+        "shard": lambda f: f(lambda x: x.sum())(shard),
+        "closed over": lambda f: f(lambda x: x.sum() + shard.value.sum())(np.ones(10)),
+        "resident": lambda f: f(lambda x, y: x.sum() + y[0], bcast_inputs="y")(np.ones(10), log),
+        "captured resident": lambda f: f(lambda x: x.sum() + log.value[0])(np.ones(10)),
+    }
+    build = functools.partial(rt.function, outputs="sum", reproducible=4)
+    for name, call in calls.items():
+        with subtests.test(name), pytest.raises(ValueError, match=r"got '(rows|log)', which each rank holds"):
+            call(build)
+
+    def assigns(x: np.ndarray) -> float:
+        w.value = x.sum()
+        return x.sum()
+
+    for rows in (3, 10, 100):
+        with subtests.test("assignment", rows=rows), pytest.raises(ValueError, match="cannot assign variable"):
+            build(assigns)(np.ones(rows))
+        assert w.value == 0.0
 
 
 @pytest.mark.parametrize("kind", [2, 0])
@@ -140,24 +162,187 @@ def test_what_the_ranks_say_is_refused(shared_runtimes: Any, subtests: pytest.Su
         alone(1.0)
 
 
-def several(x: np.ndarray) -> Any:
-    return [x.sum(), {"rows": x[:, 0], "list": [str(len(x))], "first": len(x), "most": x.max(), "each": (len(x), None)}]
+class Mean(synk.Op):
+    """Of a user's own: by the rows of each value."""
+
+    def check(self, dtype: np.dtype, what: str) -> None:
+        if dtype.kind != "f":
+            raise TypeError(f"{what} is no float")
+
+    def combine(self, values: list[Any], rows: list[int]) -> Any:
+        return sum(value * count for value, count in zip(values, rows)) / sum(rows)
 
 
-def test_each_op_and_subset_goes_by_blocks(shared_runtimes: Any) -> None:
-    """A callable and "first" fold the blocks in their order, and under op None there is one object for each block."""
-    ops = ["sum", {"rows": "gather", "list": "gather", "first": "first", "most": max, "each": None}]
-    x = X[:10]
+class Median(synk.Op):
+    concatenates = True
+
+    def finish(self, value: Any) -> Any:
+        return np.median(value)
+
+
+class Broken(Mean):
+    def combine(self, values: list[Any], rows: list[int]) -> Any:
+        raise ZeroDivisionError(len(values))
+
+
+start_polars()
+N, ROWS = 22, 4
+SMALL = np.arange(2.0 * N).reshape(N, 2)
+FIRST = [float(block[0, 0]) for block in np.array_split(SMALL, 6)]
+"""The first number of each of the 6 blocks: of 4, 4, 4, 4, 3 and 3 rows."""
+
+
+def is_at(x: Any, number: int) -> bool:
+    return float(x[0, 0]) == FIRST[number]
+
+
+def table_of(library: str, x: np.ndarray) -> Any:
+    frame = pytest.importorskip(library)
+    return frame.DataFrame({"a": x[:, 0], "b": x[:, 1] * 2})
+
+
+def summed(library: str, x: np.ndarray) -> Any:
+    frame = pytest.importorskip(library)
+    return frame.DataFrame({"a": [x[:, 0].sum(), 1.0]})
+
+
+VALUES: dict[str, tuple[Callable[..., Any], Any, Any]] = {
+    "tuple under one op": (lambda x: (x.sum(), x.sum(0)), "sum", (SMALL.sum(), SMALL.sum(0))),
+    "dict under one op": (lambda x: {"a": x.max(), "b": [x.max(0)]}, "max", {"a": 43.0, "b": [SMALL.max(0)]}),
+    "nest of ops": (
+        lambda x: [x.sum(), {"rows": x[:, 0], "list": [str(each) for each in x[:, 0]], "few": (len(x), x.min())}],
+        ["sum", {"rows": "gather", "list": "gather", "few": ("sum", "min")}],
+        [SMALL.sum(), {"rows": SMALL[:, 0], "list": [str(each) for each in SMALL[:, 0]], "few": (N, 0.0)}],
+    ),
+    "average": (lambda x: (x.mean(0), float(x.mean())), "avg", (SMALL.mean(0), SMALL.mean())),
+    "first": (lambda x: {"rows": len(x), "name": "f"}, "first", {"rows": 4, "name": "f"}),
+    "callable": (lambda x: f"{len(x)}", lambda a, b: f"({a}{b})", "(((((44)4)4)3)3)"),
+    "large ints": (lambda x: 2**70 * len(x), "sum", 2**70 * N),
+    "ints beside NumPy's": (lambda x: len(x) if is_at(x, 1) else np.int64(len(x)), "sum", np.int64(N)),
+    "bools": (lambda x: (bool(is_at(x, 3)), x[0] == FIRST[3]), "max", (True, np.array([True, False]))),
+    "NaN": (lambda x: np.where(x[0] == FIRST[4], np.nan, x[0]), "min", np.array([np.nan, 1.0])),
+    "float16": (lambda x: x[0].astype(np.float16), "max", SMALL[19].astype(np.float16)),
+    "complex": (lambda x: x.sum() * 1j, "sum", SMALL.sum() * 1j),
+    "dates": (lambda x: x[:, 0].astype("M8[s]"), "gather", SMALL[:, 0].astype("M8[s]")),
+    "own op": (lambda x: (x.mean(), x.mean(0)), Mean(), (SMALL.mean(), SMALL.mean(0))),
+    "own op of rows": (lambda x: x[:, 1], Median(), np.median(SMALL[:, 1])),
+    "no rows to give": (lambda x: x[x[:, 0] < 0], "gather", SMALL[:0]),
+    "None everywhere": (lambda x: (None, x.sum()), "sum", (None, SMALL.sum())),
+    "pandas": (lambda x: table_of("pandas", x).a, "gather", None),
+    "polars": (lambda x: table_of("polars", x), "gather", None),
+    "pandas summed": (lambda x: summed("pandas", x), "sum", None),
+    "polars, the least": (lambda x: summed("polars", x), "min", None),
+}
+
+
+def bits(value: Any) -> Any:
+    """Return all that can be told of a value."""
+    if isinstance(value, (tuple, list)):
+        return type(value), [bits(each) for each in value]
+    if isinstance(value, dict):
+        return {key: bits(each) for key, each in value.items()}
+    if hasattr(value, "to_dict"):  # of a table
+        return type(value), bits(dict(value.to_dict())), list(getattr(value, "index", []))
+    array = np.asarray(value)
+    return type(value), array.dtype, array.shape, array.tolist() if array.dtype.hasobject else array.tobytes()
+
+
+def test_values_are_those_of_a_serial_call_in_slices(shared_runtimes: Any, subtests: pytest.Subtests) -> None:
+    for name, (fn, ops, expected) in VALUES.items():
+        with subtests.test(name):
+            plain = shared_runtimes[2].function(fn, outputs=ops).serial(SMALL, num_slices=6)
+            if expected is not None:
+                np.testing.assert_equal(plain, expected)
+            for num_workers in (1, 2, 3):
+                f = shared_runtimes[num_workers].function(fn, outputs=ops, reproducible=ROWS)
+                assert bits(f(SMALL)) == bits(f.serial(SMALL)) == bits(plain)
+
+
+def test_tensors_come_back_as_tensors(shared_runtimes: Any, subtests: pytest.Subtests) -> None:
+    torch = pytest.importorskip("torch")
+    nests: dict[str, tuple[Callable[..., Any], Any]] = {
+        "sum": (lambda x: x.sum(0), "sum"),
+        "bfloat16": (lambda x: x.mean(0).bfloat16(), "max"),
+        "gather": (lambda x: {"rows": x[:, 0], "array": x[:, 0].numpy()}, "gather"),
+        "own": (lambda x: (x.mean(), x.numpy().mean()), Mean()),
+        "callable": (lambda x: x.sum(0), lambda a, b: a - b),
+    }
+    for name, (fn, ops) in nests.items():
+        options = {"outputs": ops, "framework": "torch"}
+        plain = shared_runtimes[2].function(fn, **options).serial(torch.tensor(SMALL), num_slices=6)
+        for num_workers in (1, 2, 3):
+            f = shared_runtimes[num_workers].function(fn, **options, reproducible=ROWS)
+            with subtests.test(name, num_workers=num_workers):
+                for found in (f(torch.tensor(SMALL)), f.serial(torch.tensor(SMALL))):
+                    assert repr(found) == repr(plain)
+
+
+MISTAKES: dict[str, tuple[Callable[..., Any], Any, type[Exception]]] = {
+    "ints averaged": (lambda x: len(x), "avg", TypeError),
+    "ints beside floats": (lambda x: len(x) if is_at(x, 0) else x.sum(), "sum", ValueError),
+    "ints beside floats later": (lambda x: len(x) if is_at(x, 5) else x.sum(), "sum", ValueError),
+    "ints in an average": (lambda x: 1 if is_at(x, 2) else x.mean(), "avg", TypeError),
+    "bools summed": (lambda x: is_at(x, 2), "sum", TypeError),
+    "masked": (lambda x: np.ma.masked_array(x[0], [True, False]), "sum", TypeError),
+    "masked rows": (lambda x: np.ma.masked_array(x, x > 4), "gather", TypeError),
+    "text": (lambda x: "a", "sum", TypeError),
+    "None first": (lambda x: None if is_at(x, 0) else x.sum(), "sum", ValueError),
+    "None last": (lambda x: None if is_at(x, 5) else x.sum(), "sum", ValueError),
+    "another structure": (lambda x: (x.sum(),) if is_at(x, 4) else x.sum(), "sum", ValueError),
+    "other keys": (lambda x: {"a" if is_at(x, 4) else "b": x.sum()}, "sum", ValueError),
+    "other ops": (lambda x: (x.sum(), 1.0), ("sum", "sum", "sum"), ValueError),
+    "other shapes": (lambda x: x[:, 0], "sum", ValueError),
+    "other dtypes": (lambda x: x[0].astype("f4" if is_at(x, 3) else "f8"), "sum", ValueError),
+    "a number gathered": (lambda x: x.sum(), "gather", ValueError),
+    "own check": (lambda x: len(x), Mean(), TypeError),
+    "own op raises": (lambda x: x.sum(), Broken(), ZeroDivisionError),
+    "it raises": (lambda x: 1 / (is_at(x, 3) - 1), "sum", ZeroDivisionError),
+}
+
+
+def test_mistakes_are_told_as_by_a_serial_call_in_slices(shared_runtimes: Any, subtests: pytest.Subtests) -> None:
+    for name, (fn, ops, kind) in MISTAKES.items():
+        plain = shared_runtimes[2].function(fn, outputs=ops)
+        with pytest.raises(kind) as expected:
+            plain.serial(SMALL, num_slices=6)
+        for num_workers in (1, 2, 3):
+            f = shared_runtimes[num_workers].function(fn, outputs=ops, reproducible=ROWS)
+            with subtests.test(name, num_workers=num_workers), pytest.raises(kind) as caught:
+                f(SMALL)
+            assert str(caught.value) == str(expected.value)
+            assert getattr(caught.value, "__notes__", None) == getattr(expected.value, "__notes__", None)
+
+
+def test_options_are_those_of_a_call(shared_runtimes: Any) -> None:
     for num_workers in (1, 2, 3):
-        f = shared_runtimes[num_workers].function(several, outputs=ops, reproducible=4)
-        total, rest = f(x)
-        assert np.isclose(total, x.sum())
-        np.testing.assert_array_equal(rest.pop("rows"), x[:, 0])
-        assert rest == {"list": ["4", "4", "2"], "first": 4, "most": x.max(), "each": [(4, None), (4, None), (2, None)]}
-        assert f(x, output_subset=[0]) == [total]
-        assert f.serial(x)[0].tobytes() == total.tobytes()
-        with pytest.raises(IndexError, match="cannot select rows of 'several': got batch=11"):
-            f(x, batch=11)
+        rt = shared_runtimes[num_workers]
+        ops = {"a": "sum", "b": "gather"}
+        f = rt.function(named("f", lambda x: {"a": x.sum(), "b": x[:, 0]}), outputs=ops, reproducible=ROWS)
+        g = rt.function(named("g", lambda x: [x.sum(), x.max()]), outputs=["sum", "max"], reproducible=ROWS)
+        assert bits(f(SMALL, output_subset="b")) == bits({"b": SMALL[:, 0]})
+        assert g(SMALL, output_subset=[1]) == [43.0]
+        with pytest.raises(KeyError, match="cannot select output 'c' of 'f'"):
+            f(SMALL, output_subset="c")
+        with pytest.raises(IndexError, match="cannot select output 2 of 'g'"):
+            g(SMALL, output_subset=2)
+        with pytest.raises(IndexError, match="cannot select rows of 'g': got batch=23"):
+            g(SMALL, batch=23)
+        for call in (g, g.serial):
+            with pytest.raises(ValueError, match="got num_slices=0, expected"):
+                call(SMALL, num_slices=0)
+            with pytest.raises(ValueError, match="cannot set a timeout: got -1"):
+                call(SMALL, timeout=-1)
+        assert g(SMALL, num_slices=3) == [SMALL.sum(), 43.0]
+        assert rt.function(lambda x: x.sum(), outputs="sum", reproducible=ROWS)(SMALL[:0]) == 0.0
+        assert rt.function(lambda x: x * 3, bcast_inputs="x", outputs="avg", reproducible=ROWS)(0.1) == 0.1 * 3
+
+
+def test_a_timeout_is_for_the_whole_call(reused: Callable[..., synk.Runtime]) -> None:
+    """Two ranks compute a block each, then one of them the third: no part takes as long as the limit."""
+    f = reused(2).function(lambda x: (time.sleep(0.6), x.sum())[1], outputs="sum", reproducible=1)
+    with pytest.raises(synk.errors.CallTimeout):
+        f(np.ones(3), timeout=1)
+    assert f(np.ones(3), timeout=60) == 3.0
 
 
 def test_the_default_op_is_checked(shared_runtimes: Any) -> None:
@@ -166,6 +351,7 @@ def test_the_default_op_is_checked(shared_runtimes: Any) -> None:
         assert rt.function(lambda x: x.mean(), reproducible=4)(np.arange(6.0)) == 2.5
         with pytest.raises(synk.errors.OpMismatch):
             rt.function(lambda x: x.sum(), reproducible=4)(np.arange(6.0))
+        assert rt.function(lambda x: (x.mean(), x.sum()), reproducible=4)(np.arange(6.0), output_subset=[0]) == (2.5,)
     f = rt.function(np.sum, outputs="sum", reproducible=4)
     with pytest.raises(ValueError, match=r"cannot submit .* reproducible=4"):
         f.submit(np.zeros(3))

@@ -113,3 +113,14 @@ def test_results_say_what_they_are(shared_runtimes: Any) -> None:
     assert not list(streamed)
     with synk.Executor(runtime=rt) as executor:
         assert repr(executor.map(square, range(3))) == "<synk.Executor.map of 'square', 0 results so far>"
+
+
+def test_threads_of_torch_in_the_program_are_told(shared_runtimes: Any) -> None:
+    torch = pytest.importorskip("torch")
+    before = torch.get_num_threads()
+    try:
+        for num_threads, count in ((3, 1), (1, 0)):
+            torch.set_num_threads(num_threads)
+            assert shared_runtimes[2].info().count(f"torch computes with {num_threads} threads in the program") == count
+    finally:
+        torch.set_num_threads(before)

@@ -54,7 +54,7 @@ def test_how_many_machines_of_a_cluster_are_used(monkeypatch: pytest.MonkeyPatch
     def opened(topology: Any, *args: Any, **options: Any) -> None:
         raise Opened(topology.counts)
 
-    monkeypatch.setattr("synk.cluster.forking.machines_of", lambda address, insecure: [4, 2, 1])
+    monkeypatch.setattr("synk.cluster.forking.machines_of", lambda address: [4, 2, 1])
     monkeypatch.setattr("synk.cluster.forking.ClusterSession", opened)
     for nodes, counts in MACHINES:
         with subtests.test(case=f"nodes={nodes}"):

@@ -26,6 +26,12 @@ pytestmark = [pytest.mark.ray, pytest.mark.own_start, pytest.mark.timeout(300)]
 TOKEN = "synk-test-" + "0123456789abcdef" * 2
 
 
+@pytest.fixture(autouse=True)
+def is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These clusters ask for no token."""
+    monkeypatch.setenv("SYNK_INSECURE_CLUSTER", "1")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def alone() -> None:
     lines = Path("/proc/net/dev").read_text(encoding="ascii").splitlines()
@@ -43,7 +49,7 @@ def cluster(alone: None) -> Iterator[RayCluster]:
 @pytest.fixture
 def nodes(cluster: RayCluster) -> Iterator[synk.Runtime]:
     """Two nodes with two workers each. Two machines are free."""
-    with synk.Runtime(2, cluster=cluster.address, nodes=2, insecure=True, max_restarts=100) as runtime:
+    with synk.Runtime(2, cluster=cluster.address, nodes=2, max_restarts=100) as runtime:
         yield runtime
 
 
@@ -202,7 +208,7 @@ def test_the_machines_that_are_left_take_over(capfd: pytest.CaptureFixture[str])
     """Without a spare one the lost node moves beside another: the ranks and their rows stay the same."""
     cluster = RayCluster(2)
     try:
-        with synk.Runtime(2, cluster=cluster.address, nodes=(1, 2), insecure=True, max_restarts=100) as rt:
+        with synk.Runtime(2, cluster=cluster.address, nodes=(1, 2), max_restarts=100) as rt:
             rows = np.random.default_rng(1).normal(size=(7, 3))
             held = rt.resident([np.zeros(3)])
 
@@ -233,7 +239,7 @@ def test_the_machines_that_are_left_take_over(capfd: pytest.CaptureFixture[str])
 def test_fewer_machines_than_the_least_number_are_not_enough() -> None:
     cluster = RayCluster(2)
     try:
-        with synk.Runtime(1, cluster=cluster.address, nodes=2, insecure=True, max_restarts=2) as rt:
+        with synk.Runtime(1, cluster=cluster.address, nodes=2, max_restarts=2) as rt:
             lose(cluster, worker_pids(rt)[1:])
             with pytest.raises(ClosedError) as caught:
                 for _ in range(10):
@@ -258,7 +264,7 @@ def lineage(pid: int) -> list[int]:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_outlives_the_program(cluster: RayCluster, number: int) -> None:
     code = f"""
-        rt = synk.Runtime(1, cluster={cluster.address!r}, nodes=1, insecure=True)
+        rt = synk.Runtime(1, cluster={cluster.address!r}, nodes=1)
         f = rt.function(lambda x: os.getpid(), outputs=None)
         print("pids", *f(np.arange(1)), flush=True)
         def stuck(x):
@@ -279,7 +285,7 @@ def test_nothing_outlives_the_program(cluster: RayCluster, number: int) -> None:
 def test_auto_is_the_cluster_of_this_machine(cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Ray finds it, and as many of its machines as there are, up to the number that is asked for."""
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
-    with synk.Runtime(1, cluster="auto", nodes=(2, 3), insecure=True) as rt:
+    with synk.Runtime(1, cluster="auto", nodes=(2, 3)) as rt:
         assert rt.world_size in (2, 3)
         x = np.arange(10.0)
         assert rt.function(lambda x: x.sum(), outputs="sum")(x) == x.sum()
@@ -289,17 +295,20 @@ def test_auto_is_the_cluster_of_this_machine(cluster: RayCluster, monkeypatch: p
 # ----- refusals
 
 
-def test_what_is_refused(cluster: RayCluster) -> None:
+def test_what_is_refused(cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     for options, text in (
-        ({"cluster": cluster.address}, "it asks for no token.*insecure=True"),
-        ({"cluster": cluster.address, "insecure": True, "nodes": 9}, "cannot fork on 9 nodes: the cluster .* has"),
+        ({"cluster": cluster.address, "nodes": 9}, "cannot fork on 9 nodes: the cluster .* has"),
         ({"cluster": "127.0.0.1:1"}, "cannot fork on the cluster '127.0.0.1:1'"),
     ):
         with pytest.raises(StartupError, match=text):
             synk.Runtime(1, **options)
+    monkeypatch.setenv("SYNK_INSECURE_CLUSTER", "0")
+    with pytest.raises(StartupError, match=r"neither token authentication nor TLS.*SYNK_INSECURE_CLUSTER=1"):
+        synk.Runtime(1, cluster=cluster.address)
 
 
 def test_a_cluster_with_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SYNK_INSECURE_CLUSTER")
     secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
     cluster = RayCluster(1, **secret)
     try:
@@ -312,74 +321,6 @@ def test_a_cluster_with_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
             synk.Runtime(1, cluster=cluster.address)
     finally:
         cluster.close()
-
-
-# ----- the connection between the program and a machine
-
-
-def test_who_does_not_know_the_key_of_a_link_gets_nothing_in_or_out() -> None:
-    import zmq
-
-    from synk.cluster.link import PIECE_NBYTES, Link
-
-    inlet, outlet = Link(False, host="127.0.0.1"), Link(True, host="127.0.0.1")
-    context = zmq.Context()
-    strangers = []
-    for kind, link in ((zmq.PUSH, inlet), (zmq.PULL, outlet)):
-        for has_keys in (False, True):
-            stranger = context.socket(kind)
-            stranger.set(zmq.LINGER, 0)
-            if has_keys:
-                public, secret = zmq.curve_keypair()
-                stranger.set(zmq.CURVE_PUBLICKEY, public)
-                stranger.set(zmq.CURVE_SECRETKEY, secret)
-                stranger.set(zmq.CURVE_SERVERKEY, public)  # a key, but not the link's
-            stranger.connect(link.place.address)
-            strangers.append((kind, stranger))
-    for kind, stranger in strangers:
-        if kind == zmq.PUSH:
-            stranger.send(b"let me in")
-    sender, receiver = Link(True, place=inlet.place), Link(False, place=outlet.place)
-    for nbytes in (0, 1, PIECE_NBYTES - 1, PIECE_NBYTES, 3 * PIECE_NBYTES + 1):
-        content = np.random.default_rng(nbytes).bytes(nbytes)
-        sender.send(b"%d" % nbytes, b"", body=content or None)
-        parts, body = inlet.receive()
-        outlet.send(*parts, body=None if body is None else body.joined())
-        parts, body = receiver.receive()
-        assert parts == [b"%d" % nbytes, b""]
-        assert (b"" if body is None else body.joined()) == content
-    for kind, stranger in strangers:
-        if kind == zmq.PULL:
-            assert not stranger.poll(100)
-    context.destroy(0)
-    for link in (inlet, outlet, sender, receiver):
-        link.close()
-
-
-def test_a_link_that_is_cut_is_an_error() -> None:
-    from synk.cluster.link import Link, LinkLost
-
-    outlet = Link(True, host="127.0.0.1")
-    receiver = Link(False, place=outlet.place)
-    outlet.send(b"one")
-    assert receiver.receive() == ([b"one"], None)
-    outlet._socket.send_multipart([(100).to_bytes(8, "little"), b"two"])  # the beginning of a message with a body
-    parts, body = receiver.receive()
-    assert parts == [b"two"] and body is not None
-    outlet.close()
-    for lost in (body.joined, receiver.receive):
-        with pytest.raises(LinkLost, match="is lost"):
-            lost()
-    receiver.close()
-    inlet = Link(False, host="127.0.0.1")
-    sender = Link(True, place=inlet.place)
-    sender.send(b"one")
-    assert inlet.receive() == ([b"one"], None)
-    inlet.close()
-    with pytest.raises(LinkLost, match="is lost"):
-        for _ in range(100):
-            sender.send(b"two", body=bytes(1 << 20))
-    sender.close()
 
 
 def test_all_that_workers_print_arrives(nodes: synk.Runtime, capfd: pytest.CaptureFixture[str]) -> None:

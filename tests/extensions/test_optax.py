@@ -19,7 +19,7 @@ WHY = "needs JAX and optax: `make jax` installs them"
 jax = pytest.importorskip("jax", reason=WHY)
 optax = pytest.importorskip("optax", reason=WHY)
 jnp = jax.numpy
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "training.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "updates.md"
 
 SIZES = (3, 1)  # few, for each shape is compiled anew in each process
 

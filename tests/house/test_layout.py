@@ -221,7 +221,7 @@ def glossary() -> list[tuple[str, str, str]]:
 
 def test_the_glossary_names_what_exists() -> None:
     found = glossary()
-    assert len(found) > 50
+    assert len(found) >= 40
     for word, file, name in found:
         text = (PACKAGE_FOLDER / "synk" / file).read_text(encoding="utf-8")
         defined = {node.name for node in ast.parse(text).body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}

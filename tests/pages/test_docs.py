@@ -81,14 +81,15 @@ def test_examples_run(path: Path, talking: set[str]) -> None:
 
 
 TALKING = {
-    "profiling": {"work"},
-    "programs": set(),  # by repeat
+    "calls": set(),  # by repeat
+    "checkpoints": set(),  # by repeat
     "communication": {"smooth", "moments", "forces", "pipeline", "all_wait"},
+    "data": {"note"},
+    "debugging": {"waits"},
+    "errors": {"shifted"},
     "evaluation": set(),  # in a step of replicate
-    "faq": {"shifted"},
-    "logging": {"waits"},
     "parallel": {"standardised"},
-    "tutorial": {"note", "standardise"},
+    "profiling": {"work"},
 }
 """The functions of each page in which ranks talk."""
 
@@ -101,7 +102,7 @@ def test_the_pages_that_talk_are_known() -> None:
 
 
 def test_a_function_that_changes_what_ranks_keep_runs_on_one_rank() -> None:
-    (source,) = (each for _, each in BLOCK.findall((ROOT / "docs" / "tutorial.md").read_text()) if "def note(" in each)
+    (source,) = (each for _, each in BLOCK.findall((ROOT / "docs" / "data.md").read_text()) if "def note(" in each)
     namespace: dict[str, Any] = {"np": np, "synk": synk}
     with synk.fork(2):
         exec(source, namespace)

@@ -375,7 +375,7 @@ def test_what_is_refused(subtests: Any, shared_runtimes: Any) -> None:
         "create_graph=True": (RuntimeError, lambda: torch.autograd.grad(model(x).sum(), x, create_graph=True)),
         "sparse=False": (TypeError, lambda: sparse(torch.tensor([0, 1, 2])).sum().backward()),
         "too large": (OverflowError, lambda: fragile(bad)),
-        "cannot send the inputs": (synk.errors.SerializationError, lambda: model(x, threading.Lock())),
+        "cannot send the inputs": (synk.errors.SerializationError, lambda: model(threading.Lock())),
     }  # fmt: skip
     for text, (error, call) in cases.items():
         with subtests.test(text=text), pytest.raises(error, match=text):

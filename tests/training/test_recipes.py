@@ -14,23 +14,23 @@ import synk
 
 torch = pytest.importorskip("torch")
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
-BLOCKS = dict(re.findall(r"^## ([^\n]+)\n\n```py\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
-BEGINNING = re.findall(r"^All recipes begin like this:\n\n```py\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)[0]
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "evaluation.md").read_text(encoding="utf-8")
+BLOCKS = dict(re.findall(r"^### ([^\n]+)\n\n```py\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
+BEGINNING = re.findall(r"All recipes begin like this:\n\n```py\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)[0]
 PACKAGES = {"torchmetrics": "torchmetrics", "A logger": "tensorboard"}
 
 
 def test_recipes_run(subtests: Any, kept_open: Any) -> None:
     threads, begun = torch.get_num_threads(), {"__name__": "__main__"}
     try:
-        exec(compile(BEGINNING, "the beginning of recipes.md", "exec"), begun)
+        exec(compile(BEGINNING, "the beginning of evaluation.md", "exec"), begun)
         for title, block in BLOCKS.items():
             if importlib.util.find_spec(PACKAGES.get(title, "torch")) is None:
                 continue
             with subtests.test(recipe=title):
                 names: dict[str, Any] = dict(begun)
-                exec(compile(block, f"{title} of recipes.md", "exec"), names)
-                if title == "Averages of the weights: EMA and SWA":
+                exec(compile(block, f"{title} of evaluation.md", "exec"), names)
+                if title == "EMA and SWA":
                     model, *others = names["make"]()
                     for rows in zip(names["x"].split(32), names["y"].split(32)):
                         names["step"](model, *others, *rows)

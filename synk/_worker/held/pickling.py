@@ -26,7 +26,7 @@ class CappedFile(io.BytesIO):
         return super().write(data)
 
 
-class _HostPickler(TravelPickler):
+class HostPickler(TravelPickler):
     """Pickles what cloudpickle does; arrays that lie on a device become NumPy's, and tensors move to the CPU."""
 
     has_word = True
@@ -47,5 +47,5 @@ def dumps(obj: Any, max_nbytes: float = math.inf) -> bytes:
         If the pickle is larger than ``max_nbytes``.
     """
     file = io.BytesIO() if max_nbytes == math.inf else CappedFile(max_nbytes)
-    _HostPickler(file, protocol=5).dump(obj)
+    HostPickler(file, protocol=5).dump(obj)
     return file.getvalue()
