@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 from synk._api.composed import Composed
 from synk._api.function import Function, P, R
 from synk._api.options import KeptOptions, Options, check_names
+from synk._api.replay import replay_folder
 from synk._master.session import Session
 from synk._pure.tracebacks import verb
 
@@ -41,7 +42,7 @@ def build_function(fn: Any, options: Any, session: Session | None) -> Any:
 
     def made(fn: Any) -> Function[..., Any]:
         checked = Options.of(fn, **options)
-        built = (Composed if checked.of_calls else Function)(fn, checked, session)
+        built = (Composed if checked.of_calls or replay_folder() else Function)(fn, checked, session)
         built._is_new = True
         return built
 
@@ -115,7 +116,7 @@ def function(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
         objects are refused. Not with op None, ``updates``, ``per_rank`` or ``on_oom``, and such a function cannot be
         submitted.
     per_rank : bool
-        Whether each rank contributes a value of its own (its random draws, its part of a search). Then ``"sum"``,
+        Whether each rank contributes a different value (its random draws, its part of a search). Then ``"sum"``,
         ``"prod"``, ``"gather"`` and a callable op are allowed without rows to divide, that is, without a scattered
         argument or a sharded variable that the function closes over. The result depends on the number of workers.
         Broadcast arguments are the same on all ranks: if the function only computes with them, or seeds a generator

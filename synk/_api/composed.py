@@ -1,4 +1,4 @@
-"""Functions each of whose calls is made of several: built with ``reproducible=``, ``retry=`` or ``on_oom=``.
+"""Functions each of whose calls is made of several: with ``reproducible=``, ``retry=``, ``on_oom=`` or ``SYNK_REPLAY``.
 
 Each of these is a plain function around a call, and the call knows nothing of it.
 """
@@ -15,14 +15,17 @@ from synk._api.blocks import in_blocks
 from synk._api.function import Function, P, R
 from synk._api.options import Options, call_options
 from synk._api.plain import ScatteredArguments
+from synk._api.replay import recorded, replay_folder
 from synk._api.serial import call_serially
 from synk._master.calls.call import CallOptions
 from synk._master.calls.callee import Callee
 from synk._master.calls.signature import OPTION_NAMES
+from synk._master.flight.pending import PendingCall
 from synk._master.processes.output import report
 from synk._master.session import Session
 from synk._pure.nested import take_apart
 from synk._pure.tracebacks import verb
+from synk._wire.replayed import moment
 from synk.errors import RemoteError, WorkerDied, add_note
 
 Call = Callable[[tuple[Any, ...], dict[str, Any], CallOptions], Any]
@@ -38,6 +41,9 @@ class Composed(Function[P, R]):
         if options.reproducible:
             self._serial = in_blocks(fn, options, session)
             call = self._checked(self._serial)
+        elif folder := replay_folder():
+            ask: Function[..., Any] = Function(moment, Options.of(moment, outputs=None, per_rank=True), session)
+            call = recorded(call, self, ask, folder)
         if options.on_oom == "slices":
             call = in_slices(call, self._callee)
         if options.retry:
@@ -81,12 +87,19 @@ class Composed(Function[P, R]):
 
     @verb
     def submit(self, /, *args: Any, **options: Any) -> Any:
-        """Refuse it: a call that is submitted is one call."""
+        """Refuse it: a call that is submitted is one call. With ``SYNK_REPLAY`` alone, the call is made at once."""
         given = [f"{name}={value!r}" for name, value in self._options.of_calls.items()]
-        raise ValueError(
-            f"cannot submit {self.__name__!r}: got a function with {', '.join(given)}, expected one without: its calls "
-            "are made of several, and a call that is submitted is one. Call it, or build it without."
-        )
+        if given:
+            raise ValueError(
+                f"cannot submit {self.__name__!r}: got a function with {', '.join(given)}, expected one without: its "
+                "calls are made of several, and a call that is submitted is one. Call it, or build it without."
+            )
+        pending: PendingCall[Any] = PendingCall(self._bound_session().queue, self.__name__)
+        try:
+            pending._end(self(*args, **options), None)
+        except Exception as error:
+            pending._end(None, error)
+        return pending
 
 
 def _split(options: dict[str, Any], **how: Any) -> tuple[dict[str, Any], CallOptions]:

@@ -11,9 +11,10 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
-from synk._api.first_calls import verify_first_call, warning_first
+from synk._api.first_calls import Release, verifying
 from synk._api.op_check import OpCheck, hold_back
-from synk._api.options import Options, call_options, can_try_again, check_repeats
+from synk._api.options import Options, call_options, can_try_again
+from synk._api.repeat import call_repeatedly, check_repeats
 from synk._api.serial import call_serially
 from synk._master.calls.call import UNFIT, CallOptions, call_again, run_call
 from synk._master.calls.callee import Callee, FunctionHandle
@@ -25,6 +26,7 @@ from synk._pure.output_ops import DefaultOp
 from synk._pure.show import table
 from synk._pure.tracebacks import Results, outline, verb
 from synk._pure.words import Hinting
+from synk._wire.apart import FIRST
 from synk._wire.cell import refuse_inside_worker
 
 if TYPE_CHECKING:
@@ -81,12 +83,12 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
     """Whether it was never called; only of functions that the user has built."""
 
     def __init__(self, fn: Callable[P, R], options: Options, session: Session | None = None) -> None:
-        name = options.name
+        name, has_default = options.name, isinstance(options.outputs, DefaultOp)
         self._callee = Callee(
             fn,
             name,
             bcast_inputs=options.bcast_inputs,
-            outputs=options.outputs,
+            outputs=str(options.outputs) if has_default else options.outputs,
             updates=options.variables,
             changes=options.residents,
             framework=options.framework,
@@ -94,9 +96,10 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
             reserved=OPTION_NAMES,
             session=session,
         )
-        is_default = isinstance(options.outputs, DefaultOp) and not (options.per_rank or options.updates)
-        self._op_check: OpCheck | None = OpCheck(self._callee.signature.first_scattered) if is_default else None
+        is_checked = has_default and not (options.per_rank or options.updates)
+        self._op_check: OpCheck | None = OpCheck(self._callee.signature.first_scattered) if is_checked else None
         self._verb = f"call {name!r}"
+        self._wrapped: dict[Any, Any] = {}
         self._options = options
         functools.update_wrapper(self, fn, updated=())
         self.__name__ = name
@@ -246,12 +249,12 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         Raises
         ------
         ValueError
-            If ``num_repeats`` is not an integer of 1 or more, or the function gives a sharded variable another number
-            of rows before the last repetition.
+            If ``num_repeats`` is not an integer of 1 or more, ``num_slices`` is not 1, or the function gives a sharded
+            variable another number of rows before the last repetition.
         Exception
             As for a call. All repetitions are one transaction: if one of them fails on any rank, shared variables keep
-            the values that they had before the first. Resident objects keep the changes of the completed repetitions,
-            and a note on the exception says so.
+            the values that they had before the first. Resident objects may keep what was changed, as after any call
+            that fails; all ranks have the same, and a note on the exception reports that.
 
         Notes
         -----
@@ -274,8 +277,8 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         array([3., 4.])
         """
         num_repeats = check_repeats(num_repeats, self.__name__)
-        options = call_options(batch, num_slices, output_subset, timeout, num_repeats=num_repeats)
-        return self._run_checked(args, kwargs, options)
+        options = call_options(batch, num_slices, output_subset, timeout)
+        return self._run_checked(args, kwargs, options, functools.partial(call_repeatedly, self, num_repeats))
 
     @verb
     def verify(
@@ -313,8 +316,8 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         -------
         Report
             True if all outputs are equal, and the shared variables that the call assigns on CPU workers. It prints as a
-            table, with the ops that would have matched. If values differ because the function draws random numbers, it
-            says so.
+            table, with the ops that would have matched. If values differ because the function draws random numbers, a
+            note reports that.
 
         Raises
         ------
@@ -327,9 +330,8 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         -----
         Where the plain function cannot be called in the program, or its result means something else there, the call is
         compared with :meth:`serial`, and a note in the report says why. This is so if it uses ``synk.comm``, shared
-        variables or resident objects, or runs on devices; if it and its arguments cannot be copied, or need more than
-        half of the free memory; or if its serial call would take more than 10 s. An exception that only the plain
-        function raises is a difference.
+        variables or resident objects, or runs on devices, or if it and its arguments cannot be copied. An exception
+        that only the plain function raises is a difference.
 
         Examples
         --------
@@ -353,15 +355,19 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
     def _alike(self, fn: Callable[..., Any], **options: Any) -> Function[..., Any]:
         """Return a function of another callable with the inputs of this one, on the same runtime."""
         own = {name: getattr(self._options, name) for name in ("bcast_inputs", "framework", "per_rank")}
-        return Function(fn, Options.of(fn, **own | options), self._bound_session())
+        return type(self)(fn, Options.of(fn, **own | options), self._bound_session())
 
-    def _compared(self) -> Function[..., Any]:
-        """Return the function that ``verify`` calls."""
-        return self
-
-    def _without_draws(self) -> Function[..., Any] | None:
-        """Return the function that it calls in place of one that draws random numbers, or None."""
-        return None
+    def _with_one_more(self, wrapper: Callable[..., Any], *of: Any) -> Function[..., Any]:
+        """Return the function ``wrapper(fn, *of)``, which gets one more argument whole, before its own."""
+        callee = self._callee
+        key = wrapper, of, self._bound_session(), callee.fn
+        known, made = self._wrapped.get(wrapper, (None, None))
+        if made is None or known != key:
+            names = [callee.bcast_inputs] if isinstance(callee.bcast_inputs, str) else callee.bcast_inputs
+            options = {"outputs": callee.outputs, "updates": self._options.updates}
+            made = self._alike(wrapper(callee.fn, *of), bcast_inputs=[FIRST, *names], **options)
+            self._wrapped[wrapper] = key, made
+        return made
 
     @overload
     def submit(
@@ -402,8 +408,8 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
 
         Three calls can be in flight: one runs, one waits, and the inputs of the third are being copied to the devices.
         A fourth ``submit`` first waits for the oldest call, and every other operation of the runtime waits for all of
-        them. Calls run in the order in which they were submitted. Each rank goes on with the next call as soon as it
-        has finished its own part. A call that fails does not stop those behind it; a worker that dies does.
+        them. Calls run in the order in which they were submitted. Each rank continues with the next call as soon as
+        it has finished its part. A call that fails does not stop those behind it; a worker that dies does.
 
         Arrays and objects are copied before ``submit`` returns. ``Data`` is not copied: changing it waits for the calls
         that read it, unless it is changed through an array that was taken from ``.data`` before. A call that uses
@@ -500,29 +506,27 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
             results = with_progress(results, self.__name__, operator.length_hint(batches))
         return Results(results, "synk.Function.stream", self.__name__)
 
-    def _run_checked(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
+    def _run_checked(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        options: CallOptions,
+        run: Callable[[tuple[Any, ...], dict[str, Any], CallOptions], Any] | None = None,
+    ) -> Any:
         """Run a call, and hold its result back until the default op is known to fit."""
         release = self._begin(args, kwargs, options)
-        result = self._run(args, kwargs, options)
+        result = (run or self._run)(args, kwargs, options)
         if release is not None:
             release(result)
         return result
 
-    def _begin(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
-    ) -> Callable[[Any], None] | None:
-        """Verify the first call if it is to be, and return what must be done with the result of this one, if any."""
-        unverified = None
-        if self._is_new:
-            self._is_new = False
-            unverified = verify_first_call(self, args, kwargs, options)
-        release = self._hold_back(args, kwargs, options)
-        return release if unverified is None else warning_first(unverified, release)
-
-    def _hold_back(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
-    ) -> Callable[[Any], None] | None:
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Release | None:
         """Return what a call that begins now must do with its result before it is given out; None for nothing."""
+        release = self._hold_back(args, kwargs, options)
+        return verifying(self, args, kwargs, options, release) if self._is_new else release
+
+    def _hold_back(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Release | None:
+        """Return what it must do because of the default op."""
         return hold_back(self, args, kwargs, options)
 
     def _run(

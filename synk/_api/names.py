@@ -11,6 +11,7 @@ from synk._api.current import close as close
 from synk._api.current import current as current
 from synk._api.current import fork as fork
 from synk._api.function import Function as Function
+from synk._api.replay import replay as replay
 from synk._api.runtime import Runtime as Runtime
 from synk._api.verbs import data as data
 from synk._api.verbs import distribute as distribute

@@ -32,18 +32,6 @@ class KeptOptions(TypedDict, total=False):
     per_rank: bool
 
 
-class MapOptions(TypedDict, total=False):
-    """The options of :func:`synk.map`."""
-
-    batch_size: int | None
-    ordered: bool
-    progress: bool
-    on_error: Literal["raise", "return"]
-    item_timeout: float | None
-    max_tasks_per_worker: int | None
-    max_worker_memory: int | None
-
-
 def is_integer(value: Any, least: int) -> bool:
     """Whether a value is an integer of Python or NumPy, not a bool, and at least ``least``."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= least)
@@ -211,15 +199,6 @@ def check_slices(num_slices: Any) -> int:
     if not is_integer(num_slices, 1):
         raise ValueError(f"cannot slice a call: got num_slices={num_slices!r}, expected an integer of 1 or more.")
     return int(num_slices)
-
-
-def check_repeats(num_repeats: Any, name: str) -> int:
-    if not is_integer(num_repeats, 1):
-        raise ValueError(
-            f"cannot repeat {name!r}: got {num_repeats!r} as the number of repetitions, expected an integer of 1 or "
-            "more. It comes first: f.repeat(100, x)."
-        )
-    return int(num_repeats)
 
 
 def check_subset(output_subset: Any) -> tuple[Any, ...] | None:

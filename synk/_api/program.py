@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import pickle
 import sys
-import types
 import zlib
 from collections.abc import Mapping
 from typing import Any, BinaryIO, NamedTuple
@@ -16,10 +15,9 @@ from typing import Any, BinaryIO, NamedTuple
 from synk._api.composed import Composed
 from synk._api.function import Function
 from synk._api.options import OPTIONS
-from synk._api.plain_copy import ByReference
+from synk._api.plain_copy import ByReference, CodePickler
 from synk._api.runtime import Runtime
 from synk._master.code.handles import Handle
-from synk._master.code.modules import is_users_module
 from synk._master.objects.resident import Resident
 from synk._master.objects.shared import Shared
 from synk._master.state.captured import unsendable
@@ -27,7 +25,7 @@ from synk._pure import files
 from synk._pure.tracebacks import verb
 from synk._pure.words import no_attribute
 from synk._wire.cell import refuse_inside_worker
-from synk._wire.parcels import Pickler, dumps
+from synk._wire.parcels import dumps
 from synk.errors import SerializationError
 
 _PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
@@ -53,7 +51,7 @@ class Program:
     """Functions and their state: build them once, run them here, put them on another backend later.
 
     The values of a program are those of its variables. ``p.on(backend)`` makes a copy of it on other workers, with the
-    values of that moment. From then on each has its own, until ``q.sync_to_parent()`` brings those of the copy back.
+    values of that moment. From then on each has its own, until ``q.sync_to_parent()`` copies those of the copy back.
 
     Parameters
     ----------
@@ -82,7 +80,7 @@ class Program:
     A program on a runtime loses its values with that runtime. ``save`` and ``pickle.dumps`` keep them: a program that
     was loaded is on no runtime, and ``on`` puts it there. Loading a program runs code: load only your own files.
 
-    The two steps, and the word that brings values back, are of a proposal for Theano, whose functions were built for
+    The two steps, and the word that copies values back, are of a proposal for Theano, whose functions were built for
     NumPy and then run by another library ("Strategy for OpenCL support", theano-dev, 2013).
 
     Examples
@@ -294,39 +292,25 @@ def _value_of(handle: Any) -> _Value:
     return _Value("resident", handle.get(), {"dump": handle._referent._dump, "load": handle._referent._load})
 
 
-class _CodePickler(Pickler):
-    """Pickles functions by value, also those in the user's modules, and handles as their names in the state."""
-
-    def __init__(self, file: Any, state: dict[str, Any]) -> None:
-        super().__init__(file, protocol=5)
-        self._state = state
-
-    def persistent_id(self, obj: Any) -> Any:
-        if not isinstance(obj, Handle):
-            return None
-        for name, handle in self._state.items():
-            if handle is obj:
-                return name
-        raise SerializationError(
-            f"cannot make a program: a function refers to {obj!r}, which is not in its state. Name it there: "
-            "synk.Program(step=step, state={'w': w})."
-        )
-
-    def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is types.FunctionType and is_users_module(obj.__module__):
-            return self._dynamic_function_reduce(obj)
-        return super().reducer_override(obj)
-
-
 def _code_of(functions: dict[str, Any], state: dict[str, Any]) -> bytes:
     """Return functions and what they were built with as one pickle, so that what they share stays shared."""
     built = {
         name: (each._callee.fn, {option.name: getattr(each._options, option.name) for option in OPTIONS})
         for name, each in functions.items()
     }
+    names = {id(handle): name for name, handle in state.items()}
+
+    def name_of(handle: Handle) -> str:
+        if id(handle) not in names:
+            raise SerializationError(
+                f"cannot make a program: a function refers to {handle!r}, which is not in its state. Name it there: "
+                "synk.Program(step=step, state={'w': w})."
+            )
+        return names[id(handle)]
+
     file = io.BytesIO()
     try:
-        _CodePickler(file, state).dump(built)
+        CodePickler(file, name_of).dump(built)
     except SerializationError:
         raise
     except Exception as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 from synk._master import collectives
@@ -12,10 +11,7 @@ from synk._master.objects.shared import Shared
 from synk._master.session import Session
 from synk._master.state.variable import check_owner
 from synk._pure.nested import build, holds, is_nested, take_apart
-from synk._wire.apart import CLOSED_OVER, Whole, unassignable
-
-_kept: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""By function: the one that gets the rows of the sharded variables that it closes over as its first argument."""
+from synk._wire.apart import Whole, unassignable
 
 
 def call_serially(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
@@ -40,7 +36,8 @@ def call_serially(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
         values = [collectives.gather(session, variable, 0) for variable in shards]
     if not shards:
         return function._run(positional, named, options)
-    return _with_whole(function, session, shards)._run((tuple(values), *positional), named, options)
+    whole = function._with_one_more(Whole, tuple(variable.id for variable in shards))
+    return whole._run((tuple(values), *positional), named, options)
 
 
 def _whole(session: Session, value: Any, label: str, name: str) -> Any:
@@ -57,17 +54,3 @@ def _whole(session: Session, value: Any, label: str, name: str) -> Any:
             "as several inputs. Call it in parallel, or share its arrays one by one."
         )
     return collectives.gather(session, value._referent, 0)
-
-
-def _with_whole(function: Any, session: Session, shards: Any) -> Any:
-    """Return the function that gets all rows of what ``function`` closes over, as its first argument."""
-    numbers = [variable.id for variable in shards]
-    known, made = _kept.get(function, (None, None))
-    if known != (session, numbers):
-        callee = function._callee
-        names = callee.bcast_inputs
-        names = [names] if isinstance(names, str) else list(names)
-        fn, updates = Whole(callee.fn, numbers), function._options.updates
-        made = function._alike(fn, bcast_inputs=[CLOSED_OVER, *names], outputs=callee.outputs, updates=updates)
-        _kept[function] = (session, numbers), made
-    return made

@@ -24,6 +24,8 @@ from synk._pure.tables import is_table
 from synk._pure.trees import flatten, unflatten
 from synk._wire.cell import cell
 from synk._wire.settings import kept
+from synk._wire.variables import split_updates
+from synk.errors import UnsupportedError
 
 
 class Part(NamedTuple):
@@ -74,11 +76,22 @@ class Around:
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self._fn = fn
-        functools.update_wrapper(self, fn, updated=())
+        own: Any = self
+        functools.update_wrapper(own, fn, updated=())
 
 
 class Quiet(Around):
-    """Calls a function without its prints, logs and warnings, and puts back settings and random generators.
+    """Calls a function so that the run leaves nothing behind.
+
+    Prints, logs and warnings are dropped. Settings, random generators and the resident objects that it changes are put
+    back, and nothing that it assigns to shared variables takes effect.
+
+    Parameters
+    ----------
+    residents : sequence of Resident
+        What the function changes.
+    updates : sequence of Shared
+        The variables whose new values it returns beside its outputs.
 
     Notes
     -----
@@ -86,55 +99,48 @@ class Quiet(Around):
     else in each run.
     """
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
+    def __init__(self, fn: Callable[..., Any], residents: Sequence[Any] = (), updates: Sequence[Any] = ()) -> None:
         super().__init__(fn)
+        self._residents, self._updates = residents, updates
         self._num_runs = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(args, kwargs)[0]
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[int, list[np.ndarray]]]:
+        """Return the outputs, and what was assigned to shared variables."""
         self._num_runs += 1
-        generator = cell.worker.rng.bit_generator
-        state = generator.state
+        generator, variables = cell.worker.rng.bit_generator, cell.worker.variables
+        states = [resident.state() for resident in self._residents]
+        drawn, before = generator.state, dict(variables.assigned)
         try:
             cell.worker.rng.random(self._num_runs)
             with unseen():
                 move_generators(self._num_runs)
-                return self._fn(*args, **kwargs)
-        finally:
-            generator.state = state
-
-
-class Apart(Quiet):
-    """Calls a function in the same way, and returns a :class:`Part` of it in a :class:`Box`.
-
-    Nothing that it assigns to shared variables takes effect, and the resident objects that it changes are put back.
-
-    Parameters
-    ----------
-    residents : sequence of Resident
-        What the function changes.
-    """
-
-    def __init__(self, fn: Callable[..., Any], residents: Sequence[Any] = ()) -> None:
-        super().__init__(fn)
-        self._residents = residents
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Box:
-        states = [resident.state() for resident in self._residents]
-        variables = cell.worker.variables
-        before = dict(variables.assigned)
-        try:
-            value = super().__call__(*args, **kwargs)
+                value = self._fn(*args, **kwargs)
+            if self._updates:
+                value, new = split_updates(self.__name__, value, len(self._updates))
+                for replica, each in zip(self._updates, new):
+                    replica.assign(each)
             assigned = {
                 replica.variable_id: [np.array(cell.worker.backend.host_copy(leaf)) for leaf in leaves]
                 for replica, leaves in variables.assigned.items()
                 if before.get(replica) is not leaves
             }
-            leaves, structure = flatten(value)
-            return Box(Part(unflatten(structure, list(map(_on_host, leaves))), cell.worker.num_rows, assigned))
+            return value, assigned
         finally:
-            variables.assigned = before
+            generator.state, variables.assigned = drawn, before
             for resident, state in zip(self._residents, states):
                 resident.restore(state, resident.version)
+
+
+class Apart(Quiet):
+    """Calls a function in the same way, and returns a :class:`Part` of it in a :class:`Box`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Box:
+        value, assigned = self._run(args, kwargs)
+        leaves, structure = flatten(value)
+        return Box(Part(unflatten(structure, list(map(_on_host, leaves))), cell.worker.num_rows, assigned))
 
 
 class Silent(Around):
@@ -142,14 +148,33 @@ class Silent(Around):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         comm: Any = sys.modules["synk"].comm
-        with comm._refused("it is built with reproducible=, and what the ranks say depends on their number"):
+        own: Any = type(comm)
+        comm.__class__ = _refusing(own)
+        try:
             result = self._fn(*args, **kwargs)
+        finally:
+            comm.__class__ = own
         for replica in cell.worker.variables.assigned:
             raise ValueError(
                 f"cannot assign variable {replica.name!r} in {self.__name__!r}: it is built with reproducible= and "
                 "called for each block of rows, expected a function that changes nothing."
             )
         return result
+
+
+@functools.cache
+def _refusing(comm: Any) -> type:
+    """Return what ``synk.comm`` is while all that it has is refused."""
+
+    def refuse(self: Any, name: str) -> Any:
+        if name.startswith("_"):
+            return object.__getattribute__(self, name)
+        raise UnsupportedError(
+            f"cannot use synk.comm.{name} in {cell.worker.function_name!r}: it is built with reproducible=, and what "
+            "the ranks say depends on their number, expected a function of its rows."
+        )
+
+    return type(comm.__name__, (comm,), {"__getattribute__": refuse})
 
 
 class BlockValues:
@@ -164,14 +189,27 @@ def next_block(values: BlockValues, weights: np.ndarray) -> Any:
     return values.to_come.pop()
 
 
-CLOSED_OVER = "closed_over"
-"""The first parameter of :class:`Whole`."""
+FIRST = "_first"
+"""The parameter that a :class:`WithOneMore` has before those of its function."""
 
 
-class Whole(Around):
+class WithOneMore(Around):
+    """Has the parameters of the function, and one before them."""
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        first = inspect.Parameter(FIRST, inspect.Parameter.POSITIONAL_ONLY)
+        try:
+            own = list(inspect.signature(self._fn).parameters.values())
+        except (TypeError, ValueError):  # some builtins have no signature
+            own = [inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)]
+        return inspect.Signature([first, *own])
+
+
+class Whole(WithOneMore):
     """Calls a function that closes over sharded variables as if the rank held all their rows. It cannot assign them.
 
-    It has the parameters of the function, and one before them: the values of the variables.
+    The parameter before its own are the values of the variables.
 
     Parameters
     ----------
@@ -184,12 +222,6 @@ class Whole(Around):
         super().__init__(fn)
         self._numbers = numbers
 
-    @property
-    def __signature__(self) -> inspect.Signature:
-        own = inspect.signature(self._fn)
-        first = inspect.Parameter(CLOSED_OVER, inspect.Parameter.POSITIONAL_ONLY)
-        return own.replace(parameters=[first, *own.parameters.values()])
-
     def __call__(self, values: Sequence[Any], /, *args: Any, **kwargs: Any) -> Any:
         variables = cell.worker.variables
         replicas = list(map(variables.get, self._numbers))
@@ -201,6 +233,43 @@ class Whole(Around):
             if variables.assigned.pop(replica) is not shown[replica]:
                 raise unassignable(replica.name, self.__name__)
         return result
+
+
+class Again(WithOneMore):
+    """Calls a function several times, each time as the rank would call it anew; the parameter before its own says how
+    often. What a run assigns, the next one finds.
+    """
+
+    def __call__(self, num_runs: Any, /, *args: Any, **kwargs: Any) -> Any:
+        worker = cell.worker
+        called, variables, inputs = worker.lane.called, worker.variables, worker.lane.executor.inputs
+        for _ in range(int(num_runs) - 1):
+            if called.function.updates:
+                variables.take_updates(called.function, self._fn(*args, **kwargs), worker.num_rows)
+            else:
+                self._fn(*args, **kwargs)
+            for replica in list(variables.assigned):
+                variables.assigned[replica] = _settled(replica, variables.assigned.pop(replica))
+            objects = inputs.load_objects(called, variables)
+            (_, *args), kwargs = inputs.arguments(called, called.rows, objects, variables)
+        return self._fn(*args, **kwargs)
+
+
+def _settled(replica: Any, leaves: Sequence[Any]) -> list[Any]:
+    """Return what was assigned as the value for the next run, whatever the function does to its own arrays."""
+    if replica._known.is_sharded and len(leaves[0]) != len(replica.leaves()[0]):
+        raise ValueError(
+            f"cannot repeat a call: it has assigned {len(leaves[0])} rows to the shard of variable {replica.name!r}, "
+            f"expected {len(replica.leaves()[0])} as before. Call the function again and again instead, so that rows "
+            "are divided anew."
+        )
+    return [leaf if _is_last_view(leaf) else replica.keep(leaf.copy(), leaf.dtype) for leaf in leaves]
+
+
+def _is_last_view(array: Any) -> bool:
+    """Whether nobody else holds the memory behind a view; on devices that is unknown."""
+    is_on_host = isinstance(array, np.ndarray)
+    return is_on_host and sys.getrefcount(array.base) == 2 and array.base.base is None  # the view's, and the argument
 
 
 def unassignable(variable: str, function: str) -> ValueError:

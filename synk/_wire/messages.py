@@ -145,8 +145,6 @@ class Plan(NamedTuple):
     nests : bytes
         A pickle of ``(first, num_leaves, structure)`` for each nested argument: which inputs are its leaves. Empty if
         no argument is nested.
-    num_repeats : int
-        How often the call runs on each rank. A run sees what the one before has changed.
     all_ranks : tuple of int
         On one of several nodes: the ranks of all nodes that run the call.
     """
@@ -162,7 +160,6 @@ class Plan(NamedTuple):
     is_rowless: bool = False
     local_indices_place: tuple[int, int, int] | None = None
     nests: bytes = b""
-    num_repeats: int = 1
     all_ranks: tuple[int, ...] = ()
 
 

@@ -21,7 +21,7 @@ class Adopt(NamedTuple):
     name: str
     pickle: bytes
     first: int
-    version: float
+    version: int
     sys_path: list[str]
 
 
@@ -46,7 +46,7 @@ class Restore(NamedTuple):
 
     resident_id: int
     state: bytes
-    version: float
+    version: int
 
 
 def methods_of(value: Any) -> tuple[Any, Any]:
@@ -84,6 +84,6 @@ def resolve_resident(resident_id: int) -> Any:
     """Return this rank's object. This loads a pickled ``Resident``."""
     if cell.worker is None:
         raise pickle.UnpicklingError(
-            "cannot load a resident object here: it has a meaning only on the workers of its runtime."
+            "cannot load a resident object here: it can only be used on the workers of its runtime."
         )
     return cell.worker.residents.get(resident_id)

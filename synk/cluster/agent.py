@@ -92,6 +92,9 @@ class Agent:
         self._items = ItemsInFlight(self.session)
         self._variables = NodeVariables(self.session)
         self._untold: list[tuple[str, type[Warning]]] = []  # warnings that the next reply will bring
+        # The last message and the name of its function, if it was a call in which ranks of other nodes may still wait
+        # for ranks of this one.
+        self._joint: tuple[int, str] | None = None
 
     @property
     def description(self) -> str:
@@ -99,14 +102,34 @@ class Agent:
         place = f" on {self._host}" if self._host else ""
         return f"{self.session.world_size} x {self.session.backend}{place}, pids of its workers {pids}"
 
+    @property
+    def runs_items(self) -> bool:
+        return bool(self._items)
+
     def watched(self) -> list[int]:
-        """Return the descriptors to watch while ranks run items. When one is readable, call :meth:`answers`."""
-        return self.session.workers.processes.poll_set.fds if self._items else []
+        """Return the descriptors to watch between messages. When one is readable, call :meth:`answers`."""
+        workers = self.session.workers
+        if self._items:
+            return workers.processes.poll_set.fds
+        living = [worker.process for worker in workers.by_rank if self._joint and not worker.is_dead]
+        return [fd for process in living for fd, kind in process.watched() if kind == "death"]
 
     def answers(self) -> Iterator[tuple[int, Reply]]:
-        """Return the replies to messages whose items have ended, each with the number of its message."""
+        """Return the replies to messages whose items have ended, each with the number of its message.
+
+        A call that ended well here gets another reply if a worker dies before the next message comes: its last words
+        to ranks of other nodes may be lost.
+        """
         for sequence, status, reply in self._items.answers() if self._items else ():
             yield sequence, (status, pickle.dumps(None) if reply is None else self._packed(reply))
+        if self._joint is not None:
+            workers = self.session.workers
+            dead = workers.processes.wait(0).deaths
+            if dead:
+                (sequence, name), self._joint = self._joint, None
+                workers.recovery.bury_idle(dead)
+                error = workers.recovery.reports.died(dead, "call", repr(name), workers.began)
+                yield sequence, (Status.ERROR, self._packed(NodeReply(error=pickled(error))))
 
     def end_items(self) -> None:
         """End the items that ranks run, because the head wants all ranks to be idle."""
@@ -118,6 +141,7 @@ class Agent:
 
         An error of the session becomes the reply, so it does not end the agent.
         """
+        self._joint = None
         reply: NodeReply | RankReplies
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("ignore")
@@ -130,6 +154,7 @@ class Agent:
                     return self._load(content)
                 if kind == Kind.CALL:
                     reply = self._call(content)
+                    self._joint = (sequence, content.function.name) if content.group else None
                 elif kind == Kind.ITEMS:
                     self._send_items(sequence, content)
                     return None
@@ -278,6 +303,7 @@ class Agent:
             cached = plan_call(session, function, call, call.options, session.lanes.first)  # type: ignore[arg-type]
             values, began = values_of(call, cached), time.monotonic_ns()
             launched = Launched(function, call, cached, values, None, began, 0, state)  # type: ignore[arg-type]
+            launched.is_joint = bool(order.group)
             # The ranks read these numbers when they begin the call, so they are written before ``send`` rings.
             session.lanes.first.first_down[Down.ALL_ROWS] = order.all_rows
             session.lanes.first.first_down[Down.ALL_GROUP] = order.group

@@ -205,6 +205,7 @@ class Nodes:
 
     def send(self, launched: NodesCall) -> None:
         """Send a staged call to the nodes that run it."""
+        launched.is_joint = self._group.number > 0
         self._session.counters["calls"] += 1
         orders, lane = launched.orders, launched.cached.lane.index
         self._session.workers.send(

@@ -92,6 +92,7 @@ class AgentLoop(NodeEnd):
                 waiting.register(channel.sock, select.POLLOUT)
             fds = {fd for fd, _ in waiting.poll()}
             if channel.read_fd in fds:
+                self._answer_items(agent)  # what has happened before the message is told before it is acted on
                 return channel.answer()
             if self._head_fd in fds:
                 return None
@@ -113,7 +114,7 @@ class AgentLoop(NodeEnd):
     def _answer(self, sequence: int, status: Status, data: Any) -> None:
         """Reply to a message that ranks have run."""
         agent = self._agent
-        self._own_up[Up.PHASE] = Phase.FUNCTION if agent is not None and agent.watched() else Phase.IDLE
+        self._own_up[Up.PHASE] = Phase.FUNCTION if agent is not None and agent.runs_items else Phase.IDLE
         for stream in (sys.stdout, sys.stderr):  # the output of a call must arrive before its reply
             stream.flush()
         self._reply(status, sequence, data)

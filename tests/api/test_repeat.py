@@ -38,8 +38,8 @@ def test_updates_and_assignments_hold_from_run_to_run(shared_runtimes: Any, kind
     f = rt.function(lambda x: (x * w.value, (w.value / 2 + 1, count.value + 1)), updates=[w, count], outputs="gather")
     g = rt.function(shift, outputs="first")
     expected, seen, runs = np.ones(2), None, 0
-    for n, num_slices in ((1, 1), (2, 2), (9, 1), (3, 2)):
-        result = f.repeat(n, X, num_slices=num_slices)
+    for n in (1, 2, 9, 3):
+        result = f.repeat(n, X)
         g.repeat(n, X)
         for _ in range(n):
             seen, expected, runs = X * expected, expected / 2 + 1, runs + 1
@@ -184,7 +184,7 @@ def test_an_error_undoes_the_variables_and_leaves_the_ranks_alike(
         step.repeat(20, X)
     assert caught.value.step_counted is False
     if fails is gives_another_shape and sys.version_info >= (3, 11):
-        assert any("'log' came through a part of the repetitions" in each for each in caught.value.__notes__)
+        assert any("'log' may hold a part of what the call" in each for each in caught.value.__notes__)
     assert [float(w[rank]) for rank in range(3)] == [2.0] * 3
     logs = [log.get(rank) for rank in range(3)]
     assert logs[0] == logs[1] == logs[2]
@@ -230,30 +230,37 @@ def test_what_is_no_number(shared_runtimes: Any) -> None:
             f.repeat(n, X)
 
 
-@pytest.mark.parametrize("kind", [1, 3])
-def test_steps_of_replicated_objects_equal_plain_torch(shared_runtimes: Any, kind: int) -> None:
+def test_what_cannot_be_repeated(shared_runtimes: Any) -> None:
     torch = pytest.importorskip("torch")
-    x = torch.linspace(-1, 1, 22, dtype=torch.float64).reshape(11, 2)
+    rt = shared_runtimes[2]
+    with pytest.raises(ValueError, match="cannot repeat 'total': got num_slices=2, expected 1"):
+        rt.function(named("total", lambda x: x.sum()), outputs="sum").repeat(3, X, num_slices=2)
+    model = torch.nn.Linear(2, 1)
+    rep = synk.torch.replicate(model, torch.optim.Adam(model.parameters()), runtime=rt)
+    with pytest.raises(ValueError, match="cannot repeat 'step': got a function over replicated objects"):
+        rep.function(named("step", lambda model, optimizer, x: x.sum())).repeat(3, torch.ones(4, 2))
 
-    def start() -> tuple[Any, Any]:
-        torch.manual_seed(0)
-        model = torch.nn.Linear(2, 1).double()
-        return model, torch.optim.Adam(model.parameters(), lr=0.1)
 
-    def step(model: Any, optimizer: Any, x: Any) -> Any:
-        optimizer.zero_grad()
-        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "keywords": lambda f: f.repeat(3, y=2.0, x=X),
+    "batch": lambda f: f.repeat(3, X, 2.0, batch=[5, 1, 1]),
+    "subset": lambda f: f.repeat(3, X, 2.0, output_subset=[1]),
+    "time limit": lambda f: f.repeat(np.int64(3), X, 2.0, timeout=60),
+}
 
-    plain, optimizer = start()
-    for _ in range(6):
-        expected = step(plain, optimizer, x)
-    model, optimizer = start()
-    rep = synk.torch.replicate(model, optimizer, runtime=shared_runtimes[kind])
-    loss = rep.function(step).repeat(6, x)
-    assert rep.num_steps == 6
-    torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
-    rep.pull()
-    torch.testing.assert_close(model.weight, plain.weight, rtol=1e-12, atol=0)
+
+def test_it_is_called_like_any_function(shared_runtimes: Any, subtests: pytest.Subtests) -> None:
+    """With what the function has captured, too, which its repetitions share with other calls."""
+    for kind in (2, 3):
+        rt, log = shared_runtimes[kind], []
+        f = rt.function(
+            lambda x, y, log=log: (log.append(1), len(log), x.sum() * y)[1:],
+            bcast_inputs=("y", "log"), outputs=("max", "sum"),
+        )  # fmt: skip
+        f(X, 1.0)
+        for number, (name, call) in enumerate(CALLS.items()):
+            with subtests.test(name, kind=kind):
+                *runs, total = call(f)
+                assert runs in ([4 + 3 * number], [])
+                assert total == (X[[5, 1, 1]] if name == "batch" else X).sum() * 2
+    assert shared_runtimes[2].function(max, outputs="max").repeat(2, np.arange(5)) == 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import signal
 import threading
 import time
@@ -250,6 +251,39 @@ def test_a_worker_that_died_while_idle_is_joined_again(nodes: synk.Runtime) -> N
     kill_and_wait(agents(nodes)[1])
     with pytest.warns(RuntimeWarning, match="node 1 .*was started again"):
         assert talks(np.arange(4.0)) == 6.0
+
+
+# ----- between its own end and the end of the call
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_what_dies_after_its_part_of_a_call_may_take_its_last_word_along(reused: Any, subtests: Any) -> None:
+    """Rank 3 has returned, and nothing of it is left on a wire. So rank 0 cannot know that its message was read."""
+    runtime = reused("2+2")
+
+    def step(x: np.ndarray, is_rank_2_there: bool) -> None:
+        if synk.comm.rank == 0:
+            synk.comm.send(np.ones(3), 3)
+        if synk.comm.rank == 2 and is_rank_2_there:
+            time.sleep(600)
+        if synk.comm.rank == 3:
+            synk.comm.recv(0)
+            synk.communicators._wires.Wires.send = lambda *message: None  # type: ignore[attr-defined]
+
+    f = runtime.function(step, outputs=None, bcast_inputs="is_rank_2_there")
+    for is_rank_2_there, victim in ((False, "rank"), (True, "rank"), (False, "node")):
+        with subtests.test(case=f"{victim} dies, the rest of the node {'works' if is_rank_2_there else 'has ended'}"):
+            pid = pids(runtime)[3] if victim == "rank" else agents(runtime)[1]
+            call = f.submit(np.ones(4), is_rank_2_there, timeout=60.0)
+            idle = ["1", "3"] if is_rank_2_there else ["1", "2", "3"]
+            while re.findall(r"rank (\d) \(.*\): idle", runtime.where()) != idle:
+                time.sleep(0.01)
+            kill_and_wait(pid)
+            with pytest.raises(WorkerDied) as caught:
+                call.result()
+            error = caught.value
+            assert (error.ranks, error.nodes) == (((3,), ()) if victim == "rank" else ((2, 3), (1,)))
+            assert_talks(runtime)
 
 
 # ----- other ends of calls

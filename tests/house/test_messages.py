@@ -152,6 +152,11 @@ def test_no_word_is_broken_by_the_source() -> None:
         assert "  " not in text and not re.search(r" [.,;:]( |$)", text), where
 
 
+def test_texts_have_one_word_for_a_thing() -> None:
+    words = (r"\bmaster\b", "of (its|your) own", "has a meaning", "belongs into")  # program, separate, can be used, in
+    assert not [each for each in all_texts() if any(re.search(word, each[3]) for word in words)]
+
+
 @pytest.mark.parametrize(
     ("source", "expected"),
     (

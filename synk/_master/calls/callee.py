@@ -29,7 +29,7 @@ from synk._master.state.ledger import Record
 from synk._master.state.repeated import Repeated
 from synk._master.state.resident import check_owner as check_owner_of_resident
 from synk._master.state.variable import check_owner
-from synk._pure.output_ops import DefaultOp, ops_of
+from synk._pure.output_ops import ops_of
 
 _waiting: weakref.WeakKeyDictionary[Callee, None] = weakref.WeakKeyDictionary()  # in the order in which they were made
 _NUM_CLASSES = 256
@@ -118,7 +118,7 @@ class Callee:
         self.bcast_inputs = bcast_inputs
         self._reserved = reserved
         self.signature = Signature(fn, bcast_inputs, name, reserved)
-        self.outputs = str(outputs) if isinstance(outputs, DefaultOp) else outputs
+        self.outputs = outputs
         self._updates = updates
         self._changed = tuple(changes)
         self.changes = tuple(handle._referent for handle in changes)

@@ -125,9 +125,12 @@ def _may_fit(session: Session, launched: Launched) -> bool:
     """Whether calls like a successful one can fit it, rather than being new each time."""
     call, cached = launched.call, launched.cached
     options, assembly = call.options, cached.assembly
-    if options.num_ranks is not None or options.num_repeats > 1:
-        return False
-    if options.timeout is not None or options.num_slices > 1 or options.output_subset is not None:
+    if (
+        options.num_ranks is not None
+        or options.timeout is not None
+        or options.num_slices > 1
+        or options.output_subset is not None
+    ):
         return False
     if session.has_devices or call.sources or assembly is None or not cached.is_agreed:
         return False

@@ -186,7 +186,6 @@ class CallOptions:
     timeout: float | None = None
     num_ranks: int | None = None  # among how many ranks, the first ones, the rows are divided; None for all
     is_submitted: bool = False
-    num_repeats: int = 1
 
 
 @dataclass

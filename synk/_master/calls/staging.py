@@ -58,7 +58,6 @@ def _key(function: Callee, call: Call, options: CallOptions, lane: Lane) -> tupl
         function.id,
         tuple([(argument.keyword, argument.key, argument.nest) for argument in call.arguments]),
         options.num_slices,
-        options.num_repeats,
         options.output_subset,
         tuple([-1 if indices is None else len(indices) for indices in call.index_arrays]),
         _capacity_of(call),
@@ -126,7 +125,6 @@ def _plan(plan_id: int, function: Callee, call: Call, options: CallOptions, stag
         indices_place=rows_place,
         local_indices_place=local_place,
         nests=pickle_nests(call.arguments, function.name) if call.nests is None else call.nests,
-        num_repeats=options.num_repeats,
         all_ranks=call.all_ranks,
     )
 

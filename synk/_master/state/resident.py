@@ -28,7 +28,7 @@ from synk.errors import ClosedError, SerializationError, WorkerDied, add_note
 ASK_S = 5.0
 """How long idle workers may take to report, after a failed call, which state their objects have."""
 
-State = tuple[float, bool, bytes]
+State = tuple[int, bool, bytes]
 """The version, whether it is torn, and the mark that tells gradients apart; see ``synk._worker.held.residents``."""
 
 
@@ -39,9 +39,8 @@ class ResidentObject:
     ----------
     id : int
     name : str
-    version : float
-        The number of the last call that changed it and succeeded, at least on some rank; between two numbers if a call
-        ended between two of its repetitions.
+    version : int
+        The number of the last call that changed it and succeeded, at least on some rank.
     first_version : int
         The ``version`` with which the object was set.
     lost : str
@@ -57,10 +56,10 @@ class ResidentObject:
         self.id = next(residents.ids)
         self.name = name or type(value).__name__
         self._dump, self._load = dump, load
-        self.version: float = 0
+        self.version = 0
         self.first_version = 0
         self.lost = ""
-        self.backup: tuple[float, bytes] | None = None  # its version and state, before all workers are replaced
+        self.backup: tuple[int, bytes] | None = None  # its version and state, before all workers are replaced
         self.pickle = self._pickled(value)
         residents.add(self)
 
@@ -183,12 +182,7 @@ class Residents:
         ]
         versions = [resident.version for resident in residents]
         furthest = living[max(range(len(living)), key=lambda k: reports[k][0][0])]
-        if any(version % 1 and version > before for version, before in zip(whole, versions)):
-            counted, note = (
-                False,
-                f"{names} came through a part of the repetitions of the call; all ranks get what rank {furthest} has.",
-            )
-        elif all(map(operator.gt, whole, versions)):
+        if all(map(operator.gt, whole, versions)):
             counted, note = True, f"{names} came through the call before it ended: do not repeat it."
         elif whole == versions:
             counted, note = False, f"{names} is as it was before the call."

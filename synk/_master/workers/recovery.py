@@ -60,6 +60,7 @@ class Recovery:
         The error that closed the runtime.
     grace_s : float
         How long a worker may take to answer an interrupt before it is killed.
+    reports : DeathReports
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Recovery:
         self._counters = counters
         self._on_trouble = on_trouble
         self._on_idle = on_idle
-        self._reports = DeathReports(processes)
+        self.reports = DeathReports(processes)
         self._restarts: deque[float] = deque()
         self._last_death: WorkerDied | None = None  # the death of the workers that are dead now
         self._news: list[str] = []  # deaths to tell the user about when the replacements are up
@@ -96,12 +97,12 @@ class Recovery:
     # -- deaths -------------------------------------------------------------------------------------------------------
 
     def on_deaths(self, dead: list[int]) -> None:
-        """Take the last replies of dead ranks. Raise WorkerDied if one of them still owed a reply."""
+        """Take the last replies of dead ranks. Raise WorkerDied if a request was not over for one of them."""
         processes, requests = self._processes, self._requests
         for rank in dead:  # Before the burial closes the pipe: a worker that answered and then died has answered.
             requests.take_late_replies(rank)
-        owed = [request for request in requests.values() if not request.pending.isdisjoint(dead)]
-        owing = [rank for rank in dead if any(rank in request.pending for request in owed)]
+        owed = [request for request in requests.values() if any(map(request.concerns, dead))]
+        owing = [rank for rank in dead if any(request.concerns(rank) for request in owed)]
         for rank in dead:
             how = processes.bury(processes.by_rank[rank])
             if rank not in owing:
@@ -124,7 +125,7 @@ class Recovery:
         ranks = list(ranks)
         for rank in ranks:
             self.unreported.pop(rank, None)
-        return self._reports.died(ranks, phase, what, began)
+        return self.reports.died(ranks, phase, what, began)
 
     def bury_idle(self, ranks: Iterable[int]) -> None:
         """Bury workers that died while nothing was in flight."""

@@ -45,9 +45,11 @@ class Request:
         The error that broke off taking in its answers.
     began : float
         Monotonic time at which its operation began.
+    is_joint : bool
+        Whether a rank must live until all have answered: it may take along what others still wait for.
     """
 
-    is_lost = is_forgotten = False
+    is_lost = is_forgotten = is_joint = False
     began = 0.0
     error: Exception | None = None
     lost_to: BaseException | None = None
@@ -60,8 +62,12 @@ class Request:
         self.phase = phase
         self.what = what
 
+    def concerns(self, rank: int) -> bool:
+        """Whether the request is not over for a rank. One that has answered a joint request may say that it failed."""
+        return rank in self.pending or (self.is_joint and bool(self.pending) and rank in self.replies)
+
     def take(self, rank: int, reply: Reply) -> None:
-        """Note the reply of a rank that owed one."""
+        """Note the reply of a rank."""
         self.replies[rank] = reply
         self.pending.discard(rank)
 
@@ -169,7 +175,7 @@ class Requests(dict[int, Request]):
         request = self.get(sequence)  # None: the reply belongs to a message that was given up
         if sequence == HELLO:
             self._processes.by_rank[rank].hello = reply
-        if request is not None and rank in request.pending:
+        if request is not None and request.concerns(rank):
             request.take(rank, reply)
         return True
 

@@ -34,8 +34,6 @@ class PlanExecutor:
         The outputs of the lane's last call, kept until they are published and assembled.
     function_ns, ended : int
         How long the user's function took in the last call, and when it returned by the monotonic clock.
-    to_come : float
-        The share of the call's repetitions that is still to come after the current one.
     """
 
     def __init__(self, rank: int, backend: Backend, down: np.ndarray) -> None:
@@ -46,7 +44,6 @@ class PlanExecutor:
         inputs = self.inputs = Inputs(rank, backend, down)
         self.outputs = Outputs(rank, backend, down, meanwhile=lambda: inputs.look_ahead(False))
         self.function_ns = self.ended = 0
-        self.to_come = 0.0
 
     def run(self, prepared: PreparedPlan, variables: VariableStore) -> Any:
         """Call the user's function on this rank's rows and return its result, accumulated over the slices."""
@@ -70,25 +67,11 @@ class PlanExecutor:
             result = function.fn(*arguments)
             self.ended = time.monotonic_ns()
             self.function_ns = self.ended - began
-        elif prepared.plan.num_repeats == 1:
-            result = self._run(prepared, rows, variables)
         else:
-            result = self._repeat(prepared, rows, variables)
+            result = self._run(prepared, rows, variables)
         if variables.given:
             variables.check_given()
         return result
-
-    def _repeat(self, prepared: PreparedPlan, rows: Rows, variables: VariableStore) -> Any:
-        """Run a call as often as its plan says and return the last result: as if so many calls followed each other."""
-        num_repeats = prepared.plan.num_repeats
-        try:
-            for to_come in range(num_repeats - 1, 0, -1):
-                self.to_come = to_come / num_repeats
-                self._run(prepared, rows, variables)
-                variables.keep_assigned()
-        finally:
-            self.to_come = 0.0
-        return self._run(prepared, rows, variables)
 
     def _run(self, prepared: PreparedPlan, rows: Rows, variables: VariableStore) -> Any:
         """Run a call that needs more than views of arrays."""

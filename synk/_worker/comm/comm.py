@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,15 +21,14 @@ from synk._worker.comm.requests import Request
 from synk.communicators._meetings import LONGER
 from synk.communicators._schedule import Steps
 from synk.communicators._shm_collectives import NOTHING
-from synk.errors import ReentrancyError, UnsupportedError
+from synk.errors import ReentrancyError
 
 
 def _worker() -> Any:
     if cell.worker is None:
         raise ReentrancyError(
-            "synk.comm has a meaning only inside a function, on a worker. In the master use the collectives over "
-            "Shared "
-            "variables, as synk.all_reduce."
+            "synk.comm can only be used inside a function that runs on a worker. In the program use the collectives "
+            "over Shared variables, such as synk.all_reduce."
         )
     return cell.worker
 
@@ -84,7 +83,7 @@ class Comm(Hinting):
     collectives may be mixed with those that wait and with messages; their arrays must not change until the result is
     there. On CPU workers they make no progress by themselves, only in ``wait`` and ``test`` of any request, and while
     any other call of ``synk.comm`` waits. With NCCL, an ``all_reduce`` with ``out=`` runs beside the function, on a
-    stream of its own.
+    separate stream.
 
     Ranks are counted within the call: a rank without rows does not take part, and a serial call has one rank. ``rank``,
     ``peer`` and ``root`` are from 0 to ``world_size - 1``, so the same function works on any number of rows.
@@ -130,7 +129,7 @@ class Comm(Hinting):
         ``seed`` of :func:`synk.fork` and its n workers. So ranks draw independently of one another, and calls draw the
         same numbers again in a program that has as many workers. The replacement of a worker that died draws other
         numbers. An item of a map, or a task, draws from the generator of the worker that was free, so its numbers, and
-        those of later calls, differ from run to run: pass each item a seed of its own.
+        those of later calls, differ from run to run: pass each item its seed.
 
         Examples
         --------
@@ -428,32 +427,11 @@ class Comm(Hinting):
         context: contextlib.AbstractContextManager[None] = _worker().uninterrupted()
         return context
 
-    @contextlib.contextmanager
-    def _refused(self, why: str) -> Iterator[None]:
-        """Refuse every verb and attribute while the body runs."""
-        self._why = why
-        self.__class__ = _Refused
-        try:
-            yield
-        finally:
-            self.__class__ = Comm
-
     def __repr__(self) -> str:
         return "<synk.comm>"
 
     def __reduce__(self) -> Any:
         return _the_comm, ()
-
-
-class _Refused(Comm):
-    """What ``synk.comm`` is while it is refused."""
-
-    def __getattribute__(self, name: str) -> Any:
-        if name.startswith("_"):
-            return super().__getattribute__(name)
-        raise UnsupportedError(
-            f"cannot use synk.comm.{name} in {_worker().function_name!r}: {self._why}, expected a function of its rows."
-        )
 
 
 def _check_constant(array: Any, verb: str) -> None:

@@ -46,7 +46,7 @@ class DeviceReplica(Replica):
             front = self._device[self._front] = [backend.from_host(host) for host in self._arrays(self._front)]
         return front
 
-    def _keep(self, array: Any, dtype: Any) -> Any:
+    def keep(self, array: Any, dtype: Any) -> Any:
         return self._store.backend.xp.asarray(array, dtype=dtype, order="C")
 
     def store(self, pending: Sequence[Any]) -> bool:
@@ -77,7 +77,7 @@ class DeviceReplica(Replica):
         with collectives.guard():
             if kind == "broadcast":
                 return collectives.broadcast_all(self._broadcast_leaves(), 0)
-            leaves = [self._keep(leaf, leaf.dtype) for leaf in self.leaves()]
+            leaves = [self.keep(leaf, leaf.dtype) for leaf in self.leaves()]
             if kind == "all_reduce":
                 return collectives.reduce_all([(leaf, op, None) for leaf in leaves])
             return [stack.reshape(-1, *stack.shape[2:]) for stack in collectives.gather_all(leaves)]
@@ -85,7 +85,7 @@ class DeviceReplica(Replica):
     def _broadcast_leaves(self) -> list[Any]:
         """Return the value on rank 0, and empty arrays for it elsewhere, where the value may be lost."""
         if self._store.rank == 0:
-            return [self._keep(leaf, leaf.dtype) for leaf in self.leaves()]
+            return [self.keep(leaf, leaf.dtype) for leaf in self.leaves()]
         empty = self._store.backend.xp.empty
         return [empty(shape, dtype=dtype) for shape, dtype in zip(self._shapes[self._front], self._known.dtypes)]
 

@@ -177,8 +177,7 @@ class PreparedPlan:
             or self.others or plan.indices_place
         )  # fmt: skip
         # Whether it is called once, and nothing else is to be done.
-        is_once = not self.is_sliced and plan.num_repeats == 1
-        self.is_plain = self.takes_views and is_once and not function.updates
+        self.is_plain = self.takes_views and not self.is_sliced and not function.updates
         self._files = {k: as_recarray(map_again(*item.file)) for k, item in arguments if item.file is not None}
         self.map(segments)
         self.segment_ids = {item.segment_id for item in plan.inputs if item.kind in IN_SEGMENTS}

@@ -32,16 +32,15 @@ class RankResident:
         This rank's own.
     first : int
         The version with which it was set.
-    version : float
-        Number of the last call that has changed it and completed. Between two repetitions of a call it is less than the
-        call's number by the share of the repetitions that are still to come.
+    version : int
+        Number of the last call that has changed it and completed.
     is_torn : bool
         Whether a call that changes it has begun and not completed.
     mark : bytes
         Set when the object has undone a call's changes. Ranks whose marks differ are brought into one state again.
     """
 
-    def __init__(self, name: str, made: tuple[Any, Any, Any], first: int, version: float) -> None:
+    def __init__(self, name: str, made: tuple[Any, Any, Any], first: int, version: int) -> None:
         self.name, self.first = name, first
         self.value, self._dump, self._load = made
         self.version = version
@@ -55,7 +54,7 @@ class RankResident:
         self.mark, self._put_back = b"", None if keep is None else keep(self.value)
         self.is_torn = True  # last: what goes back must be kept before the first change can happen
 
-    def report(self) -> tuple[float, bool, bytes]:
+    def report(self) -> tuple[int, bool, bytes]:
         """Return ``(version, is_torn, mark)``, after undoing what a failed call has left, if that is possible.
 
         Called only while no call is in flight.
@@ -70,7 +69,7 @@ class RankResident:
         """Return a pickle from which another rank can bring its object into this one's state."""
         return dumps(self.value if self._dump is None else self._dump(self.value))
 
-    def restore(self, state: bytes, version: float) -> None:
+    def restore(self, state: bytes, version: int) -> None:
         """Take over the state of another rank."""
         # Until the state is complete. If this rank dies or fails in between, no other rank takes its object for whole.
         self.is_torn = True
@@ -116,7 +115,7 @@ class RankResidents:
             self._objects[order.resident_id].restore(order.state, order.version)
         return {}
 
-    def _state(self, resident_id: int, first: int) -> tuple[float, bool, bytes] | None:
+    def _state(self, resident_id: int, first: int) -> tuple[int, bool, bytes] | None:
         resident = self._objects.get(resident_id)
         return None if resident is None or resident.first != first else resident.report()
 
@@ -147,7 +146,7 @@ class Changing:
             result = self._fn(*args, **kwargs)
             # All of them, or none: an interrupt waits until the last one has its number.
             with worker.uninterrupted():
-                number = int(worker.lane.first_down[Down.CALL]) - worker.lane.executor.to_come
+                number = int(worker.lane.first_down[Down.CALL])
                 for resident in self._residents:
                     resident.version, resident.is_torn = number, False
             worker.hold_back(False)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import operator
 import pickle
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -31,6 +30,7 @@ from synk._wire.variables import (
     leaf_offsets,
     resolve_variable,
     shapes_of,
+    split_updates,
     value_as_array,
 )
 from synk._worker.held.rows import Rows
@@ -138,7 +138,7 @@ class Replica:
             and value.dtype == declaration.dtypes[0]
             and value.shape == shapes[0]
         ):
-            self._store.note_assigned(self, [self._keep(value, value.dtype)])
+            self._store.note_assigned(self, [self.keep(value, value.dtype)])
             return
         leaves, structure = flatten_value(value, self._structure)
         if structure != self._structure:
@@ -151,30 +151,13 @@ class Replica:
         arrays = check_value(
             self.name, leaves, declaration.dtypes, shapes, is_sharded=declaration.is_sharded, as_array=as_array
         )
-        self._store.note_assigned(self, [self._keep(array, dtype) for array, dtype in zip(arrays, declaration.dtypes)])
+        self._store.note_assigned(self, [self.keep(array, dtype) for array, dtype in zip(arrays, declaration.dtypes)])
 
-    def _keep(self, array: Any, dtype: np.dtype) -> Any:
+    def keep(self, array: Any, dtype: np.dtype) -> Any:
         """Return an assigned array in the form in which it is kept until the call ends."""
         array = np.asarray(array, dtype=dtype, order="C").view()  # ascontiguousarray would add an axis to 0-d
         array.flags.writeable = False
         return array
-
-    def kept(self, leaves: Sequence[Any]) -> list[Any]:
-        """Return assigned arrays for the next repetition of the call: copies if the function still holds them.
-
-        Raises
-        ------
-        ValueError
-            If a shard has another number of rows now: the rows of the call were divided by the one it had.
-        """
-        length = self._shapes[self._front][0][:1]
-        if self._known.is_sharded and leaves[0].shape[:1] != length:
-            raise ValueError(
-                f"cannot repeat a call: it has assigned {leaves[0].shape[0]} rows to the shard of variable "
-                f"{self.name!r} on rank {self._store.rank}, expected {length[0]} as before. Call the function again "
-                "and again instead, so that rows are divided anew."
-            )
-        return [leaf if _is_last_view(leaf) else self._keep(leaf.copy(), leaf.dtype) for leaf in leaves]
 
     @property
     def variable_id(self) -> int:
@@ -228,12 +211,6 @@ class Replica:
 
     def __repr__(self) -> str:
         return f"<synk.Shared {self.name!r} on rank {self._store.rank}>"
-
-
-def _is_last_view(array: Any) -> bool:
-    """Whether nobody else holds the memory behind a view; on devices that is unknown."""
-    is_on_host = isinstance(array, np.ndarray)
-    return is_on_host and sys.getrefcount(array.base) == 2 and array.base.base is None  # the view's, and the argument
 
 
 class VariableStore:
@@ -398,22 +375,8 @@ class VariableStore:
 
     def take_updates(self, function: Any, result: Any, num_rows: int) -> Any:
         """Split ``(outputs, new_values)`` of one slice, accumulate the new values, and return the outputs."""
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise TypeError(
-                f"cannot update the variables of {function.name!r}: got a result of type {type(result).__name__}, "
-                f"expected "
-                "(outputs, new_values) because of updates=."
-            )
         self.plan = None
-        outputs, values = result
-        if len(self._updates) == 1 and not (isinstance(values, (tuple, list)) and len(values) == 1):
-            values = (values,)
-        if not isinstance(values, (tuple, list)) or len(values) != len(self._updates):
-            raise ValueError(
-                f"cannot update the variables of {function.name!r}: got "
-                f"{len(values) if isinstance(values, (tuple, list)) else 1} new values, expected one for each of the "
-                f"{len(self._updates)} updates."
-            )
+        outputs, values = split_updates(function.name, result, len(self._updates))
         if not self.is_sliced:
             for (replica, _), value in zip(self._updates, values):
                 replica.assign(value)
@@ -450,11 +413,6 @@ class VariableStore:
             replica.assign(unflatten(structure, [accumulator.result() for accumulator in sums]))
         self._sums, self._structures = [], []
         self.from_framework = from_framework
-
-    def keep_assigned(self) -> None:
-        """Between two repetitions: what is assigned becomes the value, whatever the function does to its own array."""
-        for replica, leaves in self.assigned.items():
-            self.assigned[replica] = replica.kept(leaves)
 
     def assignments(self) -> tuple[tuple[int, Shapes], ...]:
         """Return what the call has assigned: variables and their new shapes."""

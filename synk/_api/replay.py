@@ -1,0 +1,190 @@
+"""``SYNK_REPLAY=folder``: a body that fails on a rank is written to a file, from which ``synk.replay`` runs it again.
+
+It is made of calls that a user could write. Before a call the ranks say how their generators stand; after a failure the
+rank says with which arguments it would call the function. Nothing in a message or on a worker knows of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import itertools
+import os
+import pickle
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from synk._api.plain import in_framework
+from synk._api.plain_copy import ByReference, CodePickler
+from synk._api.runs import leave_out
+from synk._master.calls.call import CallOptions
+from synk._master.objects.shared import Shared
+from synk._master.processes.output import report
+from synk._pure import files
+from synk._pure.generators import generator_states, restore_generators
+from synk._pure.interrupts import waiting
+from synk._pure.tracebacks import verb
+from synk._wire.cell import cell, refuse_inside_worker
+from synk._wire.parcels import dumps
+from synk._wire.replayed import ReplayedRank, Taken
+from synk.backends._frameworks import host_converters
+from synk.errors import RemoteError, WorkerDied, add_note
+
+Call = Callable[[tuple[Any, ...], dict[str, Any], CallOptions], Any]
+
+_MAGIC = f"synk replay 1, Python {sys.version_info.major}.{sys.version_info.minor}"
+_SAID = (
+    "synk.replay(path) runs it again. What follows is a pickle: to load it runs code, so load only your own files.\n"
+    "It holds the function and what that captured as the program had them: what a rank itself had changed in its copy "
+    "is not in it.\n\n"
+)
+_numbers = itertools.count()
+
+
+def replay_folder() -> str | None:
+    """Return where failures are written, or None."""
+    return os.environ.get("SYNK_REPLAY") or None
+
+
+def recorded(call: Call, function: Any, ask: Any, folder: str) -> Call:
+    """Return a call that writes a file if the function fails on a rank. ``ask`` is a function of ``moment``."""
+
+    def noted(args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
+        known = ask()
+        leave_out(ask)
+        try:
+            return call(args, kwargs, options)
+        except Exception as error:
+            rank = _rank_of(error)
+            if rank is not None:
+                what = f"a call of {function.__name__!r} failed on rank {rank}"
+                with _writing(folder, function._callee.fn, what, error) as body:
+                    body["runs"] = _taken(function, rank, args, kwargs, options)
+                    body["moment"] = known[rank]
+                    body["framework"] = function._callee.framework
+            raise
+
+    return noted
+
+
+def _rank_of(error: BaseException | None) -> int | None:
+    """Return the rank on which a function has failed, or None if something else has ended the call."""
+    if isinstance(error, WorkerDied) and error.ranks:
+        return error.ranks[0]
+    remote = error if isinstance(error, RemoteError) else getattr(error, "__cause__", None)
+    return remote.rank if isinstance(remote, RemoteError) else None
+
+
+def _taken(function: Any, rank: int, args: Any, kwargs: dict[str, Any], options: CallOptions) -> list[Any]:
+    """Return the arguments with which a rank calls a function in a call, one slice after the other."""
+    taken = function._alike(Taken(function._callee.fn, rank), outputs=None)
+    found = taken(*args, batch=options.batch, num_slices=options.num_slices, **kwargs)[rank]
+    leave_out(taken)
+    return found if isinstance(found, list) else [found]
+
+
+@contextlib.contextmanager
+def _writing(folder: str, fn: Any, what: str, error: Any) -> Iterator[dict[str, Any]]:
+    """Write what the body puts into a dict, together with the function; or log why this cannot be done."""
+    path = os.path.join(folder, f"{re.sub(r'[^0-9a-zA-Z_]+', '-', what)}-{os.getpid()}-{next(_numbers)}.replay")
+    handles: list[Any] = []
+    code = io.BytesIO()
+    body: dict[str, Any] = {"framework": None}
+
+    def number_of(handle: Any) -> int:
+        handles.append(handle)
+        return len(handles) - 1
+
+    try:
+        CodePickler(code, number_of).dump(fn)
+        yield body
+        rank = body["moment"].rank
+        body["values"] = [each[rank] if isinstance(each, Shared) else each.get(rank) for each in handles]
+        text = f"{_MAGIC}\n{what}: {type(error).__name__}: {' '.join(str(error).split())}\n{_SAID}"
+        data = text.encode() + dumps({**body, "code": code.getvalue()})
+        os.makedirs(folder, exist_ok=True)
+        files.save(path, lambda: data, _write, wait=True)
+    except Exception as problem:
+        report("%s, which cannot be written for synk.replay: %s: %s", what, type(problem).__name__, problem)
+    else:
+        add_note(error, f"synk.replay({path!r}) runs it again.")
+
+
+def _write(data: bytes, file: BinaryIO) -> None:
+    file.write(data)
+
+
+@verb
+def replay(path: files.Path, *, pdb: bool = False) -> Any:
+    """Run a body that failed on a rank once more in this process, alone, with its rows and its generators.
+
+    With ``SYNK_REPLAY=folder`` in the environment of a program, each failure of a call writes a file there, whose name
+    is in a note on the exception.
+
+    Parameters
+    ----------
+    path : path-like
+        The file. It is a pickle: to load it runs code, so load only your own files.
+    pdb : bool
+        Whether to run it under Python's debugger, from its first line on.
+
+    Returns
+    -------
+    Any
+        What the body returns, if it does not fail here.
+
+    Raises
+    ------
+    ValueError
+        If the file is not of this version of Python, or none of these.
+    UnsupportedError
+        If the body communicates: the other ranks are not here.
+    Exception
+        What the body raises. A body that killed its worker kills this process.
+
+    Notes
+    -----
+    Function and captured objects are those of the program: what the rank had changed in its copy before is not
+    in the file. Functions travel by value; modules and their classes must be there.
+    """
+    refuse_inside_worker("replay a failure")
+    with open(path, "rb") as file:
+        found = file.readline().decode(errors="replace").strip()
+        if found != _MAGIC:
+            raise ValueError(f"cannot replay {os.fspath(path)!r}: got a file of {found[:40]!r}, expected {_MAGIC!r}.")
+        while file.readline().strip():  # what it says to a reader
+            pass
+        body = pickle.load(file)
+    convert = None if body["framework"] is None else host_converters(body["framework"])[0]
+    values = [_Value(in_framework(value, convert)) for value in body["values"]]
+    call = ByReference(body["code"], values).load()
+    if pdb:
+        from pdb import Pdb
+
+        call = functools.partial(Pdb().runcall, call)
+    before = generator_states()
+    restore_generators(body["moment"].generators)
+    try:
+        for arguments, *rows in body["runs"]:
+            args, kwargs = pickle.loads(arguments)
+            cell.worker = ReplayedRank(body["moment"], *rows)
+            result = waiting(call, *args, **kwargs)
+    finally:
+        cell.worker = None
+        restore_generators(before)
+    return result
+
+
+class _Value:
+    """Stands for a shared variable or a resident object in a replay."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.value, dtype)

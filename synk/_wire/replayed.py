@@ -1,0 +1,83 @@
+"""What a rank knows when a body begins, for the file from which :func:`synk.replay` runs it again."""
+
+from __future__ import annotations
+
+import contextlib
+import random as random  # imported later, in a body, it would be seeded by the system
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from synk._pure.generators import generator_states
+from synk._wire.apart import Around
+from synk._wire.cell import cell
+from synk._wire.parcels import dumps
+from synk.errors import UnsupportedError
+
+
+class Moment(NamedTuple):
+    """What a rank knows when a body begins.
+
+    Attributes
+    ----------
+    generators : dict
+        The states of the process-wide random number generators.
+    rng : BitGenerator
+        The rank's own.
+    """
+
+    rank: int
+    ranks: tuple[int, ...]
+    device: str
+    generators: dict[str, Any]
+    rng: Any
+
+
+def moment() -> Moment:
+    """Return what this rank knows now."""
+    worker = cell.worker
+    rng = worker.rng.bit_generator  # first, since this imports NumPy's generators
+    return Moment(worker.number, worker.ranks, worker.backend.device, generator_states(), rng)
+
+
+class Taken(Around):
+    """Returns the arguments with which a rank would call a function, pickled, and its rows, in place of a call.
+
+    Parameters
+    ----------
+    fn : callable
+    rank : int
+        The only rank that returns them.
+    """
+
+    def __init__(self, fn: Callable[..., Any], rank: int) -> None:
+        super().__init__(fn)
+        self._rank = rank
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        worker = cell.worker
+        if worker.number != self._rank:
+            return None
+        return dumps((args, kwargs)), worker.ranks, worker.num_rows, worker.total_rows  # read-only arrays stay so
+
+
+class ReplayedRank:
+    """Stands for the rank in ``synk.comm``, for a body that runs without the other ranks."""
+
+    def __init__(self, moment: Moment, ranks: tuple[int, ...], num_rows: int, total_rows: int) -> None:
+        self.number, self.ranks, self.num_rows, self.total_rows = moment.rank, ranks, num_rows, total_rows
+        self.backend, self.device, self.rng = self, moment.device, np.random.Generator(moment.rng)
+
+    def check_called(self) -> None:
+        """Allow it: the body has begun."""
+
+    def uninterrupted(self) -> contextlib.AbstractContextManager[None]:
+        """Hold nothing back."""
+        return contextlib.nullcontext()
+
+    def __getattr__(self, name: str) -> Any:
+        raise UnsupportedError(
+            f"cannot use {name!r} in a replay: it runs one rank without the others, expected a body that does not "
+            "communicate. Call the function on a runtime with num_workers=0 instead."
+        )
