@@ -20,8 +20,6 @@ import torch
 from support import harness
 from support.verified import all_verified
 
-import synk
-
 ROOT = Path(__file__).resolve().parents[2]
 DEMOS = sorted([*(ROOT / "demos").glob("[0-9]*.py"), *(ROOT / "demos" / "seeds").glob("[0-9]*.py")])
 SMALL = {
@@ -35,10 +33,20 @@ SMALL = {
     "40_two_nodes.py",
 }
 
-ALONE = {"00_bootstrap.py", "01_intro.py", "04_batch.py"}
-"""These run as programs also outside the storm: they leave the end of their workers to their own end."""
-
-IMPORT_WHAT_IS_BESIDE = {"000_kalman.py", "001_training.py", "003_regression.py", "10_digits_softmax.py"}
+ALONE = {
+    "000_kalman.py",
+    "001_training.py",
+    "003_regression.py",
+    "00_bootstrap.py",
+    "01_intro.py",
+    "02_data.py",
+    "04_batch.py",
+    "10_digits_softmax.py",
+    "32_halo.py",
+}
+"""These run as programs also outside the storm: they leave the end of their workers to their own end, or import
+a file beside them.
+"""
 
 CHILDREN = {"23_resume.py": ["checkpoint.pt"]}
 """What a demo that starts itself as a child gives it. Here only the child runs, which does all but be killed."""
@@ -103,14 +111,11 @@ def test_demo_in_this_process_equals_its_serial_calls(
 ) -> None:
     torch.set_num_threads(1)
     monkeypatch.chdir(tmp_path)
-    if path.name in IMPORT_WHAT_IS_BESIDE:
-        monkeypatch.syspath_prepend(str(path.parent))
     monkeypatch.setattr(sys, "argv", [*arguments(path), *CHILDREN.get(path.name, [])])
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     ended = contextlib.suppress(SystemExit) if path.name in CHILDREN else contextlib.nullcontext()
     with contextlib.nullcontext() if path.name in WITHOUT_SERIAL else all_verified(), ended:
         runpy.run_path(str(path), run_name="__main__")
-    synk.close()
     printed = capfd.readouterr()
     assert printed.err == ""
     assert printed.out
