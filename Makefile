@@ -53,21 +53,17 @@ EXTRAS_ray := test,ray
 .PHONY: help demo test install soak mutants bench gpu-test gpu-bench storm faults checks lint quick newest oldest doctest docs smoke clean
 
 help:
-	@echo "make demo      a bootstrap, serial and on 1, 2, ... workers: a table, and a picture; then handwritten digits likewise"
+	@echo "make demo      a bootstrap and a classifier of digits, serial and on 1, 2, ... workers, with pictures"
 	@echo "make test      the test suite; a part of it: make test ARGS=\"-k digits -x\""
+	@echo "               EXTRA=jax|pytensor|transformers|dpnp|ray installs an optional package and runs its tests"
 	@echo "make quick     lint, types, and the tests of what you have changed, in about a minute"
-	@echo "make test EXTRA=NAME   installs an optional package and runs the tests that need it: jax, pytensor, transformers,"
-	@echo "                       dpnp (2.9 GB; OpenCL on the CPU), ray (250 MB; a cluster of several raylets on this machine)"
-	@echo
-	@echo "make bench     measures against peers; make faults: what injected faults do"
-	@echo "make storm     an hour of random kills, interrupts and programs; make soak: the suite three times beside load"
-	@echo "make mutants   faults put into the source, one at a time: which ones do the tests find?"
-	@echo "make gpu-test  the tests that need a GPU; make gpu-bench: its benchmarks (CUDA=cuda12 or cuda13)"
-	@echo "make lint doctest docs smoke   what .ci/run checks besides the tests"
-	@echo "make newest oldest   a quick part of the tests with the newest version of each dependency, on two Pythons"
+	@echo "make lint      ruff and mypy"
+	@echo "make docs      the pages, as HTML"
+	@echo "make bench     measures against peers, in an hour; ARGS=--quick in minutes"
+	@echo "make gpu-test  the tests that need a GPU (CUDA=cuda12 or cuda13)"
 	@echo "make clean     removes what the other targets have made"
 	@echo
-	@echo "Each target installs what it needs into $(VENV) when it is first used."
+	@echo "Each target installs what it needs into $(VENV) when it is first used. CONTRIBUTING.md has those for maintainers."
 
 demo: $(DEMOS)
 	@$(PY) demos/00_bootstrap.py --picture bootstrap.png
@@ -202,20 +198,20 @@ $(DEMOS): $(BASE) pyproject.toml
 	@echo "It needs NumPy, SciPy, scikit-learn and matplotlib, about 150 MB to download."
 	$(call install,-e '.[$(DEMO_EXTRAS)]')
 
-$(TEST): $(BASE) pyproject.toml constraints.txt
-	$(call install,-c constraints.txt -e '.[test]')
+$(TEST): $(BASE) pyproject.toml tests/constraints.txt
+	$(call install,-c tests/constraints.txt -e '.[test]')
 
 $(OPTIONAL:%=$(VENV)/.%-$(VERSION)): $(VENV)/.%-$(VERSION): $(TEST)
-	$(call install,-c constraints.txt -e '.[$(EXTRAS_$*)]')
+	$(call install,-c tests/constraints.txt -e '.[$(EXTRAS_$*)]')
 
 $(DOCS): $(BASE) pyproject.toml
 	$(call install,-e '.[docs]')
 
 $(DEV): $(TEST)
-	$(call install,-c constraints.txt -e '.[dev]')
+	$(call install,-c tests/constraints.txt -e '.[dev]')
 
-$(CHECKS): $(BASE) pyproject.toml constraints.txt
-	$(call install,-c constraints.txt -e '.[$(CHECK_EXTRAS)]')
+$(CHECKS): $(BASE) pyproject.toml tests/constraints.txt
+	$(call install,-c tests/constraints.txt -e '.[$(CHECK_EXTRAS)]')
 	@touch $(TEST) $(VENV)/.jax-$(VERSION) $(VENV)/.pytensor-$(VERSION) $(DEV) $(DOCS)
 
 # A peer that cannot be installed here is listed as missing in the tables; the others still count.

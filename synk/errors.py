@@ -1,7 +1,7 @@
 """All exceptions of synk: one class for each cause.
 
 Mistakes of the caller (a wrong shape, an unknown name) are plain ``TypeError``, ``ValueError`` or ``IndexError``,
-raised in the master before anything is sent. The classes here are about the runtime. This file imports nothing, and
+raised in the program before anything is sent. The classes here are about the runtime. This file imports nothing, and
 every class can be pickled, because errors travel between processes.
 """
 
@@ -54,7 +54,7 @@ class ClosedError(SynkError):
 
 
 class StartupError(SynkError):
-    """A worker could not start. The message names the rank and ends with what it wrote to stderr."""
+    """A worker could not start. The message names the rank and ends with its output to stderr."""
 
 
 class WorkerDied(SynkError):
@@ -112,30 +112,6 @@ class RemoteError(SynkError):
         self.device = device
         self.type_name = type_name
         self.traceback_text = traceback_text
-
-
-class ItemError(SynkError):
-    """What :func:`synk.map` gives in place of a result for an item that failed, with ``on_error="return"``.
-
-    It is an exception, so that a program can raise it; ``exception`` is then its cause.
-
-    Attributes
-    ----------
-    exception : Exception
-        What the function raised, ``WorkerDied`` or ``CallTimeout``.
-    item : int
-        The number of the item, counted from 0.
-    traceback : str
-        The worker's traceback as text; empty where the function raised nothing.
-    """
-
-    def __init__(
-        self, message: str = "", *, exception: Exception | None = None, item: int = -1, traceback: str = ""
-    ) -> None:
-        super().__init__(message)
-        self.exception = self.__cause__ = exception
-        self.item = item
-        self.traceback = traceback
 
 
 class CallTimeout(SynkError, TimeoutError):

@@ -116,7 +116,7 @@ def function(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
         objects are refused. Not with op None, ``updates``, ``per_rank`` or ``on_oom``, and such a function cannot be
         submitted.
     per_rank : bool
-        Whether each rank contributes a value of its own (its random draws, its part of a search). Then ``"sum"``,
+        Whether each rank contributes a different value (its random draws, its part of a search). Then ``"sum"``,
         ``"prod"``, ``"gather"`` and a callable op are allowed without rows to divide, that is, without a scattered
         argument or a sharded variable that the function closes over. The result depends on the number of workers.
         Broadcast arguments are the same on all ranks: if the function only computes with them, or seeds a generator

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
 from synk._api.engine import Callee, PendingCall, install
-from synk._api.first_calls import verify_first_call, warning_first
+from synk._api.first_calls import Release, verifying
 from synk._api.op_check import OpCheck, hold_back
 from synk._api.options import Options, call_options, can_try_again
 from synk._api.repeat import call_repeatedly, check_repeats
@@ -254,7 +254,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         Exception
             As for a call. All repetitions are one transaction: if one of them fails on any rank, shared variables keep
             the values that they had before the first. Resident objects may keep what was changed, as after any call
-            that fails; all ranks have the same, and a note on the exception says so.
+            that fails; all ranks have the same, and a note on the exception reports that.
 
         Notes
         -----
@@ -316,8 +316,8 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         -------
         Report
             True if all outputs are equal, and the shared variables that the call assigns on CPU workers. It prints as a
-            table, with the ops that would have matched. If values differ because the function draws random numbers, it
-            says so.
+            table, with the ops that would have matched. If values differ because the function draws random numbers, a
+            note reports that.
 
         Raises
         ------
@@ -330,9 +330,8 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         -----
         Where the plain function cannot be called in the program, or its result means something else there, the call is
         compared with :meth:`serial`, and a note in the report says why. This is so if it uses ``synk.comm``, shared
-        variables or resident objects, or runs on devices; if it and its arguments cannot be copied, or need more than
-        half of the free memory; or if its serial call would take more than 10 s. An exception that only the plain
-        function raises is a difference.
+        variables or resident objects, or runs on devices, or if it and its arguments cannot be copied. An exception
+        that only the plain function raises is a difference.
 
         Examples
         --------
@@ -356,7 +355,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
     def _alike(self, fn: Callable[..., Any], **options: Any) -> Function[..., Any]:
         """Return a function of another callable with the inputs of this one, on the same runtime."""
         own = {name: getattr(self._options, name) for name in ("bcast_inputs", "framework", "per_rank")}
-        return Function(fn, Options.of(fn, **own | options), self._bound_session())
+        return type(self)(fn, Options.of(fn, **own | options), self._bound_session())
 
     def _with_one_more(self, wrapper: Callable[..., Any], *of: Any) -> Function[..., Any]:
         """Return the function ``wrapper(fn, *of)``, which gets one more argument whole, before its own."""
@@ -369,14 +368,6 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
             made = self._alike(wrapper(callee.fn, *of), bcast_inputs=[FIRST, *names], **options)
             self._wrapped[wrapper] = key, made
         return made
-
-    def _compared(self) -> Function[..., Any]:
-        """Return the function that ``verify`` calls."""
-        return self
-
-    def _without_draws(self) -> Function[..., Any] | None:
-        """Return the function that it calls in place of one that draws random numbers, or None."""
-        return None
 
     @overload
     def submit(
@@ -417,8 +408,8 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
 
         Three calls can be in flight: one runs, one waits, and the inputs of the third are being copied to the devices.
         A fourth ``submit`` first waits for the oldest call, and every other operation of the runtime waits for all of
-        them. Calls run in the order in which they were submitted. Each rank goes on with the next call as soon as it
-        has finished its own part. A call that fails does not stop those behind it; a worker that dies does.
+        them. Calls run in the order in which they were submitted. Each rank continues with the next call as soon as
+        it has finished its part. A call that fails does not stop those behind it; a worker that dies does.
 
         Arrays and objects are copied before ``submit`` returns. ``Data`` is not copied: changing it waits for the calls
         that read it, unless it is changed through an array that was taken from ``.data`` before. A call that uses
@@ -529,21 +520,13 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
             release(result)
         return result
 
-    def _begin(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
-    ) -> Callable[[Any], None] | None:
-        """Verify the first call if it is to be, and return what must be done with the result of this one, if any."""
-        unverified = None
-        if self._is_new:
-            self._is_new = False
-            unverified = verify_first_call(self, args, kwargs, options)
-        release = self._hold_back(args, kwargs, options)
-        return release if unverified is None else warning_first(unverified, release)
-
-    def _hold_back(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
-    ) -> Callable[[Any], None] | None:
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Release | None:
         """Return what a call that begins now must do with its result before it is given out; None for nothing."""
+        release = self._hold_back(args, kwargs, options)
+        return verifying(self, args, kwargs, options, release) if self._is_new else release
+
+    def _hold_back(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Release | None:
+        """Return what it must do because of the default op."""
         return hold_back(self, args, kwargs, options)
 
     def _run(

@@ -11,9 +11,8 @@ from synk._api.options import is_integer, name_of
 from synk._api.stream import with_progress
 from synk._master.calls.callee import Callee, FunctionHandle
 from synk._master.flight.chunks import check_mapped
-from synk._master.flight.item_map import ItemMap, Rules
+from synk._master.flight.item_map import ItemMap
 from synk._master.session import Session
-from synk._pure.limits import check_timeout
 from synk._pure.tracebacks import Results
 from synk._wire.cell import refuse_inside_worker
 from synk._wire.items import call_with
@@ -23,9 +22,9 @@ def map_items(
     session: Session,
     fn: Callable[..., Any],
     iterables: tuple[Iterable[Any], ...],
-    *,
-    progress: bool = False,
-    **options: Any,
+    batch_size: int | None,
+    is_ordered: bool,
+    has_progress: bool,
 ) -> Iterator[Any]:
     """Return an iterator over the results of ``fn`` for the items of one or more iterables; see :func:`synk.map`.
 
@@ -34,7 +33,8 @@ def map_items(
     """
     refuse_inside_worker("map")
     name = _check_function(fn)
-    rules = rules_of(f"map {name!r}", **options)
+    if batch_size is not None and not is_integer(batch_size, 1):
+        raise ValueError(f"cannot map {name!r}: got batch_size={batch_size!r}, expected an integer above 0 or None.")
     if not iterables:
         raise TypeError(f"cannot map {name!r}: got no items, expected an iterable, or one for each parameter.")
     iterators = [_iterator(name, items) for items in iterables]
@@ -46,30 +46,12 @@ def map_items(
         fn, lambda: Callee(mapped, name, outputs=None, session=session), is_spread=not is_one
     )
     check_mapped(function)
-    results = ItemMap(session, function, iterator, rules).results()
-    if progress:
+    size = None if batch_size is None else int(batch_size)
+    results = ItemMap(session, function, iterator, size, bool(is_ordered)).results()
+    if has_progress:
         length = min(filter(None, map(operator.length_hint, iterables)), default=0)
         results = with_progress(results, name, length)
     return Results(results, "synk.map", name)
-
-
-def rules_of(verb: str, **options: Any) -> Rules:
-    """Return the checked options of a map; ``verb`` is for errors."""
-    on_error, item_timeout = options.get("on_error", "raise"), options.get("item_timeout")
-    if on_error not in ("raise", "return"):
-        raise ValueError(f"cannot {verb}: got on_error={on_error!r}, expected 'raise' or 'return'.")
-    for name in ("batch_size", "max_tasks_per_worker", "max_worker_memory"):
-        value = options.get(name)
-        if value is not None and not is_integer(value, 1):
-            raise ValueError(f"cannot {verb}: got {name}={value!r}, expected an integer above 0 or None.")
-    return Rules(
-        batch_size=options.get("batch_size"),
-        is_ordered=bool(options.get("ordered", True)),
-        returns_errors=on_error == "return",
-        item_s=check_timeout(item_timeout),
-        max_tasks=options.get("max_tasks_per_worker"),
-        max_memory=options.get("max_worker_memory"),
-    )
 
 
 def _iterator(name: str, items: Any) -> Iterator[Any]:

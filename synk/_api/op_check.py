@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,12 +20,11 @@ import numpy as np
 
 from synk._api.plain import ScatteredArguments
 from synk._api.plain_copy import NotComparable, copied
-from synk._api.runs import LIMIT_S, Runs, Unknown, are_same, comparable, outputs_of
+from synk._api.runs import Runs, are_same, outputs_of
 from synk._master.calls.plans import CallOptions
 from synk._master.objects.data import Data
 from synk._master.processes.output import warn_at_users_line
-from synk._pure.comparison import MISSING, Tolerance, combine, fitting_ops, precision
-from synk._pure.dtypes import as_numbers, is_bfloat16
+from synk._pure.comparison import MISSING, SINGLE, Tolerance, are_single, combine, fitting_ops, measured
 from synk._pure.ops import OPS
 from synk._pure.output_ops import DEFAULT_OP
 from synk._pure.trees import flatten
@@ -36,11 +35,17 @@ FEW = 61
 """The most rows that are tried: a prime, since equal shares would hide a sum over a power of two."""
 
 _MAX_TRIES = 8
-MAX_S, _MAX_NBYTES = 1.0, 1 << 26
-"""The longest time that a run on one worker may take, and the most bytes of outputs, captures and arguments."""
+MAX_S, _LIMIT_S = 1.0, 10.0
+"""The longest time that a run on one worker may be expected to take, and the time limit of a run."""
+
+MAX_NBYTES = 1 << 26
+"""The most bytes of outputs, captures and arguments."""
 
 _MAX_SAID = 3
-_SINGLE, _DOUBLE = 2.0**-23, 2.0**-52
+
+
+class Unknown(Exception):
+    """Raised where a call says nothing about the op: a run has raised something, or would cost too much."""
 
 
 @dataclass
@@ -88,9 +93,9 @@ def hold_back(
     end = session.deadline(options.timeout)
 
     def release(result: Any) -> None:
-        if function._op_check is None or few.num_rows <= check.num_rows or session.is_closed:
-            return  # another call has shown it meanwhile, or nothing can be run any more
-        settle(function, few, lambda: _compare(function, few, result, end, before))
+        # Another call may have shown it meanwhile, and nothing can be run any more in a runtime that is closed.
+        if function._op_check is not None and few.num_rows > check.num_rows and not session.is_closed:
+            settle(function, few, lambda: _compare(function, few, result, end, before))
 
     return release
 
@@ -122,7 +127,7 @@ def settle(function: Any, few: Few, find: Callable[[], str | None]) -> None:
         function._op_check = None
         warn_at_users_line(
             f"a second run of {function.__name__!r}, made to find out whether its default op fits, has ended: "
-            f"{error} Name its op, as by outputs={_quoted(DEFAULT_OP)}; then there is no second run.",
+            f'{error} Name its op, as by outputs="{DEFAULT_OP}"; then there is no second run.',
             RuntimeWarning,
         )
     check.num_tries += 1
@@ -130,9 +135,27 @@ def settle(function: Any, few: Few, find: Callable[[], str | None]) -> None:
         function._op_check = None
 
 
-def limit_of(function: Any) -> float | None:
+def limit_of(function: Any, end: float | None = None) -> float | None:
     """Return the time limit of a run that the user has not asked for; None where the program itself is the rank."""
-    return None if function._bound_session().workers.is_inline else LIMIT_S
+    if function._bound_session().workers.is_inline:
+        return None
+    return _LIMIT_S if end is None else max(min(_LIMIT_S, end - time.monotonic()), 0.05)
+
+
+def tried(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Return what a run returns.
+
+    Raises
+    ------
+    Unknown
+        If the function raises something in it, which it may on a few rows.
+    """
+    try:
+        return run(*args, **options)
+    except (CallTimeout, WorkerDied):
+        raise
+    except Exception as error:
+        raise Unknown from error
 
 
 def _assignments(function: Any) -> list[Any]:
@@ -155,11 +178,9 @@ class Few(NamedTuple):
     rows : ndarray of int, or None
         Where they lie in the arguments; None if these have no rows, but a variable that the function closes over.
     is_owned : bool
-        Whether each rank has rows of its own, of a variable.
-    scale : float
-        The largest number among the arguments.
-    eps : float
-        The precision of the least precise float among them.
+        Whether each rank has other rows, of a variable.
+    scale, eps : float
+        The largest of the floats among the arguments, and the precision of the least precise.
     """
 
     args: tuple[Any, ...]
@@ -186,14 +207,14 @@ def few_rows(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], optio
         return None
     try:
         scattered = ScatteredArguments(callee, args, kwargs)
-        closed_over = [variable for variable in callee.variables if variable.is_sharded]
+        closed_over = [sum(variable.lengths) for variable in callee.variables if variable.is_sharded]
         if closed_over and options.batch is not None:
-            raise NotComparable("each rank has rows of its own")
+            raise NotComparable("each rank has other rows")
+        selection = scattered.select(options.batch)
         if closed_over:  # its rows cannot be picked
-            rows, total = None, max(sum(variable.lengths) for variable in closed_over)
-            count = total
+            total = count = max(closed_over)
+            rows = None
         else:
-            selection = scattered.select(options.batch)
             total = 0 if selection is None else selection.count
             count = min(total, FEW)
             spread = np.arange(count) * (total - 1) // max(count - 1, 1)
@@ -201,71 +222,21 @@ def few_rows(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], optio
         if count <= check.num_rows:
             return None
         whole = [value for _, is_broadcast, value in scattered.bound if is_broadcast]
-        leaves = [*scattered.sampled(rows), *flatten(whole)[0]]
-        if sum(getattr(leaf, "nbytes", 0) for leaf in leaves if not isinstance(leaf, Data)) > _MAX_NBYTES:
+        leaves = [leaf for leaf in flatten([scattered.sampled(rows), whole])[0] if not isinstance(leaf, Data)]
+        if sum(getattr(leaf, "nbytes", 0) for leaf in leaves) > MAX_NBYTES:
             raise NotComparable("its arguments are large")
         is_owned = bool(closed_over or scattered.shards)
-        return Few(args, kwargs, total, count, rows, is_owned, *_measured(map(comparable, leaves)))
+        return Few(args, kwargs, total, count, rows, is_owned, *measured(leaves))
     except Exception:  # wrong input, which the call will refuse
         check.num_tries += 1
         return None
 
 
-def _measured(values: Iterable[Any]) -> tuple[float, float]:
-    """Return the largest of some numbers, and the precision of the least precise float among them."""
-    largest = eps = 0.0
-    for value in values:
-        if isinstance(value, (np.ndarray, np.generic, float, complex)):
-            array = np.asarray(value)
-            if array.dtype.kind in "iufc" or is_bfloat16(array.dtype):
-                eps = max(eps, precision(array.dtype) if array.dtype.kind not in "iu" else 0.0)
-                with np.errstate(all="ignore"):
-                    sizes = np.abs(as_numbers(array)).astype(np.float64)
-                largest = max(largest, float(sizes[np.isfinite(sizes)].max(initial=0.0)))
-    return largest, eps
-
-
 # -- the comparison ---------------------------------------------------------------------------------------------------
 
 
-def _compare(function: Any, few: Few, result: Any, end: float | None, before: list[Any]) -> str | None:
-    """Return what to tell the user; see :func:`settle`."""
-    record = function._callee.record
-    seconds = record.function_ns * 1e-9 / max(record.num_calls, 1)
-    expected = seconds * function._bound_session().total_ranks * few.num_rows / max(few.total, 1)
-    nbytes = sum(getattr(leaf, "nbytes", 0) for leaf in flatten(result)[0])
-    if before != _assignments(function) or expected > MAX_S or nbytes > _MAX_NBYTES:
-        raise Unknown
-    try:
-        copy = copied(function._callee.fn, max_nbytes=_MAX_NBYTES)
-    except Exception as error:
-        raise Unknown from error
-    limit_s = limit_of(function) if end is None else max(min(LIMIT_S, end - time.monotonic()), 0.05)
-    runs = Runs(function, copy, few.args, few.kwargs, few.rows, limit_s)
-    parts, whole = _in_parts(runs, few.rows), runs.alone()
-    misfits, is_unsure = misfits_of(few, whole, parts)
-    if not misfits:
-        if is_unsure:
-            raise Unknown
-        return ""
-    if not are_same(runs.alone().value, whole.value) or _depends_on_rank(runs, few):
-        return None  # it draws random numbers, counts, or depends on the rank
-    if few.rows is not None and any(misfit.ops for misfit in misfits):
-        with contextlib.suppress(Unknown):  # other rows may need another op
-            there = _outputs(few, runs.alone(few.rows[::-1]), _in_parts(runs, few.rows[::-1]))
-            fitting = {(each.path, op) for each in there for op in each.ops}
-            misfits = [
-                each._replace(ops=tuple(op for op in each.ops if (each.path, op) in fitting)) for each in misfits
-            ]
-    return (
-        f"cannot average the outputs of {function.__name__!r}, which names no op: on {few.described()} "
-        f"{_said_of(misfits, [part.num_rows for part in parts])}Naming an op in synk.function(..., outputs=...), also "
-        f"{_quoted(DEFAULT_OP)}, ends this check."
-    )
-
-
 class Misfit(NamedTuple):
-    """An output that is no average.
+    """An output, and what can be said of it.
 
     Attributes
     ----------
@@ -284,34 +255,41 @@ class Misfit(NamedTuple):
     ops: Sequence[str]
 
 
-def _in_parts(runs: Runs, rows: np.ndarray | None) -> list[Part]:
-    """Return what the ranks return, each for its rows; of a single rank, what it returns for two parts of the rows."""
-    if runs.num_ranks > 1:
-        return runs.apart(rows)
-    if rows is None:
+def _compare(function: Any, few: Few, result: Any, end: float | None, before: list[Any]) -> str | None:
+    """Return what to tell the user; see :func:`settle`."""
+    record = function._callee.record
+    seconds = record.function_ns * 1e-9 / max(record.num_calls, 1)
+    expected = seconds * function._bound_session().total_ranks * few.num_rows / max(few.total, 1)
+    nbytes = sum(getattr(leaf, "nbytes", 0) for leaf in flatten(result)[0])
+    if before != _assignments(function) or expected > MAX_S or nbytes > MAX_NBYTES:
         raise Unknown
-    middle = (len(rows) + 1) // 2
-    return [runs.alone(rows[:middle]), runs.alone(rows[middle:])]
+    copy = tried(copied, function._callee.fn, max_nbytes=MAX_NBYTES)
+    runs = Runs(function, copy, few.args, few.kwargs, limit_of(function, end))
+    num_slices = 2 if runs.num_ranks == 1 else 1  # a single rank has its parts one after the other
+    parts = tried(runs.apart, few.rows, num_slices)
+    whole = tried(runs.alone, few.rows)
+    outputs = outputs_with_ops(few, whole, parts)
+    misfits = [each for each in outputs if DEFAULT_OP not in each.ops]
+    if not misfits:
+        if any(len(each.ops) > 1 for each in outputs):  # as for zeros
+            raise Unknown
+        return ""
+    if not are_same(tried(runs.alone, few.rows).value, whole.value) or _depends_on_rank(runs, few):
+        return None  # it draws random numbers, counts, or depends on the rank
+    if few.rows is not None and any(misfit.ops for misfit in misfits):
+        with contextlib.suppress(Unknown):  # other rows may need another op
+            back = few.rows[::-1]
+            there = outputs_with_ops(few, tried(runs.alone, back), tried(runs.apart, back, num_slices))
+            fitting = {(each.path, op) for each in there for op in each.ops}
+            misfits = [each._replace(ops=[op for op in each.ops if (each.path, op) in fitting]) for each in misfits]
+    return (
+        f"cannot average the outputs of {function.__name__!r}, which names no op: on {few.described()} "
+        f"{_said_of(misfits, [part.num_rows for part in parts])}Naming an op in synk.function(..., outputs=...), also "
+        f'"{DEFAULT_OP}", ends this check.'
+    )
 
 
-def _depends_on_rank(runs: Runs, few: Few) -> bool:
-    """Whether ranks return different values for the same rows."""
-    if few.rows is None or few.is_owned:
-        return False
-    try:
-        first, *others = runs.apart(np.tile(few.rows, runs.num_ranks))
-    except Unknown:
-        return False
-    return not all(are_same(part.value, first.value) for part in others)
-
-
-def misfits_of(few: Few, whole: Part, parts: Sequence[Part]) -> tuple[list[Misfit], bool]:
-    """Return the outputs that are no average, and whether another op gives the same for any output, as for zeros."""
-    outputs = _outputs(few, whole, parts)
-    return [each for each in outputs if DEFAULT_OP not in each.ops], any(len(each.ops) > 1 for each in outputs)
-
-
-def _outputs(few: Few, whole: Part, parts: Sequence[Part]) -> list[Misfit]:
+def outputs_with_ops(few: Few, whole: Part, parts: Sequence[Part]) -> list[Misfit]:
     """Return all outputs with the ops that make the values of the parts the value for all rows, but for rounding."""
     rows = [part.num_rows for part in parts]
     values = outputs_of(DEFAULT_OP, [whole.value, *(part.value for part in parts)])
@@ -322,18 +300,22 @@ def _outputs(few: Few, whole: Part, parts: Sequence[Part]) -> list[Misfit]:
 
 
 def _tolerance(few: Few, values: Sequence[Any]) -> Tolerance:
-    """Return what rounding allows, by the largest value, since parts may cancel out, and by the rows' own size.
-
-    Numbers that single precision holds exactly were computed in it, even if they come as doubles: ``loss.item()``.
-    """
-    largest, eps = _measured(values)
-    eps = max(eps, few.eps, _SINGLE if all(map(_is_single, values)) else 0.0)
-    rtol = max(_DOUBLE**0.5, min(eps**0.5, 100 * eps))
+    """Return what rounding allows, by the largest value, since parts may cancel out, and by the rows' own size."""
+    largest, eps = measured(values)
+    eps = max(eps, few.eps, SINGLE if are_single(values) else 0.0)
+    rtol = max(2.0**-26, min(eps**0.5, 100 * eps))
     return Tolerance(rtol, eps + rtol * largest + eps * few.num_rows * few.scale)
 
 
-def _is_single(value: Any) -> bool:
-    return isinstance(value, (float, np.ndarray)) and bool(np.all(np.float32(value) == value))
+def _depends_on_rank(runs: Runs, few: Few) -> bool:
+    """Whether ranks return different values for the same rows."""
+    if few.rows is None or few.is_owned:
+        return False
+    try:
+        first, *others = tried(runs.apart, np.tile(few.rows, runs.num_ranks))
+    except Unknown:
+        return False
+    return not all(are_same(part.value, first.value) for part in others)
 
 
 # -- what the user is told --------------------------------------------------------------------------------------------
@@ -341,16 +323,13 @@ def _is_single(value: Any) -> bool:
 
 def _said_of(misfits: Sequence[Misfit], rows: Sequence[int]) -> str:
     """Return sentences about outputs: the value by the default op, that of one worker, and the op that fits."""
-    is_single = [misfit.path for misfit in misfits] == [""]
     said = []
     for path, whole, parts, ops in misfits[:_MAX_SAID]:
-        value = combine(OPS[DEFAULT_OP], parts, rows)
+        value, where = combine(OPS[DEFAULT_OP], parts, rows), f" for output{path}" if path else ""
         got = "cannot combine what the workers return" if value is MISSING else f"gives {_shown(value)}"
-        where = "" if is_single else f" for output{path}"
-        said.append(f"outputs={_quoted(DEFAULT_OP)}, the default, {got}{where}, and one worker alone {_shown(whole)}.")
+        said.append(f'outputs="{DEFAULT_OP}", the default, {got}{where}, and one worker alone {_shown(whole)}.')
         if ops:
-            use = f"outputs={_quoted(ops[0])}" if is_single else f"op {_quoted(ops[0])} for output{path}"
-            said.append(f"Use {use}.")
+            said.append(f'Use op "{ops[0]}"{where}.' if path else f'Use outputs="{ops[0]}".')
         else:
             said.append(
                 "No op fits: return what can be combined, as a sum and a count, or one value for each rank by op None, "
@@ -359,10 +338,6 @@ def _said_of(misfits: Sequence[Misfit], rows: Sequence[int]) -> str:
     if len(misfits) > _MAX_SAID:
         said.append(f"{len(misfits) - _MAX_SAID} more outputs differ.")
     return " ".join([*said, ""])
-
-
-def _quoted(op: str) -> str:
-    return f'"{op}"'
 
 
 def _shown(value: Any) -> str:

@@ -34,93 +34,69 @@ from synk._wire.apart import unseen
 from synk.backends._frameworks import Converter, host_converters
 from synk.errors import ReentrancyError
 
-SHARED = "it uses shared variables, whose values are on the workers"
-RESIDENT = "it uses objects that live on the workers"
-MAX_S = 10.0
-"""If a serial call takes longer, the function is not called in the program, where nothing could end it."""
+_SHARED = "it uses shared variables, whose values are on the workers"
+_RESIDENT = "it uses objects that live on the workers"
 
 
 class Failed(Exception):
     """The plain function raised something."""
 
 
-def why_not(callee: Callee, serial_s: float) -> str:
-    """Return why a call cannot mean the same in the program as on a worker; an empty string if it can.
-
-    The answer is right only after the call was made on the workers, when the function's variables and resident objects
-    are known.
-    """
-    if callee.variables:
-        return SHARED
-    if callee.residents or callee.changes:
-        return RESIDENT
-    if callee.session is not None and callee.session.has_devices:
-        return "the workers compute on devices, and the program touches none"
-    return f"its serial call would take {serial_s:.0f} s, expected at most {MAX_S:.0f} s" if serial_s > MAX_S else ""
-
-
-def call_plain(callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any) -> tuple[Any, str]:
+def call_plain(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any) -> tuple[Any, str]:
     """Return what a copy of the plain function returns in the program, and a sentence about lists that it got, if any.
 
     Raises
     ------
     NotComparable
-        If it cannot be called here.
+        If it cannot be called here, or its call does not mean the same in the program as on a worker.
     Failed
     """
-    call = callee, args, kwargs, batch
-    if not any(map(_is_list, ScatteredArguments(callee, args, kwargs).leaves)):
-        return _called(*call), ""
+    callee = function._callee
+    if callee.variables or callee.residents or callee.changes:
+        raise NotComparable(_SHARED if callee.variables else _RESIDENT)
+    if function._bound_session().has_devices:
+        raise NotComparable("the workers compute on devices, and the program touches none")
+    scattered = ScatteredArguments(callee, args, kwargs)
+    has_lists = any(map(_is_list, scattered.leaves))
     try:
-        return _called(*call), "The plain function got lists as they are."
+        return _called(callee, scattered, batch), "The plain function got lists as they are." if has_lists else ""
     except Failed as error:
+        if not has_lists:
+            raise
         raised = type(error.__cause__).__name__
     got = f"The plain function got numpy.asarray(list) for each list, because it raised {raised} on the list itself."
-    return _called(*call, has_arrays=True), got
+    return _called(callee, scattered, batch, has_arrays=True), got
 
 
-def _called(callee: Callee, *call: Any, has_arrays: bool = False) -> Any:
+def _called(callee: Callee, scattered: ScatteredArguments, batch: Any, *, has_arrays: bool = False) -> Any:
+    """Call a copy; ``has_arrays``: with what NumPy makes of lists, in place of the lists."""
     try:
-        copy = copied(callee.fn, *plain_arguments(callee, *call, has_arrays=has_arrays))
+        into, out_of = (None, None) if callee.framework is None else host_converters(callee.framework)
+        copy = copied(callee.fn, *_arguments(scattered, batch, into, has_arrays))
     except NotComparable:
         raise
     except Exception as error:
         text = f"{type(error).__name__}: {str(error).rstrip('.')}"
         raise NotComparable(f"it cannot be copied with its arguments ({text})") from None
-    if copy.handles:
-        raise NotComparable(why_no_handle(copy.handles[0]))
+    list(map(as_plain, copy.handles))
     try:
         with unseen():
             result = waiting(copy.fn, *copy.args, **copy.kwargs)
     except ReentrancyError:
         raise NotComparable("it uses synk.comm, which has no meaning outside of a worker") from None
-    except MemoryError:
-        raise NotComparable("the program has not enough memory for it") from None
     except Exception as error:
         raise Failed(f"The plain function raised {type(error).__name__}: {error}, and the call did not.") from error
-    result = copy.with_own_classes(result)
-    if callee.framework is None:
-        return result
-    leaves, structure = flatten(result)
-    return unflatten(structure, list(map(host_converters(callee.framework)[1], leaves)))
+    leaves, structure = flatten(copy.with_own_classes(result))
+    return unflatten(structure, leaves if out_of is None else list(map(out_of, leaves)))
 
 
-def plain_arguments(
-    callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any, *, has_arrays: bool = False
+def _arguments(
+    scattered: ScatteredArguments, batch: Any, into: Converter | None, has_arrays: bool
 ) -> tuple[list[Any], dict[str, Any]]:
     """Return the arguments, by position and by name, as the plain function gets them. They share the user's memory.
 
-    ``has_arrays``: what NumPy makes of lists, in place of the lists.
-
-    Raises
-    ------
-    NotComparable
-        If an argument lives on the workers, or ``batch`` cannot select its rows here.
-    ImportError
-        If the program does not have the framework.
+    ``into``: makes an array of the function's framework of an array.
     """
-    to_framework = host_converters(callee.framework)[0] if callee.framework is not None else None
-    scattered = ScatteredArguments(callee, args, kwargs)
     picked = None if batch is None else scattered.select(batch)
 
     def plain(leaf: Any) -> Any:
@@ -129,13 +105,13 @@ def plain_arguments(
             value = rows_at(value, picked.positions())
         if has_arrays and _is_list(value):
             value = np.asarray(value)
-        return in_framework(value, to_framework, is_column=True)
+        return in_framework(value, into, is_column=True)
 
     positional: list[Any] = []
     by_name: dict[str, Any] = {}
     for keyword, is_broadcast, value in scattered.bound:
         if is_broadcast:
-            new = in_framework(as_plain(value), to_framework)
+            new = in_framework(as_plain(value), into)
         else:
             leaves, structure = take_apart(value)
             new = build(structure, map(plain, leaves))
@@ -202,14 +178,9 @@ def rows_at(value: Any, positions: np.ndarray) -> Any:
     raise NotComparable(f"batch= picks rows of a {type(value).__name__} on the workers only")
 
 
-def why_no_handle(handle: Handle) -> str:
-    """Return why a function that gets this handle cannot be called in the program."""
-    return SHARED if isinstance(handle, Shared) else RESIDENT
-
-
 def as_plain(value: Any) -> Any:
     if isinstance(value, Handle):
-        raise NotComparable(why_no_handle(value))
+        raise NotComparable(_SHARED if isinstance(value, Shared) else _RESIDENT)
     return value._contents.array if isinstance(value, Data) else value
 
 
@@ -222,18 +193,18 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
-def in_framework(value: Any, to_framework: Converter | None, *, is_column: bool = False) -> Any:
+def in_framework(value: Any, into: Converter | None, *, is_column: bool = False) -> Any:
     """Return a value with its arrays converted to arrays of the framework.
 
     With ``is_column``, objects that NumPy can make an array of are converted, too, as a call does with the columns of a
     table.
     """
-    if to_framework is None:
+    if into is None:
         return value
     leaves, structure = flatten(value)
     for position, leaf in enumerate(leaves):
         if is_column and not is_tensor(leaf) and hasattr(leaf, "__array__") and not isinstance(leaf, np.generic):
             leaf = np.asarray(leaf)
         if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
-            leaves[position] = to_framework(leaf.view(np.ndarray))
+            leaves[position] = into(leaf.view(np.ndarray))
     return unflatten(structure, leaves)

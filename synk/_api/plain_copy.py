@@ -13,7 +13,6 @@ from typing import Any
 from synk._master.calls.arguments import ObjectPickler
 from synk._master.code.handles import Handle
 from synk._master.code.modules import is_users_module
-from synk._wire.memory import available_nbytes
 from synk._wire.parcels import Pickler
 
 
@@ -63,15 +62,10 @@ def copied(
 ) -> PlainCopy:
     """Return a copy, made by a single pickle.
 
-    Parameters
-    ----------
-    max_nbytes : float
-        How much memory the copy may take, at most half of what is free.
-
     Raises
     ------
     NotComparable
-        If it takes more.
+        If it takes more than ``max_nbytes``.
     Exception
         The exception of pickling.
     """
@@ -79,8 +73,8 @@ def copied(
     copier = _Copier(file, buffer_callback=buffers.append)
     # The list of classes is pickled last, when it is complete.
     copier.dump((fn, args, kwargs, copier.copied))
-    if file.tell() + sum(buffer.raw().nbytes for buffer in buffers) > min(available_nbytes() // 2, max_nbytes):
-        raise NotComparable("a copy of it and its arguments takes more than half of the memory that is free")
+    if file.tell() + sum(buffer.raw().nbytes for buffer in buffers) > max_nbytes:
+        raise NotComparable(f"a copy of it takes more than {max_nbytes} bytes")
     own = [bytearray(buffer.raw()) for buffer in buffers]
     fn, args, kwargs, copies = ByReference(file.getvalue(), copier.handles, buffers=own).load()
     return PlainCopy(fn, args, kwargs, copier.handles, copier.copied, copies)

@@ -51,7 +51,7 @@ class Program:
     """Functions and their state: build them once, run them here, put them on another backend later.
 
     The values of a program are those of its variables. ``p.on(backend)`` makes a copy of it on other workers, with the
-    values of that moment. From then on each has its own, until ``q.sync_to_parent()`` brings those of the copy back.
+    values of that moment. From then on each has its own, until ``q.sync_to_parent()`` copies those of the copy back.
 
     Parameters
     ----------
@@ -80,7 +80,7 @@ class Program:
     A program on a runtime loses its values with that runtime. ``save`` and ``pickle.dumps`` keep them: a program that
     was loaded is on no runtime, and ``on`` puts it there. Loading a program runs code: load only your own files.
 
-    The two steps, and the word that brings values back, are of a proposal for Theano, whose functions were built for
+    The two steps, and the word that copies values back, are of a proposal for Theano, whose functions were built for
     NumPy and then run by another library ("Strategy for OpenCL support", theano-dev, 2013).
 
     Examples

@@ -31,12 +31,11 @@ from synk._pure.interrupts import waiting
 from synk._pure.tracebacks import verb
 from synk._wire.cell import cell, refuse_inside_worker
 from synk._wire.parcels import dumps
-from synk._wire.replayed import Noted, Numbered, ReplayedRank, Taken
+from synk._wire.replayed import ReplayedRank, Taken
 from synk.backends._frameworks import host_converters
-from synk.errors import ItemError, RemoteError, WorkerDied, add_note
+from synk.errors import RemoteError, WorkerDied, add_note
 
 Call = Callable[[tuple[Any, ...], dict[str, Any], CallOptions], Any]
-Pairs = Iterator[tuple[int, Any]]
 
 _MAGIC = f"synk replay 1, Python {sys.version_info.major}.{sys.version_info.minor}"
 _SAID = (
@@ -89,29 +88,6 @@ def _taken(function: Any, rank: int, args: Any, kwargs: dict[str, Any], options:
     return found if isinstance(found, list) else [found]
 
 
-def recorded_items(run: Callable[[Any, Pairs], Pairs], fn: Any, name: str, folder: str, pairs: Pairs) -> Pairs:
-    """Yield the outcomes of ``run(fn, pairs)``. Each item that fails is written to a file."""
-    held: dict[int, bytes] = {}
-    prefix = os.path.join(os.path.abspath(folder), f".{os.getpid()}-{next(_numbers)}-")
-    os.makedirs(folder, exist_ok=True)
-
-    def numbered() -> Pairs:
-        for number, item in pairs:
-            held[number] = dumps(((item,), {}))
-            yield number, Numbered(number, item)
-
-    for number, outcome in run(Noted(fn, prefix), numbered()):
-        arguments = held.pop(number)
-        path = f"{prefix}{number}"
-        if isinstance(outcome, ItemError) and os.path.exists(path):  # else its body has not begun
-            with _writing(folder, fn, f"item {number} of a map of {name!r} failed", outcome.exception) as body:
-                with open(path, "rb") as file:
-                    body["moment"] = pickle.load(file)
-                body["runs"] = [(arguments, body["moment"].ranks, 0, 0)]
-            os.unlink(path)
-        yield number, outcome
-
-
 @contextlib.contextmanager
 def _writing(folder: str, fn: Any, what: str, error: Any) -> Iterator[dict[str, Any]]:
     """Write what the body puts into a dict, together with the function; or log why this cannot be done."""
@@ -145,10 +121,10 @@ def _write(data: bytes, file: BinaryIO) -> None:
 
 @verb
 def replay(path: files.Path, *, pdb: bool = False) -> Any:
-    """Run a body that failed on a rank once more in this process, alone: with its rows or its item, and its generators.
+    """Run a body that failed on a rank once more in this process, alone, with its rows and its generators.
 
-    With ``SYNK_REPLAY=folder`` in the environment of a program, each failure of a call or of a map's item writes a file
-    there, whose name is in a note on the exception.
+    With ``SYNK_REPLAY=folder`` in the environment of a program, each failure of a call writes a file there, whose name
+    is in a note on the exception.
 
     Parameters
     ----------
@@ -173,7 +149,7 @@ def replay(path: files.Path, *, pdb: bool = False) -> Any:
 
     Notes
     -----
-    The function and what it captured are those of the program: what the rank had changed in its own copy before is not
+    Function and captured objects are those of the program: what the rank had changed in its copy before is not
     in the file. Functions travel by value; modules and their classes must be there.
     """
     refuse_inside_worker("replay a failure")

@@ -12,18 +12,9 @@ from typing import Any
 from synk._api.plain_copy import PlainCopy
 from synk._pure.comparison import MISSING, Tolerance, is_same
 from synk._pure.ops import OPS
-from synk._pure.tensors import array_of, is_plain, is_tensor
 from synk._wire.apart import Apart, Part, Parts
-from synk.errors import CallTimeout, WorkerDied
-
-LIMIT_S = 10.0
-"""The time limit of a run that the user has not asked for."""
 
 _EXACTLY = Tolerance(0, 0)
-
-
-class Unknown(Exception):
-    """Raised if a run says nothing about the op: it raised something, or would cost too much."""
 
 
 class Runs:
@@ -36,11 +27,9 @@ class Runs:
     copy : PlainCopy
     args, kwargs
         Of the call.
-    batch
-        The rows.
-    limit_s : float or None
+    timeout : float or None
         The time limit of each run.
-    changes : sequence of Resident
+    residents : sequence of Resident
         What the copy changes. It is put back after each run.
 
     Attributes
@@ -55,78 +44,74 @@ class Runs:
         copy: PlainCopy,
         args: Sequence[Any],
         kwargs: dict[str, Any],
-        batch: Any,
-        limit_s: float | None,
-        changes: Sequence[Any] = (),
+        timeout: float | None,
+        residents: Sequence[Any] = (),
     ) -> None:
-        self.num_ranks = function._bound_session().total_ranks
-        self._copy, self._args, self._kwargs = copy, args, kwargs
-        self._batch, self._timeout = batch, limit_s
+        self.num_ranks, self.seconds = function._bound_session().total_ranks, 0.0
+        self._copy, self._call, self._timeout = copy, (args, kwargs), timeout
+        updates = [variable for variable, _ in function._options.variables]
         # One function for all runs: a generator that it captured goes on drawing on its rank.
-        self._apart = function._alike(Apart(copy.fn, changes), outputs=Parts(), updates=changes)
-        self.seconds = 0.0
+        self._apart = function._alike(Apart(copy.fn, residents, updates), outputs=Parts(), updates=residents)
 
-    def apart(self, batch: Any = None) -> list[Part]:
-        """Return what the ranks return, each for its rows; ``batch`` may say which."""
-        return self._run(self._apart, batch)
+    @property
+    def variables(self) -> set[Any]:
+        """The shared variables that the function refers to; known after a run."""
+        return set(self._apart._callee.variables)
 
-    def alone(self, batch: Any = None) -> Part:
-        """Return what one worker returns for all rows."""
-        (part,) = self._run(self._apart.serial, batch)
-        return part
+    def apart(self, batch: Any, num_slices: int = 1) -> list[Part]:
+        """Return what the ranks return, each for its rows of those that ``batch`` says."""
+        return self._run(self._apart, batch, num_slices=num_slices)
 
-    def _run(self, call: Any, batch: Any) -> list[Part]:
-        batch = self._batch if batch is None else batch
+    def alone(self, batch: Any) -> Part:
+        """Return what one worker returns for all these rows."""
+        return self._run(self._apart.serial, batch)[0]
+
+    def _run(self, call: Any, batch: Any, **how: Any) -> list[Part]:
+        (args, kwargs), record = self._call, self._apart._callee.record
         try:
-            parts: list[Part] = call(*self._args, batch=batch, timeout=self._timeout, **self._kwargs)
-        except (CallTimeout, WorkerDied):
-            raise
-        except Exception as error:
-            raise Unknown from error
+            parts: list[Part] = call(*args, batch=batch, timeout=self._timeout, **how, **kwargs)
         finally:
-            record = leave_out(self._apart)
+            leave_out(self._apart)
         self.seconds = record.function_ns * 1e-9 / max(record.num_calls, 1)
         return [part._replace(value=self._copy.with_own_classes(part.value)) for part in parts]
 
 
-def leave_out(function: Any) -> Any:
-    """Take a function of synk's own out of the profile, and return its record."""
-    record = function._callee.record
-    function._bound_session().profile.leave_out(record)
-    return record
+def leave_out(function: Any) -> None:
+    """Take a function of synk's own out of the profile."""
+    function._bound_session().profile.leave_out(function._callee.record)
 
 
 def outputs_of(ops: Any, values: Sequence[Any], path: str = "") -> Iterator[tuple[str, Any, list[Any]]]:
     """Yield for each output its path, its op, and what it is in each of some results; ``MISSING`` stays so.
 
     What is nested in the same way everywhere is taken apart, but not under op None. A list whose length depends on the
-    rows, or whose op concatenates, is one output.
+    rows, or whose op concatenates, is one output. So is what is nested in another way somewhere, or than its ops.
     """
-    is_op = not isinstance(ops, (dict, tuple, list))
-    given = [value for value in values if value is not MISSING]
-    first: Any = given[0] if given and ops is not None else None
-    keys: Any = None
-    if isinstance(first, dict):
-        keys = first.keys() if all(isinstance(each, dict) and each.keys() == first.keys() for each in given) else None
-    elif isinstance(first, (tuple, list)) and not (type(first) is list and is_op and _concatenates(ops)):
-        is_alike = all(isinstance(each, (tuple, list)) and len(each) == len(first) for each in given)
-        keys = range(len(first)) if is_alike else None
+    keys = _keys_of(ops, [value for value in values if value is not MISSING])
     if keys is not None:
         for key in keys:
             own = [value if value is MISSING else value[key] for value in values]
-            yield from outputs_of(ops if is_op else ops[key], own, f"{path}[{key!r}]")
-    elif ops is None or any(value is not None for value in given):
-        yield path, ops if is_op else None, [comparable(value) for value in values]
+            yield from outputs_of(ops[key] if _is_nest(ops) else ops, own, f"{path}[{key!r}]")
+    elif ops is None or any(value is not None for value in values):
+        yield path, ops, list(values)
 
 
-def _concatenates(op: Any) -> bool:
-    return bool(getattr(OPS[op] if isinstance(op, str) else op, "concatenates", False))
+def _keys_of(ops: Any, values: Sequence[Any]) -> list[Any] | None:
+    """Return the keys or positions under which all these values have outputs; None if they are one output."""
+    first, op = values[0] if values else None, OPS.get(ops) if isinstance(ops, str) else ops
+    is_rows = type(first) is list and getattr(op, "concatenates", False)
+    if ops is None or is_rows or not isinstance(first, (dict, tuple, list)):
+        return None
+    nests = [*values, ops] if _is_nest(ops) else values
+    if isinstance(first, dict):
+        return list(first) if all(isinstance(each, dict) and each.keys() == first.keys() for each in nests) else None
+    is_alike = all(isinstance(each, (tuple, list)) and len(each) == len(first) for each in nests)
+    return list(range(len(first))) if is_alike else None
 
 
-def comparable(leaf: Any) -> Any:
-    """Return an output, with a tensor as an array that can be compared."""
-    return array_of(leaf.detach().cpu()) if is_tensor(leaf) and is_plain(leaf) else leaf
+def _is_nest(ops: Any) -> bool:
+    return isinstance(ops, (dict, tuple, list))
 
 
 def are_same(one: Any, other: Any) -> bool:
-    return all(is_same(a, b, _EXACTLY) for _, _, (a, b) in outputs_of("first", [one, other]))
+    return is_same(one, other, _EXACTLY)

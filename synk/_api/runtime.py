@@ -6,7 +6,7 @@ In one file because it is one class: everything that can be done with a runtime,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from synk._api.build import Decorator, KeepingDecorator, build_function
 from synk._api.engine import (
@@ -23,7 +23,7 @@ from synk._api.engine import (
 )
 from synk._api.first_calls import verified
 from synk._api.function import Function, P
-from synk._api.options import KeptOptions, MapOptions, check_on_restart, entropy_of, is_integer
+from synk._api.options import KeptOptions, check_on_restart, entropy_of, is_integer
 from synk._master.objects.data import Data, make_data
 from synk._master.objects.resident import Resident
 from synk._master.processes.placement import place
@@ -87,7 +87,7 @@ class Runtime(Hinting):
     profile : Profile
         Time and bytes of the calls so far, by function.
     counters : dict of str to int
-        Messages and bytes between master and workers since the start: ``messages_down``, ``messages_up``,
+        Messages and bytes between the program and its workers since the start: ``messages_down``, ``messages_up``,
         ``bytes_down``, ``bytes_up`` (doorbells and bodies), ``bytes_pickled`` (arguments), ``bytes_staged`` (plain
         arrays copied into shared memory), ``calls``, ``restarts``.
 
@@ -245,7 +245,10 @@ class Runtime(Hinting):
         fn: Callable[[T], R],
         items: Iterable[T],
         /,
-        **options: Unpack[MapOptions],
+        *,
+        batch_size: int | None = None,
+        ordered: bool = True,
+        progress: bool = False,
     ) -> Iterator[R]: ...
 
     @overload
@@ -256,7 +259,9 @@ class Runtime(Hinting):
         second: Iterable[Any],
         /,
         *others: Iterable[Any],
-        **options: Unpack[MapOptions],
+        batch_size: int | None = None,
+        ordered: bool = True,
+        progress: bool = False,
     ) -> Iterator[R]: ...
 
     @verb
@@ -267,10 +272,6 @@ class Runtime(Hinting):
         batch_size: int | None = None,
         ordered: bool = True,
         progress: bool = False,
-        on_error: Literal["raise", "return"] = "raise",
-        item_timeout: float | None = None,
-        max_tasks_per_worker: int | None = None,
-        max_worker_memory: int | None = None,
     ) -> Iterator[R]:
         """Return an iterator over the results of ``fn`` for each item; see :func:`synk.map`.
 
@@ -278,18 +279,7 @@ class Runtime(Hinting):
         """
         from synk._api.mapping import map_items
 
-        return map_items(
-            self._session,
-            fn,
-            iterables,
-            batch_size=batch_size,
-            ordered=ordered,
-            progress=progress,
-            on_error=on_error,
-            item_timeout=item_timeout,
-            max_tasks_per_worker=max_tasks_per_worker,
-            max_worker_memory=max_worker_memory,
-        )
+        return map_items(self._session, fn, iterables, batch_size, ordered, progress)
 
     def _tasks(self, num_workers: int) -> Tasks:
         """Return an object that runs tasks, which are submitted one by one; for ``Executor`` and extensions."""
@@ -407,7 +397,7 @@ class Runtime(Hinting):
             and not self._session.workers.is_inline
             and (num_threads := num_torch_threads()) > 1
         ):
-            lines.append(f"  torch computes with {num_threads} threads in the master, on the cores of the workers")
+            lines.append(f"  torch computes with {num_threads} threads in the program, on the cores of the workers")
         return "\n".join([title, *lines])
 
     @verb

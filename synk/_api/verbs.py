@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -22,11 +22,6 @@ from synk._pure.tracebacks import verb
 from synk._version import __version__
 from synk._wire.cell import cell
 from synk.backends import BACKENDS, backend_module
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from synk._api.options import MapOptions
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -140,7 +135,7 @@ def resident(
     dump: Callable[[Any], Any] | None = None,
     load: Callable[[Any, Any], None] | None = None,
 ) -> Resident:
-    """Give every rank a Python object of its own that it keeps between calls; see :class:`synk.Resident`.
+    """Give every rank a Python object that it keeps between calls; see :class:`synk.Resident`.
 
     A function closes over it and uses its ``.value``, or gets the rank's object as a broadcast argument.
 
@@ -188,7 +183,10 @@ def map(
     fn: Callable[[T], R],
     items: Iterable[T],
     /,
-    **options: Unpack[MapOptions],
+    *,
+    batch_size: int | None = None,
+    ordered: bool = True,
+    progress: bool = False,
 ) -> Iterator[R]: ...
 
 
@@ -199,7 +197,9 @@ def map(
     second: Iterable[Any],
     /,
     *others: Iterable[Any],
-    **options: Unpack[MapOptions],
+    batch_size: int | None = None,
+    ordered: bool = True,
+    progress: bool = False,
 ) -> Iterator[R]: ...
 
 
@@ -210,10 +210,6 @@ def map(
     batch_size: int | None = None,
     ordered: bool = True,
     progress: bool = False,
-    on_error: Literal["raise", "return"] = "raise",
-    item_timeout: float | None = None,
-    max_tasks_per_worker: int | None = None,
-    max_worker_memory: int | None = None,
 ) -> Iterator[R]:
     """Return an iterator over the results of ``fn`` for each item. Workers get new items as they become free.
 
@@ -267,17 +263,7 @@ def map(
     ...     list(synk.map(lambda n: n * n, range(5)))
     [0, 1, 4, 9, 16]
     """
-    return current().map(
-        fn,
-        *iterables,
-        batch_size=batch_size,
-        ordered=ordered,
-        progress=progress,
-        on_error=on_error,
-        item_timeout=item_timeout,
-        max_tasks_per_worker=max_tasks_per_worker,
-        max_worker_memory=max_worker_memory,
-    )
+    return current().map(fn, *iterables, batch_size=batch_size, ordered=ordered, progress=progress)
 
 
 @verb

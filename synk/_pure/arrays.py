@@ -47,7 +47,7 @@ def as_plain_array(value: Any, what: str) -> np.ndarray:
         )
     if has_own_meaning(value):
         raise TypeError(
-            f"cannot share {what}: got {type(value).__name__}, which has a meaning of its own, expected an array. Pass "
+            f"cannot share {what}: got {type(value).__name__}, which is more than its numbers, expected an array. Pass "
             f"{plain_form(value)} for its plain numbers. Only a broadcast argument arrives as the object that it is."
         )
     array = _converted(value, what)

@@ -16,7 +16,7 @@ import numpy as np
 
 _TEXT = (
     "cannot change the value of a shared variable in place: it is a copy, so no rank would see the change. Assign the "
-    "whole value (w.value = ...), or change a copy of your own: copy.deepcopy(w.value)."
+    "whole value (w.value = ...), or change a copy: copy.deepcopy(w.value)."
 )
 
 

@@ -24,6 +24,7 @@ from synk._pure.tables import is_table
 from synk._pure.trees import flatten, unflatten
 from synk._wire.cell import cell
 from synk._wire.settings import kept
+from synk._wire.variables import split_updates
 from synk.errors import UnsupportedError
 
 
@@ -75,11 +76,22 @@ class Around:
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self._fn = fn
-        functools.update_wrapper(self, fn, updated=())
+        own: Any = self
+        functools.update_wrapper(own, fn, updated=())
 
 
 class Quiet(Around):
-    """Calls a function without its prints, logs and warnings, and puts back settings and random generators.
+    """Calls a function so that the run leaves nothing behind.
+
+    Prints, logs and warnings are dropped. Settings, random generators and the resident objects that it changes are put
+    back, and nothing that it assigns to shared variables takes effect.
+
+    Parameters
+    ----------
+    residents : sequence of Resident
+        What the function changes.
+    updates : sequence of Shared
+        The variables whose new values it returns beside its outputs.
 
     Notes
     -----
@@ -87,55 +99,48 @@ class Quiet(Around):
     else in each run.
     """
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
+    def __init__(self, fn: Callable[..., Any], residents: Sequence[Any] = (), updates: Sequence[Any] = ()) -> None:
         super().__init__(fn)
+        self._residents, self._updates = residents, updates
         self._num_runs = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(args, kwargs)[0]
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[int, list[np.ndarray]]]:
+        """Return the outputs, and what was assigned to shared variables."""
         self._num_runs += 1
-        generator = cell.worker.rng.bit_generator
-        state = generator.state
+        generator, variables = cell.worker.rng.bit_generator, cell.worker.variables
+        states = [resident.state() for resident in self._residents]
+        drawn, before = generator.state, dict(variables.assigned)
         try:
             cell.worker.rng.random(self._num_runs)
             with unseen():
                 move_generators(self._num_runs)
-                return self._fn(*args, **kwargs)
-        finally:
-            generator.state = state
-
-
-class Apart(Quiet):
-    """Calls a function in the same way, and returns a :class:`Part` of it in a :class:`Box`.
-
-    Nothing that it assigns to shared variables takes effect, and the resident objects that it changes are put back.
-
-    Parameters
-    ----------
-    residents : sequence of Resident
-        What the function changes.
-    """
-
-    def __init__(self, fn: Callable[..., Any], residents: Sequence[Any] = ()) -> None:
-        super().__init__(fn)
-        self._residents = residents
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Box:
-        states = [resident.state() for resident in self._residents]
-        variables = cell.worker.variables
-        before = dict(variables.assigned)
-        try:
-            value = super().__call__(*args, **kwargs)
+                value = self._fn(*args, **kwargs)
+            if self._updates:
+                value, new = split_updates(self.__name__, value, len(self._updates))
+                for replica, each in zip(self._updates, new):
+                    replica.assign(each)
             assigned = {
                 replica.variable_id: [np.array(cell.worker.backend.host_copy(leaf)) for leaf in leaves]
                 for replica, leaves in variables.assigned.items()
                 if before.get(replica) is not leaves
             }
-            leaves, structure = flatten(value)
-            return Box(Part(unflatten(structure, list(map(_on_host, leaves))), cell.worker.num_rows, assigned))
+            return value, assigned
         finally:
-            variables.assigned = before
+            generator.state, variables.assigned = drawn, before
             for resident, state in zip(self._residents, states):
                 resident.restore(state, resident.version)
+
+
+class Apart(Quiet):
+    """Calls a function in the same way, and returns a :class:`Part` of it in a :class:`Box`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Box:
+        value, assigned = self._run(args, kwargs)
+        leaves, structure = flatten(value)
+        return Box(Part(unflatten(structure, list(map(_on_host, leaves))), cell.worker.num_rows, assigned))
 
 
 class Silent(Around):

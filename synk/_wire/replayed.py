@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import pickle
 import random as random  # imported later, in a body, it would be seeded by the system
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -64,39 +62,6 @@ class Taken(Around):
         return dumps((args, kwargs)), worker.ranks, worker.num_rows, worker.total_rows  # read-only arrays stay so
 
 
-class Numbered(NamedTuple):
-    """An item with its number, which texts do not show."""
-
-    number: int
-    item: Any
-
-    def __repr__(self) -> str:
-        return repr(self.item)
-
-
-class Noted(Around):
-    """Calls a function with a numbered item. What the rank knows before is in a file until the call has succeeded.
-
-    Parameters
-    ----------
-    fn : callable
-    prefix : str
-        The file's path, but for the number.
-    """
-
-    def __init__(self, fn: Callable[[Any], Any], prefix: str) -> None:
-        super().__init__(fn)
-        self._prefix = prefix
-
-    def __call__(self, numbered: Numbered) -> Any:
-        path = f"{self._prefix}{numbered.number}"
-        with open(path, "wb") as file:
-            pickle.dump(moment(), file)
-        result = self._fn(numbered.item)
-        os.unlink(path)
-        return result
-
-
 class ReplayedRank:
     """Stands for the rank in ``synk.comm``, for a body that runs without the other ranks."""
 
@@ -105,7 +70,7 @@ class ReplayedRank:
         self.backend, self.device, self.rng = self, moment.device, np.random.Generator(moment.rng)
 
     def check_called(self) -> None:
-        """Allow what has no meaning in an item of a map, too."""
+        """Allow it: the body has begun."""
 
     def uninterrupted(self) -> contextlib.AbstractContextManager[None]:
         """Hold nothing back."""

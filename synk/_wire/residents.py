@@ -84,6 +84,6 @@ def resolve_resident(resident_id: int) -> Any:
     """Return this rank's object. This loads a pickled ``Resident``."""
     if cell.worker is None:
         raise pickle.UnpicklingError(
-            "cannot load a resident object here: it has a meaning only on the workers of its runtime."
+            "cannot load a resident object here: it can only be used on the workers of its runtime."
         )
     return cell.worker.residents.get(resident_id)

@@ -160,6 +160,25 @@ def check_value(
     return arrays
 
 
+def split_updates(name: str, result: Any, count: int) -> tuple[Any, Sequence[Any]]:
+    """Return the outputs and the new values of so many variables, which a function with ``updates=`` has returned."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TypeError(
+            f"cannot update the variables of {name!r}: got a result of type {type(result).__name__}, expected "
+            "(outputs, new_values) because of updates=."
+        )
+    outputs, values = result
+    if count == 1 and not (isinstance(values, (tuple, list)) and len(values) == 1):
+        values = (values,)
+    if not isinstance(values, (tuple, list)) or len(values) != count:
+        raise ValueError(
+            f"cannot update the variables of {name!r}: got "
+            f"{len(values) if isinstance(values, (tuple, list)) else 1} new values, expected one for each of the "
+            f"{count} updates."
+        )
+    return outputs, values
+
+
 def value_as_array(variable: Any, structure: Any, dtype: Any, copy: bool | None) -> np.ndarray:
     """Return ``variable.value`` in the form that NumPy requests through ``__array__``."""
     if structure != "leaf":
@@ -174,6 +193,6 @@ def resolve_variable(variable_id: int) -> Any:
     """Return this worker's replica. This loads a pickled ``Shared``."""
     if cell.worker is None:
         raise pickle.UnpicklingError(
-            "cannot load a shared variable here: it has a meaning only on the workers of its runtime."
+            "cannot load a shared variable here: it can only be used on the workers of its runtime."
         )
     return cell.worker.variables.get(variable_id)

@@ -212,7 +212,7 @@ class Worker:
         if self.is_copy:
             raise ReentrancyError(
                 f"cannot communicate in a process that {self.function_name!r} has forked: its parent is the rank. Send "
-                "what it has found to the parent, which communicates."
+                "its results to the parent, which communicates."
             )
         self.check_called()
         if self.variables.is_sliced:

@@ -62,7 +62,7 @@ class DeviceArrays:
         """Raise TypeError for a host array of a dtype that the library lacks."""
         if not self.has_dtype(host):
             raise TypeError(
-                f"cannot bring an array of dtype {host.dtype} to {self.device}: expected bools, integers, floats or "
+                f"cannot copy an array of dtype {host.dtype} to {self.device}: expected bools, integers, floats or "
                 "complex numbers. Pass it inside a broadcast tuple, or encode it as integers."
             )
 

@@ -151,7 +151,7 @@ class DpnpBackend(DeviceArrays):
         try:
             array = self.xp.empty(host.shape, dtype=host.dtype)
         except self._dpctl.memory.USMAllocationError as error:
-            raise MemoryError(f"cannot bring {host.nbytes} bytes to {self.device}: {error}.") from error
+            raise MemoryError(f"cannot copy {host.nbytes} bytes to {self.device}: {error}.") from error
         self._num_copied[0] += host.nbytes
         if host.size:
             source = np.ascontiguousarray(host)

@@ -50,7 +50,7 @@ def bfloat16() -> np.dtype:
         import ml_dtypes
     except ImportError as error:
         raise TypeError(
-            "cannot return values of dtype bfloat16: NumPy has none of its own. Install ml_dtypes, or cast to float32."
+            "cannot return values of dtype bfloat16: NumPy has none. Install ml_dtypes, or cast to float32."
         ) from error
     return np.dtype(ml_dtypes.bfloat16)
 

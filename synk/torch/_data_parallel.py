@@ -7,7 +7,7 @@ import inspect
 import itertools
 import pickle
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -187,7 +187,7 @@ class _Passes:
         if self._runtime.is_closed or not session.is_own_process or session.workers.is_inline:
             return self.module.forward(*args, **kwargs)
         parameters, whole, rows = list(self.module.parameters()), list[torch.Tensor](), list[torch.Tensor]()
-        arguments = dict(self._arguments(args, kwargs, whole, rows))
+        arguments = self._arguments(args, kwargs, whole, rows)
         lengths = [len(row) for row in rows]
         if len(set(lengths)) > 1:
             raise ValueError(
@@ -202,28 +202,30 @@ class _Passes:
 
     def _arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], whole: list[torch.Tensor], rows: list[torch.Tensor]
-    ) -> Iterator[tuple[str, bytes]]:
-        """Yield the arguments by the names of ``forward``, pickled without their tensors, which go into the lists."""
+    ) -> list[bytes]:
+        """Return the arguments by the names of ``forward``, pickled without their tensors, which go into the lists."""
         try:
             arguments = inspect.signature(self.module.forward).bind(*args, **kwargs).arguments
         except TypeError as error:
             raise TypeError(f"cannot call {self.name!r}: {error}.") from None
-        for name, value in arguments.items():
+        divided = {name: value for name, value in arguments.items() if name not in self._bcast_inputs}
+        for name, value in divided.items():
+            leaves, structure = take_apart(value)
+            for leaf, path in zip(leaves, paths(structure)):
+                label = f"{name}{path}"
+                check_no_list(leaf, "scatter", f"{label} of {self.name!r}", label, "" if path else "model")
 
-            def place(tensor: torch.Tensor, is_whole: bool = name in self._bcast_inputs) -> tuple[bool, int]:
-                is_whole = is_whole or tensor.ndim == 0
-                tensors = whole if is_whole else rows
-                tensors.append(tensor)
-                return is_whole, len(tensors) - 1
+        def place(tensors: list[torch.Tensor], tensor: torch.Tensor) -> tuple[bool, int]:
+            tensors = whole if tensor.ndim == 0 else tensors
+            tensors.append(tensor)
+            return tensors is whole, len(tensors) - 1
 
-            if name not in self._bcast_inputs:
-                leaves, structure = take_apart(value)
-                for leaf, path in zip(leaves, paths(structure)):
-                    label = f"{name}{path}"
-                    check_no_list(leaf, "scatter", f"{label} of {self.name!r}", label, "" if path else "model")
-            yield name, dump_apart(f"the inputs of {self.name!r}", value, place)[0]
+        others = {name: value for name, value in arguments.items() if name not in divided}
+        parts = (rows, divided), (whole, others)
+        what = f"the inputs of {self.name!r}"
+        return [dump_apart(what, part, functools.partial(place, tensors))[0] for tensors, part in parts if part]
 
-    def order(self, wants: list[tuple[int, ...]], num_parameters: int, arguments: dict[str, bytes]) -> ranks.Order:
+    def order(self, wants: list[tuple[int, ...]], num_parameters: int, arguments: list[bytes]) -> ranks.Order:
         """Return what the ranks need to know of a call besides its tensors."""
         names, tensors = zip(*self.module.named_parameters(), *self.module.named_buffers(), ("", None))
         pickled, classes = dump_apart(f"module {self.name!r}", self.module, numbers_of(tensors[:-1]))
@@ -251,7 +253,7 @@ class _Call:
     nesting: bytes
     flags: list[bool]
 
-    def __init__(self, passes: _Passes, inputs: Sequence[Sequence[torch.Tensor]], arguments: dict[str, bytes]) -> None:
+    def __init__(self, passes: _Passes, inputs: Sequence[Sequence[torch.Tensor]], arguments: list[bytes]) -> None:
         self._passes, self._sizes = passes, [len(part) for part in inputs]
         has_grad = torch.is_grad_enabled()
         wants = [tuple(k for k, each in enumerate(part) if has_grad and each.requires_grad) for part in inputs]

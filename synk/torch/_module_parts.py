@@ -35,7 +35,7 @@ def check_memory(what: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
             if other is not tensor and (device != "cpu" or np.shares_memory(array_of(other), array_of(tensor))):
                 raise ValueError(
                     f"cannot {what}: got {other_name!r} and {name!r} that share memory but are different tensors, "
-                    "expected memory of its own for each, because the workers' copies would be apart. Give both names "
+                    "expected separate memory for each, because the workers' copies would be apart. Give both names "
                     "the same Parameter (b.weight = a.weight) and transpose or slice it in forward, or .clone() one."
                 )
         before.append((device, start, end, name, tensor))

@@ -36,8 +36,8 @@ class Pass(NamedTuple):
     names : tuple of str
         The names of its parameters and then of its buffers, in the order in which they come.
     num_parameters : int
-    arguments : dict of bytes
-        The arguments by the names of ``forward``, pickled without their tensors.
+    arguments : list of bytes
+        Pickled dicts of the arguments by the names of ``forward``, without their tensors.
     wants : list of tuple of int
         The parameters, the whole tensors and the tensors with rows that need gradients, by their numbers.
     has_grad : bool
@@ -52,7 +52,7 @@ class Pass(NamedTuple):
     module: bytes
     names: tuple[str, ...]
     num_parameters: int
-    arguments: dict[str, bytes]
+    arguments: list[bytes]
     wants: list[tuple[int, ...]]
     has_grad: bool
     autocast: torch.dtype | None
@@ -110,8 +110,8 @@ class _Run:
         self.leaves = [given[number].requires_grad_() for given, numbers in pairs for number in numbers]
         module = _loaded(order.owner, order.module, order.num_parameters)
         call = inspect.signature(module.module.forward).bind_partial()
-        for name, argument in order.arguments.items():
-            call.arguments[name] = load_joined(argument, lambda place: (whole if place[0] else rows)[place[1]])
+        for part in order.arguments:
+            call.arguments.update(load_joined(part, lambda place: (whole if place[0] else rows)[place[1]]))
         values = {f"module.{name}": tensor for name, tensor in zip(order.names, tensors)}
         seed_generators(*order.seed, comm.ranks[comm.rank])
         is_cast = order.autocast is not None

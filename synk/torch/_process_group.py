@@ -49,7 +49,7 @@ def process_group() -> dist.ProcessGroup:
     Raises
     ------
     ValueError
-        If the call is made in the master, not all workers run it, or the function has made a default group by itself.
+        If the call is made in the program, not all workers run it, or the function has made a default group by itself.
     UnsupportedError
         If the runtime has workers on other nodes.
 
@@ -73,7 +73,7 @@ def process_group() -> dist.ProcessGroup:
     worker = cell.worker
     if worker is None:
         raise ValueError(
-            "cannot make a process group in the master: it has a meaning only on the workers, expected a call inside a "
+            "cannot make a process group in the program: it can only be made on the workers, expected a call inside a "
             "function. Use synk.function(fn, per_rank=True)."
         )
     if worker.has_other_nodes:

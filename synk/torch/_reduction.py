@@ -8,6 +8,10 @@ last to start, so all flags are known by then, and they are read once a pass: on
 With overlap, the hooks start to reduce a buffer when all of its gradients are there and all buffers before it were
 started. So all ranks keep one order. The end of the pass starts the buffers that are left, and waits for all.
 
+The reducer of ``DistributedDataParallel`` was tried in its place. It reduces once what follows its own ``forward``:
+gradients of a layer that is called by itself, of a penalty of parameters, and of a second backward pass stay local, in
+silence.
+
 An interrupt, or the death of another rank, can end a pass at any line. Then nobody waits for the buffers' requests: the
 communicator drops them when the next call begins, and that call expects all gradients anew.
 """

@@ -146,7 +146,7 @@ class Replicated(Handle):
     """Objects with a copy on every rank, all alike. Made by :func:`synk.torch.replicate`.
 
     The program's own objects stay as they are until :meth:`pull`. A program that uses them while they are behind, or
-    changes them and does not :meth:`push`, gets an error that says so.
+    changes them and does not :meth:`push`, gets an error that names the cure.
 
     Attributes
     ----------
@@ -229,10 +229,10 @@ class Replicated(Handle):
         Raises
         ------
         ReentrancyError
-            In the master.
+            In the program.
         """
         raise ReentrancyError(
-            "cannot keep gradients back in the master: no_sync() has a meaning inside the function, around backward()."
+            "cannot keep gradients back in the program: no_sync() can only be used in the function, around backward()."
         )
 
     # -- the program's objects ----------------------------------------------------------------------------------------

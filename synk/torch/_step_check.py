@@ -12,9 +12,20 @@ from typing import Any
 
 import numpy as np
 
-from synk._api.op_check import MAX_S, Few, few_rows, limit_of, misfits_of, settle
+from synk._api.op_check import (
+    MAX_NBYTES,
+    MAX_S,
+    Few,
+    Unknown,
+    few_rows,
+    limit_of,
+    outputs_with_ops,
+    settle,
+    tried,
+)
 from synk._api.plain_copy import PlainCopy, copied
-from synk._api.runs import Runs, Unknown, are_same
+from synk._api.runs import Runs, are_same
+from synk._pure.output_ops import DEFAULT_OP
 from synk._wire.apart import Part
 from synk.torch import _rank
 from synk.torch import _state as states
@@ -22,8 +33,6 @@ from synk.torch._bodies import body_of
 
 _RTOL = 0.02
 """Relative to the norm. Gradients are sums of rounded numbers, perhaps of 16 bits; a wrong loss is further off."""
-
-_MAX_NBYTES = 1 << 26
 
 
 def check_step(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Any) -> None:
@@ -43,7 +52,7 @@ def _compare(function: Any, few: Few) -> str | None:
     replicated = function._replicated
     with replicated._guard.lifted():
         parameters = states.parameters_of(replicated._objects)
-        if sum(each.numel() * each.element_size() for each in parameters) > _MAX_NBYTES:
+        if sum(each.numel() * each.element_size() for each in parameters) > MAX_NBYTES:
             raise Unknown
         copy = replicated._runtime.resident(
             _rank.RankReplica(replicated._objects, replicated._options), dump=_rank.dump, load=_rank.load
@@ -55,21 +64,19 @@ def _compare(function: Any, few: Few) -> str | None:
 
 def _misfit(function: Any, few: Few, copy: Any, method: str) -> str | None:
     """Return what to tell the user about a step of the copy; an empty text if all is well, None if it is random."""
-    try:
-        fn = copied(function._fn, max_nbytes=_MAX_NBYTES).fn
-    except Exception as error:
-        raise Unknown from error
+    fn = tried(copied, function._fn, max_nbytes=MAX_NBYTES).fn
     body = PlainCopy(body_of(fn, copy, function._replicated._objects, True, method=method))
-    runs = Runs(function, body, few.args, few.kwargs, few.rows, limit_of(function), [copy])
-    apart = runs.apart()
+    runs = Runs(function, body, few.args, few.kwargs, limit_of(function), [copy])
+    apart = tried(runs.apart, few.rows)
     if runs.seconds * len(apart) > MAX_S:
         raise Unknown
     parts, gradients = zip(*map(_told_apart, apart))
-    whole, of_whole = _told_apart(runs.alone())
-    (misfits, _), of_gradients = misfits_of(few, whole, parts), _is_off(gradients[0], of_whole)
+    whole, of_whole = _told_apart(tried(runs.alone, few.rows))
+    misfits = [each for each in outputs_with_ops(few, whole, parts) if DEFAULT_OP not in each.ops]
+    of_gradients = _is_off(gradients[0], of_whole)
     if not misfits and not of_gradients:
         return ""
-    again, of_again = _told_apart(runs.alone())
+    again, of_again = _told_apart(tried(runs.alone, few.rows))
     if _is_off(of_again, of_whole) or not are_same(again.value, whole.value):
         return None
     where = "its gradients" if of_gradients else ", ".join(f"output{misfit.path}" for misfit in misfits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -47,7 +48,7 @@ class StepFunction(Function[..., Any]):
         """Refuse it: a step that fails is undone by itself, and not with those before it."""
         raise ValueError(
             f"cannot repeat {self.__name__!r}: got a function over replicated objects, expected one without: each step "
-            "is a call of its own, which can be undone. Call it in a loop."
+            "is a separate call, which can be undone. Call it in a loop."
         )
 
     @verb
@@ -66,7 +67,12 @@ class StepFunction(Function[..., Any]):
         If it draws random numbers, as dropout does, both run with all modules except batch norms in ``eval()``.
         """
         self._replicated._before_call(trains=False)
-        return super().verify(*args, **kwargs)
+        report = self._by("_run").verify(*args, **kwargs)  # without a seed of its own, so that draws can be seen
+        if all(output.verdict != "random" for output in report.outputs):
+            return report
+        report = self._by("run_without_draws").verify(*args, **kwargs)
+        note = "Compared with all modules but batch norms in eval(): it draws random numbers (as dropout does)."
+        return dataclasses.replace(report, notes=(note, *report.notes))
 
     @contextlib.contextmanager
     def _counted(self, num_steps: int = 1) -> Iterator[None]:
@@ -86,11 +92,8 @@ class StepFunction(Function[..., Any]):
             if self._trains:
                 replicated._count(counted)
 
-    def _compared(self) -> Function[..., Any]:
-        return self._by("_run")  # without a seed of its own, so that draws can be seen
-
-    def _without_draws(self) -> Function[..., Any]:
-        return self._by("run_without_draws")
+    def _alike(self, fn: Callable[..., Any], **options: Any) -> Function[..., Any]:
+        return self._by("_run")._alike(fn, **options)
 
     def _by(self, method: str) -> Function[..., Any]:
         """Return an ordinary function that calls another method of the replica."""

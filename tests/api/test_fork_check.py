@@ -52,15 +52,15 @@ def test_what_is_equal_or_raises_is_as_without(reused_checking: Any) -> None:
     assert rt.profile.records["total"].num_calls == 1
 
 
-def raises_once(key: str) -> Callable[[Any], Any]:
-    """A function that raises in its first run on each worker."""
+def raises_again(key: str) -> Callable[[Any], Any]:
+    """A function that raises in its second run on each worker."""
 
     def total(x: Any) -> Any:
         import sys
 
-        if not hasattr(sys, key):
-            setattr(sys, key, True)
-            raise ValueError("not ready")
+        if hasattr(sys, key):
+            raise ValueError("not again")
+        setattr(sys, key, True)
         return x.sum()
 
     return total
@@ -76,8 +76,8 @@ def test_a_warning_may_be_an_error(reused_checking: Any) -> None:
 def test_a_check_that_cannot_be_made_warns(reused_checking: Any, subtests: pytest.Subtests) -> None:
     for way, call in WAYS.items():
         with subtests.test(way):
-            f = reused_checking.function(raises_once(f"_check {way}"), outputs="sum")
-            text = "the first call of 'total' could not be verified: ValueError: not ready"
+            f = reused_checking.function(raises_again(f"_check {way}"), outputs="sum")
+            text = "the first call of 'total' could not be verified: ValueError: not again"
             with pytest.warns(RuntimeWarning, match=text) as caught:
                 assert call(f) == 15.0
             assert [each.filename for each in caught] == [__file__]

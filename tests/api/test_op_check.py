@@ -142,6 +142,7 @@ RIGHT: dict[str, Fn] = {
     "all_reduce": lambda x: synk.comm.all_reduce(x.mean(axis=0)),
     "refuses few rows": lambda x: x.mean() if len(x) > 5 else 1 / 0,
     "NaN": lambda x: (x * np.nan).mean(),
+    "too large for float32": lambda x: (np.abs(x) * 1e300).mean(),
 }
 
 
@@ -250,6 +251,9 @@ def test_the_text_shows_both_values_and_names_the_op_that_fits(shared_runtimes: 
                 assert f"one worker alone {float(fn(x))!r}"[:30] in text
     with pytest.raises(OpMismatch):
         shared_runtimes[2].function(lambda x: x.sum() / synk.comm.total_rows)(x)
+    stamps = 1_600_000_000_000_000_000 + np.arange(13)
+    with pytest.raises(OpMismatch, match='Use outputs="sum"'):
+        shared_runtimes[2].function(lambda x, stamps: x.sum())(x, stamps)
 
 
 def test_the_whole_text_and_each_output_by_its_place(shared_runtimes: Any) -> None:

@@ -121,6 +121,6 @@ def test_threads_of_torch_in_the_program_are_told(shared_runtimes: Any) -> None:
     try:
         for num_threads, count in ((3, 1), (1, 0)):
             torch.set_num_threads(num_threads)
-            assert shared_runtimes[2].info().count(f"torch computes with {num_threads} threads in the master") == count
+            assert shared_runtimes[2].info().count(f"torch computes with {num_threads} threads in the program") == count
     finally:
         torch.set_num_threads(before)

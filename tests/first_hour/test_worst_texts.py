@@ -55,7 +55,7 @@ def test_3_a_table(shared_runtimes: Any) -> None:
     }
     frame = type("Frame", (dict,), members)(price=np.array([1.0, 2.0]))
     total = shared_runtimes[2].function(lambda t: t["price"].sum(), outputs="sum")
-    with pytest.raises(TypeError, match=r"got Frame, which has a meaning of its own"):
+    with pytest.raises(TypeError, match=r"got Frame, which is more than its numbers"):
         total(frame)
     assert total(dict(frame.items())) == 3.0
 

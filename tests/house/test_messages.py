@@ -42,7 +42,6 @@ SENTENCE = re.compile(r"[^A-Z].*[.?}]$", re.DOTALL)
 INTERNAL = {
     "AssertionError", "NotImplementedError", "OSError", "StopIteration", "SystemExit", "KeyboardInterrupt",
     "Failed", "NotComparable",  # a part of a note in the report of verify
-    "Undigested",  # a part of a text about a journal
     "Broken",  # a sentence in the report of synk.check
 }  # fmt: skip
 
@@ -151,6 +150,11 @@ def test_no_word_is_broken_by_the_source() -> None:
         where = f"synk/{file}:{line}: join its parts by one blank, with none before a stop: {text}"
         assert "\n" not in text.strip() or ":\n" in text or "\n{}" in text, where
         assert "  " not in text and not re.search(r" [.,;:]( |$)", text), where
+
+
+def test_texts_have_one_word_for_a_thing() -> None:
+    words = (r"\bmaster\b", "of (its|your) own", "has a meaning", "belongs into")  # program, separate, can be used, in
+    assert not [each for each in all_texts() if any(re.search(word, each[3]) for word in words)]
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import re
 
 import pytest
 from support.harness import PACKAGE_FOLDER
+
+import synk
 
 README = PACKAGE_FOLDER / "README.md"
 PAGES = sorted((PACKAGE_FOLDER / "docs").glob("*.md"))
@@ -51,6 +54,25 @@ def test_banned_words(page: object) -> None:
     text = prose(page.read_text())  # type: ignore[attr-defined]
     found = {words: better for words, better in BANNED.items() if re.search(words, text)}
     assert not found, found
+
+
+def public_docstrings() -> dict[str, str]:
+    """Return the docstrings of the public names and of their public members."""
+    found = {}
+    for name in (each for each in dir(synk) if not each.startswith("_")):
+        owner = getattr(synk, name)
+        found[name] = inspect.getdoc(owner) or ""
+        for member in dir(owner):
+            if not member.startswith("_") and (inspect.isclass(owner) or inspect.ismodule(owner)):
+                found[f"{name}.{member}"] = inspect.getdoc(getattr(owner, member)) or ""
+    return found
+
+
+def test_banned_words_in_docstrings() -> None:
+    found = {
+        (name, words) for name, text in public_docstrings().items() for words in BANNED if re.search(words, prose(text))
+    }
+    assert not found
 
 
 def test_the_readme_has_the_words_of_the_field() -> None:

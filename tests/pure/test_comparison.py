@@ -23,12 +23,15 @@ class Refusing:
 
 
 NAN, INF = float("nan"), float("inf")
+NAT = np.array(["NaT", "2020-01-01"], "M8[s]")
+RECORDS = np.array([(1, NAN), (2, 3.0)], [("a", int), ("b", float)])
 SAME: list[tuple[Any, Any]] = [
     (1.0, 1.0), (1.0, 1.0 + 4 * EPS), (1, 1.0), (NAN, NAN), (INF, INF), (1 + 2j, 1 + 2j + 1e-12), (None, None),
     ("a", "a"), (np.array([1e-20, 1e10]), np.array([0.0, 1e10])), (np.array([1e-20]), np.array([0.0])),
     (np.float32(1.0), np.float32(1.0001)), (np.float64(1.0), np.float32(1.0001)),
     (np.array(["a", "b"]), np.array(["a", "b"])), ([1.0, "x"], [1.0 + EPS, "x"]), ({"a": 1}, {"a": 1}),
-    (np.zeros((0, 3)), np.zeros((0, 3))),
+    (np.zeros((0, 3)), np.zeros((0, 3))), (NAT, NAT), (NAT[0], NAT[0]), (RECORDS, RECORDS.copy()),
+    ([{"a": (NAN, 1.0)}], [{"a": (NAN, 1.0 + EPS)}]), (np.array([NAN, "a"], object), np.array([NAN, "a"], object)),
 ]  # fmt: skip
 """Judged by the size of the whole output, and by the precision of the less precise one."""
 OTHER: list[tuple[Any, Any]] = [
@@ -36,6 +39,8 @@ OTHER: list[tuple[Any, Any]] = [
     (MISSING, MISSING), (np.array([1.0, 2.0]), np.array([[1.0, 2.0]])), (np.float64(1.0), np.float64(1.0001)),
     (np.array([True]), np.array([False])), (np.array([3]), np.array([4])), ([1.0], [1.0, 2.0]),
     (np.array(["a", "b"]), np.array(["a", "c"])), (np.zeros((0, 3)), np.zeros((0, 2))),
+    (NAT, NAT.astype("M8[D]") + 1), (NAT[:1], np.array(["2020"], "M8[s]")), (RECORDS, RECORDS[["a"]]),
+    ([{"a": (NAN, 1.0)}], [{"a": (NAN, 2.0)}]), ((1.0,), [1.0]),
 ]  # fmt: skip
 
 

@@ -243,5 +243,5 @@ def test_it_has_all_names_of_mpi4torch() -> None:
     names = {*(f"MPI_{each}" for each in operations), *others, "deactivate_cuda_aware_mpi_support"}
     assert set(mpi4torch.__all__) == names
     assert mpi4torch.deactivate_cuda_aware_mpi_support() is None  # type: ignore[func-returns-value]
-    with pytest.raises(synk.errors.ReentrancyError, match="only inside a function"):
+    with pytest.raises(synk.errors.ReentrancyError, match="only be used inside a function"):
         _ = COMM_WORLD.rank

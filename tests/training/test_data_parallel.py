@@ -124,6 +124,13 @@ class Outcome:
     label: str
 
 
+class Cache:
+    """No structure to anybody, but it holds a tensor."""
+
+    def __init__(self, keys: Any) -> None:
+        self.keys = keys
+
+
 class Nested(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -131,9 +138,9 @@ class Nested(torch.nn.Module):
         self.register_buffer("offset", torch.ones(2), persistent=False)
 
     def forward(self, batch: Any, pair: Any, *tables: Any, scale: Any, label: str = "", **more: Any) -> Any:
-        out = self.linear(batch["x"]) * scale + self.offset
+        out = self.linear(batch["x"].keys) * scale + self.offset
         out = out + sum(table.sum(0) for table in (*tables, *more.values()))
-        return Outcome(out, ([pair.left * 2, {"count": batch["ids"][0] + 1}], None), label)
+        return Outcome(out, ([pair.left * 2, {"count": batch["ids"][0] + 1}], None, Cache(out * 3)), label)
 
 
 def test_nested_inputs_and_outputs_with_gradients_for_all_that_want_them(shared_runtimes: Any) -> None:
@@ -146,12 +153,12 @@ def test_nested_inputs_and_outputs_with_gradients_for_all_that_want_them(shared_
         shapes = (7, 5), (7, 5), (), (3, 2), (4, 2)
         leaves = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
         x, left, scale, table, other = leaves
-        batch = {"x": x * 2, "ids": (torch.arange(7), "a text")}  # not a leaf itself
+        batch = {"x": Cache(x * 2), "ids": (torch.arange(7), "a text")}  # not a leaf itself
         result = model(batch, Pair(left, None), table, scale=scale, label="here", other=other)
         assert type(result) is Outcome and result.label == "here"
-        (doubled, counts), nothing = result.others
+        (doubled, counts), nothing, cache = result.others
         assert nothing is None and torch.equal(counts["count"], torch.arange(1, 8))
-        (result.value.square().sum() + doubled.sum()).backward()
+        (result.value.square().sum() + doubled.sum() + cache.keys.sum()).backward()
         found.append([each.grad for each in (*leaves, model.linear.weight)])
     assert differences(*found, 1e-12) == []
 

@@ -238,7 +238,7 @@ def test_what_is_told_and_leaves_no_rank_waiting(subtests: Any, shared_runtimes:
         cases.append((rf"Use synk\.torch\.{verb}, which autograd follows", (TypeError, call)))
         call = lambda x, rank, verb=verb: with_tensor(t, verb, x.detach().numpy())  # type: ignore[misc] # noqa: E731
         cases.append((r"by synk\.torch: got a value of type ndarray, expected a tensor", (TypeError, call)))
-        with pytest.raises(ReentrancyError, match="only inside a function"):
+        with pytest.raises(ReentrancyError, match="only be used inside a function"):
             with_tensor(t, verb, torch.ones(2))
     with same_workers(rt):
         for text, (error, wrong) in cases:

@@ -320,7 +320,7 @@ def test_nothing_listens_outside_of_loopback(runtime: Any, monkeypatch: pytest.M
 
 def test_wrong_uses(shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
-    with pytest.raises(ValueError, match="cannot make a process group in the master"):
+    with pytest.raises(ValueError, match="cannot make a process group in the program"):
         synk.torch.process_group()
 
     def rows(x: np.ndarray) -> int:

@@ -108,7 +108,7 @@ class Chunk:
         except BaseException as error:  # the user's classes run code here
             raise SerializationError(
                 f"cannot load what {name!r} returned for item {position}: {type(error).__name__}: {error}. Return "
-                "arrays, numbers or objects whose class can be loaded in the master."
+                "arrays, numbers or objects whose class can be loaded in the program."
             ) from error
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from synk._master.calls.callee import Callee
 from synk._master.flight.chunks import LONG_NS, Chunk, Chunks
@@ -30,31 +30,6 @@ _PER_RANK = 4
 """How many chunks per rank may be sent before their results are taken: the oldest may be the slowest."""
 
 
-class Rules(NamedTuple):
-    """What a map's user wants of it.
-
-    Attributes
-    ----------
-    batch_size : int or None
-        Items in a chunk; None: as many as suit the time that items take.
-    is_ordered : bool
-        Whether results come in the order of the items.
-    returns_errors : bool
-        Whether a failed item gives an ``ItemError`` in its place; otherwise it ends the map.
-    item_s : float or None
-        Seconds after which an item is given up.
-    max_tasks, max_memory : int or None
-        A worker is replaced after so many items, or when it holds so many bytes.
-    """
-
-    batch_size: int | None = None
-    is_ordered: bool = True
-    returns_errors: bool = False
-    item_s: float | None = None
-    max_tasks: int | None = None
-    max_memory: int | None = None
-
-
 class ItemMap:
     """One map of a function over items.
 
@@ -63,16 +38,20 @@ class ItemMap:
     session : Session
     function : Callee
     items : iterable
-    rules : Rules
+    batch_size : int or None
+        Items in a chunk; None: as many as suit the time that items take.
+    is_ordered : bool
     """
 
-    def __init__(self, session: Session, function: Callee, items: Iterable[Any], rules: Rules) -> None:
+    def __init__(
+        self, session: Session, function: Callee, items: Iterable[Any], batch_size: int | None, is_ordered: bool
+    ) -> None:
         self._name = function.name
         self._items = iter(items)
-        self._is_ordered = rules.is_ordered
+        self._is_ordered = is_ordered
         self._chunks = Chunks(session, function)
-        self._is_adaptive = rules.batch_size is None
-        self._size = rules.batch_size or 1
+        self._is_adaptive = batch_size is None
+        self._size = batch_size or 1
         self._position = 0
         self._is_at_end = False
         self._error: Exception | None = None  # what the iterable raised

@@ -102,7 +102,7 @@ class PendingCall(Hinting, Generic[R]):
 
     @verb
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the call to end and return what it raised, or None if it succeeded.
+        """Wait for the call to end and return its exception, or None if it succeeded.
 
         Raises
         ------

@@ -50,7 +50,7 @@ class Resident(Handle):
     @property
     def value(self) -> Any:
         raise AttributeError(
-            f"cannot read {self.name!r} in the master: a resident object lives on the workers. Use its get(rank) for a "
+            f"cannot read {self.name!r} in the program: a resident object is on the workers. Use its get(rank) for a "
             "copy."
         )
 
@@ -63,7 +63,7 @@ class Resident(Handle):
         IndexError
             If there is no such rank.
         SerializationError
-            If the object cannot be pickled on the worker or loaded in the master.
+            If the object cannot be pickled on the worker or loaded in the program.
         WorkerDied
             If its state is lost.
         """
@@ -148,8 +148,8 @@ class Resident(Handle):
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            f"cannot pickle resident object {self.name!r}: it lives on the workers. Close over it, or pass it as "
-            "an argument of its own that bcast_inputs names; synk.Program keeps it together with functions that use it."
+            f"cannot pickle resident object {self.name!r}: it is on the workers. Close over it, or pass it as "
+            "an argument that bcast_inputs names; synk.Program keeps it together with functions that use it."
         )
 
     def __repr__(self) -> str:

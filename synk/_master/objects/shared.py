@@ -23,7 +23,7 @@ class Shared(Handle):
     the variable by closing over it. A call is a transaction: its assignments take effect on all ranks if it succeeds,
     and on none if it fails.
 
-    In the master ``w.value`` is a copy of rank 0's replica, or of the gathered shards. Assigning to it broadcasts or
+    In the program ``w.value`` is a copy of rank 0's replica, or of the gathered shards. Assigning to it broadcasts or
     scatters. ``w[rank]`` is the value of one rank, to read and to assign. What is read is a read-only copy, arrays and
     containers alike, since a change in place would be lost; ``copy.deepcopy(w.value)`` may be changed.
     ``w.value += 1`` assigns.

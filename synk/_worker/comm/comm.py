@@ -27,9 +27,8 @@ from synk.errors import ReentrancyError
 def _worker() -> Any:
     if cell.worker is None:
         raise ReentrancyError(
-            "synk.comm has a meaning only inside a function, on a worker. In the master use the collectives over "
-            "Shared "
-            "variables, as synk.all_reduce."
+            "synk.comm can only be used inside a function that runs on a worker. In the program use the collectives "
+            "over Shared variables, such as synk.all_reduce."
         )
     return cell.worker
 
@@ -84,7 +83,7 @@ class Comm(Hinting):
     collectives may be mixed with those that wait and with messages; their arrays must not change until the result is
     there. On CPU workers they make no progress by themselves, only in ``wait`` and ``test`` of any request, and while
     any other call of ``synk.comm`` waits. With NCCL, an ``all_reduce`` with ``out=`` runs beside the function, on a
-    stream of its own.
+    separate stream.
 
     Ranks are counted within the call: a rank without rows does not take part, and a serial call has one rank. ``rank``,
     ``peer`` and ``root`` are from 0 to ``world_size - 1``, so the same function works on any number of rows.
@@ -130,7 +129,7 @@ class Comm(Hinting):
         ``seed`` of :func:`synk.fork` and its n workers. So ranks draw independently of one another, and calls draw the
         same numbers again in a program that has as many workers. The replacement of a worker that died draws other
         numbers. An item of a map, or a task, draws from the generator of the worker that was free, so its numbers, and
-        those of later calls, differ from run to run: pass each item a seed of its own.
+        those of later calls, differ from run to run: pass each item its seed.
 
         Examples
         --------

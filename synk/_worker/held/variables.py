@@ -30,6 +30,7 @@ from synk._wire.variables import (
     leaf_offsets,
     resolve_variable,
     shapes_of,
+    split_updates,
     value_as_array,
 )
 from synk._worker.held.rows import Rows
@@ -374,22 +375,8 @@ class VariableStore:
 
     def take_updates(self, function: Any, result: Any, num_rows: int) -> Any:
         """Split ``(outputs, new_values)`` of one slice, accumulate the new values, and return the outputs."""
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise TypeError(
-                f"cannot update the variables of {function.name!r}: got a result of type {type(result).__name__}, "
-                f"expected "
-                "(outputs, new_values) because of updates=."
-            )
         self.plan = None
-        outputs, values = result
-        if len(self._updates) == 1 and not (isinstance(values, (tuple, list)) and len(values) == 1):
-            values = (values,)
-        if not isinstance(values, (tuple, list)) or len(values) != len(self._updates):
-            raise ValueError(
-                f"cannot update the variables of {function.name!r}: got "
-                f"{len(values) if isinstance(values, (tuple, list)) else 1} new values, expected one for each of the "
-                f"{len(self._updates)} updates."
-            )
+        outputs, values = split_updates(function.name, result, len(self._updates))
         if not self.is_sliced:
             for (replica, _), value in zip(self._updates, values):
                 replica.assign(value)

@@ -208,7 +208,3 @@ def test_an_idle_worker_sleeps(shared_runtimes: Any) -> None:
     for pid in pids(shared_runtimes[2]):
         stat = Path(f"/proc/{pid}/stat")
         assert wait_for(lambda stat=stat: stat.read_text().rpartition(")")[2].split()[0] == "S")
-
-
-"""Of a repeated call: half of what a call goes through that is not known yet."""
-# ----- what is imported

@@ -219,7 +219,7 @@ def test_a_list_of_arrays_is_refused_where_rows_are_divided(shared_runtimes: Any
                 assert words in str(caught.value)
             assert ("total(*x) if" in str(caught.value)) == (place == "x")
     model = synk.torch.DataParallel(torch.nn.Linear(2, 1), runtime=rt)
-    with pytest.raises(TypeError, match=r"cannot scatter args\[0\] of 'Linear': got a list of ten.*model\(\*args\[0\]"):
+    with pytest.raises(TypeError, match=r"cannot scatter input of 'Linear': got a list of ten.*model\(\*input\)"):
         model([T, T])
 
 

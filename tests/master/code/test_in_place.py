@@ -99,7 +99,7 @@ def test_a_change_of_a_large_container_is_seen_beside_a_thread(subtests: Any, sh
     is_over = threading.Event()
     thread = threading.Thread(target=is_over.wait)
     thread.start()
-    for name in [name for name in KINDS if " 12 000" in name]:
+    for name in [name for name in KINDS if " 6000" in name][::2]:
         with subtests.test(kind=name):
             change_twice(shared_runtimes[2], name, "call", "after one call")
     is_over.set()
@@ -120,9 +120,8 @@ def test_a_change_in_an_object_of_torch_is_seen_by_the_next_call(subtests: Any, 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_change_is_seen_by_every_verb(subtests: Any, shared_runtimes: Any, verb: str) -> None:
     for name, when, where in itertools.product(KINDS, WHEN, WORKERS):
-        if verb in [*VERBS]:
-            with subtests.test(kind=name, when=when, workers=where):
-                change_twice(shared_runtimes[where], name, verb, when)
+        with subtests.test(kind=name, when=when, workers=where):
+            change_twice(shared_runtimes[where], name, verb, when)
 
 
 def test_a_worker_that_was_started_again_has_what_there_is_now(subtests: Any, runtime: Callable[..., Any]) -> None:
@@ -270,7 +269,7 @@ def test_what_changes_while_a_function_is_being_sent_is_sent_with_the_next_call(
 
 
 def test_a_change_whose_sending_has_failed_is_sent_with_the_next_call(subtests: Any, shared_runtimes: Any) -> None:
-    for name in random.Random(48).sample(KINDS, 24):
+    for name in random.Random(48).sample(KINDS, 10):
         with subtests.test(kind=name):
             watched, beside = Watched(shared_runtimes[2], name), {"k": 0}
             read, held = watched.made.read, watched.made.held
