@@ -159,6 +159,22 @@ def test_a_kernel_on_the_default_stream_is_done_before_its_array_is_copied(gpus:
     np.testing.assert_array_equal(got, np.repeat([1.0, 5.0], count))
 
 
+def test_a_torch_function(gpu: Any) -> None:
+    pytest.importorskip("torch")
+    rt = gpu.reused(2)
+    x = np.arange(12.0).reshape(6, 2)
+
+    def body(x: Any) -> Any:
+        import torch
+
+        assert isinstance(x, torch.Tensor)
+        return x.sum(0), x.requires_grad_(True).clone()
+
+    total, same = rt.function(body, outputs=("sum", "gather"), framework="torch")(x)
+    np.testing.assert_array_equal(total, x.sum(0))
+    np.testing.assert_array_equal(same, x)
+
+
 def test_calls_on_trial_leave_nothing_on_the_devices(gpu: Any) -> None:
     """Also with closed-over shards, which are divided as rows are."""
     rt = gpu.reused(2)
@@ -599,6 +615,17 @@ def test_a_rank_that_raises_with_sums_started_leaves_nobody_waiting(gpus: Gpus) 
         assert rt.function(lambda x: synk.comm.all_reduce(x.sum(), "sum"), outputs="first")(np.ones(9)) == 9.0
 
 
+def test_ranks_that_disagree_are_told(gpus: Gpus) -> None:
+    rt = gpus.reused(3)
+
+    def body(x: Any) -> Any:
+        return synk.comm.all_reduce(x if synk.comm.rank else x[:1], "sum")
+
+    with pytest.raises(synk.errors.CollectiveMismatch):
+        rt.function(body, outputs=None)(np.ones(9))
+    assert rt.function(lambda x: synk.comm.all_reduce(x.sum(), "sum"), outputs="first")(np.ones(9)) == 9.0
+
+
 # -- shared variables ------------------------------------------------------------------------------------------------
 
 
@@ -613,6 +640,30 @@ def scaler(rt: synk.Runtime, variable: Any) -> Any:
     return rt.function(body, outputs="sum")
 
 
+@pytest.mark.parametrize("count", [4, LARGE])
+def test_variables_are_on_the_device_until_they_are_read(gpus: Gpus, count: int) -> None:
+    rt = gpus.reused(3)
+    start = np.arange(1.0, count + 1)
+    w = rt.shared(start, name="w")
+    scale = scaler(rt, w)
+    scale(np.ones(3))
+    scale(np.ones(3))
+    np.testing.assert_array_equal(synk.gather(w), start * np.array([[1], [4], [9]]))
+    scale(np.ones(3))
+    synk.all_reduce(w, "sum")
+    np.testing.assert_array_equal(synk.gather(w), np.stack([start * 36] * 3))
+    scale(np.ones(3))
+    synk.broadcast(w)
+    np.testing.assert_array_equal(w[2], start * 36)
+    w.value = start
+    scale(np.ones(3))
+    synk.all_gather(w)
+    assert w.lengths == [3 * count] * 3
+    np.testing.assert_array_equal(w[1], np.concatenate([start, start * 2, start * 3]))
+    scale(np.ones(3))
+    np.testing.assert_array_equal(synk.reduce(w, "max", in_place=False)[:count], start * 3)
+
+
 def test_idle_ranks_follow(gpus: Gpus) -> None:
     rt = gpus.reused(3)
     w = rt.shared(np.ones(LARGE), name="w")
@@ -620,6 +671,15 @@ def test_idle_ranks_follow(gpus: Gpus) -> None:
     scale(np.ones(3))
     scale(np.ones(1))  # on rank 0 alone
     np.testing.assert_array_equal(synk.gather(w)[:, 0], [1, 1, 1])
+
+
+def test_repeated_runs_on_devices(gpu: Gpus) -> None:
+    """Values stay on the devices from run to run."""
+    rt = gpu.reused(2)
+    w = rt.shared(np.arange(4.0), name="w")
+    f = rt.function(lambda x: (x.sum(), w.value[::-1] + 1), updates=[w], outputs="sum")
+    assert float(f.repeat(3, np.ones(5))) == 5
+    np.testing.assert_array_equal(w.value, np.arange(4.0)[::-1] + 3)
 
 
 def first_refusal(call: Callable[[], Any]) -> synk.errors.WorkerDied:
