@@ -67,4 +67,8 @@ the lifelines of ``_wire.lifeline`` end the ranks.
 **Commits.** What a call assigned lies in places that are no fronts. ``redo`` holds the moves, one store decides, and
 ``finish_commit`` can be done again. ``committed`` is kept for each rank: a rank that failed in one call and had no rows
 in the next must not take that next commit for its own.
+
+**Not there yet**: maps, tasks and the executor; devices; nodes; profile, trace and ledger; failpoints; a second message
+for large outputs. ``tests/engine/passing.txt`` lists the files of the suite that pass on it (``make next``). The list
+only grows, and the engines are switched when all of it is there.
 """
