@@ -533,7 +533,7 @@ def _loaded(data: bytes, name: str, rank: int, what: str = "its structure") -> A
     except BaseException as error:  # The user's classes run code here. Whatever they raise must not end the session.
         raise SerializationError(
             f"cannot load a result of {name!r} from rank {rank} ({what}): {type(error).__name__}: {error}. "
-            "Return arrays, numbers or objects whose class can be loaded in the master."
+            "Return arrays, numbers or objects whose class can be loaded in the program."
         ) from error
 
 

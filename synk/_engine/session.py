@@ -223,7 +223,7 @@ class Session(Engine):
         """Raise ReentrancyError in a forked copy of the program."""
         if os.getpid() != self.pid:
             raise ReentrancyError(
-                f"cannot {verb}: this process is a forked copy of the master, and the workers belong to the original."
+                f"cannot {verb}: this process is a forked copy of the program, and the workers belong to the original."
             )
 
     def check_here(self, verb: str, instead: str) -> None:
