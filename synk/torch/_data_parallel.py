@@ -34,7 +34,7 @@ class DataParallel(torch.nn.Module):
     ----------
     module : torch.nn.Module
         A module on the CPU. Its forward pass must treat each row by itself, and return tensors with a row for each row
-        of its inputs. A loss is computed from them in the program.
+        of its inputs; what else it returns must not depend on the rows. A loss is computed from them in the program.
     bcast_inputs : str or sequence of str
         Parameters of ``forward`` that every worker gets whole. Tensors without axes are always whole.
     runtime : Runtime, optional
@@ -46,12 +46,13 @@ class DataParallel(torch.nn.Module):
         If ``module`` is not a module, or is parallel already.
     ValueError
         If the module has lazy parameters without a shape, or ``bcast_inputs`` names no parameter of ``forward``. A call
-        raises it if the tensors to divide have different numbers of rows, or an output has no row for each of them.
+        raises it if the tensors to divide have different numbers of rows, an output has no row for each of them, or an
+        output that is no tensor differs between the workers.
     UnsupportedError
         If the module is on a GPU: it stays on the CPU, and the workers bring its parameters to their devices. Also if
         the runtime's workers are on other nodes.
     SerializationError
-        If the module cannot be pickled.
+        If the module, an argument or an output cannot be pickled.
     RuntimeError
         From ``backward(create_graph=True)``.
 
@@ -272,6 +273,12 @@ class _Call:
         rows, tensors, whole = self._parts(inputs)
         outputs, buffers, notes = self._passes.forward(rows, tensors, whole, self._order)
         nestings, flags = zip(*(note for note in notes if note is not None))
+        if len({*nestings}) > 1:
+            raise ValueError(
+                f"cannot gather the outputs of {self._passes.name!r}: got numbers, arrays or other objects that differ "
+                "between the workers, expected tensors, which are gathered, and what is the same for all rows. Return "
+                "tensors with one row for each row of the inputs."
+            )
         self.nesting, self.flags = nestings[0], [any(each) for each in zip(*flags)]
         for (name, before), after in zip(self._buffers.items(), buffers):
             path, _, key = name.rpartition(".")

@@ -77,7 +77,7 @@ def makings_of(what: str, objects: Any, tensors: Sequence[torch.Tensor]) -> byte
 
 
 def dump_apart(
-    what: str, value: Any, place: Callable[[torch.Tensor], Any], kind: type[_Pickler] = _Pickler
+    what: str, value: Any, place: Callable[[torch.Tensor], Any], kind: Callable[..., Any] = _Pickler
 ) -> tuple[bytes, list[type]]:
     """Return a value pickled without its tensors, and the classes that the pickle names.
 
@@ -93,7 +93,6 @@ def dump_apart(
         pickler.dump(value)
     except Exception as error:
         raise SerializationError(
-            f"cannot send {what} to the workers: {type(error).__name__}: {str(error).rstrip('.')}. Make it of what can "
-            "be pickled."
+            f"cannot send {what}: {type(error).__name__}: {str(error).rstrip('.')}. Make it of what can be pickled."
         ) from error
     return file.getvalue(), pickler.named

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import io
 import pickle
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ import torch
 from synk._worker.comm.comm import comm
 from synk._worker.held.pickling import HostPickler
 from synk.torch._apart import Apart, load_joined
+from synk.torch._module_parts import dump_apart
 from synk.torch._rank import seed_generators
 
 
@@ -120,11 +120,12 @@ class _Run:
             result = torch.func.functional_call(module, values, call.args, call.kwargs)
         self.buffers = tuple(value.detach() for value in list(values.values())[order.num_parameters :])
         self.outputs: list[torch.Tensor] = []
-        file = io.BytesIO()
-        pickler = _Outputs(file, protocol=5)
-        pickler.place = lambda output: (self.outputs.append(output), len(self.outputs) - 1)[1]  # type: ignore[func-returns-value]
-        pickler.dump(result)
-        self.nesting = file.getvalue()
+
+        def place(output: torch.Tensor) -> int:
+            self.outputs.append(output)
+            return len(self.outputs) - 1
+
+        self.nesting, _ = dump_apart("the outputs of DataParallel", result, place, _Outputs)
 
 
 def forward(rows: Any, tensors: Any, whole: Any, order: Order) -> Any:
@@ -132,8 +133,8 @@ def forward(rows: Any, tensors: Any, whole: Any, order: Order) -> Any:
     run = _Run(pickle.loads(order.data), rows, tensors, whole)
     for output in run.outputs:
         _check_rows(output, len(rows[0]))
-    note = run.nesting if comm.rank == 0 else b"", [output.requires_grad for output in run.outputs]
-    return tuple(output.detach() for output in run.outputs), run.buffers, note
+    flags = [output.requires_grad for output in run.outputs]
+    return tuple(output.detach() for output in run.outputs), run.buffers, (run.nesting, flags)
 
 
 def backward(rows: Any, gradients: Any, tensors: Any, whole: Any, order: Order, of: tuple[int, ...]) -> Any:

@@ -361,6 +361,15 @@ class Fragile(torch.nn.Linear):
         return super().forward(x)
 
 
+class Applied(torch.nn.Module):
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, x: Any, other: Any = None) -> Any:
+        return self.fn(x, other)
+
+
 def test_what_is_refused(subtests: Any, shared_runtimes: Any) -> None:
     rt = shared_runtimes[2]
     parallel = lambda module, **options: synk.torch.DataParallel(module, runtime=rt, **options)  # noqa: E731
@@ -383,6 +392,10 @@ def test_what_is_refused(subtests: Any, shared_runtimes: Any) -> None:
         "sparse=False": (TypeError, lambda: sparse(torch.tensor([0, 1, 2])).sum().backward()),
         "too large": (OverflowError, lambda: fragile(bad)),
         "cannot send the inputs": (synk.errors.SerializationError, lambda: model(threading.Lock())),
+        "cannot send the outputs": (
+            synk.errors.SerializationError, lambda: parallel(Applied(lambda x, _: (row for row in x)))(bad)
+        ),
+        "differ between the workers": (ValueError, lambda: parallel(Applied(lambda x, _: (x, float(x.sum()))))(bad)),
     }  # fmt: skip
     for text, (error, call) in cases.items():
         with subtests.test(text=text), pytest.raises(error, match=text):
