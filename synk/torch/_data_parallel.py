@@ -43,7 +43,8 @@ class DataParallel(torch.nn.Module):
     Raises
     ------
     TypeError
-        If ``module`` is not a module, or is parallel already.
+        If ``module`` is not a module, or is parallel already. From a call with a module among its arguments, unless it
+        is in ``bcast_inputs``.
     ValueError
         If the module has lazy parameters without a shape, or ``bcast_inputs`` names no parameter of ``forward``. A call
         raises it if the tensors to divide have different numbers of rows, an output has no row for each of them, or an
@@ -214,6 +215,11 @@ class _Passes:
             leaves, structure = take_apart(value)
             for leaf, path in zip(leaves, paths(structure)):
                 label = f"{name}{path}"
+                if isinstance(leaf, torch.nn.Module):
+                    raise TypeError(
+                        f"cannot scatter {label} of {self.name!r}: got a module, expected tensors with rows. Name what "
+                        f"every worker needs whole: DataParallel(..., bcast_inputs={name!r})."
+                    )
                 check_no_list(leaf, "scatter", f"{label} of {self.name!r}", label, "" if path else "model")
 
         def place(tensors: list[torch.Tensor], tensor: torch.Tensor) -> tuple[bool, int]:

@@ -396,6 +396,9 @@ def test_what_is_refused(subtests: Any, shared_runtimes: Any) -> None:
             synk.errors.SerializationError, lambda: parallel(Applied(lambda x, _: (row for row in x)))(bad)
         ),
         "differ between the workers": (ValueError, lambda: parallel(Applied(lambda x, _: (x, float(x.sum()))))(bad)),
+        "cannot scatter other of 'Applied': got a module.*bcast_inputs='other'": (
+            TypeError, lambda: parallel(Applied(lambda x, other: other(x)))(bad, mlp())
+        ),
     }  # fmt: skip
     for text, (error, call) in cases.items():
         with subtests.test(text=text), pytest.raises(error, match=text):
