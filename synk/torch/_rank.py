@@ -211,10 +211,13 @@ def _is_apart(parameter: torch.Tensor, num_steps: int) -> bool:
     if not (parameter.is_floating_point() or parameter.is_complex()):
         return True
     values = torch.view_as_real(parameter) if parameter.is_complex() else parameter
-    values = torch.nan_to_num(values.double(), nan=1e308)  # what is not finite is far from all that is
-    highest, lowest = comm.all_reduce(values, "max"), comm.all_reduce(values, "min")
-    size = torch.maximum(highest.abs(), lowest.abs()).max()
-    return bool((highest - lowest).max() > 8 * num_steps * torch.finfo(parameter.dtype).eps * size)
+    values = values.double()
+    others = values.where(~values.isfinite(), 0).nan_to_num(1, 2, 3)  # which of them are no numbers, and in which way
+    pair = torch.stack([values.where(values.isfinite(), 0), others])
+    highest, lowest = comm.all_reduce(pair, "max"), comm.all_reduce(pair, "min")
+    size = torch.maximum(highest[0].abs(), lowest[0].abs()).max()
+    apart, otherwise = (highest - lowest).reshape(2, -1).amax(1)
+    return bool(otherwise or apart > 8 * num_steps * torch.finfo(parameter.dtype).eps * size)
 
 
 def _digest(parameter: torch.Tensor) -> int:

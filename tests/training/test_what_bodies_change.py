@@ -208,18 +208,30 @@ def test_what_no_state_has_is_sent(shared_runtimes: Any, subtests: Any) -> None:
             assert objects[3].total == plain[3].total and objects[2].last_epoch == 5
 
 
-def test_copies_of_which_one_is_no_number_are_apart(shared_runtimes: Any) -> None:
-    def body(model: Any, x: Any) -> Any:
+def test_copies_of_which_one_is_no_number_are_apart(subtests: Any, shared_runtimes: Any) -> None:
+    """Also after so many steps that the rounding of 16 bits allows for any number."""
+    nan, inf = float("nan"), float("inf")
+    cases = (
+        (torch.bfloat16, ([nan, 1.0], [inf, 1.0])),
+        (torch.bfloat16, ([nan, 1.0], [0.0, 1.0])),
+        (torch.float32, ([nan, 1.0], [nan, 1.5])),
+    )
+
+    def body(model: Any, x: Any, values: Any) -> Any:
         with torch.no_grad():
-            model.weight[0, 0] = float("nan") if synk.comm.rank else float("inf")
+            model.bias.copy_(torch.tensor(values[synk.comm.rank]))
         return x.sum()
 
-    rep = synk.torch.replicate(torch.nn.Linear(5, 2), runtime=shared_runtimes[2])
-    step = rep.function(body, outputs="sum")
     (x, _), *_ = batches(1)
-    step(x)
-    with pytest.raises(ValueError, match="workers' copies of Linear differ in 'weight'"):
-        step(x)
+    for dtype, values in cases:
+        with subtests.test(dtype=dtype, values=values):
+            rep = synk.torch.replicate(torch.nn.Linear(5, 2).to(dtype), runtime=shared_runtimes[2])
+            step = rep.function(body, bcast_inputs="values", outputs="sum")
+            for _ in range(31):
+                step(x, ([1.0, 1.0], [1.0, 1.0]))
+            step(x, values)
+            with pytest.raises(ValueError, match="workers' copies of Linear differ in 'bias'"):
+                step(x, values)
 
 
 def test_an_evaluation_leaves_the_mode(shared_runtimes: Any) -> None:
