@@ -248,6 +248,7 @@ class Again(WithOneMore):
                 variables.take_updates(called.function, self._fn(*args, **kwargs), worker.num_rows)
             else:
                 self._fn(*args, **kwargs)
+            variables.check_given()
             for replica in list(variables.assigned):
                 variables.assigned[replica] = _settled(replica, variables.assigned.pop(replica))
             objects = inputs.load_objects(called, variables)
