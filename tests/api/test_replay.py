@@ -147,6 +147,38 @@ def test_what_a_replay_cannot_do_is_said(rt: synk.Runtime, files: Callable[[], l
     assert not files()
 
 
+def test_only_the_users_calls_are_recorded(
+    rt: synk.Runtime, files: Callable[[], list[Path]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not the runs that synk makes of them, nor those that belong to writing a file."""
+
+    program = os.getpid()
+
+    class FromTheProgram:
+        def __reduce__(self) -> Any:
+            if os.getpid() != program:
+                raise TypeError("not from a rank")
+            return FromTheProgram, ()
+
+    def few(x: np.ndarray) -> Any:
+        if len(x) < 50:
+            raise Odd(len(x))
+        return x.mean()
+
+    def failing(x: np.ndarray, it: Any = None) -> Any:
+        raise Odd(len(x))
+
+    f = rt.function(failing, bcast_inputs="it", outputs="sum")
+    assert rt.function(few)(np.arange(200.0)) == 99.5
+    for call in (f.verify, f.serial, lambda x: f.repeat(2, x), lambda x: f(x, FromTheProgram())):
+        with pytest.raises(Odd):
+            call(np.arange(4.0))
+    assert not files()
+    assert [record.getMessage() for record in caplog.records] == [
+        "a call of 'failing' failed on rank 0, which cannot be written for synk.replay: TypeError: not from a rank"
+    ]
+
+
 def test_a_death_is_replayed_and_kills(rt: synk.Runtime, files: Callable[[], list[Path]]) -> None:
     def body(x: np.ndarray) -> Any:
         if 7 in x:
