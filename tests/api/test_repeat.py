@@ -124,7 +124,7 @@ def test_a_change_in_place_is_refused_in_each_run(shared_runtimes: Any) -> None:
 
     f = rt.function(step, outputs="max")
     for n in (1, 2):
-        with pytest.raises(ValueError, match="cannot change the value of variable .* in place"):
+        with pytest.raises(ValueError, match=r"cannot change the value of variable .* in place"):
             f.repeat(n, X)
 
 
