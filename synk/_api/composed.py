@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from synk._api.blocks import in_blocks
+from synk._api.blocks import call_in_blocks
 from synk._api.function import Function, P, R
 from synk._api.options import Options, call_options
 from synk._api.plain import ScatteredArguments
@@ -44,7 +44,7 @@ class Composed(Function[P, R]):
         call: Call = self._call_once
         self._serial: Call = functools.partial(call_serially, self)
         if options.reproducible:
-            self._serial = in_blocks(fn, options, session)
+            self._serial = functools.partial(call_in_blocks, self)
             call = self._checked(self._serial)
         elif folder is not None:
             ask: Function[..., Any] = Function(moment, Options(options.name, outputs=None, per_rank=True), session)
