@@ -21,7 +21,7 @@ from synk._engine import wire
 from synk._engine.captures import Functions
 from synk._engine.lanes import Lane
 from synk._engine.layout import News
-from synk._engine.outputs import Outputs, loaded_objects
+from synk._engine.outputs import Outputs
 from synk._engine.plan import Plan, pickled
 from synk._engine.residents import Residents, note_failed
 from synk._engine.rows import Division
@@ -32,6 +32,7 @@ from synk._master.state.ledger import Transfer
 from synk._master.workers.failures import rebuild
 from synk._pure.interrupts import deferred
 from synk._pure.ranges import round_up
+from synk._wire.combining import loaded_objects
 from synk._wire.control import NUM_LANES
 from synk._wire.memory import Segment
 from synk.communicators._rendezvous import reset, set_abort
