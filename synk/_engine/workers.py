@@ -206,7 +206,7 @@ class Workers:
                 payload, own = needed.told(worker.rank)
                 items.append((needed.kind, number, (payload, len(own))))
                 segments.extend(own)
-                if needed.is_once:
+                if needed.is_once or not needed.is_current:
                     return
             told.add(number)
 

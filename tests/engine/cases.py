@@ -74,6 +74,20 @@ def test_a_failed_change_is_not_kept_by_the_commit_of_a_later_call(rt: Any) -> N
     assert counts.get(0) == counts.get(1) == [3, 0]
 
 
+def test_a_rank_that_gets_a_function_late_does_not_get_an_old_state_for_the_current_one(rt: Any) -> None:
+    counts = rt.resident([0])
+
+    def step(x: Any) -> list[int]:
+        counts.value[0] += 1
+        return list(counts.value)
+
+    f = rt.function(step, updates=[counts], outputs=None)
+    assert f(np.ones(1)) == [[1], None]
+    assert rt.function(lambda x: x.sum(), outputs="sum")(np.ones(2)) == 2  # brings ``step`` to rank 1, too
+    assert f(np.ones(2)) == [[2], [2]]
+    assert counts.get(0) == counts.get(1) == [2]
+
+
 def test_a_shard_that_outgrew_its_place_in_a_call_that_failed_elsewhere(rt: Any) -> None:
     shard = rt.shared(np.zeros(2), sharded=True)
 
