@@ -236,17 +236,6 @@ CASES: dict[str, tuple[dict[str, str], str, str, str]] = {
         "patch(); put_back(); patch(); put_back(); Layer.run, Layer.other = Layer.other, Layer.run; "
         "Layer.run, Layer.other = Layer.other, Layer.run",
     ),
-    "edited in place, as autoreload does it": (
-        CLASSES,
-        "from users_classes import Layer, step\nclass Own(Layer): pass",
-        "(Layer().run(), Own().run(), Layer.fixed(), Own.named(), Layer().size, Layer().decorated(), "
-        "Own().with_default(), Layer.Inner().run(), step())",
-        "Layer.run.__code__ = (lambda self: 11).__code__; Layer.fixed.__code__ = (lambda: 13).__code__; "
-        "Layer.named.__func__.__code__ = (lambda cls: 'edited').__code__; step.__code__ = (lambda: 18).__code__; "
-        "Layer.size.fget.__code__ = (lambda self: 14).__code__; Layer.Inner.run.__code__ = (lambda self: 17).__code__; "
-        "Layer.decorated.__wrapped__.__code__ = (lambda self: 16).__code__; "
-        "Layer.with_default.__code__ = (lambda self, items: (items, 1)).__code__",
-    ),
     "beside what cannot be sent": (
         UNSENDABLE, "import users_lock", "users_lock.read()", "users_lock.k.append(2); users_lock.k = 5",
     ),
