@@ -130,6 +130,7 @@ class SharedRuntimes:
             else:
                 runtime = synk.Runtime(int(num_workers), backend="numpy")
             self._runtimes[kind] = runtime
+            harness.pids(runtime)
         return runtime
 
     def close(self) -> None:
@@ -275,6 +276,7 @@ def runtime() -> Iterator[Callable[..., Any]]:
         return opened[-1]
 
     yield make
+    harness.shm_files(harness.own_processes)
     for each in opened:
         each.close()
 

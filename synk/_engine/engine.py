@@ -21,7 +21,7 @@ from synk._engine import wire
 from synk._engine.captures import Functions
 from synk._engine.lanes import Lane
 from synk._engine.layout import News
-from synk._engine.outputs import Outputs, loaded_objects
+from synk._engine.outputs import Outputs
 from synk._engine.plan import Plan, pickled
 from synk._engine.residents import Residents, note_failed
 from synk._engine.rows import Division
@@ -32,9 +32,9 @@ from synk._master.state.ledger import Transfer
 from synk._master.workers.failures import rebuild
 from synk._pure.interrupts import deferred
 from synk._pure.ranges import round_up
+from synk._wire.combining import loaded_objects
 from synk._wire.control import NUM_LANES
 from synk._wire.memory import Segment
-from synk.communicators._rendezvous import reset, set_abort
 from synk.errors import CallCancelled, ClosedError, SerializationError, SynkError, WorkerDied
 
 _logger = logging.getLogger("synk")
@@ -97,16 +97,19 @@ class Call(Owed):
 
     # -- settle -------------------------------------------------------------------------------------------------------
 
-    def settle(self, until: float | None = None) -> bool:
+    def settle(self, until: float | None = None, *, is_polled: bool = False) -> bool:
         """End the call. Whatever breaks off one of the steps leaves state as it was before the call.
 
-        Return False if not all ranks have answered by ``until``; the call is still in flight then.
+        Return False if not all ranks have answered by ``until``, or if ``is_polled`` and the end must wait for the
+        calls that were submitted later; the call is still in flight then.
         """
         if self.has_ended:
             return True
         engine = self._engine
         try:
-            if not self.hear(until):
+            if self.pending and not self._wait(until):
+                return False
+            if is_polled and len(engine.flight) > 1 and self._may_be_large():
                 return False
             for step in STEPS:
                 step(self)
@@ -125,21 +128,34 @@ class Call(Owed):
         engine.flight.pop(self.number, None)
         return True
 
-    def hear(self, until: float | None = None) -> bool:
-        """Wait for all replies, and note what they tell of memory and layouts: that must not get lost."""
+    def _wait(self, until: float | None) -> bool:
+        """Wait for all replies. Return False if ``until`` came first."""
         engine = self._engine
         engine.is_sure = False
-        if self.pending and not engine.wait(self, until):
-            engine.is_sure = True
-            return False
+        is_answered = engine.wait(self, until)
+        engine.is_sure = True
+        return is_answered
+
+    def _may_be_large(self) -> bool:
+        """Whether outputs may be reduced by another message, which comes after all that was sent."""
+        outputs = self.plan.outputs
+        return outputs is None or bool(outputs.result_nbytes)
+
+    def hear(self) -> None:
+        """Note what the replies tell of memory and layouts: that must not get lost."""
+        engine = self._engine
+        engine.is_sure = False
         for rank, (status, body, _) in self.replies.items():
             if status == wire.TOLD:
                 with deferred():  # memory ends here, and Ctrl-C in a finalizer would be lost
                     self._note(rank, *body)
             elif status == wire.UNREAD:  # the rank lacks what we believe: it is told again next time
                 engine.note_unread(rank, self.news.get(rank))
+                self.lane.begin_anew()
         engine.is_sure = True
-        return True
+
+    def release_peers(self) -> None:
+        self.lane.abort()
 
     def _note(self, rank: int, content: tuple[Any, ...], fds: list[int]) -> None:
         news = News(*content)
@@ -248,7 +264,7 @@ class Call(Owed):
                 )
 
 
-STEPS = (Call.learn, Call.reduce, Call.build, Call.commit)
+STEPS = (Call.hear, Call.learn, Call.reduce, Call.build, Call.commit)
 
 
 class Question(Owed):
@@ -316,13 +332,11 @@ class Engine(Workers):
 
     def on_trouble(self) -> None:
         for lane in self.lanes:
-            if lane.joint is not None:
-                set_abort(lane.joint.segment, self.processes.eventfds)
+            lane.abort()
 
     def on_idle(self) -> None:
         for lane in self.lanes:
-            if lane.joint is not None:
-                reset(lane.joint.segment, self.world_size)
+            lane.begin_anew()
 
     def after_recovery(self) -> None:
         for lane in self.lanes:
@@ -393,18 +407,15 @@ class Engine(Workers):
 
     def raise_failures(self, owed: Owed) -> None:
         """Raise what the lowest rank has raised. The others are named in a note."""
-        failures = []
-        is_unread = False
-        for _, (status, body, _) in sorted(owed.replies.items()):
-            if status in (wire.FAILED, wire.UNREAD):
-                is_unread = is_unread or status == wire.UNREAD
-                failures.append(body[0])
+        replies = [(status, body) for _, (status, body, _) in sorted(owed.replies.items())]
+        unread = [body[0] for status, body in replies if status == wire.UNREAD]
+        failures = [body[0] for status, body in replies if status == wire.FAILED]
         name = owed.what[1:-1] if owed.what[:1] == "'" else owed.what
-        if failures and is_unread:
+        if unread:
             raise SerializationError(
-                f"cannot load {owed.what} on the workers: {failures[0].type_name}: {failures[0].message}. "
+                f"cannot load {owed.what} on the workers: {unread[0].type_name}: {unread[0].message}. "
                 "What a function needs must be importable there, or defined in the script itself."
-            ) from rebuild(failures, self.world_size, name)
+            ) from rebuild(unread, self.world_size, name)
         if failures:
             raise rebuild(failures, self.world_size, name)
         if self.is_inline:

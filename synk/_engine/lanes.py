@@ -10,6 +10,7 @@ from synk._engine.things import Thing
 from synk._wire.control import Down
 from synk._wire.memory import Segment
 from synk.communicators._layout import required_nbytes
+from synk.communicators._rendezvous import reset, set_abort
 
 _SLACK_NBYTES = 1 << 24
 _COLLECTIVE_RANK_NBYTES = 1 << 22
@@ -68,6 +69,16 @@ class Lane:
         if self.joint is None:
             self.joint = Joint(self._engine, self.index)
         return self.joint
+
+    def abort(self) -> None:
+        """Have ranks that wait for others in the lane give up, until :meth:`begin_anew`."""
+        if self.joint is not None:
+            set_abort(self.joint.segment, self._engine.processes.eventfds)
+
+    def begin_anew(self) -> None:
+        """Let ranks communicate as in a new lane. None of them is in a call of the lane."""
+        if self.joint is not None:
+            reset(self.joint.segment, self._engine.world_size)
 
     def show(self, division: Division, number: int) -> None:
         """Write the rows of all ranks where ``synk.comm`` looks for them, and the number of the call."""

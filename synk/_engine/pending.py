@@ -160,12 +160,7 @@ class PendingCall(Hinting, Generic[R]):
         if call is None:
             return
         session.settle_torn()
-        session.pump()
-        # Large outputs are reduced by a message, which would wait behind the calls that were submitted later.
-        outputs = call.plan.outputs
-        is_small = outputs is not None and not outputs.result_nbytes
-        if not call.pending and not call.has_ended and (is_small or len(session.flight) == 1):
-            call.settle()
+        call.settle(time.monotonic(), is_polled=True)
 
     def __await__(self) -> Generator[Any, None, R]:
         return self._arrive().__await__()

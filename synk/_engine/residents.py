@@ -56,6 +56,11 @@ class ResidentObject(Thing):
     def id(self) -> int:
         return self.number
 
+    @property
+    def is_current(self) -> bool:  # type: ignore[override]
+        """Whether ``state`` is the one after the last call. Captured functions need the object, in whatever state."""
+        return not self.has_changed
+
     def _pickled(self, value: Any) -> bytes:
         dump, load = (self._dump, self._load) if self._load is not None else methods_of(value)
         self.has_dump = load is not None

@@ -30,10 +30,13 @@ class Thing:
         What a rank must know before. Memory counts as a thing: its number is that of the segment.
     is_once : bool
         Whether a rank forgets it by itself once it has answered.
+    is_current : bool
+        Whether what ``told`` returns is as the thing is now. If not, a rank that is told counts as not knowing it.
     """
 
     kind = ""
     is_once = False
+    is_current = True
 
     def __init__(self, registry: Registry, needs: Sequence[Thing | Segment] = ()) -> None:
         self.number = next(registry.numbers)

@@ -71,6 +71,9 @@ class Owed:
     def end(self, error: BaseException) -> None:
         """Take note of the error with which it has ended, together with all others in flight."""
 
+    def release_peers(self) -> None:
+        """Have ranks that wait for one that could not begin give up."""
+
 
 class Workers:
     """All ranks: one operation on them at a time."""
@@ -206,7 +209,7 @@ class Workers:
                 payload, own = needed.told(worker.rank)
                 items.append((needed.kind, number, (payload, len(own))))
                 segments.extend(own)
-                if needed.is_once:
+                if needed.is_once or not needed.is_current:
                     return
             told.add(number)
 
@@ -233,6 +236,8 @@ class Workers:
             if self.is_inline:
                 self._file(self.by_rank[0])
                 continue
+            if self.has_dead and (dead := sorted(rank for rank in owed.pending if self.by_rank[rank].is_dead)):
+                raise self.died(dead, owed)
             urgent = owed
             if len(self.flight) > 1:
                 timed = [each for each in self.flight.values() if each.deadline is not None and each.pending]
@@ -254,10 +259,6 @@ class Workers:
                     self._late(owed, urgent)
                 if until is not None and now >= until:
                     return False
-            if self.has_dead:
-                dead = sorted(rank for rank in owed.pending if self.by_rank[rank].is_dead)
-                if dead:
-                    raise self.died(dead, owed)
         return True
 
     def _late(self, owed: Owed, urgent: Owed) -> NoReturn:
@@ -314,16 +315,9 @@ class Workers:
         if owed is not None and worker.rank in owed.pending:
             owed.replies[worker.rank] = status, body, spent_ns
             owed.pending.discard(worker.rank)
+            if status == wire.UNREAD:
+                owed.release_peers()
         return True
-
-    def pump(self) -> None:
-        """Take in what has arrived, without waiting."""
-        if self.is_inline:
-            return
-        if events := self.processes.events():
-            self.is_sure = False
-            self.take_in(events)
-            self.is_sure = True
 
     def _on_wake(self) -> None:
         """End the current operation if another thread asked for that."""

@@ -19,7 +19,7 @@ from synk._master.calls.assembly import Assembly
 from synk._master.calls.callee import Callee
 from synk._master.calls.launched import Launched, Steps
 from synk._master.calls.plans import CachedPlan, Call
-from synk._master.calls.replies import conclude, unpickled
+from synk._master.calls.replies import conclude
 from synk._master.processes.processes import Processes
 from synk._master.processes.reports import stacks, stacks_in
 from synk._master.session import Session
@@ -27,6 +27,7 @@ from synk._master.state.in_flight import SubmittedCalls
 from synk._master.state.lanes import Lane
 from synk._master.workers.failures import rebuild
 from synk._master.workers.recovery import GRACE_S
+from synk._wire.combining import loaded_objects
 from synk._wire.memory import Segment
 from synk._wire.messages import Kind, Layout, Plan, Status
 from synk._wire.messages import Reply as WorkerReply
@@ -232,7 +233,7 @@ class Nodes:
         layouts = [layout for answer in answers for layout in answer.layouts]
         outputs = launched.assembly = self._outputs(launched, layouts, answers)
         packed = [parts for answer in answers for parts in answer.packed]
-        objects = [unpickled(parts, function.name, rank) for rank, parts in zip(call.ranks, packed)]
+        objects = [loaded_objects(parts, function.name, rank) for rank, parts in zip(call.ranks, packed)]
         words = dict(zip(call.ranks, (words for answer in answers for words in answer.up)))
         assigned = [values for answer in answers for values in answer.assigned]
         if outputs.has_assignments:

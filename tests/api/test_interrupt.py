@@ -152,7 +152,7 @@ def test_an_interrupt_while_the_next_call_begins_ends_those_in_flight(reused: An
     total, stay, interrupting = rt.function(lambda x: x.sum(), outputs="sum"), busy(rt), []
 
     def look(frame: Any, event: str, argument: Any) -> None:
-        if event == "call" and frame.f_code is type(rt._session).begin.__code__:
+        if event == "call" and rt._session.is_mine():
             sys.setprofile(None)
             interrupting.append(threading.Thread(target=rt.interrupt))
             interrupting[0].start()

@@ -108,3 +108,21 @@ def test_items_come_by_position(shared_runtimes: Any) -> None:
             fixed = functools.partial(plain, **{option: 7})
             assert list(rt.map(fixed, [1, 2])) == [fixed(1), fixed(2)]
             assert executor.submit(plain, 1, **{option: 9, "other": 2}).result() == plain(1, **{option: 9, "other": 2})
+
+
+def test_a_function_that_gets_such_a_parameter_later(shared_runtimes: Any, tmp_path: Any, monkeypatch: Any) -> None:
+    """By a reload of its module: the next call refuses it."""
+    import importlib
+    import sys
+
+    path = tmp_path / "gets_a_limit.py"
+    path.write_text("def total(x):\n    return x.sum()\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    module: Any = importlib.import_module("gets_a_limit")
+    f = shared_runtimes[2].function(module.total, outputs="sum")
+    assert f(X) == X.sum()
+    path.write_text("def total(x, timeout=2.0):\n    return timeout * x.sum()\n", encoding="utf-8")
+    importlib.reload(module)
+    with pytest.raises(ValueError, match="got a parameter 'timeout'"):
+        f(X)

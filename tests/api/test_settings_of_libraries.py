@@ -118,14 +118,11 @@ def libraries() -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("count", [15, pytest.param(60, marks=pytest.mark.storm)])
-def test_settings_hold_where_the_call_stands(
-    reused: Any, libraries: set[str], subtests: pytest.Subtests, count: int
-) -> None:
+def test_settings_hold_where_the_call_stands(reused: Any, libraries: set[str], subtests: pytest.Subtests) -> None:
     """In the middle the workers are new."""
     rt, rng = reused(2), random.Random(1)
     names = [name for name in CASES if CASES[name].library in libraries]
-    for number, (place, verb, name) in enumerate(combinations(count, PLACES, VERBS, names)):
+    for number, (place, verb, name) in enumerate(combinations(30, PLACES, VERBS, names)):
         library, body, contexts = CASES[name]
         own, other = rng.sample(contexts, 2)
         inner = other if place == "both" else own
@@ -137,7 +134,7 @@ def test_settings_hold_where_the_call_stands(
                 within = outcome(body)
             return f"{within}, then {outcome(body)}"
 
-        if number == count // 2:
+        if number == 15:
             rt.restart()
         with subtests.test(name=name, place=place, verb=verb, own=own), contextlib.ExitStack() as blocks:
             if place != "inside":

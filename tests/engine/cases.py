@@ -9,6 +9,7 @@ import gc
 import os
 import random
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -21,7 +22,7 @@ import pytest
 
 import synk
 from synk._api.engine import IS_NEXT
-from synk.errors import CallTimeout, SerializationError, SynkError, WorkerDied
+from synk.errors import CallCancelled, CallTimeout, SerializationError, SynkError, WorkerDied
 
 assert IS_NEXT, "run this file with SYNK_ENGINE=next"
 
@@ -74,6 +75,20 @@ def test_a_failed_change_is_not_kept_by_the_commit_of_a_later_call(rt: Any) -> N
     assert counts.get(0) == counts.get(1) == [3, 0]
 
 
+def test_a_rank_that_gets_a_function_late_does_not_get_an_old_state_for_the_current_one(rt: Any) -> None:
+    counts = rt.resident([0])
+
+    def step(x: Any) -> list[int]:
+        counts.value[0] += 1
+        return list(counts.value)
+
+    f = rt.function(step, updates=[counts], outputs=None)
+    assert f(np.ones(1)) == [[1], None]
+    assert rt.function(lambda x: x.sum(), outputs="sum")(np.ones(2)) == 2  # brings ``step`` to rank 1, too
+    assert f(np.ones(2)) == [[2], [2]]
+    assert counts.get(0) == counts.get(1) == [2]
+
+
 def test_a_shard_that_outgrew_its_place_in_a_call_that_failed_elsewhere(rt: Any) -> None:
     shard = rt.shared(np.zeros(2), sharded=True)
 
@@ -93,6 +108,37 @@ def test_a_shard_that_outgrew_its_place_in_a_call_that_failed_elsewhere(rt: Any)
     np.testing.assert_array_equal(shard.value, np.arange(5.0))
     total = rt.function(lambda: shard.value.sum(), outputs="sum")
     assert total() == 10.0
+
+
+class Picky:
+    """Cannot be loaded on rank 1."""
+
+    def __init__(self) -> None:
+        self.value = 1
+
+    def __setstate__(self, state: Any) -> None:
+        if getattr(sys, "is_picky", False):
+            raise ValueError("not here")
+        self.__dict__.update(state)
+
+
+def test_a_function_that_one_rank_cannot_load_while_the_other_waits_for_it(rt: Any) -> None:
+    picky = Picky()
+
+    def meet(x: Any) -> Any:
+        synk.comm.barrier()
+        return x.sum() + picky.value
+
+    def mark(is_picky: bool) -> None:
+        sys.is_picky = is_picky and synk.comm.rank == 1  # type: ignore[attr-defined]
+
+    rt.function(mark, bcast_inputs="is_picky", outputs=None, per_rank=True)(True)
+    f = rt.function(meet, outputs="sum")
+    for _ in range(2):
+        with pytest.raises(SerializationError, match="not here"):
+            f(np.ones(2), timeout=30.0)
+    rt.function(mark, bcast_inputs="is_picky", outputs=None, per_rank=True)(False)
+    assert f(np.ones(2)) == 4
 
 
 def test_functions_and_results_that_are_dropped_are_freed(rt: Any) -> None:
@@ -167,6 +213,33 @@ def test_a_rank_that_dies_or_stays_silent(own: Any) -> None:
         np.testing.assert_array_equal(weights.value, before)
         f(np.ones(2), "")
         np.testing.assert_array_equal(weights.value, before + 1)
+
+
+@pytest.mark.parametrize("how", ["a death", "its time limit", "an interrupt"])
+def test_a_call_that_is_only_looked_at_ends(own: Any, how: str) -> None:
+    stay = own.function(lambda x: time.sleep(60), outputs=None)
+    pids = own.function(os.getpid, outputs=None, per_rank=True)()
+    pending = stay.submit(np.ones(2), timeout=0.3 if how == "its time limit" else None)
+    interrupting: list[threading.Thread] = []
+
+    def look(frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_name == "settle" and own._session.is_mine():
+            sys.setprofile(None)
+            interrupting.append(threading.Thread(target=own.interrupt))
+            interrupting[0].start()
+            interrupting[0].join()
+
+    assert not pending.done()
+    if how == "a death":
+        os.kill(pids[1], signal.SIGKILL)
+    if how == "an interrupt":
+        sys.setprofile(look)
+    end = time.monotonic() + 30
+    while not pending.done():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    expected = {"a death": WorkerDied, "its time limit": CallTimeout, "an interrupt": CallCancelled}
+    assert type(pending.exception()) is expected[how]
 
 
 # One that strikes in a finalizer is reported by the interpreter, and lost.

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 from support import saboteurs
 from support.harness import assert_right, nothing_sent, same_workers
 
@@ -230,6 +231,42 @@ def test_H_every_input_with_every_op(table: Table, shared_runtimes: Any, subtest
                     try_input(table, case, op, where)
     for num_workers in (1, 2, 3):
         assert_right(shared_runtimes[num_workers])
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    array=st.one_of(hnp.floating_dtypes(sizes=(32, 64), endianness="?"), hnp.integer_dtypes(endianness="?")).flatmap(
+        lambda dtype: hnp.arrays(dtype, hnp.array_shapes(min_dims=1, max_dims=3, min_side=1, max_side=6))
+    ),
+    order=st.sampled_from(["C", "F", "strided", "backwards", "offset"]),
+    index=st.sampled_from(["none", "slice", "list", "mask", "int"]),
+    seed=st.integers(0, 2**16),
+    where=st.sampled_from(WHERE),
+)
+def test_H_any_array_in_any_layout(
+    table: Table, array: np.ndarray, order: str, index: str, seed: int, where: Any, shared_runtimes: Any
+) -> None:
+    """Rows arrive as they are, whatever the dtype, the shape, the strides and the way they are picked."""
+    rng = np.random.default_rng(seed)
+    laid_out = {
+        "C": lambda: array,
+        "F": lambda: np.asfortranarray(array),
+        "strided": lambda: np.repeat(array, 3, axis=0)[1::3],
+        "backwards": lambda: np.ascontiguousarray(array[::-1])[::-1],
+        "offset": lambda: np.concatenate([array[:1], array], axis=0)[1:],
+    }[order]()
+    n = len(array)
+    batch = {
+        "none": None,
+        "slice": slice(int(rng.integers(-n, n)), None, int(rng.integers(1, 3))),
+        "list": rng.integers(-n, n, size=int(rng.integers(1, 2 * n + 1))),
+        "mask": rng.random(n) < 0.5,
+        "int": int(rng.integers(1, n + 1)),
+    }[index]
+    picked = array if batch is None else array[:batch] if index == "int" else array[batch]
+    got = table.call(where, "gather")(laid_out, batch=batch)
+    assert got.dtype == array.dtype.newbyteorder("=")
+    np.testing.assert_array_equal(got, picked)
 
 
 # ----- rows: how many, and which

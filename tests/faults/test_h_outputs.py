@@ -30,6 +30,18 @@ def test_H18_the_same_bits_every_time(shared_runtimes: Any) -> None:
         assert len(seen) == 1
 
 
+def test_H20_dicts_match_by_key_in_the_order_of_rank_0(shared_runtimes: Any) -> None:
+    rt = shared_runtimes[2]
+
+    def either(row: np.ndarray) -> dict[str, Any]:
+        pairs = [("b", row[0] + 1.0), ("a", row[0] + 10.0)]
+        return dict(pairs if row[0] == 0 else pairs[::-1])
+
+    result = rt.function(either, outputs={"a": "sum", "b": "max"})(np.arange(2))
+    assert result == {"a": 21.0, "b": 2.0}
+    assert list(result) == ["b", "a"]
+
+
 def test_H21_outputs_that_are_no_arrays(shared_runtimes: Any) -> None:
     rt, ranks = shared_runtimes[2], np.arange(2)
     with same_workers(rt):

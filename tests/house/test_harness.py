@@ -1,8 +1,10 @@
-"""The harness itself: it finds whatever a process of ours leaves behind, and a forked worker is like a started one."""
+"""The harness itself: it finds whatever a process of ours leaves behind, and counts nothing of another program's."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import mmap
 import os
 import random
 import re
@@ -11,9 +13,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +26,73 @@ import pytest
 from support import harness
 from support.harness import (
     PACKAGE_FOLDER,
+    SHM_FOLDER,
     TESTS_FOLDER,
+    Census,
+    Scenario,
+    assert_right,
     census,
     children,
+    kill_and_wait,
+    kill_in,
+    pids,
     settled_census,
 )
 
 import synk
 
 Fork = Callable[..., Any]
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    """Return where a test may make a file in /dev/shm; it is removed at the end."""
+    if not os.access(SHM_FOLDER, os.W_OK):
+        pytest.skip(f"{SHM_FOLDER} cannot be written to")
+    made = Path(SHM_FOLDER, f"test-{uuid.uuid4().hex}")
+    yield made
+    made.unlink(missing_ok=True)
+
+
+def left_files(before: Census) -> list[str]:
+    """Return the leftovers that are files in /dev/shm."""
+    return [line for line in census().leftovers(before) if line.startswith(f"{SHM_FOLDER}/")]
+
+
+class AnotherProgram:
+    """A program that nobody of this process's tree is a parent of: it makes a file, and lives until it is told to end.
+
+    Use as a context manager.
+    """
+
+    CODE = """
+        import os, sys
+        if os.fork():
+            os._exit(0)
+        os.setsid()
+        fd = os.open(sys.argv[1], os.O_CREAT | os.O_RDWR, 0o600)
+        print(os.getpid(), flush=True)
+        sys.stdin.read()
+    """
+
+    def __init__(self, path: Path) -> None:
+        command = [sys.executable, "-c", textwrap.dedent(self.CODE), str(path)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._process.wait()  # its child goes on
+        assert self._process.stdout is not None
+        self.pid = int(self._process.stdout.readline())
+
+    def __enter__(self) -> AnotherProgram:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        assert self._process.stdout.read() == b""  # the end of the file is the end of the program
+        self._process.stdout.close()
+
+
+# ----- what is ours is found
 
 
 def test_the_census_sees_what_it_should() -> None:
@@ -53,6 +115,119 @@ def test_the_census_sees_what_it_should() -> None:
         child.kill()
         child.wait()
     assert settled_census(before).leftovers(before) == []
+
+
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_a_named_file_of_this_process_is_found_until_it_is_removed(path: Path, is_mapped: bool) -> None:
+    before = census()
+    fd = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    if is_mapped:
+        os.ftruncate(fd, mmap.PAGESIZE)
+        mapping = mmap.mmap(fd, mmap.PAGESIZE)
+        os.close(fd)
+        assert left_files(before) == [str(path)]
+        mapping.close()
+    else:
+        assert left_files(before) == [str(path)]
+        os.close(fd)
+    assert left_files(before) == [str(path)], "it was ours when it was held"
+    path.unlink()
+    assert left_files(before) == []
+    path.touch()
+    assert left_files(before) == [], "another file of that name"
+
+
+def test_a_named_file_of_a_killed_worker_is_found(runtime: Fork, path: Path) -> None:
+    before = census()
+    rt = runtime(2)
+
+    def hold(row: Any) -> None:
+        if row[0] == 0:
+            synk.held_by_a_test = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)  # type: ignore[attr-defined]
+
+    rt.function(hold, outputs=None)([0, 1])
+    kill_and_wait(pids(rt)[0])
+    with pytest.warns(RuntimeWarning):
+        assert_right(rt)
+    rt.close()
+    assert settled_census(before).leftovers(before) == [str(path)]
+
+
+@pytest.mark.usefixtures("path")  # skipped where there is no such folder
+def test_segments_with_a_name_would_be_found(runtime: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If synk's own segments had names, and nobody removed them, a test that does no more than call would fail."""
+    names: list[str] = []
+
+    def memfd_create(*_: Any) -> int:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    def named_file(**options: Any) -> Any:
+        fd, name = tempfile.mkstemp(**options)
+        names.append(name)
+        return open(fd, "w+b")
+
+    before = census()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "memfd_create", memfd_create)
+        patch.setattr(tempfile, "TemporaryFile", named_file)
+        rt = runtime(2)
+        assert_right(rt)
+        rt.close()
+    try:
+        left = settled_census(before).leftovers(before)
+        assert left and set(left) <= set(names)
+    finally:
+        for name in names:
+            os.unlink(name)
+    assert not settled_census(before).leftovers(before)
+
+
+def test_a_named_file_of_a_scenario_is_found(path: Path) -> None:
+    with Scenario(f"""
+        fd = os.open({str(path)!r}, os.O_CREAT | os.O_RDWR, 0o600)
+        print("made", flush=True)
+        sys.stdin.read()
+        os.kill(os.getpid(), signal.SIGKILL)
+    """, stdin=subprocess.PIPE) as scenario:  # fmt: skip
+        scenario.wait_for_line("made")
+        scenario.process.stdin.close()  # type: ignore[union-attr]
+        assert scenario.finish().leftovers == (str(path),)
+
+
+# ----- what is another program's is not
+
+
+def test_a_file_of_another_program_is_not_counted(path: Path) -> None:
+    before = census()
+    with AnotherProgram(path):
+        assert path.exists()
+        assert left_files(before) == []
+    assert path.exists()
+    assert left_files(before) == []
+
+
+def test_a_file_that_another_program_holds_too_is_not_a_leftover(path: Path) -> None:
+    before = census()
+    with AnotherProgram(path):
+        fd = os.open(path, os.O_RDWR)
+        os.close(os.dup(fd))
+        held = census()
+        os.close(fd)
+        assert str(path) in held.shm
+        assert left_files(before) == []
+
+
+def test_a_timer_kills_the_child_that_it_was_made_for() -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    timer = kill_in(0.0, child.pid)
+    timer.start()
+    assert child.wait() == -signal.SIGKILL
+    timer.join()
+    gone = subprocess.Popen(["true"])
+    timer = kill_in(0.0, gone.pid)
+    assert gone.wait() == 0
+    timer.run()
+    kill_in(0.0, gone.pid).run()
 
 
 # ----- a folder of shared memory that nobody else has

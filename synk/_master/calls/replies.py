@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -17,9 +16,10 @@ from synk._master.workers.failures import raise_failures
 from synk._master.workers.requests import Request
 from synk._pure.output_ops import match_ops
 from synk._pure.trees import flatten
+from synk._wire.combining import loaded, loaded_objects
 from synk._wire.memory import Segment
 from synk._wire.messages import ASSEMBLED, DONE, IS_ASSEMBLED, Kind, Layout, PickledOutput, Reply, Status, slot_offsets
-from synk.errors import CallCancelled, SerializationError
+from synk.errors import CallCancelled
 
 R = TypeVar("R")
 
@@ -53,7 +53,7 @@ def collecting(session: Session, launched: Launched) -> Steps[Any]:
     if not is_repeated:
         raise_failures(replies, session.total_ranks, name)
     packed = take_layouts(name, cached, call.ranks, replies)
-    objects = [] if is_repeated else [unpickled(parts, name, rank) for rank, parts in zip(call.ranks, packed)]
+    objects = [] if is_repeated else [loaded_objects(parts, name, rank) for rank, parts in zip(call.ranks, packed)]
     _, lease = yield from publishing(session, launched, replies)
     result = conclude(session, launched, objects, lease)
     if any(packed):
@@ -167,26 +167,11 @@ def take_layouts(
         body = replies[rank].body
         packed: list[PickledOutput] = []
         if body:
-            layout, packed = _unpickle(body, name, rank, "its structure")
+            layout, packed = loaded(body, name, rank)
             if layout is not None:
                 cached.layouts[rank] = layout
         found.append(packed)
     return found
-
-
-def unpickled(packed: Sequence[PickledOutput], name: str, rank: int) -> list[Any]:
-    """Return the outputs that a rank has pickled into its reply."""
-    return [_unpickle(item, name, rank, output) for output, item in packed]
-
-
-def _unpickle(data: bytes, name: str, rank: int, what: str) -> Any:
-    try:
-        return pickle.loads(data)
-    except BaseException as error:  # The user's classes run code here. Whatever they raise must not end the session.
-        raise SerializationError(
-            f"cannot load a result of {name!r} from rank {rank} ({what}): {type(error).__name__}: {error}. "
-            "Return arrays, numbers or objects whose class can be loaded in the program."
-        ) from error
 
 
 def _ask(

@@ -1,6 +1,6 @@
 """Random programs that change what their functions capture, between calls that are compared with plain Python.
 
-A program is a list of lines of Python, so a listing of it can be read and run again. The functions read all
+A program is a list of lines of Python, so a listing of it can be read, cut short and run again. The functions read all
 they capture (``contents.text``): each stale leaf, order, type or alias shows.
 """
 
@@ -17,6 +17,7 @@ import sys
 import tempfile
 import textwrap
 import threading
+import time
 import warnings
 from collections import Counter, UserDict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -89,10 +90,12 @@ class Reader:
     def read(self, x): return [text(self.held)] * len(x)
 """
 
-NUM_CELLS, NUM_ELEMENTS = 16_000, 2000
-"""Of a large array, and of a large list."""
 ITEMS = (dict, UserDict)
 SEQUENCES = (list, deque)
+NUM_CELLS = 16_000
+"""Of a large array: a call may miss that one has changed, so such a change is followed by ``refresh``."""
+NUM_ELEMENTS = 2000
+"""Of a large list, likewise."""
 
 
 class Invalid(Exception):
@@ -330,14 +333,14 @@ class Generator:
             return [f"{path}[{n % len(obj)}] = {new}"]
         dense = [f"np.add({path}, {n}, out={path})", f"{path}[...] = {n}"]
         if obj.size == NUM_CELLS:
-            return [*dense, f"{path}[{self.rng.randrange(NUM_CELLS)}] = {n}"]
+            return [*dense, f"late({path}, '__setitem__', {self.rng.randrange(NUM_CELLS)}, {n})"]
         return [*dense, f"{path}.flat[0] = {n}"]
 
     def _sequence_changes(self, path: str, obj: Any, n: int, new: str) -> list[str]:
         if len(obj) >= NUM_ELEMENTS // 2:
-            acts = [f"[{self.rng.randrange(len(obj))}] = {n}"] * 3
-            acts += [f".append({n})", f".insert(0, {n})", f".pop({self.rng.randrange(len(obj))})", ".reverse()"]
-            return [path + act for act in acts]
+            acts = [f"'__setitem__', {self.rng.randrange(len(obj))}, {n}"] * 3
+            acts += [f"'append', {n}", f"'insert', 0, {n}", f"'pop', {self.rng.randrange(len(obj))}", "'reverse'"]
+            return [f"late({path}, {act})" for act in acts]
         lines = [f"{path}.append({new})", f"{path}.append({n})", f"{path}.insert(0, {new})"]
         if obj:
             position = self.rng.randrange(len(obj))
@@ -439,7 +442,7 @@ class Bench:
         self._folder = _modules_folder().name
         self._functions: dict[str, tuple[Any, Any]] = {}
         self._pending: list[tuple[str, Any, Any]] = []
-        actions = (self.check, self.submit, self.results, self.stream, self.kill)
+        actions = (self.check, self.submit, self.results, self.stream, self.kill, self.late)
         self.names: dict[str, Any] = {"__name__": "__main__", **{each.__name__: each for each in actions}}
         exec(PRELUDE, self.names)
 
@@ -529,6 +532,10 @@ class Bench:
             harness.kill_and_wait(harness.pids(self.rt)[rank % self.rt.world_size])
             harness.pids(self.rt)
 
+    def late(self, obj: Any, act: str, *args: Any) -> None:
+        """Change a large array or list where calls may miss it, and say so."""
+        getattr(obj, act)(*args)
+
     # -- comparing
 
     def _function(self, name: str) -> tuple[Any, Any]:
@@ -589,14 +596,32 @@ def run(lines: Sequence[str], rt: Any) -> tuple[int, str] | None:
     return None
 
 
+def shortened(lines: list[str], rt: Any, max_s: float = 20.0) -> list[str]:
+    """Return lines that go wrong, without those that are not needed for it."""
+    end = time.monotonic() + max_s
+    size = max(1, len(lines) // 2)
+    while size:
+        start = 0
+        while start < len(lines) and time.monotonic() < end:
+            fewer = lines[:start] + lines[start + size :]
+            found = run(fewer, rt)
+            if found is None:
+                start += size
+            else:
+                lines = fewer[: found[0] + 1]
+        size //= 2
+    return lines
+
+
 def failure(seed: int, rt: Any) -> str:
-    """Run the program of a seed; return "" or a report with the lines up to the one that went wrong."""
+    """Run the program of a seed; return "" or a report with the lines that are needed to go wrong."""
     lines = generate(seed)
     found = run(lines, rt)
     if found is None:
         return ""
-    listing = textwrap.indent("\n".join(lines[: found[0] + 1]), "    ")
-    return f"seed {seed}, {rt.world_size} workers: {found[1]}\n{listing}"
+    lines = shortened(lines[: found[0] + 1], rt)
+    again = run(lines, rt) or (0, f"not again, but: {found[1]}")
+    return f"seed {seed}, {rt.world_size} workers: {again[1]}\n" + textwrap.indent("\n".join(lines), "    ")
 
 
 @contextlib.contextmanager

@@ -183,6 +183,17 @@ def test_an_object_with_whatever_attribute_is_asked_for_is_taken_for_itself(shar
         total(Proxy([1.0, 2.0, 3.0]), captured)
 
 
+def test_the_function_itself_can_get_other_parameters(shared_runtimes: Any) -> None:
+    def f(x: np.ndarray) -> np.ndarray:
+        return x
+
+    parallel = shared_runtimes[2].function(f, outputs="gather")
+    parallel(X)
+    f.__code__ = (lambda x, y: x + y).__code__
+    np.testing.assert_array_equal(parallel(X, X), 2 * X)
+    np.testing.assert_array_equal(parallel(X, y=X), 2 * X)
+
+
 def test_only_what_has_changed_is_sent(runtime: Callable[..., Any]) -> None:
     """And the rest stays the rank's own, with the state that it has there."""
     rt = runtime(2)
@@ -217,6 +228,28 @@ def test_only_what_has_changed_is_sent(runtime: Callable[..., Any]) -> None:
     exec("def helper(x): return 10 * x * rate", main)
     assert sent_by_call(3, 3, 40) < whole / 4
     assert sent_by_call(4, 4, 40) < whole / 4
+
+
+def test_a_change_is_seen_by_all_functions_that_captured_the_object(shared_runtimes: Any) -> None:
+    main = namespace(
+        """
+        rate, table, items = 1.0, np.zeros(2), [1.0]
+        def f(x): return x * rate + table[0] + sum(items)
+        def g(x): return x - rate - table[0] - sum(items)
+        """
+    )
+    rt = shared_runtimes[2]
+    checks = [Checked(rt, main["f"]), Checked(rt, main["g"])]
+    changes = ("rate = 2.0", "table[0] = 5.0", "items.append(2.0)", "table[0] = 6.0")
+    for number, change in enumerate(changes):
+        exec(change, main)
+        for check in checks[:: (-1) ** number]:
+            check()
+    exec("def f(x): return x * rate + table[0] + sum(items)", main)
+    checks.append(Checked(rt, main["f"]))
+    main["table"][0] = 5.0  # as it was when the first two were sent, and not when the third was
+    for check in checks:
+        check()
 
 
 def test_a_shared_variable_bound_anew_is_the_one_that_counts(shared_runtimes: Any) -> None:

@@ -229,6 +229,20 @@ def test_objects_that_two_functions_capture_are_one_on_each_rank(shared_runtimes
     assert reads(X)[0] == text((expected, expected["log"]))
 
 
+def test_what_verify_runs_changes_nothing_on_the_ranks(shared_runtimes: Any) -> None:
+    held = SimpleNamespace(count=0, rate=1)
+
+    def step(x: np.ndarray) -> list[int]:
+        held.count += 1
+        return [held.count * held.rate] * len(x)
+
+    f = shared_runtimes[2].function(step, outputs="gather")
+    assert f(X)[0] == 1
+    held.rate = 10
+    f.verify(X)
+    assert [f(X)[0], f(X)[0]] == [20, 30]
+
+
 # ----- memory
 
 
