@@ -22,5 +22,4 @@ def test_its_own_cases() -> None:
 
 def test_the_files_that_pass_exist() -> None:
     listed = (HERE / "passing.txt").read_text(encoding="utf-8").split()
-    assert listed == sorted(set(listed))
     assert all((HERE.parents[1] / name).is_file() for name in listed)
