@@ -40,7 +40,7 @@ BELOW: dict[str, tuple[str, ...]] = {
 
 INNER = {
     "_master": ("code processes", "workers", "state", "session", "collectives", "objects", "calls", "flight"),
-    "_worker": ("failpoints held", "failures comm", "call", "rank", "loop"),
+    "_worker": ("failpoints held process", "failures comm", "call member", "rank", "loop"),
 }
 """The folders, and files beside them, of each half, from the ground up; those of one floor do not know each other."""
 
