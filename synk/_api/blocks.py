@@ -6,18 +6,16 @@ call combines it in the order of the blocks. So everything that a call checks is
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from synk._api.function import Function
-from synk._api.options import Options
 from synk._master.calls.binding import bind
 from synk._master.calls.call import CallOptions
-from synk._master.session import Session
 from synk._pure.shards import Selection
 from synk._wire.apart import BlockValues, Silent, next_block
 
@@ -25,35 +23,44 @@ BLOCK_ROWS = 1024
 """The most rows of a block under ``reproducible=True``."""
 
 
-def in_blocks(fn: Any, options: Options, session: Session | None) -> Callable[..., Any]:
-    """Return a call of a function that has the same bits for any number of ranks, or for one rank alone."""
-    block_rows = BLOCK_ROWS if options.reproducible is True else int(options.reproducible)
-    whole: Function[..., Any] = Function(Silent(fn), options, session)
-    blocks: Function[..., Any] = Function(whole._callee.fn, replace(options, outputs=None, reproducible=False), session)
-    combined: Function[..., Any] = Function(Silent(next_block), replace(options, bcast_inputs="values"), session)
+def call_in_blocks(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
+    """Return the result of a call, whose bits are the same for any number of ranks, or for one rank alone."""
+    function = function._renewed()
+    if not function._options.reproducible:  # the user has edited its module
+        return function._run(args, kwargs, options)
+    rows_of_block = function._options.reproducible
+    block_rows = BLOCK_ROWS if rows_of_block is True else int(rows_of_block)
+    whole, blocks, combined = function._made_once(Silent, functools.partial(_made_of, function))
+    selection, deadline = _begun(whole, args, kwargs, options)
+    count = 0 if selection is None else selection.count
+    num_blocks, num_ranks = max(-(-count // block_rows), 1), whole._bound_session().total_ranks
+    if selection is None or 1 in (num_blocks, num_ranks, options.num_ranks):
+        return whole._run(args, kwargs, _on_first(options, num_blocks, deadline))
+    values: list[Any] = []
+    low, (size, num_larger) = 0, divmod(count, num_blocks)
+    for same, rows in ((num_larger, size + 1), (num_blocks - num_larger, size)):
+        # As many of these blocks on each rank, then one on each of some.
+        each, left = divmod(same, num_ranks)
+        for slices, among in ((each, num_ranks), (1, left)):
+            if slices * among:
+                part = _part(selection, low, low := low + slices * among * rows)
+                own = CallOptions(part, slices, None, _left_s(deadline), among)
+                by_rank = blocks._run(args, kwargs, own)[:among]
+                values += by_rank if slices == 1 else [value for parts in by_rank for value in parts]
+    weights = np.broadcast_to(False, count)  # a row for each row, cut into slices as the rows were into blocks
+    options = replace(options, batch=None)
+    return combined._run((BlockValues(values), weights), {}, _on_first(options, num_blocks, deadline))
 
-    def call(args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
-        selection, deadline = _begun(whole, args, kwargs, options)
-        count = 0 if selection is None else selection.count
-        num_blocks, num_ranks = max(-(-count // block_rows), 1), whole._bound_session().total_ranks
-        if selection is None or 1 in (num_blocks, num_ranks, options.num_ranks):
-            return whole._run(args, kwargs, _on_first(options, num_blocks, deadline))
-        values: list[Any] = []
-        low, (size, num_larger) = 0, divmod(count, num_blocks)
-        for same, rows in ((num_larger, size + 1), (num_blocks - num_larger, size)):
-            # As many of these blocks on each rank, then one on each of some.
-            each, left = divmod(same, num_ranks)
-            for slices, among in ((each, num_ranks), (1, left)):
-                if slices * among:
-                    part = _part(selection, low, low := low + slices * among * rows)
-                    own = CallOptions(part, slices, None, _left_s(deadline), among)
-                    by_rank = blocks._run(args, kwargs, own)[:among]
-                    values += by_rank if slices == 1 else [value for parts in by_rank for value in parts]
-        weights = np.broadcast_to(False, count)  # a row for each row, cut into slices as the rows were into blocks
-        options = replace(options, batch=None)
-        return combined._run((BlockValues(values), weights), {}, _on_first(options, num_blocks, deadline))
 
-    return call
+def _made_of(function: Any) -> tuple[Function[..., Any], ...]:
+    """Return the functions that it is called as: of one rank's rows, of each block, and of the values of all blocks."""
+    options, session = function._options, function._bound_session()
+    silent = Silent(function._callee.fn)
+    return (
+        Function(silent, options, session),
+        Function(silent, replace(options, outputs=None, reproducible=False), session),
+        Function(Silent(next_block), replace(options, bcast_inputs="values"), session),
+    )
 
 
 def _begun(function: Any, args: Any, kwargs: Any, options: CallOptions) -> tuple[Selection | None, float | None]:

@@ -42,7 +42,9 @@ def build_function(fn: Any, options: Any, session: Session | None) -> Any:
 
     def made(fn: Any) -> Function[..., Any]:
         checked = Options.of(fn, **options)
-        built = (Composed if checked.of_calls or replay_folder() else Function)(fn, checked, session)
+        folder = replay_folder()
+        is_plain = folder is None and not checked.of_calls
+        built = Function(fn, checked, session) if is_plain else Composed(fn, checked, session, folder)
         built._is_new = True
         return built
 

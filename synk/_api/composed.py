@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from synk._api.blocks import in_blocks
+from synk._api.blocks import call_in_blocks
 from synk._api.function import Function, P, R
 from synk._api.options import Options, call_options
 from synk._api.plain import ScatteredArguments
-from synk._api.replay import recorded, replay_folder
+from synk._api.replay import recorded
 from synk._api.serial import call_serially
 from synk._master.calls.call import CallOptions
 from synk._master.calls.callee import Callee
@@ -32,17 +32,22 @@ Call = Callable[[tuple[Any, ...], dict[str, Any], CallOptions], Any]
 
 
 class Composed(Function[P, R]):
-    """A :class:`synk.Function` with these options. They are about calls: all other verbs are those of a plain one."""
+    """A :class:`synk.Function` with these options. They are about calls: all other verbs are those of a plain one.
 
-    def __init__(self, fn: Callable[P, R], options: Options, session: Session | None = None) -> None:
+    ``folder`` is where the calls that the user makes are recorded if they fail.
+    """
+
+    def __init__(
+        self, fn: Callable[P, R], options: Options, session: Session | None = None, folder: str | None = None
+    ) -> None:
         super().__init__(fn, options, session)
         call: Call = self._call_once
         self._serial: Call = functools.partial(call_serially, self)
         if options.reproducible:
-            self._serial = in_blocks(fn, options, session)
+            self._serial = functools.partial(call_in_blocks, self)
             call = self._checked(self._serial)
-        elif folder := replay_folder():
-            ask: Function[..., Any] = Function(moment, Options.of(moment, outputs=None, per_rank=True), session)
+        elif folder is not None:
+            ask: Function[..., Any] = Function(moment, Options(options.name, outputs=None, per_rank=True), session)
             call = recorded(call, self, ask, folder)
         if options.on_oom == "slices":
             call = in_slices(call, self._callee)

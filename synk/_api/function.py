@@ -36,6 +36,7 @@ P = ParamSpec("P")
 """The parameters of the user's function."""
 
 
+Made = TypeVar("Made")
 R = TypeVar("R")
 """The result of the user's function, if results of calls have its type: not under op None or a callable, nor with
 updates.
@@ -360,13 +361,22 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
     def _with_one_more(self, wrapper: Callable[..., Any], *of: Any) -> Function[..., Any]:
         """Return the function ``wrapper(fn, *of)``, which gets one more argument whole, before its own."""
         callee = self._callee
-        key = wrapper, of, self._bound_session(), callee.fn
-        known, made = self._wrapped.get(wrapper, (None, None))
-        if made is None or known != key:
+
+        def make() -> Function[..., Any]:
             names = [callee.bcast_inputs] if isinstance(callee.bcast_inputs, str) else callee.bcast_inputs
             options = {"outputs": callee.outputs, "updates": self._options.updates}
-            made = self._alike(wrapper(callee.fn, *of), bcast_inputs=[FIRST, *names], **options)
-            self._wrapped[wrapper] = key, made
+            return self._alike(wrapper(callee.fn, *of), bcast_inputs=[FIRST, *names], **options)
+
+        return self._made_once(wrapper, make, *of)
+
+    def _made_once(self, what: Any, make: Callable[[], Made], *of: Any) -> Made:
+        """Return what ``make`` has made of the plain function as it is now, for this runtime and these objects."""
+        fn = self._callee.fn
+        key = of, self._bound_session(), fn, getattr(fn, "__code__", None)
+        known, made = self._wrapped.get(what, (None, None))
+        if known != key:
+            made = make()
+            self._wrapped[what] = key, made
         return made
 
     @overload

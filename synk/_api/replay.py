@@ -15,6 +15,7 @@ import pickle
 import re
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -29,9 +30,12 @@ from synk._pure import files
 from synk._pure.generators import generator_states, restore_generators
 from synk._pure.interrupts import waiting
 from synk._pure.tracebacks import verb
+from synk._pure.trees import flatten, unflatten
 from synk._wire.cell import cell, refuse_inside_worker
 from synk._wire.parcels import dumps
 from synk._wire.replayed import ReplayedRank, Taken
+from synk._wire.settings import Reader, apply, kept
+from synk._wire.variables import value_as_array
 from synk.backends._frameworks import host_converters
 from synk.errors import RemoteError, WorkerDied, add_note
 
@@ -104,7 +108,13 @@ def _writing(folder: str, fn: Any, what: str, error: Any) -> Iterator[dict[str, 
         CodePickler(code, number_of).dump(fn)
         yield body
         rank = body["moment"].rank
-        body["values"] = [each[rank] if isinstance(each, Shared) else each.get(rank) for each in handles]
+        body["values"] = [
+            (each.name, each[rank] if isinstance(each, Shared) else each.get(rank), isinstance(each, Shared))
+            for each in handles
+        ]
+        reader = Reader()
+        values = reader.read()
+        body["settings"] = dict(zip(reader.names, values))
         text = f"{_MAGIC}\n{what}: {type(error).__name__}: {' '.join(str(error).split())}\n{_SAID}"
         data = text.encode() + dumps({**body, "code": code.getvalue()})
         os.makedirs(folder, exist_ok=True)
@@ -150,7 +160,8 @@ def replay(path: files.Path, *, pdb: bool = False) -> Any:
     Notes
     -----
     Function and captured objects are those of the program: what the rank had changed in its copy before is not
-    in the file. Functions travel by value; modules and their classes must be there.
+    in the file. A resident object that the body changes is as the failure has left it. Functions travel by value;
+    modules and their classes must be there.
     """
     refuse_inside_worker("replay a failure")
     with open(path, "rb") as file:
@@ -161,7 +172,10 @@ def replay(path: files.Path, *, pdb: bool = False) -> Any:
             pass
         body = pickle.load(file)
     convert = None if body["framework"] is None else host_converters(body["framework"])[0]
-    values = [_Value(in_framework(value, convert)) for value in body["values"]]
+    values = [
+        _Variable(name, value, convert) if is_variable else SimpleNamespace(name=name, value=value)
+        for name, value, is_variable in body["values"]
+    ]
     call = ByReference(body["code"], values).load()
     if pdb:
         from pdb import Pdb
@@ -170,21 +184,33 @@ def replay(path: files.Path, *, pdb: bool = False) -> Any:
     before = generator_states()
     restore_generators(body["moment"].generators)
     try:
-        for arguments, *rows in body["runs"]:
-            args, kwargs = pickle.loads(arguments)
-            cell.worker = ReplayedRank(body["moment"], *rows)
-            result = waiting(call, *args, **kwargs)
+        with kept():
+            apply(body["settings"])
+            for arguments, *rows in body["runs"]:
+                args, kwargs = pickle.loads(arguments)
+                cell.worker = ReplayedRank(body["moment"], *rows)
+                result = waiting(call, *args, **kwargs)
     finally:
         cell.worker = None
         restore_generators(before)
     return result
 
 
-class _Value:
-    """Stands for a shared variable or a resident object in a replay."""
+class _Variable:
+    """Stands for a shared variable in a replay."""
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    def __init__(self, name: str, value: Any, convert: Any) -> None:
+        leaves, structure = flatten(value)
+        if convert is None:  # a rank's tensors are writable
+            for leaf in leaves:
+                leaf.flags.writeable = False
+        self.name, self.value = name, in_framework(value, convert)
+        self.dtype = unflatten(structure, [leaf.dtype for leaf in leaves])
+
+    @property
+    def shape(self) -> Any:
+        leaves, structure = flatten(self.value)
+        return unflatten(structure, [tuple(leaf.shape) for leaf in leaves])
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.array(self.value, dtype)
+        return value_as_array(self, flatten(self.value)[1], dtype, copy)

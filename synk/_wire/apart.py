@@ -29,7 +29,7 @@ from synk.errors import UnsupportedError
 
 
 class Part(NamedTuple):
-    """What one run of a function did on one rank.
+    """What one run of a function did on the rows of a rank, or of a slice of them.
 
     Attributes
     ----------
@@ -47,10 +47,10 @@ class Part(NamedTuple):
 
 
 class Box:
-    """A part as one output, whatever it holds."""
+    """What a part holds beside its number of rows, as one output, whatever it is."""
 
-    def __init__(self, part: Part) -> None:
-        self.part = part
+    def __init__(self, value: Any, assigned: dict[int, list[np.ndarray]]) -> None:
+        self.value, self.assigned = value, assigned
 
 
 class Parts(Op):
@@ -60,7 +60,7 @@ class Parts(Op):
     has_empty = True
 
     def combine(self, values: list[Any], rows: list[int]) -> list[Part]:
-        return [box.part for box in values]
+        return [Part(box.value, num_rows, box.assigned) for box, num_rows in zip(values, rows)]
 
 
 class Around:
@@ -140,7 +140,7 @@ class Apart(Quiet):
     def __call__(self, *args: Any, **kwargs: Any) -> Box:
         value, assigned = self._run(args, kwargs)
         leaves, structure = flatten(value)
-        return Box(Part(unflatten(structure, list(map(_on_host, leaves))), cell.worker.num_rows, assigned))
+        return Box(unflatten(structure, list(map(_on_host, leaves))), assigned)
 
 
 class Silent(Around):
@@ -248,6 +248,7 @@ class Again(WithOneMore):
                 variables.take_updates(called.function, self._fn(*args, **kwargs), worker.num_rows)
             else:
                 self._fn(*args, **kwargs)
+            variables.check_given()
             for replica in list(variables.assigned):
                 variables.assigned[replica] = _settled(replica, variables.assigned.pop(replica))
             objects = inputs.load_objects(called, variables)
@@ -282,7 +283,9 @@ def unassignable(variable: str, function: str) -> ValueError:
 
 def _on_host(leaf: Any) -> Any:
     """Return a tensor, or an array of another library, as an array of NumPy; any other object as it is."""
-    if isinstance(leaf, (np.ndarray, *SINGLE_VALUES)) or is_table(leaf):
+    if isinstance(leaf, np.ndarray):
+        return leaf.copy()  # the function may return the same buffer again, filled for the next slice
+    if isinstance(leaf, SINGLE_VALUES) or is_table(leaf):
         return leaf
     backend, from_framework = cell.worker.backend, cell.worker.lane.called.function.from_framework
     array = backend.as_output(leaf if from_framework is None else from_framework(leaf))

@@ -176,6 +176,15 @@ class Reader:
         self.names, self._readers, self._num_modules = list(found), list(found.values()), num_modules
 
 
+def apply(settings: Mapping[str, Any]) -> None:
+    """Set those that differ, of libraries that are imported, for this thread."""
+    reader = Reader()
+    values = reader.read()
+    for name, value in zip(reader.names, values):
+        if settings.get(name, value) != value:
+            SETTINGS[name].set(sys.modules[SETTINGS[name].library], settings[name])
+
+
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
     """Restore the settings that the body changes."""
@@ -185,7 +194,4 @@ def kept() -> Iterator[None]:
     try:
         yield
     finally:
-        values = reader.read()
-        for name, value in zip(reader.names, values):
-            if before.get(name, value) != value:
-                SETTINGS[name].set(sys.modules[SETTINGS[name].library], before[name])
+        apply(before)

@@ -319,6 +319,21 @@ def test_rows_of_a_variable_and_one_worker(shared_runtimes: Any) -> None:
         f(np.arange(6.0), num_slices=2)
 
 
+def test_slices_of_other_lengths_from_one_buffer(shared_runtimes: Any) -> None:
+    x, mean, sums = np.arange(11.0), np.empty(1), np.empty(1)
+
+    def in_one_buffer(x: np.ndarray) -> dict[str, Any]:
+        mean[0], sums[0] = x.mean(), x.sum()
+        return {"mean": [mean], "sum": sums}
+
+    for fn, kind in ((lambda x: x.mean(), 1), (lambda x: in_one_buffer(x)["mean"], 1), (lambda x: x.mean(), 2)):
+        assert shared_runtimes[kind].function(fn)(x, num_slices=2) == x.mean()
+        assert shared_runtimes[kind].function(fn, reproducible=4)(x) == x.mean()
+    outputs = {"mean": "sum", "sum": "max"}
+    report = shared_runtimes[1].function(in_one_buffer, outputs=outputs).verify(x, num_slices=2)
+    assert [output.matching for output in report.outputs] == [("avg",), ("sum",)]
+
+
 # ----- what it does not do, and what it leaves
 
 

@@ -109,6 +109,25 @@ def test_the_ranks_talk_in_each_run(shared_runtimes: Any, kind: Any) -> None:
     np.testing.assert_allclose(abs(v.value), abs(vectors[:, -1]), rtol=1e-6)
 
 
+def test_a_change_in_place_is_refused_in_each_run(shared_runtimes: Any) -> None:
+    """Also if a later run assigns the variable, from a value without the change."""
+    rt = shared_runtimes[2]
+    w, runs = rt.shared({"a": np.zeros(2)}), rt.shared(0)
+
+    def step(x: np.ndarray) -> float:
+        if runs.value:
+            w.value = {"a": w.value["a"] + 5}
+        else:
+            w.value["a"] = x[:2]
+        runs.value = runs.value + 1
+        return 0.0
+
+    f = rt.function(step, outputs="max")
+    for n in (1, 2):
+        with pytest.raises(ValueError, match=r"cannot change the value of variable .* in place"):
+            f.repeat(n, X)
+
+
 def test_it_is_one_message(reused: Reused) -> None:
     rt = reused(2)
     w = rt.shared(0)

@@ -66,7 +66,8 @@ def test_a_replayed_call_raises_the_same_exception_on_the_same_line(
     rt: synk.Runtime, files: Callable[[], list[Path]], subtests: pytest.Subtests
 ) -> None:
     w, rows = rt.shared(np.arange(3.0)), rt.shared(np.arange(5.0), sharded=True)
-    kept = rt.resident({"steps": 4})
+    nest, number = rt.shared({"b": np.ones((2, 3))}), rt.shared(1.5)
+    kept = rt.resident({"steps": np.array(4)})
     scale = {"factor": 3.0}
 
     def rows_and_captured(x: np.ndarray, k: Any = None) -> Any:
@@ -81,9 +82,22 @@ def test_a_replayed_call_raises_the_same_exception_on_the_same_line(
     def in_place(x: np.ndarray) -> Any:
         x += 1
 
+    def in_place_of_a_variable(x: np.ndarray) -> Any:
+        w.value[:] = x[0]
+
+    def of_variables(x: np.ndarray) -> Any:
+        seen_by_rank(w.shape, str(w.dtype), w.name, nest.shape["b"], number.value, w)
+
+    def divided(x: np.ndarray) -> Any:
+        return 1 / x
+
     def of_tensors(x: torch.Tensor, y: Any) -> Any:
         assert isinstance(w.value, torch.Tensor)
-        seen_by_rank(x, y["a"], torch.rand(2))
+        seen_by_rank(x, y["a"], torch.rand(2), type(kept.value["steps"]).__name__)
+
+    def with_errors() -> Any:
+        with np.errstate(divide="raise"):
+            return build(divided)(np.zeros(4))
 
     def build(fn: Any, **options: Any) -> Any:
         return rt.function(fn, outputs=None, **options)
@@ -104,6 +118,9 @@ def test_a_replayed_call_raises_the_same_exception_on_the_same_line(
         "generators": lambda: build(drawn)(x),
         "shards": lambda: build(of_shards)(rows),
         "a write to a row": lambda: build(in_place)(x),
+        "a write to a variable": lambda: build(in_place_of_a_variable)(x),
+        "variables": lambda: build(of_variables)(x),
+        "settings": with_errors,
         "tensors": lambda: tensors(torch.arange(4.0), {"a": np.arange(4)}),
     }
     for kind, call in calls.items():
@@ -145,6 +162,38 @@ def test_what_a_replay_cannot_do_is_said(rt: synk.Runtime, files: Callable[[], l
         with pytest.raises(ValueError, match=r"cannot replay .*, expected 'synk replay 1"):
             synk.replay(tmp_path / "other")
     assert not files()
+
+
+def test_only_the_users_calls_are_recorded(
+    rt: synk.Runtime, files: Callable[[], list[Path]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not the runs that synk makes of them, nor those that belong to writing a file."""
+
+    program = os.getpid()
+
+    class FromTheProgram:
+        def __reduce__(self) -> Any:
+            if os.getpid() != program:
+                raise TypeError("not from a rank")
+            return FromTheProgram, ()
+
+    def few(x: np.ndarray) -> Any:
+        if len(x) < 50:
+            raise Odd(len(x))
+        return x.mean()
+
+    def failing(x: np.ndarray, it: Any = None) -> Any:
+        raise Odd(len(x))
+
+    f = rt.function(failing, bcast_inputs="it", outputs="sum")
+    assert rt.function(few)(np.arange(200.0)) == 99.5
+    for call in (f.verify, f.serial, lambda x: f.repeat(2, x), lambda x: f(x, FromTheProgram())):
+        with pytest.raises(Odd):
+            call(np.arange(4.0))
+    assert not files()
+    assert [record.getMessage() for record in caplog.records] == [
+        "a call of 'failing' failed on rank 0, which cannot be written for synk.replay: TypeError: not from a rank"
+    ]
 
 
 def test_a_death_is_replayed_and_kills(rt: synk.Runtime, files: Callable[[], list[Path]]) -> None:

@@ -180,8 +180,9 @@ class Callee:
         Reloading a module makes its functions again. The function with the same name in the module is the one that is
         meant.
         """
-        capture = self.capture
-        if capture is None or capture.is_current():
+        if self.capture is None:  # the workers need not have it: other functions may be made of it
+            self._home = self._home or self._find_home()
+        elif self.capture.is_current():
             return None
         successor = self._home[0].get(self._home[1]) if self._home is not None else None
         if isinstance(successor, FunctionHandle) and successor._callee is not self:

@@ -504,13 +504,24 @@ def test_a_module_that_is_reloaded(shared_runtimes: Any, program: Programs) -> N
 
 
 def test_functions_of_a_module_that_is_reloaded(shared_runtimes: Any, program: Programs) -> None:
-    """They are found by module and name, with other code and parameters; an array of their name is not taken."""
+    """They are found by module and name, with other code and parameters; an array of their name is not taken.
+
+    Also if the workers have only what synk makes of them.
+    """
     source = (
         "import synk\ndef plain(x):\n    return x + 1\n@synk.function(outputs='gather')\ndef f(x):\n    return x - 1\n"
     )
     main = program({"users_m": source}, "import users_m\nfrom users_m import plain, f")
-    plain = shared_runtimes[2].function(main.names["plain"], outputs="gather")
-    np.testing.assert_array_equal(plain(X), X + 1)
+    rt, fn = shared_runtimes[2], main.names["plain"]
+    plain, repeated, verified = (rt.function(fn, outputs="gather") for _ in range(3))
+    in_blocks = rt.function(fn, outputs="gather", reproducible=2)
+
+    def check(expected: np.ndarray, *args: Any) -> None:
+        for call in (plain, in_blocks, in_blocks.serial, lambda *args: repeated.repeat(2, *args)):
+            np.testing.assert_array_equal(call(*args), expected)
+        assert verified.verify(*args)
+
+    check(X + 1, X)
     with synk.fork(2, backend="numpy"):
         f = main.names["f"]
         np.testing.assert_array_equal(f(X), X - 1)
@@ -519,6 +530,6 @@ def test_functions_of_a_module_that_is_reloaded(shared_runtimes: Any, program: P
         np.testing.assert_array_equal(f.submit(X).result(), X - 2)
         main.edit("users_m", source.replace("(x)", "(x, y)").replace("x + 1", "x + y").replace("x - 1", "x * y"))
         np.testing.assert_array_equal(f(X, X), X * X)
-    np.testing.assert_array_equal(plain(X, X), 2 * X)
+    check(2 * X, X, X)
     main.run("users_m.plain = np.arange(3)")
-    np.testing.assert_array_equal(plain(X, X), 2 * X)
+    check(2 * X, X, X)
