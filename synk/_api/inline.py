@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
+from synk._master.processes.no_process import NoProcess
 from synk._master.workers.starting import own_versions
 from synk._pure.interrupts import waiting
 from synk._wire.cell import cell
@@ -87,7 +88,7 @@ class InlineChannel:
         self.read_fd = self.write_fd = self.ended_fd = NONE
 
 
-class InlineProcess:
+class InlineProcess(NoProcess):
     """Plays a rank without a process of its own.
 
     Parameters
@@ -95,14 +96,10 @@ class InlineProcess:
     rank : int
     """
 
-    is_inline: ClassVar[bool] = True
-    exit_text = ""
-    started = 0.0
     channel: InlineChannel
 
     def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.pid = os.getpid()
+        super().__init__(rank)
         self._worker: Worker | None = None
 
     def start(
@@ -163,33 +160,8 @@ class InlineProcess:
             raise
         self._worker.held.add_segment(twin)
 
-    def interrupt(self) -> None:
-        """Do nothing: a call runs in the thread that sends it, so it has ended when anybody can interrupt it."""
-
-    def forward_output(self, fd: int) -> bool:
-        """Do nothing: the rank prints to the streams of this process."""
-        return True
-
     def note_backlog(self) -> None:
         """Do nothing: there is no backlog."""
-
-    def stderr_since(self, began: float) -> list[str]:
-        return []
-
-    def stacks(self) -> str:
-        """Return a text in place of stacks: the rank's stack is in the thread that called, where a debugger sees it."""
-        return "inline: see the master's own stack"
-
-    def kill(self) -> None:
-        """Do nothing: there is no process to kill."""
-
-    def reap(self) -> str:
-        """Drop the rank's state."""
-        self.close()
-        return ""
-
-    def disown(self) -> None:
-        """Do nothing: the rank is a part of the forked child, where the function that forked may go on."""
 
     def close(self) -> None:
         """Drop the rank, and unmap its memory even if closures still refer to it. A second call does nothing."""

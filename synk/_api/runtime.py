@@ -24,13 +24,13 @@ from synk._api.engine import (
 from synk._api.first_calls import verified
 from synk._api.function import Function, P
 from synk._api.options import KeptOptions, check_on_restart, entropy_of, is_integer
+from synk._master.entrance import refuse_limit
 from synk._master.objects.data import Data, make_data
 from synk._master.objects.resident import Resident
 from synk._master.processes.placement import place
 from synk._master.processes.process import Process
 from synk._master.processes.program import check_program
 from synk._master.processes.reports import stacks, where
-from synk._master.session import refuse_limit
 from synk._master.state.profile import Profile
 from synk._pure.environment import check_platform
 from synk._pure.limits import check_timeout

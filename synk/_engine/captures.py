@@ -15,17 +15,14 @@ from typing import Any
 
 from synk._engine.things import Thing
 from synk._master.calls.callee import Callee as _Callee
-from synk._master.calls.callee import _referred, _waiting
+from synk._master.calls.callee import _waiting, check_referred, referred
 from synk._master.code.book import Book
 from synk._master.code.capture import Capture
 from synk._master.code.parcels import Parcel
-from synk._master.state.captured import Referred, check_optimizers, unsendable
-from synk._master.state.functions import MappedFunctions
-from synk._master.state.resident import check_owner as check_owner_of_resident
-from synk._master.state.variable import check_owner
+from synk._master.state.captured import Referred
+from synk._master.state.functions import MappedFunctions, packed
 from synk._pure.interrupts import deferred
 from synk._wire.memory import Segment
-from synk.errors import SynkError
 
 ON_RESTART = 0
 """The id of the function that replacement workers run."""
@@ -66,7 +63,7 @@ class Callee(_Callee):
             self.plans_by_key.clear()
         return successor
 
-    def note_sent(self, session: Any, referred: Referred) -> None:
+    def note_sent(self, session: Any, found: Referred) -> None:
         """Note that the ranks have the function and what it captured, or get it with the next message."""
         is_new = self.session is not session
         self.session = session
@@ -76,8 +73,8 @@ class Callee(_Callee):
         self.record = session.profile.record(self.fn, self.name)
         self.capture = Capture(session.functions.book, self.id, home, self._watch)
         self.is_stale = False
-        self.variables, self.residents = referred
-        things: list[Any] = [*referred.variables, *referred.residents]
+        self.variables, self.residents = found
+        things: list[Any] = [*found.variables, *found.residents]
         numbers = frozenset(each.number for each in things)
         if numbers != self.state_numbers or is_new:
             self.plans_by_key.clear()
@@ -184,19 +181,10 @@ class Functions:
         SerializationError
             If a function cannot be pickled.
         """
-        book = self.book
-        sent: list[tuple[Any, int]] = []
         try:
-            for function_id, fn, options in functions:
-                try:
-                    sent += book.update(function_id, fn, options)
-                except Exception as error:
-                    if isinstance(error, SynkError):
-                        raise
-                    raise unsendable(names, fn, error) from error
-                check(function_id)
+            sent = packed(self.book, functions, names, check)
         except BaseException:
-            self._step(book.roll_back)
+            self._step(self.book.roll_back)
             raise
         self.state += 1
         return sent
@@ -259,28 +247,22 @@ def distribute(session: Any, only: Sequence[Callee] | None = None) -> None:
             function.id = next(session.functions.ids)
     by_id = {function.id: function for function in functions}
     book = session.functions.book
-    packed = {0: book.packed_nbytes}
+    nbytes = {0: book.packed_nbytes}
 
     def check(function_id: int) -> None:
-        name = by_id[function_id].name
-        packed[function_id] = book.packed_nbytes
-        check_optimizers(name, book.optimizers_of(function_id))
-        variables, residents = _referred(by_id[function_id], book)
-        for variable in variables:
-            check_owner(variable, session.variables, repr(name))
-        for resident in residents:
-            check_owner_of_resident(resident, session.residents, repr(name))
+        nbytes[function_id] = book.packed_nbytes
+        check_referred(session, by_id[function_id])
 
     for function in functions:
         if function.session is session and not book.has(function.id, function.fn):
             function.plans_by_key.clear()  # ranks prepare plans for the function that they have
     sent = session.functions.bring([(f.id, f.fn, f.options) for f in functions], names, check)
-    nbytes_of = {number: after - before for (_, before), (number, after) in itertools.pairwise(packed.items())}
+    nbytes_of = {number: after - before for (_, before), (number, after) in itertools.pairwise(nbytes.items())}
     for function in functions:
         if function.id in book.sent_anew:
             book.sent_anew.discard(function.id)
             function.plans_by_key.clear()
-        function.note_sent(session, _referred(function, book))
+        function.note_sent(session, referred(function, book))
         _waiting.pop(function, None)
         function.record.add_captured(nbytes_of[function.id])
     session.functions.unsettled = functions

@@ -253,8 +253,6 @@ class Call(Owed):
             self.lane.call = None
         self._news, self.replies, self._root, self._values = {}, {}, None, ()
         if self.future is not None:
-            if self.error is not None:  # its frames hold arrays
-                BaseException.with_traceback(self.error, None)
             future = self.future()
             if future is not None:
                 future.note_end()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from synk._engine import wire
 from synk._engine.rank import Rank
 from synk._engine.rank_loop import hello_of
+from synk._master.processes.no_process import NoProcess
 from synk._pure.interrupts import waiting
 from synk._wire.cell import cell
 from synk._wire.memory import Segment
@@ -71,16 +72,13 @@ class InlineLink:
         self.is_open = False
 
 
-class InlineProcess:
+class InlineProcess(NoProcess):
     """Plays a rank without a process of its own."""
 
-    is_inline: ClassVar[bool] = True
-    exit_text = ""
-    started = 0.0
     link: InlineLink
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.pid = rank, os.getpid()
+        super().__init__(rank)
         self._half: Rank | None = None
 
     def start(
@@ -98,28 +96,6 @@ class InlineProcess:
 
     def watched(self) -> list[tuple[int, str]]:
         return []
-
-    def interrupt(self) -> None:
-        """Do nothing: a call runs in the thread that sends it."""
-
-    def forward_output(self, fd: int) -> bool:
-        return True
-
-    def stderr_since(self, began: float) -> list[str]:
-        return []
-
-    def stacks(self) -> str:
-        return "inline: see the master's own stack"
-
-    def kill(self) -> None:
-        """Do nothing: there is no process to kill."""
-
-    def reap(self) -> str:
-        self.close()
-        return ""
-
-    def disown(self) -> None:
-        """Do nothing: the rank is a part of the forked child."""
 
     def close(self) -> None:
         """Drop the rank. A second call does nothing."""

@@ -2,135 +2,44 @@
 
 from __future__ import annotations
 
-import logging
 import time
-import traceback
 import weakref
-from collections.abc import Callable, Generator
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from synk._engine.engine import Call
-from synk._pure.arrivals import wait_readable
+from synk._pure.futures import Future, R
 from synk._pure.limits import as_seconds
-from synk._pure.show import table
-from synk._pure.tracebacks import verb
-from synk._pure.words import Hinting
-from synk.errors import CallCancelled, ClosedError
-
-R = TypeVar("R")
-"""What the function returns."""
-
-_logger = logging.getLogger("synk")
-_PAUSE_S = 0.001
+from synk.errors import CallCancelled
 
 
-class PendingCall(Hinting, Generic[R]):
+class PendingCall(Future[R]):
     """The future of a submitted call. Made by :meth:`synk.Function.submit`.
 
     In an asyncio coroutine ``await call`` gives its result; other tasks run in the meantime.
-
-    Attributes
-    ----------
-    name : str
-        Name of the function.
-    ranks : tuple of int
-        The ranks that run the call; a rank without rows does not.
-
-    Examples
-    --------
-    >>> import numpy as np, synk
-    >>> with synk.fork(2):
-    ...     total = synk.function(lambda x: x.sum(), outputs="sum")
-    ...     calls = [total.submit(np.full(4, k)) for k in range(3)]
-    ...     [int(call.result()) for call in calls]
-    [0, 4, 8]
     """
 
-    def __init__(self, session: Any, name: str, call: Call | None) -> None:
-        self.name = name
-        self.ranks: tuple[int, ...] = () if call is None else tuple(call.ranks)
+    def __init__(self, session: Any, name: str, call: Call) -> None:
+        super().__init__(name)
+        self.ranks = tuple(call.ranks)
         self._session = session
-        self._call = call
-        self._value: Any = None
-        self._error: BaseException | None = None
-        self._unasked: _Unasked | None = None
-        self._changes: frozenset[Any] = frozenset(() if call is None else call.callee.changes)
-        self._callbacks: list[Callable[[PendingCall[R]], Any]] = []
-        self._release: Callable[[Any], None] | None = None  # what is to be done with the result first
-        if call is not None:
-            call.future = weakref.ref(self)
-            if call.has_ended:
-                self.note_end()
+        self._launched: Call | None = call
+        self._changes = frozenset(call.callee.changes)
+        call.future = weakref.ref(self)
+        if call.has_ended:
+            self.note_end()
 
     def note_end(self) -> None:
         """Note that the call has ended. Called by whoever ends it."""
-        call = self._call
+        call = self._launched
         if call is None:
             return
         error = call.error
-        if error is not None and not isinstance(error, (CallCancelled, ClosedError)):
-            if not isinstance(error, Exception):
-                error = CallCancelled(f"the call of {self.name!r} was ended by an interrupt. Submit it again.")
-            else:
-                self._unasked = _Unasked(self.name, error)
-                self._session.note_failed_step(self)
-        # In this order: another thread that finds ``_call`` gone reads the outcome without any lock.
-        self._value, self._error = call.value, error
-        self._call = None
-        self._call_back()
+        if error is not None and not isinstance(error, Exception):
+            error = CallCancelled(f"the call of {self.name!r} was ended by an interrupt. Submit it again.")
+        self._end(call.value, error)
 
-    @verb
-    def result(self, timeout: float | None = None) -> R:
-        """Wait for the call to end and return its result.
-
-        Parameters
-        ----------
-        timeout : float, optional
-            Seconds to wait. After that the call keeps running, unlike with the ``timeout`` of ``submit``.
-
-        Raises
-        ------
-        TimeoutError
-            If the call has not ended in that time, or another thread uses the runtime for that long. Ask again later.
-        CallCancelled
-            If something else ended it: another call that timed out, or Ctrl-C.
-        Exception
-            Whatever the call raised, each time you ask; see :class:`synk.Function`.
-        """
-        self._await(timeout)
-        error = self._error
-        if error is None:
-            return self._value
-        if self._unasked is not None:
-            self._unasked.error = None
-        try:
-            raise BaseException.with_traceback(error, None)  # without the frames of earlier times
-        finally:
-            del self, error  # the traceback holds this frame
-
-    @verb
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the call to end and return what it raised, or None if it succeeded.
-
-        Raises
-        ------
-        TimeoutError
-            As for :meth:`result`: the call has not ended.
-        """
-        self._await(timeout)
-        if self._unasked is not None:
-            self._unasked.error = None
-        return self._error
-
-    def _await(self, timeout: float | None) -> None:
-        if self._call is not None:
-            self._wait(timeout)
-        release, self._release = self._release, None
-        if release is not None and self._error is None:
-            try:
-                release(self._value)
-            except Exception as error:
-                self._value, self._error = None, error
+    def _note_failed(self) -> None:
+        self._session.note_failed_step(self)
 
     def _wait(self, timeout: float | None) -> None:
         session, what = self._session, f"wait for {self.name!r}"
@@ -142,91 +51,21 @@ class PendingCall(Hinting, Generic[R]):
         seconds = max(as_seconds(timeout), 0.0)
         until = time.monotonic() + seconds
         session.if_free(lambda: self._settle(until), seconds)
-        if self._call is not None:
+        if self._launched is not None:
             raise TimeoutError(
                 f"cannot {what} any longer: got no result in {seconds:g} s. The call goes on; ask again."
             )
 
-    def _settle(self, until: float | None) -> None:
-        call, session = self._call, self._session
-        if call is None:
-            return
-        session.settle_torn()
-        if not call.has_ended:
-            call.settle(until)
+    def _settle(self, until: float | None, *, is_polled: bool = False) -> None:
+        call = self._launched
+        if call is not None:
+            self._session.settle_torn()
+            call.settle(until, is_polled=is_polled)
 
     def _poll(self) -> None:
-        call, session = self._call, self._session
-        if call is None:
-            return
-        session.settle_torn()
-        call.settle(time.monotonic(), is_polled=True)
+        self._session.check_process("look at a call")
+        self._session.if_free(lambda: self._settle(time.monotonic(), is_polled=True))
 
-    def __await__(self) -> Generator[Any, None, R]:
-        return self._arrive().__await__()
-
-    async def _arrive(self) -> R:
-        """Return the result as soon as it is there. Other tasks of the event loop run in the meantime."""
-        import asyncio  # takes 30 ms, and the caller already has it
-
-        while not self.done():
-            await wait_readable(self._session.processes.descriptors)
-            if not self.done():  # another call was answered, or another thread holds the runtime
-                await asyncio.sleep(_PAUSE_S)
-        return self.result()
-
-    def add_done_callback(self, fn: Callable[[PendingCall[R]], Any]) -> None:
-        """Call ``fn(call)`` when the call has ended, or at once if it has.
-
-        No thread waits for calls. So ``fn`` is called by whatever notices the end: ``result``, ``done``, ``await``, or
-        the next operation of the runtime. That operation is not over, so ``fn`` cannot use the runtime itself: let it
-        set an event or fill a queue. What it raises is logged.
-        """
-        self._callbacks.append(fn)  # first, since another thread may end the call now
-        if self._call is None:
-            self._call_back()
-
-    def _call_back(self) -> None:
-        while self._callbacks:
-            try:
-                fn = self._callbacks.pop(0)  # each callback once, whichever thread takes it
-            except IndexError:
-                return
-            try:
-                fn(self)
-            except Exception:
-                # As text: a handler may keep the record, and frames would keep the call's memory.
-                _logger.error("a callback of the call of %r failed\n%s", self.name, traceback.format_exc())
-
-    def done(self) -> bool:
-        """Return whether the call has ended, with or without an error. Never waits for it."""
-        if self._call is not None:
-            self._session.check_process("look at a call")
-            self._session.if_free(self._poll)
-        return self._call is None
-
-    @property
-    def _state(self) -> str:
-        return "in flight" if self._call is not None else "failed" if self._error is not None else "done"
-
-    def __repr__(self) -> str:
-        return f"<synk.PendingCall of {self.name!r}, {self._state}>"
-
-    def _repr_html_(self) -> str:
-        rows = [("function", self.name), ("state", self._state), ("ranks", ", ".join(map(str, self.ranks)))]
-        return table("synk.PendingCall", rows)
-
-
-class _Unasked:
-    """An error that no caller has seen yet. It is logged if it is dropped.
-
-    Successful calls have no finalizer, because a Ctrl-C during a finalizer is lost.
-    """
-
-    def __init__(self, name: str, error: BaseException) -> None:
-        self.name = name
-        self.error: BaseException | None = error
-
-    def __del__(self) -> None:
-        if self.error is not None:
-            _logger.error("a submitted call of %r failed, and nobody asked for its result: %r", self.name, self.error)
+    def _descriptors(self) -> list[int]:
+        found: list[int] = self._session.processes.descriptors()
+        return found

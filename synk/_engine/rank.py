@@ -6,10 +6,8 @@ In one file because it is one object: functions, ``synk.comm`` and the wings fin
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import sys
-import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -27,15 +25,15 @@ from synk._wire.memory import Segment
 from synk._wire.messages import LoadOrder, ParcelOrder
 from synk._worker import failpoints as _failpoints
 from synk._worker.call.peers import Peers
-from synk._worker.comm.collectives import Collectives
 from synk._worker.failures import pack_failure
 from synk._worker.held.pages import own_bytes
 from synk._worker.held.pickling import dumps
 from synk._worker.held.plans import LoadedFunction
 from synk._worker.held.received import Received
 from synk._worker.held.settings import Settings
+from synk._worker.member import Interrupted, Member
+from synk._worker.process import drop_frames, is_importing
 from synk.backends import backend_module
-from synk.errors import ReentrancyError
 
 _INTERRUPT, _PHASE = int(Down.INTERRUPT), int(Up.PHASE)
 _IDLE, _FUNCTION, _PUBLISHING, _LOADING = (
@@ -47,11 +45,7 @@ Answer = tuple[int, Any, Sequence[Segment]]
 """The status of a reply, its body, and the memory that goes with it."""
 
 
-class Interrupted(KeyboardInterrupt):
-    """The program asked this rank to end its call."""
-
-
-class Rank:
+class Rank(Member):
     """What a rank holds, and how it answers.
 
     Attributes
@@ -91,7 +85,7 @@ class Rank:
         self.variables = VariableStore(rank, self.down, self.backend)
         self.residents = RankResidents()
         self.settings = Settings()
-        self.peers: Any = Peers(rank, world_size, self.backend, self.down, self.up, eventfds)
+        self.peers = Peers(rank, world_size, self.backend, self.down, self.up, eventfds)
         self.slots: dict[int, Segment] = {}
         self.told_slots: dict[int, Segment] = {}
         self.undo: tuple[int, list[Callable[[], Any]]] = (0, [])
@@ -180,7 +174,7 @@ class Rank:
         )
         error = self.backend.explain(error, repr(self.function_name))
         failure = pack_failure(error, self.number, self.device, is_collateral=is_collateral)
-        _drop_frames(error)
+        drop_frames(error)
         return failure
 
     # -- what calls leave ---------------------------------------------------------------------------------------------
@@ -380,17 +374,10 @@ class Rank:
         if self._is_shielded:
             self._num_deferred += 1
             return True
-        if _is_importing(frame):
+        if is_importing(frame, Rank.answer.__code__):
             return False
         self.interrupt()
         return True
-
-    def interrupt(self) -> None:
-        """End the current call now, or at the end of its step if ``hold_back`` says so."""
-        if self.is_held and not self.is_due:
-            self.is_due = True
-            return
-        raise Interrupted
 
     @property
     def is_interruptible(self) -> bool:
@@ -408,20 +395,7 @@ class Rank:
         if not was_shielded and self._num_deferred != num_deferred:
             self.interrupt()
 
-    def hold_back(self, is_held: bool) -> None:
-        """Begin or end a step that this rank can finish by itself: an interrupt in it is raised only at its end."""
-        was_due = self.is_due
-        self.is_held, self.is_due = is_held, False
-        if was_due:
-            raise Interrupted
-
     # -- who it is ----------------------------------------------------------------------------------------------------
-
-    @functools.cached_property
-    def rng(self) -> np.random.Generator:
-        """This rank's own generator of random numbers."""
-        seed, *key = self.seed
-        return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=tuple(key)))
 
     @property
     def number(self) -> int:
@@ -437,60 +411,9 @@ class Rank:
         return tuple(range(self.world_size))
 
     @property
-    def num_rows(self) -> int:
-        """This rank's rows in the call."""
-        return int(self.lane.down[self.rank, Down.ROWS])
-
-    @property
     def total_rows(self) -> int:
         """The rows of all ranks in the call."""
         return sum(self.lane.rows().values())
-
-    @property
-    def function_name(self) -> str:
-        if self.mapped is not None:
-            return self.mapped.name
-        called = self.lane.called
-        return called.function.name if called is not None else ""
-
-    def disown(self) -> None:
-        """In a child that the function has forked: it is no rank, and ``synk.comm`` refuses it."""
-        self.is_copy = True
-        self.peers.short_path = self.peers.current = None
-        for lane in self.lanes:
-            if lane.communicator is not None:
-                lane.communicator.disown()
-
-    def collectives(self) -> Collectives:
-        """Return the collectives of the current call, for ``synk.comm``."""
-        if self.is_copy:
-            raise ReentrancyError(
-                f"cannot communicate in a process that {self.function_name!r} has forked: its parent is the rank. Send "
-                "what it has found to the parent, which communicates."
-            )
-        self.check_called()
-        if self.variables.is_sliced:
-            raise ValueError(
-                f"cannot communicate in {self.function_name!r}: the call has num_slices above 1, so each rank runs the "
-                "function several times, and not all of them equally often. Call it with num_slices=1."
-            )
-        called = self.lane.called
-        if called is None or self.own_up[_PHASE] != _FUNCTION:
-            raise ValueError(
-                "cannot communicate outside of a call: got a collective or a message in on_restart, or in code that "
-                "runs while an object is loaded or sent, expected one in a function that all ranks run together."
-            )
-        found: Collectives = self.peers.collectives(self.lane, called.function)
-        return found
-
-    def check_called(self) -> None:
-        """Raise in an item of a map, which runs on one rank: what follows is for calls that all ranks run together."""
-        if self.mapped is not None:
-            raise ValueError(
-                f"cannot communicate in {self.function_name!r}: synk.map runs it for each item on one worker, while "
-                "the others are at other items, expected a function that needs no other rank. Use synk.function for "
-                "one that all ranks run together."
-            )
 
     def tidy(self) -> None:
         """After the reply, wake peers that are asleep."""
@@ -504,25 +427,3 @@ class Rank:
         self.variables.close()
         self.backend.close()
         self.held.clear()
-
-
-def _drop_frames(error: BaseException) -> None:
-    """Unlink an exception from the frames it went through, so that their arrays are freed now."""
-    seen: set[int] = set()
-    pending: list[BaseException | None] = [error]
-    while pending:
-        item = pending.pop()
-        if item is None or id(item) in seen:
-            continue
-        seen.add(id(item))
-        BaseException.with_traceback(item, None)  # not by assignment: an exception's class may be frozen
-        pending += [item.__cause__, item.__context__]
-
-
-def _is_importing(frame: types.FrameType | None) -> bool:
-    """Whether the action that a frame belongs to is importing a module, which cannot be done again if broken off."""
-    while frame is not None and frame.f_code is not Rank.answer.__code__:
-        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
-            return True
-        frame = frame.f_back
-    return False

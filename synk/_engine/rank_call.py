@@ -16,16 +16,16 @@ from synk._engine.layout import Look
 from synk._engine.rank_outputs import Published, RankOutputs
 from synk._engine.rank_variables import marked
 from synk._pure.exact import as_recarray
-from synk._pure.nested import build
 from synk._pure.shards import shard_bounds
 from synk._pure.tables import taken_rows, unpacked
 from synk._pure.tensors import as_dtype
-from synk._pure.trees import flatten, unflatten
 from synk._wire.file_maps import map_again
 from synk._wire.memory import Segment
 from synk._wire.messages import Input
+from synk._worker.call.inputs import in_framework, nested
 from synk._worker.call.slices import run_slices
 from synk._worker.held import pages
+from synk._worker.held.plans import load_nests
 from synk.errors import SerializationError
 
 
@@ -53,7 +53,7 @@ class RankPlan:
         self.function = rank.functions[look.function]
         self._lane = look.lane
         self._staging: Segment | None = rank.held[look.staging] if look.staging else None
-        self.nests: Sequence[tuple[int, int, Any]] = _load_nests(look.nests, self.function.name)
+        self.nests: Sequence[tuple[int, int, Any]] = load_nests(look.nests, self.function.name)
         inner = {first + k for first, num_leaves, _ in self.nests for k in range(1, num_leaves)}
         inputs = list(enumerate(look.inputs))
         # The names of the arguments that the function gets by keyword, which come last.
@@ -124,7 +124,7 @@ class RankPlan:
             if self.function.to_framework is None:
                 return arrays
             as_framework = rank.variables.as_framework
-            return [_in_framework(value, as_framework, rank.backend.xp) for value in arrays]
+            return [in_framework(value, as_framework, rank.backend.xp) for value in arrays]
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -145,7 +145,7 @@ class RankPlan:
             for base, kind, each in zip(self.bases, self._kinds, self.look.inputs)
         ]
         if self.nests:
-            values = _nested(values, self.nests)
+            values = nested(values, self.nests)
         split = len(values) - len(self._keywords)
         return values[:split], dict(zip(self._keywords, values[split:]))
 
@@ -303,35 +303,3 @@ class RankQuestion:
 
     def leave(self, rank: Any) -> None:
         pass
-
-
-def _in_framework(value: Any, convert: Callable[[Any], Any], xp: Any) -> Any:
-    """Return a broadcast object in which arrays, nested in tuples, lists and dicts, are the framework's."""
-    if not isinstance(value, (tuple, list, dict)):
-        return value
-    leaves, structure = flatten(value)
-    return unflatten(structure, [convert(leaf) if type(leaf) in (np.ndarray, xp.ndarray) else leaf for leaf in leaves])
-
-
-def _nested(values: list[Any], nests: Sequence[tuple[int, int, Any]]) -> list[Any]:
-    """Return the arguments of a call whose leaves are ``values``."""
-    arguments: list[Any] = []
-    done = 0
-    for first, num_leaves, structure in nests:
-        arguments += values[done:first]
-        done = first + num_leaves
-        arguments.append(build(structure, iter(values[first:done])))
-    return arguments + values[done:]
-
-
-def _load_nests(data: bytes, name: str) -> Sequence[tuple[int, int, Any]]:
-    """Unpickle the structure of nested arguments. This runs code of the user's classes."""
-    try:
-        return pickle.loads(data) if data else ()
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        raise SerializationError(
-            f"cannot load the structure of the arguments of {name!r} on the workers: {type(error).__name__}: {error}. "
-            "Keys and classes of nested arguments must be importable there, or defined in the script."
-        ) from error

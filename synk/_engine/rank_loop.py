@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import io
-import linecache
 import os
 import pickle
 import platform
 import select
 import signal
 import socket
-import sys
 import threading
 from typing import Any
 
@@ -26,6 +23,7 @@ from synk._wire.lifeline import tie_to_master
 from synk._wire.logs import send_records
 from synk._wire.memory import Segment
 from synk._worker import failpoints as _failpoints
+from synk._worker import process
 from synk._worker.failures import pack_failure
 from synk.errors import SharedMemoryError
 
@@ -37,18 +35,7 @@ _RSS_INTERVAL = 1000
 
 def main(sock: socket.socket, setup: dict[str, Any]) -> None:
     """Run a rank. The bootstrap calls this once ``sys.path`` is set."""
-    import faulthandler
-
-    # The stack of C would push the lines of Python out of the error.
-    options = {"c_stack": False} if sys.version_info >= (3, 14) else {}
-    faulthandler.enable(**options)
-    # Python 3.13 and later would show lines of the bootstrap under any frame of a text that was run with exec.
-    vars(linecache).get("_interactive_cache", linecache.cache).clear()
-    # This answers even while C code holds the interpreter: where() must explain a rank that is stuck.
-    faulthandler.register(signal.SIGUSR2, file=setup["fds"]["stacks"], all_threads=True)
-    for stream in (sys.stdout, sys.stderr):
-        assert isinstance(stream, io.TextIOWrapper)
-        stream.reconfigure(line_buffering=True, errors="backslashreplace")
+    process.prepare(setup["fds"]["stacks"])
     fds = setup["fds"]
     for fd in fds.values():
         os.set_inheritable(fd, False)  # programs that a function starts must not keep our pipes open
@@ -68,10 +55,7 @@ def main(sock: socket.socket, setup: dict[str, Any]) -> None:
     rank.reach("start.ready")
     link.send_body(0, hello_of(rank))
     link.write(wire.REPLY.pack(0, wire.READY, 0))
-    if not os.environ.get("PYTHONBREAKPOINT"):  # else the user has chosen a debugger, or none
-        sys.breakpointhook = _refuse_breakpoint
-    sys.path[:] = setup["sys_path"]
-    sys.argv[:] = setup["argv"]
+    process.take_over(setup)
     _serve(rank, link, master_fd, setup["spin_s"])
     link.close()
     assert pulse is None or pulse >= 0
@@ -80,7 +64,7 @@ def main(sock: socket.socket, setup: dict[str, Any]) -> None:
 def _started(setup: dict[str, Any]) -> Rank:
     """Make the rank of this process."""
     signal.signal(signal.SIGINT, lambda *_: None)  # the program sends none before the hello
-    _prefer_for_oom()
+    process.prefer_for_oom()
     fds = setup["fds"]
     send_records(Descriptor(fds["log"]))
     failpoint = _failpoints.arm(setup["failpoints"], setup["rank"])
@@ -124,7 +108,7 @@ def _serve(rank: Rank, link: wire.Link, master_fd: int, spin_s: float) -> None:
         rank.tidy()
         count += 1
         if count % _RSS_INTERVAL == 1:
-            rank.own_up[Up.RSS] = _resident_nbytes()
+            rank.own_up[Up.RSS] = process.resident_nbytes()
 
 
 def _answer(rank: Rank, link: wire.Link, order: bytes) -> bool:
@@ -145,7 +129,7 @@ def _answer(rank: Rank, link: wire.Link, order: bytes) -> bool:
             return True
     status, content, segments = rank.answer(order, body, fds)
     del body
-    _flush_output(rank)
+    process.flush_output()
     rank.reach("call.before_reply")
     if status in wire.WITH_BODY:
         try:
@@ -158,38 +142,3 @@ def _answer(rank: Rank, link: wire.Link, order: bytes) -> bool:
             segment.close_fd()  # after a SYNC other memory is made
     link.write(wire.REPLY.pack(number, status, rank.spent_ns))
     return True
-
-
-def _resident_nbytes() -> int:
-    """Return the resident memory of this process. The error text shows it if the process is killed."""
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
-    except OSError:  # out of descriptors: a report is not worth a failed call
-        return 0
-
-
-def _flush_output(rank: Rank) -> None:
-    """Flush what was printed, so that it reaches the program before the reply."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except BaseException:  # the user's function may have closed or replaced it: that must not end the rank
-            continue
-
-
-def _prefer_for_oom() -> None:
-    """When memory runs out, let the kernel kill a rank, which can be replaced, rather than the user's session."""
-    try:
-        with open("/proc/self/oom_score_adj", "r+", encoding="ascii") as file:
-            score = int(file.read())
-            file.write(str(min(score + 300, 1000)))
-    except OSError:  # /proc is read-only in some containers: the kernel then chooses by itself
-        pass
-
-
-def _refuse_breakpoint(*args: Any, **kwargs: Any) -> None:
-    raise RuntimeError(
-        "cannot stop at breakpoint(): got there on a worker, which has no terminal. "
-        "Run the program with synk.fork(0): the function then runs in its own process."
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -10,15 +9,13 @@ import numpy as np
 
 from synk._engine import wire
 from synk._engine.layout import Layout, News, Share
-from synk._pure.nested import is_plain_object
-from synk._pure.ops import REDUCTIONS, Reduction, is_int
+from synk._pure.ops import REDUCTIONS
 from synk._pure.output_ops import match_ops, wanted_leaves
-from synk._pure.table_outputs import num_rows
 from synk._pure.trees import flatten, key_orders, output_names, skeleton_of
 from synk._wire.memory import Segment
-from synk._wire.messages import LARGE_NBYTES, MAX_ROOM_NBYTES, MAX_ROOMS_NBYTES, Leaf, room_for
+from synk._wire.messages import LARGE_NBYTES, Leaf
 from synk._wire.messages import Layout as _OldLayout
-from synk._worker.call.values import Object, Partial, array_or_object, take_whole
+from synk._worker.call.values import take_whole, taken
 from synk._worker.held.pickling import dumps
 from synk._worker.held.plans import LoadedFunction, OutputSlots, is_plain_output, is_single_value
 from synk.errors import SerializationError
@@ -58,7 +55,8 @@ class RankOutputs:
         if function.whole is not None:
             result = take_whole(result, function.whole)
         values = self._match(result)
-        outputs, leaves, objects = self._taken(rank, values)
+        before = None if self._layout is None else self._layout.leaves
+        outputs, leaves, objects = taken(backend, function, values, self._ops, self._names, self._wanted, before)
         assigned, places, made, note_assigned = rank.variables.publish()
         slot = self._lay_out(rank, leaves, assigned)
         for value, view in zip(outputs, self._views):
@@ -95,41 +93,6 @@ class RankOutputs:
             self._wanted = wanted_leaves(self._skeleton, self._subset, name)
             self._structure, self._orders = structure, orders
         return values
-
-    def _taken(self, rank: Any, values: list[Any]) -> tuple[list[Any], tuple[Leaf, ...], list[tuple[str, Any]]]:
-        """Return what goes into the slot (arrays, pickles of short plain objects), the leaves, and other objects."""
-        function, backend, before = self._function, rank.backend, self._layout
-        leaves: list[Leaf] = []
-        outputs: list[Any] = []
-        objects: list[tuple[str, Any]] = []
-        rooms = 0
-        for position, (value, op, name) in enumerate(zip(values, self._ops, self._names)):
-            if self._wanted is not None and position not in self._wanted:
-                outputs.append(None)
-                leaves.append(Leaf((), None))
-                continue
-            partial_of = None
-            if isinstance(value, Partial):
-                value, partial_of = value.value, value.dtype
-            array = array_or_object(backend, value, op, name, function)
-            if backend.is_array(array):
-                outputs.append(array)
-                leaves.append(Leaf(tuple(array.shape), array.dtype, function.is_tensor(value), partial_of))
-                continue
-            item = array.value if isinstance(array, Object) else array
-            data = pickle.dumps(item, protocol=5) if is_plain_object(item) else None
-            room = 0 if data is None else _room(len(data), None if before is None else before.leaves[position])
-            if room and rooms + room <= MAX_ROOMS_NBYTES:
-                rooms += room
-                leaves.append(Leaf((), None, room=room))
-                outputs.append(data)
-            else:
-                # Of the objects that can be reduced, tables have rows, and ints have none.
-                has_rows = isinstance(op, Reduction) and not is_int(item)
-                leaves.append(Leaf((num_rows(item),) if has_rows else (), None))
-                outputs.append(None)
-                objects.append((name, item if data is None else data))
-        return outputs, tuple(leaves), objects
 
     def _lay_out(self, rank: Any, leaves: tuple[Leaf, ...], assigned: Any) -> Segment | None:
         """Give each output a place. Return the slot if the program must be told of it."""
@@ -177,16 +140,6 @@ class RankOutputs:
                 return None
         old = _OldLayout(self._skeleton, layout.leaves)
         return OutputSlots(result, values, old, self._views, self._structure, function)
-
-
-def _room(nbytes: int, known: Leaf | None) -> int:
-    """Return the size of the place for a pickle in the slot, or 0 if it goes into the reply.
-
-    ``known``: the same output of the last call. What went into the reply then does so again.
-    """
-    if known is not None and known.dtype is None and (not known.room or nbytes <= known.room):
-        return known.room
-    return room_for(nbytes) if nbytes <= MAX_ROOM_NBYTES else 0
 
 
 class RankReduction:

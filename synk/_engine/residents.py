@@ -7,20 +7,18 @@ as not knowing the object, and is told of it with the next order, in the state o
 
 from __future__ import annotations
 
-import io
 import pickle
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 from synk._engine.things import Once, Thing
-from synk._master.code.handles import HandlePickler
+from synk._master.state.resident_value import ResidentValue
 from synk._wire.memory import Segment
-from synk._wire.residents import methods_of
-from synk.errors import SerializationError, WorkerDied, add_note
+from synk.errors import SerializationError, add_note
 
 
-class ResidentObject(Thing):
+class ResidentObject(ResidentValue, Thing):
     """One object on every rank.
 
     Attributes
@@ -41,7 +39,7 @@ class ResidentObject(Thing):
     kind = "resident"
 
     def __init__(self, residents: Residents, value: Any, name: str | None, dump: Any, load: Any) -> None:
-        super().__init__(residents.engine)
+        Thing.__init__(self, residents.engine)
         self.residents = residents
         self.name = name or type(value).__name__
         self._dump, self._load = dump, load
@@ -61,21 +59,8 @@ class ResidentObject(Thing):
         """Whether ``state`` is the one after the last call. Captured functions need the object, in whatever state."""
         return not self.has_changed
 
-    def _pickled(self, value: Any) -> bytes:
-        dump, load = (self._dump, self._load) if self._load is not None else methods_of(value)
-        self.has_dump = load is not None
-        file = io.BytesIO()
-        try:
-            pickler = HandlePickler(file)
-            pickler.dump((value, dump, load))
-        except Exception as error:
-            raise SerializationError(
-                f"cannot send resident object {self.name!r} to the workers: {type(error).__name__}: "
-                f"{str(error).rstrip('.')}. Make it of what can be pickled."
-            ) from error
-        self.classes = pickler.named
-        self.needs = tuple(each._referent for each in pickler.handles if isinstance(each._referent, Thing))
-        return file.getvalue()
+    def _note_handles(self, handles: Sequence[Any]) -> None:
+        self.needs = tuple(each._referent for each in handles if isinstance(each._referent, Thing))
 
     def told(self, rank: int) -> tuple[Any, Sequence[Segment]]:
         return (self.name, self.version, self.pickle, self.state), ()
@@ -85,24 +70,6 @@ class ResidentObject(Thing):
         self.pickle, self.lost, self.state, self.has_changed = self._pickled(value), "", None, False
         self.version += 1
         self.residents.engine.retell(self.number)
-
-    def check(self, verb: str) -> None:
-        """Raise if the state is lost.
-
-        Raises
-        ------
-        WorkerDied
-        """
-        if self.lost:
-            raise WorkerDied(f"cannot {verb}: {self.lost} Give it a new one with its set(...).", phase="idle")
-
-    def check_has_dump(self, verb: str) -> None:
-        """Raise TypeError if the state is a pickle, which would run code when it is loaded."""
-        if not self.has_dump:
-            raise TypeError(
-                f"cannot {verb}: got an object without dump and load, expected one with them, because the pickle of an "
-                "object runs code when it is loaded. Make it by synk.resident(obj, dump=..., load=...)."
-            )
 
 
 class Residents:

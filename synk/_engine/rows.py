@@ -8,10 +8,19 @@ from typing import Any
 import numpy as np
 
 from synk._engine import wire
-from synk._master.calls.binding import closed_over_shards, even_bounds, own_rows, ranks_with_rows
+from synk._master.calls.binding import (
+    assign,
+    check_no_rows,
+    check_rowless,
+    closed_over_shards,
+    even_bounds,
+    own_rows,
+    ranks_with_rows,
+    select,
+)
 from synk._pure.ops import EACH
 from synk._pure.output_ops import each_op
-from synk._pure.shards import Assignment, Selection, assign_owned, select_common
+from synk._pure.shards import Assignment, Selection
 
 
 class Division:
@@ -87,24 +96,20 @@ def divide(
         If the batch does not fit, or the ops have no value for so many rows.
     """
     name, world_size = callee.name, session.world_size
-    what = repr(name)
     sources: Sequence[Any] = ()
     unequal = ""
-    owned = None
-    selection = None
+    owned: Assignment | None = None
+    selection: Selection | None
     if shards:
-        owned = _assigned(lengths, shards, batch, name)
+        owned = assign(lengths, shards, batch, name)  # type: ignore[arg-type]
         selection, bounds = owned.selection, owned.bounds
-    elif lengths:
-        selection = select_common(batch, lengths, what)
+    elif (selection := select(lengths, batch, name)) is not None:  # type: ignore[arg-type]
         bounds = even_bounds(selection.count, world_size, num_ranks or world_size)
     else:
-        if batch is not None:
-            raise ValueError(f"cannot select rows of {what}: batch was given, but no argument is scattered.")
         if not callee.per_rank:
             sources = closed_over_shards(session, callee, None)
             if not sources:
-                _check_rowless(callee.ops, name)
+                check_rowless(callee.ops, name)
         bounds, unequal = own_rows(sources, world_size, name)
         if num_ranks is not None and num_ranks < world_size:
             bounds, unequal = even_bounds(bounds[-1][1], world_size, num_ranks), ""
@@ -114,50 +119,7 @@ def divide(
     if selection is not None or (sources and any(op is not EACH for op in each_op(callee.ops))):
         ranks = ranks_with_rows(bounds)
         if not ranks:
-            _check_no_rows(callee.ops, name, sources)
+            check_no_rows(callee.ops, name, sources)
             ranks = [0]
     rows = [bounds[rank][1] - bounds[rank][0] if has_rows else 1 for rank in ranks]
     return Division(selection, bounds, ranks, rows, owned, unequal)
-
-
-def _assigned(
-    lengths: Sequence[tuple[str, int]], shards: Sequence[tuple[str, Any]], batch: Any, name: str
-) -> Assignment:
-    """Return which rank works on which rows if some arguments are sharded: each rank on the rows that it owns."""
-    (first, variable), *others = shards
-    own = variable.lengths
-    for label, other in others:
-        if other.lengths != own:
-            raise ValueError(
-                f"cannot call {name!r}: got {first} with {own} rows on the ranks and {label} with "
-                f"{other.lengths}, expected equal shards."
-            )
-    for label, count in lengths:
-        if count != sum(own):
-            raise ValueError(
-                f"cannot scatter {label} of {name!r}: got {count} rows, expected {sum(own)}, one for each "
-                f"row of the sharded variable {first}."
-            )
-    return assign_owned(batch, own, repr(name))
-
-
-def _check_no_rows(ops: Any, name: str, sources: Sequence[Any]) -> None:
-    """Raise ValueError for ops that have no value for no rows: only sums and gathers have one."""
-    step = "Build it with per_rank=True if it fills sharded variables that are empty" if sources else "Check the batch"
-    for op in each_op(ops):
-        if not op.has_empty:
-            raise ValueError(
-                f"cannot call {name!r} with no rows: op {op!r} has no value there, expected 'sum' or 'gather'. "
-                f"{step}, or skip the call."
-            )
-
-
-def _check_rowless(ops: Any, name: str) -> None:
-    """Raise ValueError for ops whose result would depend on the number of ranks: no rows are divided among them."""
-    for op in each_op(ops):
-        if op.needs_rows:
-            raise ValueError(
-                f"cannot call {name!r}: got op {op!r} and no rows to divide, expected a scattered argument or a "
-                "sharded variable that the function closes over. Use op 'first' if all ranks compute the same value, "
-                "or build it with per_rank=True if each rank contributes its own."
-            )

@@ -10,7 +10,6 @@ import contextlib
 import os
 import sys
 import threading
-import time
 import warnings
 import weakref
 from collections import deque
@@ -24,21 +23,17 @@ from synk._engine.engine import Engine, ended_with
 from synk._engine.processes import Processes
 from synk._engine.things import Once
 from synk._engine.workers import GRACE_S, interrupted
+from synk._master.entrance import Entrance
 from synk._master.processes.output import warn_at_users_line
 from synk._master.processes.placement import Placement
-from synk._master.session import current_session, refuse_limit
 from synk._master.state.profile import Profile
 from synk._master.state.results import Lease, ResultPool, before_fork
-from synk._pure.interrupts import deferred, holding, waiting
-from synk._pure.limits import lock_s
+from synk._pure.interrupts import deferred, holding
 from synk._wire.arenas import Arenas
 from synk._wire.cell import cell, refuse_inside_worker
 from synk._wire.descriptors import orphans
 from synk._wire.memory import Segment
-from synk.backends import unused_gpus
 from synk.errors import CallCancelled, ClosedError, ReentrancyError, StartupError, SynkError, UnsupportedError
-
-__all__ = ["Session", "current_session", "refuse_limit", "watch_over"]
 
 _COUNTERS = (
     "messages_down", "messages_up", "bytes_down", "bytes_up", "bytes_pickled", "bytes_staged", "calls", "restarts",
@@ -123,7 +118,7 @@ class _Group:
     name, library, problem = "NCCL", "", ""
 
 
-class Session(Engine):
+class Session(Entrance, Engine):
     """The workers of one runtime, and everything that they share with the program.
 
     It has many attributes, because every part of the program's half is handed it.
@@ -159,7 +154,7 @@ class Session(Engine):
         self.has_devices = self.assignment.has_devices
         self._may_miss_gpus = placement.is_on_cpu_by_default
         self.pid = os.getpid()
-        self.lock = threading.RLock()
+        self._lock = threading.RLock()
         self.profile = Profile()
         self.tracer: Any = None
         self.guests: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
@@ -197,13 +192,6 @@ class Session(Engine):
 
     # -- entering -----------------------------------------------------------------------------------------------------
 
-    def counted(self) -> dict[str, int]:
-        """Return the counters as a user sees them: their bytes include those of orders and replies."""
-        found = dict(self.counters)
-        for way in ("down", "up"):
-            found[f"bytes_{way}"] += 8 * found[f"messages_{way}"]
-        return found
-
     @property
     def is_closed(self) -> bool:
         return self.processes.is_closed
@@ -214,56 +202,8 @@ class Session(Engine):
         if self.processes.is_closed or self.is_closing:
             raise ClosedError(f"cannot {verb}: the runtime is closed. Call synk.fork() again.") from self.cause
 
-    @property
-    def is_own_process(self) -> bool:
-        """Whether this process owns the workers, and is not a forked copy of the program."""
-        return os.getpid() == self.pid
-
-    def check_process(self, verb: str) -> None:
-        """Raise ReentrancyError in a forked copy of the program."""
-        if os.getpid() != self.pid:
-            raise ReentrancyError(
-                f"cannot {verb}: this process is a forked copy of the program, and the workers belong to the original."
-            )
-
     def check_here(self, verb: str, instead: str) -> None:
         """Raise UnsupportedError for what works on one machine only: this one is."""
-
-    def entered(self, verb: str) -> threading.RLock:
-        """Return the lock to hold for one operation of a verb. Inside, :meth:`begin` first.
-
-        Raises
-        ------
-        ReentrancyError
-            Inside a worker, in a forked copy, or from a signal handler or finalizer during another operation.
-        ClosedError
-        """
-        refuse_inside_worker(verb)
-        self.check_open(verb)
-        if self.is_mine():
-            raise ReentrancyError(
-                f"cannot {verb} while this thread is in another call: got here from a signal handler or a finalizer."
-            )
-        return self.lock
-
-    def if_free(self, action: Callable[[], None], timeout: float = 0.0) -> bool:
-        """Run ``action`` under the lock if the lock is free within ``timeout`` seconds. Return whether it ran."""
-        if self.is_mine():
-            return False
-        lock = self.lock
-        with holding():
-            try:
-                is_free: bool = lock.acquire(blocking=False) or waiting(lock.acquire, timeout=lock_s(timeout))
-                if is_free:
-                    action()
-                return is_free
-            finally:
-                if self.is_mine():
-                    lock.release()
-
-    def is_mine(self) -> bool:
-        """Whether this thread is in an operation."""
-        return self.lock._is_owned()  # type: ignore[attr-defined]
 
     def begin(self, verb: str, deadline: float | None = None) -> None:
         """Begin an operation that no call may run beside: end the calls in flight, free what was dropped."""
@@ -295,20 +235,6 @@ class Session(Engine):
         """Settle what an operation that was broken off has left."""
         if not self.is_sure or self.redo is not None:
             self.recover(CallCancelled("the call was ended: an operation before it was broken off. Call it again."))
-
-    def deadline(self, timeout: float | None) -> float | None:
-        """Return the monotonic time by which an operation that begins now must end."""
-        if self.is_inline:
-            refuse_limit(timeout)
-        timeout = self.timeout if timeout is None else timeout
-        return None if timeout is None else time.monotonic() + timeout
-
-    def tell_of_unused_gpus(self, name: str) -> None:
-        """Warn, once, that a function that computes with torch runs on the CPU beside GPUs that are not used."""
-        if self._may_miss_gpus:
-            self._may_miss_gpus = False
-            if reason := unused_gpus():
-                warn_at_users_line(f"{name!r} computes with torch on CPU workers: {reason}", RuntimeWarning)
 
     def note_failed_step(self, future: Any) -> None:
         """Remember a failed call if it would have changed resident objects."""
@@ -423,9 +349,9 @@ class Session(Engine):
             self.is_closing = True
             self.processes.wake()
             try:
-                if not self.lock.acquire(timeout=GRACE_S + 1):
+                if not self._lock.acquire(timeout=GRACE_S + 1):
                     self.processes.kill()
-                    self.lock.acquire(timeout=GRACE_S + 1)
+                    self._lock.acquire(timeout=GRACE_S + 1)
                 error = ClosedError("the call was ended: the runtime was closed.")
                 for call in self.calls():
                     call.end(ended_with(call.what, error))
@@ -434,7 +360,7 @@ class Session(Engine):
                 self._release_memory()  # after the last worker has ended, which might still write there
             finally:
                 if self.is_mine():
-                    self.lock.release()
+                    self._lock.release()
 
     def _release_memory(self) -> None:
         self.close_things()

@@ -17,17 +17,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synk._engine.things import Thing
-from synk._master.collectives import check_reduction, check_rows, check_scatter, pair, shapes
-from synk._pure.arrays import as_plain_array, check_shareable, copy_into
+from synk._master.collectives import check_rank, check_reduction, check_rows, check_scatter, copied, pair, shapes
+from synk._master.state.variable_value import VariableValue
+from synk._pure.arrays import copy_into
 from synk._pure.interrupts import deferred
 from synk._pure.ops import REDUCTIONS
 from synk._pure.ranges import LINE_NBYTES, round_up
-from synk._pure.read_only import ordinary
 from synk._pure.shards import Selection, shard_bounds
-from synk._pure.trees import describe, skeleton_of, unflatten
 from synk._wire.memory import PAGE_NBYTES, Segment, create_fd
-from synk._wire.parcels import dumps
-from synk._wire.variables import Shapes, check_value, flatten_value, leaf_offsets, shapes_of
+from synk._wire.variables import Shapes, leaf_offsets, shapes_of
 
 COMMON_A, COMMON_B, OWN_A, OWN_B = range(4)
 
@@ -71,7 +69,7 @@ class Variables:
             variable.close()
 
 
-class Variable(Thing):
+class Variable(VariableValue, Thing):
     """A shared variable: a replica or a shard on each rank.
 
     Parameters
@@ -92,15 +90,11 @@ class Variable(Thing):
     kind = "variable"
 
     def __init__(self, variables: Variables, value: Any, *, sharded: bool = False, name: str | None = None) -> None:
-        super().__init__(variables.engine)
+        Thing.__init__(self, variables.engine)
         self.variables = variables
         self.name = name or f"shared{self.number}"
         self.is_sharded = bool(sharded)
-        leaves, self.structure = flatten_value(ordinary(value))
-        if not leaves:
-            raise ValueError(f"cannot share {self.name!r}: got a value without arrays.")
-        arrays = [as_plain_array(leaf, f"variable {self.name!r}") for leaf in leaves]
-        self.dtypes = tuple(check_shareable(array.dtype, f"variable {self.name!r}") for array in arrays)
+        arrays = self.declare(value)
         world_size = variables.world_size
         parts = self.split(arrays) if self.is_sharded else [arrays]
         self.value_shapes: list[Shapes] = [shapes_of(parts[0])] * world_size
@@ -133,66 +127,9 @@ class Variable(Thing):
     def id(self) -> int:
         return self.number
 
-    # -- what a value is ----------------------------------------------------------------------------------------------
-
-    def split(self, arrays: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
-        """Return each rank's rows of each leaf.
-
-        Raises
-        ------
-        ValueError
-            If a leaf has no axis 0, or the leaves differ in length.
-        """
-        found = [array.shape for array in arrays]
-        if () in found:
-            raise ValueError(f"cannot scatter variable {self.name!r}: got a single value, expected rows on axis 0.")
-        if len({shape[0] for shape in found}) > 1:
-            raise ValueError(
-                f"cannot scatter variable {self.name!r}: got shapes {found}, expected one axis-0 length for all its "
-                f"arrays."
-            )
-        bounds = shard_bounds(found[0][0], self.variables.world_size)
-        return [[array[low:high] for array in arrays] for low, high in bounds]
-
-    def check(self, value: Any, rank: int = 0) -> list[np.ndarray]:
-        """Return the leaves of ``value`` as arrays that fit this variable."""
-        leaves, structure = flatten_value(ordinary(value), self.structure)
-        if structure != self.structure:
-            raise ValueError(
-                f"cannot set variable {self.name!r}: got a value of structure {describe(structure)}, "
-                f"expected {describe(self.structure)}."
-            )
-        checked = check_value(self.name, leaves, self.dtypes, self.value_shapes[rank], is_sharded=self.is_sharded)
-        return [np.asarray(array, dtype=dtype) for array, dtype in zip(checked, self.dtypes)]
-
-    def build(self, leaves: Sequence[Any]) -> Any:
-        """Return the nesting of this variable, filled with ``leaves``."""
-        return unflatten(self.structure, list(leaves))
-
     @property
     def front(self) -> list[int]:
         return [int(front) for front in self.fronts]
-
-    @property
-    def is_nested(self) -> bool:
-        return bool(self.structure != "leaf")
-
-    @property
-    def lengths(self) -> list[int]:
-        """How many rows each rank has.
-
-        Raises
-        ------
-        ValueError
-            If the variable has no axis 0.
-        """
-        if not self.value_shapes[0][0]:
-            raise ValueError(f"cannot count the rows of variable {self.name!r}: it has no axis 0.")
-        return [each[0][0] for each in self.value_shapes]
-
-    def skeleton(self) -> bytes:
-        """Return the pickled nesting of the value, with the position of each leaf in its place."""
-        return dumps(skeleton_of(self.structure, len(self.dtypes)))
 
     # -- places -------------------------------------------------------------------------------------------------------
 
@@ -321,32 +258,14 @@ def assign(session: Any, variable: Variable, value: Any) -> None:
 
 def set_value(session: Any, variable: Variable, value: Any, rank: Any) -> None:
     """Set the value of one rank."""
-    _check_rank(session, variable, rank)
+    check_rank(session, variable, rank)  # type: ignore[arg-type]
     variable.set_rank(rank, variable.check(value, rank))
 
 
 def get_value(session: Any, variable: Variable, rank: Any) -> Any:
     """Return a copy of the value on ``rank``."""
-    _check_rank(session, variable, rank)
-    return variable.build([_copied(leaf) for leaf in variable.leaves(rank)])
-
-
-def _check_rank(session: Any, variable: Variable, rank: Any) -> None:
-    if isinstance(rank, bool) or not isinstance(rank, (int, np.integer)):
-        raise TypeError(
-            f"cannot use {rank!r} as a rank of variable {variable.name!r}: expected an integer. w[rank] is the value "
-            "on one rank; the rows are w.value[...]."
-        )
-    if not 0 <= rank < session.world_size:
-        raise IndexError(
-            f"cannot use rank {rank} of variable {variable.name!r}: expected 0 to {session.world_size - 1}."
-        )
-
-
-def _copied(leaf: np.ndarray) -> np.ndarray:
-    out = np.empty(leaf.shape, leaf.dtype)
-    copy_into(out, leaf)
-    return out
+    check_rank(session, variable, rank)  # type: ignore[arg-type]
+    return variable.build([copied(leaf) for leaf in variable.leaves(rank)])
 
 
 def scatter(session: Any, variable: Variable, arrays: Sequence[np.ndarray], selection: Selection) -> None:

@@ -104,12 +104,12 @@ def assign(session: Session, variable: Variable, value: Any) -> None:
 
 def set_value(session: Session, variable: Variable, value: Any, rank: Any) -> None:
     """Set the value of one rank."""
-    _check_rank(session, variable, rank)
+    check_rank(session, variable, rank)
     variable.fill_back(rank, variable.check(value, rank))
     variable.flip([rank])
 
 
-def _check_rank(session: Session, variable: Variable, rank: Any) -> None:
+def check_rank(session: Session, variable: Variable, rank: Any) -> None:
     if isinstance(rank, bool) or not isinstance(rank, (int, np.integer)):
         raise TypeError(
             f"cannot use {rank!r} as a rank of variable {variable.name!r}: expected an integer. w[rank] is the value "
@@ -123,12 +123,12 @@ def _check_rank(session: Session, variable: Variable, rank: Any) -> None:
 
 def get_value(session: Session, variable: Variable, rank: Any) -> Any:
     """Return a copy of the value on ``rank``."""
-    _check_rank(session, variable, rank)
+    check_rank(session, variable, rank)
     session.device_values.refresh(variable, session.deadline(None), [rank])
-    return variable.build([_copy(leaf) for leaf in variable.leaves(rank)])
+    return variable.build([copied(leaf) for leaf in variable.leaves(rank)])
 
 
-def _copy(leaf: np.ndarray) -> np.ndarray:
+def copied(leaf: np.ndarray) -> np.ndarray:
     out = np.empty(leaf.shape, leaf.dtype)
     copy_into(out, leaf)
     return out

@@ -14,12 +14,12 @@ import itertools
 import os
 import sys
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from synk._master.entrance import Entrance
 from synk._master.processes.output import warn_at_users_line
 from synk._master.processes.placement import Placement
 from synk._master.state.device_values import DeviceValues
@@ -35,11 +35,9 @@ from synk._master.state.variable import Variables
 from synk._master.workers.ranks import Ranks
 from synk._master.workers.waiting import interrupted
 from synk._master.workers.workers import Workers
-from synk._pure.interrupts import deferred, holding, waiting
-from synk._pure.limits import lock_s
+from synk._pure.interrupts import deferred
 from synk._wire.cell import cell, refuse_inside_worker
 from synk._wire.memory import Segment
-from synk.backends import unused_gpus
 from synk.errors import ClosedError, NotForkedError, ReentrancyError, SynkError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -59,7 +57,7 @@ class Guest(Protocol):
         """Take it back. Called before a runtime is closed, while the workers still answer, the newest guest first."""
 
 
-class Session:
+class Session(Entrance):
     """The workers of one runtime, and everything that they share with the master.
 
     It has many attributes, because every part of the master is handed it: they are the parts, and what several parts
@@ -133,6 +131,7 @@ class Session:
             on_trouble=self._abort_collectives,
             on_idle=self._reset_collectives,
         )
+        self.is_inline = self.workers.is_inline
         self.group = Group(self.assignment.can_use_nccl)
         self.lanes = Lanes()
         self.memory = Memory(self.workers.processes)
@@ -159,13 +158,6 @@ class Session:
 
     # -- entering -----------------------------------------------------------------------------------------------------
 
-    def counted(self) -> dict[str, int]:
-        """Return the counters as a user sees them: their bytes include the doorbells, 8 bytes for each message."""
-        found = dict(self.counters)
-        for way in ("down", "up"):
-            found[f"bytes_{way}"] += 8 * found[f"messages_{way}"]
-        return found
-
     @property
     def is_closed(self) -> bool:
         return self.workers.processes.is_closed
@@ -182,18 +174,6 @@ class Session:
         if self.workers.processes.is_closed or self.workers.waiting.is_closing:
             raise ClosedError(f"cannot {verb}: the runtime is closed. Call synk.fork() again.") from self.cause
 
-    @property
-    def is_own_process(self) -> bool:
-        """Whether this process owns the workers, and is not a forked copy of their master."""
-        return os.getpid() == self.pid
-
-    def check_process(self, verb: str) -> None:
-        """Raise ReentrancyError in a forked copy of the master."""
-        if os.getpid() != self.pid:
-            raise ReentrancyError(
-                f"cannot {verb}: this process is a forked copy of the program, and the workers belong to the original."
-            )
-
     def check_here(self, verb: str, instead: str) -> None:
         """Raise UnsupportedError for what works only on the workers of one machine, so far.
 
@@ -205,46 +185,6 @@ class Session:
             raise UnsupportedError(
                 f"cannot {verb} over nodes: got a runtime with cluster='here', expected one without cluster=. {instead}"
             )
-
-    def entered(self, verb: str) -> threading.RLock:
-        """Return the lock to hold for one operation of a verb (which holds Ctrl-C back). Inside, :meth:`begin` first.
-
-        Raises
-        ------
-        ReentrancyError
-            Inside a worker, in a forked copy, or from a signal handler or finalizer during another operation.
-        ClosedError
-        """
-        refuse_inside_worker(verb)
-        self.check_open(verb)
-        if self.is_mine():
-            raise ReentrancyError(
-                f"cannot {verb} while this thread is in another call: got here from a signal handler or a finalizer."
-            )
-        return self._lock
-
-    def if_free(self, action: Callable[[], None], timeout: float = 0.0) -> bool:
-        """Run ``action`` under the lock if the lock is free within ``timeout`` seconds. Return whether it ran."""
-        if self.is_mine():
-            return False
-        lock = self._lock
-        with holding():
-            try:
-                try:
-                    is_free: bool = lock.acquire(blocking=False) or waiting(lock.acquire, timeout=lock_s(timeout))
-                    if is_free:
-                        action()
-                    return is_free
-                finally:
-                    if self.is_mine():
-                        lock.release()
-            finally:  # a signal handler may have raised in the lines above
-                if self.is_mine():
-                    lock.release()
-
-    def is_mine(self) -> bool:
-        """Whether this thread is in an operation."""
-        return self._lock._is_owned()  # type: ignore[attr-defined]
 
     def begin(self, verb: str, deadline: float | None = None) -> None:
         """End the calls in flight, free what finalizers dropped, settle what was broken off, replace dead workers.
@@ -300,20 +240,6 @@ class Session:
         """Whether something was dropped that the next operation must free."""
         own = self.functions.dropped or self.variables.dropped or self.residents.dropped
         return bool(own or self.memory.has_dropped)
-
-    def deadline(self, timeout: float | None) -> float | None:
-        """Return the monotonic time by which an operation that begins now must end."""
-        if self.workers.is_inline:
-            refuse_limit(timeout)
-        timeout = self.timeout if timeout is None else timeout
-        return None if timeout is None else time.monotonic() + timeout
-
-    def tell_of_unused_gpus(self, name: str) -> None:
-        """Warn, once, that a function that computes with torch runs on the CPU beside GPUs that are not used."""
-        if self._may_miss_gpus:
-            self._may_miss_gpus = False
-            if reason := unused_gpus():
-                warn_at_users_line(f"{name!r} computes with torch on CPU workers: {reason}", RuntimeWarning)
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -440,15 +366,6 @@ class Session:
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else "in the program" if self.workers.is_inline else "open"
         return f"<synk.Runtime {self.world_size} x {self.backend}, {state}>"
-
-
-def refuse_limit(timeout: float | None) -> None:
-    """Raise ValueError for a time limit where the program itself is the rank: nobody could end it."""
-    if timeout is not None:
-        raise ValueError(
-            f"cannot limit the time of calls: got timeout={timeout!r} with num_workers=0, expected none, as the "
-            "function runs in the program itself. Leave it out, and press Ctrl-C, or fork workers."
-        )
 
 
 def current_session() -> Session:

@@ -6,14 +6,10 @@ A worker learns everything from its messages (``synk._worker.loop.dispatch``). I
 from __future__ import annotations
 
 import contextlib
-import functools
-import resource
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
 from operator import or_
-from typing import Any, cast
-
-import numpy as np
+from typing import Any
 
 from synk._wire.control import NUM_LANES, Down, Phase, Up
 from synk._wire.memory import Segment
@@ -22,14 +18,14 @@ from synk._worker import failpoints as _failpoints
 from synk._worker.call.execute import PlanExecutor, WorkerLane
 from synk._worker.call.outputs import Stage
 from synk._worker.call.peers import Peers
-from synk._worker.comm.collectives import Collectives
 from synk._worker.held.held import Held
 from synk._worker.held.plans import LoadedFunction, PreparedPlan
 from synk._worker.held.residents import RankResidents
 from synk._worker.held.settings import Settings
 from synk._worker.held.variables import Replica, VariableStore
-from synk.backends import Backend, DeviceBackend, backend_module
-from synk.errors import ReentrancyError
+from synk._worker.member import Member
+from synk._worker.process import resident_nbytes
+from synk.backends import Backend, backend_module
 
 Doorbell = tuple[int, int, int, int]
 """kind, flags, sequence, value"""
@@ -43,10 +39,6 @@ _CALL = int(Kind.CALL)
 _OUTPUTS_DONE = Stage.DONE
 
 
-class Interrupted(KeyboardInterrupt):
-    """The master asked this worker to end its call."""
-
-
 def _replica_type(backend: Backend) -> type[Replica]:
     if not backend.is_device:
         return Replica
@@ -55,7 +47,7 @@ def _replica_type(backend: Backend) -> type[Replica]:
     return DeviceReplica
 
 
-class Worker:
+class Worker(Member):
     """One rank. Its parts know only what lies below them; the code that acts on messages is handed the whole rank.
 
     It has many attributes, because it is the one object through which code on a rank finds everything else: who the
@@ -156,12 +148,6 @@ class Worker:
         self.backend.close()
         self.held.segments.clear()
 
-    @functools.cached_property
-    def rng(self) -> np.random.Generator:
-        """This rank's own generator of random numbers."""
-        seed, *key = self.seed
-        return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=tuple(key)))
-
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that ``synk.comm`` counts: those of the current call or, outside a call and in a map, all."""
@@ -179,11 +165,6 @@ class Worker:
         return self.total_ranks > self.world_size
 
     @property
-    def num_rows(self) -> int:
-        """This rank's rows in the call."""
-        return int(self.lane.down[self.rank, Down.ROWS])
-
-    @property
     def total_rows(self) -> int:
         """The rows of all ranks in the call."""
         return self.lane.first_down[_ALL_ROWS] if self.has_other_nodes else sum(self.lane.rows().values())
@@ -191,54 +172,6 @@ class Worker:
     @property
     def executor(self) -> PlanExecutor:
         return self.lane.executor
-
-    @property
-    def function_name(self) -> str:
-        if self.mapped is not None:
-            return self.mapped.name
-        called = self.lane.called
-        return called.function.name if called is not None else ""
-
-    def disown(self) -> None:
-        """In a child that the function has forked: it is no rank, and ``synk.comm`` refuses it."""
-        self.is_copy = True
-        self.peers.short_path = self.peers.current = None
-        for lane in self.lanes:
-            if lane.communicator is not None:
-                lane.communicator.disown()
-
-    def collectives(self) -> Collectives:
-        """Return the collectives of the current call, for ``synk.comm``."""
-        if self.is_copy:
-            raise ReentrancyError(
-                f"cannot communicate in a process that {self.function_name!r} has forked: its parent is the rank. Send "
-                "its results to the parent, which communicates."
-            )
-        self.check_called()
-        if self.variables.is_sliced:
-            raise ValueError(
-                f"cannot communicate in {self.function_name!r}: the call has num_slices above 1, so each rank runs the "
-                "function several times, and not all of them equally often. Call it with num_slices=1."
-            )
-        called = self.lane.called
-        if called is None or self.own_up[_PHASE] != _FUNCTION:
-            # To join the lane's last call once more would be worse: no rank would be there, and nobody would leave it.
-            raise ValueError(
-                "cannot communicate outside of a call: got a collective or a message in on_restart, or in code that "
-                "runs while an object is loaded or sent, expected one in a function that all ranks run together."
-            )
-        if self.backend.is_device:
-            cast(DeviceBackend, self.backend).enter_thread()
-        return self.peers.collectives(self.lane, called.function)
-
-    def check_called(self) -> None:
-        """Raise in an item of a map, which runs on one rank: what follows is for calls that all ranks run together."""
-        if self.mapped is not None:
-            raise ValueError(
-                f"cannot communicate in {self.function_name!r}: synk.map runs it for each item on one worker, while "
-                "the others are at other items, expected a function that needs no other rank. Use synk.function for "
-                "one that all ranks run together."
-            )
 
     # -- between calls ------------------------------------------------------------------------------------------------
 
@@ -287,7 +220,7 @@ class Worker:
             ended = lane.executor.ended
             if ended - self.rss_measured > _RSS_INTERVAL_NS:
                 self.rss_measured = ended
-                self.own_up[Up.RSS] = _resident_nbytes()
+                self.own_up[Up.RSS] = resident_nbytes()
         if lane.executor.outputs.stage is _OUTPUTS_DONE:
             lane.executor.forget()
 
@@ -310,24 +243,6 @@ class Worker:
             self.is_interruptible = was_interruptible
         if was_interruptible and self.num_deferred != num_deferred:
             self.interrupt()  # a signal came during this body, not during an earlier one of the call
-
-    def interrupt(self) -> None:
-        """End the current call now, or at the end of its step if ``hold_back`` says so."""
-        if self.is_held and not self.is_due:
-            self.is_due = True
-            return
-        raise Interrupted
-
-    def hold_back(self, is_held: bool) -> None:
-        """Begin or end a step that this rank can finish by itself: an interrupt in it is raised only at its end.
-
-        This is weaker than :meth:`uninterrupted`: the master sends a second interrupt to a rank that has not answered
-        the first one, and that one is raised at once. So even code that never ends can be ended.
-        """
-        was_due = self.is_due
-        self.is_held, self.is_due = is_held, False
-        if was_due:
-            raise Interrupted
 
     # -- the call that comes next -------------------------------------------------------------------------------------
 
@@ -353,12 +268,3 @@ class Worker:
 
 def _see_nothing() -> None:
     return None
-
-
-def _resident_nbytes() -> int:
-    """Return the resident memory of this process in bytes. The error text shows it if the process is killed."""
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
-    except OSError:  # out of descriptors: a report is not worth a failed call
-        return 0

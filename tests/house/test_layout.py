@@ -39,8 +39,8 @@ BELOW: dict[str, tuple[str, ...]] = {
 """What each folder, or file beside the folders, may import; ``""`` is the package's own ``__init__``."""
 
 INNER = {
-    "_master": ("code processes", "workers", "state", "session", "collectives", "objects", "calls", "flight"),
-    "_worker": ("failpoints held", "failures comm", "call", "rank", "loop"),
+    "_master": ("code processes", "workers entrance", "state", "session", "collectives", "objects", "calls", "flight"),
+    "_worker": ("failpoints held process", "failures comm", "call member", "rank", "loop"),
 }
 """The folders, and files beside them, of each half, from the ground up; those of one floor do not know each other."""
 

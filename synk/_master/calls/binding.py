@@ -121,7 +121,7 @@ def _divide(
         if not function.per_rank:
             sources = closed_over_shards(session, function, deadline)
             if not sources:
-                _check_rowless(function.ops, name)
+                check_rowless(function.ops, name)
         bounds, unequal = own_rows(sources, world_size, name)
         if num_ranks < world_size:
             bounds, unequal = divide(bounds[-1][1]), ""
@@ -131,7 +131,7 @@ def _divide(
     if selection is not None or (sources and any(op is not EACH for op in each_op(function.ops))):
         ranks = ranks_with_rows(bounds)
         if not ranks:
-            _check_no_rows(function.ops, name, sources)
+            check_no_rows(function.ops, name, sources)
             ranks = [0]
     num_rows = [bounds[rank][1] - bounds[rank][0] if has_rows else 1 for rank in ranks]
     return Call(
@@ -259,7 +259,7 @@ def closed_over_shards(session: Session, function: Callee, deadline: float | Non
     return sorted((v for v in function.variables if v.is_sharded), key=lambda variable: variable.id)
 
 
-def _check_no_rows(ops: Any, name: str, sources: Sequence[Variable]) -> None:
+def check_no_rows(ops: Any, name: str, sources: Sequence[Variable]) -> None:
     """Raise ValueError for ops that have no value for no rows: only sums and gathers have one."""
     step = "Build it with per_rank=True if it fills sharded variables that are empty" if sources else "Check the batch"
     for op in each_op(ops):
@@ -270,7 +270,7 @@ def _check_no_rows(ops: Any, name: str, sources: Sequence[Variable]) -> None:
             )
 
 
-def _check_rowless(ops: Any, name: str) -> None:
+def check_rowless(ops: Any, name: str) -> None:
     """Raise ValueError for ops whose result would depend on the number of ranks: no rows are divided among them."""
     for op in each_op(ops):
         if op.needs_rows:

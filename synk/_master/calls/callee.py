@@ -293,14 +293,8 @@ def distribute(session: Session, only: Sequence[Callee] | None = None, *, deadli
     packed = {0: book.packed_nbytes}  # by function, how much had been packed when it was done
 
     def check(function_id: int) -> None:
-        name = by_id[function_id].name
         packed[function_id] = book.packed_nbytes
-        check_optimizers(name, book.optimizers_of(function_id))
-        variables, residents = _referred(by_id[function_id], book)
-        for variable in variables:
-            check_owner(variable, session.variables, repr(name))
-        for resident in residents:
-            check_owner_of_resident(resident, session.residents, repr(name))
+        check_referred(session, by_id[function_id])
 
     orders = [(f.id, f.fn, f.options) for f in functions]
     for function in functions:
@@ -312,14 +306,14 @@ def distribute(session: Session, only: Sequence[Callee] | None = None, *, deadli
         if function.id in book.sent_anew:
             book.sent_anew.discard(function.id)
             function.plans.drop_all(session.workers.log)
-        function.note_loaded(session, _referred(function, book))
+        function.note_loaded(session, referred(function, book))
         function.record.add_captured(nbytes_of[function.id])
     if len(functions) == 1:
         functions[0].large_changes.note(functions[0].fn, sent, session.counters["calls"])
         functions[0].large_changes.note_restless(functions[0].fn, book.restless.values())
 
 
-def _referred(function: Callee, book: Book) -> Referred:
+def referred(function: Callee, book: Book) -> Referred:
     """Return what a function refers to that lives on the workers."""
     own, of_modules = book.handles_of(function.id)
     if not own:
@@ -328,3 +322,14 @@ def _referred(function: Callee, book: Book) -> Referred:
     variables, residents = captured_in(function.options).referred
     found = referred_in(of_modules)
     return Referred(variables | found.variables, residents | found.residents)
+
+
+def check_referred(session: Any, function: Callee) -> None:
+    """Raise if a function refers to what must not be sent: optimizers, and state of another runtime."""
+    book = session.functions.book
+    check_optimizers(function.name, book.optimizers_of(function.id))
+    variables, residents = referred(function, book)
+    for variable in variables:
+        check_owner(variable, session.variables, repr(function.name))
+    for resident in residents:
+        check_owner_of_resident(resident, session.residents, repr(function.name))

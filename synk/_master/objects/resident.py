@@ -162,6 +162,7 @@ def make_resident(
     name: str | None,
     dump: Callable[[Any], Any] | None,
     load: Callable[[Any, Any], None] | None,
+    make: Callable[..., ResidentObject] = ResidentObject,
 ) -> Resident:
     """Make a :class:`Resident` of an open runtime, on all of its workers."""
     refuse_inside_worker("make a resident object")
@@ -172,6 +173,6 @@ def make_resident(
         session.begin(verb)
         if not session.residents.has_any:  # otherwise the operation has begun with this
             session.ranks.prepare(session.deadline(None))
-        resident = ResidentObject(session.residents, value, name, dump, load)
+        resident = make(session.residents, value, name, dump, load)
         session.residents.settle(session.deadline(None))
     return Resident(session, resident)

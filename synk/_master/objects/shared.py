@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -31,6 +31,8 @@ class Shared(Handle):
 
     __slots__ = ("__weakref__", "_session")  # so that a misspelt ``w.vlaue = ...`` is an error
 
+    _collectives: ClassVar[Any] = collectives
+
     def __init__(self, session: Session, variable: Variable) -> None:
         self._session = session
         self._referent = variable
@@ -56,21 +58,21 @@ class Shared(Handle):
     def value(self, value: Any) -> None:
         with self._session.entered("assign"):
             self._session.begin("assign")
-            collectives.assign(self._session, self._referent, value)
+            self._collectives.assign(self._session, self._referent, value)
 
     @verb
     def __getitem__(self, rank: int) -> Any:
         """Return a read-only copy of the value on one rank."""
         with self._session.entered("read"):
             self._session.begin("read")
-            return read_only(collectives.get_value(self._session, self._referent, rank))
+            return read_only(self._collectives.get_value(self._session, self._referent, rank))
 
     @verb
     def __setitem__(self, rank: int, value: Any) -> None:
         """Set the value of one rank."""
         with self._session.entered("assign"):
             self._session.begin("assign")
-            collectives.set_value(self._session, self._referent, value, rank)
+            self._collectives.set_value(self._session, self._referent, value, rank)
 
     __iter__ = None  # ranks are no elements: a loop over ``w`` would be meant for its rows
 
@@ -120,7 +122,7 @@ class Shared(Handle):
         """Return a copy of rank 0's value, or of all shards together."""
         with self._session.entered("read"):
             self._session.begin("read")
-            read = collectives.gather if self.is_sharded else collectives.get_value
+            read = self._collectives.gather if self.is_sharded else self._collectives.get_value
             return read(self._session, self._referent, 0)
 
     def __reduce__(self) -> Any:

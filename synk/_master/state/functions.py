@@ -176,22 +176,13 @@ class Functions:
         SerializationError
             If a function cannot be pickled, or not be loaded. No rank then counts as having it.
         """
-        book = self.book
-        sent: list[tuple[Any, int]] = []
         try:
-            for function_id, fn, options in functions:
-                try:
-                    sent += book.update(function_id, fn, options)
-                except Exception as error:
-                    if isinstance(error, SynkError):
-                        raise
-                    raise unsendable(names, fn, error) from error
-                check(function_id)
+            sent = packed(self.book, functions, names, check)
             self.load_missing(names, deadline)
         except BaseException:
-            self._settle(book.roll_back)
+            self._settle(self.book.roll_back)
             raise
-        self._settle(book.commit)
+        self._settle(self.book.commit)
         return sent
 
     def _settle(self, step: Callable[[], None]) -> None:
@@ -308,3 +299,25 @@ class Functions:
         for function in list(self.bound):
             function.forget_sent()
         self.book.clear()
+
+
+def packed(
+    book: Book, functions: Sequence[tuple[int, Any, dict[str, Any]]], names: str, check: Callable[[int], None]
+) -> list[tuple[Any, int]]:
+    """Pack functions, and what has changed of what they captured. Return what had changed, with its size.
+
+    Raises
+    ------
+    SerializationError
+        If a function cannot be pickled.
+    """
+    sent: list[tuple[Any, int]] = []
+    for function_id, fn, options in functions:
+        try:
+            sent += book.update(function_id, fn, options)
+        except Exception as error:
+            if isinstance(error, SynkError):
+                raise
+            raise unsendable(names, fn, error) from error
+        check(function_id)
+    return sent

@@ -7,7 +7,6 @@ replaced the dead, asks all ranks for their state. Ranks that lag behind get the
 
 from __future__ import annotations
 
-import io
 import itertools
 import operator
 import pickle
@@ -16,14 +15,14 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from synk._master.code.handles import HandlePickler
 from synk._master.processes.log import Dropped
 from synk._master.processes.program import search_path
+from synk._master.state.resident_value import ResidentValue
 from synk._master.workers.failures import raise_failures
 from synk._master.workers.ranks import Ranks
 from synk._wire.messages import Kind, Reply
-from synk._wire.residents import NEVER, Adopt, Dump, ReportStates, Restore, methods_of
-from synk.errors import ClosedError, SerializationError, WorkerDied, add_note
+from synk._wire.residents import NEVER, Adopt, Dump, ReportStates, Restore
+from synk.errors import ClosedError, SerializationError, add_note
 
 ASK_S = 5.0
 """How long idle workers may take to report, after a failed call, which state their objects have."""
@@ -32,7 +31,7 @@ State = tuple[int, bool, bytes]
 """The version, whether it is torn, and the mark that tells gradients apart; see ``synk._worker.held.residents``."""
 
 
-class ResidentObject:
+class ResidentObject(ResidentValue):
     """One object on every rank.
 
     Attributes
@@ -65,50 +64,12 @@ class ResidentObject:
         self.pickle = self._pickled(value)
         residents.add(self)
 
-    def _pickled(self, value: Any) -> bytes:
-        dump, load = (self._dump, self._load) if self._load is not None else methods_of(value)
-        self.has_dump = load is not None
-        file = io.BytesIO()
-        try:
-            pickler = HandlePickler(file)
-            pickler.dump((value, dump, load))
-        except Exception as error:
-            raise SerializationError(
-                f"cannot send resident object {self.name!r} to the workers: {type(error).__name__}: "
-                f"{str(error).rstrip('.')}. Make it of what can be pickled."
-            ) from error
-        self.classes = pickler.named
-        return file.getvalue()
-
     def replace(self, value: Any, version: int) -> None:
         """Give every rank ``value`` as its object. The ranks learn of it before anything else."""
         data = self._pickled(value)
         self.pickle, self.lost = data, ""
         self.version = self.first_version = version
         self.residents.note_unsettled()
-
-    def check(self, verb: str) -> None:
-        """Raise if the state is lost.
-
-        Raises
-        ------
-        WorkerDied
-        """
-        if self.lost:
-            raise WorkerDied(f"cannot {verb}: {self.lost} Give it a new one with its set(...).", phase="idle")
-
-    def check_has_dump(self, verb: str) -> None:
-        """Raise if the state is a pickle, which would run code when it is loaded.
-
-        Raises
-        ------
-        TypeError
-        """
-        if not self.has_dump:
-            raise TypeError(
-                f"cannot {verb}: got an object without dump and load, expected one with them, because the pickle of an "
-                "object runs code when it is loaded. Make it by synk.resident(obj, dump=..., load=...)."
-            )
 
     def __del__(self) -> None:
         residents = getattr(self, "residents", None)

@@ -15,27 +15,22 @@ import numpy as np
 
 from synk._master.processes.log import Dropped
 from synk._master.state.memory import Memory
+from synk._master.state.variable_value import VariableValue
 from synk._master.workers.ranks import Ranks
-from synk._pure.arrays import as_plain_array, check_shareable, copy_into
-from synk._pure.read_only import ordinary
-from synk._pure.shards import shard_bounds
-from synk._pure.trees import describe, skeleton_of, unflatten
+from synk._pure.arrays import copy_into
 from synk._wire.control import Down
 from synk._wire.memory import Segment
 from synk._wire.messages import Layout
-from synk._wire.parcels import dumps
 from synk._wire.variables import (
     Declaration,
     Shapes,
-    check_value,
-    flatten_value,
     leaf_offsets,
     shapes_of,
 )
 from synk.errors import ClosedError
 
 
-class Variable:
+class Variable(VariableValue):
     """A shared variable as the master holds it: two buffers for each rank, one of which is the value.
 
     Parameters
@@ -66,8 +61,7 @@ class Variable:
 
     kind = "variable"
     __slots__ = (
-        "__weakref__", "_has_common", "_spares", "buffers", "content", "dtypes", "front", "id", "is_sharded",
-        "is_stale", "lost", "name", "shapes", "structure", "variables",
+        "__weakref__", "_has_common", "_spares", "buffers", "content", "front", "id", "is_stale", "lost", "shapes",
     )  # fmt: skip
 
     def __init__(
@@ -83,11 +77,7 @@ class Variable:
         self.id = next(variables.ids) if number is None else number
         self.name = name or f"shared{self.id}"
         self.is_sharded = bool(sharded)
-        leaves, self.structure = flatten_value(ordinary(value))
-        if not leaves:
-            raise ValueError(f"cannot share {self.name!r}: got a value without arrays.")
-        arrays = [as_plain_array(leaf, f"variable {self.name!r}") for leaf in leaves]
-        self.dtypes = tuple(check_shareable(array.dtype, f"variable {self.name!r}") for array in arrays)
+        arrays = self.declare(value)
         world_size = variables.world_size
         shapes = tuple(array.shape for array in arrays)
         self.buffers: list[list[Segment | None]] = [[None, None] for _ in range(world_size)]
@@ -106,25 +96,6 @@ class Variable:
         else:
             self.unite(is_new=True)
         variables.add(self)
-
-    def split(self, arrays: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
-        """Return each rank's rows of each leaf.
-
-        Raises
-        ------
-        ValueError
-            If a leaf has no axis 0, or the leaves differ in length.
-        """
-        shapes = [array.shape for array in arrays]
-        if () in shapes:
-            raise ValueError(f"cannot scatter variable {self.name!r}: got a single value, expected rows on axis 0.")
-        if len({shape[0] for shape in shapes}) > 1:
-            raise ValueError(
-                f"cannot scatter variable {self.name!r}: got shapes {shapes}, expected one axis-0 length for all its "
-                f"arrays."
-            )
-        length = shapes[0][0]
-        return [[array[low:high] for array in arrays] for low, high in shard_bounds(length, len(self.front))]
 
     def leaves(self, rank: int) -> list[np.ndarray]:
         """Return views of the value of ``rank``."""
@@ -260,10 +231,6 @@ class Variable:
             self.content[rank],
         )
 
-    def skeleton(self) -> bytes:
-        """Return the pickled nesting of the value, with the position of each leaf in its place."""
-        return dumps(skeleton_of(self.structure, len(self.dtypes)))
-
     def segments(self, rank: int) -> list[Segment]:
         """Return the buffers that the worker of ``rank`` uses."""
         return [segment for segment in self.buffers[rank] if segment is not None]
@@ -272,48 +239,10 @@ class Variable:
         held = [segment for rank in range(len(self.buffers)) for segment in self.segments(rank)]
         return list({segment.id: segment for segment in (*held, *self._spares)}.values())
 
-    def check(self, value: Any, rank: int = 0) -> list[np.ndarray]:
-        """Return the leaves of ``value`` as arrays that fit this variable."""
-        leaves, structure = flatten_value(ordinary(value), self.structure)
-        if structure != self.structure:
-            raise ValueError(
-                f"cannot set variable {self.name!r}: got a value of structure {describe(structure)}, "
-                f"expected {describe(self.structure)}."
-            )
-        shapes = self.shapes[rank][self.front[rank]]
-        return [
-            np.asarray(array, dtype=dtype)
-            for array, dtype in zip(
-                check_value(self.name, leaves, self.dtypes, shapes, is_sharded=self.is_sharded), self.dtypes
-            )
-        ]
-
-    def build(self, leaves: Sequence[Any]) -> Any:
-        """Return the nesting of this variable, filled with ``leaves``."""
-        return unflatten(self.structure, list(leaves))
-
-    @property
-    def is_nested(self) -> bool:
-        """Whether the value is a nesting of arrays."""
-        return bool(self.structure != "leaf")
-
     @property
     def value_shapes(self) -> list[Shapes]:
         """The shapes of the leaves of each rank's value."""
         return [pairs[front] for pairs, front in zip(self.shapes, self.front)]
-
-    @property
-    def lengths(self) -> list[int]:
-        """How many rows each rank has.
-
-        Raises
-        ------
-        ValueError
-            If the variable has no axis 0.
-        """
-        if not self.value_shapes[0][0]:
-            raise ValueError(f"cannot count the rows of variable {self.name!r}: it has no axis 0.")
-        return [shapes[0][0] for shapes in self.value_shapes]
 
     def close(self) -> None:
         """Drop the memory: the runtime is closing."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any
@@ -10,15 +9,12 @@ from typing import Any
 import numpy as np
 
 from synk._pure.dtypes import foreign_name
-from synk._pure.nested import is_plain_object
-from synk._pure.ops import Reduction, is_int
 from synk._pure.output_ops import match_ops, wanted_leaves
-from synk._pure.table_outputs import num_rows
 from synk._pure.trees import flatten, key_orders, output_names, skeleton_of
 from synk._wire.memory import Segment
-from synk._wire.messages import LARGE_NBYTES, MAX_ROOM_NBYTES, MAX_ROOMS_NBYTES, Layout, Leaf, Status, room_for
+from synk._wire.messages import LARGE_NBYTES, Layout, Status
 from synk._worker.call.large_outputs import LargeOutputs, own
-from synk._worker.call.values import Object, Partial, array_or_object, take_whole
+from synk._worker.call.values import take_whole, taken
 from synk._worker.held.plans import LoadedFunction, OutputSlots, PreparedPlan, is_plain_output, is_single_value
 from synk._worker.held.slots import NO_VIEW, Slots
 from synk._worker.held.variables import VariableStore
@@ -94,42 +90,15 @@ class Outputs:
             layout = prepared.layout = None
         else:
             skeleton = layout.skeleton
-        outputs: list[Any] = []
-        leaves: list[Leaf] = []
-        objects: list[tuple[str, Any]] = []
-        rooms_nbytes = 0
         wanted = wanted_leaves(skeleton, subset, function.name)
-        for position, (value, op, name) in enumerate(zip(values, prepared.ops, output_names(skeleton))):
-            if wanted is not None and position not in wanted:
-                value = None  # neither reduced nor sent
-                outputs.append(None)
-                leaves.append(Leaf((), None))
-                continue
-            partial_of = None
-            if isinstance(value, Partial):
-                value, partial_of = value.value, value.dtype
-            array = array_or_object(self._backend, value, op, name, function)
-            if self._backend.is_array(array):
-                outputs.append(array)
-                leaves.append(Leaf(tuple(array.shape), array.dtype, function.is_tensor(value), partial_of))
-                continue
-            item = array.value if isinstance(array, Object) else array
-            pickled = pickle.dumps(item, protocol=5) if is_plain_object(item) else None
-            room = 0 if pickled is None else _room(len(pickled), None if layout is None else layout.leaves[position])
-            if room and rooms_nbytes + room <= MAX_ROOMS_NBYTES:
-                rooms_nbytes += room
-                leaves.append(Leaf((), None, room=room))
-                outputs.append(pickled)
-            else:
-                # Of the objects that can be reduced, tables have rows, and ints have none.
-                has_rows = isinstance(op, Reduction) and not is_int(item)
-                leaves.append(Leaf((num_rows(item),) if has_rows else (), None))
-                outputs.append(None)
-                objects.append((name, item if pickled is None else pickled))
+        before = None if layout is None else layout.leaves
+        outputs, leaves, objects = taken(
+            self._backend, function, values, prepared.ops, output_names(skeleton), wanted, before
+        )
         assigned = variables.assignments() if variables.assigned else ()
-        is_new = layout is None or layout.leaves != tuple(leaves) or layout.assigned != assigned
+        is_new = layout is None or layout.leaves != leaves or layout.assigned != assigned
         if is_new:
-            layout = prepared.layout = Layout(skeleton, tuple(leaves), assigned)
+            layout = prepared.layout = Layout(skeleton, leaves, assigned)
             prepared.slot_key = None
         # From here on the lane holds the outputs: ``forget`` drops them, wherever the call is broken off.
         self.stage, self._values = _UNPUBLISHED, outputs
@@ -242,17 +211,6 @@ class Outputs:
         self.stage, self._lost = _EMPTY, None
         self._values = []
         self.large.forget()
-
-
-def _room(nbytes: int, known: Leaf | None) -> int:
-    """Return the size of the place for a pickle of ``nbytes`` in the slot, or 0 if it goes into the reply.
-
-    ``known``: the same output of the last call. What went into the reply then does so again, or a layout would be sent
-    at each call of a function whose results are sometimes long.
-    """
-    if known is not None and known.dtype is None and (not known.room or nbytes <= known.room):
-        return known.room
-    return room_for(nbytes) if nbytes <= MAX_ROOM_NBYTES else 0
 
 
 def _is_converted(value: Any, function: LoadedFunction) -> bool:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 
 from synk._pure.exact import has_own_meaning, plain_form
+from synk._pure.nested import is_plain_object
 from synk._pure.ops import EACH, Op, Reduction, is_int
 from synk._pure.read_only import ReadOnlyArray
-from synk._pure.table_outputs import check_table
+from synk._pure.table_outputs import check_table, num_rows
 from synk._pure.tables import is_table
 from synk._pure.tensors import tensor_of
 from synk._pure.trees import flatten
+from synk._wire.messages import MAX_ROOM_NBYTES, MAX_ROOMS_NBYTES, Leaf, room_for
 from synk._worker.held.pickling import dumps
 from synk._worker.held.plans import LoadedFunction
 from synk.backends import Backend
@@ -161,3 +164,72 @@ def _kind_of(value: Any) -> str:
     if isinstance(value, np.ndarray):
         return f"an array of dtype {value.dtype}, which holds Python objects"
     return type(value).__name__
+
+
+def taken(
+    backend: Backend,
+    function: LoadedFunction,
+    values: Sequence[Any],
+    ops: Sequence[Op],
+    names: Sequence[str],
+    wanted: Collection[int] | None,
+    before: Sequence[Leaf] | None,
+) -> tuple[list[Any], tuple[Leaf, ...], list[tuple[str, Any]]]:
+    """Return what of a result goes into the slot, its leaves, and what goes into the reply.
+
+    Parameters
+    ----------
+    wanted : collection of int or None
+        The leaves that are reduced and sent; None for all.
+    before : sequence of Leaf or None
+        Those of the last result, if its structure was the same.
+
+    Returns
+    -------
+    outputs : list
+        By leaf: an array, the pickle of a short plain object, or None.
+    leaves : tuple of Leaf
+    objects : list of (name, object or its pickle)
+    """
+    leaves: list[Leaf] = []
+    outputs: list[Any] = []
+    objects: list[tuple[str, Any]] = []
+    rooms = 0
+    for position, (value, op, name) in enumerate(zip(values, ops, names)):
+        if wanted is not None and position not in wanted:
+            outputs.append(None)
+            leaves.append(Leaf((), None))
+            continue
+        partial_of = None
+        if isinstance(value, Partial):
+            value, partial_of = value.value, value.dtype
+        array = array_or_object(backend, value, op, name, function)
+        if backend.is_array(array):
+            outputs.append(array)
+            leaves.append(Leaf(tuple(array.shape), array.dtype, function.is_tensor(value), partial_of))
+            continue
+        item = array.value if isinstance(array, Object) else array
+        data = pickle.dumps(item, protocol=5) if is_plain_object(item) else None
+        room = 0 if data is None else _room(len(data), None if before is None else before[position])
+        if room and rooms + room <= MAX_ROOMS_NBYTES:
+            rooms += room
+            leaves.append(Leaf((), None, room=room))
+            outputs.append(data)
+        else:
+            # Of the objects that can be reduced, tables have rows, and ints have none.
+            has_rows = isinstance(op, Reduction) and not is_int(item)
+            leaves.append(Leaf((num_rows(item),) if has_rows else (), None))
+            outputs.append(None)
+            objects.append((name, item if data is None else data))
+    return outputs, tuple(leaves), objects
+
+
+def _room(nbytes: int, known: Leaf | None) -> int:
+    """Return the size of the place for a pickle of ``nbytes`` in the slot, or 0 if it goes into the reply.
+
+    ``known``: the same output of the last call. What went into the reply then does so again, or a layout would be sent
+    at each call of a function whose results are sometimes long.
+    """
+    if known is not None and known.dtype is None and (not known.room or nbytes <= known.room):
+        return known.room
+    return room_for(nbytes) if nbytes <= MAX_ROOM_NBYTES else 0

@@ -165,7 +165,7 @@ class PreparedPlan:
         self._rank = rank
         self.function = function
         self.is_sliced = plan.num_slices > 1 and not plan.is_rowless
-        self.nests: Sequence[tuple[int, int, Any]] = _load_nests(plan.nests, function.name)
+        self.nests: Sequence[tuple[int, int, Any]] = load_nests(plan.nests, function.name)
         inner = {first + k for first, num_leaves, _ in self.nests for k in range(1, num_leaves)}
         arguments = list(enumerate(plan.inputs))
         # The names of the arguments that the function gets by keyword, which come last.
@@ -228,7 +228,7 @@ def _is_nothing(value: Any) -> bool:
     return False
 
 
-def _load_nests(data: bytes, name: str) -> Sequence[tuple[int, int, Any]]:
+def load_nests(data: bytes, name: str) -> Sequence[tuple[int, int, Any]]:
     """Unpickle the structure of nested arguments. This runs code of the user's classes."""
     try:
         return pickle.loads(data) if data else ()

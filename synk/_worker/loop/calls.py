@@ -14,7 +14,9 @@ from typing import Any
 from synk._wire.control import Down, Phase, Up, is_interrupted
 from synk._wire.messages import IS_ASSEMBLED, IS_COLLATERAL, Body, Plan, Status
 from synk._worker.failures import pack_failure
-from synk._worker.rank import Interrupted, Worker
+from synk._worker.member import Interrupted
+from synk._worker.process import drop_frames
+from synk._worker.rank import Worker
 from synk.errors import SynkError
 
 Reply = tuple[Status, int, Any]
@@ -64,7 +66,7 @@ def failed(worker: Worker, error: BaseException) -> Reply:
     )
     error = worker.backend.explain(error, repr(worker.function_name))
     failure = pack_failure(error, worker.number, worker.device, is_collateral=is_collateral)
-    _drop_frames(error)
+    drop_frames(error)
     recover(worker, failure.traceback_text)
     return Status.ERROR, IS_COLLATERAL if is_collateral else 0, failure
 
@@ -84,19 +86,6 @@ def recover(worker: Worker, text: str) -> None:
     worker.executor.forget()
     if not worker.backend.recover():
         raise DeviceLost(f"{text}{worker.device} reports errors to every call from now on: this worker ends.")
-
-
-def _drop_frames(error: BaseException) -> None:
-    """Unlink an exception from the frames it went through, so that their arrays are freed now."""
-    seen: set[int] = set()
-    pending: list[BaseException | None] = [error]
-    while pending:
-        item = pending.pop()
-        if item is None or id(item) in seen:
-            continue
-        seen.add(id(item))
-        BaseException.with_traceback(item, None)  # not by assignment: an exception's class may be frozen
-        pending += [item.__cause__, item.__context__]
 
 
 def run_call(worker: Worker, plan_id: int, body: Body | None) -> Reply:

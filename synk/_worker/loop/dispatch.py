@@ -21,7 +21,8 @@ from synk._worker.held.pickling import dumps
 from synk._worker.held.plans import LoadedFunction
 from synk._worker.loop.calls import Reply, assemble, failed, guarded, publish_again, recover, run_call
 from synk._worker.loop.items import run_items
-from synk._worker.rank import Interrupted, Worker
+from synk._worker.member import Interrupted
+from synk._worker.rank import Worker
 from synk.errors import SerializationError
 
 # Members of an enumeration are slow to look up.

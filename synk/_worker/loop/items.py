@@ -17,7 +17,8 @@ from synk._wire.messages import Body, Failure, Status
 from synk._worker.held.pickling import dumps
 from synk._worker.held.plans import LoadedFunction
 from synk._worker.loop.calls import Reply, end_copy, failed, guarded
-from synk._worker.rank import Interrupted, Worker
+from synk._worker.member import Interrupted
+from synk._worker.rank import Worker
 from synk.errors import SerializationError
 
 _UNLOADED: Any = object()

@@ -5,8 +5,6 @@ It ends when the master says so, or when the master itself ends.
 
 from __future__ import annotations
 
-import io
-import linecache
 import os
 import pickle
 import select
@@ -14,7 +12,6 @@ import signal
 import socket
 import sys
 import threading
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -28,6 +25,7 @@ from synk._wire.logs import send_records
 from synk._wire.memory import Segment
 from synk._wire.messages import HAS_BODY, IS_UNRECEIVED, LANE_SHIFT, Body, Kind, Status
 from synk._worker import failpoints as _failpoints
+from synk._worker import process
 from synk._worker.failures import pack_failure
 from synk._worker.loop.calls import DeviceLost, end_copy, guarded
 from synk._worker.loop.dispatch import handle
@@ -70,7 +68,7 @@ class WorkerLoop:
         signal.signal(signal.SIGINT, self._on_interrupt)
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
-        _prefer_for_oom()
+        process.prefer_for_oom()
         send_records(Descriptor(setup["fds"]["log"]))
         failpoint = _failpoints.arm(setup["failpoints"], setup["first_rank"] + setup["rank"])
         failpoint("start.import")
@@ -212,7 +210,7 @@ class WorkerLoop:
         # A signal that comes late, for a call that has ended, must not hit the next call.
         if worker is None or not is_interrupted(int(worker.down[worker.rank, Down.INTERRUPT]), worker.sequence):
             return
-        if worker.is_interruptible and _is_importing(frame):
+        if worker.is_interruptible and process.is_importing(frame, guarded.__code__):
             threading.Timer(AGAIN_S, signal.pthread_kill, (threading.get_ident(), signum)).start()
         elif worker.is_interruptible:
             worker.interrupt()
@@ -220,69 +218,19 @@ class WorkerLoop:
             worker.num_deferred += 1
 
 
-def _is_importing(frame: FrameType | None) -> bool:
-    """Whether the action that a frame belongs to is importing a module.
-
-    A library of compiled code that is broken off while it is imported cannot be imported again in the same process
-    (torch then ends it, or stays without some of its names). So the import is done to its end. If that takes too long,
-    the master kills this process, and a new one can import it. An import that this loop itself runs in, as in a frozen
-    program, does not count.
-    """
-    while frame is not None and frame.f_code is not guarded.__code__:
-        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
-            return True
-        frame = frame.f_back
-    return False
-
-
 def _flush_output(worker: Worker) -> None:
     """Flush what was printed, so that it reaches the master."""
     if worker.is_copy:
         end_copy(worker)
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except BaseException:  # the user's function may have closed or replaced it: that must not end the worker
-            continue
-
-
-def _prefer_for_oom() -> None:
-    """When memory runs out, let the kernel kill a worker, which can be replaced, rather than the user's session."""
-    try:
-        with open("/proc/self/oom_score_adj", "r+", encoding="ascii") as file:
-            score = int(file.read())
-            file.write(str(min(score + 300, 1000)))
-    except OSError:  # /proc is read-only in some containers: the kernel then chooses by itself
-        pass
-
-
-def _refuse_breakpoint(*args: Any, **kwargs: Any) -> None:
-    raise RuntimeError(
-        "cannot stop at breakpoint(): got there on a worker, which has no terminal. "
-        "Run the program with synk.fork(0): the function then runs in its own process."
-    )
+    process.flush_output()
 
 
 def main(sock: socket.socket, setup: dict[str, Any]) -> None:
     """Run a worker. The bootstrap calls this once ``sys.path`` is set."""
-    import faulthandler
-
-    # The stack of C would push the lines of Python out of the error.
-    options = {"c_stack": False} if sys.version_info >= (3, 14) else {}
-    faulthandler.enable(**options)
-    # Python 3.13 and later would show lines of the bootstrap under any frame of a text that was run with exec.
-    vars(linecache).get("_interactive_cache", linecache.cache).clear()
-    # This answers even while C code holds the interpreter: where() must explain a worker that is stuck.
-    faulthandler.register(signal.SIGUSR2, file=setup["fds"]["stacks"], all_threads=True)
-    for stream in (sys.stdout, sys.stderr):
-        assert isinstance(stream, io.TextIOWrapper)
-        stream.reconfigure(line_buffering=True, errors="backslashreplace")
+    process.prepare(setup["fds"]["stacks"])
     loop = WorkerLoop(sock, setup)
     loop.start()
-    if not os.environ.get("PYTHONBREAKPOINT"):  # else the user has chosen a debugger, or none
-        sys.breakpointhook = _refuse_breakpoint
-    sys.path[:] = setup["sys_path"]
-    sys.argv[:] = setup["argv"]
+    process.take_over(setup)
     try:
         loop.serve()
     except DeviceLost as error:
