@@ -194,6 +194,9 @@ class Processes:
         if self._watched.pop(int(fd), None) is not None:
             self._poll.poll_object.unregister(fd)
 
+    def flush(self) -> None:
+        """Send what waits to be sent together: nothing does."""
+
     def events(self) -> list[tuple[int, int]]:
         """Return what has happened, without waiting."""
         return self._poll.poll(0)
