@@ -43,7 +43,7 @@ from synk.cluster.channel import Parts, with_code
 from synk.cluster.items import ItemsInFlight, pickled
 from synk.cluster.orders import CallOrder, FunctionNote, NodeReply, RankOrders, RankReplies
 from synk.cluster.relayed import NodeFunction, NodeVariables, Numbered, RelayedReader, RelayedSettings
-from synk.cluster.split import merged
+from synk._pure.environment import merged
 from synk.errors import CallCancelled, CollectiveMismatch, WorkerDied
 
 Reply = tuple[Status, Any]

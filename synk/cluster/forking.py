@@ -16,8 +16,7 @@ from synk._master.session import Session
 from synk._master.state.in_flight import SubmittedCalls
 from synk._pure.cores import num_cores
 from synk._wire.cell import is_frozen
-from synk.cluster.agent_process import AgentProcess, TunnelProcess
-from synk.cluster.head import ClusterSession
+from synk.backends._assignment import DeviceAssignment
 from synk.cluster.split import Topology, counts_of
 from synk.errors import StartupError, UnsupportedError
 
@@ -76,7 +75,7 @@ def open_session(
     max_restarts: int,
     on_restart: tuple[Any, dict[str, Any]] | None,
     make_queue: Callable[[Session], SubmittedCalls],
-) -> ClusterSession:
+) -> Any:
     """Start the nodes of a runtime. Without ``num_workers`` a node has one worker for each of its cores.
 
     Raises
@@ -94,7 +93,15 @@ def open_session(
             f"cannot fork with cluster={cluster!r}: got a frozen program, expected one that the interpreter runs: a "
             "copy of a frozen program can become a worker, but not an agent. Fork without cluster=."
         )
-    process_type: type[AgentProcess] = AgentProcess
+    is_next = os.environ.get("SYNK_ENGINE") == "next"
+    process_type: Any
+    if is_next:
+        from synk.cluster.nodes import AgentProcess, NodePlacement, TunnelProcess
+        from synk.cluster.session import NodeSession
+    else:
+        from synk.cluster.agent_process import AgentProcess, TunnelProcess
+        from synk.cluster.head import ClusterSession
+    process_type = AgentProcess
     options: dict[str, Any] = {"max_restarts": max_restarts, "runtime_seed": seed}
     if cluster == "here":
         assert num_nodes is not None
@@ -111,6 +118,20 @@ def open_session(
         process_type = TunnelProcess
         options["ray"] = {"address": cluster, "num_nodes": len(cpus), "least_nodes": least}
     topology = Topology(counts)
+    if is_next:
+        return NodeSession(
+            NodePlacement(
+                "numpy",
+                DeviceAssignment(tuple(f"cpu:{rank}" for count in counts for rank in range(count))),
+                topology=topology,
+                process_type=process_type,
+                options=options,
+            ),
+            timeout=timeout,
+            seed=seed,
+            max_restarts=max_restarts,
+            on_restart=on_restart,
+        )
     return ClusterSession(
         topology,
         type(process_type.__name__, (process_type,), {"topology": topology, "options": options}),

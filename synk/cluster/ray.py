@@ -36,7 +36,7 @@ from synk._wire.memory import Segment
 from synk._wire.messages import HAS_BODY, Kind
 from synk.cluster.channel import NodeChannel, NodeEnd
 from synk.cluster.ray_machines import Search, connect
-from synk.cluster.split import merged
+from synk._pure.environment import merged
 
 GONE_S = 2.0
 """How long an actor may take to end."""
