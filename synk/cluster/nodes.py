@@ -90,7 +90,7 @@ class RankLink:
         self._node, self._process = node, process
         self.is_open = True
         self._body: Any = None
-        self._replies: deque[tuple[bytes, Any, list[tuple[int, int]]]] = deque()
+        self.replies: deque[tuple[bytes, Any, list[tuple[int, int]]]] = deque()
         self._read: tuple[Any, list[tuple[int, int]]] = None, []
 
     def send_body(self, number: int, content: Any, segments: Sequence[Segment] = ()) -> int:
@@ -108,14 +108,11 @@ class RankLink:
         body, self._body = (self._body, None) if wire.ORDER.unpack_from(order)[5] else (None, None)
         self._node.tell("order", self._process, order, body)
 
-    def take(self, reply: bytes, content: Any, made: list[tuple[int, int]]) -> None:
-        self._replies.append((reply, content, made))
-
     def read(self, nbytes: int) -> bytes:
         """Return the next reply that is there."""
-        if not self._replies:
+        if not self.replies:
             return b""
-        reply, *self._read = self._replies.popleft()  # type: ignore[assignment]
+        reply, *self._read = self.replies.popleft()  # type: ignore[assignment]
         return reply
 
     def receive_body(self, number: int) -> tuple[Any, wire.Fds]:
@@ -125,7 +122,7 @@ class RankLink:
 
     def drain(self) -> None:
         """Drop the replies that are there."""
-        self._replies.clear()
+        self.replies.clear()
 
     def close(self) -> None:
         self.is_open = False
@@ -392,8 +389,7 @@ class Node:
             segment = self.memory[number] if number < 0 else self._of_number.get(number)
             if segment is not None:
                 segment.buffer[at : at + array.nbytes] = array
-        process.link.take(reply, content, made)
-        self.processes.replied.add(rank)
+        process.link.replies.append((reply, content, made))
 
     def _ended(self, rank: int, start: int, text: str, up: np.ndarray, lines: list[str]) -> None:
         if (process := self._of(rank, start)) is not None:
@@ -426,8 +422,8 @@ class NodeProcesses(Processes):
     Attributes
     ----------
     nodes : list of Node
-    replied, ended : set of int
-        Ranks of which agents have told and :meth:`sort` has not.
+    ended : set of int
+        Ranks that have ended, as agents have told and :meth:`sort` has not.
     """
 
     placement: NodePlacement
@@ -436,7 +432,6 @@ class NodeProcesses(Processes):
         super().__init__(placement, process_type=process_type, seed=seed)
         topology = placement.topology
         self._process_type = lambda rank: RankOfNode(rank, self.nodes[topology.node_of(rank)])
-        self.replied: set[int] = set()
         self.ended: set[int] = set()
         self.token = os.urandom(8).hex()
         self._by_fd: dict[int, Node] = {}
@@ -481,21 +476,19 @@ class NodeProcesses(Processes):
 
     def _untold(self) -> list[tuple[int, int]]:
         """Return an event if agents have told of something that nobody has sorted."""
-        return [(-1, select.POLLIN)] if self.replied or self.ended else []
+        return [(-1, select.POLLIN)] if self.ended or self._with_replies() else []
+
+    def _with_replies(self) -> list[Worker]:
+        return [worker for worker in self.by_rank if not worker.is_dead and worker.link.replies]  # type: ignore[attr-defined]
 
     def sort(self, events: Sequence[tuple[int, int]]) -> tuple[list[Worker], list[Worker], bool]:
         for node in {self._by_fd[fd].index: self._by_fd[fd] for fd, _ in events if fd in self._by_fd}.values():
             node.pump()
         is_woken = super().sort([event for event in events if event[0] not in self._by_fd])[2]
         with deferred():
-            replied, self.replied = self.replied, set()
             ended, self.ended = self.ended, set()
-        by_rank = self.by_rank
-        return (
-            [by_rank[rank] for rank in sorted(replied) if not by_rank[rank].is_dead],
-            [by_rank[rank] for rank in sorted(ended) if not by_rank[rank].is_dead],
-            is_woken,
-        )
+        workers = [self.by_rank[rank] for rank in sorted(ended)]
+        return self._with_replies(), [worker for worker in workers if not worker.is_dead], is_woken
 
     def descriptors(self) -> list[int]:
         return [*super().descriptors(), *self._by_fd]
