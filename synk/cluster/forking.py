@@ -93,15 +93,6 @@ def open_session(
             f"cannot fork with cluster={cluster!r}: got a frozen program, expected one that the interpreter runs: a "
             "copy of a frozen program can become a worker, but not an agent. Fork without cluster=."
         )
-    is_next = os.environ.get("SYNK_ENGINE") == "next"
-    process_type: Any
-    if is_next:
-        from synk.cluster.nodes import AgentProcess, NodePlacement, TunnelProcess
-        from synk.cluster.session import NodeSession
-    else:
-        from synk.cluster.agent_process import AgentProcess, TunnelProcess
-        from synk.cluster.head import ClusterSession
-    process_type = AgentProcess
     options: dict[str, Any] = {"max_restarts": max_restarts, "runtime_seed": seed}
     if cluster == "here":
         assert num_nodes is not None
@@ -115,32 +106,26 @@ def open_session(
             )
         cpus = cpus[:num_nodes]
         counts = counts_of(cpus if num_workers is None else num_workers, len(cpus))
-        process_type = TunnelProcess
         options["ray"] = {"address": cluster, "num_nodes": len(cpus), "least_nodes": least}
-    topology = Topology(counts)
-    if is_next:
-        return NodeSession(
-            NodePlacement(
-                "numpy",
-                DeviceAssignment(tuple(f"cpu:{rank}" for count in counts for rank in range(count))),
-                topology=topology,
-                process_type=process_type,
-                options=options,
-            ),
-            timeout=timeout,
-            seed=seed,
-            max_restarts=max_restarts,
-            on_restart=on_restart,
-        )
-    return ClusterSession(
-        topology,
-        type(process_type.__name__, (process_type,), {"topology": topology, "options": options}),
-        timeout=timeout,
-        seed=seed,
-        max_restarts=max_restarts,
-        on_restart=on_restart,
-        make_queue=make_queue,
-    )
+    common = {"timeout": timeout, "seed": seed, "max_restarts": max_restarts, "on_restart": on_restart}
+    return open_nodes(Topology(counts), options, common, make_queue)
+
+
+def open_nodes(topology: Topology, options: dict[str, Any], common: dict[str, Any], make_queue: Any) -> Any:
+    """Start the nodes, by the engine that is chosen."""
+    kind = "TunnelProcess" if "ray" in options else "AgentProcess"
+    if os.environ.get("SYNK_ENGINE") == "next":
+        from synk.cluster import nodes
+        from synk.cluster.session import NodeSession
+
+        assignment = DeviceAssignment(tuple(f"cpu:{rank}" for count in topology.counts for rank in range(count)))
+        how = {"topology": topology, "process_type": getattr(nodes, kind), "options": options}
+        return NodeSession(nodes.NodePlacement("numpy", assignment, **how), **common)
+    from synk.cluster import agent_process
+    from synk.cluster.head import ClusterSession
+
+    process_type = type(kind, (getattr(agent_process, kind),), {"topology": topology, "options": options})
+    return ClusterSession(topology, process_type, **common, make_queue=make_queue)
 
 
 def machines_of(address: str) -> list[int]:

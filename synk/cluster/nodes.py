@@ -32,6 +32,9 @@ from synk._wire.memory import Segment
 from synk.cluster.post import Event, Post
 from synk.cluster.split import Topology
 
+QUIET_S = 0.005
+"""After this time without a message an agent is asked whether ranks have ended, before the next operation begins."""
+
 _STACKS = re.compile(r"rank (\d+) (\d+)\n(.*)", re.DOTALL)
 
 
@@ -101,7 +104,7 @@ class RankLink:
             # Ranks are often told the same: one object is pickled once in a message.
             data = self._node.bodies.setdefault(data, data)
             self._body = data, buffers, memory, _notes(content, iter(memory))
-        return len(data)
+        return 0  # messages to nodes are counted as a whole
 
     def write(self, order: bytes) -> None:
         """Send an order."""
@@ -238,6 +241,8 @@ class Node:
         self.process: AgentProcess = processes.placement.process_type(index)
         self.exit_text = ""
         self.living: dict[int, RankOfNode] = {}
+        self.heard_at = 0.0
+        self.is_asked = False
         self._starts = itertools.count(1)
         self._numbers = itertools.count(1)
         self._begin_anew()
@@ -317,7 +322,7 @@ class Node:
             if dropped:
                 self._events.append(("free", dropped))
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the wait finds its end
-                self.post.send(self._events)
+                self.processes.counters["bytes_down"] += self.post.send(self._events)
             self._events, self.bodies = [], {}
 
     # -- up -----------------------------------------------------------------------------------------------------------
@@ -347,6 +352,7 @@ class Node:
     def _receive(self) -> None:
         with contextlib.suppress(EOFError, ConnectionResetError):
             for events in self.post.received():
+                self.heard_at = time.monotonic()
                 for name, *what in events:
                     getattr(self, f"_{name}")(*what)
 
@@ -371,6 +377,9 @@ class Node:
     def _of(self, rank: int, start: int) -> RankOfNode | None:
         process = self.living.get(rank)
         return process if process is not None and process.number == start else None
+
+    def _pong(self) -> None:
+        self.is_asked = False
 
     def _started(self, rank: int, start: int, pid: int) -> None:
         if (process := self._of(rank, start)) is not None:
@@ -434,6 +443,7 @@ class NodeProcesses(Processes):
         self._process_type = lambda rank: RankOfNode(rank, self.nodes[topology.node_of(rank)])
         self.ended: set[int] = set()
         self.token = os.urandom(8).hex()
+        self.counters = {"bytes_down": 0}  # the session's, once it is made
         self._by_fd: dict[int, Node] = {}
         self.nodes: list[Node] = []
         self.nodes += [Node(index, topology.ranks_of(index), self) for index in range(len(topology.counts))]
@@ -492,6 +502,18 @@ class NodeProcesses(Processes):
 
     def descriptors(self) -> list[int]:
         return [*super().descriptors(), *self._by_fd]
+
+    def learn_deaths(self) -> None:
+        """See that ranks which ended while nothing ran are known: an agent tells of that a little later."""
+        now = time.monotonic()
+        quiet = [node for node in self.nodes if not node.is_dead and now - node.heard_at > QUIET_S]
+        for node in quiet:
+            node.is_asked = True
+            node.say("ping")
+            node.flush()
+        for node in quiet:
+            while node.is_asked and not node.is_dead and (left := now + GRACE_S - time.monotonic()) > 0:
+                node.pump(left)
 
     # -- ending -------------------------------------------------------------------------------------------------------
 

@@ -33,11 +33,13 @@ class Post:
         """Whether a message can be sent without waiting for the other side to read earlier ones."""
         return bool(self._room.poll(timeout_ms))
 
-    def send(self, events: list[Event]) -> None:
-        """Send a message. Arrays are copied now."""
+    def send(self, events: list[Event]) -> int:
+        """Send a message, and return its size. Arrays are copied now."""
         self._number += 1
-        self.link.send_body(self._number, events)
+        data, buffers = wire.dumped(events)
+        self.link.send_dumped(self._number, data, buffers)
         self.link.write(wire.REPLY.pack(self._number, 0, 0))
+        return len(data) + sum(buffer.nbytes for buffer in buffers)
 
     def received(self) -> Iterator[list[Event]]:
         """Yield the messages that are there."""

@@ -109,11 +109,17 @@ class NodeSession(Session):
         self.wires = Wires(len(placement.topology.counts))
         super().__init__(placement, process_type=RankOfNode, **options)
         self.group = self.wires  # type: ignore[assignment]
+        self.processes.counters = self.counters
 
     def check_here(self, verb: str, instead: str) -> None:
         raise UnsupportedError(
             f"cannot {verb} over nodes: got a runtime with cluster=, expected one without. {instead}"
         )
+
+    def enter(self, deadline: float | None = None) -> None:
+        if not self.flight:
+            self.processes.learn_deaths()
+        super().enter(deadline)
 
     def enter_call(self, verb: str, deadline: float | None) -> None:
         super().enter_call(verb, deadline)
