@@ -10,12 +10,14 @@ because a message may have been left half sent.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
+from synk._engine import wire
 from synk._engine.engine import Call
 from synk._engine.processes import Worker
 from synk._engine.rank_nodes import Wiring
@@ -28,7 +30,10 @@ from synk._wire.control import Down
 from synk._wire.variables import leaf_offsets
 from synk.cluster.nodes import Node, NodePlacement, NodeProcesses, RankOfNode
 from synk.communicators._layout import required_nbytes
-from synk.errors import UnsupportedError, WorkerDied
+from synk.errors import CallCancelled, UnsupportedError, WorkerDied
+
+ALONE_S = 0.2
+"""How long ranks may go on when another one has failed."""
 
 _COLLECTIVE_RANK_NBYTES = 1 << 22
 
@@ -207,6 +212,29 @@ class NodeSession(Session):
         self.wires.number = 0
         super().start_again(workers)
 
+    def _file(self, worker: Worker) -> bool:
+        """File a reply. When a rank has failed, the others get a little time to end by themselves."""
+        is_filed = super()._file(worker)
+        for owed in self.flight.values():
+            if owed.pending and _has_failed(owed):
+                limit = time.monotonic() + ALONE_S
+                owed.deadline = limit if owed.deadline is None else min(owed.deadline, limit)
+        return is_filed
+
+    def _late(self, owed: Owed, urgent: Owed) -> NoReturn:
+        if _has_failed(urgent):
+            try:
+                self.raise_failures(urgent)
+            except Exception as error:
+                if urgent is owed:
+                    self.is_sure = True  # all that was heard is filed
+                    raise
+                urgent.end(error)
+                raise CallCancelled(
+                    f"the call of {owed.what} was ended together with another: {error} Submit it again."
+                ) from error
+        super()._late(owed, urgent)
+
     def died(self, ranks: Sequence[int], owed: Owed) -> WorkerDied:
         error = super().died(ranks, owed)
         error.nodes = tuple(
@@ -218,6 +246,10 @@ class NodeSession(Session):
         super().say_goodbye()
         if not self.processes.is_closed:
             self.processes.dismiss()
+
+
+def _has_failed(owed: Owed) -> bool:
+    return any(status > wire.TOLD for status, _, _ in owed.replies.values())
 
 
 def _variables(thing: Any) -> Iterator[Variable]:
