@@ -7,12 +7,12 @@ import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from synk._api.engine import Session
 from synk._api.options import is_integer, name_of
 from synk._api.stream import with_progress
 from synk._master.calls.callee import Callee, FunctionHandle
 from synk._master.flight.chunks import check_mapped
 from synk._master.flight.item_map import ItemMap
-from synk._master.session import Session
 from synk._pure.tracebacks import Results
 from synk._wire.cell import refuse_inside_worker
 from synk._wire.items import call_with

@@ -12,6 +12,7 @@ from synk._api.build import Decorator, KeepingDecorator, build_function
 from synk._api.engine import (
     Callee,
     Queue,
+    Resident,
     Session,
     Shared,
     Variable,
@@ -26,7 +27,6 @@ from synk._api.function import Function, P
 from synk._api.options import KeptOptions, check_on_restart, entropy_of, is_integer
 from synk._master.entrance import refuse_limit
 from synk._master.objects.data import Data, make_data
-from synk._master.objects.resident import Resident
 from synk._master.processes.placement import place
 from synk._master.processes.process import Process
 from synk._master.processes.program import check_program
