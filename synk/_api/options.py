@@ -10,7 +10,8 @@ from typing import Any, Literal, TypedDict
 
 import numpy as np
 
-from synk._api.engine import Resident, Shared
+from synk._master.objects.resident import Resident
+from synk._master.objects.shared import Shared
 from synk._pure.call_options import CallOptions
 from synk._pure.limits import check_timeout
 from synk._pure.ops import REDUCE_OPS
