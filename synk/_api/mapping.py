@@ -22,7 +22,12 @@ from synk.errors import UnsupportedError
 
 
 def map_items(
-    session: Any, fn: Callable[..., Any], iterables: tuple[Iterable[Any], ...], *, progress: bool = False, **options: Any
+    session: Any,
+    fn: Callable[..., Any],
+    iterables: tuple[Iterable[Any], ...],
+    *,
+    progress: bool = False,
+    **options: Any,
 ) -> Iterator[Any]:
     """Return an iterator over the results of ``fn`` for the items of one or more iterables; see :func:`synk.map`.
 
