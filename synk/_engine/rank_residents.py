@@ -129,5 +129,5 @@ class Changes:
                 self._outcomes[each] = COUNTED
 
     def outcomes(self, number: int) -> dict[int, int]:
-        """Return what has become of the objects that call ``number`` was to change, but for those that are as before."""
+        """Return what has become of the objects that call ``number`` was to change; nothing for those as before."""
         return self._outcomes if number == self._number else {}

@@ -22,6 +22,7 @@ from synk._master.state.resident_value import ResidentValue
 from synk._wire.memory import Segment
 from synk.errors import SerializationError, add_note
 
+
 class ResidentObject(ResidentValue, Thing):
     """One object on every rank.
 
