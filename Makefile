@@ -106,7 +106,7 @@ soak: $(TEST)
 
 # The files of the suite that pass on the engine that grows in synk/_engine.
 next: $(TEST)
-	@SYNK_ENGINE=next SYNK_TEST_NURSERY=0 $(PYTEST) -n $(JOBS) --maxprocesses 8 --dist worksteal $$(cat tests/engine/passing.txt) $(ARGS)
+	@SYNK_ENGINE=next $(PYTEST) -n $(JOBS) --maxprocesses 8 --dist worksteal $$(cat tests/engine/passing.txt) $(ARGS)
 
 mutants: $(TEST)
 	@$(PY) tests/support/mutants.py $(ARGS)

@@ -32,6 +32,18 @@ class KeptOptions(TypedDict, total=False):
     per_rank: bool
 
 
+class MapOptions(TypedDict, total=False):
+    """The options of :func:`synk.map`."""
+
+    batch_size: int | None
+    ordered: bool
+    progress: bool
+    on_error: Literal["raise", "return"]
+    item_timeout: float | None
+    max_tasks_per_worker: int | None
+    max_worker_memory: int | None
+
+
 def is_integer(value: Any, least: int) -> bool:
     """Whether a value is an integer of Python or NumPy, not a bool, and at least ``least``."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= least)

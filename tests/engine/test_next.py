@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 
 def test_its_own_cases() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "cases.py")]
-    environment = {**os.environ, "SYNK_ENGINE": "next", "SYNK_TEST_NURSERY": "0"}
+    environment = {**os.environ, "SYNK_ENGINE": "next"}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=HERE.parents[1])
     assert ended.returncode == 0, ended.stdout[-5000:] + ended.stderr[-2000:]
 
