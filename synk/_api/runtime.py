@@ -13,6 +13,7 @@ from synk._api.engine import (
     Callee,
     Profile,
     Queue,
+    Resident,
     Session,
     Shared,
     Variable,
@@ -27,7 +28,6 @@ from synk._api.function import Function, P
 from synk._api.options import KeptOptions, MapOptions, check_on_restart, entropy_of, is_integer
 from synk._master.entrance import refuse_limit
 from synk._master.objects.data import Data, make_data
-from synk._master.objects.resident import Resident
 from synk._master.processes.placement import place
 from synk._master.processes.process import Process
 from synk._master.processes.program import check_program
