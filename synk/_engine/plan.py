@@ -10,7 +10,7 @@ import numpy as np
 
 from synk._engine import wire
 from synk._engine.layout import Look
-from synk._engine.profile import Transfer
+from synk._engine.ledger import Transfer
 from synk._engine.rows import Division, divide
 from synk._engine.things import Thing
 from synk._master.calls.arguments import HELD, Argument, pack_tables, pickle_nests, pickle_objects
