@@ -458,7 +458,9 @@ class NodeProcesses(Processes):
         return self._control.fd
 
     def _setup(self, rank: int, failpoints: Sequence[Sequence[Any]]) -> dict[str, Any]:
-        return super()._setup(rank, failpoints) | {"nodes": self.placement.topology.counts}
+        topology = self.placement.topology
+        node = f"node{topology.node_of(rank)}:"
+        return super()._setup(rank, failpoints) | {"nodes": topology.counts, "node": node}
 
     # -- watching -----------------------------------------------------------------------------------------------------
 
@@ -533,11 +535,15 @@ class NodeProcesses(Processes):
 
     def tear_down(self) -> None:
         with deferred():
-            self.kill()
-            for node in self.nodes:
-                if not node.is_dead:
-                    node.kill()
+            self.end_nodes()
             super().tear_down()
+
+    def end_nodes(self) -> None:
+        """Kill all agents, with their ranks."""
+        self.kill()
+        for node in self.nodes:
+            if not node.is_dead:
+                node.kill()
 
     def abandon(self) -> None:
         super().abandon()

@@ -210,6 +210,8 @@ class NodeSession(Session):
 
     def start_again(self, workers: Sequence[Worker]) -> None:
         self.wires.number = 0
+        if len(workers) == self.world_size:  # nodes may go to other machines, too
+            self.processes.end_nodes()
         super().start_again(workers)
 
     def _file(self, worker: Worker) -> bool:
@@ -237,9 +239,16 @@ class NodeSession(Session):
 
     def died(self, ranks: Sequence[int], owed: Owed) -> WorkerDied:
         error = super().died(ranks, owed)
-        error.nodes = tuple(
-            node.index for node in self.processes.nodes if node.is_dead and any(rank in node.ranks for rank in ranks)
-        )
+        nodes = [node for node in self.processes.nodes if node.is_dead and any(rank in node.ranks for rank in ranks)]
+        if nodes:
+            ended = ", ".join(
+                f"node {node.index} of {len(self.processes.nodes)} (pid {node.process.pid}) ended with {node.exit_text}"
+                for node in nodes
+            )
+            error.args = (f"{ended}. So {error}",)
+            error.nodes = tuple(node.index for node in nodes)
+            error.pids = tuple(node.process.pid for node in nodes)
+            error.exits = tuple(node.exit_text for node in nodes)
         return error
 
     def say_goodbye(self) -> None:
