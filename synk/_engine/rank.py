@@ -98,7 +98,7 @@ class Rank(Member):
             self.peers: Peers = FarPeers(nodes, host, *of_all)
         else:
             self.peers = Peers(*of_all)
-        self.own_path: Sequence[str] = ()  # on another machine than the program's, where imports find what is there
+        self.own_path: list[str] = []  # on another machine than the program's, where imports find what is there
         self.slots: dict[int, Segment] = {}
         self.told_slots: dict[int, Segment] = {}
         self.changes = Changes()

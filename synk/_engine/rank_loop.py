@@ -76,7 +76,7 @@ def _started(setup: dict[str, Any]) -> Rank:
     who = setup["rank"], setup["world_size"], setup["backend"], setup["device"]
     rank = Rank(*who, control, eventfds, setup.get("nodes", ()), setup.get("host", ""))
     rank.device = setup["node"] + setup["device"]
-    rank.own_path = setup.get("own_path", ())
+    rank.own_path = setup.get("own_path", [])
     rank.failpoint, rank.seed = failpoint, setup["seed"]
     rank.peers.patience_s = setup["spin_s"]
     os.register_at_fork(after_in_child=rank.disown)

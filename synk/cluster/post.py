@@ -7,12 +7,15 @@ nobody opens on the way, and arrays, which travel beside the pickle of the messa
 from __future__ import annotations
 
 import select
+import struct
 from collections.abc import Iterator
 from typing import Any
 
 from synk._engine import wire
 
 Event = tuple[Any, ...]
+
+_BELL = struct.Struct("<q")
 
 
 class Post:
@@ -38,10 +41,10 @@ class Post:
         self._number += 1
         data, buffers = wire.dumped(events)
         self.link.send_dumped(self._number, data, buffers)
-        self.link.write(wire.REPLY.pack(self._number, 0, 0))
+        self.link.write(_BELL.pack(self._number))
         return len(data) + sum(buffer.nbytes for buffer in buffers)
 
     def received(self) -> Iterator[list[Event]]:
         """Yield the messages that are there."""
-        while len(bell := self.link.read(wire.REPLY.size)) == wire.REPLY.size:
-            yield self.link.receive_body(wire.REPLY.unpack(bell)[0])[0]
+        while len(bell := self.link.read(_BELL.size)) == _BELL.size:
+            yield self.link.receive_body(_BELL.unpack(bell)[0])[0]

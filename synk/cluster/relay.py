@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -179,7 +179,7 @@ class Agent:
         """Pass on the replies of a rank that are there."""
         link = each.process.link
         while len(reply := link.read(wire.REPLY.size)) == wire.REPLY.size:
-            number, status, _ = wire.REPLY.unpack(reply)
+            number, status, *_ = wire.REPLY.unpack(reply)
             content: Any = None
             made: list[int] = []
             if status in wire.WITH_BODY:
@@ -241,7 +241,7 @@ class Agent:
         if self._own_path:
             here = list(self._own_path)
             own |= {"own_path": here, "import_path": here, "sys_path": merged(setup["sys_path"], here)}
-        events = {f"event{rank}": fd for rank, fd in self._eventfds.items()}
+        events: dict[str, int] = {f"event{rank}": fd for rank, fd in self._eventfds.items()}
         try:
             each.process.start(setup | own, dict(os.environ), self._control.fd, b"", events)
         except StartupError as error:
@@ -352,6 +352,5 @@ def main(sock: socket.socket, setup: dict[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program tells which ranks are interrupted
     send_records(Descriptor(setup["fds"]["log"]))
     agent = Agent(sock, setup)
-    answer: Callable[..., None] = lambda signum, frame: agent.write_stacks()
-    signal.signal(signal.SIGUSR2, answer)
+    signal.signal(signal.SIGUSR2, lambda *_: agent.write_stacks())
     agent.serve()

@@ -100,7 +100,7 @@ class NodeActor:
             for fd in ready:
                 if fd in self._outputs and (printed := self._printed(fd)):
                     yield self._outputs[fd], printed
-            told = [events for events in self._post.received()]
+            told = list(self._post.received())
             yield from (("told", events) for events in told)
             if process.pidfd in ready and not told:
                 for fd, name in self._outputs.items():
