@@ -70,6 +70,7 @@ class InlineLink:
 
     def close(self) -> None:
         self.is_open = False
+        del self._rank  # a closed runtime may be kept for long
 
 
 class InlineProcess(NoProcess):
