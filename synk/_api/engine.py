@@ -9,9 +9,11 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from synk._master.objects.resident import Resident as Resident
+
 __all__ = [
-    "IS_NEXT", "Callee", "PendingCall", "Queue", "Session", "Shared", "Variable", "WorkerProcess", "collectives",
-    "distribute", "inline_process", "install", "make_resident", "watch_over",
+    "IS_NEXT", "Callee", "PendingCall", "Queue", "Resident", "Session", "Shared", "Variable", "WorkerProcess",
+    "collectives", "distribute", "inline_process", "install", "make_resident", "watch_over",
 ]  # fmt: skip
 
 IS_NEXT = os.environ.get("SYNK_ENGINE") == "next"
