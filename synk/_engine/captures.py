@@ -222,6 +222,7 @@ class Functions:
     def close(self) -> None:
         self.mapped.clear()
         self.dropped.clear()
+        self.unsettled = []
         for function in list(self.bound):
             function.forget_sent()
         self.book.clear()
