@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 from synk._api.build import Decorator, KeepingDecorator, build_function
 from synk._api.engine import (
     Callee,
+    Profile,
     Queue,
     Resident,
     Session,
@@ -31,7 +32,6 @@ from synk._master.processes.placement import place
 from synk._master.processes.process import Process
 from synk._master.processes.program import check_program
 from synk._master.processes.reports import stacks, where
-from synk._master.state.profile import Profile
 from synk._pure.environment import check_platform
 from synk._pure.limits import check_timeout
 from synk._pure.show import Text, table
