@@ -12,7 +12,7 @@ import copy
 import logging
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ from synk._pure.ranges import round_up
 from synk._wire.combining import loaded_objects
 from synk._wire.control import NUM_LANES
 from synk._wire.memory import Segment
-from synk.errors import CallCancelled, ClosedError, SerializationError, SynkError, WorkerDied
+from synk.errors import CallCancelled, ClosedError, SerializationError, SharedMemoryError, SynkError, WorkerDied
 
 _logger = logging.getLogger("synk")
 
@@ -253,6 +253,7 @@ class Call(Owed):
         has_counted = bool(self.number) and self._engine.has_committed(self.number)
         if self.plan.has_state and not has_counted:
             self._engine.ended = max(self._engine.ended, self.number)
+            self._engine.retell_variables(self.ranks)  # they know the shapes of what they have assigned in vain
         if self.callee.changes and self.number:
             if has_counted:
                 note_outcome(error, self.callee.changes, [COUNTED] * len(self.callee.changes))
@@ -357,9 +358,7 @@ class Engine(Workers):
             lane.call = None
             lane.division = None
         # A rank that was asked has forgotten which places it has made, and takes those that the program knows.
-        ranks = {rank for owed in self.flight.values() for rank in owed.ranks}
-        for variable in self.variables.living():
-            self.retell(variable.number, ranks)
+        self.retell_variables({rank for owed in self.flight.values() for rank in owed.ranks})
         for owed in self.flight.values():
             for rank, news in owed.news.items():
                 self.note_unread(rank, news)
@@ -372,13 +371,18 @@ class Engine(Workers):
         except WorkerDied as error:  # one more: the others are asked again
             self.recover(error)
 
+    def retell_variables(self, ranks: Collection[int]) -> None:
+        for variable in self.variables.living():
+            self.retell(variable.number, ranks)
+
     def note_unread(self, rank: int, news: Any) -> None:
         """Note that a rank may not have taken in the news that came with a message."""
         worker = self.by_rank[rank]
         if news is not None:
-            told, parcels = news
-            worker.known -= told
+            told, parcels, forgets = news
+            worker.forgets = [*forgets, *worker.forgets]  # to forget twice does no harm
             worker.stale |= told
+            worker.known -= told
             worker.parcels -= parcels
         worker.parcels_state = worker.settings_state = -1
 
@@ -434,10 +438,13 @@ class Engine(Workers):
         failures = [body[0] for status, body in replies if status == wire.FAILED]
         name = owed.what[1:-1] if owed.what[:1] == "'" else owed.what
         if unread:
+            error = rebuild(unread, self.world_size, name)
+            if isinstance(error, SharedMemoryError):  # a limit of the system: nothing is wrong with what was sent
+                raise error
             raise SerializationError(
                 f"cannot load {owed.what} on the workers: {unread[0].type_name}: {unread[0].message}. "
                 "What a function needs must be importable there, or defined in the script itself."
-            ) from rebuild(unread, self.world_size, name)
+            ) from error
         if failures:
             raise rebuild(failures, self.world_size, name)
         if self.is_inline:

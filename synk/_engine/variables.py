@@ -189,10 +189,10 @@ class Variable(VariableValue, Thing):
     def turn(self, rank: int, which: int, found: Shapes) -> None:
         """Make a place the value of a rank; a part of a commit, which may be done again."""
         if found is not None and self.value_shapes[rank] != found:
+            if which <= COMMON_B or not self.is_sharded:
+                self.variables.engine.retell(self.number)  # first: when this is done again, the shapes are equal
             self.value_shapes = [*self.value_shapes]
             self.value_shapes[rank] = found
-            if which <= COMMON_B or not self.is_sharded:
-                self.variables.engine.retell(self.number)
         self.fronts[rank] = which
 
     def close(self) -> None:

@@ -52,8 +52,8 @@ class Owed:
     ranks : sequence of int
     pending : set of int
     replies : dict of int to (status, body, times)
-    news : dict of int to (set of int, set of int)
-        By rank, the things and the parcels that the message brought.
+    news : dict of int to (set of int, set of int, list)
+        By rank, the things and the parcels that the message brought, and what it told to forget.
     what, phase : str
         For errors.
     """
@@ -66,7 +66,7 @@ class Owed:
         self.ranks, self.what, self.deadline = ranks, what, deadline
         self.pending = set(ranks)
         self.replies: dict[int, tuple[int, Any, Sequence[int]]] = {}
-        self.news: dict[int, tuple[set[int], set[int]]] = {}
+        self.news: dict[int, tuple[set[int], set[int], list[Any]]] = {}
         self.began = time.monotonic()
 
     def end(self, error: BaseException) -> None:
@@ -119,8 +119,10 @@ class Workers:
     def note_drops(self) -> None:
         """Have the ranks forget the things that have gone. Nothing that refers to them will be sent any more."""
         while self.dropped:
-            _, number = self._refs.pop(id(self.dropped.popleft()), (None, 0))
-            self.forget(number)
+            reference = self.dropped[0]
+            self.forget(self._refs.get(id(reference), (None, 0))[1])
+            self._refs.pop(id(reference), None)
+            self.dropped.popleft()
 
     def forget(self, number: int) -> None:
         """Have the ranks that know a thing forget it."""
@@ -134,8 +136,8 @@ class Workers:
         """Have ranks told anew of a thing that they go on holding."""
         for worker in self.by_rank if ranks is None else [self.by_rank[rank] for rank in ranks]:
             if number in worker.known:
-                worker.known.discard(number)
                 worker.stale.add(number)
+                worker.known.discard(number)
 
     # -- operations ---------------------------------------------------------------------------------------------------
 
@@ -179,7 +181,7 @@ class Workers:
             worker.link.write(order + rows)
             return
         content, segments, told = self._news(worker, thing)
-        owed.news[rank] = told, {parcel[0] for parcel in content[1]}
+        owed.news[rank] = told, {parcel[0] for parcel in content[1]}, content[0]
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the wait finds the death
             self.counters["bytes_down"] += worker.link.send_body(owed.number, content, segments)
         worker.link.write(wire.ORDER.pack(owed.number, plan, worker.committed, self.ended, in_place, 1) + rows)
