@@ -23,7 +23,7 @@ class InlineLink:
     is_open = True
 
     def __init__(self, rank: Rank) -> None:
-        self._rank = rank
+        self._rank: Any = rank
         self._replies: deque[bytes] = deque()
         self._bodies: dict[int, tuple[Any, wire.Fds]] = {}
 
@@ -69,7 +69,8 @@ class InlineLink:
         """Do nothing: bodies are taken by their orders."""
 
     def close(self) -> None:
-        self.is_open = False
+        """Drop the rank and its memory: a closed runtime may be kept for long."""
+        self.is_open, self._rank = False, None
 
 
 class InlineProcess(NoProcess):

@@ -60,7 +60,7 @@ class PendingCall(Future[R]):
         call = self._launched
         if call is not None:
             self._session.settle_torn()
-            call.settle(until, is_polled=is_polled)
+            self._session.settle_to(call, until, is_polled=is_polled)
 
     def _poll(self) -> None:
         self._session.check_process("look at a call")

@@ -241,16 +241,19 @@ class Session(Entrance, Engine):
         if future._changes:
             self._failed_step = weakref.ref(future)
 
-    def check_step(self, callee: Any) -> None:
-        """Raise if a submitted call that changes the same objects has failed and its result was not asked for."""
+    def after_failed_step(self, callee: Any) -> CallCancelled | None:
+        """Return why a submitted call is not begun: another that changes the same objects has failed, and nobody knows."""
         failed = self._failed_step() if self._failed_step is not None else None
         if failed is None or failed._unasked is None or failed._unasked.error is None:
-            return
-        if failed._changes & set(callee.changes):
-            raise CallCancelled(
-                f"the call of {callee.name!r} was not begun: one of {failed.name!r} that was submitted before it has "
-                f"failed, and both change the same resident objects. Ask for the result of that one, then submit again."
-            ) from failed._unasked.error
+            return None
+        if not failed._changes & set(callee.changes):
+            return None
+        error = CallCancelled(
+            f"the call of {callee.name!r} was not begun: one of {failed.name!r} that was submitted before it has "
+            f"failed, and both change the same resident objects. Ask for the result of that one, then submit again."
+        )
+        error.__cause__ = failed._unasked.error
+        return error
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
