@@ -10,9 +10,9 @@ from typing import Any, Literal, TypedDict
 
 import numpy as np
 
-from synk._master.calls.plans import CallOptions
 from synk._master.objects.resident import Resident
 from synk._master.objects.shared import Shared
+from synk._pure.call_options import CallOptions
 from synk._pure.limits import check_timeout
 from synk._pure.ops import REDUCE_OPS
 from synk._pure.output_ops import DEFAULT_OP, each_op

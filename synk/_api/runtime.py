@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 from synk._api.build import Decorator, KeepingDecorator, build_function
 from synk._api.engine import (
     Callee,
+    Profile,
     Queue,
+    Resident,
     Session,
     Shared,
     Variable,
@@ -26,12 +28,10 @@ from synk._api.function import Function, P
 from synk._api.options import KeptOptions, MapOptions, check_on_restart, entropy_of, is_integer
 from synk._master.entrance import refuse_limit
 from synk._master.objects.data import Data, make_data
-from synk._master.objects.resident import Resident
 from synk._master.processes.placement import place
 from synk._master.processes.process import Process
 from synk._master.processes.program import check_program
 from synk._master.processes.reports import stacks, where
-from synk._master.state.profile import Profile
 from synk._pure.environment import check_platform
 from synk._pure.limits import check_timeout
 from synk._pure.show import Text, table

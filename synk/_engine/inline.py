@@ -44,12 +44,12 @@ class InlineLink:
             cell.worker = None  # Ctrl-C may come at any line
         if status in wire.WITH_BODY:
             self._bodies[number] = content, wire.Fds([os.dup(segment.fd) for segment in segments])
-        self._replies.append(wire.REPLY.pack(number, status, self._rank.spent_ns))
+        self._replies.append(wire.REPLY.pack(number, status, *self._rank.times()))
         self._rank.tidy()
 
     def say(self, number: int, status: int, content: Any) -> None:
         self._bodies[number] = content, wire.Fds()
-        self._replies.append(wire.REPLY.pack(number, status, 0))
+        self._replies.append(wire.REPLY.pack(number, status, *wire.NO_TIMES))
 
     def read(self, nbytes: int) -> bytes:
         return self._replies.popleft() if self._replies else b""
