@@ -241,7 +241,7 @@ class Session(Entrance, Engine):
             self._failed_step = weakref.ref(future)
 
     def after_failed_step(self, callee: Any) -> CallCancelled | None:
-        """Return why a submitted call is not begun: another that changes the same objects has failed, and nobody knows."""
+        """Return why a submitted call is not begun: another that changes the same objects has failed, unnoticed."""
         failed = self._failed_step() if self._failed_step is not None else None
         if failed is None or failed._unasked is None or failed._unasked.error is None:
             return None
