@@ -18,11 +18,13 @@ class PendingCall(Future[R]):
     In an asyncio coroutine ``await call`` gives its result; other tasks run in the meantime.
     """
 
-    def __init__(self, session: Any, name: str, call: Call) -> None:
+    def __init__(self, session: Any, name: str, call: Call | None = None) -> None:
         super().__init__(name)
-        self.ranks = tuple(call.ranks)
         self._session = session
-        self._launched: Call | None = call
+        if call is None:  # whoever has made it says how it has ended
+            return
+        self.ranks = tuple(call.ranks)
+        self._launched = call
         self._changes = frozenset(call.callee.changes)
         call.future = weakref.ref(self)
         if call.has_ended:

@@ -222,11 +222,7 @@ class Session(Entrance, Engine):
         self.enter(deadline)
         if not self.flight:
             self.is_interrupted = False
-            if self.memory.released or orphans.ended:
-                self.memory.free_dropped()
-            if self.functions.dropped:
-                self.settle_unsettled()
-                self.functions.free_dropped()
+            self._free_dropped()
         if self.functions.on_restart is not None:
             self._prepare_restarted(deadline)
 
@@ -263,12 +259,19 @@ class Session(Entrance, Engine):
 
     def reclaim(self) -> None:
         """Free what finalizers dropped if nothing is running."""
-        if self.memory.released or orphans.ended:
+        if self.memory.released or orphans.ended or self.functions.dropped:
             self.if_free(self._free_if_idle)
 
     def _free_if_idle(self) -> None:
-        if not self.flight and not self.is_closed:
+        if not self.flight and self.is_sure and not self.is_closed:
+            self._free_dropped()
+
+    def _free_dropped(self) -> None:
+        if self.memory.released or orphans.ended:
             self.memory.free_dropped()
+        if self.functions.dropped:
+            self.settle_unsettled()
+            self.functions.free_dropped()
 
     # -- restarts -----------------------------------------------------------------------------------------------------
 
