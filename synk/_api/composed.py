@@ -22,6 +22,7 @@ from synk._master.calls.callee import Callee
 from synk._master.calls.signature import OPTION_NAMES
 from synk._master.processes.output import report
 from synk._pure.call_options import CallOptions
+from synk._pure.futures import Future
 from synk._pure.nested import take_apart
 from synk._pure.tracebacks import verb
 from synk._wire.replayed import moment
@@ -98,12 +99,22 @@ class Composed(Function[P, R]):
                 f"cannot submit {self.__name__!r}: got a function with {', '.join(given)}, expected one without: its "
                 "calls are made of several, and a call that is submitted is one. Call it, or build it without."
             )
-        pending: PendingCall[Any] = PendingCall(self._bound_session().queue, self.__name__)
+        pending = _Made(self.__name__)
         try:
             pending._end(self(*args, **options), None)
         except Exception as error:
             pending._end(None, error)
         return pending
+
+
+class _Made(PendingCall[Any]):
+    """The future of a call that was made at once."""
+
+    def __init__(self, name: str) -> None:
+        Future.__init__(self, name)
+
+    def _note_failed(self) -> None:
+        """Leave it to the call itself."""
 
 
 def _split(options: dict[str, Any], **how: Any) -> tuple[dict[str, Any], CallOptions]:
