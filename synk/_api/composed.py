@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from synk._api.blocks import call_in_blocks
-from synk._api.engine import PendingCall, Session
+from synk._api.engine import Session, made_at_once
 from synk._api.function import Function, P, R
 from synk._api.options import Options, call_options
 from synk._api.plain import ScatteredArguments
@@ -22,7 +22,6 @@ from synk._master.calls.callee import Callee
 from synk._master.calls.signature import OPTION_NAMES
 from synk._master.processes.output import report
 from synk._pure.call_options import CallOptions
-from synk._pure.futures import Future
 from synk._pure.nested import take_apart
 from synk._pure.tracebacks import verb
 from synk._wire.replayed import moment
@@ -99,22 +98,12 @@ class Composed(Function[P, R]):
                 f"cannot submit {self.__name__!r}: got a function with {', '.join(given)}, expected one without: its "
                 "calls are made of several, and a call that is submitted is one. Call it, or build it without."
             )
-        pending = _Made(self.__name__)
+        pending = made_at_once(self._bound_session(), self.__name__)
         try:
             pending._end(self(*args, **options), None)
         except Exception as error:
             pending._end(None, error)
         return pending
-
-
-class _Made(PendingCall[Any]):
-    """The future of a call that was made at once."""
-
-    def __init__(self, name: str) -> None:
-        Future.__init__(self, name)
-
-    def _note_failed(self) -> None:
-        """Leave it to the call itself."""
 
 
 def _split(options: dict[str, Any], **how: Any) -> tuple[dict[str, Any], CallOptions]:

@@ -206,6 +206,7 @@ class Rank(Member):
     def _learn(self, number: int, body: Any, fds: list[int]) -> None:
         """Take in what came with an order: first what is to be forgotten, then things, parcels, and plans."""
         forgets, parcels, items, settings, search_path = body
+        self.num_messages += 1  # news are a message of their own to whoever looks for changes
         self.own_up[_PHASE] = _LOADING
         for each in forgets:
             self._forget(*each)

@@ -140,10 +140,7 @@ class Workers:
         """Begin an operation. Afterwards every rank is idle or in calls of ``flight``, and alive as far as is known."""
         if not self.is_sure or self.redo is not None:
             self.recover(CallCancelled("the call was ended: an operation before it was broken off. Call it again."))
-        if not self.is_inline and (events := self.processes.events()):
-            self.is_sure = False  # a reply that is read and not filed is lost
-            self.take_in(events)
-            self.is_sure = True
+        self.listen()
         while not self.all_ready:
             if self.has_dead:
                 self._replace()
@@ -225,6 +222,13 @@ class Workers:
         return (list(worker.forgets), lacking, items, settings, search_path), segments, told
 
     # -- hearing ------------------------------------------------------------------------------------------------------
+
+    def listen(self) -> None:
+        """Take in the replies that are there."""
+        if not self.is_inline and (events := self.processes.events()):
+            self.is_sure = False  # a reply that is read and not filed is lost
+            self.take_in(events)
+            self.is_sure = True
 
     def wait(self, owed: Owed, until: float | None = None) -> bool:
         """Take in replies until nobody owes ``owed`` one. Return False if ``until`` came first.
