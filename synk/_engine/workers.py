@@ -37,7 +37,7 @@ from synk._wire.logs import levels
 from synk._wire.memory import Segment
 from synk._wire.parcels import dumps
 from synk._wire.settings import Reader
-from synk.errors import CallCancelled, CallTimeout, ClosedError, StartupError, WorkerDied
+from synk.errors import CallCancelled, CallTimeout, ClosedError, StartupError, SynkError, WorkerDied
 
 GRACE_S = 2.0
 START_TIMEOUT_S = 120.0
@@ -70,7 +70,7 @@ class Owed:
         self.began = time.monotonic()
 
     def end(self, error: BaseException) -> None:
-        """Take note of the error with which it has ended, together with all others in flight."""
+        """Take note of the error with which it has ended."""
 
     def release_peers(self) -> None:
         """Have ranks that wait for one that could not begin give up."""
@@ -145,11 +145,7 @@ class Workers:
         """Begin an operation. Afterwards every rank is idle or in calls of ``flight``, and alive as far as is known."""
         if not self.is_sure or self.redo is not None:
             self.recover(CallCancelled("the call was ended: an operation before it was broken off. Call it again."))
-        # What those that start have to say is left to the wait for them.
-        if self.all_ready and not self.is_inline and (events := self.processes.events()):
-            self.is_sure = False  # a reply that is read and not filed is lost
-            self.take_in(events)
-            self.is_sure = True
+        self.listen()
         while not self.all_ready:
             if self.has_dead:
                 self._replace()
@@ -232,6 +228,13 @@ class Workers:
 
     # -- hearing ------------------------------------------------------------------------------------------------------
 
+    def listen(self) -> None:
+        """Take in the replies that are there. What ranks that start have to say is left to the wait for them."""
+        if self.all_ready and not self.is_inline and (events := self.processes.events()):
+            self.is_sure = False  # a reply that is read and not filed is lost
+            self.take_in(events)
+            self.is_sure = True
+
     def wait(self, owed: Owed, until: float | None = None) -> bool:
         """Take in replies until nobody owes ``owed`` one. Return False if ``until`` came first.
 
@@ -285,7 +288,7 @@ class Workers:
         if urgent is owed:
             raise error
         urgent.end(error)
-        raise CallCancelled(f"the call of {owed.what} was ended together with another: {error} Submit it again.")
+        raise ended_with(owed.what, error)
 
     def take_in(self, events: Sequence[tuple[int, int]]) -> None:
         """File the replies that are there, then note deaths: a reply that came before a death counts."""
@@ -383,7 +386,7 @@ class Workers:
         # All ranks of a call, not only those that owe a reply: what the others have told is lost with the call.
         ranks = {rank for each in in_flight for rank in each.ranks}
         for each in in_flight:
-            each.end(error)
+            each.end(ended_with(each.what, error))
         if self.is_inline:
             self.by_rank[0].process.link.reset()
         elif not self.processes.is_closed:
@@ -638,6 +641,18 @@ class Workers:
 def interrupted() -> CallCancelled:
     """Return the error of a call that was interrupted."""
     return CallCancelled("the call was ended by Runtime.interrupt(). Call it again.")
+
+
+def ended_with(what: str, error: BaseException) -> BaseException:
+    """Return the error of a call that ``error`` has ended together with others."""
+    if isinstance(error, CallCancelled) and error.__cause__ is not None:
+        error = error.__cause__  # what has ended the other call, too
+    elif isinstance(error, (WorkerDied, ClosedError, CallCancelled)):
+        return copy.copy(error)
+    why = f"together with another: {error}" if isinstance(error, SynkError) else "by an interrupt."
+    cancelled = CallCancelled(f"the call of {what} was ended {why} Submit it again.")
+    cancelled.__cause__ = error if isinstance(error, Exception) else None
+    return cancelled
 
 
 def own_versions() -> dict[str, str]:
