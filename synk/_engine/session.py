@@ -227,6 +227,7 @@ class Session(Entrance, Engine):
             if self.functions.dropped:
                 self.settle_unsettled()
                 self.functions.free_dropped()
+                self.note_drops()  # of what only they referred to
         if self.functions.on_restart is not None:
             self._prepare_restarted(deadline)
 
