@@ -8,7 +8,6 @@ In one file because a call and the engine that runs it must be read together.
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 import weakref
@@ -35,7 +34,7 @@ from synk._pure.ranges import round_up
 from synk._wire.combining import loaded_objects
 from synk._wire.control import NUM_LANES
 from synk._wire.memory import Segment
-from synk.errors import CallCancelled, ClosedError, SerializationError, SynkError, WorkerDied
+from synk.errors import CallCancelled, SerializationError, SynkError, WorkerDied
 
 _logger = logging.getLogger("synk")
 
@@ -247,9 +246,9 @@ class Call(Owed):
         self._drop()
 
     def end(self, error: BaseException) -> None:
-        """The call has ended together with all others in flight."""
+        """The call has ended with this error, before it was settled."""
         if not self.has_ended:
-            self._end(ended_with(self.what, error))
+            self._end(error)
             self._drop()
 
     def _end(self, error: BaseException) -> None:
@@ -503,20 +502,10 @@ class Engine(Workers):
         segment.discard()
 
 
-def ended_with(what: str, error: BaseException) -> BaseException:
-    """Return the error of a call that ``error`` has ended together with others."""
-    if isinstance(error, (WorkerDied, ClosedError)):
-        return copy.copy(error)
-    why = f"together with another: {error}" if isinstance(error, SynkError) else "by an interrupt."
-    cancelled = CallCancelled(f"the call of {what} was ended {why} Submit it again.")
-    cancelled.__cause__ = error if isinstance(error, Exception) else None
-    return cancelled
-
-
 def room_for_objects(parts: Sequence[Any], before: int) -> int:
     """Return the room to give to objects: the next ones may be longer."""
     needed = wire.nbytes_in_place(parts)
     return before if needed <= before else round_up(needed + needed // 4, 1 << 10)
 
 
-__all__ = ["Call", "Engine", "Lane", "Question", "ended_with", "pickled", "room_for_objects"]
+__all__ = ["Call", "Engine", "Lane", "Question", "pickled", "room_for_objects"]

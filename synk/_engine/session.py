@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 
 from synk._engine.captures import ON_RESTART, distribute
-from synk._engine.engine import Engine, ended_with
+from synk._engine.engine import Engine
 from synk._engine.processes import Processes
 from synk._engine.profile import Profile
 from synk._engine.things import Once
-from synk._engine.workers import GRACE_S, interrupted
+from synk._engine.workers import GRACE_S, ended_with, interrupted
 from synk._master.entrance import Entrance
 from synk._master.processes.output import warn_at_users_line
 from synk._master.processes.placement import Placement
