@@ -63,7 +63,7 @@ class Memory:
             orphans.close_all()
         while self.released:
             self._engine.free(self.released.popleft())
-        self.arenas.sweep()
+            self.arenas.sweep()  # which may release memory that nothing lies in any more
 
     def lease_result(self, nbytes: int) -> Lease:
         """Lease a buffer for large results."""
