@@ -18,7 +18,7 @@ import numpy as np
 
 from synk._engine import wire
 from synk._engine.captures import Functions
-from synk._engine.lanes import Lane
+from synk._engine.lanes import Joint, Lane
 from synk._engine.layout import News
 from synk._engine.outputs import Outputs
 from synk._engine.plan import Plan, pickled
@@ -34,7 +34,7 @@ from synk._pure.ranges import round_up
 from synk._wire.combining import loaded_objects
 from synk._wire.control import NUM_LANES
 from synk._wire.memory import Segment
-from synk.errors import CallCancelled, SerializationError, SynkError, WorkerDied
+from synk.errors import CallCancelled, SerializationError, SharedMemoryError, SynkError, WorkerDied
 
 _logger = logging.getLogger("synk")
 
@@ -94,8 +94,10 @@ class Call(Owed):
         engine.is_sure = False
         lane.call = engine.flight[number] = self  # before anything is sent: from here on ``recover`` knows of it
         self._brings = bool(engine.functions.unsettled)
+        engine.carry(self)
         for rank in division.ranks:
             engine.send(self, rank, plan.number, len(objects), division.packed[rank], plan, plan.known_by_all)
+        engine.processes.flush()
         engine.is_sure = True
         if engine.tracer is not None:
             self.sent_ns = time.monotonic_ns()
@@ -212,7 +214,7 @@ class Call(Owed):
             lease = engine.memory.lease_result(outputs.result_nbytes)
             shares = outputs.reductions(engine, lease.segment, self.division.rows)
             if shares:
-                engine.ask(shares, self.what, "reduce", self.deadline)
+                engine.reduce(shares, self)
             self._root = lease.deliver()
 
     def build(self) -> None:
@@ -297,6 +299,7 @@ class Engine(Workers):
     """The workers, the lanes, and what they share: one operation at a time."""
 
     memory: Any
+    joint_type = Joint
     tracer: Any = None
 
     def __init__(self, processes: Any, *, max_restarts: int, counters: dict[str, int], on_restart: Any) -> None:
@@ -392,11 +395,24 @@ class Engine(Workers):
         """Note that a rank may not have taken in the news that came with a message."""
         worker = self.by_rank[rank]
         if news is not None:
-            told, parcels = news
-            worker.known -= told
+            told, parcels, forgets = news
+            worker.forgets = [*forgets, *worker.forgets]  # to forget twice does no harm
             worker.stale |= told
+            worker.known -= told
             worker.parcels -= parcels
         worker.parcels_state = worker.settings_state = -1
+
+    # -- memory that ranks do not share; see ``synk.cluster.session`` --------------------------------------------------
+
+    def carry(self, call: Call) -> None:
+        """Bring what a call reads to ranks that do not map the program's memory: all of them do."""
+
+    def note_written(self, number: int, key: tuple[int, int]) -> None:
+        """Note that the program writes into the place of a variable."""
+
+    def reduce(self, shares: dict[int, Thing], call: Call) -> None:
+        """Have the ranks put large outputs in place."""
+        self.ask(shares, call.what, "reduce", call.deadline)
 
     # -- questions ----------------------------------------------------------------------------------------------------
 
@@ -450,10 +466,13 @@ class Engine(Workers):
         failures = [body[0] for status, body in replies if status == wire.FAILED]
         name = owed.what[1:-1] if owed.what[:1] == "'" else owed.what
         if unread:
+            error = rebuild(unread, self.world_size, name)
+            if isinstance(error, SharedMemoryError):  # a limit of the system: nothing is wrong with what was sent
+                raise error
             raise SerializationError(
                 f"cannot load {owed.what} on the workers: {unread[0].type_name}: {unread[0].message}. "
                 "What a function needs must be importable there, or defined in the script itself."
-            ) from rebuild(unread, self.world_size, name)
+            ) from error
         if failures:
             raise rebuild(failures, self.world_size, name)
         if self.is_inline:
