@@ -272,6 +272,7 @@ class Session(Entrance, Engine):
         if self.functions.dropped:
             self.settle_unsettled()
             self.functions.free_dropped()
+            self.note_drops()  # of what only they referred to
 
     # -- restarts -----------------------------------------------------------------------------------------------------
 
