@@ -101,6 +101,7 @@ class Workers:
         self.all_ready = False
         self.restarts: deque[float] = deque()
         self._refs: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self.parts: dict[int, Segment] = {}  # by variable, its place in memory that it shares with others
         self.dropped: deque[weakref.ref[Any]] = deque()  # filled in C: no handler of a signal can break that off
         self._reports = DeathReports(processes)  # type: ignore[arg-type]
         self._unreported: dict[int, str] = {}
@@ -120,7 +121,10 @@ class Workers:
         """Have the ranks forget the things that have gone. Nothing that refers to them will be sent any more."""
         while self.dropped:
             reference = self.dropped[0]
-            self.forget(self._refs.get(id(reference), (None, 0))[1])
+            number = self._refs.get(id(reference), (None, 0))[1]
+            self.forget(number)
+            if number in self.parts:  # another variable may lie there from now on
+                self.forget(self.parts.pop(number).id)
             self._refs.pop(id(reference), None)
             self.dropped.popleft()
 
@@ -636,6 +640,7 @@ class Workers:
     def close_things(self) -> None:
         self.flight.clear()
         self._refs.clear()
+        self.parts.clear()
         self.dropped.clear()
         orphans.close_all()
 
