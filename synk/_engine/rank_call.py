@@ -13,7 +13,7 @@ from numpy.lib.array_utils import byte_bounds
 
 from synk._engine import wire
 from synk._engine.layout import Look
-from synk._engine.rank_outputs import Published, RankOutputs
+from synk._engine.rank_outputs import Published, RankDestination, RankOutputs
 from synk._pure.exact import as_recarray
 from synk._pure.shards import shard_bounds
 from synk._pure.tables import taken_rows, unpacked
@@ -206,7 +206,14 @@ class RankPlan:
 
     # -- the call -----------------------------------------------------------------------------------------------------
 
-    def answer(self, rank: Any, number: int, in_place: int, numbers: tuple[int, ...]) -> Published:
+    def answer(
+        self,
+        rank: Any,
+        number: int,
+        in_place: int,
+        numbers: tuple[int, ...],
+        destination: RankDestination | None = None,
+    ) -> Published:
         """Run the call and publish its outputs."""
         if not self.bases or (self._staging is not None and self._root is not self._staging.buffer):
             self._look_at(rank)
@@ -237,7 +244,7 @@ class RankPlan:
             rank.changes.finish()
             rank.hold_back(False)  # an interrupt may wait for this
         rank.end_function(self)
-        return self.outputs.publish(rank, result)
+        return self.outputs.publish(rank, result, destination)
 
     def _run(self, rank: Any, objects: Sequence[Any], numbers: tuple[int, ...]) -> Any:
         low, high = numbers[:2]
