@@ -211,7 +211,7 @@ class Session(Entrance, Engine):
         if not self.flight:
             self.is_interrupted = False
         self.settle_torn()
-        self.settle_all()
+        self.settle_first(self.calls(), verb, deadline)
         self.enter_call(verb, deadline)
 
     def enter_call(self, verb: str, deadline: float | None) -> None:

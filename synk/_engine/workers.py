@@ -80,6 +80,7 @@ class Workers:
     """All ranks: one operation on them at a time."""
 
     def __init__(self, processes: Processes, *, max_restarts: int, counters: dict[str, int]) -> None:
+        self._stuck_after_s = stuck_after_s()  # first, for it may be refused
         self.processes = processes
         self.by_rank = processes.by_rank
         self.is_inline = processes.is_inline
@@ -108,7 +109,6 @@ class Workers:
         self._last_death: WorkerDied | None = None
         self._signs: dict[int, tuple[int, float]] = {}  # by pid: signs of life, and when they were seen to change
         self._once_stuck: set[int] = set()  # ranks whose process replaces one that got stuck while it started
-        self._stuck_after_s = stuck_after_s()
 
     # -- things -------------------------------------------------------------------------------------------------------
 
@@ -169,6 +169,8 @@ class Workers:
     ) -> None:
         """Send an order to a rank, and with it whatever the rank lacks. ``thing`` is told with all that it needs."""
         worker = self.by_rank[rank]
+        if worker.is_dead:  # the wait for its reply finds that
+            return
         has_news = (
             not worker.known.issuperset(numbers)
             or worker.parcels_state != self.parcels.state
