@@ -87,6 +87,8 @@ class Call(Owed):
         self._values, self._objects = (), None
         number = self.number = next(engine.numbers)
         lane.show(division, number)
+        if engine.has_devices:
+            engine.group.announce(lane, len(division.ranks))
         engine.counters["calls"] += 1
         engine.is_sure = False
         lane.call = engine.flight[number] = self  # before anything is sent: from here on ``recover`` knows of it
@@ -187,8 +189,7 @@ class Call(Owed):
         if outputs is None or not outputs.fits(self.ranks):
             callee, ranks = self.callee, list(self.ranks)
             layouts = [plan.layouts[rank] for rank in ranks]
-            slots = self.lane.slots
-            outputs = Outputs(callee.name, callee.ops, plan.subset, ranks, layouts, slots, engine.world_size)
+            outputs = Outputs(callee.name, callee.ops, plan.subset, ranks, layouts, self.lane, engine.world_size)
             plan.outputs = outputs
             sizes = Transfer("outputs", "output", sum(leaf.nbytes for layout in layouts for leaf in layout.leaves))
             plan.transfers = callee.record.known((*plan.inputs, sizes))
@@ -224,6 +225,8 @@ class Call(Owed):
         words = {rank: (spent_ns, 0, 0, 0, 0, 0) for rank, (_, _, spent_ns) in self.replies.items()}
         wall_ns = time.monotonic_ns() - self._started_ns
         self.callee.record.add(plan.transfers, ranks, self.division.rows, words, wall_ns)
+        if engine.has_devices:
+            self.callee.record.add_copies(ranks, self.lane.up.tolist())
         self.has_ended = True
 
     # -- the end ------------------------------------------------------------------------------------------------------
@@ -273,6 +276,8 @@ class Engine(Workers):
     """The workers, the lanes, and what they share: one operation at a time."""
 
     memory: Any
+    group: Any
+    has_devices: bool
 
     def __init__(self, processes: Any, *, max_restarts: int, counters: dict[str, int], on_restart: Any) -> None:
         super().__init__(processes, max_restarts=max_restarts, counters=counters)
@@ -329,6 +334,7 @@ class Engine(Workers):
             old.close()
 
     def on_trouble(self) -> None:
+        self.group.break_up()
         for lane in self.lanes:
             lane.abort()
 

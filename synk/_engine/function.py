@@ -7,6 +7,7 @@ from typing import Any
 
 from synk._engine.arguments import classified, look
 from synk._engine.captures import Callee
+from synk._engine.device_values import check_not_lost
 from synk._engine.engine import Call, room_for_objects
 from synk._engine.pending import PendingCall
 from synk._engine.plan import Plan, found_plan, keep, packed_tables, pickled
@@ -106,6 +107,8 @@ def _sent(
         session.residents.bring_into_line(residents)
         for resident in residents:
             resident.check(f"call {callee.name!r}")
+    if session.has_devices:
+        check_not_lost(plan.variables, range(session.world_size), f"call {callee.name!r}")
     made = Call(session, callee, plan, values, division, objects, deadline, started_ns)
     made.begin()
     return made

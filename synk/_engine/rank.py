@@ -17,7 +17,7 @@ from synk._engine import wire
 from synk._engine.rank_call import CallInputs, RankPlan, RankQuestion
 from synk._engine.rank_lane import RankLane
 from synk._engine.rank_outputs import RankReduction
-from synk._engine.rank_variables import RankResidents, VariableStore
+from synk._engine.rank_variables import RankResidents, Replica, VariableStore
 from synk._wire.cell import cell
 from synk._wire.control import NUM_LANES, Down, Phase, Up
 from synk._wire.logs import set_levels
@@ -33,7 +33,7 @@ from synk._worker.held.received import Received
 from synk._worker.held.settings import Settings
 from synk._worker.member import Interrupted, Member
 from synk._worker.process import drop_frames, is_importing
-from synk.backends import backend_module
+from synk.backends import Backend, backend_module
 
 _INTERRUPT, _PHASE = int(Down.INTERRUPT), int(Up.PHASE)
 _IDLE, _FUNCTION, _PUBLISHING, _LOADING = (
@@ -61,18 +61,24 @@ class Rank(Member):
         The number of the order whose user code runs: only that may be interrupted.
     """
 
+    plan_type: type[RankPlan] = RankPlan
+    reduction_type: type[RankReduction] = RankReduction
+    replica_type: type[Replica] = Replica
+
+    peek: Callable[[], bytes] = staticmethod(bytes)
+    """Returns the next order if it has come, and leaves it where it is."""
+
     def __init__(
         self,
         rank: int,
         world_size: int,
-        backend_name: str,
-        device: str,
+        backend: Backend,
         control: Segment,
         eventfds: Sequence[int],
     ) -> None:
-        self.rank, self.world_size, self.device = rank, world_size, device
+        self.rank, self.world_size, self.device = rank, world_size, backend.device
         self.first_rank, self.total_ranks = 0, world_size
-        self.backend: Any = backend_module(backend_name).open_device(device)
+        self.backend: Any = backend
         self.lanes = [RankLane(index, rank, world_size, control) for index in range(NUM_LANES)]
         self.lane = self.lanes[0]
         self.down, self.up = self.lane.down, self.lane.up
@@ -82,7 +88,7 @@ class Rank(Member):
         self.functions: dict[int, LoadedFunction] = {}
         self._received = Received(self._own_memory)
         self._parcels: set[int] = set()
-        self.variables = VariableStore(rank, self.down, self.backend)
+        self.variables = VariableStore(rank, self.down, self.backend, self.replica_type)
         self.residents = RankResidents()
         self.settings = Settings()
         self.peers = Peers(rank, world_size, self.backend, self.down, self.up, eventfds)
@@ -164,6 +170,8 @@ class Rank(Member):
         """Answer an order that is no plan."""
         if plan == wire.SYNC:
             self._clean("")
+            for slot in self.slots.values():
+                self.backend.forget_segment(slot)
             self.slots.clear()  # the program may have lost the reply that told of them
             self.told_slots.clear()
 
@@ -204,7 +212,10 @@ class Rank(Member):
         self.peers.give_up_started(self.lane)
         if self.process_group is not None:
             self.process_group.abandon()
-        self.backend.recover()
+        self._recover(text)
+
+    def _recover(self, text: str) -> None:
+        """See that nothing of a call that failed is left on the device."""
 
     # -- news ---------------------------------------------------------------------------------------------------------
 
@@ -260,9 +271,9 @@ class Rank(Member):
         elif kind == "resident":
             self.residents.told(number, payload)
         elif kind == "plan":
-            self.held[number] = RankPlan(self, payload)
+            self.held[number] = self.plan_type(self, payload)
         elif kind == "reduction":
-            self.held[number] = RankReduction(self, payload)
+            self.held[number] = self.reduction_type(self, payload)
         elif kind == "lane":
             self.peers.connect(self.lanes[payload[0]], self.held[payload[1]])
         elif kind == "dump":
@@ -344,7 +355,7 @@ class Rank(Member):
         """Prepare for the user's function."""
         lane = self.lane = self.lanes[plan.look.lane]
         lane.called = plan
-        self.variables.start(plan.function, plan.look.num_slices > 1 and not plan.look.is_rowless)
+        self.variables.start(plan.function, plan.look.num_slices > 1 and not plan.look.is_rowless, lane.down)
         self.own_up[_PHASE] = _FUNCTION
 
     def end_function(self, plan: RankPlan) -> None:
@@ -427,3 +438,15 @@ class Rank(Member):
         self.variables.close()
         self.backend.close()
         self.held.clear()
+
+
+def open_rank(
+    rank: int, world_size: int, backend_name: str, device: str, control: Segment, eventfds: Sequence[int]
+) -> Rank:
+    """Open the device of a rank, and return the rank."""
+    backend = backend_module(backend_name).open_device(device)
+    if not backend.is_device:
+        return Rank(rank, world_size, backend, control, eventfds)
+    from synk._engine.rank_device import DeviceRank  # CPU workers need none of it
+
+    return DeviceRank(rank, world_size, backend, control, eventfds)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from synk._engine import wire
-from synk._engine.rank import Rank
+from synk._engine.rank import Rank, open_rank
 from synk._version import __version__
 from synk._wire.channel import Patience
 from synk._wire.control import Up
@@ -53,6 +53,7 @@ def main(sock: socket.socket, setup: dict[str, Any]) -> None:
 
     signal.signal(signal.SIGINT, on_interrupt)
     rank.reach("start.ready")
+    rank.peek = link.peek
     link.send_body(0, hello_of(rank))
     link.write(wire.REPLY.pack(0, wire.READY, 0))
     process.take_over(setup)
@@ -73,7 +74,7 @@ def _started(setup: dict[str, Any]) -> Rank:
     if setup["cpus"]:
         os.sched_setaffinity(0, setup["cpus"])  # before the array library starts its threads
     eventfds = [fds[f"event{rank}"] for rank in range(setup["world_size"])]
-    rank = Rank(setup["rank"], setup["world_size"], setup["backend"], setup["device"], control, eventfds)
+    rank = open_rank(setup["rank"], setup["world_size"], setup["backend"], setup["device"], control, eventfds)
     rank.failpoint, rank.seed = failpoint, setup["seed"]
     rank.peers.patience_s = setup["spin_s"]
     os.register_at_fork(after_in_child=rank.disown)
@@ -95,9 +96,10 @@ def _serve(rank: Rank, link: wire.Link, master_fd: int, spin_s: float) -> None:
     patience = Patience(spin_s)
     count = 0
     while True:
-        events = patience.wait(waiting)
-        if len(events) == 1 and events[0][0] != link.read_fd:
-            os.killpg(0, signal.SIGKILL)  # only the program's pidfd is ready: it is dead, and no order is left
+        if not link.ahead:
+            events = patience.wait(waiting)
+            if len(events) == 1 and events[0][0] != link.read_fd:
+                os.killpg(0, signal.SIGKILL)  # only the program's pidfd is ready: it is dead, and no order is left
         order = link.read(wire.ORDER_NBYTES)
         if len(order) < wire.ORDER_NBYTES:
             os.killpg(0, signal.SIGKILL)
