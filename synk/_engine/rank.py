@@ -65,7 +65,7 @@ class Rank(Member):
     reduction_type: type[RankReduction] = RankReduction
     replica_type: type[Replica] = Replica
 
-    peek: Callable[[], bytes] = staticmethod(bytes)
+    peek: Callable[[], bytes] = staticmethod(lambda: b"")
     """Returns the next order if it has come, and leaves it where it is."""
 
     def __init__(
@@ -292,7 +292,8 @@ class Rank(Member):
         nbytes, is_writable, is_staging, is_arena, arena, offset = described
         if arena:
             if number not in self.held:
-                self.held[number] = self.held[arena].part(number, offset, nbytes)
+                part = self.held[number] = self.held[arena].part(number, offset, nbytes)
+                self.backend.note_segment(part)
             return
         fd = fds.pop(0)
         if number in self.held:  # told twice, because a message was broken off

@@ -133,8 +133,9 @@ class DeviceReduction(RankReduction):
         rank.check_interrupt(number)
         answered = super().answer(rank, number, in_place, rows)
         backend = rank.backend
-        lane = rank.lanes[-1 - self._of_kept[0].sources[0][0]] if self._of_kept else None
-        items, places = [], []
+        lane: Any = rank.lanes[-1 - self._of_kept[0].sources[0][0]] if self._of_kept else None
+        items: list[tuple[Any, str, float | None]] = []
+        places: list[np.ndarray] = []
         for op, dtype, length, ((_, k),), at, weights in self._of_kept:
             array = lane.kept[k]
             if isinstance(array, Exception):
@@ -146,8 +147,8 @@ class DeviceReduction(RankReduction):
             items.append((array.reshape(-1), op, weights[rank.rank] / sum(weights) if is_weighted else None))
             places.append(self._result.view(at, (length,), dtype))
         if items:
-            with rank.collectives.guard():
-                blocks = rank.collectives.reduce_blocks(items)
+            with rank.by_group.guard():
+                blocks = rank.by_group.reduce_blocks(items)
             for block, place in zip(blocks, places):
                 backend.to_host(block[: place.size], place)
         backend.synchronize()
@@ -247,8 +248,8 @@ class DeviceRank(Rank):
     num_ahead = 0
     """How many arrays of the current call were brought before it began."""
 
-    collectives: NcclCollectives
-    """Those by NCCL for large outputs, while the rank is in a group."""
+    by_group: NcclCollectives
+    """The collectives by NCCL for large outputs, while the rank is in a group."""
 
     def answer(self, order: bytes, body: Any, fds: list[int]) -> Answer:
         with self.backend.running():
@@ -345,5 +346,5 @@ class DeviceRank(Rank):
         if unique_id is None:
             return {"unique_id": group.new_id()}
         library = group.join(number, unique_id)
-        self.collectives = NcclCollectives(group, self.backend)
+        self.by_group = NcclCollectives(group, self.backend)
         return {"library": library}

@@ -57,7 +57,8 @@ class Gate:
         """Inside a function: once the gate is open return how many inputs were brought before the call began."""
         from synk._wire.cell import cell
 
-        count: int = cell.worker.executor.inputs.num_ahead  # type: ignore[union-attr]
+        worker: Any = cell.worker
+        count: int = worker.num_ahead if hasattr(worker, "num_ahead") else worker.executor.inputs.num_ahead
         deadline = time.monotonic() + self.PATIENCE_S
         while not os.path.exists(self.path) and time.monotonic() < deadline:
             time.sleep(0.001)
