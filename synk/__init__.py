@@ -47,6 +47,7 @@ from synk._version import __version__
 from synk._wire.cell import cell as _cell
 from synk._wire.cell import is_worker as _is_worker
 from synk._worker.loop.program import freeze_support
+from synk.errors import ItemError
 
 # A worker imports the names of the master's half when a function first uses one: most functions use none. With ``comm``
 # it is the other way round. No process imports what few programs use before it is used.
@@ -92,6 +93,7 @@ __all__ = [  # noqa: F405
     "Data",
     "Executor",
     "Function",
+    "ItemError",
     "Op",
     "PendingCall",
     "Program",

@@ -114,6 +114,30 @@ class RemoteError(SynkError):
         self.traceback_text = traceback_text
 
 
+class ItemError(SynkError):
+    """What :func:`synk.map` gives in place of a result for an item that failed, with ``on_error="return"``.
+
+    It is an exception, so that a program can raise it; ``exception`` is then its cause.
+
+    Attributes
+    ----------
+    exception : Exception
+        What the function raised, ``WorkerDied`` or ``CallTimeout``.
+    item : int
+        The number of the item, counted from 0.
+    traceback : str
+        The worker's traceback as text; empty where the function raised nothing.
+    """
+
+    def __init__(
+        self, message: str = "", *, exception: Exception | None = None, item: int = -1, traceback: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.exception = self.__cause__ = exception
+        self.item = item
+        self.traceback = traceback
+
+
 class CallTimeout(SynkError, TimeoutError):
     """A call did not end within its ``timeout``."""
 

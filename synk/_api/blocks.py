@@ -15,7 +15,7 @@ import numpy as np
 
 from synk._api.function import Function
 from synk._master.calls.binding import bind
-from synk._master.calls.call import CallOptions
+from synk._pure.call_options import CallOptions
 from synk._pure.shards import Selection
 from synk._wire.apart import BlockValues, Silent, next_block
 

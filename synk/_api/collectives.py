@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from synk._api.current import current
-from synk._api.engine import Shared, collectives
-from synk._master.session import Session
-from synk._master.state.variable import Variable, check_owner
+from synk._api.engine import Session, Shared, Variable, collectives
+from synk._master.state.variable_value import check_owner
 from synk._pure.tracebacks import verb
 from synk._wire.cell import refuse_inside_worker
 

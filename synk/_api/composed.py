@@ -12,17 +12,16 @@ from dataclasses import replace
 from typing import Any
 
 from synk._api.blocks import call_in_blocks
+from synk._api.engine import PendingCall, Session
 from synk._api.function import Function, P, R
 from synk._api.options import Options, call_options
 from synk._api.plain import ScatteredArguments
 from synk._api.replay import recorded
 from synk._api.serial import call_serially
-from synk._master.calls.call import CallOptions
 from synk._master.calls.callee import Callee
 from synk._master.calls.signature import OPTION_NAMES
-from synk._master.flight.pending import PendingCall
 from synk._master.processes.output import report
-from synk._master.session import Session
+from synk._pure.call_options import CallOptions
 from synk._pure.nested import take_apart
 from synk._pure.tracebacks import verb
 from synk._wire.replayed import moment

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from synk._api.runtime import Runtime
 from synk._master.processes.output import report
-from synk._master.session import current_session
 from synk._pure.interrupts import deferred, waiting
 from synk._pure.tracebacks import verb
-from synk._wire.cell import cell, refuse_inside_worker
+from synk._wire.cell import cell, current_session, refuse_inside_worker
 from synk.errors import SynkError
 
 P = ParamSpec("P")

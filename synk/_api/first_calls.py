@@ -6,8 +6,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from synk._master.calls.plans import CallOptions
 from synk._master.processes.output import warn_at_users_line
+from synk._pure.call_options import CallOptions
 
 verified: weakref.WeakSet[Any] = weakref.WeakSet()
 """The sessions whose functions are verified at their first calls: those of ``synk.fork(check=True)``."""

@@ -11,23 +11,23 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
-from synk._api.engine import Callee, PendingCall, install
+from synk._api.engine import Callee, PendingCall, Session, install
 from synk._api.first_calls import Release, verifying
 from synk._api.op_check import OpCheck, hold_back
 from synk._api.options import Options, call_options, can_try_again
 from synk._api.repeat import call_repeatedly, check_repeats
 from synk._api.serial import call_serially
-from synk._master.calls.call import UNFIT, CallOptions, call_again, run_call
+from synk._master.calls.call import UNFIT, call_again, run_call
 from synk._master.calls.callee import FunctionHandle
 from synk._master.calls.signature import OPTION_NAMES
-from synk._master.session import Session, current_session
+from synk._pure.call_options import CallOptions
 from synk._pure.interrupts import holding
 from synk._pure.output_ops import DefaultOp
 from synk._pure.show import table
 from synk._pure.tracebacks import Results, outline, verb
 from synk._pure.words import Hinting
 from synk._wire.apart import FIRST
-from synk._wire.cell import refuse_inside_worker
+from synk._wire.cell import current_session, refuse_inside_worker
 
 if TYPE_CHECKING:
     from synk._api.verify import Report

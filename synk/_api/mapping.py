@@ -7,24 +7,27 @@ import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from synk._api.engine import IS_NEXT
 from synk._api.options import is_integer, name_of
 from synk._api.stream import with_progress
+from synk._engine.chunks import PoolStats, Rules
 from synk._master.calls.callee import Callee, FunctionHandle
 from synk._master.flight.chunks import check_mapped
 from synk._master.flight.item_map import ItemMap
-from synk._master.session import Session
+from synk._pure.limits import check_timeout
 from synk._pure.tracebacks import Results
 from synk._wire.cell import refuse_inside_worker
 from synk._wire.items import call_with
+from synk.errors import UnsupportedError
 
 
 def map_items(
-    session: Session,
+    session: Any,
     fn: Callable[..., Any],
     iterables: tuple[Iterable[Any], ...],
-    batch_size: int | None,
-    is_ordered: bool,
-    has_progress: bool,
+    *,
+    progress: bool = False,
+    **options: Any,
 ) -> Iterator[Any]:
     """Return an iterator over the results of ``fn`` for the items of one or more iterables; see :func:`synk.map`.
 
@@ -33,8 +36,7 @@ def map_items(
     """
     refuse_inside_worker("map")
     name = _check_function(fn)
-    if batch_size is not None and not is_integer(batch_size, 1):
-        raise ValueError(f"cannot map {name!r}: got batch_size={batch_size!r}, expected an integer above 0 or None.")
+    rules = rules_of(f"map {name!r}", **options)
     if not iterables:
         raise TypeError(f"cannot map {name!r}: got no items, expected an iterable, or one for each parameter.")
     iterators = [_iterator(name, items) for items in iterables]
@@ -46,12 +48,61 @@ def map_items(
         fn, lambda: Callee(mapped, name, outputs=None, session=session), is_spread=not is_one
     )
     check_mapped(function)
-    size = None if batch_size is None else int(batch_size)
-    results = ItemMap(session, function, iterator, size, bool(is_ordered)).results()
-    if has_progress:
+    results = ItemMap(session, function, iterator, rules.batch_size, rules.is_ordered).results()
+    if progress:
         length = min(filter(None, map(operator.length_hint, iterables)), default=0)
         results = with_progress(results, name, length)
     return Results(results, "synk.map", name)
+
+
+def numbered_results(
+    session: Any,
+    fn: Callable[..., Any],
+    pairs: Iterable[tuple[int, Any]],
+    rules: Rules,
+    *,
+    name: str,
+    is_spread: bool = False,
+    stats: PoolStats | None = None,
+) -> Iterator[tuple[int, Any]]:
+    """Yield ``(number, result)`` for ``(number, item)`` pairs, the result of a failed item as ``rules`` say.
+
+    An item's number is that in the whole map: errors name it, and it seeds the item's random numbers. An error of
+    ``pairs``, or an item that cannot be sent, comes after all results of the items before it, in any order of results.
+
+    Parameters
+    ----------
+    is_spread : bool
+        Whether an item is a tuple of arguments.
+    stats : PoolStats, optional
+        Is kept up to date.
+    """
+    raise UnsupportedError(f"cannot map {name!r} by the numbers of items: the pool is not there yet.")
+
+
+def rules_of(verb: str, **options: Any) -> Rules:
+    """Return the checked options of a map; ``verb`` is for errors."""
+    on_error, item_timeout = options.get("on_error", "raise"), options.get("item_timeout")
+    if on_error not in ("raise", "return"):
+        raise ValueError(f"cannot {verb}: got on_error={on_error!r}, expected 'raise' or 'return'.")
+    for name in ("batch_size", "max_tasks_per_worker", "max_worker_memory"):
+        value = options.get(name)
+        if value is not None and not is_integer(value, 1):
+            raise ValueError(f"cannot {verb}: got {name}={value!r}, expected an integer above 0 or None.")
+    rules = Rules(
+        batch_size=options.get("batch_size"),
+        is_ordered=bool(options.get("ordered", True)),
+        returns_errors=on_error == "return",
+        item_s=check_timeout(item_timeout),
+        max_tasks=options.get("max_tasks_per_worker"),
+        max_memory=options.get("max_worker_memory"),
+    )
+    if not IS_NEXT and rules != Rules(rules.batch_size, rules.is_ordered):
+        raise UnsupportedError(
+            f"cannot {verb}: got on_error=, item_timeout=, max_tasks_per_worker= or max_worker_memory=, which need the "
+            "new engine. Set SYNK_ENGINE=next before synk is imported."
+        )
+    return rules
 
 
 def _iterator(name: str, items: Any) -> Iterator[Any]:

@@ -10,9 +10,9 @@ from typing import Any, Literal, TypedDict
 
 import numpy as np
 
-from synk._master.calls.plans import CallOptions
 from synk._master.objects.resident import Resident
 from synk._master.objects.shared import Shared
+from synk._pure.call_options import CallOptions
 from synk._pure.limits import check_timeout
 from synk._pure.ops import REDUCE_OPS
 from synk._pure.output_ops import DEFAULT_OP, each_op
@@ -30,6 +30,18 @@ class KeptOptions(TypedDict, total=False):
     framework: Literal["torch"]
     retry: int
     per_rank: bool
+
+
+class MapOptions(TypedDict, total=False):
+    """The options of :func:`synk.map`."""
+
+    batch_size: int | None
+    ordered: bool
+    progress: bool
+    on_error: Literal["raise", "return"]
+    item_timeout: float | None
+    max_tasks_per_worker: int | None
+    max_worker_memory: int | None
 
 
 def is_integer(value: Any, least: int) -> bool:

@@ -20,13 +20,13 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from synk._api.engine import Shared
 from synk._api.plain import in_framework
 from synk._api.plain_copy import ByReference, CodePickler
 from synk._api.runs import leave_out
-from synk._master.calls.call import CallOptions
-from synk._master.objects.shared import Shared
 from synk._master.processes.output import report
 from synk._pure import files
+from synk._pure.call_options import CallOptions
 from synk._pure.generators import generator_states, restore_generators
 from synk._pure.interrupts import waiting
 from synk._pure.tracebacks import verb

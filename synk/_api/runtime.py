@@ -6,12 +6,14 @@ In one file because it is one class: everything that can be done with a runtime,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from synk._api.build import Decorator, KeepingDecorator, build_function
 from synk._api.engine import (
     Callee,
+    Profile,
     Queue,
+    Resident,
     Session,
     Shared,
     Variable,
@@ -23,15 +25,13 @@ from synk._api.engine import (
 )
 from synk._api.first_calls import verified
 from synk._api.function import Function, P
-from synk._api.options import KeptOptions, check_on_restart, entropy_of, is_integer
+from synk._api.options import KeptOptions, MapOptions, check_on_restart, entropy_of, is_integer
 from synk._master.entrance import refuse_limit
 from synk._master.objects.data import Data, make_data
-from synk._master.objects.resident import Resident
 from synk._master.processes.placement import place
 from synk._master.processes.process import Process
 from synk._master.processes.program import check_program
 from synk._master.processes.reports import stacks, where
-from synk._master.state.profile import Profile
 from synk._pure.environment import check_platform
 from synk._pure.limits import check_timeout
 from synk._pure.show import Text, table
@@ -245,10 +245,7 @@ class Runtime(Hinting):
         fn: Callable[[T], R],
         items: Iterable[T],
         /,
-        *,
-        batch_size: int | None = None,
-        ordered: bool = True,
-        progress: bool = False,
+        **options: Unpack[MapOptions],
     ) -> Iterator[R]: ...
 
     @overload
@@ -259,9 +256,7 @@ class Runtime(Hinting):
         second: Iterable[Any],
         /,
         *others: Iterable[Any],
-        batch_size: int | None = None,
-        ordered: bool = True,
-        progress: bool = False,
+        **options: Unpack[MapOptions],
     ) -> Iterator[R]: ...
 
     @verb
@@ -272,6 +267,10 @@ class Runtime(Hinting):
         batch_size: int | None = None,
         ordered: bool = True,
         progress: bool = False,
+        on_error: Literal["raise", "return"] = "raise",
+        item_timeout: float | None = None,
+        max_tasks_per_worker: int | None = None,
+        max_worker_memory: int | None = None,
     ) -> Iterator[R]:
         """Return an iterator over the results of ``fn`` for each item; see :func:`synk.map`.
 
@@ -279,7 +278,18 @@ class Runtime(Hinting):
         """
         from synk._api.mapping import map_items
 
-        return map_items(self._session, fn, iterables, batch_size, ordered, progress)
+        return map_items(
+            self._session,
+            fn,
+            iterables,
+            batch_size=batch_size,
+            ordered=ordered,
+            progress=progress,
+            on_error=on_error,
+            item_timeout=item_timeout,
+            max_tasks_per_worker=max_tasks_per_worker,
+            max_worker_memory=max_worker_memory,
+        )
 
     def _tasks(self, num_workers: int) -> Tasks:
         """Return an object that runs tasks, which are submitted one by one; for ``Executor`` and extensions."""

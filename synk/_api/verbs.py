@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from synk._api.current import current
+from synk._api.engine import Profile, Resident, Shared
 from synk._master.objects.data import Data
-from synk._master.objects.resident import Resident
-from synk._master.objects.shared import Shared
-from synk._master.state.profile import Profile
 from synk._pure.show import Text
 from synk._pure.tracebacks import verb
 from synk._version import __version__
 from synk._wire.cell import cell
 from synk.backends import BACKENDS, backend_module
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from synk._api.options import MapOptions
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -183,10 +186,7 @@ def map(
     fn: Callable[[T], R],
     items: Iterable[T],
     /,
-    *,
-    batch_size: int | None = None,
-    ordered: bool = True,
-    progress: bool = False,
+    **options: Unpack[MapOptions],
 ) -> Iterator[R]: ...
 
 
@@ -197,9 +197,7 @@ def map(
     second: Iterable[Any],
     /,
     *others: Iterable[Any],
-    batch_size: int | None = None,
-    ordered: bool = True,
-    progress: bool = False,
+    **options: Unpack[MapOptions],
 ) -> Iterator[R]: ...
 
 
@@ -210,6 +208,10 @@ def map(
     batch_size: int | None = None,
     ordered: bool = True,
     progress: bool = False,
+    on_error: Literal["raise", "return"] = "raise",
+    item_timeout: float | None = None,
+    max_tasks_per_worker: int | None = None,
+    max_worker_memory: int | None = None,
 ) -> Iterator[R]:
     """Return an iterator over the results of ``fn`` for each item. Workers get new items as they become free.
 
@@ -263,7 +265,17 @@ def map(
     ...     list(synk.map(lambda n: n * n, range(5)))
     [0, 1, 4, 9, 16]
     """
-    return current().map(fn, *iterables, batch_size=batch_size, ordered=ordered, progress=progress)
+    return current().map(
+        fn,
+        *iterables,
+        batch_size=batch_size,
+        ordered=ordered,
+        progress=progress,
+        on_error=on_error,
+        item_timeout=item_timeout,
+        max_tasks_per_worker=max_tasks_per_worker,
+        max_worker_memory=max_worker_memory,
+    )
 
 
 @verb

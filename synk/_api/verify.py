@@ -16,7 +16,7 @@ import numpy as np
 from synk._api.plain import Failed, ScatteredArguments, call_plain
 from synk._api.plain_copy import NotComparable, PlainCopy, copied
 from synk._api.runs import Runs, are_same, leave_out, outputs_of
-from synk._master.calls.call import CallOptions
+from synk._pure.call_options import CallOptions
 from synk._pure.comparison import (
     MISSING,
     SINGLE,

@@ -13,7 +13,14 @@ from typing import Any
 
 from synk._engine.things import Once
 from synk._engine.variables import Variable
+from synk._wire.control import Up
 from synk.errors import WorkerDied
+
+_COPIES = (
+    ("to the devices", "h2d", Up.H2D_NBYTES),
+    ("from the devices", "d2h", Up.D2H_NBYTES),
+    ("by pageable memory", "pageable", Up.PAGEABLE_NBYTES),
+)
 
 
 class DeviceValues:
@@ -36,6 +43,13 @@ class DeviceValues:
             session.ask(orders, f"variable {variable.name!r}", "read", session.deadline(None))
         for rank in fetched:
             variable.on_device[rank] = False
+
+    def note_copies(self, call: Any) -> None:
+        """Note in the profile what ranks have copied to their devices and back in a call."""
+        for rank in call.ranks:
+            for argument, kind, word in _COPIES:
+                if nbytes := int(call.lane.up[rank, word]):
+                    call.callee.record.add_moved(argument, kind, 1, nbytes)
 
     def restore(self) -> None:
         """Give ranks that have new workers the values of their variables if these can be restored."""

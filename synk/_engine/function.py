@@ -15,7 +15,7 @@ from synk._engine.rows import divide
 from synk._engine.session import Session
 from synk._master.calls.arguments import HELD, Argument
 from synk._master.calls.binding import _classes_in
-from synk._master.calls.plans import CallOptions
+from synk._pure.call_options import CallOptions
 from synk._pure.ops import EACH
 
 PLAIN = CallOptions()

@@ -71,7 +71,7 @@ class DeviceOutputs(RankOutputs):
         }
         rank.look_ahead()
         backend.synchronize()
-        rank.spent_ns = max(rank.spent_ns, backend.take_work_ns())  # the host has long queued it
+        rank.ended_ns = max(rank.ended_ns, rank.began_ns + backend.take_work_ns())  # the host has long queued it
         rank.note_copies(rank.lane)
 
     def _slots_of(self, result: Any, values: list[Any]) -> None:

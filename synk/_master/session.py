@@ -38,7 +38,7 @@ from synk._master.workers.workers import Workers
 from synk._pure.interrupts import deferred
 from synk._wire.cell import cell, refuse_inside_worker
 from synk._wire.memory import Segment
-from synk.errors import ClosedError, NotForkedError, ReentrancyError, SynkError, UnsupportedError
+from synk.errors import ClosedError, ReentrancyError, SynkError, UnsupportedError
 
 if TYPE_CHECKING:
     from synk._master.state.trace import Tracer
@@ -366,25 +366,6 @@ class Session(Entrance):
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else "in the program" if self.workers.is_inline else "open"
         return f"<synk.Runtime {self.world_size} x {self.backend}, {state}>"
-
-
-def current_session() -> Session:
-    """Return the session of the current runtime.
-
-    Raises
-    ------
-    NotForkedError
-        If there is none.
-    ClosedError
-        If it was closed.
-    """
-    refuse_inside_worker("use the runtime")
-    if cell.session is None:
-        if cell.last_session is not None:
-            raise ClosedError("the runtime is closed. Call synk.fork() again.") from cell.last_session.cause
-        raise NotForkedError("there is no runtime yet. Call synk.fork() first.")
-    session: Session = cell.session
-    return session
 
 
 # -- the program ends or forks ----------------------------------------------------------------------------------------

@@ -116,7 +116,10 @@ _OF_MAP = _each(
         _WORKERS: "synk.fork(num_workers): a map runs on the workers that there are",
         "unordered keeporder returnas": "ordered=False",
         "verbose desc total tqdm": "progress=True",
-        "timeout": "synk.fork(timeout=seconds)",
+        "timeout tasktimeout": "item_timeout=seconds for each item, or synk.fork(timeout=seconds)",
+        "maxtasksperchild workerlifespan": "max_tasks_per_worker=",
+        "maxmemory memorylimit": "max_worker_memory=bytes",
+        "onexception errors ignoreerrors": 'on_error="return"',
     }
 )
 _OF_FUNCTION = _each(

@@ -6,7 +6,7 @@ import contextlib
 import sys
 from typing import Any
 
-from synk.errors import ReentrancyError
+from synk.errors import ClosedError, NotForkedError, ReentrancyError
 
 WORKER_ARGUMENT = "--synk-worker"
 
@@ -76,3 +76,21 @@ def is_worker() -> bool:
     """Whether this process was started as a worker. Ask early: later the arguments are the master's."""
     arguments = getattr(sys, "argv", [])
     return arguments[1:2] == [WORKER_ARGUMENT] and (is_frozen() or arguments[0] == "-c")
+
+
+def current_session() -> Any:
+    """Return the session of the current runtime.
+
+    Raises
+    ------
+    NotForkedError
+        If there is none.
+    ClosedError
+        If it was closed.
+    """
+    refuse_inside_worker("use the runtime")
+    if cell.session is None:
+        if cell.last_session is not None:
+            raise ClosedError("the runtime is closed. Call synk.fork() again.") from cell.last_session.cause
+        raise NotForkedError("there is no runtime yet. Call synk.fork() first.")
+    return cell.session

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synk._master.calls.arguments import Argument
-from synk._master.calls.plans import CallOptions
+from synk._pure.call_options import CallOptions
 from synk._pure.ops import OPS
 from synk._pure.shards import Assignment
 from synk._wire.messages import Failure, Layout, PickledOutput

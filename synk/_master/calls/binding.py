@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 from synk._master.calls.arguments import NEW_NBYTES, NO_OBJECTS, Argument, pack_tables, pickle_objects
 from synk._master.calls.callee import Callee
 from synk._master.calls.checked import Checks
-from synk._master.calls.plans import Call, CallOptions, IndexArrays
+from synk._master.calls.plans import Call, IndexArrays
 from synk._master.session import Session
 from synk._master.state.variable import Variable
+from synk._pure.call_options import CallOptions
 from synk._pure.nested import Container, Restored
 from synk._pure.ops import EACH
 from synk._pure.output_ops import each_op

@@ -16,7 +16,7 @@ from synk._master.calls.binding import bind
 from synk._master.calls.callee import Callee
 from synk._master.calls.compiled import CompiledCall, compile_call
 from synk._master.calls.launched import Launched
-from synk._master.calls.plans import CachedPlan, Call, CallOptions
+from synk._master.calls.plans import CachedPlan, Call
 from synk._master.calls.replies import carry_out, collecting, conclude
 from synk._master.calls.staging import plan_call, stage, values_of
 from synk._master.session import Session
@@ -24,6 +24,7 @@ from synk._master.state.device_values import check_not_lost
 from synk._master.state.lanes import Lane
 from synk._master.state.resident import ResidentObject
 from synk._master.state.results import Lease
+from synk._pure.call_options import CallOptions
 from synk._pure.interrupts import holding
 from synk._wire.cell import cell
 from synk._wire.control import Down

@@ -27,8 +27,8 @@ from synk._master.session import Session
 from synk._master.state.captured import Changes, Referred, captured_in, check_captured, check_optimizers, referred_in
 from synk._master.state.ledger import Record
 from synk._master.state.repeated import Repeated
-from synk._master.state.resident import check_owner as check_owner_of_resident
-from synk._master.state.variable import check_owner
+from synk._master.state.resident_value import check_owner as check_owner_of_resident
+from synk._master.state.variable_value import check_owner
 from synk._pure.output_ops import ops_of
 
 _waiting: weakref.WeakKeyDictionary[Callee, None] = weakref.WeakKeyDictionary()  # in the order in which they were made

@@ -17,8 +17,9 @@ from synk._master.objects.data import Contents, Data
 from synk._master.objects.resident import Resident
 from synk._master.objects.shared import Shared
 from synk._master.session import Session
-from synk._master.state.resident import check_owner as check_owner_of_resident
-from synk._master.state.variable import Variable, check_owner
+from synk._master.state.resident_value import check_owner as check_owner_of_resident
+from synk._master.state.variable import Variable
+from synk._master.state.variable_value import check_owner
 from synk._pure.arrays import as_plain_array, check_shareable
 from synk._pure.dtypes import foreign_name, storage
 from synk._pure.nested import (

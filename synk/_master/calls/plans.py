@@ -19,6 +19,7 @@ from synk._master.processes.log import Log
 from synk._master.state.lanes import Lane
 from synk._master.state.ledger import Transfer
 from synk._master.state.variable import Variable
+from synk._pure.call_options import CallOptions
 from synk._pure.shards import Assignment, Selection
 from synk._wire.control import NUM_LANES
 from synk._wire.memory import Segment
@@ -174,18 +175,6 @@ class PlanCache:
         for key in [key for key, value in self.by_key.items() if value is cached]:
             del self.by_key[key]
         log.drop_held("plan", cached.plan.plan_id)
-
-
-@dataclass
-class CallOptions:
-    """The options of one call; see :class:`synk.Function`."""
-
-    batch: Any = None
-    num_slices: int = 1
-    output_subset: tuple[Any, ...] | None = None
-    timeout: float | None = None
-    num_ranks: int | None = None  # among how many ranks, the first ones, the rows are divided; None for all
-    is_submitted: bool = False
 
 
 @dataclass

@@ -10,11 +10,12 @@ import numpy as np
 from synk._master.calls.arguments import Argument, padded, pickle_nests, transfers_in
 from synk._master.calls.callee import Callee
 from synk._master.calls.launched import Launched
-from synk._master.calls.plans import CachedPlan, Call, CallOptions
+from synk._master.calls.plans import CachedPlan, Call
 from synk._master.session import Session
 from synk._master.state.lanes import Lane
 from synk._master.state.repeated import TIMED_NBYTES
 from synk._pure.arrays import copy_into
+from synk._pure.call_options import CallOptions
 from synk._pure.ranges import LINE_NBYTES
 from synk._wire.control import Down
 from synk._wire.memory import Segment

@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from typing import Any
 
-from synk._master.calls.call import CallOptions, abandon, launch, send
+from synk._master.calls.call import abandon, launch, send
 from synk._master.calls.callee import Callee
 from synk._master.calls.compiled import compile_call
 from synk._master.calls.launched import Launched
@@ -21,6 +21,7 @@ from synk._master.objects.shared import Shared
 from synk._master.session import Session
 from synk._master.state.in_flight import ChunksInFlight
 from synk._master.workers.requests import Request
+from synk._pure.call_options import CallOptions
 from synk._pure.interrupts import holding
 from synk._pure.limits import as_seconds
 from synk._pure.nested import holds

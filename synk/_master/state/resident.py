@@ -22,7 +22,7 @@ from synk._master.workers.failures import raise_failures
 from synk._master.workers.ranks import Ranks
 from synk._wire.messages import Kind, Reply
 from synk._wire.residents import NEVER, Adopt, Dump, ReportStates, Restore
-from synk.errors import ClosedError, SerializationError, add_note
+from synk.errors import SerializationError, add_note
 
 ASK_S = 5.0
 """How long idle workers may take to report, after a failed call, which state their objects have."""
@@ -281,13 +281,3 @@ def _report_of(residents: Sequence[ResidentObject]) -> ReportStates:
 def _states(replies: dict[int, Reply]) -> list[list[State | None]]:
     """Return the states that ranks have reported, by rank and object; None for an object that a rank lacks."""
     return [pickle.loads(replies[rank].body)["states"] for rank in sorted(replies)]
-
-
-def check_owner(resident: ResidentObject, residents: Residents, what: str) -> None:
-    """Raise if ``resident`` belongs to another runtime."""
-    if resident.residents is not residents:
-        if resident.residents.is_closed:
-            raise ClosedError(
-                f"cannot use {what}: the runtime of resident object {resident.name!r} was closed. Make it again."
-            )
-        raise ValueError(f"cannot use {what}: resident object {resident.name!r} belongs to another runtime.")

@@ -8,7 +8,7 @@ from typing import Any
 
 from synk._master.code.handles import HandlePickler
 from synk._wire.residents import methods_of
-from synk.errors import SerializationError, WorkerDied
+from synk.errors import ClosedError, SerializationError, WorkerDied
 
 
 class ResidentValue:
@@ -71,3 +71,13 @@ class ResidentValue:
                 f"cannot {verb}: got an object without dump and load, expected one with them, because the pickle of an "
                 "object runs code when it is loaded. Make it by synk.resident(obj, dump=..., load=...)."
             )
+
+
+def check_owner(resident: Any, residents: Any, what: str) -> None:
+    """Raise if ``resident`` belongs to another runtime."""
+    if resident.residents is not residents:
+        if resident.residents.is_closed:
+            raise ClosedError(
+                f"cannot use {what}: the runtime of resident object {resident.name!r} was closed. Make it again."
+            )
+        raise ValueError(f"cannot use {what}: resident object {resident.name!r} belongs to another runtime.")

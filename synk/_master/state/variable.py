@@ -27,7 +27,6 @@ from synk._wire.variables import (
     leaf_offsets,
     shapes_of,
 )
-from synk.errors import ClosedError
 
 
 class Variable(VariableValue):
@@ -379,13 +378,3 @@ class Variables:
         self.is_closed = True
         for variable in self.living():
             variable.close()
-
-
-def check_owner(variable: Variable, variables: Variables, what: str) -> None:
-    """Raise if ``variable`` belongs to another runtime."""
-    if variable.variables is not variables:
-        if variable.variables.is_closed:
-            raise ClosedError(
-                f"cannot use {what}: the runtime of variable {variable.name!r} was closed. Make it again."
-            )
-        raise ValueError(f"cannot use {what}: variable {variable.name!r} belongs to another runtime.")

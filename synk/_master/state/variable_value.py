@@ -13,6 +13,7 @@ from synk._pure.shards import shard_bounds
 from synk._pure.trees import describe, skeleton_of, unflatten
 from synk._wire.parcels import dumps
 from synk._wire.variables import check_value, flatten_value
+from synk.errors import ClosedError
 
 
 class VariableValue:
@@ -95,3 +96,13 @@ class VariableValue:
     def skeleton(self) -> bytes:
         """Return the pickled nesting of the value, with the position of each leaf in its place."""
         return dumps(skeleton_of(self.structure, len(self.dtypes)))
+
+
+def check_owner(variable: Any, variables: Any, what: str) -> None:
+    """Raise if ``variable`` belongs to another runtime."""
+    if variable.variables is not variables:
+        if variable.variables.is_closed:
+            raise ClosedError(
+                f"cannot use {what}: the runtime of variable {variable.name!r} was closed. Make it again."
+            )
+        raise ValueError(f"cannot use {what}: variable {variable.name!r} belongs to another runtime.")
