@@ -1,4 +1,4 @@
-"""Values of shared variables that lie on devices, as the program handles them: read, and restore after a death.
+"""Values of shared variables that lie on devices, as the program handles them: read, move, restore after a death.
 
 On CPU workers every value lies in shared memory, and this file does nothing. A value that a function has assigned on a
 device is brought to shared memory when it is read. It is lost with its worker. A replica can be restored from the other
@@ -14,6 +14,7 @@ from typing import Any
 from synk._engine.things import Once
 from synk._engine.variables import Variable
 from synk._wire.control import Up
+from synk._wire.messages import DEVICE_DTYPES
 from synk.errors import WorkerDied
 
 _COPIES = (
@@ -24,7 +25,7 @@ _COPIES = (
 
 
 class DeviceValues:
-    """Reads and restores values on devices, for the program."""
+    """Reads, moves and restores values on devices, for the program."""
 
     def __init__(self, session: Any) -> None:
         self._session = weakref.proxy(session)
@@ -43,6 +44,23 @@ class DeviceValues:
             session.ask(orders, f"variable {variable.name!r}", "read", session.deadline(None))
         for rank in fetched:
             variable.on_device[rank] = False
+
+    def collective(self, variable: Variable, kind: str, op: str = "") -> bool:
+        """Run a collective by NCCL if there are values on devices and it can. Return whether it did.
+
+        ``"broadcast"`` starts from rank 0; ``"all_gather"`` concatenates values of one shape along axis 0.
+        """
+        session = self._session
+        if not any(variable.on_device) or not session.group.is_usable():
+            return False
+        if len(set(variable.value_shapes)) > 1 or any(dtype.name not in DEVICE_DTYPES for dtype in variable.dtypes):
+            return False
+        ranks = range(session.world_size)
+        check_not_lost([variable], [0] if kind == "broadcast" else ranks, f"{kind} variable {variable.name!r}")
+        orders = {rank: Once(session, "collective", (variable.number, kind, op), [variable]) for rank in ranks}
+        told = session.ask(orders, f"variable {variable.name!r}", "collective", session.deadline(None))
+        session.commit([(variable, rank, *found) for rank, found in told.items()])
+        return True
 
     def note_copies(self, call: Any) -> None:
         """Note in the profile what ranks have copied to their devices and back in a call."""

@@ -25,6 +25,7 @@ from synk._pure.ranges import LINE_NBYTES
 from synk._wire.control import Down, Up
 from synk._wire.memory import Segment
 from synk._wire.messages import DEVICE_DTYPES, LARGE_NBYTES, Leaf
+from synk._wire.variables import Shapes, shapes_of
 
 if TYPE_CHECKING:
     from synk.cuda._collectives import NcclCollectives
@@ -202,7 +203,12 @@ class DeviceReplica(Replica):
         """Copy an assigned value to the second arrays, and to shared memory if absent ranks need it there."""
         # The value in the first arrays is not touched. The copies are only queued on the device; the rank waits for
         # them before it replies.
-        which, xp = OWN_A if self._front == OWN_B else OWN_B, self._store.backend.xp
+        which = self._spare
+        self._store_at(which, pending)
+        return super().write_back(pending) if self._is_shown() else (which + ON_DEVICE, None)
+
+    def _store_at(self, which: int, pending: Sequence[Any]) -> None:
+        xp = self._store.backend.xp
         _, targets = self._device.get(which, (-1, []))
         if [target.shape for target in targets] != [source.shape for source in pending]:
             targets = [xp.empty(source.shape, dtype=source.dtype) for source in pending]
@@ -210,7 +216,6 @@ class DeviceReplica(Replica):
             target[...] = source
         known = {self._front: self._device[self._front]} if self._front in self._device else {}
         self._device = {**known, which: (int(self._counts[which]), targets)}
-        return super().write_back(pending) if self._is_shown() else (which + ON_DEVICE, None)
 
     def note_written(self, which: int, found: Any, made: Segment | None) -> None:
         super().note_written(which % ON_DEVICE, found, made)
@@ -221,6 +226,34 @@ class DeviceReplica(Replica):
         if self._known.is_sharded or participates.all():
             return False
         return int(participates.argmax()) == self._store.rank
+
+    @property
+    def _spare(self) -> int:
+        return OWN_A if self._front == OWN_B else OWN_B
+
+    def collective(self, kind: str, op: str, by_group: NcclCollectives) -> tuple[int, Shapes]:
+        """Do this rank's part of a collective over the variable. Return where the new value lies, and its shapes."""
+        with by_group.guard():
+            if kind == "broadcast":
+                new = by_group.broadcast_all(self._broadcast_leaves(), 0)
+            else:
+                leaves = [self.keep(leaf, leaf.dtype) for leaf in self.leaves()]
+                if kind == "all_reduce":
+                    new = by_group.reduce_all([(leaf, op, None) for leaf in leaves])
+                else:
+                    new = [stack.reshape(-1, *stack.shape[2:]) for stack in by_group.gather_all(leaves)]
+        which, found = self._spare, shapes_of(new)
+        self._store_at(which, new)
+        self._store.backend.synchronize()
+        self.note_written(which, found, None)
+        return which + ON_DEVICE, found
+
+    def _broadcast_leaves(self) -> list[Any]:
+        """Return the value on rank 0, and empty arrays for it elsewhere, where the value may be lost."""
+        if self._store.rank == 0:
+            return [self.keep(leaf, leaf.dtype) for leaf in self.leaves()]
+        empty = self._store.backend.xp.empty
+        return [empty(shape, dtype=dtype) for shape, dtype in zip(self._shapes[self._front], self._known.dtypes)]
 
     def fetch(self) -> None:
         """Copy the value to its place in shared memory."""
@@ -258,6 +291,11 @@ class DeviceRank(Rank):
     def _make(self, kind: str, number: int, payload: Any, fds: list[int]) -> None:
         if kind == "fetch":
             self.held[number] = RankQuestion(lambda rank: rank.variables.get(payload[0]).fetch())
+        elif kind == "collective":
+            variable, *order = payload[0]
+            self.held[number] = RankQuestion(
+                lambda rank: rank.variables.get(variable).collective(*order, rank.by_group)
+            )
         elif kind == "join":
             self.held[number] = RankQuestion(lambda rank: rank.join(*payload[0]))
         else:

@@ -268,7 +268,8 @@ def sparse(nbytes: int) -> Segment:
 
 def broadcast(session: Any, variable: Variable, value: Any = None) -> None:
     """Give every rank ``value``, or without one the value of rank 0."""
-    variable.unite(variable.leaves(0) if value is None else variable.check(value))
+    if value is not None or not session.device_values.collective(variable, "broadcast"):
+        variable.unite(variable.leaves(0) if value is None else variable.check(value))
 
 
 def assign(session: Any, variable: Variable, value: Any) -> None:
@@ -328,12 +329,13 @@ def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 def all_gather(session: Any, variable: Variable) -> None:
     """Make every rank's value the concatenation of the values of all ranks, along axis 0."""
+    if session.device_values.collective(variable, "all_gather"):
+        return
     values = variable.all_leaves()
     variable.unite([_joined([value[leaf] for value in values]) for leaf in range(len(variable.dtypes))])
 
 
-def _reduced(session: Any, variable: Variable, op: str) -> list[np.ndarray]:
-    check_reduction(session, variable, op)  # type: ignore[arg-type]
+def _reduced(variable: Variable, op: str) -> list[np.ndarray]:
     by_rank = variable.all_leaves()
     found = []
     with np.errstate(all="ignore"):
@@ -347,12 +349,15 @@ def _reduced(session: Any, variable: Variable, op: str) -> list[np.ndarray]:
 
 def all_reduce(session: Any, variable: Variable, op: str) -> None:
     """Reduce the values of all ranks, and give the result to every rank."""
-    variable.unite(_reduced(session, variable, op))
+    check_reduction(session, variable, op)  # type: ignore[arg-type]
+    if not session.device_values.collective(variable, "all_reduce", op):
+        variable.unite(_reduced(variable, op))
 
 
 def reduce(session: Any, variable: Variable, op: str, in_place: bool) -> Any:
     """Reduce the values of all ranks into rank 0's value, or into new arrays for the caller."""
-    found = _reduced(session, variable, op)
+    check_reduction(session, variable, op)  # type: ignore[arg-type]
+    found = _reduced(variable, op)
     if in_place:
         variable.set_rank(0, found)
         return None
