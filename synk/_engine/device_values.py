@@ -59,6 +59,8 @@ class DeviceValues:
         check_not_lost([variable], [0] if kind == "broadcast" else ranks, f"{kind} variable {variable.name!r}")
         orders = {rank: Once(session, "collective", (variable.number, kind, op), [variable]) for rank in ranks}
         told = session.ask(orders, f"variable {variable.name!r}", "collective", session.deadline(None))
+        for rank, (which, found) in told.items():
+            variable.note_assigned(rank, which, found)
         session.commit([(variable, rank, *found) for rank, found in told.items()])
         return True
 

@@ -69,6 +69,7 @@ class InlineLink:
         """Do nothing: bodies are taken by their orders."""
 
     def close(self) -> None:
+        """Drop the rank and its memory: a closed runtime may be kept for long."""
         self.is_open, self._rank = False, None
 
 

@@ -23,6 +23,7 @@ from synk._wire.memory import Segment
 from synk._wire.messages import Input
 from synk._worker.call.inputs import in_framework, nested
 from synk._worker.call.slices import run_slices
+from synk._worker.failpoints import nothing
 from synk._worker.held import pages
 from synk._worker.held.plans import load_nests
 from synk.errors import SerializationError
@@ -78,8 +79,10 @@ class RankPlan:
     # -- inputs -------------------------------------------------------------------------------------------------------
 
     def _look_at(self, rank: Any) -> None:
-        """Make views of all inputs. They hold until a function keeps some of them (:meth:`leave`)."""
+        """See that there are views of all inputs. They hold until a function keeps some of them (:meth:`leave`)."""
         staging = self._staging
+        if self.bases and (staging is None or self._root is staging.buffer):
+            return
         self._root = None if staging is None else staging.buffer
         self.bases, self._watched = [], [] if self._root is None else [self._root]
         for k, each in enumerate(self.look.inputs):
@@ -204,8 +207,7 @@ class RankPlan:
 
     def answer(self, rank: Any, number: int, in_place: int, numbers: tuple[int, ...]) -> Published:
         """Run the call and publish its outputs."""
-        if not self.bases or (self._staging is not None and self._root is not self._staging.buffer):
-            self._look_at(rank)
+        self._look_at(rank)
         self._num_references = sum(map(sys.getrefcount, self._watched))
         self.rows, self._in_place = numbers, in_place
         low, high = self._rows = numbers[0], numbers[1]
@@ -215,7 +217,8 @@ class RankPlan:
             rank.changes.begin(number, rank.residents, look.changes)
         rank.check_interrupt(number)
         objects = self._load_objects(rank, in_place) if in_place else ()
-        rank.reach("call.before_function")
+        if rank.failpoint is not nothing:
+            rank.failpoint("call.before_function")
         rank.began_ns = rank.ended_ns = time.monotonic_ns()
         if self._is_plain:
             # A new view for each input: if anything refers to one after the call, the function has kept it.

@@ -111,8 +111,7 @@ class DevicePlan(RankPlan):
         """
         if self.look.num_slices > 1:  # slices bring their own
             return {}
-        if not self.bases:
-            self._look_at(rank)
+        self._look_at(rank)
         wanted = [k for k, base in enumerate(self.bases) if base is not None and self._kinds[k] != "table"]
         is_range = self.look.indices_at < 0 and numbers[3] == 1
         if is_hurried and not (is_range and all(rank.backend.is_pinned(self.bases[k]) for k in wanted)):

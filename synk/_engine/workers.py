@@ -9,6 +9,7 @@ one file because sending, hearing and recovery must be read together.
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import math
 import pickle
@@ -36,7 +37,7 @@ from synk._wire.logs import levels
 from synk._wire.memory import Segment
 from synk._wire.parcels import dumps
 from synk._wire.settings import Reader
-from synk.errors import CallCancelled, CallTimeout, ClosedError, StartupError, WorkerDied
+from synk.errors import CallCancelled, CallTimeout, ClosedError, StartupError, SynkError, WorkerDied
 
 GRACE_S = 2.0
 START_TIMEOUT_S = 120.0
@@ -69,7 +70,7 @@ class Owed:
         self.began = time.monotonic()
 
     def end(self, error: BaseException) -> None:
-        """Take note of the error with which it has ended, together with all others in flight."""
+        """Take note of the error with which it has ended."""
 
     def release_peers(self) -> None:
         """Have ranks that wait for one that could not begin give up."""
@@ -140,10 +141,7 @@ class Workers:
         """Begin an operation. Afterwards every rank is idle or in calls of ``flight``, and alive as far as is known."""
         if not self.is_sure or self.redo is not None:
             self.recover(CallCancelled("the call was ended: an operation before it was broken off. Call it again."))
-        if not self.is_inline and (events := self.processes.events()):
-            self.is_sure = False  # a reply that is read and not filed is lost
-            self.take_in(events)
-            self.is_sure = True
+        self.listen()
         while not self.all_ready:
             if self.has_dead:
                 self._replace()
@@ -226,6 +224,13 @@ class Workers:
 
     # -- hearing ------------------------------------------------------------------------------------------------------
 
+    def listen(self) -> None:
+        """Take in the replies that are there."""
+        if not self.is_inline and (events := self.processes.events()):
+            self.is_sure = False  # a reply that is read and not filed is lost
+            self.take_in(events)
+            self.is_sure = True
+
     def wait(self, owed: Owed, until: float | None = None) -> bool:
         """Take in replies until nobody owes ``owed`` one. Return False if ``until`` came first.
 
@@ -274,7 +279,7 @@ class Workers:
         if urgent is owed:
             raise error
         urgent.end(error)
-        raise CallCancelled(f"the call of {owed.what} was ended together with another: {error} Submit it again.")
+        raise ended_with(owed.what, error)
 
     def take_in(self, events: Sequence[tuple[int, int]]) -> None:
         """File the replies that are there, then note deaths: a reply that came before a death counts."""
@@ -373,7 +378,7 @@ class Workers:
         ranks = {rank for each in in_flight for rank in each.ranks}
         doubtful = [self.by_rank[rank] for rank in sorted(ranks) if not self.by_rank[rank].is_dead]
         for each in in_flight:
-            each.end(error)
+            each.end(ended_with(each.what, error))
         if self.is_inline:
             self.by_rank[0].process.link.reset()
         elif doubtful and not self.processes.is_closed:
@@ -603,6 +608,18 @@ class Workers:
 def interrupted() -> CallCancelled:
     """Return the error of a call that was interrupted."""
     return CallCancelled("the call was ended by Runtime.interrupt(). Call it again.")
+
+
+def ended_with(what: str, error: BaseException) -> BaseException:
+    """Return the error of a call that ``error`` has ended together with others."""
+    if isinstance(error, CallCancelled) and error.__cause__ is not None:
+        error = error.__cause__  # what has ended the other call, too
+    elif isinstance(error, (WorkerDied, ClosedError, CallCancelled)):
+        return copy.copy(error)
+    why = f"together with another: {error}" if isinstance(error, SynkError) else "by an interrupt."
+    cancelled = CallCancelled(f"the call of {what} was ended {why} Submit it again.")
+    cancelled.__cause__ = error if isinstance(error, Exception) else None
+    return cancelled
 
 
 def own_versions() -> dict[str, str]:
