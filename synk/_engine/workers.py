@@ -161,6 +161,8 @@ class Workers:
     ) -> None:
         """Send an order to a rank, and with it whatever the rank lacks. ``thing`` is told with all that it needs."""
         worker = self.by_rank[rank]
+        if worker.is_dead:  # it has died since the operation began: the wait says so
+            return
         has_news = (
             not worker.known.issuperset(numbers)
             or worker.parcels_state != self.parcels.state

@@ -132,6 +132,22 @@ def test_inputs_that_a_function_keeps_for_the_next_call(gpu: Any, gate: Gate) ->
     assert results == [0.0, *(10.0 * k for k in range(11))]
 
 
+def test_inputs_that_are_brought_ahead_after_a_function_kept_some(gpu: Any, gate: Gate) -> None:
+    """What it keeps of its objects stays as it is; the calls behind it read other memory."""
+    rt, kept = gpu.reused(2), []
+    f = reader(rt, gate)
+    keep = rt.function(lambda x, held: kept.append(held["names"]), bcast_inputs="held", outputs=None)
+    names = np.array(["a", "b"])
+    for _ in range(3):
+        results = gate.submit((f, (np.full((10, 4), float(k)), np.float64(1.0)), {}) for k in range(6))
+        assert [got[0] for got, _ in results] == [10.0 * k for k in range(6)]
+        for call in [keep.submit(np.ones(2), {"names": names}) for _ in range(3)]:
+            call.result()
+    assert (
+        rt.function(lambda: [each.tolist() for each in kept], outputs=None, per_rank=True)() == [[["a", "b"]] * 9] * 2
+    )
+
+
 def test_large_outputs_that_a_function_changes_in_place(gpu: Any) -> None:
     """On the device and on the host: each call returns what it computed, not what a later one made of it."""
     rt = gpu.reused(2)
