@@ -51,7 +51,7 @@ class DeviceValues:
         ``"broadcast"`` starts from rank 0; ``"all_gather"`` concatenates values of one shape along axis 0.
         """
         session = self._session
-        if not any(variable.on_device) or not session.group.is_usable():
+        if not any(variable.on_device) or not session.nccl.is_usable():
             return False
         if len(set(variable.value_shapes)) > 1 or any(dtype.name not in DEVICE_DTYPES for dtype in variable.dtypes):
             return False

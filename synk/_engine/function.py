@@ -7,7 +7,6 @@ from typing import Any
 
 from synk._engine.arguments import classified, look
 from synk._engine.captures import Callee
-from synk._engine.device_values import check_not_lost
 from synk._engine.engine import Call, room_for_objects
 from synk._engine.pending import PendingCall
 from synk._engine.plan import Plan, found_plan, keep, packed_tables, pickled
@@ -68,7 +67,7 @@ def _begin(
         try:
             deadline = session.deadline(options.timeout)
             session.enter_call(verb, deadline)
-            made = _sent(session, callee, tuple(args), kwargs, options, deadline, started_ns, is_submitted)
+            made = _sent(session, callee, verb, tuple(args), kwargs, options, deadline, started_ns, is_submitted)
             if not is_submitted or session.is_inline:
                 session.settle_to(made)
         except BaseException as error:
@@ -81,6 +80,7 @@ def _begin(
 def _sent(
     session: Session,
     callee: Callee,
+    verb: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     options: CallOptions,
@@ -94,8 +94,10 @@ def _sent(
     face, values, arguments = look(callee, args, kwargs, session, is_submitted)
     callee.load(session, deadline)
     if session.flight and _uses_state(callee, arguments):
-        session.settle_state()  # what comes next depends on whether the calls before are committed
-    lane = session.next_lane()
+        session.settle_state(verb, deadline)  # what comes next depends on whether the calls before are committed
+    lane = session.next_lane(verb, deadline)
+    if session.has_dead:  # a call before has ended with a death
+        session.enter_call(verb, deadline)
     key = lane.index, face, options.num_slices, options.output_subset
     plan = before = found_plan(session, callee, key)
     objects: list[Any] | None = None
@@ -117,8 +119,6 @@ def _sent(
         session.residents.bring_into_line(residents)
         for resident in residents:
             resident.check(f"call {callee.name!r}")
-    if session.has_devices:
-        check_not_lost(plan.variables, range(session.world_size), f"call {callee.name!r}")
     made = Call(session, callee, plan, values, division, objects, deadline, started_ns)
     refused = session.after_failed_step(callee) if is_submitted and plan.changes else None
     if refused is None:

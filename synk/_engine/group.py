@@ -21,6 +21,9 @@ logger = logging.getLogger("synk")
 
 _NO_PEERS = "NCCL_P2P_DISABLE"
 
+GRACE_S = 5.0
+"""How long a rank may take to abort a collective on its device. One that is killed loses the values there."""
+
 JOIN_TIMEOUT_S = 120.0
 """For all ranks together. Each has limits of its own; this one is for a rank that sticks in the driver."""
 

@@ -20,6 +20,7 @@ from synk._engine.rank_lane import RankLane
 from synk._engine.rank_outputs import RankReduction
 from synk._engine.rank_residents import Changes, RankResidents
 from synk._engine.rank_variables import Replica, VariableStore
+from synk._pure.environment import merged
 from synk._wire.cell import cell
 from synk._wire.control import NUM_LANES, Down, Phase, Up
 from synk._wire.logs import set_levels
@@ -77,6 +78,8 @@ class Rank(Member):
         backend: Backend,
         control: Segment,
         eventfds: Sequence[int],
+        nodes: Sequence[int] = (),
+        host: str = "",
     ) -> None:
         self.rank, self.world_size, self.device = rank, world_size, backend.device
         self.first_rank, self.total_ranks = 0, world_size
@@ -93,7 +96,15 @@ class Rank(Member):
         self.variables = VariableStore(rank, self.down, self.backend, self.replica_type)
         self.residents = RankResidents()
         self.settings = Settings()
-        self.peers = Peers(rank, world_size, self.backend, self.down, self.up, eventfds)
+        of_all = rank, world_size, self.backend, self.down, self.up, eventfds
+        self.has_other_nodes = len(nodes) > 1
+        if self.has_other_nodes:
+            from synk._engine.rank_nodes import FarPeers  # ranks of one machine need no wires
+
+            self.peers: Peers = FarPeers(nodes, host, *of_all)
+        else:
+            self.peers = Peers(*of_all)
+        self.own_path: list[str] = []  # on another machine than the program's, where imports find what is there
         self.slots: dict[int, Segment] = {}
         self.told_slots: dict[int, Segment] = {}
         self.changes = Changes()
@@ -224,7 +235,8 @@ class Rank(Member):
         for each in forgets:
             self._forget(*each)
         if search_path is not None:
-            sys.path[:], told_levels = search_path
+            wanted, told_levels = search_path
+            sys.path[:] = merged(wanted, self.own_path) if self.own_path else wanted
             set_levels(told_levels)
         self.check_interrupt(number)
         try:
@@ -265,7 +277,7 @@ class Rank(Member):
         payload, num_fds = payload
         own = [fds.pop(0) for _ in range(num_fds)]
         if kind == "variable":
-            self.variables.told(number, payload, own)
+            self.variables.told(number, payload, self.held, own)
         elif kind == "resident":
             self.residents.told(number, payload)
         elif kind == "plan":
@@ -281,6 +293,8 @@ class Rank(Member):
                     dumps(rank.residents.get(resident).value) if is_whole else rank.residents.get(resident).state()
                 )
             )
+        elif kind == "wires":
+            self.held[number] = RankQuestion(lambda rank: rank.peers.wire(payload))
         elif kind == "outcomes":
             self.held[number] = RankQuestion(lambda rank: rank.changes.outcomes(payload))
         elif kind == "prepare":
@@ -410,8 +424,6 @@ class Rank(Member):
     def number(self) -> int:
         return self.rank
 
-    has_other_nodes = False
-
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that ``synk.comm`` counts: those of the current call or, outside of one and in a map, all."""
@@ -439,12 +451,19 @@ class Rank(Member):
 
 
 def open_rank(
-    rank: int, world_size: int, backend_name: str, device: str, control: Segment, eventfds: Sequence[int]
+    rank: int,
+    world_size: int,
+    backend_name: str,
+    device: str,
+    control: Segment,
+    eventfds: Sequence[int],
+    nodes: Sequence[int] = (),
+    host: str = "",
 ) -> Rank:
     """Open the device of a rank, and return the rank."""
     backend = backend_module(backend_name).open_device(device)
     if not backend.is_device:
-        return Rank(rank, world_size, backend, control, eventfds)
+        return Rank(rank, world_size, backend, control, eventfds, nodes, host)
     from synk._engine.rank_device import DeviceRank  # CPU workers need none of it
 
-    return DeviceRank(rank, world_size, backend, control, eventfds)
+    return DeviceRank(rank, world_size, backend, control, eventfds, nodes, host)

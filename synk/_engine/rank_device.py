@@ -26,6 +26,7 @@ from synk._wire.control import Down, Up
 from synk._wire.memory import Segment
 from synk._wire.messages import DEVICE_DTYPES, LARGE_NBYTES, Leaf
 from synk._wire.variables import Shapes, shapes_of
+from synk.backends import Backend
 
 if TYPE_CHECKING:
     from synk.cuda._collectives import NcclCollectives
@@ -58,7 +59,7 @@ class DeviceOutputs(RankOutputs):
 
     @staticmethod
     def _is_kept(rank: Any, leaf: Leaf, op: Any) -> bool:
-        if leaf.dtype is None or leaf.nbytes < LARGE_NBYTES:
+        if leaf.dtype is None or leaf.nbytes < LARGE_NBYTES or rank.is_far:
             return False
         return not isinstance(op, Reduction) or (rank.lane.has_group and leaf.dtype.name in DEVICE_DTYPES)
 
@@ -271,6 +272,15 @@ class DeviceReplica(Replica):
         self._parts = []
 
 
+class FarReplica(DeviceReplica):
+    """One variable on a rank of another node, which the program cannot ask: a new value is in shared memory, too."""
+
+    __slots__ = ()
+
+    def _is_shown(self) -> bool:
+        return True
+
+
 class DeviceRank(Rank):
     """A rank whose arrays lie in the memory of a device."""
 
@@ -282,6 +292,21 @@ class DeviceRank(Rank):
 
     by_group: NcclCollectives
     """The collectives by NCCL for large outputs, while the rank is in a group."""
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        backend: Backend,
+        control: Segment,
+        eventfds: Sequence[int],
+        nodes: Sequence[int] = (),
+        host: str = "",
+    ) -> None:
+        self.is_far = bool(nodes)
+        if self.is_far:
+            self.replica_type = FarReplica
+        super().__init__(rank, world_size, backend, control, eventfds, nodes, host)
 
     def answer(self, order: bytes, body: Any, fds: list[int]) -> Answer:
         with self.backend.running():

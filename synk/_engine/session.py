@@ -21,6 +21,7 @@ import numpy as np
 from synk._engine.captures import ON_RESTART, distribute
 from synk._engine.device_values import DeviceValues
 from synk._engine.engine import Engine
+from synk._engine.group import GRACE_S as NCCL_GRACE_S
 from synk._engine.group import Group
 from synk._engine.processes import Processes
 from synk._engine.profile import Profile
@@ -65,7 +66,7 @@ class Memory:
             orphans.close_all()
         while self.released:
             self._engine.free(self.released.popleft())
-        self.arenas.sweep()
+            self.arenas.sweep()  # which may release memory that nothing lies in any more
 
     def lease_result(self, nbytes: int) -> Lease:
         """Lease a buffer for large results."""
@@ -131,6 +132,7 @@ class Session(Entrance, Engine):
 
     nodes: Any = None
     has_shared_memory = True
+    processes_type = Processes
 
     def __init__(
         self,
@@ -153,8 +155,10 @@ class Session(Entrance, Engine):
         self._lock = threading.RLock()
         self.profile = Profile()
         self.guests: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
-        self.group = Group(self, self.assignment.can_use_nccl)
-        processes = Processes(placement, process_type=process_type, seed=seed)
+        self.nccl = self.group = Group(self, self.assignment.can_use_nccl)
+        if self.assignment.can_use_nccl:
+            self.grace_s = NCCL_GRACE_S
+        processes = self.processes_type(placement, process_type=process_type, seed=seed)
         counters = dict.fromkeys(_COUNTERS, 0)
         super().__init__(processes, max_restarts=max_restarts, counters=counters, on_restart=on_restart)
         self.memory = Memory(self)
@@ -207,7 +211,7 @@ class Session(Entrance, Engine):
         if not self.flight:
             self.is_interrupted = False
         self.settle_torn()
-        self.settle_all()
+        self.settle_first(self.calls(), verb, deadline)
         self.enter_call(verb, deadline)
 
     def enter_call(self, verb: str, deadline: float | None) -> None:
@@ -221,7 +225,7 @@ class Session(Entrance, Engine):
             self.is_interrupted = False
             self._free_dropped()
         if self.has_devices:
-            self.group.prepare(deadline)
+            self.nccl.prepare(deadline)
             self.device_values.restore()
         if self.functions.on_restart is not None:
             self._prepare_restarted(deadline)
@@ -272,6 +276,7 @@ class Session(Entrance, Engine):
         if self.functions.dropped:
             self.settle_unsettled()
             self.functions.free_dropped()
+            self.note_drops()  # of what only they referred to
 
     # -- restarts -----------------------------------------------------------------------------------------------------
 

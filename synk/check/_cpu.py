@@ -130,7 +130,7 @@ def deaths(rt: synk.Runtime, body: Callable[[Any], Any]) -> tuple[Figure, Figure
     except synk.errors.WorkerDied:
         told_s = time.perf_counter() - began
     again_s = seconds_of(lambda: require(rt.function(total, outputs="sum")(x) == len(x), "the next sum is wrong"))
-    return Figure("the error comes after", told_s, "s", 1.5), Figure("the next call takes", again_s, "s", 20.0)
+    return Figure("the error comes after", told_s, "s", 4.0), Figure("the next call takes", again_s, "s", 20.0)
 
 
 def recovery() -> Found:

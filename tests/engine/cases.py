@@ -123,6 +123,24 @@ class Picky:
         self.__dict__.update(state)
 
 
+def test_values_that_the_program_sets_after_a_failed_call_have_their_own_shape(rt: Any) -> None:
+    """A rank has written a longer value into the place in which the next one comes to lie."""
+    w = rt.shared(np.zeros(3))
+
+    def append(x: Any) -> float:
+        w.value = np.concatenate([w.value, x])
+        if synk.comm.rank == 1 and x[0] < 0:
+            raise ValueError("refused")
+        return 0.0
+
+    f = rt.function(append, outputs="sum")
+    with pytest.raises(ValueError, match="refused"):
+        f(np.full(2, -7.0))
+    w[0], w[1] = np.ones(3), np.ones(3)
+    f(np.arange(2.0))
+    assert [w[rank].tolist() for rank in range(2)] == [[1, 1, 1, 0], [1, 1, 1, 1]]
+
+
 def test_a_function_that_one_rank_cannot_load_while_the_other_waits_for_it(rt: Any) -> None:
     picky = Picky()
 
