@@ -115,7 +115,7 @@ class Variable(VariableValue, Thing):
         step = round_up(max(nbytes, 1), PAGE_NBYTES)
         first = round_up(world_size * LINE_NBYTES, PAGE_NBYTES)
         total = first + (2 + 2 * world_size) * step
-        if total <= SMALL_NBYTES:
+        if total <= SMALL_NBYTES and variables.engine.has_shared_memory:
             self.memory = variables.engine.memory.arenas.create(total, is_worker_writable=True)
         else:  # reserved in pieces: most places are never written
             self.memory = sparse(total)
