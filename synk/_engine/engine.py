@@ -18,6 +18,7 @@ import numpy as np
 
 from synk._engine import wire
 from synk._engine.captures import Functions
+from synk._engine.device_values import check_not_lost
 from synk._engine.lanes import Joint, Lane
 from synk._engine.layout import News
 from synk._engine.outputs import Outputs
@@ -96,6 +97,9 @@ class Call(Owed):
             numbers = numbers | self._destination.known
         number = self.number = next(engine.numbers)
         lane.show(division, number)
+        if engine.has_devices:
+            check_not_lost(plan.variables, range(engine.world_size), f"call {self.callee.name!r}")
+            engine.nccl.announce(lane, len(division.ranks))
         engine.counters["calls"] += 1
         engine.is_sure = False
         lane.call = engine.flight[number] = self  # before anything is sent: from here on ``recover`` knows of it
@@ -116,7 +120,7 @@ class Call(Owed):
         engine, division = self._engine, self.division
         if not outputs.can_be_placed or outputs.rows != division.rows or not outputs.fits(division.ranks):
             return False
-        if not engine.has_shared_memory:
+        if not engine.has_shared_memory or engine.has_devices:
             return False
         self._lease = engine.memory.lease_result(outputs.result_nbytes)
         self._destination = outputs.destination(engine, self.plan.number, self._lease.segment)
@@ -223,8 +227,7 @@ class Call(Owed):
         if outputs is None or not outputs.fits(self.ranks):
             callee, ranks = self.callee, list(self.ranks)
             layouts = [plan.layouts[rank] for rank in ranks]
-            slots = self.lane.slots
-            outputs = Outputs(callee.name, callee.ops, plan.subset, ranks, layouts, slots, engine.world_size)
+            outputs = Outputs(callee.name, callee.ops, plan.subset, ranks, layouts, self.lane, engine.world_size)
             outputs.rows, plan.outputs = self.division.rows, outputs
         if self.division.unequal and outputs.has_weights:
             raise ValueError(self.division.unequal)
@@ -271,6 +274,8 @@ class Call(Owed):
         nbytes = plan.outputs.nbytes + sum(len(each) for news in self._news.values() for _, each in news)
         moved = plan.transfers(self._varying, nbytes)
         self.callee.record.add(moved, self.division.count, self.replies, time.monotonic_ns() - self.started_ns)
+        if engine.has_devices:
+            engine.device_values.note_copies(self)
         self.has_ended = True
         if engine.tracer is not None:
             engine.tracer.note(self)
@@ -336,6 +341,9 @@ class Engine(Workers):
 
     memory: Any
     joint_type = Joint
+    nccl: Any
+    device_values: Any
+    has_devices: bool
     tracer: Any = None
 
     def __init__(self, processes: Any, *, max_restarts: int, counters: dict[str, int], on_restart: Any) -> None:
@@ -407,6 +415,7 @@ class Engine(Workers):
             old.close()
 
     def on_trouble(self) -> None:
+        self.nccl.break_up()
         for lane in self.lanes:
             lane.abort()
 
