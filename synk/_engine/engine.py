@@ -340,6 +340,7 @@ class Engine(Workers):
     """The workers, the lanes, and what they share: one operation at a time."""
 
     memory: Any
+    has_shared_memory: bool
     joint_type = Joint
     nccl: Any
     device_values: Any

@@ -44,7 +44,7 @@ _IDLE, _FUNCTION, _PUBLISHING, _LOADING = (
 )
 _BEFORE_PARCELS = ("memory", "variable", "resident")
 
-_QUESTIONS: dict[str, Callable[[Rank, Any], Any]] = {
+_QUESTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "dump": lambda rank, asked: rank.dumped(*asked),
     "wires": lambda rank, wires: rank.peers.wire(wires),
     "outcomes": lambda rank, number: rank.changes.outcomes(number),

@@ -184,7 +184,7 @@ class RankDestination:
                 {id(views[k]): leaves[k].view(self._memory, at) for k, at in self._places}
             )
             self._of = outputs._slots
-        return self._moved  # type: ignore[no-any-return]
+        return self._moved
 
     def bring_back(self, rank: Any) -> None:
         """Copy the outputs of the last call into the slot, as other ranks have theirs there."""
