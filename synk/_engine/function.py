@@ -23,6 +23,8 @@ PLAIN = CallOptions()
 def run(function: Any, args: Any, kwargs: dict[str, Any], options: CallOptions, was_compared: bool = False) -> Any:
     """Run a call and return its result: what ``Function._run`` does, for calls and for what is made of calls."""
     made = _begin(function, function._verb, args, kwargs, options, is_submitted=False)
+    if made.error is not None and _can_try_again(made.error):
+        made = _begin(function, function._verb, args, kwargs, options, is_submitted=False)
     error = made.error
     if error is None:
         return made.value
@@ -30,6 +32,14 @@ def run(function: Any, args: Any, kwargs: dict[str, Any], options: CallOptions, 
         raise error
     finally:
         del made, error
+
+
+def _can_try_again(error: BaseException) -> bool:
+    """Whether a call that failed is run once more: memory ran out on a device, and the call has left nothing behind.
+
+    The libraries on the device have given back by then what they held and did not use; see ``Backend.recover``.
+    """
+    return bool(getattr(error, "is_of_device", False) and getattr(error, "_is_put_back", True))
 
 
 def submit(
@@ -57,7 +67,7 @@ def _begin(
         try:
             deadline = session.deadline(options.timeout)
             session.enter_call(verb, deadline)
-            made = _sent(session, callee, tuple(args), kwargs, options, deadline, started_ns, is_submitted)
+            made = _sent(session, callee, verb, tuple(args), kwargs, options, deadline, started_ns, is_submitted)
             if not is_submitted or session.is_inline:
                 session.settle_to(made)
         except BaseException as error:
@@ -70,6 +80,7 @@ def _begin(
 def _sent(
     session: Session,
     callee: Callee,
+    verb: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     options: CallOptions,
@@ -83,8 +94,10 @@ def _sent(
     face, values, arguments = look(callee, args, kwargs, session, is_submitted)
     callee.load(session, deadline)
     if session.flight and _uses_state(callee, arguments):
-        session.settle_state()  # what comes next depends on whether the calls before are committed
-    lane = session.next_lane()
+        session.settle_state(verb, deadline)  # what comes next depends on whether the calls before are committed
+    lane = session.next_lane(verb, deadline)
+    if session.has_dead:  # a call before has ended with a death
+        session.enter_call(verb, deadline)
     key = lane.index, face, options.num_slices, options.output_subset
     plan = before = found_plan(session, callee, key)
     objects: list[Any] | None = None

@@ -79,7 +79,11 @@ class Owed:
 class Workers:
     """All ranks: one operation on them at a time."""
 
+    grace_s = GRACE_S
+    """How long ranks that are interrupted may take to answer."""
+
     def __init__(self, processes: Processes, *, max_restarts: int, counters: dict[str, int]) -> None:
+        self._stuck_after_s = stuck_after_s()  # first, for it may be refused
         self.processes = processes
         self.by_rank = processes.by_rank
         self.is_inline = processes.is_inline
@@ -100,6 +104,7 @@ class Workers:
         self.all_ready = False
         self.restarts: deque[float] = deque()
         self._refs: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self.parts: dict[int, Segment] = {}  # by variable, its place in memory that it shares with others
         self.dropped: deque[weakref.ref[Any]] = deque()  # filled in C: no handler of a signal can break that off
         self._reports = DeathReports(processes)  # type: ignore[arg-type]
         self._unreported: dict[int, str] = {}
@@ -107,7 +112,6 @@ class Workers:
         self._last_death: WorkerDied | None = None
         self._signs: dict[int, tuple[int, float]] = {}  # by pid: signs of life, and when they were seen to change
         self._once_stuck: set[int] = set()  # ranks whose process replaces one that got stuck while it started
-        self._stuck_after_s = stuck_after_s()
 
     # -- things -------------------------------------------------------------------------------------------------------
 
@@ -120,7 +124,10 @@ class Workers:
         """Have the ranks forget the things that have gone. Nothing that refers to them will be sent any more."""
         while self.dropped:
             reference = self.dropped[0]
-            self.forget(self._refs.get(id(reference), (None, 0))[1])
+            number = self._refs.get(id(reference), (None, 0))[1]
+            self.forget(number)
+            if number in self.parts:  # another variable may lie there from now on
+                self.forget(self.parts.pop(number).id)
             self._refs.pop(id(reference), None)
             self.dropped.popleft()
 
@@ -161,10 +168,19 @@ class Workers:
     # -- sending ------------------------------------------------------------------------------------------------------
 
     def send(
-        self, owed: Owed, rank: int, plan: int, in_place: int, rows: bytes, thing: Thing | None, numbers: Iterable[int]
+        self,
+        owed: Owed,
+        rank: int,
+        plan: int,
+        in_place: int,
+        rows: bytes,
+        things: Sequence[Thing],
+        numbers: Iterable[int],
     ) -> None:
-        """Send an order to a rank, and with it whatever the rank lacks. ``thing`` is told with all that it needs."""
+        """Send an order to a rank, and with it whatever the rank lacks. ``things`` are told with all they need."""
         worker = self.by_rank[rank]
+        if worker.is_dead:  # the wait for its reply finds that
+            return
         has_news = (
             not worker.known.issuperset(numbers)
             or worker.parcels_state != self.parcels.state
@@ -176,7 +192,7 @@ class Workers:
             order = wire.ORDER.pack(owed.number, plan, worker.committed, self.ended, in_place, 0)
             worker.link.write(order + rows)
             return
-        content, segments, told = self._news(worker, thing)
+        content, segments, told = self._news(worker, things)
         owed.news[rank] = told, {parcel[0] for parcel in content[1]}, content[0]
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the wait finds the death
             self.counters["bytes_down"] += worker.link.send_body(owed.number, content, segments)
@@ -187,7 +203,7 @@ class Workers:
         worker.forgets = []
         worker.parcels_state, worker.settings_state = self.parcels.state, self.settings_state
 
-    def _news(self, worker: Worker, thing: Thing | None) -> tuple[Any, list[Segment], set[int]]:
+    def _news(self, worker: Worker, things: Sequence[Thing]) -> tuple[Any, list[Segment], set[int]]:
         """Return what a rank lacks, in an order in which each thing finds what it needs."""
         items: list[tuple[str, int, Any]] = []
         segments: list[Segment] = []
@@ -218,8 +234,8 @@ class Workers:
         lacking, of_parcels, referred = self.parcels.lacking(worker)
         for each in (*of_parcels, *referred):
             tell(each)
-        if thing is not None:
-            tell(thing)
+        for each in things:
+            tell(each)
         settings = None
         if worker.settings_state != self.settings_state and self.settings_values is not None:
             settings = dumps(dict(zip(self.settings.names, self.settings_values)))
@@ -410,7 +426,7 @@ class Workers:
         sync = next(self.numbers)
         self.on_trouble()
         num_interrupts = 0
-        end = time.monotonic() + GRACE_S
+        end = time.monotonic() + self.grace_s
 
         def on_interrupt() -> None:
             nonlocal end, num_interrupts
@@ -426,7 +442,7 @@ class Workers:
                 order = wire.ORDER.pack(sync, wire.SYNC, worker.committed, self.ended, 0, 0)
                 worker.link.write(order + wire.NO_ROWS)
                 silent[worker.rank] = worker
-            repeat_at = time.monotonic() + GRACE_S / 2
+            repeat_at = time.monotonic() + self.grace_s / 2
             while silent and (left := end - time.monotonic()) > 0:
                 events = self.processes.wait(min(left, max(repeat_at - time.monotonic(), 0.001)), awake=False)
                 replied, ended, is_woken = self.processes.sort(events)
@@ -634,6 +650,7 @@ class Workers:
     def close_things(self) -> None:
         self.flight.clear()
         self._refs.clear()
+        self.parts.clear()
         self.dropped.clear()
         orphans.close_all()
 
