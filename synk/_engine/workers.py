@@ -262,7 +262,7 @@ class Workers:
             if self.is_inline:
                 self._file(self.by_rank[0])
                 continue
-            if self.has_dead and any(self.by_rank[rank].is_dead for rank in owed.pending):
+            if self.has_dead and any(self.by_rank[rank].is_dead for rank in self.needed(owed)):
                 raise self._deaths(owed)
             urgent = owed
             if len(self.flight) > 1:
@@ -290,6 +290,10 @@ class Workers:
             [self.by_rank[rank] for rank in sorted({rank for each in self.flight.values() for rank in each.ranks})]
         )
         return self.died(sorted(rank for rank in owed.pending if self.by_rank[rank].is_dead), owed)
+
+    def needed(self, owed: Owed) -> Iterable[int]:
+        """Return the ranks without which a message does not end well."""
+        return owed.pending
 
     def _late(self, owed: Owed, urgent: Owed) -> NoReturn:
         ranks = self.processes.placement.among_all(sorted(urgent.pending))

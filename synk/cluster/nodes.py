@@ -371,7 +371,7 @@ class Node:
         self.processes.unwatch_node(self)
         self.exit_text = self.process.reap()
         for process in list(self.living.values()):
-            process.ended(self.exit_text, self.process.stderr_since(0.0))
+            process.ended(f"node {self.index} ({self.exit_text})", self.process.stderr_since(0.0))
             self.processes.ended.add(process)
 
     def _of(self, rank: int, start: int) -> RankOfNode | None:

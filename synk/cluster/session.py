@@ -11,7 +11,7 @@ because a message may have been left half sent.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -213,6 +213,10 @@ class NodeSession(Session):
         if len(workers) == self.world_size:  # nodes may go to other machines, too
             self.processes.end_nodes()
         super().start_again(workers)
+
+    def needed(self, owed: Owed) -> Iterable[int]:
+        """Return all ranks of a call: one that has answered may have taken its last words to other nodes along."""
+        return owed.ranks
 
     def _file(self, worker: Worker) -> bool:
         """File a reply. When a rank has failed, the others get a little time to end by themselves."""
