@@ -64,6 +64,9 @@ class Rank(Member):
         The number of the order whose user code runs: only that may be interrupted.
     """
 
+    interrupts: type[BaseException] = Interrupted
+    """What ends a call: in a rank that is played by the program itself, every Ctrl-C."""
+
     def __init__(
         self,
         rank: int,
@@ -132,7 +135,7 @@ class Rank(Member):
                 if body is not None:
                     try:
                         self._learn(number, body, fds)
-                    except Interrupted:
+                    except self.interrupts:
                         raise
                     except BaseException as error:
                         return wire.UNREAD, self._failure(error), ()
@@ -146,7 +149,7 @@ class Rank(Member):
                 if self.failpoint is not nothing:
                     self.failpoint("call.published")
                 self.running = 0
-            except Interrupted:
+            except self.interrupts:
                 self._give_up(number)
                 return wire.INTERRUPTED, None, ()
             except BaseException as error:
@@ -157,7 +160,7 @@ class Rank(Member):
             if note is not None:  # nothing interrupts this: what was told and what is noted are the same
                 note()
             return status, content, segments
-        except Interrupted:  # it came in a line of the handlers above
+        except self.interrupts:  # it came in a line of the handlers above
             self._give_up(number)
             return wire.INTERRUPTED, None, ()
         finally:
