@@ -289,7 +289,7 @@ class Workers:
         self._quiet(
             [self.by_rank[rank] for rank in sorted({rank for each in self.flight.values() for rank in each.ranks})]
         )
-        return self.died(sorted(rank for rank in owed.pending if self.by_rank[rank].is_dead), owed)
+        return self.died(sorted(rank for rank in self.needed(owed) if self.by_rank[rank].is_dead), owed)
 
     def needed(self, owed: Owed) -> Iterable[int]:
         """Return the ranks without which a message does not end well."""
