@@ -127,7 +127,7 @@ class Executor(concurrent.futures.Executor):
         if not is_integer(chunksize, 1):
             raise ValueError(f"cannot map: got chunksize={chunksize!r}, expected 1 or more.")
         chunks = super().map(functools.partial(_run_chunk, fn), _chunks(zip(*iterables), chunksize), timeout=timeout)
-        return Results(_each(chunks), "synk.Executor.map", name_of(fn))
+        return Results(chunks, "synk.Executor.map", name_of(fn))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Accept no more tasks. A second call does nothing new.
@@ -172,14 +172,6 @@ def _run_chunk(fn: Callable[..., Any], chunk: list[tuple[Any, ...]]) -> list[Any
 def _chunks(items: Iterator[tuple[Any, ...]], size: int) -> Iterator[list[tuple[Any, ...]]]:
     while chunk := list(itertools.islice(items, size)):
         yield chunk
-
-
-def _each(chunks: Iterator[list[Any]]) -> Iterator[Any]:
-    """Yield the results of all chunks. A result that was yielded is not kept alive."""
-    for chunk in chunks:
-        chunk.reverse()
-        while chunk:
-            yield chunk.pop()
 
 
 class _Driver:

@@ -169,8 +169,9 @@ class Processes:
         setup = setup_message(placement, rank, failpoints)
         worker.num_starts += 1
         number = placement.first_rank + rank
-        # A replacement must not draw the random numbers of its predecessor again.
-        setup["seed"] = [self.seed, number] if worker.num_starts == 1 else [self.seed, number, worker.num_starts]
+        # A replacement must not draw the random numbers of its predecessor again, nor those of an item, whose key has
+        # two numbers.
+        setup["seed"] = [self.seed, number] if worker.num_starts == 1 else [self.seed, number, worker.num_starts, 0]
         setup |= {"control_nbytes": self._control.nbytes, "spin_s": self._spin_s, "hash_seed": self._hash_seed}
         environment = {**placement.environment(rank), HASH_SEED: self._hash_seed}
         events: dict[str, int] = {f"event{peer}": fd for peer, fd in enumerate(self.eventfds)}

@@ -15,6 +15,7 @@ import numpy as np
 
 from synk._engine import wire
 from synk._engine.rank_call import CallInputs, RankPlan, RankQuestion
+from synk._engine.rank_items import RankItems
 from synk._engine.rank_lane import RankLane
 from synk._engine.rank_outputs import RankReduction
 from synk._engine.rank_variables import RankResidents, VariableStore
@@ -93,6 +94,7 @@ class Rank(Member):
         self.spent_ns = 0
         self.failpoint: Callable[[str], None] = _failpoints.nothing
         self.mapped: LoadedFunction | None = None
+        self.items: RankItems | None = None
         self.process_group: Any = None
         self.seed: Sequence[int] = (0,)
         for lane in self.lanes:
@@ -263,6 +265,8 @@ class Rank(Member):
             self.held[number] = RankPlan(self, payload)
         elif kind == "reduction":
             self.held[number] = RankReduction(self, payload)
+        elif kind == "items":
+            self.held[number] = RankItems(payload)
         elif kind == "lane":
             self.peers.connect(self.lanes[payload[0]], self.held[payload[1]])
         elif kind == "dump":
@@ -400,6 +404,11 @@ class Rank(Member):
     @property
     def number(self) -> int:
         return self.rank
+
+    @property
+    def rng(self) -> np.random.Generator:  # type: ignore[override]
+        """The generator of the present item of a map; else this rank's own."""
+        return super().rng if self.items is None else self.items.rng(self)
 
     has_other_nodes = False
 

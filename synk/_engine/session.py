@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from synk._engine.captures import ON_RESTART, distribute
-from synk._engine.engine import Engine, ended_with
+from synk._engine.engine import Engine
+from synk._engine.pool import Pool
 from synk._engine.processes import Processes
 from synk._engine.things import Once
 from synk._engine.workers import GRACE_S, interrupted
@@ -164,6 +165,7 @@ class Session(Entrance, Engine):
         super().__init__(processes, max_restarts=max_restarts, counters=counters, on_restart=on_restart)
         self.memory = Memory(self)
         self.queue = InFlight(self)
+        self.pool = Pool(self)
         self._failed_step: weakref.ref[Any] | None = None
         _open_sessions[id(self)] = self
         try:
@@ -220,6 +222,8 @@ class Session(Entrance, Engine):
             self.check_open(verb)
         if self.functions.is_torn:
             self._replace_torn()
+        if self.pool.is_open:
+            self.pool.settle(verb, deadline)
         self.enter(deadline)
         if not self.flight:
             self.is_interrupted = False
@@ -353,8 +357,8 @@ class Session(Entrance, Engine):
                     self.processes.kill()
                     self._lock.acquire(timeout=GRACE_S + 1)
                 error = ClosedError("the call was ended: the runtime was closed.")
-                for call in self.calls():
-                    call.end(ended_with(call.what, error))
+                for owed in list(self.flight.values()):
+                    owed.end(error)
                 self.say_goodbye()
                 self.processes.tear_down()
                 self._release_memory()  # after the last worker has ended, which might still write there
@@ -373,6 +377,7 @@ class Session(Entrance, Engine):
             lane.down = lane.up = np.empty((0, 0), np.int64)
         self.functions.close()
         self.variables.close()
+        self.pool.close()
         self.memory.close()
         _open_sessions.pop(id(self), None)
         if cell.session is self:

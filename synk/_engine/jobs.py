@@ -1,0 +1,485 @@
+"""Jobs: what chunks are made of. The items of one map in their order, or tasks that are submitted one by one.
+
+Items are pulled from the user's iterable and sent in chunks, and results come lazily. The iterable, and the classes of
+results, are user code that may use the runtime, so the lock is not held while they run. ``Job.chunks`` changes under the
+lock only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import pickle
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from synk._engine.captures import Callee
+from synk._engine.chunks import Chunk, Packed, Pickled, PoolStats, Rules, waiting
+from synk._engine.layout import ITEM_BITS
+from synk._engine.pool import Pool, check_mapped
+from synk._master.state.item_pickles import ItemPickler
+from synk._master.workers.failures import rebuild
+from synk._pure.nested import PLAIN_TYPES
+from synk._pure.texts import short_repr
+from synk._wire.items import call
+from synk.errors import CallCancelled, ItemError, RemoteError, SerializationError, SynkError
+
+_AIM_NS = 20_000_000
+"""Chunks are made to take so long: shorter ones cost messages, longer ones leave ranks idle at the end."""
+
+_GROWTH = 8
+"""How much larger the next chunk may be. The first items may have been quick by chance."""
+
+_LARGE_NBYTES = 1 << 23
+"""A chunk of at least this size gets no more items, and the next one is made smaller."""
+
+_PULL_S = 0.02
+"""A chunk is sent as it is if pulling its items takes longer than this."""
+
+_PER_RANK = 4
+"""How many chunks per rank may be sent before their results are taken: the oldest may be the slowest."""
+
+Run = tuple[Sequence[int], list[Any]]
+"""Results, and the numbers of their items."""
+
+
+class Job:
+    """What the chunks of one map, or of one executor's tasks, have in common.
+
+    Parameters
+    ----------
+    session : Session
+    function : Callee
+    rules : Rules
+    num_ranks : int
+        How many workers to use; 0 for all.
+    stats : PoolStats, optional
+
+    Attributes
+    ----------
+    number : int
+        Seeds the random numbers of its items, with theirs.
+    chunks : list of Chunk
+        Those that were not taken yet, in the order of their items.
+    num_deaths : int
+        Workers that died since an item succeeded.
+    is_abandoned : bool
+        Whether the results are no longer wanted. A finalizer may set it.
+    """
+
+    are_named = True
+
+    def __init__(
+        self, session: Any, function: Callee, rules: Rules, num_ranks: int = 0, stats: PoolStats | None = None
+    ) -> None:
+        check_mapped(function)
+        self.session, self.function, self.rules = session, function, rules
+        self.name, self.verb = function.name, f"map {function.name!r}"
+        self.pool: Pool = session.pool
+        self.number = next(self.pool.numbers)
+        self.num_ranks = num_ranks or session.world_size
+        self.stats = stats or PoolStats()
+        self.chunks: list[Chunk] = []
+        self.num_deaths = 0
+        self.is_abandoned = False
+        self._pickler = ItemPickler(self.pool.copies)
+        self._classes: list[type] = []
+        self._size = rules.batch_size or 1
+
+    # -- called by the pool, under the lock ---------------------------------------------------------------------------
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether it has more to send, now or later."""
+        return waiting(self.chunks) is not None
+
+    def new_classes(self) -> list[type]:
+        """Return the classes that items have named since this was asked last."""
+        named, self._classes = self._classes, []
+        return named
+
+    def replace(self, chunk: Chunk, parts: Iterable[Chunk]) -> None:
+        """Put others in the place of a chunk: its items are done again, or its outcome is theirs."""
+        at = self.chunks.index(chunk)
+        self.chunks[at : at + 1] = [part for part in parts if part.numbers]
+
+    def lose(self, chunk: Chunk, index: int, error: Exception) -> None:
+        """``error`` has ended an item of a chunk that has not answered: the others are done again."""
+        if not self.rules.returns_errors:
+            self.fail(chunk, error)
+            return
+        lost = chunk.part(index, index + 1)
+        lost.outcomes.append((lost.numbers, error))
+        lost.finish()
+        self.replace(chunk, (chunk.part(0, index), lost, chunk.part(index + 1, len(chunk.numbers))))
+
+    def fail(self, chunk: Chunk, error: Exception) -> None:
+        """``error`` has ended a chunk, and the job with it: whoever waits for another is not to wait in vain."""
+        for each in self.chunks:
+            if not each.is_done:
+                each.finish(error)
+
+    def rebuilt(self, number: int, failure: Any, text: str) -> Exception:
+        """Return the exception of an item that has failed on its rank."""
+        item = "" if not self.are_named else f"item {number} ({text})" if text else f"item {number}"
+        return rebuild([failure], self.session.world_size, self.name, item)
+
+    def take_done(self) -> list[Chunk]:
+        """Return the chunks that are done and whose turn has come."""
+        done = [chunk for chunk in self.chunks if chunk.is_done]
+        if self.rules.is_ordered:
+            done = list(itertools.takewhile(lambda chunk: chunk.is_done, self.chunks))
+        if done:
+            self.chunks = [chunk for chunk in self.chunks if chunk not in done]
+        return done
+
+    def note(self, chunk: Chunk, count: int, num_good: int, spent_ns: int, slowest: tuple[int, int]) -> None:
+        """Note how long items took; make chunks larger or smaller."""
+        if num_good:
+            self.num_deaths = 0
+        if slowest[0] >= 0:
+            self.stats.note_time(slowest[0] / 1e9, chunk.numbers[slowest[1]])
+        if self.rules.batch_size is not None:
+            return
+        aim = min(_AIM_NS * count // max(spent_ns, 1), (1 << ITEM_BITS) - 1)
+        if chunk.nbytes >= _LARGE_NBYTES:
+            self._size = max(1, min(self._size, count) // 2)
+        elif 2 * count >= self._size or aim < self._size:
+            self._size = max(1, min(aim, _GROWTH * self._size))
+
+    # -- items and results --------------------------------------------------------------------------------------------
+
+    def _packed(self, item: Any) -> Any:
+        """Return an item as a chunk holds it."""
+        if type(item) in PLAIN_TYPES:
+            return item
+        data, copies, classes = self._pickler.dumps(item)
+        self._classes += classes
+        return Packed(data, copies)
+
+    def runs_of(self, chunk: Chunk) -> Iterator[Run]:
+        """Yield the results of a chunk that is done, in lists.
+
+        Raises
+        ------
+        Exception
+            The error of an item, or what has ended the job.
+        """
+        chunk.outcomes.reverse()
+        while chunk.outcomes:
+            numbers, found = chunk.outcomes.pop()
+            try:
+                results = [self._failed(numbers[0], found)] if isinstance(found, Exception) else self._loaded(found)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # the user's classes run code here
+                if isinstance(found, Exception):
+                    raise
+                results = [self._failed(numbers[0], self._unloadable(numbers[0], error))]
+            del found
+            yield numbers, results
+        if chunk.error is not None:
+            raise chunk.error
+
+    @staticmethod
+    def _loaded(found: Pickled) -> list[Any]:
+        loaded = pickle.loads(found.data, buffers=found.buffers)
+        return loaded if found.is_list else [loaded]
+
+    def _unloadable(self, number: int, error: BaseException) -> SerializationError:
+        unloadable = SerializationError(
+            f"cannot load what {self.name!r} returned for item {number}: {type(error).__name__}: {error}. Return "
+            "arrays, numbers or objects whose class can be loaded in the program."
+        )
+        unloadable.__cause__ = error
+        return unloadable
+
+    def _failed(self, number: int, error: Exception) -> ItemError:
+        """Return what stands in the place of an item that has failed, or raise its error."""
+        if not self.rules.returns_errors:
+            raise error
+        cause = error.__cause__ if isinstance(error.__cause__, RemoteError) else error
+        text = cause.traceback_text if isinstance(cause, RemoteError) else ""
+        what = str(error) if isinstance(error, SynkError) else f"{type(error).__name__}: {error}"
+        message = f"item {number} of the map of {self.name!r} failed: {what}"
+        return ItemError(message, exception=error, item=number, traceback=text)
+
+
+class MapJob(Job):
+    """One map of a function over items.
+
+    Parameters
+    ----------
+    session, function, rules
+    items : iterator
+    numbers : deque of int, optional
+        Where the iterator puts the number of each item as it gives it. By default they are counted.
+    **options
+        As for :class:`Job`.
+    """
+
+    def __init__(
+        self,
+        session: Any,
+        function: Callee,
+        rules: Rules,
+        items: Iterator[Any],
+        numbers: deque[int] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(session, function, rules, **options)
+        self._items, self._numbers = items, numbers
+        self._position = 0
+        self._is_at_end = False
+        self._error: Exception | None = None  # what comes after the results
+        self._most = self.num_ranks * (1 if session.is_inline else _PER_RANK)
+
+    @property
+    def wants_more(self) -> bool:
+        return not self._is_at_end or super().wants_more
+
+    def runs(self) -> Iterator[Run]:
+        """Yield the results in lists, and raise the error that ends them."""
+        try:
+            while (done := self.next_done(is_waiting=True)) is not None:
+                done.reverse()
+                while done:
+                    yield from self.runs_of(done.pop())
+        finally:  # also if the caller drops this iterator, in any thread: the next operation ends the chunks in flight
+            self.is_abandoned = True
+            done = self._error = None  # its traceback holds this frame
+
+    def next_done(self, *, is_waiting: bool) -> list[Chunk] | None:
+        """Return the next chunks that are done, and keep the workers busy meanwhile; None at the end.
+
+        Raises
+        ------
+        Exception
+            What the iterable raised, after all results.
+        """
+        while True:
+            pulled = self._pull() if self._has_room() else []
+            if not pulled and self._is_at_end and not self.chunks:
+                if self._error is not None:
+                    raise self._error
+                return None
+            done = self.pool.step(self, pulled, is_waiting=is_waiting and not pulled)
+            if done or not (pulled or is_waiting):
+                return done
+
+    def _has_room(self) -> bool:
+        return (
+            not self._is_at_end
+            and len(self.chunks) < self._most
+            and waiting(self.chunks) is None
+            and self.pool.room(self) >= 1
+        )
+
+    def _pull(self) -> list[Chunk]:
+        """Return a chunk of the next items, and one for an item that cannot be sent; nothing at the end."""
+        most = int(min(self._size, self.pool.room(self), (1 << ITEM_BITS) - 1))
+        is_adaptive = self.rules.batch_size is None
+        left = operator.length_hint(self._items) if is_adaptive else 0
+        if left:  # at the end all ranks are to end together
+            most = max(1, min(most, left // (2 * self.num_ranks)))
+        items: list[Any] = []
+        unsent: Exception | None = None
+        began, nbytes = time.monotonic(), 0
+        try:
+            for item in itertools.islice(self._items, max(most, 1)):
+                try:
+                    items.append(self._packed(item))
+                except Exception as error:
+                    unsent = self._unsendable(item, len(items), error)
+                    break
+                nbytes += _nbytes_of(items[-1])
+                if is_adaptive and (nbytes >= _LARGE_NBYTES or time.monotonic() - began > _PULL_S):
+                    break
+            else:
+                self._is_at_end = len(items) < max(most, 1)
+        except Exception as error:
+            self._is_at_end, self._error = True, error
+        pulled = [self._numbered(items)] if items else []
+        if unsent is not None and self.rules.returns_errors:
+            lost = self._numbered([None])
+            lost.outcomes.append((lost.numbers, unsent))
+            lost.finish()
+            pulled.append(lost)
+        elif unsent is not None:
+            self._is_at_end, self._error = True, unsent
+        return pulled
+
+    def _numbered(self, items: list[Any]) -> Chunk:
+        """Return the next items as a chunk, with their numbers."""
+        numbers: Sequence[int] = range(self._position, self._position + len(items))
+        if self._numbers is not None:
+            numbers = [self._numbers.popleft() for _ in items]
+        self._position += len(items)
+        return Chunk(self, numbers, items)
+
+    def _unsendable(self, item: Any, index: int, error: Exception) -> SerializationError:
+        number = self._position + index if self._numbers is None else self._numbers[-1]
+        unsent = SerializationError(
+            f"cannot send item {number} ({short_repr(item)}) of the map of {self.name!r} to a worker: "
+            f"{type(error).__name__}: {str(error).rstrip('.')}."
+        )
+        unsent.__cause__ = error
+        return unsent
+
+
+def _nbytes_of(item: Any) -> int:
+    if type(item) is Packed:
+        return len(item.data) + sum(copy.segment.nbytes for copy in item.copies)
+    return sys.getsizeof(item)
+
+
+class Task:
+    """Calls that were submitted together.
+
+    Attributes
+    ----------
+    has_ended : bool
+        Whether all calls have ended, or one has failed.
+    """
+
+    def __init__(self, count: int, callback: Callable[[Task], Any] | None) -> None:
+        self.callback = callback
+        self._missing = count
+        self._values: dict[int, Any] = {}
+        self._error: Exception | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return not self._missing or self._error is not None
+
+    def note(self, numbers: Sequence[int], values: Sequence[Any]) -> None:
+        self._values.update(zip(numbers, values))
+        self._missing -= len(numbers)
+
+    def end(self, error: Exception) -> None:
+        self._error = self._error or error
+
+    def outcome(self) -> list[Any]:
+        """Return the results of its calls in their order, or raise the error of one. Call it once."""
+        error, self._error, values, self._values = self._error, None, self._values, {}
+        if error is None:
+            return [values[number] for number in sorted(values)]
+        try:
+            raise error
+        finally:
+            del error
+
+
+class Tasks(Job):
+    """Calls without arguments, submitted one by one by one user of a runtime: what a process pool offers.
+
+    There is no thread. A caller that waits for one task drives the others, and runs the callbacks of those that end.
+    """
+
+    are_named = False
+
+    def __init__(self, session: Any, num_ranks: int, rules: Rules = Rules()) -> None:
+        function = session.functions.mapped.get(call, lambda: Callee(call, "a task", outputs=None, session=session))
+        super().__init__(session, function, rules._replace(batch_size=1, is_ordered=False), num_ranks)
+        self._count = 0
+        self._todo: deque[Chunk] = deque()
+        self._tasks: set[Task] = set()  # submitted, and not ended
+
+    @property
+    def wants_more(self) -> bool:
+        return bool(self._todo) or super().wants_more
+
+    def fail(self, chunk: Chunk, error: Exception) -> None:
+        chunk.finish(error)
+
+    def submit(self, calls: Sequence[Callable[[], Any]], callback: Callable[[Task], Any] | None = None) -> Task:
+        """Submit calls, pickled. ``callback(task)`` is called once they have ended, from the ``result`` of any task.
+
+        Raises
+        ------
+        SerializationError
+            If they cannot be pickled.
+        """
+        task = self.add(calls, callback)
+        try:
+            self.send()
+        except BaseException:
+            self._todo = deque(chunk for chunk in self._todo if chunk.tag is not task)  # the caller gets no task
+            raise
+        return task
+
+    def add(self, calls: Sequence[Callable[[], Any]], callback: Callable[[Task], Any] | None = None) -> Task:
+        """Pickle calls. :meth:`send` sends them."""
+        try:
+            items = [self._packed(each) for each in calls]
+        except Exception as error:
+            raise SerializationError(
+                f"cannot send a task to a worker: {type(error).__name__}: {str(error).rstrip('.')}."
+            ) from error
+        first, self._count = self._count, self._count + len(items)
+        task = Task(len(items), callback)
+        self._todo.append(Chunk(self, range(first, self._count), items, task))
+        self._tasks.add(task)
+        return task
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a worker is free for another task, or will be soon."""
+        return not self._todo and waiting(self.chunks) is None and self.pool.room(self) >= 1
+
+    @property
+    def are_in_flight(self) -> bool:
+        return bool(self._tasks)
+
+    def send(self, *, is_waiting: bool = False, until: float | None = None) -> None:
+        """Send what waits as long as workers are free, and take in what has ended; ``is_waiting``: wait for that."""
+        while self._todo and waiting(self.chunks) is None and self.pool.room(self) >= 1:
+            self._call_back(self.pool.step(self, [self._todo.popleft()]))
+        if self.chunks:
+            self._call_back(self.pool.step(self, is_waiting=is_waiting, until=until))
+
+    def result(self, task: Task, timeout: float | None = None) -> list[Any]:
+        """Wait for a task to end and return the results of its calls. Call it once.
+
+        Raises
+        ------
+        TimeoutError
+        Exception
+            What a call raised, or the error that ended it.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
+        while not task.has_ended:
+            if until is not None and time.monotonic() >= until:
+                raise TimeoutError(f"cannot wait for a task: it has not ended within {timeout:g} s. Raise timeout=.")
+            self.send(is_waiting=True, until=until)
+        return task.outcome()
+
+    def _call_back(self, done: Sequence[Chunk]) -> None:
+        ended = []
+        for chunk in done:
+            task: Task = chunk.tag
+            try:
+                for numbers, values in self.runs_of(chunk):
+                    task.note(numbers, values)
+            except Exception as error:
+                task.end(error)
+            if task.has_ended and task in self._tasks:
+                self._tasks.discard(task)
+                ended.append(task)
+        for task in ended:
+            if task.callback is not None:
+                task.callback(task)
+
+    def cancel(self) -> None:
+        """End all tasks: their results are no longer wanted."""
+        self._todo.clear()
+        self._tasks.clear()
+        if self.session.is_closed:
+            return
+        with self.session.entered(self.verb):
+            for chunk in self.chunks:
+                chunk.finish(CallCancelled("the task was ended together with another."))
+            self.chunks = []
