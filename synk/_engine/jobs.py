@@ -1,8 +1,8 @@
 """Jobs: what chunks are made of. The items of one map in their order, or tasks that are submitted one by one.
 
 Items are pulled from the user's iterable and sent in chunks, and results come lazily. The iterable, and the classes of
-results, are user code that may use the runtime, so the lock is not held while they run. ``Job.chunks`` changes under the
-lock only.
+results, are user code that may use the runtime, so the lock is not held while they run. ``Job.chunks`` changes only
+under the lock.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ _PULL_S = 0.02
 
 _PER_RANK = 4
 """How many chunks per rank may be sent before their results are taken: the oldest may be the slowest."""
+
+_PLAIN = Rules()
 
 Run = tuple[Sequence[int], list[Any]]
 """Results, and the numbers of their items."""
@@ -381,7 +383,7 @@ class Tasks(Job):
 
     are_named = False
 
-    def __init__(self, session: Any, num_ranks: int, rules: Rules = Rules()) -> None:
+    def __init__(self, session: Any, num_ranks: int, rules: Rules = _PLAIN) -> None:
         function = session.functions.mapped.get(call, lambda: Callee(call, "a task", outputs=None, session=session))
         super().__init__(session, function, rules._replace(batch_size=1, is_ordered=False), num_ranks)
         self._count = 0

@@ -113,7 +113,7 @@ class _Run:
 
 
 def _outlined(runs: Iterator[list[R]], now: _Run) -> Iterator[Iterator[R]]:
-    """Yield an iterator over each list, which uses it up. It does not hold the :class:`Results`, so these end at once."""
+    """Yield an iterator over each list, which uses it up. It does not hold the :class:`Results`: they end at once."""
     try:
         for run in runs:
             run.reverse()
