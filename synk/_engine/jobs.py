@@ -66,6 +66,8 @@ class Job:
         Seeds the random numbers of its items, with theirs.
     chunks : list of Chunk
         Those that were not taken yet, in the order of their items.
+    are_short : bool
+        Whether a chunk may wait behind another; unknown before the first answer.
     num_deaths : int
         Workers that died since an item succeeded.
     is_abandoned : bool
@@ -86,7 +88,7 @@ class Job:
         self.stats = stats or PoolStats()
         self.chunks: list[Chunk] = []
         self.num_deaths = 0
-        self.is_abandoned = False
+        self.is_abandoned = self.are_short = False
         self._pickler = ItemPickler(self.pool.copies)
         self._classes: list[type] = []
         self._size = rules.batch_size or 1

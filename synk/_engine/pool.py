@@ -53,7 +53,6 @@ class Pool:
         self._engine = weakref.proxy(engine)
         self.numbers = itertools.count()
         self.is_open = False
-        self._are_short = False  # unknown before the first answer
         self._leaving: set[int] = set()  # ranks that were killed to be replaced, and are not buried yet
         self._served: dict[int, tuple[int, int]] = {}  # by rank: which of its processes, and how many items it has run
         self._released: deque[Any] = deque()
@@ -139,7 +138,7 @@ class Pool:
             return rank
         if job.rules.max_memory is not None:  # its memory is looked at between its chunks
             return None
-        since = (time.monotonic_ns() - LONG_NS) if self._are_short else math.inf
+        since = (time.monotonic_ns() - LONG_NS) if job.are_short else math.inf
         soon = [each.rank for each in in_flight if each.began_ns > since and ranks.count(each.rank) == 1]
         return next((rank for rank in soon if rank in able), None)
 
@@ -258,7 +257,7 @@ class Pool:
         if engine.tracer is not None:
             now = time.monotonic_ns()
             engine.tracer.note_chunk(job.function.name, rank, count, now - spent_ns, now)
-        self._are_short = spent_ns <= LONG_NS and not engine.is_inline
+        job.are_short = spent_ns <= LONG_NS and not engine.is_inline
         self._served[rank] = engine.by_rank[rank].num_starts, self._num_served(rank) + count
         job.note(chunk, count, num_good, spent_ns, slowest)
         chunk.items = []
