@@ -294,7 +294,7 @@ class Runtime(Hinting):
     def _tasks(self, num_workers: int, rules: Any = None) -> Any:
         """Return an object that runs tasks, which are submitted one by one; for ``Executor`` and extensions."""
         if IS_NEXT:
-            from synk._engine.jobs import Tasks as Next
+            from synk._engine.tasks import Tasks as Next
 
             return Next(self._session, num_workers, *([] if rules is None else [rules]))
         from synk._master.flight.tasks import Tasks

@@ -1,4 +1,4 @@
-"""Jobs: what chunks are made of. The items of one map in their order, or tasks that are submitted one by one.
+"""Jobs: what chunks are made of. Here the items of one map, in their order; ``tasks`` has what is submitted one by one.
 
 Items are pulled from the user's iterable and sent in chunks, and results come lazily. The iterable, and the classes of
 results, are user code that may use the runtime, so the lock is not held while they run. ``Job.chunks`` changes only
@@ -13,19 +13,18 @@ import pickle
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from synk._engine.captures import Callee
 from synk._engine.chunks import Chunk, Packed, Pickled, PoolStats, Rules, waiting
 from synk._engine.layout import ITEM_BITS
-from synk._engine.pool import Pool, check_mapped
+from synk._engine.pool import Pool
 from synk._master.state.item_pickles import ItemPickler
 from synk._master.workers.failures import rebuild
 from synk._pure.nested import PLAIN_TYPES
 from synk._pure.texts import short_repr
-from synk._wire.items import call
-from synk.errors import CallCancelled, ItemError, RemoteError, SerializationError, SynkError
+from synk.errors import ItemError, RemoteError, SerializationError, SynkError
 
 _AIM_NS = 20_000_000
 """Chunks are made to take so long: shorter ones cost messages, longer ones leave ranks idle at the end."""
@@ -41,8 +40,6 @@ _PULL_S = 0.02
 
 _PER_RANK = 4
 """How many chunks per rank may be sent before their results are taken: the oldest may be the slowest."""
-
-_PLAIN = Rules()
 
 Run = tuple[Sequence[int], list[Any]]
 """Results, and the numbers of their items."""
@@ -79,9 +76,9 @@ class Job:
     def __init__(
         self, session: Any, function: Callee, rules: Rules, num_ranks: int = 0, stats: PoolStats | None = None
     ) -> None:
-        check_mapped(function)
         self.session, self.function, self.rules = session, function, rules
         self.name, self.verb = function.name, f"map {function.name!r}"
+        self.check()
         self.pool: Pool = session.pool
         self.number = next(self.pool.numbers)
         self.num_ranks = num_ranks or session.world_size
@@ -92,6 +89,16 @@ class Job:
         self._pickler = ItemPickler(self.pool.copies)
         self._classes: list[type] = []
         self._size = rules.batch_size or 1
+
+    def check(self) -> None:
+        """Raise TypeError if the function refers to a sharded variable."""
+        for variable in self.function.variables:
+            if variable.is_sharded:
+                raise TypeError(
+                    f"cannot map {self.name!r}: it refers to the sharded variable {variable.name!r}, whose "
+                    "rows differ from worker to worker, expected a function that is the same on all workers. Use a "
+                    "replicated variable (sharded=False), or synk.function."
+                )
 
     # -- called by the pool, under the lock ---------------------------------------------------------------------------
 
@@ -338,152 +345,3 @@ def _nbytes_of(item: Any) -> int:
     if type(item) is Packed:
         return len(item.data) + sum(copy.segment.nbytes for copy in item.copies)
     return sys.getsizeof(item)
-
-
-class Task:
-    """Calls that were submitted together.
-
-    Attributes
-    ----------
-    has_ended : bool
-        Whether all calls have ended, or one has failed.
-    """
-
-    def __init__(self, count: int, callback: Callable[[Task], Any] | None) -> None:
-        self.callback = callback
-        self._missing = count
-        self._values: dict[int, Any] = {}
-        self._error: Exception | None = None
-
-    @property
-    def has_ended(self) -> bool:
-        return not self._missing or self._error is not None
-
-    def note(self, numbers: Sequence[int], values: Sequence[Any]) -> None:
-        self._values.update(zip(numbers, values))
-        self._missing -= len(numbers)
-
-    def end(self, error: Exception) -> None:
-        self._error = self._error or error
-
-    def outcome(self) -> list[Any]:
-        """Return the results of its calls in their order, or raise the error of one. Call it once."""
-        error, self._error, values, self._values = self._error, None, self._values, {}
-        if error is None:
-            return [values[number] for number in sorted(values)]
-        try:
-            raise error
-        finally:
-            del error
-
-
-class Tasks(Job):
-    """Calls without arguments, submitted one by one by one user of a runtime: what a process pool offers.
-
-    There is no thread. A caller that waits for one task drives the others, and runs the callbacks of those that end.
-    """
-
-    are_named = False
-
-    def __init__(self, session: Any, num_ranks: int, rules: Rules = _PLAIN) -> None:
-        function = session.functions.mapped.get(call, lambda: Callee(call, "a task", outputs=None, session=session))
-        super().__init__(session, function, rules._replace(batch_size=1, is_ordered=False), num_ranks)
-        self._count = 0
-        self._todo: deque[Chunk] = deque()
-        self._tasks: set[Task] = set()  # submitted, and not ended
-
-    @property
-    def wants_more(self) -> bool:
-        return bool(self._todo) or super().wants_more
-
-    def fail(self, chunk: Chunk, error: Exception) -> None:
-        chunk.finish(error)
-
-    def submit(self, calls: Sequence[Callable[[], Any]], callback: Callable[[Task], Any] | None = None) -> Task:
-        """Submit calls, pickled. ``callback(task)`` is called once they have ended, from the ``result`` of any task.
-
-        Raises
-        ------
-        SerializationError
-            If they cannot be pickled.
-        """
-        task = self.add(calls, callback)
-        try:
-            self.send()
-        except BaseException:
-            self._todo = deque(chunk for chunk in self._todo if chunk.tag is not task)  # the caller gets no task
-            raise
-        return task
-
-    def add(self, calls: Sequence[Callable[[], Any]], callback: Callable[[Task], Any] | None = None) -> Task:
-        """Pickle calls. :meth:`send` sends them."""
-        try:
-            items = [self._packed(each) for each in calls]
-        except Exception as error:
-            raise SerializationError(
-                f"cannot send a task to a worker: {type(error).__name__}: {str(error).rstrip('.')}."
-            ) from error
-        first, self._count = self._count, self._count + len(items)
-        task = Task(len(items), callback)
-        self._todo.append(Chunk(self, range(first, self._count), items, task))
-        self._tasks.add(task)
-        return task
-
-    @property
-    def has_room(self) -> bool:
-        """Whether a worker is free for another task, or will be soon."""
-        return not self._todo and waiting(self.chunks) is None and self.pool.room(self) >= 1
-
-    @property
-    def are_in_flight(self) -> bool:
-        return bool(self._tasks)
-
-    def send(self, *, is_waiting: bool = False, until: float | None = None) -> None:
-        """Send what waits as long as workers are free, and take in what has ended; ``is_waiting``: wait for that."""
-        while self._todo and waiting(self.chunks) is None and self.pool.room(self) >= 1:
-            self._call_back(self.pool.step(self, [self._todo.popleft()]))
-        if self.chunks:
-            self._call_back(self.pool.step(self, is_waiting=is_waiting, until=until))
-
-    def result(self, task: Task, timeout: float | None = None) -> list[Any]:
-        """Wait for a task to end and return the results of its calls. Call it once.
-
-        Raises
-        ------
-        TimeoutError
-        Exception
-            What a call raised, or the error that ended it.
-        """
-        until = None if timeout is None else time.monotonic() + timeout
-        while not task.has_ended:
-            if until is not None and time.monotonic() >= until:
-                raise TimeoutError(f"cannot wait for a task: it has not ended within {timeout:g} s. Raise timeout=.")
-            self.send(is_waiting=True, until=until)
-        return task.outcome()
-
-    def _call_back(self, done: Sequence[Chunk]) -> None:
-        ended = []
-        for chunk in done:
-            task: Task = chunk.tag
-            try:
-                for numbers, values in self.runs_of(chunk):
-                    task.note(numbers, values)
-            except Exception as error:
-                task.end(error)
-            if task.has_ended and task in self._tasks:
-                self._tasks.discard(task)
-                ended.append(task)
-        for task in ended:
-            if task.callback is not None:
-                task.callback(task)
-
-    def cancel(self) -> None:
-        """End all tasks: their results are no longer wanted."""
-        self._todo.clear()
-        self._tasks.clear()
-        if self.session.is_closed:
-            return
-        with self.session.entered(self.verb):
-            for chunk in self.chunks:
-                chunk.finish(CallCancelled("the task was ended together with another."))
-            self.chunks = []

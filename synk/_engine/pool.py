@@ -4,13 +4,14 @@ Calls and chunks are never in flight together: whatever begins a call first wait
 the others ended, and a pool that begins ends the calls. In between the lock is free. Chunks are independent of one
 another: a rank that dies, or is ended because an item takes too long, or has run enough items, loses its own chunk and
 is replaced while the others go on. What is to be sent next, and how large, is the jobs' affair (``jobs``).
+
+In one file because what is sent, heard and ended of chunks must be read together.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import os
 import time
 import weakref
 from collections import deque
@@ -20,6 +21,7 @@ from typing import Any
 from synk._engine import wire
 from synk._engine.chunks import Chunk, waiting
 from synk._engine.layout import ITEM_BITS
+from synk._engine.processes import own_nbytes
 from synk._engine.things import Once
 from synk._engine.workers import GRACE_S
 from synk._master.state.item_pickles import ArrayCopies
@@ -50,7 +52,7 @@ class Pool:
     """
 
     def __init__(self, engine: Any) -> None:
-        self._engine = weakref.proxy(engine)
+        self._engine: Any = weakref.proxy(engine)
         self.numbers = itertools.count()
         self.is_open = False
         self._leaving: set[int] = set()  # ranks that were killed to be replaced, and are not buried yet
@@ -178,7 +180,7 @@ class Pool:
         function.load(session, deadline)
         if session.functions.unsettled:
             session.load(repr(function.name), deadline)
-        check_mapped(function)
+        job.check()
         residents = sorted(function.residents, key=lambda each: each.number)
         session.residents.bring_into_line(residents)
         for resident in residents:
@@ -225,9 +227,9 @@ class Pool:
                 engine.flight.pop(chunk.number)
                 self._note(chunk, *chunk.replies.pop(chunk.rank))
             elif engine.by_rank[chunk.rank].is_dead:
-                error = engine.died([chunk.rank], chunk)
+                died = engine.died([chunk.rank], chunk)
                 engine.flight.pop(chunk.number)
-                self._on_death(chunk, error)
+                self._on_death(chunk, died)
 
     def _note(self, chunk: Chunk, status: int, body: Any, spent_ns: int) -> None:
         """Note a rank's answer."""
@@ -373,7 +375,7 @@ class Pool:
             if rank in busy or not self._is_up(rank) or not self._num_served(rank):
                 continue
             process = self._engine.by_rank[rank].process
-            if self._limit(rank, job) <= 0 or (most is not None and _own_nbytes(process.pid) > most):
+            if self._limit(rank, job) <= 0 or (most is not None and own_nbytes(process.pid) > most):
                 process.kill()
                 self._leaving.add(rank)
                 job.stats.replaced += 1
@@ -419,29 +421,3 @@ class Pool:
         """End all chunks: the runtime is closed."""
         self.is_open = False
         self.copies.close()
-
-
-def _own_nbytes(pid: int) -> int:
-    """Return the resident memory of a process, without what it shares with others; 0 if it has ended."""
-    try:
-        with open(f"/proc/{pid}/statm", encoding="ascii") as file:
-            resident, shared = file.read().split()[1:3]
-    except OSError:
-        return 0
-    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
-
-
-def check_mapped(function: Any) -> None:
-    """Raise TypeError if a mapped function refers to a sharded variable.
-
-    Raises
-    ------
-    TypeError
-    """
-    for variable in function.variables:
-        if variable.is_sharded:
-            raise TypeError(
-                f"cannot map {function.name!r}: it refers to the sharded variable {variable.name!r}, whose rows "
-                "differ from worker to worker, expected a function that is the same on all workers. Use a replicated "
-                "variable (sharded=False), or synk.function."
-            )

@@ -406,7 +406,7 @@ class Rank(Member):
         return self.rank
 
     @property
-    def rng(self) -> np.random.Generator:  # type: ignore[override]
+    def rng(self) -> np.random.Generator:
         """The generator of the present item of a map; else this rank's own."""
         return super().rng if self.items is None else self.items.rng(self)
 
