@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from synk._master.objects.resident import Resident as Resident
 
 __all__ = [
-    "IS_NEXT", "Callee", "PendingCall", "Queue", "Resident", "Session", "Shared", "Variable", "WorkerProcess",
-    "collectives", "distribute", "inline_process", "install", "make_resident", "watch_over",
+    "IS_NEXT", "Callee", "PendingCall", "Profile", "Queue", "Resident", "Session", "Shared", "Tracer", "Variable",
+    "WorkerProcess", "collectives", "distribute", "inline_process", "install", "make_resident", "watch_over",
 ]  # fmt: skip
 
 IS_NEXT = os.environ.get("SYNK_ENGINE") == "next"
@@ -29,6 +29,8 @@ if TYPE_CHECKING or not IS_NEXT:
     from synk._master.processes.worker_process import WorkerProcess as WorkerProcess
     from synk._master.session import Session as Session
     from synk._master.session import watch_over as watch_over
+    from synk._master.state.profile import Profile as Profile
+    from synk._master.state.trace import Tracer as Tracer
     from synk._master.state.variable import Variable as Variable
 else:
     from synk._engine import variables as collectives
@@ -37,8 +39,10 @@ else:
     from synk._engine.objects import make_resident as make_resident
     from synk._engine.pending import PendingCall as PendingCall
     from synk._engine.processes import RankProcess as WorkerProcess
+    from synk._engine.profile import Profile as Profile
     from synk._engine.session import Session as Session
     from synk._engine.session import watch_over as watch_over
+    from synk._engine.trace import Tracer as Tracer
     from synk._engine.variables import Variable as Variable
 
     Queue = None

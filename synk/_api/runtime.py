@@ -12,6 +12,7 @@ from synk._api.build import Decorator, KeepingDecorator, build_function
 from synk._api.engine import (
     IS_NEXT,
     Callee,
+    Profile,
     Queue,
     Resident,
     Session,
@@ -32,7 +33,6 @@ from synk._master.processes.placement import place
 from synk._master.processes.process import Process
 from synk._master.processes.program import check_program
 from synk._master.processes.reports import stacks, where
-from synk._master.state.profile import Profile
 from synk._pure.environment import check_platform
 from synk._pure.limits import check_timeout
 from synk._pure.show import Text, table

@@ -264,7 +264,7 @@ def distribute(session: Any, only: Sequence[Callee] | None = None) -> None:
             function.plans_by_key.clear()
         function.note_sent(session, referred(function, book))
         _waiting.pop(function, None)
-        function.record.add_captured(nbytes_of[function.id])
+        function.record.add_moved("code and captured objects", "captured", 1, nbytes_of[function.id])
     session.functions.unsettled = functions
     if len(functions) == 1:
         functions[0].large_changes.note(functions[0].fn, sent, session.counters["calls"])

@@ -14,7 +14,6 @@ from numpy.lib.array_utils import byte_bounds
 from synk._engine import wire
 from synk._engine.layout import Look
 from synk._engine.rank_outputs import Published, RankOutputs
-from synk._engine.rank_variables import marked
 from synk._pure.exact import as_recarray
 from synk._pure.shards import shard_bounds
 from synk._pure.tables import taken_rows, unpacked
@@ -206,12 +205,12 @@ class RankPlan:
         low, high = self._rows = numbers[0], numbers[1]
         rank.begin_call(self, number)
         look, function = self.look, self.function
-        if self.look.changes:
-            rank.undo = number, marked([rank.residents.get(each) for each in look.changes])
+        if look.changes:
+            rank.changes.begin(number, rank.residents, look.changes)
         rank.check_interrupt(number)
         objects = self._load_objects(rank, in_place) if in_place else ()
         rank.reach("call.before_function")
-        began = time.monotonic_ns()
+        rank.began_ns = rank.ended_ns = time.monotonic_ns()
         if self._is_plain:
             # A new view for each input: if anything refers to one after the call, the function has kept it.
             arguments = [
@@ -222,7 +221,10 @@ class RankPlan:
             del arguments
         else:
             result = self._run(rank, objects, numbers)
-        rank.spent_ns = time.monotonic_ns() - began
+        rank.ended_ns = time.monotonic_ns()
+        if look.changes:
+            rank.changes.finish()
+            rank.hold_back(False)  # an interrupt may wait for this
         rank.end_function(self)
         return self.outputs.publish(rank, result)
 

@@ -50,7 +50,7 @@ class Owed:
     ----------
     ranks : sequence of int
     pending : set of int
-    replies : dict of int to (status, body, nanoseconds)
+    replies : dict of int to (status, body, times)
     news : dict of int to (set of int, set of int)
         By rank, the things and the parcels that the message brought.
     what, phase : str
@@ -64,7 +64,7 @@ class Owed:
     def __init__(self, ranks: Sequence[int], what: str, deadline: float | None) -> None:
         self.ranks, self.what, self.deadline = ranks, what, deadline
         self.pending = set(ranks)
-        self.replies: dict[int, tuple[int, Any, int]] = {}
+        self.replies: dict[int, tuple[int, Any, Sequence[int]]] = {}
         self.news: dict[int, tuple[set[int], set[int]]] = {}
         self.began = time.monotonic()
 
@@ -304,7 +304,7 @@ class Workers:
         data = link.read(wire.REPLY.size)
         if len(data) < wire.REPLY.size:
             return False
-        number, status, spent_ns = wire.REPLY.unpack(data)
+        number, status, *times = wire.REPLY.unpack(data)
         body = None
         self.counters["messages_up"] += 1
         if status in wire.WITH_BODY:
@@ -318,7 +318,7 @@ class Workers:
                 return True
         owed = self.flight.get(number)
         if owed is not None and worker.rank in owed.pending:
-            owed.replies[worker.rank] = status, body, spent_ns
+            owed.replies[worker.rank] = status, body, times
             owed.pending.discard(worker.rank)
             if status == wire.UNREAD:
                 owed.release_peers()
@@ -386,9 +386,13 @@ class Workers:
         self.after_recovery()
         self.flight.clear()
         self.is_sure = True
+        self.settle_failed()
 
     def after_recovery(self) -> None:
         """Settle what depended on calls in flight."""
+
+    def settle_failed(self) -> None:
+        """Find out what has become of the objects that calls were to change and that failed."""
 
     def _quiet(self, doubtful: Sequence[Worker]) -> None:
         """Interrupt ranks and ask them; drop what they say before they answer. Who stays silent is killed."""
