@@ -40,7 +40,7 @@ def map_items(
     of the session's lock.
     """
     refuse_inside_worker("map")
-    name = _check_function(fn)
+    name = check_function(fn)
     rules = rules_of(f"map {name!r}", **options)
     if not iterables:
         raise TypeError(f"cannot map {name!r}: got no items, expected an iterable, or one for each parameter.")
@@ -164,7 +164,7 @@ def _iterator(name: str, items: Any) -> Iterator[Any]:
         ) from None
 
 
-def _check_function(fn: Any) -> str:
+def check_function(fn: Any) -> str:
     """Return the name of a function to be mapped."""
     if isinstance(fn, FunctionHandle):
         name = fn._callee.name

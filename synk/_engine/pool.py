@@ -231,7 +231,7 @@ class Pool:
                 engine.flight.pop(chunk.number)
                 self._on_death(chunk, died)
 
-    def _note(self, chunk: Chunk, status: int, body: Any, spent_ns: int) -> None:
+    def _note(self, chunk: Chunk, status: int, body: Any, times: Sequence[int]) -> None:
         """Note a rank's answer."""
         engine, job, rank = self._engine, chunk.job, chunk.rank
         for other in self._chunks():  # the time of the next chunk begins
@@ -247,18 +247,19 @@ class Pool:
             self._on_late(chunk)
             return
         if status != wire.TOLD:
-            chunk.replies[rank] = status, body, spent_ns
+            chunk.replies[rank] = status, body, times
             try:
                 engine.raise_failures(chunk)
             except Exception as error:
                 job.fail(chunk, error)
             return
+        _, began_ns, ended_ns, *_ = times
+        spent_ns = ended_ns - began_ns
         sent_nbytes, wall_ns = chunk.nbytes, time.monotonic_ns() - chunk.began_ns
         count, num_good, slowest = chunk.take(*body)
         job.function.record.add_items(rank, count, sent_nbytes, chunk.nbytes, spent_ns, wall_ns)
         if engine.tracer is not None:
-            now = time.monotonic_ns()
-            engine.tracer.note_chunk(job.function.name, rank, count, now - spent_ns, now)
+            engine.tracer.note_chunk(job.function.name, rank, count, began_ns, ended_ns)
         job.are_short = spent_ns <= LONG_NS and not engine.is_inline
         self._served[rank] = engine.by_rank[rank].num_starts, self._num_served(rank) + count
         job.note(chunk, count, num_good, spent_ns, slowest)

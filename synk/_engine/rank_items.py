@@ -62,9 +62,9 @@ class RankItems:
         rank.own_up[_PHASE] = _FUNCTION
         rank.check_interrupt(number)
         results = _Results(function.name)
-        began = time.monotonic_ns()
+        rank.began_ns = rank.ended_ns = time.monotonic_ns()
         slowest = self._run(rank, number << ITEM_BITS, function, results)
-        rank.spent_ns = time.monotonic_ns() - began
+        rank.ended_ns = time.monotonic_ns()
         results.flush()
         content = results.outcomes, wire.apart(results.stream.getvalue()), results.sizes, slowest
         return wire.TOLD, content, results.segments, None

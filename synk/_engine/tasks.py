@@ -75,6 +75,9 @@ class Tasks(Job):
     def fail(self, chunk: Chunk, error: Exception) -> None:
         chunk.finish(error)
 
+    def _failed(self, number: int, error: Exception) -> Any:
+        raise error
+
     def submit(self, calls: Sequence[Callable[[], Any]], callback: Callable[[Task], Any] | None = None) -> Task:
         """Submit calls, pickled. ``callback(task)`` is called once they have ended, from the ``result`` of any task.
 
@@ -118,7 +121,7 @@ class Tasks(Job):
         """Send what waits as long as workers are free, and take in what has ended; ``is_waiting``: wait for that."""
         while self._todo and waiting(self.chunks) is None and self.pool.room(self) >= 1:
             self._call_back(self.pool.step(self, [self._todo.popleft()]))
-        if self.chunks:
+        if self.chunks or self._todo:
             self._call_back(self.pool.step(self, is_waiting=is_waiting, until=until))
 
     def result(self, task: Task, timeout: float | None = None) -> list[Any]:
