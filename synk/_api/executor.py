@@ -277,8 +277,8 @@ class _Driver:
                 if is_moving or (self._waiting and self._tasks.has_room):
                     continue
                 # A bell that has rung since the checks above is still readable, so this wait cannot miss it. With
-                # nothing in flight and no more tasks to come, nobody would ring.
-                if self._futures or self._maps or not self._is_stopping:
+                # nothing to be done and no more tasks to come, nobody would ring.
+                if self._waiting or self._futures or self._maps or not self._is_stopping:
                     self._wait()
             except Exception as error:  # for instance, the runtime was closed: the tasks in flight are lost
                 self._fail_all(error)
@@ -290,7 +290,7 @@ class _Driver:
         assert bell is not None
         poll = select.poll()
         poll.register(bell, select.POLLIN)
-        is_busy = bool(self._futures or self._maps)
+        is_busy = bool(self._waiting or self._futures or self._maps)  # others may have all workers
         if is_busy:
             for fd in self._session.queue.descriptors():
                 poll.register(fd, select.POLLIN)

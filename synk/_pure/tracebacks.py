@@ -61,7 +61,7 @@ class Results(Iterator[R]):
     """The results of a verb, one by one. An exception that ends them shows only the program's lines, as one of a
     :func:`verb` does.
 
-    A loop over it takes the results straight from their lists, by code in C. None is kept once it was given.
+    None of them is kept once it was given.
 
     Parameters
     ----------
@@ -76,9 +76,6 @@ class Results(Iterator[R]):
         self._name = name
         self._now = _Run()
         self._each: Iterator[R] = chain.from_iterable(_outlined(runs, self._now))
-
-    def __iter__(self) -> Iterator[R]:
-        return self._each
 
     def __next__(self) -> R:
         return next(self._each)
