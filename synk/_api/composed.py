@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from synk._api.blocks import call_in_blocks
-from synk._api.engine import PendingCall, Session
+from synk._api.engine import Session, made_at_once
 from synk._api.function import Function, P, R
 from synk._api.options import Options, call_options
 from synk._api.plain import ScatteredArguments
@@ -98,7 +98,7 @@ class Composed(Function[P, R]):
                 f"cannot submit {self.__name__!r}: got a function with {', '.join(given)}, expected one without: its "
                 "calls are made of several, and a call that is submitted is one. Call it, or build it without."
             )
-        pending: PendingCall[Any] = PendingCall(self._bound_session().queue, self.__name__)
+        pending = made_at_once(self._bound_session(), self.__name__)
         try:
             pending._end(self(*args, **options), None)
         except Exception as error:

@@ -13,7 +13,8 @@ from synk._master.objects.resident import Resident as Resident
 
 __all__ = [
     "IS_NEXT", "Callee", "PendingCall", "Profile", "Queue", "Resident", "Session", "Shared", "Tracer", "Variable",
-    "WorkerProcess", "collectives", "distribute", "inline_process", "install", "make_resident", "watch_over",
+    "WorkerProcess", "collectives", "distribute", "inline_process", "install", "made_at_once", "make_resident",
+    "watch_over",
 ]  # fmt: skip
 
 IS_NEXT = os.environ.get("SYNK_ENGINE") == "next"
@@ -50,6 +51,11 @@ else:
     def distribute(session: Any, *, deadline: float | None) -> None:
         """Send all functions that the ranks do not have yet."""
         session.distribute()
+
+
+def made_at_once(session: Any, name: str) -> Any:
+    """Return the future of a call that whoever asks for it makes at once."""
+    return PendingCall(session if IS_NEXT else session.queue, name)
 
 
 def inline_process() -> Any:

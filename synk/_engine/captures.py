@@ -27,6 +27,8 @@ from synk._wire.memory import Segment
 ON_RESTART = 0
 """The id of the function that replacement workers run."""
 
+_LARGE_NBYTES = 1 << 18
+
 ParcelTold = tuple[int, bytes, bool]
 """The number of a parcel, its pickle, and whether a rank goes on if it cannot load it."""
 
@@ -81,7 +83,9 @@ class Callee(_Callee):
             self.state_numbers = numbers
         session.functions.bound.add(self)
         if is_new:
-            dropped = weakref.finalize(self, session.functions.dropped.append, self.id)
+            is_large = session.functions.book.nbytes_of(self.id) >= _LARGE_NBYTES
+            reclaimed = weakref.ref(session) if is_large else None
+            dropped = weakref.finalize(self, _drop, session.functions.dropped, self.id, reclaimed)
             dropped.atexit = False  # the user's own exit handlers may still call it
 
     def note_unsent(self) -> None:
@@ -92,6 +96,17 @@ class Callee(_Callee):
     def forget_sent(self) -> None:
         self.plans_by_key.clear()
         self.capture = None
+
+
+def _drop(dropped: deque[int], function_id: int, session_ref: weakref.ref[Any] | None) -> None:
+    """Note that a function no longer exists. What it captured is freed by the next operation or, if it is much, now.
+
+    Only if it is much: an interrupt that comes just now, in a finalizer, is reported and lost.
+    """
+    dropped.append(function_id)
+    session = None if session_ref is None else session_ref()
+    if session is not None:
+        session.reclaim()
 
 
 class Functions:
@@ -126,7 +141,9 @@ class Functions:
     def is_inline(self) -> bool:
         return bool(self._engine.is_inline)
 
-    has_shared_memory = True
+    @property
+    def has_shared_memory(self) -> bool:
+        return bool(self._engine.has_shared_memory)
 
     def new_id(self) -> int:
         """Return the number of the next segment."""
@@ -222,6 +239,7 @@ class Functions:
     def close(self) -> None:
         self.mapped.clear()
         self.dropped.clear()
+        self.unsettled = []
         for function in list(self.bound):
             function.forget_sent()
         self.book.clear()

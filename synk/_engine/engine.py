@@ -8,18 +8,17 @@ In one file because a call and the engine that runs it must be read together.
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from synk._engine import wire
 from synk._engine.captures import Functions
-from synk._engine.lanes import Lane
+from synk._engine.lanes import Joint, Lane
 from synk._engine.layout import News
 from synk._engine.outputs import Outputs
 from synk._engine.plan import Plan, pickled
@@ -35,7 +34,7 @@ from synk._pure.ranges import round_up
 from synk._wire.combining import loaded_objects
 from synk._wire.control import NUM_LANES
 from synk._wire.memory import Segment
-from synk.errors import CallCancelled, ClosedError, SerializationError, SynkError, WorkerDied
+from synk.errors import CallCancelled, CallTimeout, SerializationError, SharedMemoryError, SynkError, WorkerDied
 
 _logger = logging.getLogger("synk")
 
@@ -95,8 +94,10 @@ class Call(Owed):
         engine.is_sure = False
         lane.call = engine.flight[number] = self  # before anything is sent: from here on ``recover`` knows of it
         self._brings = bool(engine.functions.unsettled)
+        engine.carry(self)
         for rank in division.ranks:
             engine.send(self, rank, plan.number, len(objects), division.packed[rank], plan, plan.known_by_all)
+        engine.processes.flush()
         engine.is_sure = True
         if engine.tracer is not None:
             self.sent_ns = time.monotonic_ns()
@@ -109,13 +110,15 @@ class Call(Owed):
         Return False if not all ranks have answered by ``until``, or if ``is_polled`` and the end must wait for the
         calls that were submitted later; the call is still in flight then.
         """
-        if self.has_ended:
-            return True
         engine = self._engine
+        if self.has_ended:  # a signal handler has broken off what follows
+            engine.flight.pop(self.number, None)
+            self._drop()
+            return True
         try:
             if self.pending and not self._wait(until):
                 return False
-            if is_polled and len(engine.flight) > 1 and self._may_be_large():
+            if is_polled and len(engine.flight) > 1 and self._must_wait():
                 return False
             for step in STEPS:
                 step(self)
@@ -132,8 +135,8 @@ class Call(Owed):
             self._end(error)
             engine.recover(error)
             raise
-        self._drop()
         engine.flight.pop(self.number, None)
+        self._drop()
         return True
 
     def _wait(self, until: float | None) -> bool:
@@ -144,10 +147,13 @@ class Call(Owed):
         engine.is_sure = True
         return is_answered
 
-    def _may_be_large(self) -> bool:
-        """Whether outputs may be reduced by another message, which comes after all that was sent."""
+    def _must_wait(self) -> bool:
+        """Whether outputs may be reduced by another message, and ranks have calls before them that would delay it."""
         outputs = self.plan.outputs
-        return outputs is None or bool(outputs.result_nbytes)
+        if outputs is not None and not outputs.result_nbytes:
+            return False
+        self._engine.listen()
+        return any(each.pending for each in self._engine.flight.values())
 
     def hear(self) -> None:
         """Note what the replies tell of memory and layouts: that must not get lost."""
@@ -210,7 +216,7 @@ class Call(Owed):
             lease = engine.memory.lease_result(outputs.result_nbytes)
             shares = outputs.reductions(engine, lease.segment, self.division.rows)
             if shares:
-                engine.ask(shares, self.what, "reduce", self.deadline)
+                engine.reduce(shares, self)
             self._root = lease.deliver()
 
     def build(self) -> None:
@@ -238,11 +244,15 @@ class Call(Owed):
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
+    def refuse(self, error: BaseException) -> None:
+        """End a call that was not begun."""
+        self._end(error)
+        self._drop()
+
     def end(self, error: BaseException) -> None:
-        """The call has ended together with all others in flight."""
-        if not self.has_ended:
-            self._end(ended_with(self.what, error))
-            self._drop()
+        """The call has ended with this error, unless it has been settled."""
+        self._end(error)
+        self._drop()
 
     def _end(self, error: BaseException) -> None:
         if self.has_ended:
@@ -253,6 +263,8 @@ class Call(Owed):
         has_counted = bool(self.number) and self._engine.has_committed(self.number)
         if self.plan.has_state and not has_counted:
             self._engine.ended = max(self._engine.ended, self.number)
+        for variable in self.plan.variables:
+            variable.note_failed(self.ranks)
         if self.callee.changes and self.number:
             if has_counted:
                 note_outcome(error, self.callee.changes, [COUNTED] * len(self.callee.changes))
@@ -264,8 +276,6 @@ class Call(Owed):
 
     def _drop(self) -> None:
         """Let go of all but the outcome, which may be kept for long."""
-        if self.lane.call is self:
-            self.lane.call = None
         self._news, self.replies, self._root, self._values = {}, {}, None, ()
         if self.future is not None:
             future = self.future()
@@ -275,6 +285,9 @@ class Call(Owed):
                 _logger.error(
                     "a submitted call of %s failed, and nobody asked for its result: %r", self.what, self.error
                 )
+            self.future = None
+        if self.lane.call is self:  # last: until then the next call in the lane does this again
+            self.lane.call = None
 
 
 STEPS = (Call.hear, Call.learn, Call.reduce, Call.build, Call.commit)
@@ -288,6 +301,7 @@ class Engine(Workers):
     """The workers, the lanes, and what they share: one operation at a time."""
 
     memory: Any
+    joint_type = Joint
     tracer: Any = None
 
     def __init__(self, processes: Any, *, max_restarts: int, counters: dict[str, int], on_restart: Any) -> None:
@@ -304,12 +318,12 @@ class Engine(Workers):
 
     # -- lanes --------------------------------------------------------------------------------------------------------
 
-    def next_lane(self) -> Lane:
+    def next_lane(self, verb: str, deadline: float | None) -> Lane:
         """Return the lane of the next call. A call that had it before has ended."""
         index = self._last_lane = (self._last_lane + 1) % NUM_LANES if self.flight else 0
         lane = self.lanes[index]
         if lane.call is not None:
-            lane.call.settle()
+            self.settle_first([lane.call], verb, deadline)
         return lane
 
     def calls(self) -> list[Call]:
@@ -317,15 +331,29 @@ class Engine(Workers):
         found = [lane.call for lane in self.lanes if lane.call is not None and not lane.call.has_ended]
         return sorted(found, key=lambda call: call.number)
 
+    def settle_first(self, calls: Iterable[Call], verb: str, deadline: float | None) -> None:
+        """End calls for which ``verb`` must wait."""
+        for call in calls:
+            if not call.settle(deadline):
+                raise CallTimeout(
+                    f"cannot {verb} in time: submitted calls are still in flight. Raise timeout=, or wait for their "
+                    "results first."
+                )
+
     def settle_all(self) -> None:
         for call in self.calls():
             call.settle()
 
-    def settle_state(self) -> None:
+    def settle_to(self, last: Call, until: float | None = None, *, is_polled: bool = False) -> None:
+        """End a call, and before it those that were sent before it: whoever waits for one learns of all."""
+        for call in self.calls() if len(self.flight) > 1 else ():
+            if call.number < last.number:
+                call.settle(until, is_polled=is_polled)
+        last.settle(until, is_polled=is_polled)
+
+    def settle_state(self, verb: str, deadline: float | None) -> None:
         """End calls in flight that use state: what comes next depends on whether they are committed."""
-        for call in self.calls():
-            if call.plan.has_state:
-                call.settle()
+        self.settle_first([call for call in self.calls() if call.plan.has_state], verb, deadline)
 
     def settle_unsettled(self) -> None:
         """End calls that brought parcels: nothing else is packed before it is known whether they have arrived."""
@@ -376,11 +404,24 @@ class Engine(Workers):
         """Note that a rank may not have taken in the news that came with a message."""
         worker = self.by_rank[rank]
         if news is not None:
-            told, parcels = news
-            worker.known -= told
+            told, parcels, forgets = news
+            worker.forgets = [*forgets, *worker.forgets]  # to forget twice does no harm
             worker.stale |= told
+            worker.known -= told
             worker.parcels -= parcels
         worker.parcels_state = worker.settings_state = -1
+
+    # -- memory that ranks do not share; see ``synk.cluster.session`` --------------------------------------------------
+
+    def carry(self, call: Call) -> None:
+        """Bring what a call reads to ranks that do not map the program's memory: all of them do."""
+
+    def note_written(self, number: int, key: tuple[int, int]) -> None:
+        """Note that the program writes into the place of a variable."""
+
+    def reduce(self, shares: dict[int, Thing], call: Call) -> None:
+        """Have the ranks put large outputs in place."""
+        self.ask(shares, call.what, "reduce", call.deadline)
 
     # -- questions ----------------------------------------------------------------------------------------------------
 
@@ -434,10 +475,13 @@ class Engine(Workers):
         failures = [body[0] for status, body in replies if status == wire.FAILED]
         name = owed.what[1:-1] if owed.what[:1] == "'" else owed.what
         if unread:
+            error = rebuild(unread, self.world_size, name)
+            if isinstance(error, SharedMemoryError):  # a limit of the system: nothing is wrong with what was sent
+                raise error
             raise SerializationError(
                 f"cannot load {owed.what} on the workers: {unread[0].type_name}: {unread[0].message}. "
                 "What a function needs must be importable there, or defined in the script itself."
-            ) from rebuild(unread, self.world_size, name)
+            ) from error
         if failures:
             raise rebuild(failures, self.world_size, name)
         if self.is_inline:
@@ -453,11 +497,13 @@ class Engine(Workers):
     def moves(self, assigned: Sequence[Any], ranks: Sequence[int]) -> list[Any]:
         """Return what turns when a call is committed: (variable, rank, place, shapes)."""
         moves: list[Any] = []
-        if not assigned[0]:
+        if not any(assigned):
             return moves
         by_number = {each.number: each for each in self.variables.living()}
         for rank, own in zip(ranks, assigned):
-            moves += [(by_number[number], rank, which, found) for number, which, found in own]
+            for number, which, found in own:
+                by_number[number].note_assigned(rank, which, found)
+                moves.append((by_number[number], rank, which, found))
         absent = [rank for rank in range(self.world_size) if rank not in ranks]
         for number, which, found in assigned[0] if absent else ():
             variable = by_number[number]
@@ -484,20 +530,10 @@ class Engine(Workers):
         segment.discard()
 
 
-def ended_with(what: str, error: BaseException) -> BaseException:
-    """Return the error of a call that ``error`` has ended together with others."""
-    if isinstance(error, (WorkerDied, ClosedError)):
-        return copy.copy(error)
-    why = f"together with another: {error}" if isinstance(error, SynkError) else "by an interrupt."
-    cancelled = CallCancelled(f"the call of {what} was ended {why} Submit it again.")
-    cancelled.__cause__ = error if isinstance(error, Exception) else None
-    return cancelled
-
-
 def room_for_objects(parts: Sequence[Any], before: int) -> int:
     """Return the room to give to objects: the next ones may be longer."""
     needed = wire.nbytes_in_place(parts)
     return before if needed <= before else round_up(needed + needed // 4, 1 << 10)
 
 
-__all__ = ["Call", "Engine", "Lane", "Question", "ended_with", "pickled", "room_for_objects"]
+__all__ = ["Call", "Engine", "Lane", "Question", "pickled", "room_for_objects"]

@@ -56,6 +56,8 @@ class Plan(Thing):
     row_leaves : list of (int, str, str)
         The leaves with rows: position, kind, label.
     shards : list of (str, variable)
+    variables : list of Variable
+        Those that calls may read or assign.
     has_state : bool
         Whether calls read or change variables or resident objects.
     outputs : Outputs or None
@@ -108,6 +110,7 @@ class Plan(Thing):
         self.changes = callee.changes
         state = [*held, *callee.variables, *callee.residents]
         self.has_state = bool(state)
+        self.variables = [each for each in state if each.kind == "variable"]
         needs += list({each.number: each for each in state}.values())
         if self.staging is not None:
             needs.append(self.staging)
@@ -222,6 +225,18 @@ class Plan(Thing):
 
     def told(self, rank: int) -> tuple[Any, Sequence[Segment]]:
         return self.look, ()
+
+    def place_of(self, leaf: int) -> int:
+        """Return where an argument lies in the staging memory."""
+        return self._places[leaf]
+
+    def other_places(self, low: int, high: int) -> list[tuple[int, np.ndarray]]:
+        """Return what else calls read there, for some rows: where it lies, and a view of it."""
+        found = [(self._object_at, self.object_place)] if self.objects else []
+        if self.has_local:
+            assert self._local_place is not None
+            found.append((self._local_at + 8 * low, self._local_place[low:high]))
+        return found
 
     # -- one call -----------------------------------------------------------------------------------------------------
 

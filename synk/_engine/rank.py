@@ -21,13 +21,14 @@ from synk._engine.rank_lane import RankLane
 from synk._engine.rank_outputs import RankReduction
 from synk._engine.rank_residents import Changes, RankResidents
 from synk._engine.rank_variables import VariableStore
+from synk._pure.environment import merged
 from synk._wire.cell import cell
 from synk._wire.control import NUM_LANES, Down, Phase, Up
 from synk._wire.logs import set_levels
 from synk._wire.memory import Segment
 from synk._wire.messages import LoadOrder, ParcelOrder
-from synk._worker import failpoints as _failpoints
 from synk._worker.call.peers import Peers
+from synk._worker.failpoints import nothing
 from synk._worker.failures import pack_failure
 from synk._worker.held.pages import own_bytes
 from synk._worker.held.pickling import dumps
@@ -72,6 +73,8 @@ class Rank(Member):
         device: str,
         control: Segment,
         eventfds: Sequence[int],
+        nodes: Sequence[int] = (),
+        host: str = "",
     ) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
         self.first_rank, self.total_ranks = 0, world_size
@@ -88,13 +91,21 @@ class Rank(Member):
         self.variables = VariableStore(rank, self.down, self.backend)
         self.residents = RankResidents()
         self.settings = Settings()
-        self.peers = Peers(rank, world_size, self.backend, self.down, self.up, eventfds)
+        of_all = rank, world_size, self.backend, self.down, self.up, eventfds
+        self.has_other_nodes = len(nodes) > 1
+        if self.has_other_nodes:
+            from synk._engine.rank_nodes import FarPeers  # ranks of one machine need no wires
+
+            self.peers: Peers = FarPeers(nodes, host, *of_all)
+        else:
+            self.peers = Peers(*of_all)
+        self.own_path: list[str] = []  # on another machine than the program's, where imports find what is there
         self.slots: dict[int, Segment] = {}
         self.told_slots: dict[int, Segment] = {}
         self.changes = Changes()
         self.running = 0
         self.received_ns = self.began_ns = self.ended_ns = self.waited_ns = 0
-        self.failpoint: Callable[[str], None] = _failpoints.nothing
+        self.failpoint: Callable[[str], None] = nothing
         self.mapped: LoadedFunction | None = None
         self.items: RankItems | None = None
         self.process_group: Any = None
@@ -131,9 +142,11 @@ class Rank(Member):
                     self._say(plan)
                     return wire.DONE, None, ()
                 held = self.held[plan]
-                self.reach("call.received")
+                if self.failpoint is not nothing:
+                    self.failpoint("call.received")
                 status, content, segments, note = held.answer(self, number, in_place, wire.ROWS.unpack_from(order, 48))
-                self.reach("call.published")
+                if self.failpoint is not nothing:
+                    self.failpoint("call.published")
                 self.running = 0
             except Interrupted:
                 self._give_up(number)
@@ -208,11 +221,13 @@ class Rank(Member):
     def _learn(self, number: int, body: Any, fds: list[int]) -> None:
         """Take in what came with an order: first what is to be forgotten, then things, parcels, and plans."""
         forgets, parcels, items, settings, search_path = body
+        self.num_messages += 1  # news are a message of their own to whoever looks for changes
         self.own_up[_PHASE] = _LOADING
         for each in forgets:
             self._forget(*each)
         if search_path is not None:
-            sys.path[:], told_levels = search_path
+            wanted, told_levels = search_path
+            sys.path[:] = merged(wanted, self.own_path) if self.own_path else wanted
             set_levels(told_levels)
         self.check_interrupt(number)
         try:
@@ -222,7 +237,7 @@ class Rank(Member):
                 if kind in _BEFORE_PARCELS:
                     self._make(kind, what, payload, fds)
             if parcels:
-                self.reach("distribute.loading")
+                self.failpoint("distribute.loading")
                 with self.settings.importing():
                     for each in parcels:
                         self._load(each)
@@ -253,7 +268,7 @@ class Rank(Member):
         payload, num_fds = payload
         own = [fds.pop(0) for _ in range(num_fds)]
         if kind == "variable":
-            self.variables.told(number, payload, own)
+            self.variables.told(number, payload, self.held, own)
         elif kind == "resident":
             self.residents.told(number, payload)
         elif kind == "plan":
@@ -271,6 +286,8 @@ class Rank(Member):
                     dumps(rank.residents.get(resident).value) if is_whole else rank.residents.get(resident).state()
                 )
             )
+        elif kind == "wires":
+            self.held[number] = RankQuestion(lambda rank: rank.peers.wire(payload))
         elif kind == "outcomes":
             self.held[number] = RankQuestion(lambda rank: rank.changes.outcomes(payload))
         elif kind == "prepare":
@@ -337,10 +354,6 @@ class Rank(Member):
 
     # -- during a call ------------------------------------------------------------------------------------------------
 
-    def reach(self, step: str) -> None:
-        """Pass a step at which tests may arm a fault."""
-        self.failpoint(step)
-
     def begin_call(self, plan: RankPlan, number: int) -> None:
         """Prepare for the user's function."""
         lane = self.lane = self.lanes[plan.look.lane]
@@ -357,7 +370,8 @@ class Rank(Member):
         if self.variables.given:
             self.variables.check_given()
         self.own_up[_PHASE] = _PUBLISHING
-        self.reach("call.after_function")
+        if self.failpoint is not nothing:
+            self.failpoint("call.after_function")
 
     def check_interrupt(self, number: int) -> None:
         """From here on SIGINT may end the call; if it came before, end it now."""
@@ -406,8 +420,6 @@ class Rank(Member):
     def rng(self) -> np.random.Generator:
         """The generator of the present item of a map; else this rank's own."""
         return super().rng if self.items is None else self.items.rng(self)
-
-    has_other_nodes = False
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from synk._wire.memory import Segment
 from synk._wire.messages import Input
 from synk._worker.call.inputs import in_framework, nested
 from synk._worker.call.slices import run_slices
+from synk._worker.failpoints import nothing
 from synk._worker.held import pages
 from synk._worker.held.plans import load_nests
 from synk.errors import SerializationError
@@ -59,10 +60,11 @@ class RankPlan:
         self._keywords = [each.name for k, each in inputs if k not in inner and each.name]
         self._kinds = [each.kind for each in look.inputs]
         self._takes_views = not (
-            rank.backend.is_device or self.function.to_framework or self.nests or self._keywords
+            rank.backend.is_device or self.function.to_framework
             or any(kind not in ("picked", "whole") for kind in self._kinds)
         )  # fmt: skip
-        self._is_plain = self._takes_views and look.num_slices == 1 and not self.function.updates
+        is_flat = self._takes_views and not self.nests and not self._keywords
+        self._is_plain = is_flat and look.num_slices == 1 and not self.function.updates
         self._files = {k: as_recarray(map_again(*each.file)) for k, each in inputs if each.file is not None}
         self.outputs = RankOutputs(self.function, look.lane, look.subset)
         self.bases: list[np.ndarray | None] = []
@@ -137,12 +139,20 @@ class RankPlan:
         self, rank: Any, objects: Sequence[Any], part: Part, numbers: tuple[int, ...]
     ) -> tuple[list[Any], dict[str, Any]]:
         """Return what the function gets for some rows."""
-        values = [
-            self._array(rank, base, kind, each, part, numbers)
-            if kind in ("picked", "whole", "rows")
-            else self._other(rank, base, kind, each, part, numbers, objects)
-            for base, kind, each in zip(self.bases, self._kinds, self.look.inputs)
-        ]
+        low, high = part
+        values: list[Any]
+        if self._takes_views:
+            values = [
+                base[low:high] if kind == "picked" else base[...]  # type: ignore[index]
+                for base, kind in zip(self.bases, self._kinds)
+            ]
+        else:
+            values = [
+                self._array(rank, base, kind, each, part, numbers)
+                if kind in ("picked", "whole", "rows")
+                else self._other(rank, base, kind, each, part, numbers, objects)
+                for base, kind, each in zip(self.bases, self._kinds, self.look.inputs)
+            ]
         if self.nests:
             values = nested(values, self.nests)
         split = len(values) - len(self._keywords)
@@ -209,7 +219,8 @@ class RankPlan:
             rank.changes.begin(number, rank.residents, look.changes)
         rank.check_interrupt(number)
         objects = self._load_objects(rank, in_place) if in_place else ()
-        rank.reach("call.before_function")
+        if rank.failpoint is not nothing:
+            rank.failpoint("call.before_function")
         rank.began_ns = rank.ended_ns = time.monotonic_ns()
         if self._is_plain:
             # A new view for each input: if anything refers to one after the call, the function has kept it.

@@ -3,7 +3,8 @@
 Memory of a variable: a row of words, one cache line for each rank, then six places and more: common A, common B, and
 for each rank own A and own B. ``fronts[rank]`` says which of four places holds the value of a rank. Only the program
 writes it, while no call that uses the variable is in flight. Nobody ever writes into a place that is a front. A value
-that has outgrown its place gets memory of its own there: from the rank that assigns it, or from the program.
+that has outgrown its place gets memory of its own there: from the rank that assigns it, or from the program. A small
+variable shares its memory file with others.
 
 In one file because a variable and the collectives share the rule of which place may be written.
 """
@@ -28,6 +29,9 @@ from synk._wire.memory import PAGE_NBYTES, Segment, create_fd
 from synk._wire.variables import Shapes, leaf_offsets, shapes_of
 
 COMMON_A, COMMON_B, OWN_A, OWN_B = range(4)
+
+SMALL_NBYTES = 1 << 18
+"""A variable whose places take no more than this shares its memory file with others."""
 
 __all__ = ["check_reduction", "check_rows", "check_scatter", "pair", "shapes"]
 
@@ -98,13 +102,20 @@ class Variable(VariableValue, Thing):
         world_size = variables.world_size
         parts = self.split(arrays) if self.is_sharded else [arrays]
         self.value_shapes: list[Shapes] = [shapes_of(parts[0])] * world_size
+        # By rank and place, the shapes that a rank takes the value there to have; None: nobody knows.
+        self._told: list[list[Shapes | None]] = [[None] * 4 for _ in range(world_size)]
         nbytes = max(leaf_offsets(self.dtypes, shapes_of(part))[1] for part in parts)
         step = round_up(max(nbytes, 1), PAGE_NBYTES)
         first = round_up(world_size * LINE_NBYTES, PAGE_NBYTES)
         total = first + (2 + 2 * world_size) * step
-        # Reserved in pieces: most places are never written.
-        self.memory = sparse(total)
-        self.memory.create_part(0, 0, first)
+        if total <= SMALL_NBYTES and variables.engine.has_shared_memory:
+            self.memory = variables.engine.memory.arenas.create(total, is_worker_writable=True)
+        else:  # reserved in pieces: most places are never written
+            self.memory = sparse(total)
+            self.memory.create_part(0, 0, first)
+        if self.memory.arena is not None:
+            self.needs = (self.memory,)
+            variables.engine.parts[self.number] = self.memory
         words = self.memory.view(0, (world_size, LINE_NBYTES // 8), np.dtype(np.int64))
         self.fronts = words[:, 0]
         self._step, self._first = step, first
@@ -135,15 +146,18 @@ class Variable(VariableValue, Thing):
 
     def told(self, rank: int) -> tuple[Any, Sequence[Segment]]:
         segments = [self.memory]
+        number = 0 if self.memory.arena is None else self.memory.id
         found = []
         for which in range(4):
             place = self.places[0 if which <= COMMON_B else rank, which]
             if place.segment not in segments:
                 segments.append(place.segment)
             found.append((segments.index(place.segment), place.at, place.nbytes))
+        segments = segments[1:] if number else segments
         sizes = [segment.nbytes for segment in segments]
+        self._told[rank] = [self.value_shapes[rank]] * 4
         return (
-            self.name, self.skeleton(), self.dtypes, self.is_sharded, sizes, found, self.value_shapes[rank],
+            self.name, self.skeleton(), self.dtypes, self.is_sharded, number, sizes, found, self.value_shapes[rank],
         ), segments  # fmt: skip
 
     def leaves(self, rank: int) -> list[np.ndarray]:
@@ -174,10 +188,11 @@ class Variable(VariableValue, Thing):
         key = 0 if which <= COMMON_B else rank, which
         _, nbytes = leaf_offsets(self.dtypes, found)
         place = self.places[key]
+        self.variables.engine.note_written(self.number, key)
         if nbytes > place.nbytes:
             self.places[key] = Place(Segment.create(2 * nbytes, is_worker_writable=True), 0, 2 * nbytes)
             self.variables.engine.retell(self.number)  # all ranks are told anew
-        elif place.segment is self.memory and key not in self._reserved:
+        elif place.segment is self.memory and not self.needs and key not in self._reserved:
             self.memory.create_part(0, place.at, place.nbytes)
             self._reserved.add(key)
         return self.views(rank, which, found)
@@ -188,12 +203,19 @@ class Variable(VariableValue, Thing):
 
     def turn(self, rank: int, which: int, found: Shapes) -> None:
         """Make a place the value of a rank; a part of a commit, which may be done again."""
-        if found is not None and self.value_shapes[rank] != found:
-            self.value_shapes = [*self.value_shapes]
-            self.value_shapes[rank] = found
-            if which <= COMMON_B or not self.is_sharded:
-                self.variables.engine.retell(self.number)
+        self.value_shapes[rank] = found
+        if self._told[rank][which] != found:
+            self.variables.engine.retell(self.number, [rank])
         self.fronts[rank] = which
+
+    def note_assigned(self, rank: int, which: int, found: Shapes) -> None:
+        """Note that a rank has written a value of these shapes, and knows them."""
+        self._told[rank][which] = found
+
+    def note_failed(self, ranks: Sequence[int]) -> None:
+        """Note that a call has failed, in which ranks may have written where there is no front."""
+        for rank in ranks:
+            self._told[rank][self.spare(rank)] = None
 
     def close(self) -> None:
         """Release the memory: the runtime is closed."""
@@ -216,8 +238,6 @@ class Variable(VariableValue, Thing):
             which = self.spare(rank)
             self._fill(rank, which, arrays)
             moves.append((self, rank, which, shapes_of(arrays)))
-        if any(shapes_of(arrays) != self.value_shapes[rank] for rank, arrays in values.items()):
-            self.variables.engine.retell(self.number)  # ranks know the shapes of what they assign themselves
         self.variables.engine.commit(moves)
 
     def unite(self, arrays: Sequence[np.ndarray]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import socket
 import sys
@@ -28,7 +29,6 @@ def freeze_support() -> None:
     with open(int(sys.argv[2]), "rb") as file:
         setup = json.load(file)
     sys.path[:] = setup["import_path"]
-    from synk._worker.loop.serve import main
-
-    main(socket.socket(fileno=setup["fds"]["socket"]), setup)
+    module = importlib.import_module(f"synk.{setup['module']}")
+    module.main(socket.socket(fileno=setup["fds"]["socket"]), setup)
     sys.exit()
