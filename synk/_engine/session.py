@@ -24,7 +24,7 @@ from synk._engine.pool import Pool
 from synk._engine.processes import Processes
 from synk._engine.profile import Profile
 from synk._engine.things import Once
-from synk._engine.workers import GRACE_S, ended_with, interrupted
+from synk._engine.workers import GRACE_S, interrupted
 from synk._master.entrance import Entrance
 from synk._master.processes.output import warn_at_users_line
 from synk._master.processes.placement import Placement
