@@ -123,6 +123,8 @@ def job_of(
     session.check_open(f"map {name!r}")
     if session.is_inline:
         refuse_limit(rules.item_s)
+    if rules.item_s is not None or rules.max_tasks is not None or rules.max_memory is not None:
+        session.check_here(f"map {name!r} with limits of items or workers", "Leave them out there.")
     mapped = functools.partial(call_with, fn) if is_spread else fn
     function = session.functions.mapped.get(
         fn, lambda: EngineCallee(mapped, name, outputs=None, session=session), is_spread=is_spread

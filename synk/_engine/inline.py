@@ -92,7 +92,7 @@ class InlineProcess(NoProcess):
         half = Rank(setup["rank"], setup["world_size"], setup["backend"], setup["device"], control, eventfds)
         control.close_fd()
         half.failpoint = _failpoints.arm(setup["failpoints"], self.rank)
-        half.seed = setup["seed"]
+        half.seed, half.interruption = setup["seed"], KeyboardInterrupt
         self._half, self.link = half, InlineLink(half)
         self.link.say(0, wire.READY, hello_of(half))
 

@@ -86,7 +86,7 @@ class Job:
         self.chunks: list[Chunk] = []
         self.num_deaths = 0
         self.is_abandoned = self.are_short = False
-        self._pickler = ItemPickler(self.pool.copies)
+        self._pickler = ItemPickler(self.pool.copies if session.has_shared_memory else None)
         self._classes: list[type] = []
         self._size = rules.batch_size or 1
 

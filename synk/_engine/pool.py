@@ -53,6 +53,7 @@ class Pool:
 
     def __init__(self, engine: Any) -> None:
         self._engine: Any = weakref.proxy(engine)
+        self._sees_words = bool(engine.has_shared_memory)  # of ranks; those of other nodes are not at hand
         self.numbers = itertools.count()
         self.is_open = False
         self._leaving: set[int] = set()  # ranks that were killed to be replaced, and are not buried yet
@@ -202,6 +203,7 @@ class Pool:
         engine.is_sure = False
         engine.flight[chunk.number] = chunk
         engine.send(chunk, rank, news.number, 0, wire.NO_ROWS, news, news.numbers())
+        engine.processes.flush()
         engine.is_sure = True
 
     # -- answers ------------------------------------------------------------------------------------------------------
@@ -281,19 +283,21 @@ class Pool:
         if chunk.late is not None:
             job.stats.replaced += 1
             self._on_late(chunk)
-        elif index is None:
+        elif index is None and self._sees_words:
             job.replace(chunk, [chunk.part(0, len(chunk.items))])
+        elif index is None and job.rules.returns_errors and len(chunk.numbers) > 1:
+            job.replace(chunk, [chunk.part(k, k + 1) for k in range(len(chunk.numbers))])
         else:
             job.stats.deaths += 1
             job.num_deaths += 1
             most = self._engine.max_restarts
-            if len(chunk.numbers) > 1:
+            if index is not None and len(chunk.numbers) > 1:
                 add_note(error, f"at {chunk.named(index)}")
             if job.rules.returns_errors and job.num_deaths > most:
                 add_note(error, f"workers died {job.num_deaths} times, and no item succeeded in between")
                 job.fail(chunk, error)
             else:
-                job.lose(chunk, index, error)
+                job.lose(chunk, index or 0, error)
 
     # -- what must end ------------------------------------------------------------------------------------------------
 

@@ -63,7 +63,11 @@ class Rank(Member):
         What the last call that changes resident objects has done to them.
     running : int
         The number of the order whose user code runs: only that may be interrupted.
+    interruption : type
+        What ends an order; in the program itself Ctrl-C does.
     """
+
+    interruption: type[KeyboardInterrupt] = Interrupted
 
     def __init__(
         self,
@@ -134,7 +138,7 @@ class Rank(Member):
                 if body is not None:
                     try:
                         self._learn(number, body, fds)
-                    except Interrupted:
+                    except self.interruption:
                         raise
                     except BaseException as error:
                         return wire.UNREAD, self._failure(error), ()
@@ -148,7 +152,7 @@ class Rank(Member):
                 if self.failpoint is not nothing:
                     self.failpoint("call.published")
                 self.running = 0
-            except Interrupted:
+            except self.interruption:
                 self._give_up(number)
                 return wire.INTERRUPTED, None, ()
             except BaseException as error:
@@ -159,7 +163,7 @@ class Rank(Member):
             if note is not None:  # nothing interrupts this: what was told and what is noted are the same
                 note()
             return status, content, segments
-        except Interrupted:  # it came in a line of the handlers above
+        except self.interruption:  # it came in a line of the handlers above
             self._give_up(number)
             return wire.INTERRUPTED, None, ()
         finally:

@@ -23,7 +23,6 @@ from synk._pure.texts import short_repr
 from synk._wire.control import Phase, Up
 from synk._wire.memory import Segment
 from synk._worker.held.pickling import HostPickler
-from synk._worker.member import Interrupted
 from synk.errors import SerializationError
 
 LARGE_NBYTES = 1 << 20
@@ -61,7 +60,7 @@ class RankItems:
         rank.variables.start(function, False)
         rank.own_up[_PHASE] = _FUNCTION
         rank.check_interrupt(number)
-        results = _Results(function.name)
+        results = _Results(rank, function.name)
         rank.began_ns = rank.ended_ns = time.monotonic_ns()
         slowest = self._run(rank, number << ITEM_BITS, function, results)
         rank.ended_ns = time.monotonic_ns()
@@ -80,8 +79,8 @@ class RankItems:
             at += nbytes
             up[_ITEM_NS], up[_ITEM] = began, place + index
             try:
-                items = _loaded(data, count, function.name)
-            except Interrupted:
+                items = _loaded(rank, data, count, function.name)
+            except rank.interruption:
                 raise
             except BaseException as error:
                 results.fail(rank._failure(error), "")
@@ -96,7 +95,7 @@ class RankItems:
                     if rank.is_copy or variables.given or variables.assigned:
                         _check(rank, function.name)
                     results.add(result)
-                except Interrupted:
+                except rank.interruption:
                     raise
                 except BaseException as error:  # not even SystemExit may end a rank
                     if rank.is_copy:
@@ -118,10 +117,10 @@ class RankItems:
         rank.variables.abandon()
 
 
-def _loaded(data: Any, count: int, name: str) -> Sequence[Any]:
+def _loaded(rank: Any, data: Any, count: int, name: str) -> Sequence[Any]:
     try:
         loaded = pickle.loads(data)
-    except Interrupted:
+    except rank.interruption:
         raise
     except BaseException as error:
         raise SerializationError(
@@ -159,7 +158,8 @@ class _Results:
         The large arrays, and how many bytes they have.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, rank: Any, name: str) -> None:
+        self._rank = rank
         self.stream = io.BytesIO()
         self.outcomes: list[tuple[int, Any]] = []
         self.segments: list[Segment] = []
@@ -180,7 +180,7 @@ class _Results:
             self.stream.seek(began)
             self.stream.truncate()
             del self.segments[before:], self.sizes[before:]
-            if isinstance(error, Interrupted):
+            if isinstance(error, self._rank.interruption):
                 raise
             raise SerializationError(
                 f"cannot send what {self._name!r} returned: {type(error).__name__}: {error}. Return arrays, numbers or "
@@ -191,7 +191,7 @@ class _Results:
     def _take(self, buffer: pickle.PickleBuffer) -> bool:
         """Copy a large buffer. Return whether it is to lie in the pickle."""
         raw = buffer.raw()
-        if raw.nbytes < LARGE_NBYTES:
+        if raw.nbytes < LARGE_NBYTES or self._rank.has_other_nodes:  # the program may be on another machine
             return True
         segment = Segment.create(raw.nbytes)
         segment.buffer[: raw.nbytes] = np.frombuffer(raw, np.uint8)
