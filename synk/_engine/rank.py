@@ -72,17 +72,17 @@ class Rank(Member):
         What the last call that changes resident objects has done to them.
     running : int
         The number of the order whose user code runs: only that may be interrupted.
-    interruption : type
-        What ends an order; in the program itself Ctrl-C does.
     """
 
-    interruption: type[KeyboardInterrupt] = Interrupted
     plan_type: type[RankPlan] = RankPlan
     reduction_type: type[RankReduction] = RankReduction
     replica_type: type[Replica] = Replica
 
     peek: Callable[[], bytes] = staticmethod(lambda: b"")
     """Returns the next order if it has come, and leaves it where it is."""
+
+    interrupts: type[BaseException] = Interrupted
+    """What ends a call: in a rank that is played by the program itself, every Ctrl-C."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class Rank(Member):
                 if body is not None:
                     try:
                         self._learn(number, body, fds)
-                    except self.interruption:
+                    except self.interrupts:
                         raise
                     except BaseException as error:
                         return wire.UNREAD, self._failure(error), ()
@@ -166,7 +166,7 @@ class Rank(Member):
                 if self.failpoint is not nothing:
                     self.failpoint("call.published")
                 self.running = 0
-            except self.interruption:
+            except self.interrupts:
                 self._give_up(number)
                 return wire.INTERRUPTED, None, ()
             except BaseException as error:
@@ -177,7 +177,7 @@ class Rank(Member):
             if note is not None:  # nothing interrupts this: what was told and what is noted are the same
                 note()
             return status, content, segments
-        except self.interruption:  # it came in a line of the handlers above
+        except self.interrupts:  # it came in a line of the handlers above
             self._give_up(number)
             return wire.INTERRUPTED, None, ()
         finally:
