@@ -80,6 +80,9 @@ class Rank(Member):
     peek: Callable[[], bytes] = staticmethod(lambda: b"")
     """Returns the next order if it has come, and leaves it where it is."""
 
+    interrupts: type[BaseException] = Interrupted
+    """What ends a call: in a rank that is played by the program itself, every Ctrl-C."""
+
     def __init__(
         self,
         rank: int,
@@ -147,7 +150,7 @@ class Rank(Member):
                 if body is not None:
                     try:
                         self._learn(number, body, fds)
-                    except Interrupted:
+                    except self.interrupts:
                         raise
                     except BaseException as error:
                         return wire.UNREAD, self._failure(error), ()
@@ -161,7 +164,7 @@ class Rank(Member):
                 if self.failpoint is not nothing:
                     self.failpoint("call.published")
                 self.running = 0
-            except Interrupted:
+            except self.interrupts:
                 self._give_up(number)
                 return wire.INTERRUPTED, None, ()
             except BaseException as error:
@@ -172,7 +175,7 @@ class Rank(Member):
             if note is not None:  # nothing interrupts this: what was told and what is noted are the same
                 note()
             return status, content, segments
-        except Interrupted:  # it came in a line of the handlers above
+        except self.interrupts:  # it came in a line of the handlers above
             self._give_up(number)
             return wire.INTERRUPTED, None, ()
         finally:
