@@ -181,7 +181,7 @@ class RankDestination:
             assert outputs._slots is not None and outputs._layout is not None
             leaves, views = outputs._layout.leaves, outputs._views
             self._moved = outputs._slots.moved(
-                {id(views[k]): leaves[k].view(self._memory, at) for k, at in self._places}
+                {id(views[k]): leaves[k].view(self._memory, at) for k, at in self._places}  # type: ignore[misc]
             )
             self._of = outputs._slots
         return self._moved
