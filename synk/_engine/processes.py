@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import select
 from collections.abc import Sequence
@@ -50,6 +51,7 @@ class Worker:
     Attributes
     ----------
     process : RankProcess
+    link : Link
     known : set of int
         The numbers of the things that it knows. Those in ``stale`` it holds, and is to be told of anew.
     parcels : set of int
@@ -69,12 +71,12 @@ class Worker:
         self.num_starts = 0
         self.is_prepared = True
         self.exit_text = ""
-        self.begin(process)
+        self.begin(process, None)
         self.is_dead = True
 
-    def begin(self, process: Any) -> None:
+    def begin(self, process: Any, link: Any) -> None:
         """Start over with a process that knows nothing."""
-        self.process = process
+        self.process, self.link = process, link
         self.known: set[int] = set()
         self.stale: set[int] = set()
         self.parcels: set[int] = set()
@@ -84,11 +86,6 @@ class Worker:
         self.hello: Any = None
         self.description = ""
         self.is_dead = self.is_ready = False
-
-    @property
-    def link(self) -> Link:
-        link: Link = self.process.link
-        return link
 
 
 class _Poll:
@@ -132,6 +129,8 @@ class Processes:
         self._control: Segment | None = None
         self._watched: dict[int, tuple[str, Worker | None]] = {}
         self._poll = _Poll()
+        self.events = functools.partial(self._poll.poll_object.poll, 0)
+        """Returns what has happened, without waiting."""
         self._patience = Patience(self._spin_s)
         self._wake_fd: int = NONE
 
@@ -177,7 +176,7 @@ class Processes:
         process.start(setup, environment, self._control.fd, b"", events)
         for fd, kind in process.watched():
             self._watch(fd, kind, worker)
-        worker.begin(process)  # last: if the start fails, the rank counts as dead
+        worker.begin(process, process.link)  # last: if the start fails, the rank counts as dead
 
     def blocks(self, lane: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the control blocks ``(down, up)`` of a lane."""
@@ -193,10 +192,6 @@ class Processes:
     def _unwatch(self, fd: int) -> None:
         if self._watched.pop(int(fd), None) is not None:
             self._poll.poll_object.unregister(fd)
-
-    def events(self) -> list[tuple[int, int]]:
-        """Return what has happened, without waiting."""
-        return self._poll.poll(0)
 
     def wait(self, seconds: float | None, *, awake: bool = True) -> list[tuple[int, int]]:
         """Return what happens within a time limit: awake at first, if that pays."""
