@@ -11,14 +11,14 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from synk._engine import wire
 from synk._engine.captures import Functions
-from synk._engine.lanes import Lane
+from synk._engine.lanes import Joint, Lane
 from synk._engine.layout import News
 from synk._engine.ledger import Transfer
 from synk._engine.outputs import Outputs
@@ -35,7 +35,7 @@ from synk._pure.ranges import round_up
 from synk._wire.combining import loaded_objects
 from synk._wire.control import NUM_LANES, Down
 from synk._wire.memory import Segment
-from synk.errors import CallCancelled, SerializationError, SharedMemoryError, SynkError, WorkerDied
+from synk.errors import CallCancelled, CallTimeout, SerializationError, SharedMemoryError, SynkError, WorkerDied
 
 _CALL = int(Down.CALL)
 
@@ -101,11 +101,13 @@ class Call(Owed):
         engine.is_sure = False
         lane.call = engine.flight[number] = self  # before anything is sent: from here on ``recover`` knows of it
         self._brings = bool(engine.functions.unsettled)
-        for rank in division.ranks:
-            engine.send(self, rank, plan.number, len(objects), division.packed[rank], plan, plan.known_by_all)
-        engine.is_sure = True
         if engine.tracer is not None:
             self.sent_ns = time.monotonic_ns()
+        engine.carry(self)
+        for rank in division.ranks:
+            engine.send(self, rank, plan.number, len(objects), division.packed[rank], plan, plan.known_by_all)
+        engine.processes.flush()
+        engine.is_sure = True
 
     # -- settle -------------------------------------------------------------------------------------------------------
 
@@ -115,9 +117,11 @@ class Call(Owed):
         Return False if not all ranks have answered by ``until``, or if ``is_polled`` and the end must wait for the
         calls that were submitted later; the call is still in flight then.
         """
-        if self.has_ended:
-            return True
         engine = self.engine
+        if self.has_ended:  # a signal handler has broken off what follows
+            engine.flight.pop(self.number, None)
+            self._drop()
+            return True
         try:
             if self.pending:
                 engine.is_sure = False
@@ -149,8 +153,8 @@ class Call(Owed):
             self._end(error)
             engine.recover(error)
             raise
-        self._drop()
         engine.flight.pop(self.number, None)
+        self._drop()
         return True
 
     def _must_wait(self) -> bool:
@@ -218,7 +222,7 @@ class Call(Owed):
         lease = engine.memory.lease_result(outputs.result_nbytes)
         shares = outputs.reductions(engine, lease.segment, self.division.rows)
         if shares:
-            engine.ask(shares, self.what, "reduce", self.deadline)
+            engine.reduce(shares, self)
         self._root = lease.deliver()
 
     def build(self) -> None:
@@ -255,10 +259,9 @@ class Call(Owed):
         self._drop()
 
     def end(self, error: BaseException) -> None:
-        """The call has ended with this error, before it was settled."""
-        if not self.has_ended:
-            self._end(error)
-            self._drop()
+        """The call has ended with this error, unless it has been settled."""
+        self._end(error)
+        self._drop()
 
     def _end(self, error: BaseException) -> None:
         if self.has_ended:
@@ -282,8 +285,6 @@ class Call(Owed):
 
     def _drop(self) -> None:
         """Let go of all but the outcome, which may be kept for long."""
-        if self.lane.call is self:
-            self.lane.call = None
         self._news, self.replies, self._root, self._values = {}, {}, None, ()
         if self.future is not None:
             future = self.future()
@@ -293,6 +294,9 @@ class Call(Owed):
                 _logger.error(
                     "a submitted call of %s failed, and nobody asked for its result: %r", self.what, self.error
                 )
+            self.future = None
+        if self.lane.call is self:  # last: until then the next call in the lane does this again
+            self.lane.call = None
 
 
 class Question(Owed):
@@ -303,6 +307,7 @@ class Engine(Workers):
     """The workers, the lanes, and what they share: one operation at a time."""
 
     memory: Any
+    joint_type = Joint
     tracer: Any = None
 
     def __init__(self, processes: Any, *, max_restarts: int, counters: dict[str, int], on_restart: Any) -> None:
@@ -319,18 +324,27 @@ class Engine(Workers):
 
     # -- lanes --------------------------------------------------------------------------------------------------------
 
-    def next_lane(self) -> Lane:
+    def next_lane(self, verb: str, deadline: float | None) -> Lane:
         """Return the lane of the next call. A call that had it before has ended."""
         index = self._last_lane = (self._last_lane + 1) % NUM_LANES if self.flight else 0
         lane = self.lanes[index]
         if lane.call is not None:
-            lane.call.settle()
+            self.settle_first([lane.call], verb, deadline)
         return lane
 
     def calls(self) -> list[Call]:
         """Return the calls that have not ended, oldest first."""
         found = [lane.call for lane in self.lanes if lane.call is not None and not lane.call.has_ended]
         return sorted(found, key=lambda call: call.number)
+
+    def settle_first(self, calls: Iterable[Call], verb: str, deadline: float | None) -> None:
+        """End calls for which ``verb`` must wait."""
+        for call in calls:
+            if not call.settle(deadline):
+                raise CallTimeout(
+                    f"cannot {verb} in time: submitted calls are still in flight. Raise timeout=, or wait for their "
+                    "results first."
+                )
 
     def settle_all(self) -> None:
         for call in self.calls():
@@ -343,11 +357,9 @@ class Engine(Workers):
                 call.settle(until, is_polled=is_polled)
         last.settle(until, is_polled=is_polled)
 
-    def settle_state(self) -> None:
+    def settle_state(self, verb: str, deadline: float | None) -> None:
         """End calls in flight that use state: what comes next depends on whether they are committed."""
-        for call in self.calls():
-            if call.plan.has_state:
-                call.settle()
+        self.settle_first([call for call in self.calls() if call.plan.has_state], verb, deadline)
 
     def settle_unsettled(self) -> None:
         """End calls that brought parcels: nothing else is packed before it is known whether they have arrived."""
@@ -404,6 +416,18 @@ class Engine(Workers):
             worker.known -= told
             worker.parcels -= parcels
         worker.parcels_state = worker.settings_state = -1
+
+    # -- memory that ranks do not share; see ``synk.cluster.session`` --------------------------------------------------
+
+    def carry(self, call: Call) -> None:
+        """Bring what a call reads to ranks that do not map the program's memory: all of them do."""
+
+    def note_written(self, number: int, key: tuple[int, int]) -> None:
+        """Note that the program writes into the place of a variable."""
+
+    def reduce(self, shares: dict[int, Thing], call: Call) -> None:
+        """Have the ranks put large outputs in place."""
+        self.ask(shares, call.what, "reduce", call.deadline)
 
     # -- questions ----------------------------------------------------------------------------------------------------
 
@@ -483,16 +507,18 @@ class Engine(Workers):
             return moves
         by_number = {each.number: each for each in self.variables.living()}
         for rank, own in zip(ranks, assigned):
-            for number, which, found in own:
-                by_number[number].note_assigned(rank, which, found)
-                moves.append((by_number[number], rank, which, found))
+            for number, found in own:
+                variable = by_number[number]
+                which = variable.spare(rank)
+                variable.note_assigned(rank, which, found)
+                moves.append((variable, rank, which, found))
         absent = [rank for rank in range(self.world_size) if rank not in ranks]
-        for number, which, found in assigned[0] if absent else ():
+        for number, found in assigned[0] if absent else ():
             variable = by_number[number]
             if variable.is_sharded:
                 continue
             # Ranks without rows get the value of the lowest rank that ran; otherwise replicas would drift apart.
-            value = variable.views(ranks[0], which, found)
+            value = variable.views(ranks[0], variable.spare(ranks[0]), found)
             for rank in absent:
                 spare = variable.spare(rank)
                 for target, source in zip(variable.room(rank, spare, found), value):

@@ -58,7 +58,9 @@ def _begin(
             has_limit = options.timeout is not None or session.timeout is not None
             deadline = session.deadline(options.timeout) if has_limit else None
             session.enter_call(verb, deadline)
-            made = _sent(session, callee, tuple(args), kwargs, options, deadline, started_ns, is_submitted)
+            if options is not PLAIN:
+                _check_options(callee, options)
+            made = _sent(session, callee, verb, tuple(args), kwargs, options, deadline, started_ns, is_submitted)
             if not is_submitted or session.is_inline:
                 session.settle_to(made)
         except BaseException as error:
@@ -71,6 +73,7 @@ def _begin(
 def _sent(
     session: Session,
     callee: Callee,
+    verb: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     options: CallOptions,
@@ -79,14 +82,14 @@ def _sent(
     is_submitted: bool,
 ) -> Call:
     """Find or make the plan of a call, and send it."""
-    if options is not PLAIN:
-        _check_options(callee, options)
     face, values, arguments = look(callee, args, kwargs, session, is_submitted)
     if callee.is_stale or callee.capture is None or callee.session is not session:
         callee.load(session, deadline)
     if session.flight and _uses_state(callee, arguments):
-        session.settle_state()  # what comes next depends on whether the calls before are committed
-    lane = session.next_lane()
+        session.settle_state(verb, deadline)  # what comes next depends on whether the calls before are committed
+    lane = session.next_lane(verb, deadline)
+    if session.has_dead:  # a call before has ended with a death
+        session.enter_call(verb, deadline)
     key = lane.index, face, options.num_slices, options.output_subset
     plan = before = found_plan(session, callee, key)
     objects: list[Any] | None = None
@@ -105,8 +108,7 @@ def _sent(
         plan, division, objects, values = _made(
             session, callee, args, kwargs, options, key, arguments, lane, before, is_submitted
         )
-    if plan.residents or plan.changes:
-        residents = [*plan.residents, *plan.changes]
+    if residents := [*plan.residents, *plan.changes]:
         session.residents.bring_into_line(residents)
         for resident in residents:
             resident.check(f"call {callee.name!r}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import select
 from collections.abc import Sequence
@@ -129,8 +128,6 @@ class Processes:
         self._control: Segment | None = None
         self._watched: dict[int, tuple[str, Worker | None]] = {}
         self._poll = _Poll()
-        self.events = functools.partial(self._poll.poll_object.poll, 0)
-        """Returns what has happened, without waiting."""
         self._patience = Patience(self._spin_s)
         self._wake_fd: int = NONE
 
@@ -165,7 +162,7 @@ class Processes:
     def _begin(self, worker: Worker, failpoints: Sequence[Sequence[Any]]) -> None:
         assert self._control is not None
         process, rank, placement = worker.process, worker.rank, self.placement
-        setup = setup_message(placement, rank, failpoints)
+        setup = self._setup(rank, failpoints)
         worker.num_starts += 1
         number = placement.first_rank + rank
         # A replacement must not draw the random numbers of its predecessor again.
@@ -177,6 +174,10 @@ class Processes:
         for fd, kind in process.watched():
             self._watch(fd, kind, worker)
         worker.begin(process, process.link)  # last: if the start fails, the rank counts as dead
+
+    def _setup(self, rank: int, failpoints: Sequence[Sequence[Any]]) -> dict[str, Any]:
+        """Return what a rank must know before it can unpickle anything."""
+        return setup_message(self.placement, rank, failpoints)
 
     def blocks(self, lane: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the control blocks ``(down, up)`` of a lane."""
@@ -192,6 +193,13 @@ class Processes:
     def _unwatch(self, fd: int) -> None:
         if self._watched.pop(int(fd), None) is not None:
             self._poll.poll_object.unregister(fd)
+
+    def flush(self) -> None:
+        """Send what waits to be sent together: nothing does."""
+
+    def events(self) -> list[tuple[int, int]]:
+        """Return what has happened, without waiting."""
+        return self._poll.poll_object.poll(0)
 
     def wait(self, seconds: float | None, *, awake: bool = True) -> list[tuple[int, int]]:
         """Return what happens within a time limit: awake at first, if that pays."""

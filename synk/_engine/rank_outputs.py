@@ -43,13 +43,18 @@ class RankOutputs:
 
     def publish(self, rank: Any, result: Any) -> Published:
         """Put the outputs into the slot. Return the reply: nothing new if they look like the last ones."""
-        slots = self._slots
-        is_told = slots is not None and self._memory is rank.told_slots.get(self._lane) and self._told is self._layout
-        if is_told and not rank.variables.assigned and slots.fill(result):  # type: ignore[union-attr]
+        slots, layout = self._slots, self._layout
+        is_told = slots is not None and self._memory is rank.told_slots.get(self._lane) and self._told is layout
+        if not is_told or not slots.fill(result):  # type: ignore[union-attr]
+            return self._publish(rank, result, rank.variables.publish)
+        if not rank.variables.assigned and not layout.assigned:  # type: ignore[union-attr]
             return wire.DONE, None, [], None
-        return self._publish(rank, result)
+        assigned = rank.variables.publish()
+        if assigned[0] == layout.assigned and not assigned[1]:  # type: ignore[union-attr]
+            return wire.DONE, None, [], assigned[3]
+        return self._publish(rank, result, lambda: assigned)
 
-    def _publish(self, rank: Any, result: Any) -> Published:
+    def _publish(self, rank: Any, result: Any, publish_assigned: Callable[[], Any]) -> Published:
         function, backend = self._function, rank.backend
         self._slots = None
         if function.whole is not None:
@@ -57,7 +62,7 @@ class RankOutputs:
         values = self._match(result)
         before = None if self._layout is None else self._layout.leaves
         outputs, leaves, objects = taken(backend, function, values, self._ops, self._names, self._wanted, before)
-        assigned, places, made, note_assigned = rank.variables.publish()
+        assigned, places, made, note_assigned = publish_assigned()
         slot = self._lay_out(rank, leaves, assigned)
         for value, view in zip(outputs, self._views):
             if type(value) is bytes:
@@ -67,7 +72,7 @@ class RankOutputs:
         backend.synchronize()
         packed = self._pickled(rank, objects)
         layout = self._layout
-        is_complete = not objects and self._subset is None and not assigned
+        is_complete = not objects and self._subset is None
         self._slots = self._slots_of(result, values) if is_complete else None
 
         def note() -> None:

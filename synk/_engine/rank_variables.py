@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._engine.layout import Assigned
+from synk._engine.layout import OWN_A, OWN_B, Assigned, spare_of
 from synk._pure.ranges import LINE_NBYTES
 from synk._pure.trees import unflatten
 from synk._wire.memory import Segment
@@ -17,8 +17,6 @@ from synk._worker.held.variables import Replica as _Replica
 from synk._worker.held.variables import VariableStore as _VariableStore
 from synk.backends import Backend
 from synk.errors import SharedMemoryError
-
-OWN_A, OWN_B = 2, 3
 
 Places = list[tuple[int, int, int]]
 """Places that this rank has made: (variable, which, nbytes)."""
@@ -35,7 +33,7 @@ class Replica(_Replica):
 
     def told(self, number: int, payload: Any, segments: Sequence[Segment], rank: int) -> None:
         """Take in what the program says: the places, and the shapes of the value."""
-        name, skeleton, dtypes, is_sharded, _, places, found = payload
+        name, skeleton, dtypes, is_sharded, _, _, places, found = payload
         self.declare(Declaration(number, name, skeleton, dtypes, is_sharded, (0, 0), (found, found), 0))
         words = segments[0].view(rank * LINE_NBYTES, (1,), np.dtype(np.int64))
         self._word = memoryview(words)  # type: ignore[arg-type]
@@ -43,7 +41,7 @@ class Replica(_Replica):
         self._shapes = [found] * 4
         self._buffers = [None] * 4
         self._kept = segments[0]
-        self._is_reserved, self._seen = False, -1
+        self._is_reserved, self._seen = segments[0].arena is not None, -1
 
     @property
     def _front(self) -> int:
@@ -74,7 +72,7 @@ class Replica(_Replica):
 
     def write_back(self, pending: Sequence[Any]) -> tuple[int, Segment | None]:
         """Write an assigned value into the own place that is no front. Return which, and memory that had to be made."""
-        which = OWN_A if self._front == OWN_B else OWN_B
+        which = spare_of(self._front)
         found: Shapes = shapes_of(pending)
         _, nbytes = leaf_offsets(self._known.dtypes, found)
         segment, at, room = self._places[which]
@@ -116,8 +114,9 @@ class VariableStore(_VariableStore):
     def __init__(self, rank: int, down: np.ndarray, backend: Backend) -> None:
         super().__init__(rank, {}, down, backend, Replica)
 
-    def told(self, number: int, payload: Any, fds: list[int]) -> None:
-        segments = [Segment(fds.pop(0), nbytes, is_writable=True, segment_id=0) for nbytes in payload[4]]
+    def told(self, number: int, payload: Any, held: dict[int, Any], fds: list[int]) -> None:
+        segments = [held[payload[4]]] if payload[4] else []
+        segments += [Segment(fds.pop(0), nbytes, is_writable=True, segment_id=0) for nbytes in payload[5]]
         replica: Any = self.get(number)
         replica.told(number, payload, segments, self.rank)
         for segment in segments[1:]:
@@ -132,7 +131,7 @@ class VariableStore(_VariableStore):
 
     def publish(self) -> tuple[Assigned, Places, list[Segment], Callable[[], None]]:
         """Write all assignments of the call. Return what to tell of them, and a step that notes that it was told."""
-        told: list[tuple[int, int, Shapes]] = []
+        told: list[tuple[int, Shapes]] = []
         places: Places = []
         segments: list[Segment] = []
         notes: list[tuple[Any, int, Shapes, Segment | None]] = []
@@ -140,7 +139,7 @@ class VariableStore(_VariableStore):
             replica: Any = each
             which, made = replica.write_back(pending)
             found = shapes_of(pending)
-            told.append((replica.variable_id, which, found))
+            told.append((replica.variable_id, found))
             notes.append((replica, which, found, made))
             if made is not None:
                 places.append((replica.variable_id, which, made.nbytes))

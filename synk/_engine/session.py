@@ -63,7 +63,7 @@ class Memory:
             orphans.close_all()
         while self.released:
             self._engine.free(self.released.popleft())
-        self.arenas.sweep()
+            self.arenas.sweep()  # which may release memory that nothing lies in any more
 
     def lease_result(self, nbytes: int) -> Lease:
         """Lease a buffer for large results."""
@@ -135,6 +135,7 @@ class Session(Entrance, Engine):
 
     nodes: Any = None
     has_shared_memory = True
+    processes_type = Processes
 
     def __init__(
         self,
@@ -158,7 +159,7 @@ class Session(Entrance, Engine):
         self.profile = Profile()
         self.guests: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
         self.group = _Group()
-        processes = Processes(placement, process_type=process_type, seed=seed)
+        processes = self.processes_type(placement, process_type=process_type, seed=seed)
         counters = dict.fromkeys(_COUNTERS, 0)
         super().__init__(processes, max_restarts=max_restarts, counters=counters, on_restart=on_restart)
         self.memory = Memory(self)
@@ -216,7 +217,7 @@ class Session(Entrance, Engine):
         if not self.flight:
             self.is_interrupted = False
         self.settle_torn()
-        self.settle_all()
+        self.settle_first(self.calls(), verb, deadline)
         self.enter_call(verb, deadline)
 
     def enter_call(self, verb: str, deadline: float | None) -> None:
