@@ -18,8 +18,9 @@ import numpy as np
 
 from synk._engine import wire
 from synk._engine.captures import Functions
+from synk._engine.device_values import check_not_lost
 from synk._engine.lanes import Joint, Lane
-from synk._engine.layout import News
+from synk._engine.layout import ON_DEVICE, News
 from synk._engine.ledger import Transfer
 from synk._engine.outputs import Outputs
 from synk._engine.plan import Plan, pickled
@@ -97,6 +98,9 @@ class Call(Owed):
         if division is not lane.division:
             lane.show(division)
         lane.first_down[_CALL] = number
+        if engine.has_devices:
+            check_not_lost(plan.variables, range(engine.world_size), f"call {self.callee.name!r}")
+            engine.nccl.announce(lane, len(division.ranks))
         engine.counters["calls"] += 1
         engine.is_sure = False
         lane.call = engine.flight[number] = self  # before anything is sent: from here on ``recover`` knows of it
@@ -210,8 +214,7 @@ class Call(Owed):
         if outputs is None or (outputs.voters is not self.ranks and outputs.voters != self.ranks):
             callee, ranks = self.callee, self.ranks
             layouts = [plan.layouts[rank] for rank in ranks]
-            slots = self.lane.slots
-            outputs = Outputs(callee.name, callee.ops, plan.subset, ranks, layouts, slots, engine.world_size)
+            outputs = Outputs(callee.name, callee.ops, plan.subset, ranks, layouts, self.lane, engine.world_size)
             plan.outputs = outputs
         if self.division.unequal and outputs.has_weights:
             raise ValueError(self.division.unequal)
@@ -247,6 +250,8 @@ class Call(Owed):
         if self._varying or plan.moved[-1].nbytes != nbytes:
             plan.note_moved(self._varying, nbytes)
         self.callee.record.add(plan.moved, self.division.count, self.replies, time.monotonic_ns() - self.started_ns)
+        if engine.has_devices:
+            engine.device_values.note_copies(self)
         self.has_ended = True
         if engine.tracer is not None:
             engine.tracer.note(self)
@@ -308,6 +313,9 @@ class Engine(Workers):
 
     memory: Any
     joint_type = Joint
+    nccl: Any
+    device_values: Any
+    has_devices: bool
     tracer: Any = None
 
     def __init__(self, processes: Any, *, max_restarts: int, counters: dict[str, int], on_restart: Any) -> None:
@@ -379,6 +387,7 @@ class Engine(Workers):
             old.close()
 
     def on_trouble(self) -> None:
+        self.nccl.break_up()
         for lane in self.lanes:
             lane.abort()
 
@@ -507,13 +516,13 @@ class Engine(Workers):
             return moves
         by_number = {each.number: each for each in self.variables.living()}
         for rank, own in zip(ranks, assigned):
-            for number, found in own:
+            for number, is_on_device, found in own:
                 variable = by_number[number]
-                which = variable.spare(rank)
+                which = variable.spare(rank) + (ON_DEVICE if is_on_device else 0)
                 variable.note_assigned(rank, which, found)
                 moves.append((variable, rank, which, found))
         absent = [rank for rank in range(self.world_size) if rank not in ranks]
-        for number, found in assigned[0] if absent else ():
+        for number, _, found in assigned[0] if absent else ():
             variable = by_number[number]
             if variable.is_sharded:
                 continue

@@ -16,8 +16,12 @@ def spare_of(front: int) -> int:
     return OWN_A if front == OWN_B else OWN_B
 
 
-Assigned = tuple[tuple[int, Shapes], ...]
-"""What a call has assigned: the number of each variable, and the shapes of its value, which lies in the spare place."""
+Assigned = tuple[tuple[int, bool, Shapes], ...]
+"""What a call has assigned: the number of each variable, whether its value, which belongs into the spare place, lies on
+the device alone, and its shapes."""
+
+ON_DEVICE = 4
+"""Added to a place: the new value lies on the device of its rank alone."""
 
 
 class Look(NamedTuple):
@@ -55,7 +59,7 @@ class Layout(NamedTuple):
         A pickle of the result, with the position of each leaf in its place.
     leaves : tuple of Leaf
     places : tuple of int
-        Where each of them begins in the slot.
+        Where each of them begins in the slot; -1: the rank keeps it until it is asked for (:class:`Share`).
     assigned : Assigned
     """
 
@@ -96,7 +100,8 @@ class Share(NamedTuple):
     dtype
     length : int
     sources : list of (int, int)
-        Memory and offset, one for each rank that votes.
+        Memory and offset, one for each rank that votes. For an output that the rank has kept, one source: -1 minus its
+        lane, and its position. An op then reduces those of all ranks.
     at : int
         Where the part goes in the result.
     rows : list of int

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._engine.layout import OWN_A, OWN_B, Assigned, spare_of
+from synk._engine.layout import ON_DEVICE, OWN_A, OWN_B, Assigned, spare_of
 from synk._pure.ranges import LINE_NBYTES
 from synk._pure.trees import unflatten
 from synk._wire.memory import Segment
@@ -111,8 +111,8 @@ class Replica(_Replica):
 class VariableStore(_VariableStore):
     """All variables of one rank, and the assignments of the current call."""
 
-    def __init__(self, rank: int, down: np.ndarray, backend: Backend) -> None:
-        super().__init__(rank, {}, down, backend, Replica)
+    def __init__(self, rank: int, down: np.ndarray, backend: Backend, replica_type: type[Replica]) -> None:
+        super().__init__(rank, {}, down, backend, replica_type)
 
     def told(self, number: int, payload: Any, held: dict[int, Any], fds: list[int]) -> None:
         segments = [held[payload[4]]] if payload[4] else []
@@ -122,16 +122,16 @@ class VariableStore(_VariableStore):
         for segment in segments[1:]:
             segment.close_fd()
 
-    def start(self, function: Any, is_sliced: bool) -> None:
+    def start(self, function: Any, is_sliced: bool, down: np.ndarray) -> None:
         """Prepare for a call."""
-        self.begin(function, is_sliced, self._down)
+        self.begin(function, is_sliced, down)
 
     def resolve(self) -> None:
         """Do nothing: the program's words say which places hold the values."""
 
     def publish(self) -> tuple[Assigned, Places, list[Segment], Callable[[], None]]:
         """Write all assignments of the call. Return what to tell of them, and a step that notes that it was told."""
-        told: list[tuple[int, Shapes]] = []
+        told: list[tuple[int, bool, Shapes]] = []
         places: Places = []
         segments: list[Segment] = []
         notes: list[tuple[Any, int, Shapes, Segment | None]] = []
@@ -139,7 +139,7 @@ class VariableStore(_VariableStore):
             replica: Any = each
             which, made = replica.write_back(pending)
             found = shapes_of(pending)
-            told.append((replica.variable_id, found))
+            told.append((replica.variable_id, which >= ON_DEVICE, found))
             notes.append((replica, which, found, made))
             if made is not None:
                 places.append((replica.variable_id, which, made.nbytes))

@@ -100,7 +100,7 @@ class NodeRank:
         layout = self.layouts[plan]
         end = max((at + leaf.nbytes for at, leaf in zip(layout.places, layout.leaves)), default=0)
         spans = [(self.slots[lane], 0, end)] if end else []
-        for variable, shapes in layout.assigned:
+        for variable, _, shapes in layout.assigned:
             dtypes, places, words = self.variables[variable]
             front = memory[words].view(self.rank * LINE_NBYTES, (1,), np.dtype(np.int64))[0]
             spans.append((*places[spare_of(front)], leaf_offsets(dtypes, shapes)[1]))
