@@ -17,7 +17,7 @@ import numpy as np
 from synk._engine import wire
 from synk._engine.rank_call import CallInputs, RankPlan, RankQuestion
 from synk._engine.rank_lane import RankLane
-from synk._engine.rank_outputs import RankReduction
+from synk._engine.rank_outputs import RankDestination, RankReduction
 from synk._engine.rank_residents import Changes, RankResidents
 from synk._engine.rank_variables import Replica, VariableStore
 from synk._pure.environment import merged
@@ -43,6 +43,15 @@ _IDLE, _FUNCTION, _PUBLISHING, _LOADING = (
     int(each) for each in (Phase.IDLE, Phase.FUNCTION, Phase.PUBLISHING, Phase.LOADING)
 )
 _BEFORE_PARCELS = ("memory", "variable", "resident")
+
+_QUESTIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "dump": lambda rank, asked: rank.dumped(*asked),
+    "wires": lambda rank, wires: rank.peers.wire(wires),
+    "outcomes": lambda rank, number: rank.changes.outcomes(number),
+    "prepare": lambda rank, function: rank.prepare(rank.functions[function]),
+    "back": lambda rank, destination: rank.held[destination].bring_back(rank),
+}
+"""What answers each kind of question, from what it brings."""
 
 Answer = tuple[int, Any, Sequence[Segment]]
 """The status of a reply, its body, and the memory that goes with it."""
@@ -70,6 +79,9 @@ class Rank(Member):
 
     peek: Callable[[], bytes] = staticmethod(lambda: b"")
     """Returns the next order if it has come, and leaves it where it is."""
+
+    interrupts: type[BaseException] = Interrupted
+    """What ends a call: in a rank that is played by the program itself, every Ctrl-C."""
 
     def __init__(
         self,
@@ -138,7 +150,7 @@ class Rank(Member):
                 if body is not None:
                     try:
                         self._learn(number, body, fds)
-                    except Interrupted:
+                    except self.interrupts:
                         raise
                     except BaseException as error:
                         return wire.UNREAD, self._failure(error), ()
@@ -152,7 +164,7 @@ class Rank(Member):
                 if self.failpoint is not nothing:
                     self.failpoint("call.published")
                 self.running = 0
-            except Interrupted:
+            except self.interrupts:
                 self._give_up(number)
                 return wire.INTERRUPTED, None, ()
             except BaseException as error:
@@ -163,7 +175,7 @@ class Rank(Member):
             if note is not None:  # nothing interrupts this: what was told and what is noted are the same
                 note()
             return status, content, segments
-        except Interrupted:  # it came in a line of the handlers above
+        except self.interrupts:  # it came in a line of the handlers above
             self._give_up(number)
             return wire.INTERRUPTED, None, ()
         finally:
@@ -177,7 +189,7 @@ class Rank(Member):
 
     def _leave(self, held: Any, plan: int) -> None:
         """Let no other rank wait for this one, and see what the function has kept of its inputs."""
-        if isinstance(held, RankPlan):
+        if isinstance(held, (RankPlan, RankDestination)):
             self.peers.leave_call(self.lane)
             self.waited_ns = self.lane.waited_ns
         self.own_up[_PHASE] = _IDLE
@@ -284,23 +296,13 @@ class Rank(Member):
             self.held[number] = self.plan_type(self, payload)
         elif kind == "reduction":
             self.held[number] = self.reduction_type(self, payload)
+        elif kind == "destination":
+            self.held[number] = RankDestination(self, payload)
         elif kind == "lane":
             self.peers.connect(self.lanes[payload[0]], self.held[payload[1]])
-        elif kind == "dump":
-            resident, is_whole = payload
-            self.held[number] = RankQuestion(
-                lambda rank: (
-                    dumps(rank.residents.get(resident).value) if is_whole else rank.residents.get(resident).state()
-                )
-            )
-        elif kind == "wires":
-            self.held[number] = RankQuestion(lambda rank: rank.peers.wire(payload))
-        elif kind == "outcomes":
-            self.held[number] = RankQuestion(lambda rank: rank.changes.outcomes(payload))
-        elif kind == "prepare":
-            self.held[number] = RankQuestion(lambda rank: rank.prepare(rank.functions[payload]))
         else:
-            raise AssertionError(kind)
+            ask = _QUESTIONS[kind]
+            self.held[number] = RankQuestion(lambda rank: ask(rank, payload))
 
     def _map(self, number: int, described: tuple[int, bool, bool, bool, int, int], fds: list[int]) -> None:
         nbytes, is_writable, is_staging, is_arena, arena, offset = described
@@ -347,6 +349,11 @@ class Rank(Member):
         if not segment.is_private:
             return segment.buffer[offset : offset + nbytes].copy()
         return own_bytes(segment.buffer[offset : offset + nbytes])
+
+    def dumped(self, resident: int, is_whole: bool) -> bytes:
+        """Return the pickled state of a resident object, or the whole object."""
+        found = self.residents.get(resident)
+        return dumps(found.value) if is_whole else found.state()
 
     def prepare(self, function: LoadedFunction) -> None:
         """Run ``on_restart``, which the replacement of a rank that died runs before its first call."""

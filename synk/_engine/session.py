@@ -65,7 +65,8 @@ class Memory:
         if orphans.ended:
             orphans.close_all()
         while self.released:
-            self._engine.free(self.released.popleft())
+            self._engine.free(self.released[0])
+            self.released.popleft()  # last: a signal may break this off, and then it is done again
             self.arenas.sweep()  # which may release memory that nothing lies in any more
 
     def lease_result(self, nbytes: int) -> Lease:
