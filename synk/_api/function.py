@@ -514,7 +514,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         results = stream(lambda batch: submit(*arguments(batch)), self.__name__, iter(batches))
         if progress:
             results = with_progress(results, self.__name__, operator.length_hint(batches))
-        return Results(results, "synk.Function.stream", self.__name__)
+        return Results(([result] for result in results), "synk.Function.stream", self.__name__)
 
     def _run_checked(
         self,

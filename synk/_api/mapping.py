@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from synk._api.engine import IS_NEXT
 from synk._api.options import is_integer, name_of
 from synk._api.stream import with_progress
+from synk._engine.captures import Callee as EngineCallee
 from synk._engine.chunks import PoolStats, Rules
+from synk._engine.jobs import MapJob
 from synk._master.calls.callee import Callee, FunctionHandle
+from synk._master.entrance import refuse_limit
 from synk._master.flight.chunks import check_mapped
 from synk._master.flight.item_map import ItemMap
 from synk._pure.limits import check_timeout
@@ -31,28 +36,36 @@ def map_items(
 ) -> Iterator[Any]:
     """Return an iterator over the results of ``fn`` for the items of one or more iterables; see :func:`synk.map`.
 
-    Nothing is sent here. ``ItemMap`` begins when the first result is asked for, and takes items from the iterables
-    outside of the session's lock.
+    Nothing is sent here. The job begins when the first result is asked for, and takes items from the iterables outside
+    of the session's lock.
     """
     refuse_inside_worker("map")
-    name = _check_function(fn)
+    name = check_function(fn)
     rules = rules_of(f"map {name!r}", **options)
     if not iterables:
         raise TypeError(f"cannot map {name!r}: got no items, expected an iterable, or one for each parameter.")
-    iterators = [_iterator(name, items) for items in iterables]
-    is_one = len(iterators) == 1
-    iterator = iterators[0] if is_one else zip(*iterators)
-    session.check_open(f"map {name!r}")
-    mapped = fn if is_one else functools.partial(call_with, fn)
-    function = session.functions.mapped.get(
-        fn, lambda: Callee(mapped, name, outputs=None, session=session), is_spread=not is_one
-    )
-    check_mapped(function)
-    results = ItemMap(session, function, iterator, rules.batch_size, rules.is_ordered).results()
+    items, is_spread = items_of(name, iterables)
+    runs: Iterator[list[Any]]
+    if IS_NEXT:
+        runs = (values for _, values in job_of(session, fn, items, rules, name=name, is_spread=is_spread).runs())
+    else:
+        runs = ([value] for value in _old_results(session, fn, items, rules, name, is_spread))
     if progress:
         length = min(filter(None, map(operator.length_hint, iterables)), default=0)
-        results = with_progress(results, name, length)
-    return Results(results, "synk.map", name)
+        runs = ([value] for value in with_progress(itertools.chain.from_iterable(runs), name, length))
+    return Results(runs, "synk.map", name)
+
+
+def _old_results(
+    session: Any, fn: Callable[..., Any], items: Iterator[Any], rules: Rules, name: str, is_spread: bool
+) -> Iterator[Any]:
+    session.check_open(f"map {name!r}")
+    mapped = functools.partial(call_with, fn) if is_spread else fn
+    function = session.functions.mapped.get(
+        fn, lambda: Callee(mapped, name, outputs=None, session=session), is_spread=is_spread
+    )
+    check_mapped(function)
+    return ItemMap(session, function, items, rules.batch_size, rules.is_ordered).results()
 
 
 def numbered_results(
@@ -77,7 +90,46 @@ def numbered_results(
     stats : PoolStats, optional
         Is kept up to date.
     """
-    raise UnsupportedError(f"cannot map {name!r} by the numbers of items: the pool is not there yet.")
+    if not IS_NEXT:
+        raise UnsupportedError(f"cannot map {name!r} by the numbers of items: this needs SYNK_ENGINE=next.")
+    numbers: deque[int] = deque()
+
+    def items() -> Iterator[Any]:
+        for number, item in pairs:
+            numbers.append(number)
+            yield item
+
+    job = job_of(session, fn, items(), rules, name=name, is_spread=is_spread, stats=stats, numbers=numbers)
+    return (pair for run in job.runs() for pair in zip(*run))
+
+
+def items_of(name: str, iterables: tuple[Iterable[Any], ...]) -> tuple[Iterator[Any], bool]:
+    """Return the items of a map, and whether each is a tuple of arguments."""
+    iterators = [_iterator(name, items) for items in iterables]
+    return (iterators[0], False) if len(iterators) == 1 else (zip(*iterators), True)
+
+
+def job_of(
+    session: Any,
+    fn: Callable[..., Any],
+    items: Iterator[Any],
+    rules: Rules,
+    *,
+    name: str,
+    is_spread: bool = False,
+    **options: Any,
+) -> MapJob:
+    """Return the job of a map. Nothing is sent here: it begins when the first result is asked for."""
+    session.check_open(f"map {name!r}")
+    if session.is_inline:
+        refuse_limit(rules.item_s)
+    if rules.item_s is not None or rules.max_tasks is not None or rules.max_memory is not None:
+        session.check_here(f"map {name!r} with limits of items or workers", "Leave them out there.")
+    mapped = functools.partial(call_with, fn) if is_spread else fn
+    function = session.functions.mapped.get(
+        fn, lambda: EngineCallee(mapped, name, outputs=None, session=session), is_spread=is_spread
+    )
+    return MapJob(session, function, rules, items, **options)
 
 
 def rules_of(verb: str, **options: Any) -> Rules:
@@ -114,7 +166,7 @@ def _iterator(name: str, items: Any) -> Iterator[Any]:
         ) from None
 
 
-def _check_function(fn: Any) -> str:
+def check_function(fn: Any) -> str:
     """Return the name of a function to be mapped."""
     if isinstance(fn, FunctionHandle):
         name = fn._callee.name

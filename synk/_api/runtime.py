@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from synk._api.build import Decorator, KeepingDecorator, build_function
 from synk._api.engine import (
+    IS_NEXT,
     Callee,
     Profile,
     Queue,
@@ -44,7 +45,6 @@ from synk.errors import ClosedError
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from synk._master.flight.tasks import Tasks
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -291,8 +291,12 @@ class Runtime(Hinting):
             max_worker_memory=max_worker_memory,
         )
 
-    def _tasks(self, num_workers: int) -> Tasks:
+    def _tasks(self, num_workers: int, rules: Any = None) -> Any:
         """Return an object that runs tasks, which are submitted one by one; for ``Executor`` and extensions."""
+        if IS_NEXT:
+            from synk._engine.tasks import Tasks as Next
+
+            return Next(self._session, num_workers, *([] if rules is None else [rules]))
         from synk._master.flight.tasks import Tasks
 
         return Tasks(self._session, num_workers)

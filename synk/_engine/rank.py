@@ -16,6 +16,7 @@ import numpy as np
 
 from synk._engine import wire
 from synk._engine.rank_call import CallInputs, RankPlan, RankQuestion
+from synk._engine.rank_items import RankItems
 from synk._engine.rank_lane import RankLane
 from synk._engine.rank_outputs import RankDestination, RankReduction
 from synk._engine.rank_residents import Changes, RankResidents
@@ -124,6 +125,7 @@ class Rank(Member):
         self.received_ns = self.began_ns = self.ended_ns = self.waited_ns = 0
         self.failpoint: Callable[[str], None] = nothing
         self.mapped: LoadedFunction | None = None
+        self.items: RankItems | None = None
         self.process_group: Any = None
         self.seed: Sequence[int] = (0,)
         for lane in self.lanes:
@@ -296,6 +298,8 @@ class Rank(Member):
             self.held[number] = self.plan_type(self, payload)
         elif kind == "reduction":
             self.held[number] = self.reduction_type(self, payload)
+        elif kind == "items":
+            self.held[number] = RankItems(payload)
         elif kind == "destination":
             self.held[number] = RankDestination(self, payload)
         elif kind == "lane":
@@ -430,6 +434,11 @@ class Rank(Member):
     @property
     def number(self) -> int:
         return self.rank
+
+    @property
+    def rng(self) -> np.random.Generator:
+        """The generator of the present item of a map; else this rank's own."""
+        return super().rng if self.items is None else self.items.rng(self)
 
     @property
     def ranks(self) -> tuple[int, ...]:
