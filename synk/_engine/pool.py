@@ -202,7 +202,7 @@ class Pool:
         engine.counters["bytes_pickled"] += len(news.payload[-1])
         engine.is_sure = False
         engine.flight[chunk.number] = chunk
-        engine.send(chunk, rank, news.number, 0, wire.NO_ROWS, news, news.numbers())
+        engine.send(chunk, rank, news.number, 0, wire.NO_ROWS, [news], news.numbers())
         engine.processes.flush()
         engine.is_sure = True
 

@@ -18,9 +18,9 @@ from synk._engine import wire
 from synk._engine.rank_call import CallInputs, RankPlan, RankQuestion
 from synk._engine.rank_items import RankItems
 from synk._engine.rank_lane import RankLane
-from synk._engine.rank_outputs import RankReduction
+from synk._engine.rank_outputs import RankDestination, RankReduction
 from synk._engine.rank_residents import Changes, RankResidents
-from synk._engine.rank_variables import VariableStore
+from synk._engine.rank_variables import Replica, VariableStore
 from synk._pure.environment import merged
 from synk._wire.cell import cell
 from synk._wire.control import NUM_LANES, Down, Phase, Up
@@ -37,13 +37,22 @@ from synk._worker.held.received import Received
 from synk._worker.held.settings import Settings
 from synk._worker.member import Interrupted, Member
 from synk._worker.process import drop_frames, is_importing
-from synk.backends import backend_module
+from synk.backends import Backend, backend_module
 
 _INTERRUPT, _PHASE = int(Down.INTERRUPT), int(Up.PHASE)
 _IDLE, _FUNCTION, _PUBLISHING, _LOADING = (
     int(each) for each in (Phase.IDLE, Phase.FUNCTION, Phase.PUBLISHING, Phase.LOADING)
 )
 _BEFORE_PARCELS = ("memory", "variable", "resident")
+
+_QUESTIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "dump": lambda rank, asked: rank.dumped(*asked),
+    "wires": lambda rank, wires: rank.peers.wire(wires),
+    "outcomes": lambda rank, number: rank.changes.outcomes(number),
+    "prepare": lambda rank, function: rank.prepare(rank.functions[function]),
+    "back": lambda rank, destination: rank.held[destination].bring_back(rank),
+}
+"""What answers each kind of question, from what it brings."""
 
 Answer = tuple[int, Any, Sequence[Segment]]
 """The status of a reply, its body, and the memory that goes with it."""
@@ -63,26 +72,31 @@ class Rank(Member):
         What the last call that changes resident objects has done to them.
     running : int
         The number of the order whose user code runs: only that may be interrupted.
-    interruption : type
-        What ends an order; in the program itself Ctrl-C does.
     """
 
-    interruption: type[KeyboardInterrupt] = Interrupted
+    plan_type: type[RankPlan] = RankPlan
+    reduction_type: type[RankReduction] = RankReduction
+    replica_type: type[Replica] = Replica
+
+    peek: Callable[[], bytes] = staticmethod(lambda: b"")
+    """Returns the next order if it has come, and leaves it where it is."""
+
+    interrupts: type[BaseException] = Interrupted
+    """What ends a call: in a rank that is played by the program itself, every Ctrl-C."""
 
     def __init__(
         self,
         rank: int,
         world_size: int,
-        backend_name: str,
-        device: str,
+        backend: Backend,
         control: Segment,
         eventfds: Sequence[int],
         nodes: Sequence[int] = (),
         host: str = "",
     ) -> None:
-        self.rank, self.world_size, self.device = rank, world_size, device
+        self.rank, self.world_size, self.device = rank, world_size, backend.device
         self.first_rank, self.total_ranks = 0, world_size
-        self.backend: Any = backend_module(backend_name).open_device(device)
+        self.backend: Any = backend
         self.lanes = [RankLane(index, rank, world_size, control) for index in range(NUM_LANES)]
         self.lane = self.lanes[0]
         self.down, self.up = self.lane.down, self.lane.up
@@ -92,7 +106,7 @@ class Rank(Member):
         self.functions: dict[int, LoadedFunction] = {}
         self._received = Received(self._own_memory)
         self._parcels: set[int] = set()
-        self.variables = VariableStore(rank, self.down, self.backend)
+        self.variables = VariableStore(rank, self.down, self.backend, self.replica_type)
         self.residents = RankResidents()
         self.settings = Settings()
         of_all = rank, world_size, self.backend, self.down, self.up, eventfds
@@ -138,7 +152,7 @@ class Rank(Member):
                 if body is not None:
                     try:
                         self._learn(number, body, fds)
-                    except self.interruption:
+                    except self.interrupts:
                         raise
                     except BaseException as error:
                         return wire.UNREAD, self._failure(error), ()
@@ -152,7 +166,7 @@ class Rank(Member):
                 if self.failpoint is not nothing:
                     self.failpoint("call.published")
                 self.running = 0
-            except self.interruption:
+            except self.interrupts:
                 self._give_up(number)
                 return wire.INTERRUPTED, None, ()
             except BaseException as error:
@@ -163,7 +177,7 @@ class Rank(Member):
             if note is not None:  # nothing interrupts this: what was told and what is noted are the same
                 note()
             return status, content, segments
-        except self.interruption:  # it came in a line of the handlers above
+        except self.interrupts:  # it came in a line of the handlers above
             self._give_up(number)
             return wire.INTERRUPTED, None, ()
         finally:
@@ -177,7 +191,7 @@ class Rank(Member):
 
     def _leave(self, held: Any, plan: int) -> None:
         """Let no other rank wait for this one, and see what the function has kept of its inputs."""
-        if isinstance(held, RankPlan):
+        if isinstance(held, (RankPlan, RankDestination)):
             self.peers.leave_call(self.lane)
             self.waited_ns = self.lane.waited_ns
         self.own_up[_PHASE] = _IDLE
@@ -190,6 +204,8 @@ class Rank(Member):
         """Answer an order that is no plan."""
         if plan == wire.SYNC:
             self._clean("")
+            for slot in self.slots.values():
+                self.backend.forget_segment(slot)
             self.slots.clear()  # the program may have lost the reply that told of them
             self.told_slots.clear()
 
@@ -218,7 +234,10 @@ class Rank(Member):
         self.peers.give_up_started(self.lane)
         if self.process_group is not None:
             self.process_group.abandon()
-        self.backend.recover()
+        self._recover(text)
+
+    def _recover(self, text: str) -> None:
+        """See that nothing of a call that failed is left on the device."""
 
     # -- news ---------------------------------------------------------------------------------------------------------
 
@@ -276,34 +295,25 @@ class Rank(Member):
         elif kind == "resident":
             self.residents.told(number, payload)
         elif kind == "plan":
-            self.held[number] = RankPlan(self, payload)
+            self.held[number] = self.plan_type(self, payload)
         elif kind == "reduction":
-            self.held[number] = RankReduction(self, payload)
+            self.held[number] = self.reduction_type(self, payload)
         elif kind == "items":
             self.held[number] = RankItems(payload)
+        elif kind == "destination":
+            self.held[number] = RankDestination(self, payload)
         elif kind == "lane":
             self.peers.connect(self.lanes[payload[0]], self.held[payload[1]])
-        elif kind == "dump":
-            resident, is_whole = payload
-            self.held[number] = RankQuestion(
-                lambda rank: (
-                    dumps(rank.residents.get(resident).value) if is_whole else rank.residents.get(resident).state()
-                )
-            )
-        elif kind == "wires":
-            self.held[number] = RankQuestion(lambda rank: rank.peers.wire(payload))
-        elif kind == "outcomes":
-            self.held[number] = RankQuestion(lambda rank: rank.changes.outcomes(payload))
-        elif kind == "prepare":
-            self.held[number] = RankQuestion(lambda rank: rank.prepare(rank.functions[payload]))
         else:
-            raise AssertionError(kind)
+            ask = _QUESTIONS[kind]
+            self.held[number] = RankQuestion(lambda rank: ask(rank, payload))
 
     def _map(self, number: int, described: tuple[int, bool, bool, bool, int, int], fds: list[int]) -> None:
         nbytes, is_writable, is_staging, is_arena, arena, offset = described
         if arena:
             if number not in self.held:
-                self.held[number] = self.held[arena].part(number, offset, nbytes)
+                part = self.held[number] = self.held[arena].part(number, offset, nbytes)
+                self.backend.note_segment(part)
             return
         fd = fds.pop(0)
         if number in self.held:  # told twice, because a message was broken off
@@ -344,6 +354,11 @@ class Rank(Member):
             return segment.buffer[offset : offset + nbytes].copy()
         return own_bytes(segment.buffer[offset : offset + nbytes])
 
+    def dumped(self, resident: int, is_whole: bool) -> bytes:
+        """Return the pickled state of a resident object, or the whole object."""
+        found = self.residents.get(resident)
+        return dumps(found.value) if is_whole else found.state()
+
     def prepare(self, function: LoadedFunction) -> None:
         """Run ``on_restart``, which the replacement of a rank that died runs before its first call."""
         try:
@@ -362,7 +377,7 @@ class Rank(Member):
         """Prepare for the user's function."""
         lane = self.lane = self.lanes[plan.look.lane]
         lane.called = plan
-        self.variables.start(plan.function, plan.look.num_slices > 1 and not plan.look.is_rowless)
+        self.variables.start(plan.function, plan.look.num_slices > 1 and not plan.look.is_rowless, lane.down)
         self.own_up[_PHASE] = _FUNCTION
 
     def end_function(self, plan: RankPlan) -> None:
@@ -449,3 +464,22 @@ class Rank(Member):
         self.variables.close()
         self.backend.close()
         self.held.clear()
+
+
+def open_rank(
+    rank: int,
+    world_size: int,
+    backend_name: str,
+    device: str,
+    control: Segment,
+    eventfds: Sequence[int],
+    nodes: Sequence[int] = (),
+    host: str = "",
+) -> Rank:
+    """Open the device of a rank, and return the rank."""
+    backend = backend_module(backend_name).open_device(device)
+    if not backend.is_device:
+        return Rank(rank, world_size, backend, control, eventfds, nodes, host)
+    from synk._engine.rank_device import DeviceRank  # CPU workers need none of it
+
+    return DeviceRank(rank, world_size, backend, control, eventfds, nodes, host)

@@ -57,7 +57,7 @@ class RankItems:
         """Run the function on each item. Return the reply, with the results."""
         function = rank.mapped = rank.functions[self.order.function]
         rank.items = self
-        rank.variables.start(function, False)
+        rank.variables.start(function, False, rank.lane.down)
         rank.own_up[_PHASE] = _FUNCTION
         rank.check_interrupt(number)
         results = _Results(rank, function.name)
@@ -80,7 +80,7 @@ class RankItems:
             up[_ITEM_NS], up[_ITEM] = began, place + index
             try:
                 items = _loaded(rank, data, count, function.name)
-            except rank.interruption:
+            except rank.interrupts:
                 raise
             except BaseException as error:
                 results.fail(rank._failure(error), "")
@@ -95,7 +95,7 @@ class RankItems:
                     if rank.is_copy or variables.given or variables.assigned:
                         _check(rank, function.name)
                     results.add(result)
-                except rank.interruption:
+                except rank.interrupts:
                     raise
                 except BaseException as error:  # not even SystemExit may end a rank
                     if rank.is_copy:
@@ -120,7 +120,7 @@ class RankItems:
 def _loaded(rank: Any, data: Any, count: int, name: str) -> Sequence[Any]:
     try:
         loaded = pickle.loads(data)
-    except rank.interruption:
+    except rank.interrupts:
         raise
     except BaseException as error:
         raise SerializationError(
@@ -180,7 +180,7 @@ class _Results:
             self.stream.seek(began)
             self.stream.truncate()
             del self.segments[before:], self.sizes[before:]
-            if isinstance(error, self._rank.interruption):
+            if isinstance(error, self._rank.interrupts):
                 raise
             raise SerializationError(
                 f"cannot send what {self._name!r} returned: {type(error).__name__}: {error}. Return arrays, numbers or "

@@ -121,7 +121,7 @@ class Tasks(Job):
         """Send what waits as long as workers are free, and take in what has ended; ``is_waiting``: wait for that."""
         while self._todo and waiting(self.chunks) is None and self.pool.room(self) >= 1:
             self._call_back(self.pool.step(self, [self._todo.popleft()]))
-        if self.chunks or self._todo:
+        if self.chunks or self.pool.room(self) < 1:  # others have all workers, and may not want them any more
             self._call_back(self.pool.step(self, is_waiting=is_waiting, until=until))
 
     def result(self, task: Task, timeout: float | None = None) -> list[Any]:

@@ -42,7 +42,7 @@ _OUTPUTS_DONE = Stage.DONE
 def _replica_type(backend: Backend) -> type[Replica]:
     if not backend.is_device:
         return Replica
-    from synk._worker.comm.device_variables import DeviceReplica
+    from synk._worker.held.device_variables import DeviceReplica
 
     return DeviceReplica
 

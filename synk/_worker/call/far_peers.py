@@ -15,8 +15,8 @@ from synk._wire.memory import Segment
 from synk._wire.messages import WireOrder
 from synk._worker.call.execute import WorkerLane
 from synk._worker.call.peers import Peers
-from synk._worker.comm.collectives import Collectives
 from synk._worker.held.plans import LoadedFunction
+from synk.communicators._collectives import Collectives
 from synk.communicators._shm import ShmCommunicator
 from synk.communicators._two_level import TwoLevel
 from synk.communicators._wire_mail import WireMailbox
