@@ -49,11 +49,13 @@ class Owed:
 
     Attributes
     ----------
-    ranks : sequence of int
+    ranks : list of int
     pending : set of int
     replies : dict of int to (status, body, times)
     news : dict of int to (set of int, set of int, list)
         By rank, the things and the parcels that the message brought, and what it told to forget.
+    has_news : bool
+        Whether a reply says more than that all is as it was.
     what, phase : str
         For errors.
     """
@@ -61,8 +63,9 @@ class Owed:
     number = 0
     phase = "call"
     is_abandoned = False
+    has_news = False
 
-    def __init__(self, ranks: Sequence[int], what: str, deadline: float | None) -> None:
+    def __init__(self, ranks: list[int], what: str, deadline: float | None) -> None:
         self.ranks, self.what, self.deadline = ranks, what, deadline
         self.pending = set(ranks)
         self.replies: dict[int, tuple[int, Any, Sequence[int]]] = {}
@@ -354,8 +357,10 @@ class Workers:
         if owed is not None and worker.rank in owed.pending:
             owed.replies[worker.rank] = status, body, times
             owed.pending.discard(worker.rank)
-            if status == wire.UNREAD:
-                owed.release_peers()
+            if status > wire.PLACED:
+                owed.has_news = True
+                if status == wire.UNREAD:
+                    owed.release_peers()
         return True
 
     def _on_wake(self) -> None:

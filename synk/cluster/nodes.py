@@ -146,7 +146,7 @@ def _notes(content: Any, memory: Iterator[int]) -> list[Event]:
             notes.append((kind, number, payload.lane))
         elif kind == "variable":
             _, _, dtypes, _, _, _, places, _ = payload
-            notes.append((kind, number, (dtypes, [(own[k], at) for k, at, _ in places])))
+            notes.append((kind, number, (dtypes, [(own[k], at) for k, at, _ in places], own[0])))
     return notes
 
 
@@ -491,7 +491,7 @@ class NodeProcesses(Processes):
         return [(-1, select.POLLIN)] if self.ended or self._with_replies() else []
 
     def _with_replies(self) -> list[Worker]:
-        return [worker for worker in self.by_rank if not worker.is_dead and worker.link.replies]  # type: ignore[attr-defined]
+        return [worker for worker in self.by_rank if not worker.is_dead and worker.link.replies]
 
     def sort(self, events: Sequence[tuple[int, int]]) -> tuple[list[Worker], list[Worker], bool]:
         for node in {self._by_fd[fd].index: self._by_fd[fd] for fd, _ in events if fd in self._by_fd}.values():
