@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from synk._engine.mapped import MappedFunctions
 from synk._engine.things import Thing
 from synk._master.calls.callee import Callee as _Callee
 from synk._master.calls.callee import _waiting, check_referred, referred
@@ -20,7 +21,7 @@ from synk._master.code.book import Book
 from synk._master.code.capture import Capture
 from synk._master.code.parcels import Parcel
 from synk._master.state.captured import Referred
-from synk._master.state.functions import MappedFunctions, packed
+from synk._master.state.functions import packed
 from synk._pure.interrupts import deferred
 from synk._wire.memory import Segment
 

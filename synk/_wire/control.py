@@ -41,7 +41,7 @@ class Down(IntEnum):
 class Up(IntEnum):
     """Positions in the block that a worker writes.
 
-    RSS, PHASE and BROKEN belong to the rank, and count only in lane 0. The others belong to a call.
+    RSS, PHASE, BROKEN, ITEM and ITEM_NS belong to the rank, and count only in lane 0. The others belong to a call.
     """
 
     FUNCTION_NS = 0  # time in the user's function, without WAIT_NS
@@ -60,6 +60,8 @@ class Up(IntEnum):
     H2D_NBYTES = 10
     D2H_NBYTES = 11
     PAGEABLE_NBYTES = 12  # those of both that went by way of memory which the driver does not know
+    ITEM = 13  # the number of a chunk of a map, and at which of its items this rank is; see ``ITEM_BITS``
+    ITEM_NS = 14  # since when; written before ITEM
 
 
 class Phase(IntEnum):

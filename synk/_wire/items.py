@@ -60,7 +60,9 @@ def array_in_segment(segment_id: int, shape: tuple[int, ...], dtype: np.dtype, i
         raise pickle.UnpicklingError("cannot load an item of synk.map here: expected a worker of its runtime.")
     # A function may keep the array. The view keeps the mapping, and the master does not take the memory back from under
     # it: the kernel frees it with the last mapping.
-    array = cell.worker.held.segments[segment_id].view(0, shape, dtype)
+    held = cell.worker.held
+    segment = held[segment_id] if isinstance(held, dict) else held.segments[segment_id]
+    array = segment.view(0, shape, dtype)
     array.flags.writeable = False
     return array.T if is_transposed else array
 
