@@ -36,7 +36,15 @@ from synk._pure.ranges import round_up
 from synk._wire.combining import loaded_objects
 from synk._wire.control import NUM_LANES, Down
 from synk._wire.memory import Segment
-from synk.errors import CallCancelled, CallTimeout, SerializationError, SharedMemoryError, SynkError, WorkerDied
+from synk.errors import (
+    CallCancelled,
+    CallTimeout,
+    ClosedError,
+    SerializationError,
+    SharedMemoryError,
+    SynkError,
+    WorkerDied,
+)
 
 _CALL = int(Down.CALL)
 
@@ -330,7 +338,7 @@ class Call(Owed):
             future = self.future()
             if future is not None:
                 future._note_end()
-            elif self.error is not None:
+            elif isinstance(self.error, Exception) and not isinstance(self.error, (CallCancelled, ClosedError)):
                 _logger.error(
                     "a submitted call of %s failed, and nobody asked for its result: %r", self.what, self.error
                 )
