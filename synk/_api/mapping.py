@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import operator
@@ -10,8 +11,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from synk._api.engine import IS_NEXT
+from synk._api.journal import Journal, Pairs, journaled_items
 from synk._api.options import is_integer, name_of
-from synk._api.stream import with_progress
+from synk._api.progress import progress_bar, with_progress
+from synk._api.replay import recorded_items, replay_folder
 from synk._engine.captures import Callee as EngineCallee
 from synk._engine.chunks import PoolStats, Rules
 from synk._engine.jobs import MapJob
@@ -19,11 +22,12 @@ from synk._master.calls.callee import Callee, FunctionHandle
 from synk._master.entrance import refuse_limit
 from synk._master.flight.chunks import check_mapped
 from synk._master.flight.item_map import ItemMap
+from synk._pure.files import Path
 from synk._pure.limits import check_timeout
 from synk._pure.tracebacks import Results
 from synk._wire.cell import refuse_inside_worker
 from synk._wire.items import call_with
-from synk.errors import UnsupportedError
+from synk.errors import ItemError, UnsupportedError
 
 
 def map_items(
@@ -32,6 +36,9 @@ def map_items(
     iterables: tuple[Iterable[Any], ...],
     *,
     progress: bool = False,
+    journal: Path | None = None,
+    key: Callable[[Any], Any] | None = None,
+    version: str | int | None = None,
     **options: Any,
 ) -> Iterator[Any]:
     """Return an iterator over the results of ``fn`` for the items of one or more iterables; see :func:`synk.map`.
@@ -44,16 +51,57 @@ def map_items(
     rules = rules_of(f"map {name!r}", **options)
     if not iterables:
         raise TypeError(f"cannot map {name!r}: got no items, expected an iterable, or one for each parameter.")
+    if journal is None and (key is not None or version is not None):
+        raise ValueError(f"cannot map {name!r}: got key= or version= without journal=, expected a journal with them.")
     items, is_spread = items_of(name, iterables)
+    stats, folder = PoolStats(), replay_folder()
     runs: Iterator[list[Any]]
-    if IS_NEXT:
-        runs = (values for _, values in job_of(session, fn, items, rules, name=name, is_spread=is_spread).runs())
+    if journal is not None or (folder is not None and IS_NEXT):
+        opened = None if journal is None else Journal(journal, name, fn, key, version)
+        run = functools.partial(numbered_results, session, name=name, stats=stats)
+        runs = ([outcome] for outcome in _in_layers(run, fn, enumerate(items), rules, opened, folder, is_spread))
+    elif IS_NEXT:
+        job = job_of(session, fn, items, rules, name=name, is_spread=is_spread, stats=stats)
+        runs = (values for _, values in job.runs())
     else:
         runs = ([value] for value in _old_results(session, fn, items, rules, name, is_spread))
     if progress:
         length = min(filter(None, map(operator.length_hint, iterables)), default=0)
-        runs = ([value] for value in with_progress(itertools.chain.from_iterable(runs), name, length))
+        bar = progress_bar(name, length)
+        runs = ([value] for value in with_progress(itertools.chain.from_iterable(runs), bar, stats))
     return Results(runs, "synk.map", name)
+
+
+def _in_layers(
+    run: Callable[..., Any],
+    fn: Any,
+    pairs: Iterator[Any],
+    rules: Rules,
+    journal: Journal | None,
+    folder: str | None,
+    is_spread: bool,
+) -> Iterator[Any]:
+    """Return the outcomes of numbered items that pass through a journal, or are written for a replay if they fail.
+
+    For both, the pool goes on after a failure, which is raised here: after the results of the items before it.
+    """
+    is_ordered = rules.is_ordered and journal is None  # a journal gets each result as soon as it is there
+    layer = functools.partial(run, rules=rules._replace(is_ordered=is_ordered, returns_errors=True))
+    if folder is not None:
+        layer = functools.partial(recorded_items, layer, folder)
+    if journal is not None:
+        layer = functools.partial(journaled_items, layer, journal, rules.is_ordered)
+    found = layer(fn, pairs, is_spread=is_spread)
+    return (outcome for _, outcome in found) if rules.returns_errors else _raising(found)
+
+
+def _raising(found: Pairs) -> Iterator[Any]:
+    """Yield the outcomes up to the first item that has failed, and raise its exception."""
+    with contextlib.closing(found):
+        for _, outcome in found:
+            if isinstance(outcome, ItemError) and outcome.exception is not None:
+                raise outcome.exception
+            yield outcome
 
 
 def _old_results(

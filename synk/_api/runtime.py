@@ -34,6 +34,7 @@ from synk._master.processes.process import Process
 from synk._master.processes.program import check_program
 from synk._master.processes.reports import stacks, where
 from synk._pure.environment import check_platform
+from synk._pure.files import Path
 from synk._pure.limits import check_timeout
 from synk._pure.show import Text, table
 from synk._pure.tensors import num_torch_threads
@@ -271,6 +272,9 @@ class Runtime(Hinting):
         item_timeout: float | None = None,
         max_tasks_per_worker: int | None = None,
         max_worker_memory: int | None = None,
+        journal: Path | None = None,
+        key: Callable[[Any], Any] | None = None,
+        version: str | int | None = None,
     ) -> Iterator[R]:
         """Return an iterator over the results of ``fn`` for each item; see :func:`synk.map`.
 
@@ -289,6 +293,9 @@ class Runtime(Hinting):
             item_timeout=item_timeout,
             max_tasks_per_worker=max_tasks_per_worker,
             max_worker_memory=max_worker_memory,
+            journal=journal,
+            key=key,
+            version=version,
         )
 
     def _tasks(self, num_workers: int, rules: Any = None) -> Any:

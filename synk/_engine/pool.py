@@ -176,6 +176,7 @@ class Pool:
         session, function = job.session, job.function
         deadline = session.deadline(None)
         session.begin(job.verb, deadline)
+        session.prepare_restarted(deadline)
         function.renew()
         function.meet_classes(job.new_classes())
         function.load(session, deadline)

@@ -205,6 +205,12 @@ class Session(Entrance, Engine):
         if self.processes.is_closed or self.is_closing:
             raise ClosedError(f"cannot {verb}: the runtime is closed. Call synk.fork() again.") from self.cause
 
+    def entered(self, verb: str) -> threading.RLock:
+        is_free = not (self.processes.is_closed or self.is_closing or self._lock._is_owned())  # type: ignore[attr-defined]
+        if is_free and cell.worker is None and os.getpid() == self.pid:
+            return self._lock
+        return super().entered(verb)  # which says why not
+
     def check_here(self, verb: str, instead: str) -> None:
         """Raise UnsupportedError for what works on one machine only: this one is."""
 
@@ -215,9 +221,14 @@ class Session(Entrance, Engine):
             self.is_interrupted = False
         self.settle_torn()
         self.settle_first(self.calls(), verb, deadline)
-        self.enter_call(verb, deadline)
+        self.join(verb, deadline)
 
     def enter_call(self, verb: str, deadline: float | None) -> None:
+        """Begin a call, which may join those in flight: ranks that replace others have run ``on_restart``."""
+        self.join(verb, deadline)
+        self.prepare_restarted(deadline)
+
+    def join(self, verb: str, deadline: float | None) -> None:
         """Begin an operation that may join calls in flight."""
         if self.processes.is_closed or self.is_closing:
             self.check_open(verb)
@@ -228,12 +239,11 @@ class Session(Entrance, Engine):
         self.enter(deadline)
         if not self.flight:
             self.is_interrupted = False
-            self._free_dropped()
+            if self.memory.released or orphans.ended or self.functions.dropped:
+                self._free_dropped()
         if self.has_devices:
             self.nccl.prepare(deadline)
             self.device_values.restore()
-        if self.functions.on_restart is not None:
-            self._prepare_restarted(deadline)
 
     def settle_torn(self) -> None:
         """Settle what an operation that was broken off has left."""
@@ -285,13 +295,14 @@ class Session(Entrance, Engine):
 
     # -- restarts -----------------------------------------------------------------------------------------------------
 
-    def _prepare_restarted(self, deadline: float | None) -> None:
+    def prepare_restarted(self, deadline: float | None) -> None:
         """Run ``on_restart`` on ranks that replace others."""
+        if self.functions.on_restart is None:
+            return
         waiting_ranks = [worker for worker in self.by_rank if not worker.is_prepared]
         if not waiting_ranks:
             return
         self.settle_all()
-        assert self.functions.on_restart is not None
         fn, options = self.functions.on_restart
         self.settle_unsettled()
         self.functions.bring([(ON_RESTART, fn, options)], "on_restart")
@@ -391,7 +402,7 @@ class Session(Entrance, Engine):
                 if segment is not None:
                     segment.close()
             lane.slots, lane.staging, lane.call, lane.joint = {}, None, None, None
-            lane.down = lane.up = np.empty((0, 0), np.int64)
+            lane.down = lane.up = lane.first_down = np.empty((0, 0), np.int64)
         self.functions.close()
         self.variables.close()
         self.pool.close()
