@@ -237,7 +237,7 @@ def map(
     progress : bool
         Whether to show a progress bar, by tqdm (``pip install "synkhronos[progress]"``), with a summary at the end.
     on_error : {"raise", "return"}
-        What an item that fails does: it ends the map, or gives a :class:`synk.ItemError` in its place, and the others go
+        What an item that fails does: it ends the map, or gives a :class:`synk.ItemError` in its place and the others go
         on. An item fails if ``fn`` raises, if it kills its worker, or if its time is over; it is not tried again. With
         ``"return"`` deaths do not count for ``max_restarts``, but as many deaths in a row end the map.
     item_timeout : float, optional
