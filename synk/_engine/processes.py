@@ -50,6 +50,7 @@ class Worker:
     Attributes
     ----------
     process : RankProcess
+    link : Link
     known : set of int
         The numbers of the things that it knows. Those in ``stale`` it holds, and is to be told of anew.
     parcels : set of int
@@ -69,12 +70,12 @@ class Worker:
         self.num_starts = 0
         self.is_prepared = True
         self.exit_text = ""
-        self.begin(process)
+        self.begin(process, None)
         self.is_dead = True
 
-    def begin(self, process: Any) -> None:
+    def begin(self, process: Any, link: Any) -> None:
         """Start over with a process that knows nothing."""
-        self.process = process
+        self.process, self.link = process, link
         self.known: set[int] = set()
         self.stale: set[int] = set()
         self.parcels: set[int] = set()
@@ -84,11 +85,6 @@ class Worker:
         self.hello: Any = None
         self.description = ""
         self.is_dead = self.is_ready = False
-
-    @property
-    def link(self) -> Link:
-        link: Link = self.process.link
-        return link
 
 
 class _Poll:
@@ -178,7 +174,7 @@ class Processes:
         process.start(setup, environment, self._control.fd, b"", events)
         for fd, kind in process.watched():
             self._watch(fd, kind, worker)
-        worker.begin(process)  # last: if the start fails, the rank counts as dead
+        worker.begin(process, process.link)  # last: if the start fails, the rank counts as dead
 
     def _setup(self, rank: int, failpoints: Sequence[Sequence[Any]]) -> dict[str, Any]:
         """Return what a rank must know before it can unpickle anything."""
@@ -204,7 +200,7 @@ class Processes:
 
     def events(self) -> list[tuple[int, int]]:
         """Return what has happened, without waiting."""
-        return self._poll.poll(0)
+        return self._poll.poll_object.poll(0)
 
     def wait(self, seconds: float | None, *, awake: bool = True) -> list[tuple[int, int]]:
         """Return what happens within a time limit: awake at first, if that pays."""
