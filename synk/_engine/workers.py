@@ -426,7 +426,7 @@ class Workers:
         if self.is_inline:
             self.by_rank[0].process.link.reset()
         elif not self.processes.is_closed:
-            self._quiet([self.by_rank[rank] for rank in sorted(ranks)])
+            self._quiet([self.by_rank[rank] for rank in sorted(ranks)], int(isinstance(error, KeyboardInterrupt)))
         self.after_recovery()
         self.flight.clear()
         self.is_sure = True
@@ -438,14 +438,16 @@ class Workers:
     def settle_failed(self) -> None:
         """Find out what has become of the objects that calls were to change and that failed."""
 
-    def _quiet(self, workers: Sequence[Worker]) -> None:
-        """Interrupt ranks and ask them; drop what they say before they answer. Who stays silent is killed."""
+    def _quiet(self, workers: Sequence[Worker], num_interrupts: int = 0) -> None:
+        """Interrupt ranks and ask them; drop what they say before they answer. Who stays silent is killed.
+
+        A Ctrl-C ends the wait for them. A second one, with those that have led here, closes the runtime.
+        """
         doubtful = [worker for worker in workers if worker.is_ready and not worker.is_dead]
         if not doubtful:
             return
         sync = next(self.numbers)
         self.on_trouble()
-        num_interrupts = 0
         end = time.monotonic() + self.grace_s
 
         def on_interrupt() -> None:
