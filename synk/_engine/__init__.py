@@ -84,7 +84,13 @@ rung, ``note_written`` says which places of variables the program has changed, a
 replies, to where it would lie on one machine. ``Engine.reduce`` takes the steps of the ranks in the program, in their
 order. So the bits of a result are those of one machine.
 
-**Not there yet**: maps, tasks and the executor; profile, trace and ledger; failpoints.
+**Maps.** A chunk of items is an order to one rank: its body brings a thing, known once, with the items (``pool`` sends,
+``jobs`` says what comes next, ``rank_items`` runs them). Large arrays of items are memory that a rank is told of once;
+those of results come with the reply. Calls and chunks are never in flight together. Chunks are independent: a rank that
+dies, or that is ended, loses its own, and the words ITEM and ITEM_NS (``Up``; the rank writes them, the program only
+looks) say at which item it was, and since when.
+
+**Not there yet**: failpoints.
 ``tests/engine/passing.txt`` lists the files of the suite that pass on it (``make next``). The list only grows, and the
 engines are switched when all of it is there.
 """
