@@ -71,6 +71,7 @@ class RankItems:
     def _run(self, rank: Any, place: int, function: Any, results: _Results) -> tuple[int, int]:
         """Return the longest time that an item took, in ns, and which one it was."""
         up, variables, fn, clock = rank.own_up, rank.variables, function.fn, time.monotonic_ns
+        plain, add = results.plain, results.add
         index = slowest = at = 0
         most_ns = -1
         began = clock()
@@ -94,7 +95,10 @@ class RankItems:
                     result = fn(item)
                     if rank.is_copy or variables.given or variables.assigned:
                         _check(rank, function.name)
-                    results.add(result)
+                    if type(result) in PLAIN_TYPES:
+                        plain.append(result)
+                    else:
+                        add(result)
                 except rank.interrupts:
                     raise
                 except BaseException as error:  # not even SystemExit may end a rank
@@ -154,6 +158,8 @@ class _Results:
     outcomes : list of (count, what)
         In the order of the items. ``what`` is the size of a pickled list of so many results; with a count of 0, that of
         one result, and how many of ``segments`` it has; or a failure, and a text that names its item.
+    plain : list
+        The last results that cannot change: they wait for others.
     segments, sizes : list of Segment, list of int
         The large arrays, and how many bytes they have.
     """
@@ -164,14 +170,11 @@ class _Results:
         self.outcomes: list[tuple[int, Any]] = []
         self.segments: list[Segment] = []
         self.sizes: list[int] = []
-        self._plain: list[Any] = []
+        self.plain: list[Any] = []
         self._name = name
 
     def add(self, result: Any) -> None:
-        """Add the result of the next item."""
-        if type(result) in PLAIN_TYPES:
-            self._plain.append(result)
-            return
+        """Add the result of the next item, which is not plain."""
         self.flush()
         began, before = self.stream.tell(), len(self.segments)
         try:
@@ -206,7 +209,7 @@ class _Results:
 
     def flush(self) -> None:
         """Pickle those that could wait, because nobody can change them."""
-        if self._plain:
-            nbytes = self.stream.write(pickle.dumps(self._plain, protocol=5))
-            self.outcomes.append((len(self._plain), nbytes))
-            self._plain = []
+        if self.plain:
+            nbytes = self.stream.write(pickle.dumps(self.plain, protocol=5))
+            self.outcomes.append((len(self.plain), nbytes))
+            self.plain.clear()
