@@ -79,16 +79,11 @@ class RankItems:
             data = self.order.stream[at : at + nbytes]
             at += nbytes
             up[_ITEM_NS], up[_ITEM] = began, place + index
-            try:
-                items = _loaded(rank, data, count, function.name)
-            except rank.interrupts:
-                raise
-            except BaseException as error:
-                results.fail(rank._failure(error), "")
+            items = _loaded(rank, data, count, results)
+            if not items:
                 if not self.order.goes_on:
                     return most_ns, slowest
                 index += 1
-                continue
             for item in items:
                 up[_ITEM_NS], up[_ITEM] = began, place + index
                 try:
@@ -121,17 +116,21 @@ class RankItems:
         rank.variables.abandon()
 
 
-def _loaded(rank: Any, data: Any, count: int, name: str) -> Sequence[Any]:
+def _loaded(rank: Any, data: Any, count: int, results: _Results) -> Sequence[Any]:
+    """Return some items; none, if the one that was pickled alone cannot be loaded."""
     try:
         loaded = pickle.loads(data)
+        return loaded if count else (loaded,)
     except rank.interrupts:
         raise
     except BaseException as error:
-        raise SerializationError(
-            f"cannot load an item of the map of {name!r} on the workers: {type(error).__name__}: {error}. "
+        unloadable = SerializationError(
+            f"cannot load an item of the map of {results.name!r} on the workers: {type(error).__name__}: {error}. "
             "Its class must be importable there, or defined in the script."
-        ) from error
-    return loaded if count else (loaded,)
+        )
+        unloadable.__cause__ = error
+        results.fail(rank._failure(unloadable), "")
+        return ()
 
 
 def _check(rank: Any, name: str) -> None:
@@ -171,7 +170,7 @@ class _Results:
         self.segments: list[Segment] = []
         self.sizes: list[int] = []
         self.plain: list[Any] = []
-        self._name = name
+        self.name = name
 
     def add(self, result: Any) -> None:
         """Add the result of the next item, which is not plain."""
@@ -186,7 +185,7 @@ class _Results:
             if isinstance(error, self._rank.interrupts):
                 raise
             raise SerializationError(
-                f"cannot send what {self._name!r} returned: {type(error).__name__}: {error}. Return arrays, numbers or "
+                f"cannot send what {self.name!r} returned: {type(error).__name__}: {error}. Return arrays, numbers or "
                 "picklable objects (a generator: return list(...))."
             ) from error
         self.outcomes.append((0, (self.stream.tell() - began, len(self.segments) - before)))
