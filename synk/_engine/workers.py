@@ -339,9 +339,16 @@ class Workers:
         if not link.is_open:
             return False
         data = link.read(wire.REPLY.size)
-        if len(data) < wire.REPLY.size:
+        if not data:
             return False
-        number, status, *times = wire.REPLY.unpack(data)
+        number, status, *times = wire.REPLY.unpack(data.ljust(wire.REPLY.size))
+        owed = self.flight.get(number)
+        is_owed = owed is not None and worker.rank in owed.pending
+        if not (is_owed or (number == 0 and status == wire.READY and not worker.is_ready)):
+            named = self.processes.placement.named([worker.rank])
+            report("%s was killed: code in it has written into the channel of its replies.", named)
+            worker.process.kill()  # the wait finds the death
+            return False
         body = None
         self.counters["messages_up"] += 1
         if status in wire.WITH_BODY:
@@ -353,14 +360,13 @@ class Workers:
             if status == wire.READY:
                 worker.hello = body[0]
                 return True
-        owed = self.flight.get(number)
-        if owed is not None and worker.rank in owed.pending:
-            owed.replies[worker.rank] = status, body, times
-            owed.pending.discard(worker.rank)
-            if status > wire.PLACED:
-                owed.has_news = True
-                if status == wire.UNREAD:
-                    owed.release_peers()
+        assert owed is not None
+        owed.replies[worker.rank] = status, body, times
+        owed.pending.discard(worker.rank)
+        if status > wire.PLACED:
+            owed.has_news = True
+            if status == wire.UNREAD:
+                owed.release_peers()
         return True
 
     def _on_wake(self) -> None:
