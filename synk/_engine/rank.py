@@ -354,10 +354,12 @@ class Rank(Member):
             return segment.buffer[offset : offset + nbytes].copy()
         return own_bytes(segment.buffer[offset : offset + nbytes])
 
-    def dumped(self, resident: int, is_whole: bool) -> bytes:
-        """Return the pickled state of a resident object, or the whole object."""
+    def dumped(self, resident: int, wanted: str) -> bytes:
+        """Return a resident object pickled: its ``"state"`` for ranks; what is ``"kept"``, or all, for the program."""
         found = self.residents.get(resident)
-        return dumps(found.value) if is_whole else found.state()
+        if wanted == "state":
+            return found.state()
+        return dumps(found.value if wanted == "whole" else found.kept())
 
     def prepare(self, function: LoadedFunction) -> None:
         """Run ``on_restart``, which the replacement of a rank that died runs before its first call."""
