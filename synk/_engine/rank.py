@@ -379,7 +379,7 @@ class Rank(Member):
         """Prepare for the user's function."""
         lane = self.lane = self.lanes[plan.look.lane]
         lane.called = plan
-        self.variables.start(plan.function, plan.look.num_slices > 1 and not plan.look.is_rowless, lane.down)
+        self.variables.begin(plan.function, plan.look.num_slices > 1 and not plan.look.is_rowless, lane.down)
         self.own_up[_PHASE] = _FUNCTION
 
     def end_function(self, plan: RankPlan) -> None:
