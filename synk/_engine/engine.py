@@ -232,7 +232,7 @@ class Call(Owed):
             engine.raise_failures(self)
         outputs = plan.outputs
         if outputs is None or (outputs.voters is not self.ranks and outputs.voters != self.ranks):
-            callee, ranks = self.callee, self.ranks
+            callee, ranks = self.callee, self.division.ranks
             layouts = [plan.layouts[rank] for rank in ranks]
             outputs = Outputs(callee.name, callee.ops, plan.subset, ranks, layouts, self.lane, engine.world_size)
             outputs.rows, plan.outputs = self.division.rows, outputs

@@ -49,7 +49,7 @@ class Owed:
 
     Attributes
     ----------
-    ranks : list of int
+    ranks : sequence of int
     pending : set of int
     replies : dict of int to (status, body, times)
     news : dict of int to (set of int, set of int, list)
@@ -65,7 +65,7 @@ class Owed:
     is_abandoned = False
     has_news = False
 
-    def __init__(self, ranks: list[int], what: str, deadline: float | None) -> None:
+    def __init__(self, ranks: Sequence[int], what: str, deadline: float | None) -> None:
         self.ranks, self.what, self.deadline = ranks, what, deadline
         self.pending = set(ranks)
         self.replies: dict[int, tuple[int, Any, Sequence[int]]] = {}
@@ -276,7 +276,8 @@ class Workers:
             if len(self.flight) > 1:
                 timed = [each for each in self.flight.values() if each.deadline is not None and each.pending]
                 urgent = min(timed, key=lambda each: each.deadline or 0.0, default=owed)
-            limits = [each for each in (urgent.deadline, until) if each is not None]
+            has_limit = urgent.deadline is not None or until is not None
+            limits = [each for each in (urgent.deadline, until) if each is not None] if has_limit else []
             now = time.monotonic() if has_looked or limits else 0.0
             if has_looked:
                 if urgent.deadline is not None and now >= urgent.deadline:

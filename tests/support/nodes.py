@@ -24,6 +24,8 @@ def agents(runtime: Any) -> list[int]:
 
 def num_unread(runtime: Any, node: int) -> int:
     """Return how many answers of a node the head has not read."""
+    if IS_NEXT:
+        return num_waiting(runtime._session.processes.nodes[node].process.link.read_fd)
     return num_waiting(runtime._session.workers.by_rank[node].process.channel.read_fd)
 
 
