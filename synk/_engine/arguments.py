@@ -36,7 +36,9 @@ def look(
                 values.append(value)
             elif kind is Data and value._session is session and session.has_shared_memory:
                 contents = value._contents
-                face = (is_whole, contents.segment_id, contents.array.shape) if is_whole or value.ndim else None
+                # One without bytes has no segment, whose number would say its dtype.
+                is_known = contents.segment_id and (is_whole or value.ndim)
+                face = (is_whole, contents.segment_id, contents.array.shape) if is_known else None
                 values.append(contents)
             elif is_whole and kind in _SCALARS:
                 face = "object"
