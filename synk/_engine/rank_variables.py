@@ -122,10 +122,6 @@ class VariableStore(_VariableStore):
         for segment in segments[1:]:
             segment.close_fd()
 
-    def start(self, function: Any, is_sliced: bool, down: np.ndarray) -> None:
-        """Prepare for a call."""
-        self.begin(function, is_sliced, down)
-
     def resolve(self) -> None:
         """Do nothing: the program's words say which places hold the values."""
 
