@@ -7,13 +7,12 @@ import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from synk._api.engine import IS_NEXT
 from synk._api.options import is_integer, name_of
 from synk._api.stream import with_progress
+from synk._engine.callee import Callee, FunctionHandle
 from synk._engine.chunks import PoolStats, Rules
-from synk._master.calls.callee import Callee, FunctionHandle
-from synk._master.flight.chunks import check_mapped
-from synk._master.flight.item_map import ItemMap
+
+
 from synk._pure.limits import check_timeout
 from synk._pure.tracebacks import Results
 from synk._wire.cell import refuse_inside_worker

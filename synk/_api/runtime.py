@@ -9,26 +9,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from synk._api.build import Decorator, KeepingDecorator, build_function
-from synk._api.engine import (
-    Callee,
-    Queue,
-    Resident,
-    Session,
-    Shared,
-    Variable,
-    WorkerProcess,
-    distribute,
-    inline_process,
-    make_resident,
-    watch_over,
-)
 from synk._api.first_calls import verified
 from synk._api.function import Function, P
 from synk._api.options import KeptOptions, MapOptions, check_on_restart, entropy_of, is_integer
+from synk._engine.callee import Callee
+from synk._engine.processes import RankProcess
+from synk._engine.session import Session, watch_over
+from synk._engine.variables import Variable
 from synk._master.entrance import refuse_limit
 from synk._master.objects.data import Data, make_data
+from synk._master.objects.resident import Resident, make_resident
+from synk._master.objects.shared import Shared
 from synk._master.processes.placement import place
-from synk._master.processes.process import Process
 from synk._master.processes.program import check_program
 from synk._master.processes.reports import stacks, where
 from synk._master.state.profile import Profile
@@ -132,17 +124,19 @@ class Runtime(Hinting):
             check_program()
             self._session: Session = open_session(
                 num_workers, cluster, nodes,
-                timeout=timeout, seed=seed, max_restarts=int(max_restarts), on_restart=prepared, make_queue=Queue,
+                timeout=timeout, seed=seed, max_restarts=int(max_restarts), on_restart=prepared,
             )  # fmt: skip
             verified.update([self._session] * check)
             return
         if nodes is not None:
             raise ValueError(f"cannot fork: got nodes={nodes!r} and no cluster=, expected both. Pass cluster='here'.")
         placement = place(num_workers, backend, devices)
-        process_type: type[Process] = WorkerProcess
+        process_type: Any = RankProcess
         if num_workers == 0:
             refuse_limit(timeout)
-            process_type = inline_process()  # with the worker's half
+            from synk._engine.inline import InlineProcess  # with a rank's half
+
+            process_type = InlineProcess
         else:
             check_program()
         self._session = Session(
@@ -152,7 +146,6 @@ class Runtime(Hinting):
             max_restarts=int(max_restarts),
             on_restart=prepared,
             process_type=process_type,
-            make_queue=Queue,
         )
         verified.update([self._session] * check)
 
@@ -302,7 +295,7 @@ class Runtime(Hinting):
         """Send all functions that the workers do not have yet; see :func:`synk.distribute`."""
         with self._session.entered("distribute"):
             self._session.begin("distribute")
-            distribute(self._session, deadline=self._session.deadline(None))
+            self._session.distribute()
 
     @verb
     def where(self) -> str:

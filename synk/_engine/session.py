@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from synk._engine.captures import ON_RESTART, distribute
+from synk._engine.callee import distribute
+from synk._engine.captures import ON_RESTART
 from synk._engine.engine import Engine, ended_with
 from synk._engine.processes import Processes
 from synk._engine.things import Once

@@ -12,7 +12,6 @@ import numpy as np
 from synk._pure.cores import num_cores
 from synk._wire.control import Down
 from synk._wire.memory import Fence, Segment
-from synk._worker.call.execute import WorkerLane
 from synk._worker.comm.collectives import Collectives
 from synk._worker.comm.user_arrays import StagedArrays, UserArrays
 from synk._worker.held.plans import LoadedFunction
@@ -79,7 +78,7 @@ class Peers:
 
     # -- how far each rank is -----------------------------------------------------------------------------------------
 
-    def meet(self, lane: WorkerLane) -> bool:
+    def meet(self, lane: Any) -> bool:
         """Find out whether all ranks of the call can put the large outputs together now. Return whether they can.
 
         A rank reduces its chunk of a large output from the slots of all ranks, so all slots must be filled first. The
@@ -104,7 +103,7 @@ class Peers:
         self._fence()  # the slots of the others must be read after the words that announce them
         return True
 
-    def complete(self, lane: WorkerLane) -> None:
+    def complete(self, lane: Any) -> None:
         """Finish what the function, which has communicated and returned, has started with ``synk.comm``."""
         assert lane.communicator is not None
         lane.communicator.complete()
@@ -112,7 +111,7 @@ class Peers:
         if self.current is not None:
             self.current.join_communication()
 
-    def give_up_started(self, lane: WorkerLane) -> None:
+    def give_up_started(self, lane: Any) -> None:
         """Give the NCCL group up if this rank leaves with collectives in flight.
 
         Other ranks may have launched their part of one already, and their devices would wait for this rank for ever.
@@ -121,11 +120,11 @@ class Peers:
         if has_started and self.group is not None and lane.executor.outputs.slots.has_group:
             self.group.give_up()
 
-    def ranks(self, lane: WorkerLane) -> tuple[int, ...]:
+    def ranks(self, lane: Any) -> tuple[int, ...]:
         """Return the ranks that run the current call."""
         return lane.ranks
 
-    def leave_call(self, lane: WorkerLane) -> None:
+    def leave_call(self, lane: Any) -> None:
         """Say that this rank has left the call, so that no rank waits for it. ``Worker.tidy`` wakes sleepers."""
         rank, call = self._rank, lane.first_down[_CALL]
         # A rank that waits awake in ``meet`` must learn that this one has nothing to show, or it waits in vain.
@@ -144,7 +143,7 @@ class Peers:
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
-    def connect(self, lane: WorkerLane, segment: Segment) -> None:
+    def connect(self, lane: Any, segment: Segment) -> None:
         """Have the functions of a lane communicate through a segment from now on."""
         lane.collective = segment
         lane.communicator = ShmCommunicator(segment, self._rank, self._world_size, self._eventfds, self._awake_s())
@@ -155,7 +154,7 @@ class Peers:
         # With fewer cores than ranks, a rank that waits awake would keep its core from the very rank it waits for.
         return min(self.patience_s, _AWAKE_S) if self._world_size <= num_cores() else 0.0
 
-    def collectives(self, lane: WorkerLane, function: LoadedFunction) -> Collectives:
+    def collectives(self, lane: Any, function: LoadedFunction) -> Collectives:
         """Return the collectives of the current call. The first use in a call joins it."""
         if self.current is not None:
             return self.current
@@ -184,7 +183,7 @@ class Peers:
             self.short_path, current.at_once = communicator.short_path, communicator.at_once
         return current
 
-    def join(self, order: Any, lanes: Sequence[WorkerLane]) -> dict[str, Any]:
+    def join(self, order: Any, lanes: Sequence[Any]) -> dict[str, Any]:
         """Make the id of a group of NCCL, or join one, and have all lanes reduce by it."""
         backend = cast(NcclBackend, self._backend)
         if self.group is None:
@@ -204,7 +203,7 @@ class Peers:
 
         return NcclCollectives(group, cast(NcclBackend, self._backend), *of_call)
 
-    def check_group(self, lane: WorkerLane) -> None:
+    def check_group(self, lane: Any) -> None:
         """Raise if the group broke in a call that used it."""
         if self.group is not None and lane.executor.outputs.slots.has_group:
             self.group.check()

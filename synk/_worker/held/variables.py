@@ -33,7 +33,6 @@ from synk._wire.variables import (
     split_updates,
     value_as_array,
 )
-from synk._worker.held.rows import Rows
 from synk.backends import Backend
 from synk.backends._frameworks import bfloat16
 
@@ -449,7 +448,7 @@ class VariableStore:
         self.stored = (int(self.call_down[0, Down.CALL]), list(self.assigned))
         self.abandon()
 
-    def argument(self, item: Input, local_indices: np.ndarray | None, rows: Rows) -> Any:
+    def argument(self, item: Input, local_indices: np.ndarray | None, rows: Any) -> Any:
         """Return a variable that is an argument of the call: the whole value, or some of its rows."""
         replica = self._replicas[item.segment_id]
         leaves: list[Any] = list(replica.leaves())

@@ -28,7 +28,7 @@ def freeze_support() -> None:
     with open(int(sys.argv[2]), "rb") as file:
         setup = json.load(file)
     sys.path[:] = setup["import_path"]
-    from synk._worker.loop.serve import main
+    from synk._engine.rank_loop import main
 
     main(socket.socket(fileno=setup["fds"]["socket"]), setup)
     sys.exit()
