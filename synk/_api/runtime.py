@@ -14,6 +14,7 @@ from synk._api.function import Function, P
 from synk._api.options import KeptOptions, MapOptions, check_on_restart, entropy_of, is_integer
 from synk._engine.callee import Callee
 from synk._engine.processes import RankProcess
+from synk._engine.profile import Profile
 from synk._engine.session import Session, watch_over
 from synk._engine.variables import Variable
 from synk._master.entrance import refuse_limit
@@ -23,7 +24,6 @@ from synk._master.objects.shared import Shared
 from synk._master.processes.placement import place
 from synk._master.processes.program import check_program
 from synk._master.processes.reports import stacks, where
-from synk._master.state.profile import Profile
 from synk._pure.environment import check_platform
 from synk._pure.limits import check_timeout
 from synk._pure.show import Text, table

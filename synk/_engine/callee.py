@@ -303,7 +303,7 @@ def distribute(session: Any, only: Sequence[Callee] | None = None) -> None:
             book.sent_anew.discard(function.id)
             function.plans_by_key.clear()
         function.note_sent(session, referred(function, book))
-        function.record.add_captured(nbytes_of[function.id])
+        function.record.add_moved("code and captured objects", "captured", 1, nbytes_of[function.id])
     session.functions.unsettled = functions
     if len(functions) == 1:
         functions[0].large_changes.note(functions[0].fn, sent, session.counters["calls"])

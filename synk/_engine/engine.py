@@ -28,7 +28,6 @@ from synk._engine.rows import Division
 from synk._engine.things import Thing
 from synk._engine.variables import Variables
 from synk._engine.workers import Owed, Workers
-from synk._master.state.ledger import Transfer
 from synk._master.workers.failures import rebuild
 from synk._pure.interrupts import deferred
 from synk._pure.ranges import round_up
@@ -47,9 +46,14 @@ class Call(Owed):
     ----------
     has_ended : bool
     value, error : object, BaseException or None
+    started_ns, sent_ns, heard_ns : int
+        When the program called, when the ranks were told, and when all had answered; the last two only in a trace.
+    nbytes : int
+        How much was copied.
     """
 
     plan: Plan
+    nbytes = 0
 
     def __init__(
         self,
@@ -65,7 +69,7 @@ class Call(Owed):
         super().__init__(division.ranks, plan.what, deadline)
         self._engine, self.callee, self.plan, self.lane = engine, callee, plan, plan.lane
         self.division, self._values, self._objects = division, values, objects
-        self._started_ns = started_ns
+        self.started_ns, self.sent_ns, self.heard_ns = started_ns, 0, 0
         self._news: dict[int, list[Any]] = {}
         self._root: np.ndarray | None = None
         self._brings = False
@@ -79,11 +83,10 @@ class Call(Owed):
     def begin(self) -> None:
         """Copy what is passed by value, and ring each rank. The caller has the lock."""
         engine, plan, division, lane = self._engine, self.plan, self.division, self.lane
-        engine.counters["bytes_staged"] += plan.stage(self._values, division, self.callee.record, self.callee.repeated)
-        in_place = 0
-        if self._objects is not None:
-            wire.put_in_place(plan.object_place, self._objects)
-            in_place = len(self._objects)
+        objects = self._objects or ()
+        self.nbytes = plan.stage(self._values, objects, division, self.callee)
+        engine.counters["bytes_staged"] += self.nbytes
+        self._varying = plan.varying(self._values, objects) if objects or plan.table_rooms else ()
         self._values, self._objects = (), None
         number = self.number = next(engine.numbers)
         lane.show(division, number)
@@ -92,8 +95,10 @@ class Call(Owed):
         lane.call = engine.flight[number] = self  # before anything is sent: from here on ``recover`` knows of it
         self._brings = bool(engine.functions.unsettled)
         for rank in division.ranks:
-            engine.send(self, rank, plan.number, in_place, division.packed[rank], plan, plan.known_by_all)
+            engine.send(self, rank, plan.number, len(objects), division.packed[rank], plan, plan.known_by_all)
         engine.is_sure = True
+        if engine.tracer is not None:
+            self.sent_ns = time.monotonic_ns()
 
     # -- settle -------------------------------------------------------------------------------------------------------
 
@@ -153,6 +158,8 @@ class Call(Owed):
                 engine.note_unread(rank, self.news.get(rank))
                 self.lane.begin_anew()
         engine.is_sure = True
+        if engine.tracer is not None:
+            self.heard_ns = time.monotonic_ns()
 
     def release_peers(self) -> None:
         self.lane.abort()
@@ -190,8 +197,6 @@ class Call(Owed):
             slots = self.lane.slots
             outputs = Outputs(callee.name, callee.ops, plan.subset, ranks, layouts, slots, engine.world_size)
             plan.outputs = outputs
-            sizes = Transfer("outputs", "output", sum(leaf.nbytes for layout in layouts for leaf in layout.leaves))
-            plan.transfers = callee.record.known((*plan.inputs, sizes))
         if self.division.unequal and outputs.has_weights:
             raise ValueError(self.division.unequal)
 
@@ -221,10 +226,12 @@ class Call(Owed):
             if self.callee.changes:
                 engine.residents.note_changed(self.callee.changes, ranks)
             engine.commit(moves, ranks, self.number)
-        words = {rank: (spent_ns, 0, 0, 0, 0, 0) for rank, (_, _, spent_ns) in self.replies.items()}
-        wall_ns = time.monotonic_ns() - self._started_ns
-        self.callee.record.add(plan.transfers, ranks, self.division.rows, words, wall_ns)
+        nbytes = plan.outputs.nbytes + sum(len(each) for news in self._news.values() for _, each in news)
+        moved = plan.transfers(self._varying, nbytes)
+        self.callee.record.add(moved, self.division.count, self.replies, time.monotonic_ns() - self.started_ns)
         self.has_ended = True
+        if engine.tracer is not None:
+            engine.tracer.note(self)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -246,6 +253,8 @@ class Call(Owed):
         if self.callee.changes and self.number:
             note_failed(self.callee.changes, error, has_counted=has_counted)
         self.error, self.has_ended = error, True
+        if self._engine.tracer is not None:
+            self._engine.tracer.note(self)
 
     def _drop(self) -> None:
         """Let go of all but the outcome, which may be kept for long."""
@@ -255,7 +264,7 @@ class Call(Owed):
         if self.future is not None:
             future = self.future()
             if future is not None:
-                future.note_end()
+                future._note_end()
             elif self.error is not None:
                 _logger.error(
                     "a submitted call of %s failed, and nobody asked for its result: %r", self.what, self.error
@@ -273,6 +282,7 @@ class Engine(Workers):
     """The workers, the lanes, and what they share: one operation at a time."""
 
     memory: Any
+    tracer: Any = None
 
     def __init__(self, processes: Any, *, max_restarts: int, counters: dict[str, int], on_restart: Any) -> None:
         super().__init__(processes, max_restarts=max_restarts, counters=counters)

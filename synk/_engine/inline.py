@@ -23,7 +23,7 @@ class InlineLink:
     is_open = True
 
     def __init__(self, rank: Rank) -> None:
-        self._rank = rank
+        self._rank: Any = rank
         self._replies: deque[bytes] = deque()
         self._bodies: dict[int, tuple[Any, wire.Fds]] = {}
 
@@ -44,12 +44,12 @@ class InlineLink:
             cell.worker = None  # Ctrl-C may come at any line
         if status in wire.WITH_BODY:
             self._bodies[number] = content, wire.Fds([os.dup(segment.fd) for segment in segments])
-        self._replies.append(wire.REPLY.pack(number, status, self._rank.spent_ns))
+        self._replies.append(wire.REPLY.pack(number, status, *self._rank.times()))
         self._rank.tidy()
 
     def say(self, number: int, status: int, content: Any) -> None:
         self._bodies[number] = content, wire.Fds()
-        self._replies.append(wire.REPLY.pack(number, status, 0))
+        self._replies.append(wire.REPLY.pack(number, status, *wire.NO_TIMES))
 
     def read(self, nbytes: int) -> bytes:
         return self._replies.popleft() if self._replies else b""
@@ -69,7 +69,7 @@ class InlineLink:
         """Do nothing: bodies are taken by their orders."""
 
     def close(self) -> None:
-        self.is_open = False
+        self.is_open, self._rank = False, None
 
 
 class InlineProcess(NoProcess):

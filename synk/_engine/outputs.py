@@ -35,6 +35,8 @@ class Outputs(Combining):
     ----------
     assigned : list of Assigned
         What each voter has assigned to variables.
+    nbytes : int
+        Of all voters together.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Outputs(Combining):
         self.slots = [slots.get(rank) for rank in voters]
         self._sent = layouts
         self.assigned = self._assigned()
+        self.nbytes = sum(leaf.nbytes for layout in layouts for leaf in layout.leaves)
         self._shares: dict[int, list[Share]] = {rank: [] for rank in voters}
         self._told: dict[Any, dict[int, Thing]] = {}
         self._lay_out([self._own_views(layout, slot) for layout, slot in zip(layouts, self.slots)])

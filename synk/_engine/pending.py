@@ -26,9 +26,9 @@ class PendingCall(Future[R]):
         self._changes = frozenset(call.callee.changes)
         call.future = weakref.ref(self)
         if call.has_ended:
-            self.note_end()
+            self._note_end()
 
-    def note_end(self) -> None:
+    def _note_end(self) -> None:
         """Note that the call has ended. Called by whoever ends it."""
         call = self._launched
         if call is None:

@@ -10,10 +10,10 @@ import numpy as np
 
 from synk._engine import wire
 from synk._engine.layout import Look
+from synk._engine.ledger import Transfer
 from synk._engine.rows import Division, divide
 from synk._engine.things import Thing
-from synk._master.calls.arguments import Argument, pack_tables, pickle_nests, pickle_objects, transfers_in
-from synk._master.state.ledger import Transfer
+from synk._master.calls.arguments import HELD, Argument, pack_tables, pickle_nests, pickle_objects
 from synk._pure.arrays import copy_into
 from synk._pure.ranges import round_up
 from synk._wire.memory import Segment
@@ -136,10 +136,9 @@ class Plan(Thing):
         self._targets: list[tuple[int, np.ndarray, str, str]] = []
         self._num_targets = -1
         self._nbytes = 0
-        self.inputs = transfers_in(arguments, (b"", []))
-        if self.objects:
-            self.inputs = (*self.inputs, Transfer(", ".join(self.object_labels), "pickled", object_nbytes))
-        self.transfers: tuple[Transfer, ...] = self.inputs
+        self._fixed = [_moved(argument) for argument in arguments if argument.kind not in ("table", "object")]
+        self._varying: tuple[Transfer, ...] = ()
+        self._moved = (*self._fixed, Transfer("outputs", "output", 0))
 
     # -- making -------------------------------------------------------------------------------------------------------
 
@@ -251,8 +250,8 @@ class Plan(Thing):
             and self.look.is_rowless == (division.selection is None)
         )
 
-    def stage(self, values: Sequence[Any], division: Division, record: Any, repeated: Any) -> int:
-        """Copy what is passed by value, and return how many bytes that are.
+    def stage(self, values: Sequence[Any], objects: Sequence[Any], division: Division, callee: Any) -> int:
+        """Copy what is passed by value, and return how many bytes of arrays that are.
 
         No rank reads these places now: the lane's last call has ended.
         """
@@ -274,17 +273,49 @@ class Plan(Thing):
                 target[:, : value.shape[1]] = value
                 nbytes += value.nbytes
             elif label:
-                repeated.note(label, value)
+                callee.repeated.note(label, value)
                 began = time.monotonic_ns()
                 copy_into(target, value)
-                record.staged_ns += time.monotonic_ns() - began
+                callee.record.staged_ns += time.monotonic_ns() - began
             else:
                 target[...] = value
         if self.has_indices:
             self._index_place[: division.count] = division.indices  # type: ignore[index]
         if self.has_local:
             self._local_place[: division.count] = division.local_indices  # type: ignore[index]
+        if objects:
+            wire.put_in_place(self.object_place, objects)
         return nbytes
+
+    def varying(self, values: Sequence[Any], objects: Sequence[Any]) -> tuple[Transfer, ...]:
+        """Return what a call transfers that differs from call to call: tables and objects."""
+        found = [
+            Transfer(label, "staged", values[leaf].nbytes) for leaf, kind, label in self.row_leaves if kind == "table"
+        ]
+        if objects:
+            found.append(
+                Transfer(", ".join(self.object_labels), "pickled", sum(memoryview(each).nbytes for each in objects))
+            )
+        return tuple(found)
+
+    def transfers(self, varying: tuple[Transfer, ...], nbytes: int) -> tuple[Transfer, ...]:
+        """Return what a call has transferred whose outputs had so many bytes."""
+        if self._moved[-1].nbytes != nbytes or varying != self._varying:
+            self._varying = varying
+            self._moved = (*self._fixed, *varying, Transfer("outputs", "output", nbytes))
+        return self._moved
+
+
+def _moved(argument: Argument) -> Transfer:
+    """Return what calls transfer for an argument, unless it differs from call to call."""
+    array = argument.whole_array
+    if array is None:
+        assert argument.kind in HELD
+        return Transfer(argument.label, "shared", 0)
+    kind = "staged" if argument.contents is None else "data"
+    if argument.kind != "rows":
+        return Transfer(argument.label, kind, array.nbytes)
+    return Transfer(argument.label, kind, 0, array.dtype.itemsize * int(np.prod(array.shape[1:], dtype=np.int64)))
 
 
 def _is_whole(selection: Any) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -90,7 +91,7 @@ class Rank(Member):
         self.told_slots: dict[int, Segment] = {}
         self.undo: tuple[int, list[Callable[[], Any]]] = (0, [])
         self.running = 0
-        self.spent_ns = 0
+        self.received_ns = self.began_ns = self.ended_ns = self.waited_ns = 0
         self.failpoint: Callable[[str], None] = _failpoints.nothing
         self.mapped: LoadedFunction | None = None
         self.process_group: Any = None
@@ -108,7 +109,8 @@ class Rank(Member):
         """Answer an order."""
         number, plan, committed, ended, in_place, _ = wire.ORDER.unpack_from(order)
         self.num_messages += 1
-        self.spent_ns = 0
+        self.received_ns = self.began_ns = self.ended_ns = time.monotonic_ns()
+        self.waited_ns = 0
         held: Any = None
         note: Callable[[], None] | None = None
         outer, cell.worker = cell.worker, self
@@ -150,10 +152,15 @@ class Rank(Member):
             self._leave(held, plan)
             cell.worker = outer
 
+    def times(self) -> tuple[int, int, int, int, int]:
+        """Return what the reply says of the last order."""
+        return self.received_ns, self.began_ns, self.ended_ns, time.monotonic_ns(), self.waited_ns
+
     def _leave(self, held: Any, plan: int) -> None:
         """Let no other rank wait for this one, and see what the function has kept of its inputs."""
         if isinstance(held, RankPlan):
             self.peers.leave_call(self.lane)
+            self.waited_ns = self.lane.waited_ns
         self.own_up[_PHASE] = _IDLE
         if held is not None:
             held.leave(self)

@@ -211,7 +211,7 @@ class RankPlan:
         rank.check_interrupt(number)
         objects = self._load_objects(rank, in_place) if in_place else ()
         rank.reach("call.before_function")
-        began = time.monotonic_ns()
+        rank.began_ns = rank.ended_ns = time.monotonic_ns()
         if self._is_plain:
             # A new view for each input: if anything refers to one after the call, the function has kept it.
             arguments = [
@@ -222,7 +222,7 @@ class RankPlan:
             del arguments
         else:
             result = self._run(rank, objects, numbers)
-        rank.spent_ns = time.monotonic_ns() - began
+        rank.ended_ns = time.monotonic_ns()
         rank.end_function(self)
         return self.outputs.publish(rank, result)
 

@@ -54,7 +54,7 @@ def main(sock: socket.socket, setup: dict[str, Any]) -> None:
     signal.signal(signal.SIGINT, on_interrupt)
     rank.reach("start.ready")
     link.send_body(0, hello_of(rank))
-    link.write(wire.REPLY.pack(0, wire.READY, 0))
+    link.write(wire.REPLY.pack(0, wire.READY, *wire.NO_TIMES))
     process.take_over(setup)
     _serve(rank, link, master_fd, setup["spin_s"])
     link.close()
@@ -125,7 +125,7 @@ def _answer(rank: Rank, link: wire.Link, order: bytes) -> bool:
             body, fds = link.receive_body(number)
         except Exception as error:  # this process hit a limit, or cannot load it: the program sends all again
             link.send_body(number, pack_failure(error, rank.number, rank.device))
-            link.write(wire.REPLY.pack(number, wire.UNREAD, 0))
+            link.write(wire.REPLY.pack(number, wire.UNREAD, *wire.NO_TIMES))
             return True
     status, content, segments = rank.answer(order, body, fds)
     del body
@@ -140,5 +140,5 @@ def _answer(rank: Rank, link: wire.Link, order: bytes) -> bool:
         rank.reach("call.after_header")
         for segment in segments:
             segment.close_fd()  # after a SYNC other memory is made
-    link.write(wire.REPLY.pack(number, status, rank.spent_ns))
+    link.write(wire.REPLY.pack(number, status, *rank.times()))
     return True

@@ -22,12 +22,12 @@ from synk._engine.callee import distribute
 from synk._engine.captures import ON_RESTART
 from synk._engine.engine import Engine, ended_with
 from synk._engine.processes import Processes
+from synk._engine.profile import Profile
 from synk._engine.things import Once
 from synk._engine.workers import GRACE_S, interrupted
 from synk._master.entrance import Entrance
 from synk._master.processes.output import warn_at_users_line
 from synk._master.processes.placement import Placement
-from synk._master.state.profile import Profile
 from synk._master.state.results import Lease, ResultPool, before_fork
 from synk._pure.interrupts import deferred, holding
 from synk._wire.arenas import Arenas
@@ -157,7 +157,6 @@ class Session(Entrance, Engine):
         self.pid = os.getpid()
         self._lock = threading.RLock()
         self.profile = Profile()
-        self.tracer: Any = None
         self.guests: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
         self.group = _Group()
         processes = Processes(placement, process_type=process_type, seed=seed)

@@ -26,8 +26,11 @@ ROWS = struct.Struct("<6q")
 ORDER_NBYTES = ORDER.size + ROWS.size
 NO_ROWS = ROWS.pack(0, 0, 0, 1, 0, 1)
 
-REPLY = struct.Struct("<3q")
-"""number, status, nanoseconds in the user's function"""
+REPLY = struct.Struct("<7q")
+"""number, status, and five times in ns: when the rank took the order, when the user's function began and ended, when
+the reply was sent, and how long the function waited for other ranks"""
+
+NO_TIMES = (0, 0, 0, 0, 0)
 
 DONE, TOLD, FAILED, UNREAD, INTERRUPTED, READY = range(6)
 WITH_BODY = frozenset((TOLD, FAILED, UNREAD, READY))

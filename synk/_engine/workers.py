@@ -50,7 +50,7 @@ class Owed:
     ----------
     ranks : sequence of int
     pending : set of int
-    replies : dict of int to (status, body, nanoseconds)
+    replies : dict of int to (status, body, times)
     news : dict of int to (set of int, set of int)
         By rank, the things and the parcels that the message brought.
     what, phase : str
@@ -64,7 +64,7 @@ class Owed:
     def __init__(self, ranks: Sequence[int], what: str, deadline: float | None) -> None:
         self.ranks, self.what, self.deadline = ranks, what, deadline
         self.pending = set(ranks)
-        self.replies: dict[int, tuple[int, Any, int]] = {}
+        self.replies: dict[int, tuple[int, Any, Sequence[int]]] = {}
         self.news: dict[int, tuple[set[int], set[int]]] = {}
         self.began = time.monotonic()
 
@@ -299,7 +299,7 @@ class Workers:
         data = link.read(wire.REPLY.size)
         if len(data) < wire.REPLY.size:
             return False
-        number, status, spent_ns = wire.REPLY.unpack(data)
+        number, status, *times = wire.REPLY.unpack(data)
         body = None
         self.counters["messages_up"] += 1
         if status in wire.WITH_BODY:
@@ -313,7 +313,7 @@ class Workers:
                 return True
         owed = self.flight.get(number)
         if owed is not None and worker.rank in owed.pending:
-            owed.replies[worker.rank] = status, body, spent_ns
+            owed.replies[worker.rank] = status, body, times
             owed.pending.discard(worker.rank)
             if status == wire.UNREAD:
                 owed.release_peers()

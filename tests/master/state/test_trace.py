@@ -119,7 +119,8 @@ def test_the_file_has_the_form_of_the_format(reused: Any, monkeypatch: pytest.Mo
     path = tmp_path / "run.json"
     with pytest.raises(KeyError), trace(path), span("äöü"):
         f(np.ones(100))
-        f.submit(np.ones(100)).result()
+        for call in [f.submit(np.ones(100)) for _ in range(5)]:
+            call.result()
         list(rt.map(abs, [1, 2]))
         with pytest.raises(WorkerDied):
             dies(np.ones(4))

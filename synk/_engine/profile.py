@@ -1,0 +1,175 @@
+"""The table of all calls that ``synk.profile()`` returns: how the ledger is shown."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from synk._engine.ledger import Part, RankTotal, Record, TransferTotal
+from synk._pure.ranges import round_up
+from synk._pure.show import escaped, table
+from synk._pure.words import Hinting
+
+_SHOWN_NBYTES = 1 << 16
+"""An argument of at least this size, in all calls together, is shown in the table."""
+
+_NUM_SHOWN = 8
+
+_SENTENCES = {
+    "work": "the work of {function!r}, most of it on rank {about}",
+    "waits": "waits of {function!r} in synk.comm",
+    "copy": "the copy of {about} for {function!r}: keep it in synk.data",
+    "way": "the way of {function!r} to the workers and back: give each call more to do",
+}
+
+
+class Profile(Hinting):
+    """The records of a runtime. Made by :func:`synk.profile`. It prints as a table, the most expensive function first.
+
+    ``share`` is the part of the calls' time in which the rank that worked longest was computing. The rest is
+    distribution, copies, reduction and waiting. ``wait`` is the part in which that rank waited in ``synk.comm``. ``in``
+    are the bytes that the master copied per call (``Data`` and shared variables cost none), ``out`` the bytes of
+    outputs of all ranks per call. Below come the largest arguments and outputs, those included that stay where they are
+    (``data``, ``shared``), what each rank has done in the most expensive function, and one line that says what most of
+    all time was spent on.
+
+    Attributes
+    ----------
+    records : dict of str to Record
+        By the name of the function. Functions with the same name are distinguished by where they were written.
+    transfers : list of TransferTotal
+    ranks : list of RankTotal
+    parts : list of Part
+
+    Examples
+    --------
+    >>> import numpy as np, synk
+    >>> with synk.fork(2):
+    ...     @synk.function(outputs="sum")
+    ...     def total(x):
+    ...         return x.sum()
+    ...     _ = [total(np.ones(125)) for _ in range(4)]
+    ...     profile = synk.profile()
+    >>> print(profile)  # doctest: +ELLIPSIS
+    function     calls   total s   ms/call   share    wait   in B/call  out B/call
+    total            4     ...                               0%        1000          16...
+    >>> [(each.rank, each.calls) for each in profile.ranks]
+    [(0, 4), (1, 4)]
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[Any, Record] = {}
+
+    def record(self, fn: Any, name: str) -> Record:
+        """Return the record of a function. Its first call makes one.
+
+        A function that is defined again and again, for instance in a loop, counts as one.
+        """
+        code = getattr(getattr(fn, "__func__", fn), "__code__", None)
+        key = name, type(fn) if code is None else code
+        place = type(fn).__qualname__ if code is None else f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+        found = self.known.get(key)
+        if found is None:
+            found = self.known[key] = Record(name, place)
+        return found
+
+    def leave_out(self, record: Record) -> None:
+        """Forget the record of a function that is not the user's."""
+        self.known = {key: each for key, each in self.known.items() if each is not record}
+
+    def reset(self) -> None:
+        """Forget what was counted so far."""
+        for record in list(self.known.values()):
+            record.reset()
+
+    @property
+    def records(self) -> dict[str, Record]:
+        counted = [each for each in list(self.known.values()) if each.num_calls]
+        names = [each.name for each in counted]
+        found: dict[str, Record] = {}
+        for each in counted:
+            title = each.name if names.count(each.name) == 1 or not each.place else f"{each.name} ({each.place})"
+            while title in found:
+                title += "'"
+            found[title] = each
+        return found
+
+    @property
+    def transfers(self) -> list[TransferTotal]:
+        return [total for title, record in self.records.items() for total in record.totals(title)]
+
+    @property
+    def ranks(self) -> list[RankTotal]:
+        return [total for title, record in self.records.items() for total in record.rank_totals(title)]
+
+    @property
+    def parts(self) -> list[Part]:
+        return [part for title, record in self.records.items() for part in record.parts(title)]
+
+    # -- display ------------------------------------------------------------------------------------------------------
+
+    def _repr_html_(self) -> str:
+        text = "".join(table(title, rows, has_heads=True) for title, rows in self._tables().items())
+        return text + "".join(f"<p>{escaped(line)}</p>" for line in self._dominating())
+
+    def __repr__(self) -> str:
+        return "\n".join(["\n\n".join(map(_aligned, self._tables().values())), *self._dominating()])
+
+    def _tables(self) -> dict[str, list[list[str]]]:
+        """Return rows by title, the heads first."""
+        records = self.records
+        dearest = sorted(records, key=lambda title: -records[title].wall_ns)
+        found = {"profile": [_HEADS, *(_function_row(title, records[title]) for title in dearest)]}
+        largest = [each for each in self.transfers if each.nbytes >= _SHOWN_NBYTES or each.kind == "shared"]
+        largest.sort(key=lambda each: -each.nbytes)
+        if largest:
+            shown = [_transfer_row(each, records[each.function]) for each in largest[:_NUM_SHOWN]]
+            found["arguments"] = [_ARGUMENT_HEADS, *shown]
+        if ranks := [total for title in dearest[:1] for total in records[title].rank_totals(title)]:
+            found["ranks"] = [_RANK_HEADS, *map(_rank_row, ranks)]
+        return found
+
+    def _dominating(self) -> list[str]:
+        """Return the line that says what most of all time was spent on, if there were calls."""
+        if not (parts := self.parts):
+            return []
+        most = max(parts, key=lambda each: each.seconds)
+        whole_s = max(sum(each.wall_ns for each in self.records.values()), 1) / 1e9
+        what = _SENTENCES[most.kind].format(function=most.function, about=most.about)
+        return [f"{most.seconds / whole_s:.0%} of the time of all calls went to {what}."]
+
+
+_HEADS = ["function", "calls", "total s", "ms/call", "share", "wait", "in B/call", "out B/call"]
+_ARGUMENT_HEADS = ["function", "argument", "kind", "calls", "MB", "copy s", "share"]
+_RANK_HEADS = ["function", "rank", "calls", "work s", "wait s", "share"]
+
+
+def _function_row(title: str, record: Record) -> list[str]:
+    count, wall_ns = max(record.num_calls, 1), max(record.wall_ns, 1)
+    return [
+        title, str(record.num_calls), f"{wall_ns / 1e9:.3f}", f"{wall_ns / count / 1e6:.3f}",
+        f"{record.function_ns / wall_ns:.0%}", f"{record.wait_ns / wall_ns:.0%}",
+        str(record.nbytes_of("staged", "pickled", "items") // count), str(record.nbytes_of("output") // count),
+    ]  # fmt: skip
+
+
+def _transfer_row(each: TransferTotal, record: Record) -> list[str]:
+    seconds, share = each.seconds, 1e9 * each.seconds / max(record.wall_ns, 1)
+    times = [f"{seconds:.3f}", f"{share:.0%}"] if seconds else ["", ""]
+    return [each.function, each.argument, each.kind, str(each.calls), f"{each.nbytes / 1e6:.2f}", *times]
+
+
+def _rank_row(each: RankTotal) -> list[str]:
+    times = [f"{each.function_s - each.wait_s:.3f}", f"{each.wait_s:.3f}", f"{each.share:.0%}"]
+    return [each.function, str(each.rank), str(each.calls), *times]
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Return lines of text, with the first column left-aligned and the others right-aligned."""
+    first, *others = [max(map(len, column)) for column in zip(*rows)]
+    widths = [max(round_up(width + 2, 2), 8) for width in others]
+    return "\n".join(
+        f"{row[0]:<{max(first, 8) + 2}}" + "".join(f"{cell:>{width}}" for cell, width in zip(row[1:], widths))
+        for row in rows
+    )
