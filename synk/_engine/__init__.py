@@ -61,8 +61,9 @@ descriptors, so no fences are needed, on x86-64 and AArch64. Memory is freed by 
 **Who may be dead.** Any rank, at any line. The program keeps both ends of the pipe down, so a write to a dead rank
 fails nowhere and is read by nobody; the pidfd tells. A reply that came before a death counts. A replaced rank knows
 nothing: the next order brings what it needs. Values of variables lie in memory that the program holds too, so
-``fronts`` is all there is to restore. A resident object comes from the lowest rank that has it. If the program dies,
-the lifelines of ``_wire.lifeline`` end the ranks.
+``fronts`` is all there is to restore. A resident object comes from the lowest rank that has it. After a call that was
+to change objects and failed, ranks are asked what has become of them: see ``residents``. If the program dies, the
+lifelines of ``_wire.lifeline`` end the ranks.
 
 **Commits.** What a call assigned lies in places that are no fronts. ``redo`` holds the moves, one store decides, and
 ``finish_commit`` can be done again. ``committed`` is kept for each rank: a rank that failed in one call and had no rows

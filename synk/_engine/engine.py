@@ -23,7 +23,8 @@ from synk._engine.lanes import Lane
 from synk._engine.layout import News
 from synk._engine.outputs import Outputs
 from synk._engine.plan import Plan, pickled
-from synk._engine.residents import Residents, note_failed
+from synk._engine.rank_residents import COUNTED
+from synk._engine.residents import Residents, note_outcome
 from synk._engine.rows import Division
 from synk._engine.things import Thing
 from synk._engine.variables import Variables
@@ -123,6 +124,8 @@ class Call(Owed):
             self._end(error)
             if self.pending or not engine.is_sure:  # a death, a time limit: nobody is sure of the ranks
                 engine.recover(error)
+            else:
+                engine.settle_failed()
             if not is_own:
                 raise
         except BaseException as error:
@@ -251,7 +254,10 @@ class Call(Owed):
         if self.plan.has_state and not has_counted:
             self._engine.ended = max(self._engine.ended, self.number)
         if self.callee.changes and self.number:
-            note_failed(self.callee.changes, error, has_counted=has_counted)
+            if has_counted:
+                note_outcome(error, self.callee.changes, [COUNTED] * len(self.callee.changes))
+            else:
+                self._engine.residents.note_failed(self.callee.changes, self.number, error)
         self.error, self.has_ended = error, True
         if self._engine.tracer is not None:
             self._engine.tracer.note(self)
@@ -357,6 +363,14 @@ class Engine(Workers):
         for owed in self.flight.values():
             for rank, news in owed.news.items():
                 self.note_unread(rank, news)
+
+    def settle_failed(self) -> None:
+        if self.processes.is_closed:
+            return
+        try:
+            self.residents.settle_failed()
+        except WorkerDied as error:  # one more: the others are asked again
+            self.recover(error)
 
     def note_unread(self, rank: int, news: Any) -> None:
         """Note that a rank may not have taken in the news that came with a message."""

@@ -120,6 +120,8 @@ class Record:
     name, place : str
         The function's name, and where its code is.
     num_calls : int
+    num_chunks : int
+        In how many chunks the items of maps were sent; 0 for calls.
     wall_ns : int
         Time from the user's call to its result.
     function_ns : int
@@ -136,7 +138,7 @@ class Record:
 
     def reset(self) -> None:
         """Start over, in any thread or signal handler. A call that is being added at that moment may be left out."""
-        self.wall_ns = self.function_ns = self.wait_ns = self.staged_ns = 0
+        self.wall_ns = self.function_ns = self.wait_ns = self.staged_ns = self.num_chunks = 0
         self._ranks: dict[int, list[int]] = {}
         # What calls like the last one transfer, how many there were and of how many rows; the calls before, and what
         # they transferred. It is replaced as a whole: who reads in another thread sees a call whole or not at all.
@@ -167,6 +169,7 @@ class Record:
         self, rank: int, num_items: int, in_nbytes: int, out_nbytes: int, function_ns: int, wall_ns: int
     ) -> None:
         """Add a chunk of a map that a rank has finished."""
+        self.num_chunks += 1
         self.add_moved("items", "items", num_items, in_nbytes)
         self.add_moved("results", "output", num_items, out_nbytes)
         last, calls, rows, before, totals = self._sums
@@ -221,10 +224,14 @@ class Record:
         """Return how many bytes of these kinds were transferred."""
         return sum(each.nbytes for each in self.totals(self.name) if each.kind in kinds)
 
+    @property
+    def way_ns(self) -> int:
+        """The rest of the time: the way to the workers and back."""
+        return self.wall_ns - self.function_ns - self.wait_ns - self.staged_ns
+
     def parts(self, title: str) -> list[Part]:
         """Return what the time of its calls went to."""
-        way_ns = self.wall_ns - self.function_ns - self.wait_ns - self.staged_ns
-        found = [Part(title, "waits", "", self.wait_ns / 1e9), Part(title, "way", "", way_ns / 1e9)]
+        found = [Part(title, "waits", "", self.wait_ns / 1e9), Part(title, "way", "", self.way_ns / 1e9)]
         if staged := [each for each in self.totals(title) if each.kind == "staged"]:
             largest = max(staged, key=lambda each: each.nbytes)
             found.append(Part(title, "copy", largest.argument, largest.seconds))

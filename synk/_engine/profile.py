@@ -6,9 +6,10 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from synk._engine.advice import advice
 from synk._engine.ledger import Part, RankTotal, Record, TransferTotal
 from synk._pure.ranges import round_up
-from synk._pure.show import escaped, table
+from synk._pure.show import Text, escaped, table
 from synk._pure.words import Hinting
 
 _SHOWN_NBYTES = 1 << 16
@@ -106,6 +107,25 @@ class Profile(Hinting):
     @property
     def parts(self) -> list[Part]:
         return [part for title, record in self.records.items() for part in record.parts(title)]
+
+    def advice(self) -> Text:
+        """Return at most five lines, each with a change of the program and what it would save, as far as measured.
+
+        Examples
+        --------
+        >>> import numpy as np, synk
+        >>> with synk.fork(2):
+        ...     table = np.ones((1000, 100))
+        ...     def norm(table, x):
+        ...         return (table * x).sum()
+        ...     norm = synk.function(norm, bcast_inputs="table", outputs="sum")
+        ...     for _ in range(10):
+        ...         _ = norm(table, np.ones(100))
+        ...     advice = synk.profile().advice()
+        >>> print(advice)  # doctest: +ELLIPSIS
+        norm: ...: saves ...
+        """
+        return advice(self.records)
 
     # -- display ------------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,8 @@ from synk._engine import wire
 from synk._engine.rank_call import CallInputs, RankPlan, RankQuestion
 from synk._engine.rank_lane import RankLane
 from synk._engine.rank_outputs import RankReduction
-from synk._engine.rank_variables import RankResidents, VariableStore
+from synk._engine.rank_residents import Changes, RankResidents
+from synk._engine.rank_variables import VariableStore
 from synk._wire.cell import cell
 from synk._wire.control import NUM_LANES, Down, Phase, Up
 from synk._wire.logs import set_levels
@@ -56,8 +57,8 @@ class Rank(Member):
     functions : dict of int to LoadedFunction
     slots, told_slots : dict of int to Segment
         By lane: the memory of its outputs, and that of which the program knows.
-    undo : (int, list of callable)
-        Of the last call that changed resident objects: its number, and how to take the changes back.
+    changes : Changes
+        What the last call that changes resident objects has done to them.
     running : int
         The number of the order whose user code runs: only that may be interrupted.
     """
@@ -89,7 +90,7 @@ class Rank(Member):
         self.peers = Peers(rank, world_size, self.backend, self.down, self.up, eventfds)
         self.slots: dict[int, Segment] = {}
         self.told_slots: dict[int, Segment] = {}
-        self.undo: tuple[int, list[Callable[[], Any]]] = (0, [])
+        self.changes = Changes()
         self.running = 0
         self.received_ns = self.began_ns = self.ended_ns = self.waited_ns = 0
         self.failpoint: Callable[[str], None] = _failpoints.nothing
@@ -116,8 +117,7 @@ class Rank(Member):
         outer, cell.worker = cell.worker, self
         try:
             try:
-                if self.undo[1] and self.undo[0] <= ended:
-                    self._settle(committed)
+                self.changes.settle(committed, ended)
                 if body is not None:
                     try:
                         self._learn(number, body, fds)
@@ -186,24 +186,12 @@ class Rank(Member):
 
     # -- what calls leave ---------------------------------------------------------------------------------------------
 
-    def _settle(self, committed: int) -> None:
-        """The last call with state has ended: keep what it did, or take it back."""
-        if self.undo[0] > committed:
-            self._take_back()
-        self.undo = (0, [])
-
     def _give_up(self, number: int) -> None:
-        """A call has failed here. What an earlier one did, whose end is not known here yet, stays."""
+        """A call has failed here."""
         self.running = 0
         self.variables.abandon()
-        if self.undo[0] == number:
-            self._take_back()
+        self.changes.take_back(number)
         self._clean("")
-
-    def _take_back(self) -> None:
-        (_, undo), self.undo = self.undo, (0, [])
-        for step in reversed(undo):
-            step()
 
     def _clean(self, text: str) -> None:
         if self.is_copy:
@@ -279,6 +267,8 @@ class Rank(Member):
                     dumps(rank.residents.get(resident).value) if is_whole else rank.residents.get(resident).state()
                 )
             )
+        elif kind == "outcomes":
+            self.held[number] = RankQuestion(lambda rank: rank.changes.outcomes(payload))
         elif kind == "prepare":
             self.held[number] = RankQuestion(lambda rank: rank.prepare(rank.functions[payload]))
         else:

@@ -14,7 +14,6 @@ from numpy.lib.array_utils import byte_bounds
 from synk._engine import wire
 from synk._engine.layout import Look
 from synk._engine.rank_outputs import Published, RankOutputs
-from synk._engine.rank_variables import marked
 from synk._pure.exact import as_recarray
 from synk._pure.shards import shard_bounds
 from synk._pure.tables import taken_rows, unpacked
@@ -206,8 +205,8 @@ class RankPlan:
         low, high = self._rows = numbers[0], numbers[1]
         rank.begin_call(self, number)
         look, function = self.look, self.function
-        if self.look.changes:
-            rank.undo = number, marked([rank.residents.get(each) for each in look.changes])
+        if look.changes:
+            rank.changes.begin(number, rank.residents, look.changes)
         rank.check_interrupt(number)
         objects = self._load_objects(rank, in_place) if in_place else ()
         rank.reach("call.before_function")
@@ -223,6 +222,9 @@ class RankPlan:
         else:
             result = self._run(rank, objects, numbers)
         rank.ended_ns = time.monotonic_ns()
+        if look.changes:
+            rank.changes.finish()
+            rank.hold_back(False)  # an interrupt may wait for this
         rank.end_function(self)
         return self.outputs.publish(rank, result)
 

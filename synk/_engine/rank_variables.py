@@ -1,10 +1,9 @@
-"""Shared variables and resident objects on a rank: what a call assigns and changes, and how it is put back."""
+"""Shared variables on a rank: what a call assigns, and how it is dropped."""
 
 from __future__ import annotations
 
 import os
-import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from synk._pure.ranges import LINE_NBYTES
 from synk._pure.trees import unflatten
 from synk._wire.memory import Segment
 from synk._wire.variables import Declaration, Shapes, leaf_offsets, shapes_of
-from synk._worker.held.residents import RankResident
 from synk._worker.held.variables import Replica as _Replica
 from synk._worker.held.variables import VariableStore as _VariableStore
 from synk.backends import Backend
@@ -176,42 +174,3 @@ class VariableStore(_VariableStore):
         if self.to_framework is not None:
             leaves = [self.as_framework(leaf) for leaf in leaves]
         return unflatten(replica._structure, leaves)
-
-
-class RankResidents:
-    """All resident objects of one rank, by number."""
-
-    def __init__(self) -> None:
-        self._objects: dict[int, RankResident] = {}
-
-    def get(self, number: int) -> RankResident:
-        return self._objects[number]
-
-    def forget(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            self._objects.pop(number, None)
-
-    def told(self, number: int, payload: Any) -> None:
-        """Take in an object, or the state of one. Functions may hold the object already, so it stays the same."""
-        name, version, data, state = payload
-        found = self._objects.get(number)
-        if found is None:
-            found = self._objects[number] = RankResident(name, pickle.loads(data), version, version)
-        elif found.first != version or state is None:
-            found.__init__(name, pickle.loads(data), version, version)  # type: ignore[misc]
-        if state is not None:
-            found.restore(state, version)
-
-
-def marked(residents: Sequence[RankResident]) -> list[Callable[[], Any]]:
-    """Return what puts objects back as they are now."""
-    return [_mark_of(resident) for resident in residents]
-
-
-def _mark_of(resident: RankResident) -> Callable[[], Any]:
-    keep = getattr(type(resident.value), "__synk_keep__", None)
-    if keep is not None:
-        put_back: Callable[[], Any] = keep(resident.value)
-        return put_back
-    state = resident.state()
-    return lambda: resident.restore(state, resident.version)

@@ -3,15 +3,20 @@
 A call that fails changes no object: ranks mark what they are about to change, and put it back. So ranks that have an
 object have it in the state of the last call that was committed. A rank that has not run such a call, or is new, counts
 as not knowing the object, and is told of it with the next order, in the state of the lowest rank that has it.
+
+Some objects cannot put everything back (``synk.torch`` keeps no copy of the parameters). So ranks are asked what has
+become of the objects of a call that failed. If one has them as after the call, the call counts for them, in spite of
+its error, and all get that state. Otherwise all get the state of a rank that could put the most back.
 """
 
 from __future__ import annotations
 
 import pickle
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from synk._engine.rank_residents import COUNTED, TORN
 from synk._engine.things import Once, Thing
 from synk._master.state.resident_value import ResidentValue
 from synk._wire.memory import Segment
@@ -78,6 +83,7 @@ class Residents:
     def __init__(self, engine: Any) -> None:
         self.engine = weakref.proxy(engine)
         self._living: weakref.WeakSet[ResidentObject] = weakref.WeakSet()
+        self._failed: list[tuple[int, Sequence[ResidentObject], BaseException]] = []  # whose outcome is not known yet
 
     @property
     def is_closed(self) -> bool:
@@ -96,6 +102,7 @@ class Residents:
         WorkerDied
             If no rank has it any more.
         """
+        self.settle_failed()
         workers = self.engine.by_rank
         for resident in residents:
             if not resident.has_changed or all(resident.number in worker.known for worker in workers):
@@ -114,6 +121,46 @@ class Residents:
         for resident in residents:
             resident.has_changed = True
             self.engine.retell(resident.number, [rank for rank in range(self.engine.world_size) if rank not in ranks])
+
+    def note_failed(self, residents: Sequence[ResidentObject], number: int, error: BaseException) -> None:
+        """Note that a call that was to change objects has ended with an error, which does not say yet if it counts."""
+        BaseException.__setattr__(error, "step_counted", None)
+        BaseException.__setattr__(error, "_is_put_back", False)
+        self._failed.append((number, residents, error))
+
+    def settle_failed(self) -> None:
+        """Ask the ranks what has become of the objects of calls that failed, and say it on the errors."""
+        while self._failed:
+            number, residents, error = self._failed[0]
+            having = [
+                worker.rank
+                for worker in self.engine.by_rank
+                if worker.is_ready and not worker.is_dead and any(each.number in worker.known for each in residents)
+            ]
+            questions = {rank: Once(self.engine, "outcomes", number) for rank in having}
+            outcomes = self.engine.ask(questions, "ask for resident objects", "resident")
+            found = [self._agreed(each, outcomes) for each in residents]
+            self._failed.pop(0)
+            note_outcome(error, residents, found)
+
+    def _agreed(self, resident: ResidentObject, outcomes: Mapping[int, Any]) -> int:
+        """Choose whose state all ranks get. Return what has become of the object there."""
+        by_rank = {
+            rank: told.get(resident.number, 0)
+            for rank, told in outcomes.items()
+            if resident.number in self.engine.by_rank[rank].known
+        }
+        if not by_rank:
+            return TORN if resident.has_changed else 0
+        order = (COUNTED, 0, *(each for each in by_rank.values() if each > 0), TORN)
+        best = min(by_rank.values(), key=order.index)
+        others = [rank for rank, outcome in by_rank.items() if outcome != best or best == TORN]
+        if best == TORN:
+            others.remove(min(others))
+        if best or others:
+            resident.has_changed = True
+            self.engine.retell(resident.number, others)
+        return best
 
     def settle(self, deadline: float | None) -> None:
         """Have all ranks load the objects that they lack now, so that an object that cannot be loaded raises here."""
@@ -165,12 +212,15 @@ class Residents:
                 resident.state, resident.has_changed = self.fetch(resident, having[0], deadline), False
 
 
-def note_failed(residents: Sequence[ResidentObject], error: BaseException, *, has_counted: bool) -> None:
+def note_outcome(error: BaseException, residents: Sequence[ResidentObject], outcomes: Sequence[int]) -> None:
     """Say on the error that ended a call what has become of the objects that the call was to change."""
     names = ", ".join(repr(resident.name) for resident in residents)
+    has_counted = all(outcome == COUNTED for outcome in outcomes)
     BaseException.__setattr__(error, "step_counted", has_counted)
-    BaseException.__setattr__(error, "_is_put_back", not has_counted)
+    BaseException.__setattr__(error, "_is_put_back", min(outcomes) >= 0)
     if has_counted:
         add_note(error, f"{names} came through the call before it ended: do not repeat it.")
-    else:
+    elif min(outcomes) >= 0:
         add_note(error, f"{names} is as it was before the call.")
+    else:
+        add_note(error, f"{names} may hold a part of what the call was to change. All ranks have the same.")

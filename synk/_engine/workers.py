@@ -381,9 +381,13 @@ class Workers:
         self.after_recovery()
         self.flight.clear()
         self.is_sure = True
+        self.settle_failed()
 
     def after_recovery(self) -> None:
         """Settle what depended on calls in flight."""
+
+    def settle_failed(self) -> None:
+        """Find out what has become of the objects that calls were to change and that failed."""
 
     def _quiet(self, doubtful: Sequence[Worker]) -> None:
         """Interrupt ranks and ask them; drop what they say before they answer. Who stays silent is killed."""
