@@ -33,7 +33,7 @@ NAME = "synk-nursery"
 """By which the harness knows a nursery of an agent or a program, and counts it as none of its children."""
 
 WORKER_MODULES = (
-    "synk._engine.rank_loop" if os.environ.get("SYNK_ENGINE") == "next" else "synk._worker.loop.serve",
+    "synk._engine.rank_loop",
     "synk._worker.held.pickling",
     "synk._worker.comm.comm",
     "numpy.random",
