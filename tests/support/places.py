@@ -10,6 +10,7 @@ import pytest
 
 import synk
 from support.seccomp import forbid_reading_memory
+from synk._engine import lanes
 
 
 ON_ONE_MACHINE = (0, 1, 2, 3, "little memory", "blind")
