@@ -11,8 +11,6 @@ from synk._api.options import is_integer, name_of
 from synk._api.stream import with_progress
 from synk._engine.callee import Callee, FunctionHandle
 from synk._engine.chunks import PoolStats, Rules
-
-
 from synk._pure.limits import check_timeout
 from synk._pure.tracebacks import Results
 from synk._wire.cell import refuse_inside_worker

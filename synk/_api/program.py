@@ -10,7 +10,7 @@ import pickle
 import sys
 import zlib
 from collections.abc import Mapping
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from synk._api.composed import Composed
 from synk._api.function import Function
@@ -209,11 +209,7 @@ class Program:
     @verb
     def save(self, path: files.Path) -> None:
         """Write the functions and the values to a file, as a whole or not at all: what ``pickle.dumps`` returns."""
-
-        def write(data: bytes, file: BinaryIO) -> None:
-            file.write(data)
-
-        files.save(path, lambda: pickle.dumps(self), write, wait=True)
+        files.save(path, lambda: self, pickle.dump, wait=True)
 
     @classmethod
     def load(cls, path: files.Path) -> Program:

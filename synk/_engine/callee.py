@@ -11,6 +11,7 @@ import sys
 import time
 import types
 import weakref
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -239,7 +240,9 @@ class Callee:
         session.functions.bound.add(self)
         waiting.pop(self, None)
         if is_new:
-            dropped = weakref.finalize(self, session.functions.dropped.append, self.id)
+            is_large = session.functions.book.nbytes_of(self.id) >= _LARGE_NBYTES
+            reclaimed = weakref.ref(session) if is_large else None
+            dropped = weakref.finalize(self, _drop, session.functions.dropped, self.id, reclaimed)
             dropped.atexit = False  # the user's own exit handlers may still call it
 
     def note_unsent(self) -> None:
@@ -251,6 +254,17 @@ class Callee:
         """Release what captured objects were compared with: the runtime is closed."""
         self.plans_by_key.clear()
         self.capture = None
+
+
+def _drop(dropped: deque[int], function_id: int, session_ref: weakref.ref[Any] | None) -> None:
+    """Note that a function no longer exists. What it captured is freed by the next operation or, if it is much, now.
+
+    Only if it is much: an interrupt that comes just now, in a finalizer, is reported and lost.
+    """
+    dropped.append(function_id)
+    session = None if session_ref is None else session_ref()
+    if session is not None:
+        session.reclaim()
 
 
 def _warn(function: Callee | None, mean_ns: float) -> None:

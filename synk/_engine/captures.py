@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 ON_RESTART = 0
 """The id of the function that replacement workers run."""
 
+_LARGE_NBYTES = 1 << 18
+
 ParcelTold = tuple[int, bytes, bool]
 """The number of a parcel, its pickle, and whether a rank goes on if it cannot load it."""
 
@@ -158,6 +160,7 @@ class Functions:
     def close(self) -> None:
         self.mapped.clear()
         self.dropped.clear()
+        self.unsettled = []
         for function in list(self.bound):
             function.forget_sent()
         self.book.clear()

@@ -8,7 +8,6 @@ In one file because a call and the engine that runs it must be read together.
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 import weakref
@@ -35,7 +34,7 @@ from synk._pure.ranges import round_up
 from synk._wire.combining import loaded_objects
 from synk._wire.control import NUM_LANES
 from synk._wire.memory import Segment
-from synk.errors import CallCancelled, ClosedError, SerializationError, SynkError, WorkerDied
+from synk.errors import CallCancelled, SerializationError, SharedMemoryError, SynkError, WorkerDied
 
 _logger = logging.getLogger("synk")
 
@@ -115,7 +114,7 @@ class Call(Owed):
         try:
             if self.pending and not self._wait(until):
                 return False
-            if is_polled and len(engine.flight) > 1 and self._may_be_large():
+            if is_polled and len(engine.flight) > 1 and self._must_wait():
                 return False
             for step in STEPS:
                 step(self)
@@ -144,10 +143,13 @@ class Call(Owed):
         engine.is_sure = True
         return is_answered
 
-    def _may_be_large(self) -> bool:
-        """Whether outputs may be reduced by another message, which comes after all that was sent."""
+    def _must_wait(self) -> bool:
+        """Whether outputs may be reduced by another message, and ranks have calls before them that would delay it."""
         outputs = self.plan.outputs
-        return outputs is None or bool(outputs.result_nbytes)
+        if outputs is not None and not outputs.result_nbytes:
+            return False
+        self._engine.listen()
+        return any(each.pending for each in self._engine.flight.values())
 
     def hear(self) -> None:
         """Note what the replies tell of memory and layouts: that must not get lost."""
@@ -238,10 +240,15 @@ class Call(Owed):
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
+    def refuse(self, error: BaseException) -> None:
+        """End a call that was not begun."""
+        self._end(error)
+        self._drop()
+
     def end(self, error: BaseException) -> None:
-        """The call has ended together with all others in flight."""
+        """The call has ended with this error, before it was settled."""
         if not self.has_ended:
-            self._end(ended_with(self.what, error))
+            self._end(error)
             self._drop()
 
     def _end(self, error: BaseException) -> None:
@@ -253,6 +260,8 @@ class Call(Owed):
         has_counted = bool(self.number) and self._engine.has_committed(self.number)
         if self.plan.has_state and not has_counted:
             self._engine.ended = max(self._engine.ended, self.number)
+        for variable in self.plan.variables:
+            variable.note_failed(self.ranks)
         if self.callee.changes and self.number:
             if has_counted:
                 note_outcome(error, self.callee.changes, [COUNTED] * len(self.callee.changes))
@@ -321,6 +330,13 @@ class Engine(Workers):
         for call in self.calls():
             call.settle()
 
+    def settle_to(self, last: Call, until: float | None = None, *, is_polled: bool = False) -> None:
+        """End a call, and before it those that were sent before it: whoever waits for one learns of all."""
+        for call in self.calls() if len(self.flight) > 1 else ():
+            if call.number < last.number:
+                call.settle(until, is_polled=is_polled)
+        last.settle(until, is_polled=is_polled)
+
     def settle_state(self) -> None:
         """End calls in flight that use state: what comes next depends on whether they are committed."""
         for call in self.calls():
@@ -376,9 +392,10 @@ class Engine(Workers):
         """Note that a rank may not have taken in the news that came with a message."""
         worker = self.by_rank[rank]
         if news is not None:
-            told, parcels = news
-            worker.known -= told
+            told, parcels, forgets = news
+            worker.forgets = [*forgets, *worker.forgets]  # to forget twice does no harm
             worker.stale |= told
+            worker.known -= told
             worker.parcels -= parcels
         worker.parcels_state = worker.settings_state = -1
 
@@ -434,10 +451,13 @@ class Engine(Workers):
         failures = [body[0] for status, body in replies if status == wire.FAILED]
         name = owed.what[1:-1] if owed.what[:1] == "'" else owed.what
         if unread:
+            error = rebuild(unread, self.world_size, name)
+            if isinstance(error, SharedMemoryError):  # a limit of the system: nothing is wrong with what was sent
+                raise error
             raise SerializationError(
                 f"cannot load {owed.what} on the workers: {unread[0].type_name}: {unread[0].message}. "
                 "What a function needs must be importable there, or defined in the script itself."
-            ) from rebuild(unread, self.world_size, name)
+            ) from error
         if failures:
             raise rebuild(failures, self.world_size, name)
         if self.is_inline:
@@ -453,11 +473,13 @@ class Engine(Workers):
     def moves(self, assigned: Sequence[Any], ranks: Sequence[int]) -> list[Any]:
         """Return what turns when a call is committed: (variable, rank, place, shapes)."""
         moves: list[Any] = []
-        if not assigned[0]:
+        if not any(assigned):
             return moves
         by_number = {each.number: each for each in self.variables.living()}
         for rank, own in zip(ranks, assigned):
-            moves += [(by_number[number], rank, which, found) for number, which, found in own]
+            for number, which, found in own:
+                by_number[number].note_assigned(rank, which, found)
+                moves.append((by_number[number], rank, which, found))
         absent = [rank for rank in range(self.world_size) if rank not in ranks]
         for number, which, found in assigned[0] if absent else ():
             variable = by_number[number]
@@ -484,20 +506,10 @@ class Engine(Workers):
         segment.discard()
 
 
-def ended_with(what: str, error: BaseException) -> BaseException:
-    """Return the error of a call that ``error`` has ended together with others."""
-    if isinstance(error, (WorkerDied, ClosedError)):
-        return copy.copy(error)
-    why = f"together with another: {error}" if isinstance(error, SynkError) else "by an interrupt."
-    cancelled = CallCancelled(f"the call of {what} was ended {why} Submit it again.")
-    cancelled.__cause__ = error if isinstance(error, Exception) else None
-    return cancelled
-
-
 def room_for_objects(parts: Sequence[Any], before: int) -> int:
     """Return the room to give to objects: the next ones may be longer."""
     needed = wire.nbytes_in_place(parts)
     return before if needed <= before else round_up(needed + needed // 4, 1 << 10)
 
 
-__all__ = ["Call", "Engine", "Lane", "Question", "ended_with", "pickled", "room_for_objects"]
+__all__ = ["Call", "Engine", "Lane", "Question", "pickled", "room_for_objects"]

@@ -22,7 +22,7 @@ PLAIN = CallOptions()
 
 def run(function: Any, args: Any, kwargs: dict[str, Any], options: CallOptions, was_compared: bool = False) -> Any:
     """Run a call and return its result: what ``Function._run`` does, for calls and for what is made of calls."""
-    made = _begin(function, args, kwargs, options, is_submitted=False)
+    made = _begin(function, function._verb, args, kwargs, options, is_submitted=False)
     error = made.error
     if error is None:
         return made.value
@@ -38,26 +38,28 @@ def submit(
     """Send a call and return its future."""
     function = function._renewed()
     session = function._bound_session()
-    made = _begin(function, args, kwargs, options, is_submitted=True)
+    made = _begin(function, f"submit {function.__name__!r}", args, kwargs, options, is_submitted=True)
     pending: PendingCall[Any] = PendingCall(session, function.__name__, made)
     pending._release = release
     return pending
 
 
-def _begin(function: Any, args: Any, kwargs: dict[str, Any], options: CallOptions, *, is_submitted: bool) -> Call:
+def _begin(
+    function: Any, verb: str, args: Any, kwargs: dict[str, Any], options: CallOptions, *, is_submitted: bool
+) -> Call:
     """Begin a call, and end it unless it was submitted. What is broken off before it is the caller's is ended."""
     started_ns = time.monotonic_ns()
     function = function._renewed()
     callee: Callee = function._callee
     session: Session = function._bound_session()
     made: Call | None = None
-    with session.entered(function._verb):
+    with session.entered(verb):
         try:
             deadline = session.deadline(options.timeout)
-            session.enter_call(function._verb, deadline)
+            session.enter_call(verb, deadline)
             made = _sent(session, callee, tuple(args), kwargs, options, deadline, started_ns, is_submitted)
             if not is_submitted or session.is_inline:
-                made.settle()
+                session.settle_to(made)
         except BaseException as error:
             if not session.is_closed and (not session.is_sure or (made is not None and not made.has_ended)):
                 session.recover(error)
@@ -101,13 +103,15 @@ def _sent(
     callee.load(session, deadline)  # again, for a class may have been met that the ranks lack
     if plan.residents or plan.changes:
         residents = [*plan.residents, *plan.changes]
-        if is_submitted and plan.changes:
-            session.check_step(callee)
         session.residents.bring_into_line(residents)
         for resident in residents:
             resident.check(f"call {callee.name!r}")
     made = Call(session, callee, plan, values, division, objects, deadline, started_ns)
-    made.begin()
+    refused = session.after_failed_step(callee) if is_submitted and plan.changes else None
+    if refused is None:
+        made.begin()
+    else:
+        made.refuse(refused)
     return made
 
 

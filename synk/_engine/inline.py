@@ -13,6 +13,7 @@ from synk._engine.rank_loop import hello_of
 from synk._master.processes.no_process import NoProcess
 from synk._pure.interrupts import waiting
 from synk._wire.cell import cell
+from synk._wire.descriptors import above_streams
 from synk._wire.memory import Segment
 from synk._worker import failpoints as _failpoints
 
@@ -28,7 +29,7 @@ class InlineLink:
         self._bodies: dict[int, tuple[Any, wire.Fds]] = {}
 
     def send_body(self, number: int, content: Any, segments: Sequence[Segment] = ()) -> int:
-        self._bodies = {number: (content, wire.Fds([os.dup(segment.fd) for segment in segments]))}
+        self._bodies = {number: (content, wire.Fds([above_streams(os.dup(segment.fd)) for segment in segments]))}
         return 0
 
     def write(self, order: bytes) -> None:
@@ -43,7 +44,7 @@ class InlineLink:
         finally:
             cell.worker = None  # Ctrl-C may come at any line
         if status in wire.WITH_BODY:
-            self._bodies[number] = content, wire.Fds([os.dup(segment.fd) for segment in segments])
+            self._bodies[number] = content, wire.Fds([above_streams(os.dup(segment.fd)) for segment in segments])
         self._replies.append(wire.REPLY.pack(number, status, *self._rank.times()))
         self._rank.tidy()
 
@@ -69,6 +70,7 @@ class InlineLink:
         """Do nothing: bodies are taken by their orders."""
 
     def close(self) -> None:
+        """Drop the rank and its memory: a closed runtime may be kept for long."""
         self.is_open, self._rank = False, None
 
 
@@ -85,7 +87,7 @@ class InlineProcess(NoProcess):
         self, setup: dict[str, Any], environment: dict[str, str], control_fd: int, token: bytes, extra: dict[str, int]
     ) -> None:
         """Make the rank, which says hello at once. It uses the environment and the import path of this process."""
-        control = Segment(os.dup(control_fd), setup["control_nbytes"], is_writable=True, segment_id=0)
+        control = Segment(above_streams(os.dup(control_fd)), setup["control_nbytes"], is_writable=True, segment_id=0)
         eventfds = [extra[f"event{rank}"] for rank in range(setup["world_size"])]
         half = Rank(setup["rank"], setup["world_size"], setup["backend"], setup["device"], control, eventfds)
         control.close_fd()

@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from synk._engine.layout import Assigned, Layout, Share
+from synk._engine.layout import Layout, Share
 from synk._engine.things import Once, Thing
 from synk._pure.ops import Reduction
 from synk._pure.ranges import chunk_bounds
 from synk._wire.combining import Combining, loaded
 from synk._wire.memory import Segment
 from synk._wire.messages import LARGE_NBYTES
-from synk.errors import CollectiveMismatch
 
 _MAX_SHARES = 8
 
@@ -53,7 +52,7 @@ class Outputs(Combining):
         super().__init__(name, outputs, subset, voters, skeletons, [layout.leaves for layout in layouts], world_size)
         self.slots = [slots.get(rank) for rank in voters]
         self._sent = layouts
-        self.assigned = self._assigned()
+        self.assigned = [layout.assigned for layout in layouts]
         self.nbytes = sum(leaf.nbytes for layout in layouts for leaf in layout.leaves)
         self._shares: dict[int, list[Share]] = {rank: [] for rank in voters}
         self._told: dict[Any, dict[int, Thing]] = {}
@@ -73,24 +72,6 @@ class Outputs(Combining):
             else:
                 views.append(np.empty(leaf.shape, leaf.dtype) if slot is None else leaf.view(slot, at))
         return views
-
-    def _assigned(self) -> list[Assigned]:
-        """Return what each voter has assigned.
-
-        Raises
-        ------
-        CollectiveMismatch
-            If the ranks have not assigned the same variables.
-        """
-        assigned = [layout.assigned for layout in self._sent]
-        numbers = [{number for number, _, _ in own} for own in assigned]
-        if any(own != numbers[0] for own in numbers):
-            counts = "; ".join(f"rank {rank}: {len(own)}" for rank, own in zip(self.voters, numbers))
-            raise CollectiveMismatch(
-                f"cannot commit what {self.name!r} has assigned: got variables on {counts}, expected the same on all "
-                "ranks. Assign it on each rank, also where its value stays."
-            )
-        return assigned
 
     # -- large outputs ------------------------------------------------------------------------------------------------
 

@@ -18,11 +18,13 @@ class PendingCall(Future[R]):
     In an asyncio coroutine ``await call`` gives its result; other tasks run in the meantime.
     """
 
-    def __init__(self, session: Any, name: str, call: Call) -> None:
+    def __init__(self, session: Any, name: str, call: Call | None = None) -> None:
         super().__init__(name)
-        self.ranks = tuple(call.ranks)
         self._session = session
-        self._launched: Call | None = call
+        if call is None:  # whoever has made it says how it has ended
+            return
+        self.ranks = tuple(call.ranks)
+        self._launched = call
         self._changes = frozenset(call.callee.changes)
         call.future = weakref.ref(self)
         if call.has_ended:
@@ -60,7 +62,7 @@ class PendingCall(Future[R]):
         call = self._launched
         if call is not None:
             self._session.settle_torn()
-            call.settle(until, is_polled=is_polled)
+            self._session.settle_to(call, until, is_polled=is_polled)
 
     def _poll(self) -> None:
         self._session.check_process("look at a call")

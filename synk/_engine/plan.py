@@ -56,6 +56,8 @@ class Plan(Thing):
     row_leaves : list of (int, str, str)
         The leaves with rows: position, kind, label.
     shards : list of (str, variable)
+    variables : list of Variable
+        Those that calls may read or assign.
     has_state : bool
         Whether calls read or change variables or resident objects.
     outputs : Outputs or None
@@ -108,6 +110,7 @@ class Plan(Thing):
         self.changes = callee.changes
         state = [*held, *callee.variables, *callee.residents]
         self.has_state = bool(state)
+        self.variables = [each for each in state if each.kind == "variable"]
         needs += list({each.number: each for each in state}.values())
         if self.staging is not None:
             needs.append(self.staging)

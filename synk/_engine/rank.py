@@ -25,8 +25,8 @@ from synk._wire.control import NUM_LANES, Down, Phase, Up
 from synk._wire.logs import set_levels
 from synk._wire.memory import Segment
 from synk._wire.messages import LoadOrder, ParcelOrder
-from synk._worker import failpoints as _failpoints
 from synk._worker.call.peers import Peers
+from synk._worker.failpoints import nothing
 from synk._worker.failures import pack_failure
 from synk._worker.held.pages import own_bytes
 from synk._worker.held.pickling import dumps
@@ -93,7 +93,7 @@ class Rank(Member):
         self.changes = Changes()
         self.running = 0
         self.received_ns = self.began_ns = self.ended_ns = self.waited_ns = 0
-        self.failpoint: Callable[[str], None] = _failpoints.nothing
+        self.failpoint: Callable[[str], None] = nothing
         self.mapped: LoadedFunction | None = None
         self.process_group: Any = None
         self.seed: Sequence[int] = (0,)
@@ -129,9 +129,11 @@ class Rank(Member):
                     self._say(plan)
                     return wire.DONE, None, ()
                 held = self.held[plan]
-                self.reach("call.received")
+                if self.failpoint is not nothing:
+                    self.failpoint("call.received")
                 status, content, segments, note = held.answer(self, number, in_place, wire.ROWS.unpack_from(order, 48))
-                self.reach("call.published")
+                if self.failpoint is not nothing:
+                    self.failpoint("call.published")
                 self.running = 0
             except Interrupted:
                 self._give_up(number)
@@ -206,6 +208,7 @@ class Rank(Member):
     def _learn(self, number: int, body: Any, fds: list[int]) -> None:
         """Take in what came with an order: first what is to be forgotten, then things, parcels, and plans."""
         forgets, parcels, items, settings, search_path = body
+        self.num_messages += 1  # news are a message of their own to whoever looks for changes
         self.own_up[_PHASE] = _LOADING
         for each in forgets:
             self._forget(*each)
@@ -220,7 +223,7 @@ class Rank(Member):
                 if kind in _BEFORE_PARCELS:
                     self._make(kind, what, payload, fds)
             if parcels:
-                self.reach("distribute.loading")
+                self.failpoint("distribute.loading")
                 with self.settings.importing():
                     for each in parcels:
                         self._load(each)
@@ -333,10 +336,6 @@ class Rank(Member):
 
     # -- during a call ------------------------------------------------------------------------------------------------
 
-    def reach(self, step: str) -> None:
-        """Pass a step at which tests may arm a fault."""
-        self.failpoint(step)
-
     def begin_call(self, plan: RankPlan, number: int) -> None:
         """Prepare for the user's function."""
         lane = self.lane = self.lanes[plan.look.lane]
@@ -353,7 +352,8 @@ class Rank(Member):
         if self.variables.given:
             self.variables.check_given()
         self.own_up[_PHASE] = _PUBLISHING
-        self.reach("call.after_function")
+        if self.failpoint is not nothing:
+            self.failpoint("call.after_function")
 
     def check_interrupt(self, number: int) -> None:
         """From here on SIGINT may end the call; if it came before, end it now."""

@@ -23,6 +23,7 @@ from synk._wire.memory import Segment
 from synk._wire.messages import Input
 from synk._worker.call.inputs import in_framework, nested
 from synk._worker.call.slices import run_slices
+from synk._worker.failpoints import nothing
 from synk._worker.held import pages
 from synk._worker.held.plans import load_nests
 from synk.errors import SerializationError
@@ -209,7 +210,8 @@ class RankPlan:
             rank.changes.begin(number, rank.residents, look.changes)
         rank.check_interrupt(number)
         objects = self._load_objects(rank, in_place) if in_place else ()
-        rank.reach("call.before_function")
+        if rank.failpoint is not nothing:
+            rank.failpoint("call.before_function")
         rank.began_ns = rank.ended_ns = time.monotonic_ns()
         if self._is_plain:
             # A new view for each input: if anything refers to one after the call, the function has kept it.

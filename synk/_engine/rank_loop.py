@@ -22,8 +22,8 @@ from synk._wire.descriptors import Descriptor
 from synk._wire.lifeline import tie_to_master
 from synk._wire.logs import send_records
 from synk._wire.memory import Segment
-from synk._worker import failpoints as _failpoints
 from synk._worker import process
+from synk._worker.failpoints import arm, nothing
 from synk._worker.failures import pack_failure
 from synk.errors import SharedMemoryError
 
@@ -52,7 +52,7 @@ def main(sock: socket.socket, setup: dict[str, Any]) -> None:
             threading.Timer(AGAIN_S, signal.pthread_kill, (threading.get_ident(), signum)).start()
 
     signal.signal(signal.SIGINT, on_interrupt)
-    rank.reach("start.ready")
+    rank.failpoint("start.ready")
     link.send_body(0, hello_of(rank))
     link.write(wire.REPLY.pack(0, wire.READY, *wire.NO_TIMES))
     process.take_over(setup)
@@ -67,7 +67,7 @@ def _started(setup: dict[str, Any]) -> Rank:
     process.prefer_for_oom()
     fds = setup["fds"]
     send_records(Descriptor(fds["log"]))
-    failpoint = _failpoints.arm(setup["failpoints"], setup["rank"])
+    failpoint = arm(setup["failpoints"], setup["rank"])
     failpoint("start.import")
     control = Segment(fds["control"], setup["control_nbytes"], is_writable=True, segment_id=0)
     if setup["cpus"]:
@@ -104,7 +104,8 @@ def _serve(rank: Rank, link: wire.Link, master_fd: int, spin_s: float) -> None:
             return
         if not _answer(rank, link, order):
             return
-        rank.reach("call.after_reply")
+        if rank.failpoint is not nothing:
+            rank.failpoint("call.after_reply")
         rank.tidy()
         count += 1
         if count % _RSS_INTERVAL == 1:
@@ -130,14 +131,15 @@ def _answer(rank: Rank, link: wire.Link, order: bytes) -> bool:
     status, content, segments = rank.answer(order, body, fds)
     del body
     process.flush_output()
-    rank.reach("call.before_reply")
+    if rank.failpoint is not nothing:
+        rank.failpoint("call.before_reply")
     if status in wire.WITH_BODY:
         try:
             link.send_body(number, content, segments)
         except SharedMemoryError as error:  # a long body needs a descriptor, this short error does not
             status = wire.FAILED
             link.send_body(number, pack_failure(error, rank.number, rank.device))
-        rank.reach("call.after_header")
+        rank.failpoint("call.after_header")
         for segment in segments:
             segment.close_fd()  # after a SYNC other memory is made
     link.write(wire.REPLY.pack(number, status, *rank.times()))

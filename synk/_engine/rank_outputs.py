@@ -156,14 +156,14 @@ class RankReduction:
             self._steps.append((op, parts, rows, rank.held[result].view(at, (length,), dtype)))
 
     def answer(self, rank: Any, number: int, in_place: int, rows: tuple[int, ...]) -> Published:
-        rank.reach("reduce.before")
+        rank.failpoint("reduce.before")
         with np.errstate(all="ignore"):
             for op, parts, weights, out in self._steps:
                 if op:
                     REDUCTIONS[op].reduce_into(parts, weights, out)
                 else:
                     out[...] = parts[0]
-        rank.reach("reduce.after")
+        rank.failpoint("reduce.after")
         return wire.DONE, None, [], None
 
     def leave(self, rank: Any) -> None:

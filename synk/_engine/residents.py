@@ -169,7 +169,7 @@ class Residents:
         for resident in residents:
             lacking = [w.rank for w in self.engine.by_rank if resident.number not in w.known and not resident.lost]
             if lacking:
-                self.engine.ask(dict.fromkeys(lacking, resident), f"load resident object {resident.name!r}", "resident")
+                self.engine.ask(dict.fromkeys(lacking, resident), f"resident object {resident.name!r}", "resident")
 
     def fetch(self, resident: ResidentObject, rank: int, deadline: float | None, *, is_whole: bool = False) -> bytes:
         """Return the pickled state of a rank's object, or the whole object."""

@@ -20,11 +20,11 @@ import numpy as np
 
 from synk._engine.callee import distribute
 from synk._engine.captures import ON_RESTART
-from synk._engine.engine import Engine, ended_with
+from synk._engine.engine import Engine
 from synk._engine.processes import Processes
 from synk._engine.profile import Profile
 from synk._engine.things import Once
-from synk._engine.workers import GRACE_S, interrupted
+from synk._engine.workers import GRACE_S, ended_with, interrupted
 from synk._master.entrance import Entrance
 from synk._master.processes.output import warn_at_users_line
 from synk._master.processes.placement import Placement
@@ -223,11 +223,7 @@ class Session(Entrance, Engine):
         self.enter(deadline)
         if not self.flight:
             self.is_interrupted = False
-            if self.memory.released or orphans.ended:
-                self.memory.free_dropped()
-            if self.functions.dropped:
-                self.settle_unsettled()
-                self.functions.free_dropped()
+            self._free_dropped()
         if self.functions.on_restart is not None:
             self._prepare_restarted(deadline)
 
@@ -241,16 +237,19 @@ class Session(Entrance, Engine):
         if future._changes:
             self._failed_step = weakref.ref(future)
 
-    def check_step(self, callee: Any) -> None:
-        """Raise if a submitted call that changes the same objects has failed and its result was not asked for."""
+    def after_failed_step(self, callee: Any) -> CallCancelled | None:
+        """Return why a submitted call is not begun: another that changes the same objects has failed, unnoticed."""
         failed = self._failed_step() if self._failed_step is not None else None
         if failed is None or failed._unasked is None or failed._unasked.error is None:
-            return
-        if failed._changes & set(callee.changes):
-            raise CallCancelled(
-                f"the call of {callee.name!r} was not begun: one of {failed.name!r} that was submitted before it has "
-                f"failed, and both change the same resident objects. Ask for the result of that one, then submit again."
-            ) from failed._unasked.error
+            return None
+        if not failed._changes & set(callee.changes):
+            return None
+        error = CallCancelled(
+            f"the call of {callee.name!r} was not begun: one of {failed.name!r} that was submitted before it has "
+            f"failed, and both change the same resident objects. Ask for the result of that one, then submit again."
+        )
+        error.__cause__ = failed._unasked.error
+        return error
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -261,12 +260,20 @@ class Session(Entrance, Engine):
 
     def reclaim(self) -> None:
         """Free what finalizers dropped if nothing is running."""
-        if self.memory.released or orphans.ended:
+        if self.memory.released or orphans.ended or self.functions.dropped:
             self.if_free(self._free_if_idle)
 
     def _free_if_idle(self) -> None:
-        if not self.flight and not self.is_closed:
+        if not self.flight and self.is_sure and not self.is_closed:
+            self._free_dropped()
+
+    def _free_dropped(self) -> None:
+        if self.memory.released or orphans.ended:
             self.memory.free_dropped()
+        if self.functions.dropped:
+            self.settle_unsettled()
+            self.functions.free_dropped()
+            self.note_drops()  # of what only they referred to
 
     # -- restarts -----------------------------------------------------------------------------------------------------
 

@@ -98,6 +98,8 @@ class Variable(VariableValue, Thing):
         world_size = variables.world_size
         parts = self.split(arrays) if self.is_sharded else [arrays]
         self.value_shapes: list[Shapes] = [shapes_of(parts[0])] * world_size
+        # By rank and place, the shapes that a rank takes the value there to have; None: nobody knows.
+        self._told: list[list[Shapes | None]] = [[None] * 4 for _ in range(world_size)]
         nbytes = max(leaf_offsets(self.dtypes, shapes_of(part))[1] for part in parts)
         step = round_up(max(nbytes, 1), PAGE_NBYTES)
         first = round_up(world_size * LINE_NBYTES, PAGE_NBYTES)
@@ -142,6 +144,7 @@ class Variable(VariableValue, Thing):
                 segments.append(place.segment)
             found.append((segments.index(place.segment), place.at, place.nbytes))
         sizes = [segment.nbytes for segment in segments]
+        self._told[rank] = [self.value_shapes[rank]] * 4
         return (
             self.name, self.skeleton(), self.dtypes, self.is_sharded, sizes, found, self.value_shapes[rank],
         ), segments  # fmt: skip
@@ -188,12 +191,19 @@ class Variable(VariableValue, Thing):
 
     def turn(self, rank: int, which: int, found: Shapes) -> None:
         """Make a place the value of a rank; a part of a commit, which may be done again."""
-        if found is not None and self.value_shapes[rank] != found:
-            self.value_shapes = [*self.value_shapes]
-            self.value_shapes[rank] = found
-            if which <= COMMON_B or not self.is_sharded:
-                self.variables.engine.retell(self.number)
+        self.value_shapes[rank] = found
+        if self._told[rank][which] != found:
+            self.variables.engine.retell(self.number, [rank])
         self.fronts[rank] = which
+
+    def note_assigned(self, rank: int, which: int, found: Shapes) -> None:
+        """Note that a rank has written a value of these shapes, and knows them."""
+        self._told[rank][which] = found
+
+    def note_failed(self, ranks: Sequence[int]) -> None:
+        """Note that a call has failed, in which ranks may have written where there is no front."""
+        for rank in ranks:
+            self._told[rank][self.spare(rank)] = None
 
     def close(self) -> None:
         """Release the memory: the runtime is closed."""
@@ -216,8 +226,6 @@ class Variable(VariableValue, Thing):
             which = self.spare(rank)
             self._fill(rank, which, arrays)
             moves.append((self, rank, which, shapes_of(arrays)))
-        if any(shapes_of(arrays) != self.value_shapes[rank] for rank, arrays in values.items()):
-            self.variables.engine.retell(self.number)  # ranks know the shapes of what they assign themselves
         self.variables.engine.commit(moves)
 
     def unite(self, arrays: Sequence[np.ndarray]) -> None:

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from synk._pure.ranges import LINE_NBYTES, round_up
-from synk._wire.descriptors import NONE, Descriptor
+from synk._wire.descriptors import NONE, Descriptor, above_streams
 from synk._wire.memory import PAGE_NBYTES, Segment
+from synk.errors import SharedMemoryError
 
 ORDER = struct.Struct("<6q")
 """number, plan, last committed, last ended, parts of objects in place, whether there is a body"""
@@ -105,10 +106,9 @@ class Link:
         fds = Fds()
         while True:
             try:
-                packet, more = self._receive()
+                packet = self._receive(fds)
             except ConnectionResetError:  # said once of a side that died with unread packets: what it sent is there
-                packet, more = self._receive()
-            fds += more
+                packet = self._receive(fds)
             if not packet:
                 raise EOFError("the other side closed its end")
             found, is_last, is_long = _PACKET.unpack_from(packet)
@@ -118,17 +118,19 @@ class Link:
                 head = packet[_PACKET.size :]
                 return (loaded_from(head, fds.pop(0)) if is_long else pickle.loads(head)), fds
 
-    def _receive(self) -> tuple[bytes, list[int]]:
+    def _receive(self, fds: Fds) -> bytes:
+        """Return a packet, and add its descriptors to ``fds``."""
         room = socket.CMSG_SPACE(_MAX_FDS * 4)
         packet, extra, flags, _ = self._sock.recvmsg(_PACKET.size + _INLINE, room, socket.MSG_CMSG_CLOEXEC)
-        fds = array.array("i")
-        for _, _, raw in extra:
-            fds.frombytes(raw[: len(raw) - len(raw) % fds.itemsize])
+        new = Fds(array.array("i", b"".join(raw[: len(raw) // 4 * 4] for _, _, raw in extra)))
         if flags & socket.MSG_CTRUNC:
-            for fd in fds:
-                os.close(fd)
-            raise OSError(24, "the descriptors of a message did not fit: raise the limit of open files (ulimit -n)")
-        return packet, list(fds)
+            raise SharedMemoryError(
+                "cannot take in a message: got more descriptors than this process may open. Raise the limit of open "
+                "files (ulimit -n)."
+            )
+        while new:
+            fds.append(above_streams(new.pop(0)))
+        return packet
 
     def drain(self) -> None:
         """Drop the packets that are there; the kernel closes their descriptors."""

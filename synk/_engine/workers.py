@@ -9,6 +9,7 @@ one file because sending, hearing and recovery must be read together.
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import math
 import pickle
@@ -36,7 +37,7 @@ from synk._wire.logs import levels
 from synk._wire.memory import Segment
 from synk._wire.parcels import dumps
 from synk._wire.settings import Reader
-from synk.errors import CallCancelled, CallTimeout, ClosedError, StartupError, WorkerDied
+from synk.errors import CallCancelled, CallTimeout, ClosedError, StartupError, SynkError, WorkerDied
 
 GRACE_S = 2.0
 START_TIMEOUT_S = 120.0
@@ -51,8 +52,8 @@ class Owed:
     ranks : sequence of int
     pending : set of int
     replies : dict of int to (status, body, times)
-    news : dict of int to (set of int, set of int)
-        By rank, the things and the parcels that the message brought.
+    news : dict of int to (set of int, set of int, list)
+        By rank, the things and the parcels that the message brought, and what it told to forget.
     what, phase : str
         For errors.
     """
@@ -65,11 +66,11 @@ class Owed:
         self.ranks, self.what, self.deadline = ranks, what, deadline
         self.pending = set(ranks)
         self.replies: dict[int, tuple[int, Any, Sequence[int]]] = {}
-        self.news: dict[int, tuple[set[int], set[int]]] = {}
+        self.news: dict[int, tuple[set[int], set[int], list[Any]]] = {}
         self.began = time.monotonic()
 
     def end(self, error: BaseException) -> None:
-        """Take note of the error with which it has ended, together with all others in flight."""
+        """Take note of the error with which it has ended."""
 
     def release_peers(self) -> None:
         """Have ranks that wait for one that could not begin give up."""
@@ -104,6 +105,8 @@ class Workers:
         self._unreported: dict[int, str] = {}
         self._news_of_deaths: list[str] = []
         self._last_death: WorkerDied | None = None
+        self._signs: dict[int, tuple[int, float]] = {}  # by pid: signs of life, and when they were seen to change
+        self._once_stuck: set[int] = set()  # ranks whose process replaces one that got stuck while it started
         self._stuck_after_s = stuck_after_s()
 
     # -- things -------------------------------------------------------------------------------------------------------
@@ -116,8 +119,10 @@ class Workers:
     def note_drops(self) -> None:
         """Have the ranks forget the things that have gone. Nothing that refers to them will be sent any more."""
         while self.dropped:
-            _, number = self._refs.pop(id(self.dropped.popleft()), (None, 0))
-            self.forget(number)
+            reference = self.dropped[0]
+            self.forget(self._refs.get(id(reference), (None, 0))[1])
+            self._refs.pop(id(reference), None)
+            self.dropped.popleft()
 
     def forget(self, number: int) -> None:
         """Have the ranks that know a thing forget it."""
@@ -131,8 +136,8 @@ class Workers:
         """Have ranks told anew of a thing that they go on holding."""
         for worker in self.by_rank if ranks is None else [self.by_rank[rank] for rank in ranks]:
             if number in worker.known:
-                worker.known.discard(number)
                 worker.stale.add(number)
+                worker.known.discard(number)
 
     # -- operations ---------------------------------------------------------------------------------------------------
 
@@ -140,10 +145,7 @@ class Workers:
         """Begin an operation. Afterwards every rank is idle or in calls of ``flight``, and alive as far as is known."""
         if not self.is_sure or self.redo is not None:
             self.recover(CallCancelled("the call was ended: an operation before it was broken off. Call it again."))
-        if not self.is_inline and (events := self.processes.events()):
-            self.is_sure = False  # a reply that is read and not filed is lost
-            self.take_in(events)
-            self.is_sure = True
+        self.listen()
         while not self.all_ready:
             if self.has_dead:
                 self._replace()
@@ -175,7 +177,7 @@ class Workers:
             worker.link.write(order + rows)
             return
         content, segments, told = self._news(worker, thing)
-        owed.news[rank] = told, {parcel[0] for parcel in content[1]}
+        owed.news[rank] = told, {parcel[0] for parcel in content[1]}, content[0]
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the wait finds the death
             self.counters["bytes_down"] += worker.link.send_body(owed.number, content, segments)
         worker.link.write(wire.ORDER.pack(owed.number, plan, worker.committed, self.ended, in_place, 1) + rows)
@@ -226,40 +228,52 @@ class Workers:
 
     # -- hearing ------------------------------------------------------------------------------------------------------
 
+    def listen(self) -> None:
+        """Take in the replies that are there. What ranks that start have to say is left to the wait for them."""
+        if self.all_ready and not self.is_inline and (events := self.processes.events()):
+            self.is_sure = False  # a reply that is read and not filed is lost
+            self.take_in(events)
+            self.is_sure = True
+
     def wait(self, owed: Owed, until: float | None = None) -> bool:
         """Take in replies until nobody owes ``owed`` one. Return False if ``until`` came first.
 
         A death, or the time limit of anything in flight, ends the wait with an error.
         """
-        report_at = math.inf
+        report_at = owed.began + self._stuck_after_s
+        has_looked = False  # a limit that is over when the wait begins looks first at the replies that are there
         while owed.pending:
             if self.is_inline:
                 self._file(self.by_rank[0])
                 continue
-            if self.has_dead and (dead := sorted(rank for rank in owed.pending if self.by_rank[rank].is_dead)):
-                raise self.died(dead, owed)
+            if self.has_dead and any(self.by_rank[rank].is_dead for rank in owed.pending):
+                raise self._deaths(owed)
             urgent = owed
             if len(self.flight) > 1:
                 timed = [each for each in self.flight.values() if each.deadline is not None and each.pending]
                 urgent = min(timed, key=lambda each: each.deadline or 0.0, default=owed)
             limits = [each for each in (urgent.deadline, until) if each is not None]
-            left = min(limits) - time.monotonic() if limits else None
-            events = self.processes.wait(left)
-            if events:
-                self.take_in(events)
-            else:
-                now = time.monotonic()
-                if report_at == math.inf and self._stuck_after_s < math.inf:
-                    report_at = owed.began + self._stuck_after_s
-                if now >= report_at:
-                    report_at = 1e300
-                    text = at_work(self.processes, [] if owed.replies else owed.pending)  # type: ignore[arg-type]
-                    report("%s has run for more than %g s:%s", owed.what or owed.phase, self._stuck_after_s, text)
+            now = time.monotonic() if has_looked or limits else 0.0
+            if has_looked:
                 if urgent.deadline is not None and now >= urgent.deadline:
                     self._late(owed, urgent)
                 if until is not None and now >= until:
                     return False
+                if now >= report_at:
+                    report_at = math.inf
+                    text = at_work(self.processes, [] if owed.replies else owed.pending)  # type: ignore[arg-type]
+                    report("%s has run for more than %g s:%s", owed.what or owed.phase, self._stuck_after_s, text)
+            if events := self.processes.wait(min(limits) - now if limits else None):
+                self.take_in(events)
+            has_looked = True
         return True
+
+    def _deaths(self, owed: Owed) -> WorkerDied:
+        """Return one error for all ranks that have died, or do not answer, while they owed ``owed`` a reply."""
+        self._quiet(
+            [self.by_rank[rank] for rank in sorted({rank for each in self.flight.values() for rank in each.ranks})]
+        )
+        return self.died(sorted(rank for rank in owed.pending if self.by_rank[rank].is_dead), owed)
 
     def _late(self, owed: Owed, urgent: Owed) -> NoReturn:
         ranks = self.processes.placement.among_all(sorted(urgent.pending))
@@ -274,7 +288,7 @@ class Workers:
         if urgent is owed:
             raise error
         urgent.end(error)
-        raise CallCancelled(f"the call of {owed.what} was ended together with another: {error} Submit it again.")
+        raise ended_with(owed.what, error)
 
     def take_in(self, events: Sequence[tuple[int, int]]) -> None:
         """File the replies that are there, then note deaths: a reply that came before a death counts."""
@@ -335,7 +349,7 @@ class Workers:
         for rank in ranks:
             self._unreported.pop(rank, None)
         error = self._reports.died(ranks, owed.phase, owed.what, owed.began)
-        self._last_death = error
+        self._last_death = copy.copy(error)  # without the traceback, which will hold the caller's frames
         return error
 
     # -- commits ------------------------------------------------------------------------------------------------------
@@ -371,13 +385,12 @@ class Workers:
         in_flight = list(self.flight.values())
         # All ranks of a call, not only those that owe a reply: what the others have told is lost with the call.
         ranks = {rank for each in in_flight for rank in each.ranks}
-        doubtful = [self.by_rank[rank] for rank in sorted(ranks) if not self.by_rank[rank].is_dead]
         for each in in_flight:
-            each.end(error)
+            each.end(ended_with(each.what, error))
         if self.is_inline:
             self.by_rank[0].process.link.reset()
-        elif doubtful and not self.processes.is_closed:
-            self._quiet([worker for worker in doubtful if worker.is_ready])
+        elif not self.processes.is_closed:
+            self._quiet([self.by_rank[rank] for rank in sorted(ranks)])
         self.after_recovery()
         self.flight.clear()
         self.is_sure = True
@@ -389,8 +402,11 @@ class Workers:
     def settle_failed(self) -> None:
         """Find out what has become of the objects that calls were to change and that failed."""
 
-    def _quiet(self, doubtful: Sequence[Worker]) -> None:
+    def _quiet(self, workers: Sequence[Worker]) -> None:
         """Interrupt ranks and ask them; drop what they say before they answer. Who stays silent is killed."""
+        doubtful = [worker for worker in workers if worker.is_ready and not worker.is_dead]
+        if not doubtful:
+            return
         sync = next(self.numbers)
         self.on_trouble()
         num_interrupts = 0
@@ -453,20 +469,20 @@ class Workers:
 
     def _await_ready(self, deadline: float | None) -> None:
         """Wait until every rank has said hello."""
-        signs: dict[int, tuple[int, float]] = {}
         started = Owed([], "", deadline)
         started.phase = "start"
         while waiting := [worker for worker in self.by_rank if not worker.is_ready and not worker.is_dead]:
             if self.is_inline:
                 self._file(self.by_rank[0])
             else:
-                limit = _last_sign(waiting, signs) + START_TIMEOUT_S
+                limit = self._last_sign(waiting) + START_TIMEOUT_S
                 now = time.monotonic()
                 if deadline is not None and now >= deadline:
                     started.pending = {worker.rank for worker in waiting}
                     self._late(started, started)
                 if now >= limit:
-                    self._stuck(waiting)
+                    self._end_stuck(waiting)
+                    continue
                 left = min(limit, math.inf if deadline is None else deadline, now + START_TIMEOUT_S / 4) - now
                 if events := self.processes.wait(left, awake=False):
                     with deferred():  # a hello that is read and not filed would never come again
@@ -477,6 +493,8 @@ class Workers:
         if any(worker.is_dead for worker in self.by_rank):
             return
         self.has_dead, self.all_ready = False, True
+        self._once_stuck.clear()
+        self._signs.clear()
         if self._news_of_deaths:
             news, self._news_of_deaths = self._news_of_deaths, []
             warn_at_users_line(
@@ -498,10 +516,31 @@ class Workers:
             raise error
         self._fail(starting, f"did not come up. {error}", error)
 
-    def _stuck(self, waiting: Sequence[Worker]) -> NoReturn:
-        tails = "\n".join(["", *stderr_tails(self.processes, waiting, 0.0)])  # type: ignore[arg-type]
-        ranks = [worker.rank for worker in waiting]
-        self._fail(ranks, f"was not up {START_TIMEOUT_S:g} s after its last sign of life.{tails}", None)
+    def _last_sign(self, waiting: Sequence[Worker]) -> float:
+        """Return when the first of some processes that start gave its last sign of life: it started, or read files.
+
+        A library on a slow file system takes minutes to import, and is read all the time.
+        """
+        found = []
+        for worker in waiting:
+            pid, number = worker.process.pid, signs_of_life(worker.process.pid)
+            before, seen = self._signs.get(pid, (number, 0.0))
+            self._signs[pid] = number, seen if number == before else time.monotonic()
+            found.append(max(self._signs[pid][1], worker.process.started))
+        return min(found)
+
+    def _end_stuck(self, waiting: Sequence[Worker]) -> None:
+        """Kill ranks that give no sign of life, so that they are replaced. If a replacement gets stuck too, give up."""
+        latest = time.monotonic() - START_TIMEOUT_S
+        stuck = [worker for worker in waiting if self._last_sign([worker]) <= latest]
+        ranks = {worker.rank for worker in stuck}
+        for worker in stuck:
+            self._note_death(worker)
+            self._unreported[worker.rank] = f"was not up {START_TIMEOUT_S:g} s after its last sign of life, was killed,"
+        if self.max_restarts == 0 or ranks & self._once_stuck:
+            tails = "\n".join(["", *stderr_tails(self.processes, stuck, 0.0)])  # type: ignore[arg-type]
+            self._fail(sorted(ranks), f"was not up {START_TIMEOUT_S:g} s after its last sign of life.{tails}", None)
+        self._once_stuck |= ranks
 
     def _fail(self, ranks: Iterable[int], what_happened: str, error: BaseException | None) -> NoReturn:
         who = self.processes.placement.among_all(ranks)
@@ -532,8 +571,7 @@ class Workers:
         dead = [worker for worker in self.by_rank if worker.is_dead]
         owing = [each for each in self.flight.values() if not each.pending.isdisjoint(worker.rank for worker in dead)]
         if owing:
-            ranks = sorted(owing[0].pending.intersection(worker.rank for worker in dead))
-            self.recover(self.died(ranks, owing[0]))
+            self.recover(self._deaths(owing[0]))
             dead = [worker for worker in self.by_rank if worker.is_dead]
         now = time.monotonic()
         while self.restarts and now - self.restarts[0] > RESTART_WINDOW_S:
@@ -605,17 +643,18 @@ def interrupted() -> CallCancelled:
     return CallCancelled("the call was ended by Runtime.interrupt(). Call it again.")
 
 
+def ended_with(what: str, error: BaseException) -> BaseException:
+    """Return the error of a call that ``error`` has ended together with others."""
+    if isinstance(error, CallCancelled) and error.__cause__ is not None:
+        error = error.__cause__  # what has ended the other call, too
+    elif isinstance(error, (WorkerDied, ClosedError, CallCancelled)):
+        return copy.copy(error)
+    why = f"together with another: {error}" if isinstance(error, SynkError) else "by an interrupt."
+    cancelled = CallCancelled(f"the call of {what} was ended {why} Submit it again.")
+    cancelled.__cause__ = error if isinstance(error, Exception) else None
+    return cancelled
+
+
 def own_versions() -> dict[str, str]:
     """Return the versions that program and ranks must share."""
     return {"python": platform.python_version(), "numpy": np.__version__, "synk": __version__}
-
-
-def _last_sign(waiting: Sequence[Worker], signs: dict[int, tuple[int, float]]) -> float:
-    """Return when the first of some processes that start gave its last sign of life: it started, or read from files."""
-    found = []
-    for worker in waiting:
-        pid, number = worker.process.pid, signs_of_life(worker.process.pid)
-        before, seen = signs.get(pid, (number, 0.0))
-        signs[pid] = number, seen if number == before else time.monotonic()
-        found.append(max(signs[pid][1], worker.process.started))
-    return min(found)

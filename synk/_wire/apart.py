@@ -131,7 +131,7 @@ class Quiet(Around):
         finally:
             generator.state, variables.assigned = drawn, before
             for resident, state in zip(self._residents, states):
-                resident.restore(state, resident.version)
+                resident.restore(state)
 
 
 class Apart(Quiet):

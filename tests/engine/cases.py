@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.testing
 import pytest
+from support.names import named
 
 import synk
 from synk._api.engine import IS_NEXT
@@ -120,6 +121,24 @@ class Picky:
         if getattr(sys, "is_picky", False):
             raise ValueError("not here")
         self.__dict__.update(state)
+
+
+def test_values_that_the_program_sets_after_a_failed_call_have_their_own_shape(rt: Any) -> None:
+    """A rank has written a longer value into the place in which the next one comes to lie."""
+    w = rt.shared(np.zeros(3))
+
+    def append(x: Any) -> float:
+        w.value = np.concatenate([w.value, x])
+        if synk.comm.rank == 1 and x[0] < 0:
+            raise ValueError("refused")
+        return 0.0
+
+    f = rt.function(append, outputs="sum")
+    with pytest.raises(ValueError, match="refused"):
+        f(np.full(2, -7.0))
+    w[0], w[1] = np.ones(3), np.ones(3)
+    f(np.arange(2.0))
+    assert [w[rank].tolist() for rank in range(2)] == [[1, 1, 1, 0], [1, 1, 1, 1]]
 
 
 def test_a_function_that_one_rank_cannot_load_while_the_other_waits_for_it(rt: Any) -> None:
@@ -240,6 +259,21 @@ def test_a_call_that_is_only_looked_at_ends(own: Any, how: str) -> None:
         time.sleep(0.01)
     expected = {"a death": WorkerDied, "its time limit": CallTimeout, "an interrupt": CallCancelled}
     assert type(pending.exception()) is expected[how]
+
+
+def test_a_time_limit_ends_its_own_call_and_the_others_say_so(own: Any) -> None:
+    functions = [own.function(named(name, lambda x: time.sleep(x.max())), outputs=None) for name in ("late", "b", "c")]
+    for function in functions:
+        function(np.zeros(2))  # what brings a function is not followed by another that does
+    first, asked, third = [
+        f.submit(np.full(2, s), timeout=t) for f, s, t in zip(functions, (60, 0, 0), (0.3, None, None))
+    ]
+    errors = {call.name: call.exception() for call in (asked, third, first)}
+    assert type(errors["late"]) is CallTimeout
+    for name in ("b", "c"):
+        assert type(errors[name]) is CallCancelled
+        assert str(errors[name]).startswith(f"the call of '{name}' was ended together with another: 'late' did not end")
+        assert errors[name].__cause__ is not None and "Submit it again. Submit" not in str(errors[name])
 
 
 # One that strikes in a finalizer is reported by the interpreter, and lost.

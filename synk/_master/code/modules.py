@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import importlib.util
 import logging
 import os
 import re
@@ -18,20 +19,21 @@ import sysconfig
 import types
 import weakref
 from collections.abc import Iterable, Iterator
+from importlib.abc import InspectLoader
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from synk._pure.alike import NUMBERS
 from synk._wire.parcels import BY_VALUE, CACHED, is_by_reference
 
-_WRAPPERS = (property, staticmethod, classmethod, functools.cached_property, functools.partialmethod)
+WRAPPERS = (property, staticmethod, classmethod, functools.cached_property, functools.partialmethod)
 _DESCRIPTORS = (
     types.MemberDescriptorType, types.GetSetDescriptorType, types.WrapperDescriptorType, types.GenericAlias,
     logging.Logger,
 )  # fmt: skip
 
 
-_PARTS = ("__func__", "fget", "fset", "fdel", "func")
+PARTS = ("__func__", "fget", "fset", "fdel", "func")
 """Where a wrapper of a method holds functions."""
 
 
@@ -52,6 +54,18 @@ def is_users_module(name: Any) -> bool:
     if module is None or not isinstance(file, str) or name == "__main__" or name.partition(".")[0] == "synk":
         return False
     return _is_users_file(file, name, hasattr(module, "__path__"))
+
+
+def users_code(name: str) -> types.CodeType | None:
+    """Return the code of a module of the user's program, which need not be imported yet; None for other modules."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError, AttributeError):  # there is none, or it was made by hand
+        return None
+    if spec is None or not spec.origin or not spec.has_location or name.partition(".")[0] in ("synk", "__main__"):
+        return None
+    is_own = _is_users_file(spec.origin, name, spec.submodule_search_locations is not None)
+    return spec.loader.get_code(name) if is_own and isinstance(spec.loader, InspectLoader) else None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -181,8 +195,8 @@ def _members(name: str, table: Any, prefix: str = "", steps: tuple[tuple[str, An
                     yield from _members(name, vars(value), f"{prefix}{key}.", place)
                 else:
                     yield from _wrapped_in(Located(value, name, place), {id(value)})
-        elif isinstance(value, _WRAPPERS) and steps:
-            for part in _PARTS:
+        elif isinstance(value, WRAPPERS) and steps:
+            for part in PARTS:
                 inner = getattr(value, part, None)
                 if isinstance(inner, types.FunctionType) and inner.__module__ == name:
                     yield Located(inner, name, (*place, ("attribute", part)))
@@ -241,7 +255,7 @@ def is_told_by_import(key: Any, value: Any, module: str) -> bool:
         return not _is_code(value) or key == "__wrapped__" or travels_by_name(value) or value.__module__ == module
     if _is_code(value):
         return type(value).__module__ == "_ctypes" or travels_by_name(value)  # or a type that ctypes.POINTER makes
-    if isinstance(value, _WRAPPERS):
+    if isinstance(value, WRAPPERS):
         inner = getattr(value, "__func__", None) or getattr(value, "fget", None) or getattr(value, "func", None)
         return getattr(inner, "__module__", module) == module
     if isinstance(value, types.ModuleType):

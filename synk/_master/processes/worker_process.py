@@ -163,7 +163,7 @@ class WorkerProcess:
         fds = {"control": control_fd, **extra_fds, **theirs}
         stdout, stderr = fds.pop("stdout"), fds.pop("stderr")
         numbers = {name: int(fd) for name, fd in fds.items()}
-        message = write_setup({**setup, "fds": numbers, "token": token.hex()})
+        message = write_setup({**setup, "module": self._module, "fds": numbers, "token": token.hex()})
         self.started = time.monotonic()
         _running.add(self)  # before the process exists, so that there is no moment in which nobody holds it
         self._popen = self._launch(message, [message, *numbers.values()], stdout, stderr, environment)

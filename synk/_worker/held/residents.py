@@ -69,7 +69,7 @@ class RankResident:
         """Return a pickle from which another rank can bring its object into this one's state."""
         return dumps(self.value if self._dump is None else self._dump(self.value))
 
-    def restore(self, state: bytes, version: int) -> None:
+    def restore(self, state: bytes, version: int | None = None) -> None:
         """Take over the state of another rank."""
         # Until the state is complete. If this rank dies or fails in between, no other rank takes its object for whole.
         self.is_torn = True
@@ -78,7 +78,7 @@ class RankResident:
             self.value = loaded
         else:
             self._load(self.value, loaded)
-        self.version, self.is_torn, self.mark = version, False, b""
+        self.version, self.is_torn, self.mark = self.version if version is None else version, False, b""
 
 
 class RankResidents:

@@ -20,6 +20,7 @@ from support.harness import arm, failpoint, kill_and_wait, nothing_sent, pids, s
 from support.tables import combinations
 
 import synk
+from synk._api.engine import IS_NEXT
 from synk.errors import CallCancelled, CallTimeout, ClosedError, ReentrancyError, SerializationError, WorkerDied
 
 Reused = Callable[..., synk.Runtime]
@@ -208,7 +209,7 @@ def test_a_submitted_step_is_not_begun_after_one_that_failed(shared_runtimes: An
 
 @on_one_machine_and_two
 def test_an_exception_leaves_all_ranks_alike(shared_runtimes: Any, kind: Any) -> None:
-    """``step_counted`` says whether the call counts. It does where a rank came to its end."""
+    """``step_counted`` says whether the call counts."""
     rt = shared_runtimes[kind]
     log = rt.resident(Log(), name="log")
 
@@ -222,10 +223,11 @@ def test_an_exception_leaves_all_ranks_alike(shared_runtimes: Any, kind: Any) ->
         log.value.add(float(synk.comm.rank))
         raise ArithmeticError("on purpose")
 
-    for fn, is_counted, note, expected in (
-        (half, True, "'log' came through the call before it ended", [1.0]),
-        (torn, False, "'log' may hold a part of what the call was to change", [1.0, 0.0]),  # what rank 0 has
-    ):
+    of_half = (half, True, "'log' came through the call before it ended", [1.0])
+    of_torn = (torn, False, "'log' may hold a part of what the call was to change", [1.0, 0.0])  # what rank 0 has
+    if IS_NEXT:
+        of_half, of_torn = ((fn, False, "'log' is as it was before the call", []) for fn in (half, torn))
+    for fn, is_counted, note, expected in (of_half, of_torn):
         with pytest.raises(ArithmeticError) as caught:
             rt.function(fn, updates=[log])(np.ones(4))
         assert caught.value.step_counted is is_counted  # type: ignore[attr-defined]
@@ -466,7 +468,7 @@ def test_wrong_uses_are_refused_before_anything_is_sent(
     with pytest.raises(ReentrancyError):
         rt.function(lambda x: synk.resident([]))(x)
     for _ in range(2):
-        with pytest.raises(ArithmeticError, match="not here"):
+        with pytest.raises((ArithmeticError, SerializationError), match="not here"):
             rt.resident(Unloadable())
         assert logs(rt, log) == [[4.0]] * 2
 

@@ -122,6 +122,27 @@ def test_axis_0_may_change_on_each_rank_by_its_own(rt: Any) -> None:
         assert w.lengths == [1, 2, 3, 4][: rt.world_size]
 
 
+def test_rows_that_come_back(rt: Any) -> None:
+    """What the program assigns has as many rows as what the ranks assigned, or a failed call would have."""
+    x = rt.shared(np.zeros((8, 2)), sharded=True)
+
+    def step(num_rows: int, fails: bool) -> None:
+        x.value = np.ones((num_rows, 2))
+        if fails:
+            raise ArithmeticError
+
+    f = rt.function(step, bcast_inputs=["num_rows", "fails"], outputs=None)
+    for num_rows in (1, 2, 1, 3, 2):
+        f(num_rows, False)
+        synk.broadcast(x, np.zeros((num_rows, 2)))
+        assert_same(everywhere(rt, x), [np.zeros((num_rows, 2))] * rt.world_size)
+        for _ in range(2):
+            with pytest.raises(ArithmeticError):
+                f(num_rows + 1, True)
+            x[0] = np.full((num_rows, 2), 2.0)
+            assert_same(everywhere(rt, x)[0], np.full((num_rows, 2), 2.0))
+
+
 def test_values_without_axes_keep_none(rt: Any) -> None:
     for start in (np.float32(1.5), np.int64(3)):
         z = rt.shared(start)

@@ -1,0 +1,203 @@
+"""Digests of functions and items: what changes them, and that nothing else does."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from synk._api.digest import ItemDigests, Undigested, digests_of
+
+PROGRAM = """
+import collections, dataclasses, enum, functools
+import numpy as np
+import helpers_of_digests as helpers
+
+RATE = 0.5
+NAMES = {"a", "b", "c"}
+TABLE = {"one": 1, "two": [2, 3]}
+ARRAY = np.arange(5.0)
+CYCLE = [1]
+CYCLE.append(CYCLE)
+UNUSED = 1
+
+class Kind(enum.Enum):
+    A = 1
+
+@dataclasses.dataclass
+class Point:
+    x: int = 3
+
+class Model:
+    depth = 2
+
+    def __init__(self):
+        self.weights = np.ones(3)
+        self.seen = {"x", "y", "z"}
+
+    @property
+    def scale(self):
+        return 2 * RATE
+
+    @functools.lru_cache
+    def cached(self, x):
+        return x + 1
+
+    def apply(self, x):
+        return self.depth * x
+
+model = Model()
+
+def make(offset):
+    def inner(x):
+        return x + offset
+    return inner
+
+shifted = make(10)
+
+def other(x):
+    return f(x - 1) if x > 1000 else x  # they call each other
+
+def f(x, power=2, *, kind=Kind.A):
+    from late_of_digests import late
+    names = [name for name in NAMES if name in {"a", "q", "r"}]
+    lam = lambda y: y * TABLE["one"]
+    return helpers.twice(model.apply(x) ** power + RATE) + lam(other(x)) + shifted(x) + Point().x + late(len(CYCLE))
+
+f = functools.partial(f, power=3)
+"""
+
+FILES = {
+    "helpers_of_digests.py": "STEP = 2\ndef twice(x):\n    return STEP * x\ndef unused(x):\n    return 1\n",
+    "late_of_digests.py": "def late(x):\n    return x + 4\n",
+}
+
+KINDS = {  # file (the program's where it is empty), what, by what, the part that changes, if any
+    "a comment": ("", "def f(", "# a comment\n\ndef f(", None),
+    "a blank line inside": ("", "    names =", "\n    names =", None),
+    "the order of a set and a dict": ("", '{"one": 1, "two": [2, 3]}', '{"two": [2, 3], "one": 1}', None),
+    "a global that nothing names": ("", "UNUSED = 1", "UNUSED = 2", None),
+    "a function of a module that nothing names": ("helpers_of_digests.py", "return 1", "return 2", None),
+    "the code": ("", "lam(other(x)) + ", "lam(other(x)) - ", "the code of 'f'"),
+    "a constant": ("", '"q", "r"', '"q", "s"', "the code of 'f'"),
+    "a name": ("", "NAMES if name in", "TABLE if name in", "the code of 'f'"),
+    "an inner function": ("", 'y * TABLE["one"]', 'y + TABLE["one"]', "the code of 'f'"),
+    "a default": ("", "power=2, *", "power=4, *", "the defaults of 'f'"),
+    "a partial's argument": ("", "f, power=3", "f, power=5", "the function"),
+    "a captured value": ("", "make(10)", "make(11)", "'offset' that 'make.<locals>.inner' captures"),
+    "a number": ("", "RATE = 0.5", "RATE = 0.25", "the global 'RATE' of 'f'"),
+    "an int for a float": ("", "RATE = 0.5", "RATE = 1", "the global 'RATE' of 'f'"),
+    "an element of a set": ("", '"a", "b", "c"', '"a", "b", "d"', "the global 'NAMES' of 'f'"),
+    "an entry of a dict": ("", "[2, 3]", "[2, 4]", "the global 'TABLE' of 'f'"),
+    "an object's array": ("", "np.ones(3)", "np.zeros(3)", "the global 'model' of 'f'"),
+    "a class's number": ("", "depth = 2", "depth = 3", "'depth' of 'Model'"),
+    "a method": ("", "self.depth * x", "self.depth + x", "the code of 'Model.apply'"),
+    "a property": ("", "2 * RATE", "3 * RATE", "the code of 'Model.scale'"),
+    "a cached method": ("", "return x + 1", "return x + 2", "the code of 'Model.cached'"),
+    "a field's default": ("", "x: int = 3", "x: int = 4", "the defaults of 'Point.__init__'"),
+    "a member": ("", "A = 1", "A = 2", "'A' of 'Kind'"),
+    "a function that calls it": ("", "else x  #", "else -x  #", "the code of 'other'"),
+    "a module's function": ("helpers_of_digests.py", "STEP * x", "STEP + x", "the code of 'twice'"),
+    "a module's number": ("helpers_of_digests.py", "STEP = 2", "STEP = 3", "the global 'STEP' of 'twice'"),
+    "a module that is imported late": (
+        "late_of_digests.py", "x + 4", "x + 5", "the code of the module 'late_of_digests'"
+    ),
+}  # fmt: skip
+
+PRINT = """
+import json, sys
+from synk._api.digest import ItemDigests, digests_of
+items = [
+    1, 2**70, -0.0, "text", b"bytes", None, {"a", "b", "c"}, {"x": {1: 2.5}, "y": ()}, ("a", frozenset("xyz")),
+    np.float32(2), np.array(["u", "vw"]), np.array([1, None, "t"], object), np.zeros(0), Point(4), Kind.A, model, f,
+    Model.apply, shifted, collections.OrderedDict(b=1, a=2), functools.partial(shifted, 1), np.random.default_rng(3),
+]
+print(json.dumps([digests_of(f), [ItemDigests()(item).hex() for item in items]]))
+"""
+
+
+def written(folder: Path, **changed: str) -> Path:
+    folder.mkdir()
+    for file, text in {"program.py": PROGRAM, **FILES, **changed}.items():
+        (folder / file).write_text(text)
+    return folder
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Return the digests of the program in a folder."""
+    table: dict[str, Any] = {"__name__": "a_program"}
+    for file in FILES:
+        sys.modules.pop(file.removesuffix(".py"), None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        path = folder / "program.py"
+        exec(compile(path.read_text(), path, "exec", dont_inherit=True), table)
+        return digests_of(table["f"])
+
+
+def test_only_what_counts_changes_a_digest(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    before = digests(written(tmp_path / "before"))
+    for number, (kind, (file, old, new, part)) in enumerate(KINDS.items()):
+        with subtests.test(kind=kind):
+            text = FILES.get(file, PROGRAM)
+            assert old in text
+            after = digests(written(tmp_path / str(number), **{file or "program.py": text.replace(old, new, 1)}))
+            differ = {each for each in {*before, *after} if before.get(each) != after.get(each)}
+            assert part in differ if part else not differ, differ
+
+
+def printed(path: Path, seed: int) -> Any:
+    """Return what a program prints under a hash seed."""
+    environment = {**os.environ, "PYTHONHASHSEED": str(seed)}
+    made = subprocess.run([sys.executable, path], env=environment, capture_output=True, text=True, timeout=60)
+    assert not made.stderr
+    return json.loads(made.stdout)
+
+
+def test_a_digest_depends_neither_on_the_hash_seed_nor_on_the_place(tmp_path: Path) -> None:
+    files = [("one", "program.py"), ("two", "of_another_name.py")]
+    paths = [written(tmp_path / folder, **{name: PROGRAM + PRINT}) / name for folder, name in files]
+    one, two = (printed(path, seed) for seed, path in enumerate(paths, start=1))
+    assert one == two
+    assert len(set(one[1])) == len(one[1])
+
+
+class Numbered:
+    """Its pickle is another one for each object."""
+
+    count = itertools.count()
+
+    def __reduce__(self) -> Any:
+        return int, (next(Numbered.count),)
+
+
+def test_what_has_no_stable_digest_is_refused_by_name(subtests: pytest.Subtests) -> None:
+    lock, numbered, lines = threading.Lock(), Numbered(), (line for line in "ab")
+    captured: dict[str, tuple[Any, str]] = {
+        "lock": (lambda x: (x, lock), "has no digest .*thread.lock"),
+        "lines": (lambda x: (x, lines), "has no digest .*generator"),
+        "numbered": (lambda x: (x, numbered), "differs from its own copy"),
+    }
+    for name, (fn, why) in captured.items():
+        with subtests.test(captured=name), pytest.raises(Undigested, match=f"{name}.* that .*captures.*{why}"):
+            digests_of(fn)
+    of_items = ItemDigests()
+    for item in (numbered, [lock]):
+        with subtests.test(item=type(item)), pytest.raises(Undigested):
+            of_items(item)
+
+
+def test_equal_items_have_equal_digests_wherever_they_lie() -> None:
+    text = "".join(["a", "b"])
+    pairs = [([text, text], ["ab", "a" + "b"]), (np.arange(6)[::2], np.array([0, 2, 4])), ({1, 2}, {2, 1})]
+    for one, other in pairs:
+        assert ItemDigests()(one) == ItemDigests()(other)
+    assert ItemDigests()([1, [2]]) != ItemDigests()([[1], 2])
