@@ -69,7 +69,14 @@ lifelines of ``_wire.lifeline`` end the ranks.
 ``finish_commit`` can be done again. ``committed`` is kept for each rank: a rank that failed in one call and had no rows
 in the next must not take that next commit for its own.
 
-**Not there yet**: maps, tasks and the executor; devices; nodes; profile, trace and ledger; failpoints; a second message
+**Nodes.** To the engine a rank of a node is a rank: it has a number among all, its own order and reply, and everything
+above holds. What differs is memory, and ``synk.cluster`` has all of it: a node's agent starts the ranks, has a twin of
+each memory that they map, and passes orders and replies on. ``Engine.carry`` brings what a call reads before it is rung,
+``note_written`` says which places of variables the program has changed, and what ranks write comes with their replies,
+to where it would lie on one machine. ``Engine.reduce`` takes the steps of the ranks in the program, in their order. So
+the bits of a result are those of one machine.
+
+**Not there yet**: maps, tasks and the executor; devices; profile, trace and ledger; failpoints; a second message
 for large outputs. ``tests/engine/passing.txt`` lists the files of the suite that pass on it (``make next``). The list
 only grows, and the engines are switched when all of it is there.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ def look(
                 else:
                     break
                 values.append(value)
-            elif kind is Data and value._session is session:
+            elif kind is Data and value._session is session and session.has_shared_memory:
                 contents = value._contents
                 if not is_whole and not value.ndim:
                     break
@@ -62,9 +63,17 @@ def classified(
     """Return the arguments of a call, leaf by leaf, after all checks."""
     checks = Checks(callee.name, callee.framework, session, is_submitted=is_submitted)
     arguments = checks.arguments(callee.signature.bind(args, kwargs))
+    if not session.has_shared_memory:  # the rows of ``Data`` and of files travel as those of arrays do
+        arguments = [each if each.contents is None else _by_value(each) for each in arguments]
     if callee.framework == "torch" or any(argument.is_tensor for argument in arguments):
         session.tell_of_unused_gpus(callee.name)
     return arguments
+
+
+def _by_value(argument: Argument) -> Argument:
+    assert argument.contents is not None
+    array = argument.contents.array
+    return replace(argument, array=array, dtype=array.dtype, contents=None, data=None, file=None)
 
 
 def _face(argument: Argument) -> Any:

@@ -64,7 +64,9 @@ class Functions:
     def is_inline(self) -> bool:
         return bool(self._engine.is_inline)
 
-    has_shared_memory = True
+    @property
+    def has_shared_memory(self) -> bool:
+        return bool(self._engine.has_shared_memory)
 
     def new_id(self) -> int:
         """Return the number of the next segment."""

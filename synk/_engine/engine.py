@@ -18,7 +18,7 @@ import numpy as np
 
 from synk._engine import wire
 from synk._engine.captures import Functions
-from synk._engine.lanes import Lane
+from synk._engine.lanes import Joint, Lane
 from synk._engine.layout import News
 from synk._engine.outputs import Outputs
 from synk._engine.plan import Plan, pickled
@@ -94,8 +94,10 @@ class Call(Owed):
         engine.is_sure = False
         lane.call = engine.flight[number] = self  # before anything is sent: from here on ``recover`` knows of it
         self._brings = bool(engine.functions.unsettled)
+        engine.carry(self)
         for rank in division.ranks:
             engine.send(self, rank, plan.number, len(objects), division.packed[rank], plan, plan.known_by_all)
+        engine.processes.flush()
         engine.is_sure = True
         if engine.tracer is not None:
             self.sent_ns = time.monotonic_ns()
@@ -212,7 +214,7 @@ class Call(Owed):
             lease = engine.memory.lease_result(outputs.result_nbytes)
             shares = outputs.reductions(engine, lease.segment, self.division.rows)
             if shares:
-                engine.ask(shares, self.what, "reduce", self.deadline)
+                engine.reduce(shares, self)
             self._root = lease.deliver()
 
     def build(self) -> None:
@@ -297,6 +299,7 @@ class Engine(Workers):
     """The workers, the lanes, and what they share: one operation at a time."""
 
     memory: Any
+    joint_type = Joint
     tracer: Any = None
 
     def __init__(self, processes: Any, *, max_restarts: int, counters: dict[str, int], on_restart: Any) -> None:
@@ -398,6 +401,18 @@ class Engine(Workers):
             worker.known -= told
             worker.parcels -= parcels
         worker.parcels_state = worker.settings_state = -1
+
+    # -- memory that ranks do not share; see ``synk.cluster.session`` --------------------------------------------------
+
+    def carry(self, call: Call) -> None:
+        """Bring what a call reads to ranks that do not map the program's memory: all of them do."""
+
+    def note_written(self, number: int, key: tuple[int, int]) -> None:
+        """Note that the program writes into the place of a variable."""
+
+    def reduce(self, shares: dict[int, Thing], call: Call) -> None:
+        """Have the ranks put large outputs in place."""
+        self.ask(shares, call.what, "reduce", call.deadline)
 
     # -- questions ----------------------------------------------------------------------------------------------------
 

@@ -24,11 +24,19 @@ class Joint(Thing):
     def __init__(self, engine: Any, index: int) -> None:
         nbytes = required_nbytes(engine.world_size, _COLLECTIVE_RANK_NBYTES)
         self.segment = Segment.create(nbytes, is_worker_writable=True, segment_id=next(engine.numbers))
-        self._index = index
+        self._index, self._engine = index, engine
         super().__init__(engine, [self.segment])
 
     def told(self, rank: int) -> tuple[Any, Sequence[Segment]]:
         return (self._index, self.segment.id), ()
+
+    def abort(self) -> None:
+        """Have ranks that wait for others give up."""
+        set_abort(self.segment, self._engine.processes.eventfds)
+
+    def reset(self) -> None:
+        """Let ranks communicate again."""
+        reset(self.segment, self._engine.world_size)
 
 
 class Lane:
@@ -67,18 +75,18 @@ class Lane:
     def joined(self) -> Joint:
         """Return what ranks must know of the lane for ``synk.comm``."""
         if self.joint is None:
-            self.joint = Joint(self._engine, self.index)
+            self.joint = self._engine.joint_type(self._engine, self.index)
         return self.joint
 
     def abort(self) -> None:
         """Have ranks that wait for others in the lane give up, until :meth:`begin_anew`."""
         if self.joint is not None:
-            set_abort(self.joint.segment, self._engine.processes.eventfds)
+            self.joint.abort()
 
     def begin_anew(self) -> None:
         """Let ranks communicate as in a new lane. None of them is in a call of the lane."""
         if self.joint is not None:
-            reset(self.joint.segment, self._engine.world_size)
+            self.joint.reset()
 
     def show(self, division: Division, number: int) -> None:
         """Write the rows of all ranks where ``synk.comm`` looks for them, and the number of the call."""

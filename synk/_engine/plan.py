@@ -226,6 +226,18 @@ class Plan(Thing):
     def told(self, rank: int) -> tuple[Any, Sequence[Segment]]:
         return self.look, ()
 
+    def place_of(self, leaf: int) -> int:
+        """Return where an argument lies in the staging memory."""
+        return self._places[leaf]
+
+    def other_places(self, low: int, high: int) -> list[tuple[int, np.ndarray]]:
+        """Return what else calls read there, for some rows: where it lies, and a view of it."""
+        found = [(self._object_at, self.object_place)] if self.objects else []
+        if self.has_local:
+            assert self._local_place is not None
+            found.append((self._local_at + 8 * low, self._local_place[low:high]))
+        return found
+
     # -- one call -----------------------------------------------------------------------------------------------------
 
     def choose(self, session: Any, callee: Any, values: Sequence[Any], batch: Any, num_ranks: int | None) -> Division:

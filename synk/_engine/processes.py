@@ -166,7 +166,7 @@ class Processes:
     def _begin(self, worker: Worker, failpoints: Sequence[Sequence[Any]]) -> None:
         assert self._control is not None
         process, rank, placement = worker.process, worker.rank, self.placement
-        setup = setup_message(placement, rank, failpoints)
+        setup = self._setup(rank, failpoints)
         worker.num_starts += 1
         number = placement.first_rank + rank
         # A replacement must not draw the random numbers of its predecessor again.
@@ -178,6 +178,10 @@ class Processes:
         for fd, kind in process.watched():
             self._watch(fd, kind, worker)
         worker.begin(process)  # last: if the start fails, the rank counts as dead
+
+    def _setup(self, rank: int, failpoints: Sequence[Sequence[Any]]) -> dict[str, Any]:
+        """Return what a rank must know before it can unpickle anything."""
+        return setup_message(self.placement, rank, failpoints)
 
     def blocks(self, lane: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the control blocks ``(down, up)`` of a lane."""
@@ -193,6 +197,9 @@ class Processes:
     def _unwatch(self, fd: int) -> None:
         if self._watched.pop(int(fd), None) is not None:
             self._poll.poll_object.unregister(fd)
+
+    def flush(self) -> None:
+        """Send what waits to be sent together: nothing does."""
 
     def events(self) -> list[tuple[int, int]]:
         """Return what has happened, without waiting."""

@@ -20,6 +20,7 @@ from synk._engine.rank_lane import RankLane
 from synk._engine.rank_outputs import RankReduction
 from synk._engine.rank_residents import Changes, RankResidents
 from synk._engine.rank_variables import VariableStore
+from synk._pure.environment import merged
 from synk._wire.cell import cell
 from synk._wire.control import NUM_LANES, Down, Phase, Up
 from synk._wire.logs import set_levels
@@ -71,6 +72,8 @@ class Rank(Member):
         device: str,
         control: Segment,
         eventfds: Sequence[int],
+        nodes: Sequence[int] = (),
+        host: str = "",
     ) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
         self.first_rank, self.total_ranks = 0, world_size
@@ -87,7 +90,15 @@ class Rank(Member):
         self.variables = VariableStore(rank, self.down, self.backend)
         self.residents = RankResidents()
         self.settings = Settings()
-        self.peers = Peers(rank, world_size, self.backend, self.down, self.up, eventfds)
+        of_all = rank, world_size, self.backend, self.down, self.up, eventfds
+        self.has_other_nodes = len(nodes) > 1
+        if self.has_other_nodes:
+            from synk._engine.rank_nodes import FarPeers  # ranks of one machine need no wires
+
+            self.peers: Peers = FarPeers(nodes, host, *of_all)
+        else:
+            self.peers = Peers(*of_all)
+        self.own_path: list[str] = []  # on another machine than the program's, where imports find what is there
         self.slots: dict[int, Segment] = {}
         self.told_slots: dict[int, Segment] = {}
         self.changes = Changes()
@@ -213,7 +224,8 @@ class Rank(Member):
         for each in forgets:
             self._forget(*each)
         if search_path is not None:
-            sys.path[:], told_levels = search_path
+            wanted, told_levels = search_path
+            sys.path[:] = merged(wanted, self.own_path) if self.own_path else wanted
             set_levels(told_levels)
         self.check_interrupt(number)
         try:
@@ -270,6 +282,8 @@ class Rank(Member):
                     dumps(rank.residents.get(resident).value) if is_whole else rank.residents.get(resident).state()
                 )
             )
+        elif kind == "wires":
+            self.held[number] = RankQuestion(lambda rank: rank.peers.wire(payload))
         elif kind == "outcomes":
             self.held[number] = RankQuestion(lambda rank: rank.changes.outcomes(payload))
         elif kind == "prepare":
@@ -397,8 +411,6 @@ class Rank(Member):
     @property
     def number(self) -> int:
         return self.rank
-
-    has_other_nodes = False
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -72,8 +72,11 @@ def _started(setup: dict[str, Any]) -> Rank:
     control = Segment(fds["control"], setup["control_nbytes"], is_writable=True, segment_id=0)
     if setup["cpus"]:
         os.sched_setaffinity(0, setup["cpus"])  # before the array library starts its threads
-    eventfds = [fds[f"event{rank}"] for rank in range(setup["world_size"])]
-    rank = Rank(setup["rank"], setup["world_size"], setup["backend"], setup["device"], control, eventfds)
+    eventfds = [fds.get(f"event{rank}", -1) for rank in range(setup["world_size"])]
+    who = setup["rank"], setup["world_size"], setup["backend"], setup["device"]
+    rank = Rank(*who, control, eventfds, setup.get("nodes", ()), setup.get("host", ""))
+    rank.device = setup["node"] + setup["device"]
+    rank.own_path = setup.get("own_path", [])
     rank.failpoint, rank.seed = failpoint, setup["seed"]
     rank.peers.patience_s = setup["spin_s"]
     os.register_at_fork(after_in_child=rank.disown)

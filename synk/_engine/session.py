@@ -136,6 +136,7 @@ class Session(Entrance, Engine):
 
     nodes: Any = None
     has_shared_memory = True
+    processes_type = Processes
 
     def __init__(
         self,
@@ -159,7 +160,7 @@ class Session(Entrance, Engine):
         self.profile = Profile()
         self.guests: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
         self.group = _Group()
-        processes = Processes(placement, process_type=process_type, seed=seed)
+        processes = self.processes_type(placement, process_type=process_type, seed=seed)
         counters = dict.fromkeys(_COUNTERS, 0)
         super().__init__(processes, max_restarts=max_restarts, counters=counters, on_restart=on_restart)
         self.memory = Memory(self)

@@ -177,6 +177,7 @@ class Variable(VariableValue, Thing):
         key = 0 if which <= COMMON_B else rank, which
         _, nbytes = leaf_offsets(self.dtypes, found)
         place = self.places[key]
+        self.variables.engine.note_written(self.number, key)
         if nbytes > place.nbytes:
             self.places[key] = Place(Segment.create(2 * nbytes, is_worker_writable=True), 0, 2 * nbytes)
             self.variables.engine.retell(self.number)  # all ranks are told anew

@@ -77,7 +77,12 @@ class Link:
 
     def send_body(self, number: int, content: Any, segments: Sequence[Segment] = ()) -> int:
         """Send the body of message ``number``, before the message. Return the size of its pickle."""
-        data, buffers = dumped(content)
+        return self.send_dumped(number, *dumped(content), segments)
+
+    def send_dumped(
+        self, number: int, data: bytes, buffers: Sequence[np.ndarray], segments: Sequence[Segment] = ()
+    ) -> int:
+        """Send a body that is pickled already."""
         memory = None
         if len(data) > _INLINE or buffers:
             head, memory = _in_memory(data, buffers)

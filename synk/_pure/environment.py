@@ -136,3 +136,9 @@ def check_platform() -> None:
             f"cannot fork: got the platform {sys.platform!r}, expected Linux. What its workers and shared memory are "
             f"built on is missing here ({', '.join(missing) or 'pidfds'}). Run the program in a Linux container."
         )
+
+
+def merged(wanted: list[str], here: list[str]) -> list[str]:
+    """Return the part of the program's search path that exists on this machine, then the machine's own."""
+    found = [entry for entry in wanted if not os.path.isabs(entry) or os.path.exists(entry)]
+    return [*found, *(entry for entry in here if entry not in found)]

@@ -34,6 +34,7 @@ from synk._master.processes.placement import Placement, place
 from synk._master.processes.processes import ARMED
 from synk._master.processes.worker_process import WorkerProcess
 from synk._master.session import Session
+from synk._pure.environment import merged
 from synk._pure.shards import Selection
 from synk._wire.control import Down
 from synk._wire.logs import set_levels
@@ -43,7 +44,6 @@ from synk.cluster.channel import Parts, with_code
 from synk.cluster.items import ItemsInFlight, pickled
 from synk.cluster.orders import CallOrder, FunctionNote, NodeReply, RankOrders, RankReplies
 from synk.cluster.relayed import NodeFunction, NodeVariables, Numbered, RelayedReader, RelayedSettings
-from synk.cluster.split import merged
 from synk.errors import CallCancelled, CollectiveMismatch, WorkerDied
 
 Reply = tuple[Status, Any]

@@ -16,8 +16,7 @@ from synk._master.session import Session
 from synk._master.state.in_flight import SubmittedCalls
 from synk._pure.cores import num_cores
 from synk._wire.cell import is_frozen
-from synk.cluster.agent_process import AgentProcess, TunnelProcess
-from synk.cluster.head import ClusterSession
+from synk.backends._assignment import DeviceAssignment
 from synk.cluster.split import Topology, counts_of
 from synk.errors import StartupError, UnsupportedError
 
@@ -76,7 +75,7 @@ def open_session(
     max_restarts: int,
     on_restart: tuple[Any, dict[str, Any]] | None,
     make_queue: Callable[[Session], SubmittedCalls],
-) -> ClusterSession:
+) -> Any:
     """Start the nodes of a runtime. Without ``num_workers`` a node has one worker for each of its cores.
 
     Raises
@@ -94,7 +93,6 @@ def open_session(
             f"cannot fork with cluster={cluster!r}: got a frozen program, expected one that the interpreter runs: a "
             "copy of a frozen program can become a worker, but not an agent. Fork without cluster=."
         )
-    process_type: type[AgentProcess] = AgentProcess
     options: dict[str, Any] = {"max_restarts": max_restarts, "runtime_seed": seed}
     if cluster == "here":
         assert num_nodes is not None
@@ -108,18 +106,26 @@ def open_session(
             )
         cpus = cpus[:num_nodes]
         counts = counts_of(cpus if num_workers is None else num_workers, len(cpus))
-        process_type = TunnelProcess
         options["ray"] = {"address": cluster, "num_nodes": len(cpus), "least_nodes": least}
-    topology = Topology(counts)
-    return ClusterSession(
-        topology,
-        type(process_type.__name__, (process_type,), {"topology": topology, "options": options}),
-        timeout=timeout,
-        seed=seed,
-        max_restarts=max_restarts,
-        on_restart=on_restart,
-        make_queue=make_queue,
-    )
+    common = {"timeout": timeout, "seed": seed, "max_restarts": max_restarts, "on_restart": on_restart}
+    return open_nodes(Topology(counts), options, common, make_queue)
+
+
+def open_nodes(topology: Topology, options: dict[str, Any], common: dict[str, Any], make_queue: Any) -> Any:
+    """Start the nodes, by the engine that is chosen."""
+    kind = "TunnelProcess" if "ray" in options else "AgentProcess"
+    if os.environ.get("SYNK_ENGINE") == "next":
+        from synk.cluster import nodes
+        from synk.cluster.session import NodeSession
+
+        assignment = DeviceAssignment(tuple(f"cpu:{rank}" for count in topology.counts for rank in range(count)))
+        how = {"topology": topology, "process_type": getattr(nodes, kind), "options": options}
+        return NodeSession(nodes.NodePlacement("numpy", assignment, **how), **common)
+    from synk.cluster import agent_process
+    from synk.cluster.head import ClusterSession
+
+    process_type = type(kind, (getattr(agent_process, kind),), {"topology": topology, "options": options})
+    return ClusterSession(topology, process_type, **common, make_queue=make_queue)
 
 
 def machines_of(address: str) -> list[int]:

@@ -30,13 +30,13 @@ import ray
 from synk._master.processes.placement import HASH_SEED, num_threads_set
 from synk._master.processes.worker_process import WorkerProcess
 from synk._pure.cores import num_cores
+from synk._pure.environment import merged
 from synk._wire.channel import Channel
 from synk._wire.control import Down, Phase, Up, control_blocks, is_interrupted
 from synk._wire.memory import Segment
 from synk._wire.messages import HAS_BODY, Kind
 from synk.cluster.channel import NodeChannel, NodeEnd
 from synk.cluster.ray_machines import Search, connect
-from synk.cluster.split import merged
 
 GONE_S = 2.0
 """How long an actor may take to end."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -88,9 +87,3 @@ def own_rows(owned: Assignment, ranks: range) -> Assignment:
     low, high, bounds = own_bounds(owned.bounds, ranks)
     indices = None if owned.local_indices is None else owned.local_indices[low:high]
     return Assignment(Selection(high - low), bounds, owned.local_ranges[ranks[0] : ranks[-1] + 1], indices)
-
-
-def merged(wanted: list[str], here: list[str]) -> list[str]:
-    """Return the part of the program's search path that exists on this machine, then the machine's own."""
-    found = [entry for entry in wanted if not os.path.isabs(entry) or os.path.exists(entry)]
-    return [*found, *(entry for entry in here if entry not in found)]

@@ -55,7 +55,7 @@ def test_how_many_machines_of_a_cluster_are_used(monkeypatch: pytest.MonkeyPatch
         raise Opened(topology.counts)
 
     monkeypatch.setattr("synk.cluster.forking.machines_of", lambda address: [4, 2, 1])
-    monkeypatch.setattr("synk.cluster.forking.ClusterSession", opened)
+    monkeypatch.setattr("synk.cluster.forking.open_nodes", opened)
     for nodes, counts in MACHINES:
         with subtests.test(case=f"nodes={nodes}"):
             with pytest.raises(StartupError if counts is None else Opened) as caught:

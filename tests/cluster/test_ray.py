@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.harness import Scenario, wait_until_dead
+from support.nodes import agents
 
 import synk
 from benchmarks.cluster_faults import QUIET, RayCluster
@@ -119,9 +120,9 @@ def test_workers_and_agents_are_replaced(nodes: synk.Runtime, capfd: pytest.Capt
     for find in (
         lambda: worker_pids(nodes)[1],
         lambda: lineage(worker_pids(nodes)[1])[1],
-        lambda: nodes._session.workers.by_rank[0].process.pid,
+        lambda: agents(nodes)[0],
     ):
-        victim, tunnel = find(), nodes._session.workers.by_rank[0].process.pid
+        victim, tunnel = find(), agents(nodes)[0]
         is_agent = victim in lineage(worker_pids(nodes)[1])[1:]
         os.kill(victim, signal.SIGKILL)
         assert wait_until_dead(victim)

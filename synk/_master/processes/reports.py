@@ -28,8 +28,8 @@ def where(processes: Processes) -> str:
         elif not worker.is_ready:  # it has no signal handler yet: the signal would end it
             parts.append(f"{named}: still starting")
         else:
-            phase = Phase(int(up[rank, Up.PHASE])).name.lower() if len(up) else "closed"
             stacks = process.stacks().strip().replace("\n", "\n    ")
+            phase = Phase(int(up[rank, Up.PHASE])).name.lower() if len(up) else "closed"
             parts.append(f"{named}: {phase}\n    {stacks}")
     return "\n".join(parts)
 

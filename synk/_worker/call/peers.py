@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _CALL, _RESULT = int(Down.CALL), int(Down.RESULT)  # members of an enumeration are slow to look up
 
 # How long a rank waits awake for another one at most. Longer times gained nothing more.
-_AWAKE_S = 200e-6
+AWAKE_S = 200e-6
 
 
 class Peers:
@@ -152,7 +152,7 @@ class Peers:
     def _awake_s(self) -> float:
         """Return how long this rank waits awake for another one at most."""
         # With fewer cores than ranks, a rank that waits awake would keep its core from the very rank it waits for.
-        return min(self.patience_s, _AWAKE_S) if self._world_size <= num_cores() else 0.0
+        return min(self.patience_s, AWAKE_S) if self._world_size <= num_cores() else 0.0
 
     def collectives(self, lane: Any, function: LoadedFunction) -> Collectives:
         """Return the collectives of the current call. The first use in a call joins it."""
