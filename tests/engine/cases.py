@@ -22,10 +22,7 @@ import pytest
 from support.names import named
 
 import synk
-from synk._api.engine import IS_NEXT
 from synk.errors import CallCancelled, CallTimeout, SerializationError, SynkError, WorkerDied
-
-assert IS_NEXT, "run this file with SYNK_ENGINE=next"
 
 
 @pytest.fixture

@@ -11,15 +11,12 @@ import numpy as np
 
 import synk
 from support.harness import assert_right
-from synk._api.engine import IS_NEXT
 from synk._wire.channel import DOORBELL
 
 
 def agents(runtime: Any) -> list[int]:
     """Return the pid of each node's agent."""
-    if IS_NEXT:
-        return [node.process.pid for node in runtime._session.processes.nodes]
-    return [worker.process.pid for worker in runtime._session.workers.by_rank]
+    return [node.process.pid for node in runtime._session.processes.nodes]
 
 
 def num_unread(runtime: Any, node: int) -> int:

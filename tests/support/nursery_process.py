@@ -26,7 +26,7 @@ _CLONE_PARENT = 0x8000
 CLONE = {"x86_64": 56, "aarch64": 220}
 """The number of the system call, by machine."""
 
-AGENT = "cluster.loop"
+AGENT = "cluster.relay"
 """The module, below ``synk``, in which the agent of a node goes on."""
 
 NAME = "synk-nursery"
