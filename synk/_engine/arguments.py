@@ -10,7 +10,7 @@ import numpy as np
 from synk._master.calls.arguments import NEW_NBYTES, Argument
 from synk._master.calls.checked import Checks
 from synk._master.objects.data import Data
-from synk._pure.nested import PLAIN_TYPES
+from synk._pure.nested import PLAIN_TYPES, take_apart, take_apart_whole
 
 _SCALARS = PLAIN_TYPES - {type(None)}
 
@@ -20,41 +20,64 @@ def look(
 ) -> tuple[Any, list[Any], list[Argument] | None]:
     """Return the key of a call's look, the values of its leaves, and the arguments if they had to be classified.
 
-    The number of rows is no part of the key. Most arguments are plain arrays, ``Data`` and numbers: their faces are
-    found without classifying them, and say as much.
+    The number of rows is no part of the key. Most arguments are plain arrays, ``Data``, numbers, and nestings of plain
+    arrays: their faces are found without classifying them, and say as much.
     """
     signature = callee.signature
     if not kwargs and signature._has_only_positional and signature._required <= len(args) <= len(callee.flags):
         faces: list[Any] = []
         values: list[Any] = []
+        face: Any
         for value, is_whole in zip(args, callee.flags):
             kind = type(value)
             if kind is np.ndarray:
-                dtype = value.dtype
-                if dtype.kind in "OV" or (value.base is not None and value.nbytes >= NEW_NBYTES):
-                    break
-                if is_whole:
-                    faces.append((dtype, value.shape, 0))
-                elif value.ndim:
-                    faces.append((dtype, value.shape[1:]))
-                else:
-                    break
+                face = _of_array(value, is_whole)
                 values.append(value)
             elif kind is Data and value._session is session and session.has_shared_memory:
                 contents = value._contents
-                if not is_whole and not value.ndim:
-                    break
-                faces.append((is_whole, contents.segment_id, contents.array.shape))
+                face = (is_whole, contents.segment_id, contents.array.shape) if is_whole or value.ndim else None
                 values.append(contents)
             elif is_whole and kind in _SCALARS:
-                faces.append(None)
+                face = "object"
                 values.append(value)
             else:
+                face = _of_nest(value, is_whole, values)
+            if face is None:
                 break
+            faces.append(face)
         else:
             return tuple(faces), values, None
     arguments = classified(callee, args, kwargs, session, is_submitted)
     return tuple(map(_face, arguments)), list(map(_value, arguments)), arguments
+
+
+def _of_array(value: np.ndarray, is_whole: bool) -> Any:
+    """Return the face of a plain array; None if it must be classified."""
+    dtype = value.dtype
+    if dtype.kind in "OV" or (value.base is not None and value.nbytes >= NEW_NBYTES):
+        return None
+    if is_whole:
+        return dtype, value.shape, 0
+    return (dtype, value.shape[1:]) if value.ndim else None
+
+
+def _of_nest(value: Any, is_whole: bool, values: list[Any]) -> Any:
+    """Return the face of a dict or tuple of plain arrays, and add its leaves to ``values``; None for anything else."""
+    kind = type(value)
+    if kind is not dict and kind is not tuple and not (is_whole and kind is list):
+        return None
+    try:
+        leaves, structure = take_apart_whole(value) if is_whole else take_apart(value)
+    except (TypeError, RecursionError):  # what is wrong is said where it is classified
+        return None
+    faces = [structure]
+    for leaf in leaves:
+        face = _of_array(leaf, is_whole) if type(leaf) is np.ndarray else None
+        if face is None:
+            return None
+        faces.append(face)
+    values += leaves
+    return tuple(faces) if leaves else None
 
 
 def classified(

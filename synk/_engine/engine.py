@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ from synk._pure.ranges import round_up
 from synk._wire.combining import loaded_objects
 from synk._wire.control import NUM_LANES
 from synk._wire.memory import Segment
-from synk.errors import CallCancelled, SerializationError, SharedMemoryError, SynkError, WorkerDied
+from synk.errors import CallCancelled, CallTimeout, SerializationError, SharedMemoryError, SynkError, WorkerDied
 
 _logger = logging.getLogger("synk")
 
@@ -110,9 +110,11 @@ class Call(Owed):
         Return False if not all ranks have answered by ``until``, or if ``is_polled`` and the end must wait for the
         calls that were submitted later; the call is still in flight then.
         """
-        if self.has_ended:
-            return True
         engine = self._engine
+        if self.has_ended:  # a signal handler has broken off what follows
+            engine.flight.pop(self.number, None)
+            self._drop()
+            return True
         try:
             if self.pending and not self._wait(until):
                 return False
@@ -133,8 +135,8 @@ class Call(Owed):
             self._end(error)
             engine.recover(error)
             raise
-        self._drop()
         engine.flight.pop(self.number, None)
+        self._drop()
         return True
 
     def _wait(self, until: float | None) -> bool:
@@ -248,10 +250,9 @@ class Call(Owed):
         self._drop()
 
     def end(self, error: BaseException) -> None:
-        """The call has ended with this error, before it was settled."""
-        if not self.has_ended:
-            self._end(error)
-            self._drop()
+        """The call has ended with this error, unless it has been settled."""
+        self._end(error)
+        self._drop()
 
     def _end(self, error: BaseException) -> None:
         if self.has_ended:
@@ -275,8 +276,6 @@ class Call(Owed):
 
     def _drop(self) -> None:
         """Let go of all but the outcome, which may be kept for long."""
-        if self.lane.call is self:
-            self.lane.call = None
         self._news, self.replies, self._root, self._values = {}, {}, None, ()
         if self.future is not None:
             future = self.future()
@@ -286,6 +285,9 @@ class Call(Owed):
                 _logger.error(
                     "a submitted call of %s failed, and nobody asked for its result: %r", self.what, self.error
                 )
+            self.future = None
+        if self.lane.call is self:  # last: until then the next call in the lane does this again
+            self.lane.call = None
 
 
 STEPS = (Call.hear, Call.learn, Call.reduce, Call.build, Call.commit)
@@ -316,18 +318,27 @@ class Engine(Workers):
 
     # -- lanes --------------------------------------------------------------------------------------------------------
 
-    def next_lane(self) -> Lane:
+    def next_lane(self, verb: str, deadline: float | None) -> Lane:
         """Return the lane of the next call. A call that had it before has ended."""
         index = self._last_lane = (self._last_lane + 1) % NUM_LANES if self.flight else 0
         lane = self.lanes[index]
         if lane.call is not None:
-            lane.call.settle()
+            self.settle_first([lane.call], verb, deadline)
         return lane
 
     def calls(self) -> list[Call]:
         """Return the calls that have not ended, oldest first."""
         found = [lane.call for lane in self.lanes if lane.call is not None and not lane.call.has_ended]
         return sorted(found, key=lambda call: call.number)
+
+    def settle_first(self, calls: Iterable[Call], verb: str, deadline: float | None) -> None:
+        """End calls for which ``verb`` must wait."""
+        for call in calls:
+            if not call.settle(deadline):
+                raise CallTimeout(
+                    f"cannot {verb} in time: submitted calls are still in flight. Raise timeout=, or wait for their "
+                    "results first."
+                )
 
     def settle_all(self) -> None:
         for call in self.calls():
@@ -340,11 +351,9 @@ class Engine(Workers):
                 call.settle(until, is_polled=is_polled)
         last.settle(until, is_polled=is_polled)
 
-    def settle_state(self) -> None:
+    def settle_state(self, verb: str, deadline: float | None) -> None:
         """End calls in flight that use state: what comes next depends on whether they are committed."""
-        for call in self.calls():
-            if call.plan.has_state:
-                call.settle()
+        self.settle_first([call for call in self.calls() if call.plan.has_state], verb, deadline)
 
     def settle_unsettled(self) -> None:
         """End calls that brought parcels: nothing else is packed before it is known whether they have arrived."""

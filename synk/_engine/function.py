@@ -57,7 +57,7 @@ def _begin(
         try:
             deadline = session.deadline(options.timeout)
             session.enter_call(verb, deadline)
-            made = _sent(session, callee, tuple(args), kwargs, options, deadline, started_ns, is_submitted)
+            made = _sent(session, callee, verb, tuple(args), kwargs, options, deadline, started_ns, is_submitted)
             if not is_submitted or session.is_inline:
                 session.settle_to(made)
         except BaseException as error:
@@ -70,6 +70,7 @@ def _begin(
 def _sent(
     session: Session,
     callee: Callee,
+    verb: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     options: CallOptions,
@@ -83,8 +84,10 @@ def _sent(
     face, values, arguments = look(callee, args, kwargs, session, is_submitted)
     callee.load(session, deadline)
     if session.flight and _uses_state(callee, arguments):
-        session.settle_state()  # what comes next depends on whether the calls before are committed
-    lane = session.next_lane()
+        session.settle_state(verb, deadline)  # what comes next depends on whether the calls before are committed
+    lane = session.next_lane(verb, deadline)
+    if session.has_dead:  # a call before has ended with a death
+        session.enter_call(verb, deadline)
     key = lane.index, face, options.num_slices, options.output_subset
     plan = before = found_plan(session, callee, key)
     objects: list[Any] | None = None

@@ -266,7 +266,7 @@ class Rank(Member):
         payload, num_fds = payload
         own = [fds.pop(0) for _ in range(num_fds)]
         if kind == "variable":
-            self.variables.told(number, payload, own)
+            self.variables.told(number, payload, self.held, own)
         elif kind == "resident":
             self.residents.told(number, payload)
         elif kind == "plan":

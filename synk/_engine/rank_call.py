@@ -60,10 +60,11 @@ class RankPlan:
         self._keywords = [each.name for k, each in inputs if k not in inner and each.name]
         self._kinds = [each.kind for each in look.inputs]
         self._takes_views = not (
-            rank.backend.is_device or self.function.to_framework or self.nests or self._keywords
+            rank.backend.is_device or self.function.to_framework
             or any(kind not in ("picked", "whole") for kind in self._kinds)
         )  # fmt: skip
-        self._is_plain = self._takes_views and look.num_slices == 1 and not self.function.updates
+        is_flat = self._takes_views and not self.nests and not self._keywords
+        self._is_plain = is_flat and look.num_slices == 1 and not self.function.updates
         self._files = {k: as_recarray(map_again(*each.file)) for k, each in inputs if each.file is not None}
         self.outputs = RankOutputs(self.function, look.lane, look.subset)
         self.bases: list[np.ndarray | None] = []
@@ -138,12 +139,20 @@ class RankPlan:
         self, rank: Any, objects: Sequence[Any], part: Part, numbers: tuple[int, ...]
     ) -> tuple[list[Any], dict[str, Any]]:
         """Return what the function gets for some rows."""
-        values = [
-            self._array(rank, base, kind, each, part, numbers)
-            if kind in ("picked", "whole", "rows")
-            else self._other(rank, base, kind, each, part, numbers, objects)
-            for base, kind, each in zip(self.bases, self._kinds, self.look.inputs)
-        ]
+        low, high = part
+        values: list[Any]
+        if self._takes_views:
+            values = [
+                base[low:high] if kind == "picked" else base[...]  # type: ignore[index]
+                for base, kind in zip(self.bases, self._kinds)
+            ]
+        else:
+            values = [
+                self._array(rank, base, kind, each, part, numbers)
+                if kind in ("picked", "whole", "rows")
+                else self._other(rank, base, kind, each, part, numbers, objects)
+                for base, kind, each in zip(self.bases, self._kinds, self.look.inputs)
+            ]
         if self.nests:
             values = nested(values, self.nests)
         split = len(values) - len(self._keywords)

@@ -35,7 +35,7 @@ class Replica(_Replica):
 
     def told(self, number: int, payload: Any, segments: Sequence[Segment], rank: int) -> None:
         """Take in what the program says: the places, and the shapes of the value."""
-        name, skeleton, dtypes, is_sharded, _, places, found = payload
+        name, skeleton, dtypes, is_sharded, _, _, places, found = payload
         self.declare(Declaration(number, name, skeleton, dtypes, is_sharded, (0, 0), (found, found), 0))
         words = segments[0].view(rank * LINE_NBYTES, (1,), np.dtype(np.int64))
         self._word = memoryview(words)  # type: ignore[arg-type]
@@ -43,7 +43,7 @@ class Replica(_Replica):
         self._shapes = [found] * 4
         self._buffers = [None] * 4
         self._kept = segments[0]
-        self._is_reserved, self._seen = False, -1
+        self._is_reserved, self._seen = segments[0].arena is not None, -1
 
     @property
     def _front(self) -> int:
@@ -116,8 +116,9 @@ class VariableStore(_VariableStore):
     def __init__(self, rank: int, down: np.ndarray, backend: Backend) -> None:
         super().__init__(rank, {}, down, backend, Replica)
 
-    def told(self, number: int, payload: Any, fds: list[int]) -> None:
-        segments = [Segment(fds.pop(0), nbytes, is_writable=True, segment_id=0) for nbytes in payload[4]]
+    def told(self, number: int, payload: Any, held: dict[int, Any], fds: list[int]) -> None:
+        segments = [held[payload[4]]] if payload[4] else []
+        segments += [Segment(fds.pop(0), nbytes, is_writable=True, segment_id=0) for nbytes in payload[5]]
         replica: Any = self.get(number)
         replica.told(number, payload, segments, self.rank)
         for segment in segments[1:]:

@@ -64,7 +64,7 @@ class Memory:
             orphans.close_all()
         while self.released:
             self._engine.free(self.released.popleft())
-        self.arenas.sweep()
+            self.arenas.sweep()  # which may release memory that nothing lies in any more
 
     def lease_result(self, nbytes: int) -> Lease:
         """Lease a buffer for large results."""
@@ -212,7 +212,7 @@ class Session(Entrance, Engine):
         if not self.flight:
             self.is_interrupted = False
         self.settle_torn()
-        self.settle_all()
+        self.settle_first(self.calls(), verb, deadline)
         self.enter_call(verb, deadline)
 
     def enter_call(self, verb: str, deadline: float | None) -> None:

@@ -3,7 +3,8 @@
 Memory of a variable: a row of words, one cache line for each rank, then six places and more: common A, common B, and
 for each rank own A and own B. ``fronts[rank]`` says which of four places holds the value of a rank. Only the program
 writes it, while no call that uses the variable is in flight. Nobody ever writes into a place that is a front. A value
-that has outgrown its place gets memory of its own there: from the rank that assigns it, or from the program.
+that has outgrown its place gets memory of its own there: from the rank that assigns it, or from the program. A small
+variable shares its memory file with others.
 
 In one file because a variable and the collectives share the rule of which place may be written.
 """
@@ -28,6 +29,9 @@ from synk._wire.memory import PAGE_NBYTES, Segment, create_fd
 from synk._wire.variables import Shapes, leaf_offsets, shapes_of
 
 COMMON_A, COMMON_B, OWN_A, OWN_B = range(4)
+
+SMALL_NBYTES = 1 << 18
+"""A variable whose places take no more than this shares its memory file with others."""
 
 __all__ = ["check_reduction", "check_rows", "check_scatter", "pair", "shapes"]
 
@@ -104,9 +108,14 @@ class Variable(VariableValue, Thing):
         step = round_up(max(nbytes, 1), PAGE_NBYTES)
         first = round_up(world_size * LINE_NBYTES, PAGE_NBYTES)
         total = first + (2 + 2 * world_size) * step
-        # Reserved in pieces: most places are never written.
-        self.memory = sparse(total)
-        self.memory.create_part(0, 0, first)
+        if total <= SMALL_NBYTES:
+            self.memory = variables.engine.memory.arenas.create(total, is_worker_writable=True)
+        else:  # reserved in pieces: most places are never written
+            self.memory = sparse(total)
+            self.memory.create_part(0, 0, first)
+        if self.memory.arena is not None:
+            self.needs = (self.memory,)
+            variables.engine.parts[self.number] = self.memory
         words = self.memory.view(0, (world_size, LINE_NBYTES // 8), np.dtype(np.int64))
         self.fronts = words[:, 0]
         self._step, self._first = step, first
@@ -137,16 +146,18 @@ class Variable(VariableValue, Thing):
 
     def told(self, rank: int) -> tuple[Any, Sequence[Segment]]:
         segments = [self.memory]
+        number = 0 if self.memory.arena is None else self.memory.id
         found = []
         for which in range(4):
             place = self.places[0 if which <= COMMON_B else rank, which]
             if place.segment not in segments:
                 segments.append(place.segment)
             found.append((segments.index(place.segment), place.at, place.nbytes))
+        segments = segments[1:] if number else segments
         sizes = [segment.nbytes for segment in segments]
         self._told[rank] = [self.value_shapes[rank]] * 4
         return (
-            self.name, self.skeleton(), self.dtypes, self.is_sharded, sizes, found, self.value_shapes[rank],
+            self.name, self.skeleton(), self.dtypes, self.is_sharded, number, sizes, found, self.value_shapes[rank],
         ), segments  # fmt: skip
 
     def leaves(self, rank: int) -> list[np.ndarray]:
@@ -181,7 +192,7 @@ class Variable(VariableValue, Thing):
         if nbytes > place.nbytes:
             self.places[key] = Place(Segment.create(2 * nbytes, is_worker_writable=True), 0, 2 * nbytes)
             self.variables.engine.retell(self.number)  # all ranks are told anew
-        elif place.segment is self.memory and key not in self._reserved:
+        elif place.segment is self.memory and not self.needs and key not in self._reserved:
             self.memory.create_part(0, place.at, place.nbytes)
             self._reserved.add(key)
         return self.views(rank, which, found)

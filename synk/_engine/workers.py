@@ -80,6 +80,7 @@ class Workers:
     """All ranks: one operation on them at a time."""
 
     def __init__(self, processes: Processes, *, max_restarts: int, counters: dict[str, int]) -> None:
+        self._stuck_after_s = stuck_after_s()  # first, for it may be refused
         self.processes = processes
         self.by_rank = processes.by_rank
         self.is_inline = processes.is_inline
@@ -100,6 +101,7 @@ class Workers:
         self.all_ready = False
         self.restarts: deque[float] = deque()
         self._refs: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self.parts: dict[int, Segment] = {}  # by variable, its place in memory that it shares with others
         self.dropped: deque[weakref.ref[Any]] = deque()  # filled in C: no handler of a signal can break that off
         self._reports = DeathReports(processes)  # type: ignore[arg-type]
         self._unreported: dict[int, str] = {}
@@ -107,7 +109,6 @@ class Workers:
         self._last_death: WorkerDied | None = None
         self._signs: dict[int, tuple[int, float]] = {}  # by pid: signs of life, and when they were seen to change
         self._once_stuck: set[int] = set()  # ranks whose process replaces one that got stuck while it started
-        self._stuck_after_s = stuck_after_s()
 
     # -- things -------------------------------------------------------------------------------------------------------
 
@@ -120,7 +121,10 @@ class Workers:
         """Have the ranks forget the things that have gone. Nothing that refers to them will be sent any more."""
         while self.dropped:
             reference = self.dropped[0]
-            self.forget(self._refs.get(id(reference), (None, 0))[1])
+            number = self._refs.get(id(reference), (None, 0))[1]
+            self.forget(number)
+            if number in self.parts:  # another variable may lie there from now on
+                self.forget(self.parts.pop(number).id)
             self._refs.pop(id(reference), None)
             self.dropped.popleft()
 
@@ -165,6 +169,8 @@ class Workers:
     ) -> None:
         """Send an order to a rank, and with it whatever the rank lacks. ``thing`` is told with all that it needs."""
         worker = self.by_rank[rank]
+        if worker.is_dead:  # the wait for its reply finds that
+            return
         has_news = (
             not worker.known.issuperset(numbers)
             or worker.parcels_state != self.parcels.state
@@ -634,6 +640,7 @@ class Workers:
     def close_things(self) -> None:
         self.flight.clear()
         self._refs.clear()
+        self.parts.clear()
         self.dropped.clear()
         orphans.close_all()
 

@@ -143,6 +143,8 @@ class holding:
     def __enter__(self) -> None:
         gate = _gate
         before = gate.state
+        if before >= self._state and threading.get_ident() == gate.main_thread and gate.is_stale(sys._getframe(1)):
+            before = gate.state = _OUT
         if before < self._state and threading.get_ident() == gate.main_thread:
             if before <= _OPEN:  # otherwise no user code has run since the stand-in was placed
                 gate.place()
