@@ -54,7 +54,7 @@ from synk.errors import ItemError
 if not _is_worker():
     from synk._api.names import *  # noqa: F403
 if _is_worker() or _TYPE_CHECKING:
-    from synk._worker.comm.comm import comm
+    from synk.communicators._comm import comm
 if _TYPE_CHECKING:
     from synk._api.executor import Executor
     from synk._api.program import Program
@@ -62,7 +62,7 @@ if _TYPE_CHECKING:
 _OWN_FILES = {
     "Executor": "synk._api.executor",
     "Program": "synk._api.program",
-    "comm": "synk._worker.comm.comm",
+    "comm": "synk.communicators._comm",
 }
 
 

@@ -48,6 +48,8 @@ answer the SYNC; kill whoever stays silent for two seconds. It may itself be bro
 - ``fronts[rank]`` of a variable: the program, while no call that uses it is in flight; the program and that rank. Pipe.
 - the own places A and B of a rank's variable: the rank writes the one that is no front, the program either while the
   rank is idle. The common places: the program, the one that is nobody's front. Nobody ever writes into a front.
+- ``counts`` of a variable: the program, before it writes to a place. What a device holds for the place is then out of
+  date. A value that a function assigns on a device lies there alone, until its rank brings it to its place in memory.
 - staging memory of a lane: the program, after the lane's last call ended; ranks read it between order and reply, by
   mappings that are private, so that a page which a function keeps can be frozen for it.
 - ``Data``: the program, after the calls that read it ended.
@@ -69,14 +71,19 @@ lifelines of ``_wire.lifeline`` end the ranks.
 ``finish_commit`` can be done again. ``committed`` is kept for each rank: a rank that failed in one call and had no rows
 in the next must not take that next commit for its own.
 
+**Devices.** A rank with a device (``rank_device``) brings inputs there before the function runs, and those of the next
+call, if its order has come, while the function computes there. It waits for the device once in a call, before it
+replies. Large outputs that no other rank must read stay on the device until they are asked for, and go from there to
+their places in the result; where NCCL joins the ranks (``group``) it reduces them on the way.
+
 **Nodes.** To the engine a rank of a node is a rank: it has a number among all, its own order and reply, and everything
 above holds. What differs is memory, and ``synk.cluster`` has all of it: a node's agent starts the ranks, has a twin of
-each memory that they map, and passes orders and replies on. ``Engine.carry`` brings what a call reads before it is rung,
-``note_written`` says which places of variables the program has changed, and what ranks write comes with their replies,
-to where it would lie on one machine. ``Engine.reduce`` takes the steps of the ranks in the program, in their order. So
-the bits of a result are those of one machine.
+each memory that they map, and passes orders and replies on. ``Engine.carry`` brings what a call reads before it is
+rung, ``note_written`` says which places of variables the program has changed, and what ranks write comes with their
+replies, to where it would lie on one machine. ``Engine.reduce`` takes the steps of the ranks in the program, in their
+order. So the bits of a result are those of one machine.
 
-**Not there yet**: maps, tasks and the executor; devices; profile, trace and ledger; failpoints; a second message
+**Not there yet**: maps, tasks and the executor; profile, trace and ledger; failpoints; a second message
 for large outputs. ``tests/engine/passing.txt`` lists the files of the suite that pass on it (``make next``). The list
 only grows, and the engines are switched when all of it is there.
 """

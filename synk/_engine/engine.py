@@ -18,6 +18,7 @@ import numpy as np
 
 from synk._engine import wire
 from synk._engine.captures import Functions
+from synk._engine.device_values import check_not_lost
 from synk._engine.lanes import Joint, Lane
 from synk._engine.layout import News
 from synk._engine.outputs import Outputs
@@ -90,6 +91,9 @@ class Call(Owed):
         self._values, self._objects = (), None
         number = self.number = next(engine.numbers)
         lane.show(division, number)
+        if engine.has_devices:
+            check_not_lost(plan.variables, range(engine.world_size), f"call {self.callee.name!r}")
+            engine.nccl.announce(lane, len(division.ranks))
         engine.counters["calls"] += 1
         engine.is_sure = False
         lane.call = engine.flight[number] = self  # before anything is sent: from here on ``recover`` knows of it
@@ -203,8 +207,7 @@ class Call(Owed):
         if outputs is None or not outputs.fits(self.ranks):
             callee, ranks = self.callee, list(self.ranks)
             layouts = [plan.layouts[rank] for rank in ranks]
-            slots = self.lane.slots
-            outputs = Outputs(callee.name, callee.ops, plan.subset, ranks, layouts, slots, engine.world_size)
+            outputs = Outputs(callee.name, callee.ops, plan.subset, ranks, layouts, self.lane, engine.world_size)
             plan.outputs = outputs
         if self.division.unequal and outputs.has_weights:
             raise ValueError(self.division.unequal)
@@ -238,6 +241,8 @@ class Call(Owed):
         nbytes = plan.outputs.nbytes + sum(len(each) for news in self._news.values() for _, each in news)
         moved = plan.transfers(self._varying, nbytes)
         self.callee.record.add(moved, self.division.count, self.replies, time.monotonic_ns() - self.started_ns)
+        if engine.has_devices:
+            engine.device_values.note_copies(self)
         self.has_ended = True
         if engine.tracer is not None:
             engine.tracer.note(self)
@@ -302,6 +307,9 @@ class Engine(Workers):
 
     memory: Any
     joint_type = Joint
+    nccl: Any
+    device_values: Any
+    has_devices: bool
     tracer: Any = None
 
     def __init__(self, processes: Any, *, max_restarts: int, counters: dict[str, int], on_restart: Any) -> None:
@@ -373,6 +381,7 @@ class Engine(Workers):
             old.close()
 
     def on_trouble(self) -> None:
+        self.nccl.break_up()
         for lane in self.lanes:
             lane.abort()
 

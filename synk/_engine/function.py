@@ -23,6 +23,8 @@ PLAIN = CallOptions()
 def run(function: Any, args: Any, kwargs: dict[str, Any], options: CallOptions, was_compared: bool = False) -> Any:
     """Run a call and return its result: what ``Function._run`` does, for calls and for what is made of calls."""
     made = _begin(function, function._verb, args, kwargs, options, is_submitted=False)
+    if made.error is not None and _can_try_again(made.error):
+        made = _begin(function, function._verb, args, kwargs, options, is_submitted=False)
     error = made.error
     if error is None:
         return made.value
@@ -30,6 +32,14 @@ def run(function: Any, args: Any, kwargs: dict[str, Any], options: CallOptions, 
         raise error
     finally:
         del made, error
+
+
+def _can_try_again(error: BaseException) -> bool:
+    """Whether a call that failed is run once more: memory ran out on a device, and the call has left nothing behind.
+
+    The libraries on the device have given back by then what they held and did not use; see ``Backend.recover``.
+    """
+    return bool(getattr(error, "is_of_device", False) and getattr(error, "_is_put_back", True))
 
 
 def submit(

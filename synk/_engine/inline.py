@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from synk._engine import wire
-from synk._engine.rank import Rank
+from synk._engine.rank import Rank, open_rank
 from synk._engine.rank_loop import hello_of
 from synk._master.processes.no_process import NoProcess
 from synk._pure.interrupts import waiting
@@ -89,7 +89,7 @@ class InlineProcess(NoProcess):
         """Make the rank, which says hello at once. It uses the environment and the import path of this process."""
         control = Segment(above_streams(os.dup(control_fd)), setup["control_nbytes"], is_writable=True, segment_id=0)
         eventfds = [extra[f"event{rank}"] for rank in range(setup["world_size"])]
-        half = Rank(setup["rank"], setup["world_size"], setup["backend"], setup["device"], control, eventfds)
+        half = open_rank(setup["rank"], setup["world_size"], setup["backend"], setup["device"], control, eventfds)
         control.close_fd()
         half.failpoint = _failpoints.arm(setup["failpoints"], self.rank)
         half.seed = setup["seed"]

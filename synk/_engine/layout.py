@@ -10,6 +10,9 @@ from synk._wire.variables import Shapes
 Assigned = tuple[tuple[int, int, Shapes], ...]
 """What a call has assigned: the number of each variable, the place where the new value lies, and its shapes."""
 
+ON_DEVICE = 4
+"""Added to a place: the new value lies on the device of its rank alone."""
+
 
 class Look(NamedTuple):
     """What a plan tells its ranks.
@@ -46,7 +49,7 @@ class Layout(NamedTuple):
         A pickle of the result, with the position of each leaf in its place.
     leaves : tuple of Leaf
     places : tuple of int
-        Where each of them begins in the slot.
+        Where each of them begins in the slot; -1: the rank keeps it until it is asked for (:class:`Share`).
     assigned : Assigned
     """
 
@@ -87,7 +90,8 @@ class Share(NamedTuple):
     dtype
     length : int
     sources : list of (int, int)
-        Memory and offset, one for each rank that votes.
+        Memory and offset, one for each rank that votes. For an output that the rank has kept, one source: -1 minus its
+        lane, and its position. An op then reduces those of all ranks.
     at : int
         Where the part goes in the result.
     rows : list of int

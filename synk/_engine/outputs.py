@@ -10,7 +10,7 @@ import numpy as np
 from synk._engine.layout import Layout, Share
 from synk._engine.things import Once, Thing
 from synk._pure.ops import Reduction
-from synk._pure.ranges import chunk_bounds
+from synk._pure.ranges import block_bounds, chunk_bounds
 from synk._wire.combining import Combining, loaded
 from synk._wire.memory import Segment
 from synk._wire.messages import LARGE_NBYTES
@@ -27,8 +27,8 @@ class Outputs(Combining):
         As for :class:`Combining`.
     layouts : list of Layout
         One for each voter.
-    slots : dict of int to Segment
-        By rank.
+    lane : Lane
+        In whose slots the outputs lie.
 
     Attributes
     ----------
@@ -45,12 +45,13 @@ class Outputs(Combining):
         subset: tuple[Any, ...] | None,
         voters: list[int],
         layouts: list[Layout],
-        slots: dict[int, Segment],
+        lane: Any,
         world_size: int,
     ) -> None:
         skeletons = [loaded(layout.skeleton, name, rank) for rank, layout in zip(voters, layouts)]
         super().__init__(name, outputs, subset, voters, skeletons, [layout.leaves for layout in layouts], world_size)
-        self.slots = [slots.get(rank) for rank in voters]
+        self._lane = lane.index
+        self.slots = [lane.slots.get(rank) for rank in voters]
         self._sent = layouts
         self.assigned = [layout.assigned for layout in layouts]
         self.nbytes = sum(leaf.nbytes for layout in layouts for leaf in layout.leaves)
@@ -83,11 +84,14 @@ class Outputs(Combining):
         if isinstance(op, Reduction):
             dtype, count = items[0].dtype, items[0].nbytes // items[0].dtype.itemsize
             offset = self._reserve(leaf, -1, items[0].nbytes)
-            bounds = chunk_bounds(count, dtype.itemsize, len(self.voters))
+            is_kept = self._sent[0].places[self._positions[0][leaf]] < 0  # NCCL then reduces it, on all ranks at once
+            num_voters = len(self.voters)
+            bounds = block_bounds(count, num_voters) if is_kept else chunk_bounds(count, dtype.itemsize, num_voters)
             for voter, (start, stop) in enumerate(bounds):
-                if stop > start:
+                if stop > start or is_kept:
                     at = start * dtype.itemsize
-                    sources = [self._source(peer, leaf, at) for peer in range(len(self.voters))]
+                    peers = [voter] if is_kept else range(num_voters)
+                    sources = [self._source(peer, leaf, at) for peer in peers]
                     self._share(voter, Share(op.name, dtype, stop - start, sources, offset + at, []))
         elif op.concatenates:
             offset = self._reserve(leaf, -1, sum(item.nbytes for item in items))
@@ -102,9 +106,12 @@ class Outputs(Combining):
                     self._share(voter, self._copied(voter, leaf, item.nbytes, offset))
 
     def _source(self, voter: int, leaf: int, at: int = 0) -> tuple[int, int]:
-        slot = self.slots[voter]
+        slot, position = self.slots[voter], self._positions[voter][leaf]
+        place = self._sent[voter].places[position]
+        if place < 0:
+            return -1 - self._lane, position
         assert slot is not None
-        return slot.id, self._sent[voter].places[self._positions[voter][leaf]] + at
+        return slot.id, place + at
 
     def _copied(self, voter: int, leaf: int, nbytes: int, at: int) -> Share:
         return Share("", np.dtype(np.uint8), nbytes, [self._source(voter, leaf)], at, [])

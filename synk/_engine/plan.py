@@ -109,6 +109,7 @@ class Plan(Thing):
         )
         self.changes = callee.changes
         state = [*held, *callee.variables, *callee.residents]
+        self.variables = [each for each in state if each.kind == "variable"]
         self.has_state = bool(state)
         self.variables = [each for each in state if each.kind == "variable"]
         needs += list({each.number: each for each in state}.values())

@@ -19,7 +19,7 @@ from synk._engine.rank_call import CallInputs, RankPlan, RankQuestion
 from synk._engine.rank_lane import RankLane
 from synk._engine.rank_outputs import RankReduction
 from synk._engine.rank_residents import Changes, RankResidents
-from synk._engine.rank_variables import VariableStore
+from synk._engine.rank_variables import Replica, VariableStore
 from synk._pure.environment import merged
 from synk._wire.cell import cell
 from synk._wire.control import NUM_LANES, Down, Phase, Up
@@ -36,7 +36,7 @@ from synk._worker.held.received import Received
 from synk._worker.held.settings import Settings
 from synk._worker.member import Interrupted, Member
 from synk._worker.process import drop_frames, is_importing
-from synk.backends import backend_module
+from synk.backends import Backend, backend_module
 
 _INTERRUPT, _PHASE = int(Down.INTERRUPT), int(Up.PHASE)
 _IDLE, _FUNCTION, _PUBLISHING, _LOADING = (
@@ -64,20 +64,26 @@ class Rank(Member):
         The number of the order whose user code runs: only that may be interrupted.
     """
 
+    plan_type: type[RankPlan] = RankPlan
+    reduction_type: type[RankReduction] = RankReduction
+    replica_type: type[Replica] = Replica
+
+    peek: Callable[[], bytes] = staticmethod(lambda: b"")
+    """Returns the next order if it has come, and leaves it where it is."""
+
     def __init__(
         self,
         rank: int,
         world_size: int,
-        backend_name: str,
-        device: str,
+        backend: Backend,
         control: Segment,
         eventfds: Sequence[int],
         nodes: Sequence[int] = (),
         host: str = "",
     ) -> None:
-        self.rank, self.world_size, self.device = rank, world_size, device
+        self.rank, self.world_size, self.device = rank, world_size, backend.device
         self.first_rank, self.total_ranks = 0, world_size
-        self.backend: Any = backend_module(backend_name).open_device(device)
+        self.backend: Any = backend
         self.lanes = [RankLane(index, rank, world_size, control) for index in range(NUM_LANES)]
         self.lane = self.lanes[0]
         self.down, self.up = self.lane.down, self.lane.up
@@ -87,7 +93,7 @@ class Rank(Member):
         self.functions: dict[int, LoadedFunction] = {}
         self._received = Received(self._own_memory)
         self._parcels: set[int] = set()
-        self.variables = VariableStore(rank, self.down, self.backend)
+        self.variables = VariableStore(rank, self.down, self.backend, self.replica_type)
         self.residents = RankResidents()
         self.settings = Settings()
         of_all = rank, world_size, self.backend, self.down, self.up, eventfds
@@ -184,6 +190,8 @@ class Rank(Member):
         """Answer an order that is no plan."""
         if plan == wire.SYNC:
             self._clean("")
+            for slot in self.slots.values():
+                self.backend.forget_segment(slot)
             self.slots.clear()  # the program may have lost the reply that told of them
             self.told_slots.clear()
 
@@ -212,7 +220,10 @@ class Rank(Member):
         self.peers.give_up_started(self.lane)
         if self.process_group is not None:
             self.process_group.abandon()
-        self.backend.recover()
+        self._recover(text)
+
+    def _recover(self, text: str) -> None:
+        """See that nothing of a call that failed is left on the device."""
 
     # -- news ---------------------------------------------------------------------------------------------------------
 
@@ -270,9 +281,9 @@ class Rank(Member):
         elif kind == "resident":
             self.residents.told(number, payload)
         elif kind == "plan":
-            self.held[number] = RankPlan(self, payload)
+            self.held[number] = self.plan_type(self, payload)
         elif kind == "reduction":
-            self.held[number] = RankReduction(self, payload)
+            self.held[number] = self.reduction_type(self, payload)
         elif kind == "lane":
             self.peers.connect(self.lanes[payload[0]], self.held[payload[1]])
         elif kind == "dump":
@@ -295,7 +306,8 @@ class Rank(Member):
         nbytes, is_writable, is_staging, is_arena, arena, offset = described
         if arena:
             if number not in self.held:
-                self.held[number] = self.held[arena].part(number, offset, nbytes)
+                part = self.held[number] = self.held[arena].part(number, offset, nbytes)
+                self.backend.note_segment(part)
             return
         fd = fds.pop(0)
         if number in self.held:  # told twice, because a message was broken off
@@ -354,7 +366,7 @@ class Rank(Member):
         """Prepare for the user's function."""
         lane = self.lane = self.lanes[plan.look.lane]
         lane.called = plan
-        self.variables.start(plan.function, plan.look.num_slices > 1 and not plan.look.is_rowless)
+        self.variables.start(plan.function, plan.look.num_slices > 1 and not plan.look.is_rowless, lane.down)
         self.own_up[_PHASE] = _FUNCTION
 
     def end_function(self, plan: RankPlan) -> None:
@@ -436,3 +448,22 @@ class Rank(Member):
         self.variables.close()
         self.backend.close()
         self.held.clear()
+
+
+def open_rank(
+    rank: int,
+    world_size: int,
+    backend_name: str,
+    device: str,
+    control: Segment,
+    eventfds: Sequence[int],
+    nodes: Sequence[int] = (),
+    host: str = "",
+) -> Rank:
+    """Open the device of a rank, and return the rank."""
+    backend = backend_module(backend_name).open_device(device)
+    if not backend.is_device:
+        return Rank(rank, world_size, backend, control, eventfds, nodes, host)
+    from synk._engine.rank_device import DeviceRank  # CPU workers need none of it
+
+    return DeviceRank(rank, world_size, backend, control, eventfds, nodes, host)

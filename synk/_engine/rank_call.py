@@ -47,6 +47,7 @@ class RankPlan:
     """
 
     is_once = False
+    outputs_type: type[RankOutputs] = RankOutputs
 
     def __init__(self, rank: Any, look: Look) -> None:
         self.look = look = Look(*look)
@@ -66,7 +67,7 @@ class RankPlan:
         is_flat = self._takes_views and not self.nests and not self._keywords
         self._is_plain = is_flat and look.num_slices == 1 and not self.function.updates
         self._files = {k: as_recarray(map_again(*each.file)) for k, each in inputs if each.file is not None}
-        self.outputs = RankOutputs(self.function, look.lane, look.subset)
+        self.outputs = self.outputs_type(self.function, look.lane, look.subset)
         self.bases: list[np.ndarray | None] = []
         self._root: np.ndarray | None = None
         self._watched: list[np.ndarray] = []
@@ -79,8 +80,10 @@ class RankPlan:
     # -- inputs -------------------------------------------------------------------------------------------------------
 
     def _look_at(self, rank: Any) -> None:
-        """Make views of all inputs. They hold until a function keeps some of them (:meth:`leave`)."""
+        """See that there are views of all inputs. They hold until a function keeps some of them (:meth:`leave`)."""
         staging = self._staging
+        if self.bases and (staging is None or self._root is staging.buffer):
+            return
         self._root = None if staging is None else staging.buffer
         self.bases, self._watched = [], [] if self._root is None else [self._root]
         for k, each in enumerate(self.look.inputs):
@@ -148,35 +151,40 @@ class RankPlan:
             ]
         else:
             values = [
-                self._array(rank, base, kind, each, part, numbers)
+                self._array(rank, k, part, numbers)
                 if kind in ("picked", "whole", "rows")
-                else self._other(rank, base, kind, each, part, numbers, objects)
-                for base, kind, each in zip(self.bases, self._kinds, self.look.inputs)
+                else self._other(rank, self.bases[k], kind, self.look.inputs[k], part, numbers, objects)
+                for k, kind in enumerate(self._kinds)
             ]
         if self.nests:
             values = nested(values, self.nests)
         split = len(values) - len(self._keywords)
         return values[:split], dict(zip(self._keywords, values[split:]))
 
-    def _array(self, rank: Any, base: Any, kind: str, each: Input, part: Part, numbers: tuple[int, ...]) -> Any:
-        """Return the rows of an array, or all of it: a new view, for the function may set its shape."""
-        (low, high), (_, _, start, step, *_) = part, numbers
-        to_framework = self.function.to_framework
-        if kind == "whole":
-            value = base[...]
-        elif kind == "picked":
-            value = base[low:high]
-        elif self.look.indices_at >= 0:
-            value = rank.backend.take_rows(base, self._indices[low:high])
-            if to_framework is None:
-                value.flags.writeable = False
-        else:
-            stop = start + high * step
-            value = base[start + low * step : stop if stop >= 0 else None : step] if high > low else base[:0]
-        if to_framework is not None:
-            value = to_framework(value)
-            value = as_dtype(value, each.tensor_dtype) if each.tensor_dtype else value
+    def _array(self, rank: Any, k: int, part: Part, numbers: tuple[int, ...]) -> Any:
+        """Return the rows of an array, or all of it, as the function gets them."""
+        value = self._brought(rank, k, part, numbers)
+        if self.function.to_framework is not None:
+            value = self.function.to_framework(value)
+            dtype = self.look.inputs[k].tensor_dtype
+            value = as_dtype(value, dtype) if dtype else value
         return value
+
+    def _brought(self, rank: Any, k: int, part: Part, numbers: tuple[int, ...]) -> Any:
+        """Return the rows of an array, or all of it: a new view, for the function may set its shape."""
+        base: Any = self.bases[k]
+        (low, high), (_, _, start, step, *_) = part, numbers
+        if self._kinds[k] == "whole":
+            return base[...]
+        if self._kinds[k] == "picked":
+            return base[low:high]
+        if self.look.indices_at >= 0:
+            value = rank.backend.take_rows(base, self._indices[low:high])
+            if self.function.to_framework is None and not rank.backend.is_device:
+                value.flags.writeable = False
+            return value
+        stop = start + high * step
+        return base[start + low * step : stop if stop >= 0 else None : step] if high > low else base[:0]
 
     def _other(
         self,
@@ -208,8 +216,7 @@ class RankPlan:
 
     def answer(self, rank: Any, number: int, in_place: int, numbers: tuple[int, ...]) -> Published:
         """Run the call and publish its outputs."""
-        if not self.bases or (self._staging is not None and self._root is not self._staging.buffer):
-            self._look_at(rank)
+        self._look_at(rank)
         self._num_references = sum(map(sys.getrefcount, self._watched))
         self.rows, self._in_place = numbers, in_place
         low, high = self._rows = numbers[0], numbers[1]
@@ -245,7 +252,7 @@ class RankPlan:
 
         def call(part: Any) -> Any:
             args, kwargs = self._arguments(rank, objects, part, numbers)
-            result = function.fn(*args, **kwargs)
+            result = self._called(rank, args, kwargs)
             del args, kwargs
             return variables.take_updates(function, result, part.high - part.low) if function.updates else result
 
@@ -259,6 +266,9 @@ class RankPlan:
             variables.finish_updates()
         return result
 
+    def _called(self, rank: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        return self.function.fn(*args, **kwargs)
+
     def leave(self, rank: Any) -> None:
         """Before the reply: if anything still refers to inputs that the next call may overwrite, leave them to it."""
         if not self._watched or sum(map(sys.getrefcount, self._watched)) == self._num_references:
@@ -268,6 +278,9 @@ class RankPlan:
         assert staging is not None and self._root is not None
         start = byte_bounds(self._root)[0]
         low, high = self._rows
+        rank.backend.forget_segment(staging)
+        if not staging.is_private:
+            pages.map_privately(start, staging.nbytes, staging.fd)
         for base, kind, each in zip(self.bases, self._kinds, self.look.inputs):
             if each.segment_id != self.look.staging or base is None or each.file is not None or not base.nbytes:
                 continue
@@ -278,7 +291,6 @@ class RankPlan:
         if self._object_stop:
             pages.make_own(start + self.look.object_at, self._object_stop - self.look.object_at)
             self._object_stop = 0
-        rank.backend.forget_segment(staging)
         staging.map_again()
         rank.backend.note_segment(staging)
         self._root, self.bases, self._watched = None, [], []

@@ -12,7 +12,7 @@ import numpy as np
 from synk._wire.control import Down, Up, control_blocks
 from synk._wire.memory import Segment
 
-_CALL = int(Down.CALL)
+_CALL, _GROUP = int(Down.CALL), int(Down.GROUP)
 
 
 class RankLane:
@@ -24,6 +24,10 @@ class RankLane:
         The plan of the last call.
     left, sleeps : memoryview of int64
         The words by which a rank goes through a call without communicating; see ``Rendezvous.skip_words``.
+    kept : dict of int to array
+        The large outputs of the last call that are still on the device, by position; an exception where that cannot be.
+    is_own : bool
+        Whether nobody else refers to them.
     """
 
     def __init__(self, index: int, rank: int, world_size: int, control: Segment) -> None:
@@ -38,10 +42,15 @@ class RankLane:
         self.left, self.sleeps = (memoryview(np.zeros(count, np.int64).data) for count in (world_size, 0))
         self.called: Any = None
         self.waited_ns = 0
-        # No group of NCCL reduces outputs here.
-        slots = SimpleNamespace(has_group=False, participants=())
-        self.executor = SimpleNamespace(outputs=SimpleNamespace(slots=slots), function_ns=0)
+        self.kept: dict[int, Any] = {}
+        self.is_own = False
+        self.executor = SimpleNamespace(outputs=SimpleNamespace(slots=self), function_ns=0)
         self._ranks: tuple[int, tuple[int, ...]] = -1, ()
+
+    @property
+    def has_group(self) -> bool:
+        """Whether NCCL joins the ranks of the current call."""
+        return bool(self.first_down[_GROUP])
 
     @property
     def ranks(self) -> tuple[int, ...]:

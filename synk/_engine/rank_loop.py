@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from synk._engine import wire
-from synk._engine.rank import Rank
+from synk._engine.rank import Rank, open_rank
 from synk._version import __version__
 from synk._wire.channel import Patience
 from synk._wire.control import Up
@@ -53,6 +53,7 @@ def main(sock: socket.socket, setup: dict[str, Any]) -> None:
 
     signal.signal(signal.SIGINT, on_interrupt)
     rank.failpoint("start.ready")
+    rank.peek = link.peek
     link.send_body(0, hello_of(rank))
     link.write(wire.REPLY.pack(0, wire.READY, *wire.NO_TIMES))
     process.take_over(setup)
@@ -74,7 +75,7 @@ def _started(setup: dict[str, Any]) -> Rank:
         os.sched_setaffinity(0, setup["cpus"])  # before the array library starts its threads
     eventfds = [fds.get(f"event{rank}", -1) for rank in range(setup["world_size"])]
     who = setup["rank"], setup["world_size"], setup["backend"], setup["device"]
-    rank = Rank(*who, control, eventfds, setup.get("nodes", ()), setup.get("host", ""))
+    rank = open_rank(*who, control, eventfds, setup.get("nodes", ()), setup.get("host", ""))
     rank.device = setup["node"] + setup["device"]
     rank.own_path = setup.get("own_path", [])
     rank.failpoint, rank.seed = failpoint, setup["seed"]
@@ -98,9 +99,10 @@ def _serve(rank: Rank, link: wire.Link, master_fd: int, spin_s: float) -> None:
     patience = Patience(spin_s)
     count = 0
     while True:
-        events = patience.wait(waiting)
-        if len(events) == 1 and events[0][0] != link.read_fd:
-            os.killpg(0, signal.SIGKILL)  # only the program's pidfd is ready: it is dead, and no order is left
+        if not link.ahead:
+            events = patience.wait(waiting)
+            if len(events) == 1 and events[0][0] != link.read_fd:
+                os.killpg(0, signal.SIGKILL)  # only the program's pidfd is ready: it is dead, and no order is left
         order = link.read(wire.ORDER_NBYTES)
         if len(order) < wire.ORDER_NBYTES:
             os.killpg(0, signal.SIGKILL)

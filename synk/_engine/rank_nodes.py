@@ -14,8 +14,8 @@ from synk._pure.cores import num_cores
 from synk._wire.control import Down
 from synk._wire.memory import Segment
 from synk._worker.call.peers import AWAKE_S, Peers
-from synk._worker.comm.collectives import Collectives
 from synk._worker.held.plans import LoadedFunction
+from synk.communicators._collectives import Collectives
 from synk.communicators._shm import ShmCommunicator
 from synk.communicators._two_level import TwoLevel
 from synk.communicators._wire_mail import WireMailbox

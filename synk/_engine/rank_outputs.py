@@ -40,6 +40,7 @@ class RankOutputs:
         self._wanted: set[int] | None = None
         self._views: list[Any] = []
         self._slots: OutputSlots | None = None
+        self._kept: frozenset[int] = frozenset()  # the outputs that this rank keeps until they are asked for
 
     def publish(self, rank: Any, result: Any) -> Published:
         """Put the outputs into the slot. Return the reply: nothing new if they look like the last ones."""
@@ -59,12 +60,7 @@ class RankOutputs:
         outputs, leaves, objects = taken(backend, function, values, self._ops, self._names, self._wanted, before)
         assigned, places, made, note_assigned = rank.variables.publish()
         slot = self._lay_out(rank, leaves, assigned)
-        for value, view in zip(outputs, self._views):
-            if type(value) is bytes:
-                view.data[: len(value)] = value
-            elif value is not None and view is not None:
-                backend.to_host(value, view)
-        backend.synchronize()
+        self._store(rank, outputs)
         packed = self._pickled(rank, objects)
         layout = self._layout
         is_complete = not objects and self._subset is None and not assigned
@@ -79,6 +75,14 @@ class RankOutputs:
             return wire.DONE, None, [], note
         news = News(None if layout is self._told else layout, packed, 0 if slot is None else slot.nbytes, places)
         return wire.TOLD, tuple(news), [each for each in (slot, *made) if each is not None], note
+
+    def _store(self, rank: Any, outputs: list[Any]) -> None:
+        """Write the outputs into the slot."""
+        for value, view in zip(outputs, self._views):
+            if type(value) is bytes:
+                view.data[: len(value)] = value
+            elif value is not None and view is not None:
+                rank.backend.to_host(value, view)
 
     def _match(self, result: Any) -> list[Any]:
         """Return the leaves of a result, and find the op of each if their structure is another one."""
@@ -104,13 +108,18 @@ class RankOutputs:
 
     def _lay_out_anew(self, rank: Any, leaves: tuple[Leaf, ...], assigned: Any, memory: Segment | None) -> None:
         layout = self._layout
-        places, end = wire.places_of([leaf.nbytes for leaf in leaves])
+        kept = self._kept
+        places, end = wire.places_of([0 if k in kept else leaf.nbytes for k, leaf in enumerate(leaves)])
+        places = [-1 if k in kept else at for k, at in enumerate(places)]
         if memory is None or memory.nbytes < end:
             room = max(2 * end if end < LARGE_NBYTES else end, 1 << 16)
+            if memory is not None:
+                rank.backend.forget_segment(memory)
             memory = rank.slots[self._lane] = Segment.create(room, is_worker_writable=True)
+            rank.backend.note_segment(memory)
         skeleton = dumps(self._skeleton) if layout is None else layout.skeleton
         self._layout = Layout(skeleton, leaves, tuple(places), assigned)
-        self._views = [leaf.view(memory, at) for leaf, at in zip(leaves, places)]
+        self._views = [None if at < 0 else leaf.view(memory, at) for leaf, at in zip(leaves, places)]
         self._memory = memory
 
     def _pickled(self, rank: Any, objects: list[tuple[str, Any]]) -> list[tuple[str, bytes]]:

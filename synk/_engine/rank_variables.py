@@ -113,8 +113,8 @@ class Replica(_Replica):
 class VariableStore(_VariableStore):
     """All variables of one rank, and the assignments of the current call."""
 
-    def __init__(self, rank: int, down: np.ndarray, backend: Backend) -> None:
-        super().__init__(rank, {}, down, backend, Replica)
+    def __init__(self, rank: int, down: np.ndarray, backend: Backend, replica_type: type[Replica]) -> None:
+        super().__init__(rank, {}, down, backend, replica_type)
 
     def told(self, number: int, payload: Any, held: dict[int, Any], fds: list[int]) -> None:
         segments = [held[payload[4]]] if payload[4] else []
@@ -124,9 +124,9 @@ class VariableStore(_VariableStore):
         for segment in segments[1:]:
             segment.close_fd()
 
-    def start(self, function: Any, is_sliced: bool) -> None:
+    def start(self, function: Any, is_sliced: bool, down: np.ndarray) -> None:
         """Prepare for a call."""
-        self.begin(function, is_sliced, self._down)
+        self.begin(function, is_sliced, down)
 
     def resolve(self) -> None:
         """Do nothing: the program's words say which places hold the values."""

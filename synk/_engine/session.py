@@ -20,7 +20,10 @@ import numpy as np
 
 from synk._engine.callee import distribute
 from synk._engine.captures import ON_RESTART
+from synk._engine.device_values import DeviceValues
 from synk._engine.engine import Engine
+from synk._engine.group import GRACE_S as NCCL_GRACE_S
+from synk._engine.group import Group
 from synk._engine.processes import Processes
 from synk._engine.profile import Profile
 from synk._engine.things import Once
@@ -113,12 +116,6 @@ class InFlight:
                     call.settle()
 
 
-class _Group:
-    """Stands for a group of NCCL: there is none on CPU workers."""
-
-    name, library, problem = "NCCL", "", ""
-
-
 class Session(Entrance, Engine):
     """The workers of one runtime, and everything that they share with the program.
 
@@ -159,11 +156,14 @@ class Session(Entrance, Engine):
         self._lock = threading.RLock()
         self.profile = Profile()
         self.guests: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
-        self.group = _Group()
+        self.nccl = self.group = Group(self, self.assignment.can_use_nccl)
+        if self.assignment.can_use_nccl:
+            self.grace_s = NCCL_GRACE_S
         processes = self.processes_type(placement, process_type=process_type, seed=seed)
         counters = dict.fromkeys(_COUNTERS, 0)
         super().__init__(processes, max_restarts=max_restarts, counters=counters, on_restart=on_restart)
         self.memory = Memory(self)
+        self.device_values = DeviceValues(self)
         self.queue = InFlight(self)
         self._failed_step: weakref.ref[Any] | None = None
         _open_sessions[id(self)] = self
@@ -225,6 +225,9 @@ class Session(Entrance, Engine):
         if not self.flight:
             self.is_interrupted = False
             self._free_dropped()
+        if self.has_devices:
+            self.nccl.prepare(deadline)
+            self.device_values.restore()
         if self.functions.on_restart is not None:
             self._prepare_restarted(deadline)
 
@@ -317,12 +320,18 @@ class Session(Entrance, Engine):
         """Replace all workers by new ones, which learn everything as it is now. Called inside an operation."""
         deadline = self.deadline(None)
         self.settle_all()
+        for variable in self.variables.living():
+            self.device_values.fetch(variable, set(range(self.world_size)) - variable.lost)
         self.residents.back_up(deadline)
+        self.start_anew()
+        self.enter_call("restart", deadline)
+
+    def start_anew(self) -> None:
+        """Start new workers, which know nothing. No call is in flight."""
         self.functions.begin_anew()
         for worker in self.by_rank:
             self.processes.bury(worker)
         self.start_again(self.by_rank)
-        self.enter_call("restart", deadline)
 
     def distribute(self) -> None:
         """Send all functions that the ranks do not have yet. Called inside an operation."""

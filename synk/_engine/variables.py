@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from synk._engine.layout import ON_DEVICE
 from synk._engine.things import Thing
 from synk._master.collectives import check_rank, check_reduction, check_rows, check_scatter, copied, pair, shapes
 from synk._master.state.variable_value import VariableValue
@@ -87,6 +88,12 @@ class Variable(VariableValue, Thing):
     ----------
     fronts : ndarray of int64
         In shared memory: which place holds the value of each rank.
+    counts : ndarray of int64
+        In shared memory: by rank and place, how often the program has written there.
+    on_device : list of bool
+        By rank, whether its value lies on its device alone.
+    lost : set of int
+        The ranks whose value was lost with their process.
     value_shapes : list of Shapes
         The shapes of the leaves of each rank's value.
     """
@@ -108,7 +115,7 @@ class Variable(VariableValue, Thing):
         step = round_up(max(nbytes, 1), PAGE_NBYTES)
         first = round_up(world_size * LINE_NBYTES, PAGE_NBYTES)
         total = first + (2 + 2 * world_size) * step
-        if total <= SMALL_NBYTES:
+        if total <= SMALL_NBYTES and variables.engine.has_shared_memory:
             self.memory = variables.engine.memory.arenas.create(total, is_worker_writable=True)
         else:  # reserved in pieces: most places are never written
             self.memory = sparse(total)
@@ -117,7 +124,8 @@ class Variable(VariableValue, Thing):
             self.needs = (self.memory,)
             variables.engine.parts[self.number] = self.memory
         words = self.memory.view(0, (world_size, LINE_NBYTES // 8), np.dtype(np.int64))
-        self.fronts = words[:, 0]
+        self.fronts, self.counts = words[:, 0], words[:, 1:5]
+        self.on_device, self.lost = [False] * world_size, set[int]()
         self._step, self._first = step, first
         self._reserved: set[tuple[int, int]] = set()
         self.places: dict[tuple[int, int], Place] = {
@@ -162,7 +170,16 @@ class Variable(VariableValue, Thing):
 
     def leaves(self, rank: int) -> list[np.ndarray]:
         """Return views of the value of ``rank``."""
+        if self.on_device[rank] or self.lost:
+            self.variables.engine.device_values.fetch(self, [rank])
         return self.views(rank, int(self.fronts[rank]), self.value_shapes[rank])
+
+    def all_leaves(self) -> list[list[np.ndarray]]:
+        """Return views of the values of all ranks."""
+        ranks = range(self.variables.world_size)
+        if any(self.on_device) or self.lost:
+            self.variables.engine.device_values.fetch(self, ranks)
+        return [self.leaves(rank) for rank in ranks]
 
     def views(self, rank: int, which: int, found: Shapes) -> list[np.ndarray]:
         place = self.places[0 if which <= COMMON_B else rank, which]
@@ -184,7 +201,13 @@ class Variable(VariableValue, Thing):
         self.places[rank, which] = Place(segment, 0, segment.nbytes)
 
     def room(self, rank: int, which: int, found: Shapes) -> list[np.ndarray]:
-        """Return views of a place that is no front, for a value of these shapes. Makes it larger if it is too small."""
+        """Return views of a place that is no front, for the program to write a value of these shapes there."""
+        self.reserve(rank, which, found)
+        self.counts[slice(None) if which <= COMMON_B else rank, which] += 1
+        return self.views(rank, which, found)
+
+    def reserve(self, rank: int, which: int, found: Shapes) -> None:
+        """See that a place has room for a value of these shapes."""
         key = 0 if which <= COMMON_B else rank, which
         _, nbytes = leaf_offsets(self.dtypes, found)
         place = self.places[key]
@@ -195,7 +218,6 @@ class Variable(VariableValue, Thing):
         elif place.segment is self.memory and not self.needs and key not in self._reserved:
             self.memory.create_part(0, place.at, place.nbytes)
             self._reserved.add(key)
-        return self.views(rank, which, found)
 
     def _fill(self, rank: int, which: int, arrays: Sequence[np.ndarray]) -> None:
         for target, source in zip(self.room(rank, which, shapes_of(arrays)), arrays):
@@ -204,13 +226,14 @@ class Variable(VariableValue, Thing):
     def turn(self, rank: int, which: int, found: Shapes) -> None:
         """Make a place the value of a rank; a part of a commit, which may be done again."""
         self.value_shapes[rank] = found
-        if self._told[rank][which] != found:
+        if self._told[rank][which % ON_DEVICE] != found:
             self.variables.engine.retell(self.number, [rank])
-        self.fronts[rank] = which
+        self.fronts[rank], self.on_device[rank] = which % ON_DEVICE, which >= ON_DEVICE
+        self.lost.discard(rank)
 
     def note_assigned(self, rank: int, which: int, found: Shapes) -> None:
         """Note that a rank has written a value of these shapes, and knows them."""
-        self._told[rank][which] = found
+        self._told[rank][which % ON_DEVICE] = found
 
     def note_failed(self, ranks: Sequence[int]) -> None:
         """Note that a call has failed, in which ranks may have written where there is no front."""
@@ -219,7 +242,7 @@ class Variable(VariableValue, Thing):
 
     def close(self) -> None:
         """Release the memory: the runtime is closed."""
-        self.fronts = np.array(self.fronts)
+        self.fronts, self.counts = np.array(self.fronts), np.array(self.counts)
         for place in self.places.values():
             place.segment.close()
         self.memory.close()
@@ -265,7 +288,8 @@ def sparse(nbytes: int) -> Segment:
 
 def broadcast(session: Any, variable: Variable, value: Any = None) -> None:
     """Give every rank ``value``, or without one the value of rank 0."""
-    variable.unite(variable.leaves(0) if value is None else variable.check(value))
+    if value is not None or not session.device_values.collective(variable, "broadcast"):
+        variable.unite(variable.leaves(0) if value is None else variable.check(value))
 
 
 def assign(session: Any, variable: Variable, value: Any) -> None:
@@ -300,9 +324,9 @@ def gather(session: Any, variable: Variable, nd_up: int) -> Any:
     """Return the values of all ranks: concatenated along axis 0 (``nd_up=0``), or stacked on a new one (1)."""
     if nd_up not in (0, 1):
         raise ValueError(f"cannot gather variable {variable.name!r}: got nd_up={nd_up!r}, expected 0 or 1.")
-    results = []
+    results, values = [], variable.all_leaves()
     for leaf in range(len(variable.dtypes)):
-        parts = [variable.leaves(rank)[leaf] for rank in range(session.world_size)]
+        parts = [value[leaf] for value in values]
         if nd_up == 1 and len({part.shape for part in parts}) > 1:
             raise ValueError(
                 f"cannot stack variable {variable.name!r}: got shapes {[part.shape for part in parts]}, expected "
@@ -325,17 +349,18 @@ def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 def all_gather(session: Any, variable: Variable) -> None:
     """Make every rank's value the concatenation of the values of all ranks, along axis 0."""
-    ranks = range(session.world_size)
-    variable.unite([_joined([variable.leaves(rank)[leaf] for rank in ranks]) for leaf in range(len(variable.dtypes))])
+    if session.device_values.collective(variable, "all_gather"):
+        return
+    values = variable.all_leaves()
+    variable.unite([_joined([value[leaf] for value in values]) for leaf in range(len(variable.dtypes))])
 
 
-def _reduced(session: Any, variable: Variable, op: str) -> list[np.ndarray]:
-    check_reduction(session, variable, op)  # type: ignore[arg-type]
-    ranks = range(session.world_size)
+def _reduced(variable: Variable, op: str) -> list[np.ndarray]:
+    by_rank = variable.all_leaves()
     found = []
     with np.errstate(all="ignore"):
         for leaf, dtype in enumerate(variable.dtypes):
-            values = [variable.leaves(rank)[leaf] for rank in ranks]
+            values = [value[leaf] for value in by_rank]
             out = np.empty(values[0].shape, dtype)
             REDUCTIONS[op].reduce_into(values, [1] * len(values), out)
             found.append(out)
@@ -344,12 +369,15 @@ def _reduced(session: Any, variable: Variable, op: str) -> list[np.ndarray]:
 
 def all_reduce(session: Any, variable: Variable, op: str) -> None:
     """Reduce the values of all ranks, and give the result to every rank."""
-    variable.unite(_reduced(session, variable, op))
+    check_reduction(session, variable, op)  # type: ignore[arg-type]
+    if not session.device_values.collective(variable, "all_reduce", op):
+        variable.unite(_reduced(variable, op))
 
 
 def reduce(session: Any, variable: Variable, op: str, in_place: bool) -> Any:
     """Reduce the values of all ranks into rank 0's value, or into new arrays for the caller."""
-    found = _reduced(session, variable, op)
+    check_reduction(session, variable, op)  # type: ignore[arg-type]
+    found = _reduced(variable, op)
     if in_place:
         variable.set_rank(0, found)
         return None

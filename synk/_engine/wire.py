@@ -6,6 +6,7 @@ import array
 import contextlib
 import os
 import pickle
+import select
 import socket
 import struct
 from collections.abc import Sequence
@@ -63,6 +64,7 @@ class Link:
     def __init__(self, sock: socket.socket, read_fd: Descriptor, write_fd: Descriptor, token: bytes = b"") -> None:
         self._sock, self.read_fd, self._write_fd = sock, read_fd, write_fd
         self.is_open = True
+        self.ahead = b""
 
     def write(self, message: bytes) -> None:
         """Send an order or a reply."""
@@ -70,10 +72,20 @@ class Link:
 
     def read(self, nbytes: int) -> bytes:
         """Return the next order or reply that is there; nothing if there is none, or the other side is gone."""
+        ahead, self.ahead = self.ahead, b""
         try:
-            return os.read(self.read_fd, nbytes)
+            return ahead or os.read(self.read_fd, nbytes)
         except BlockingIOError:
             return b""
+
+    def peek(self) -> bytes:
+        """Return the next order if it is there, and leave it to :meth:`read`."""
+        if not self.ahead:
+            look = select.poll()
+            look.register(self.read_fd, select.POLLIN)
+            if look.poll(0):
+                self.ahead = os.read(self.read_fd, ORDER_NBYTES)
+        return self.ahead
 
     def send_body(self, number: int, content: Any, segments: Sequence[Segment] = ()) -> int:
         """Send the body of message ``number``, before the message. Return the size of its pickle."""

@@ -79,6 +79,9 @@ class Owed:
 class Workers:
     """All ranks: one operation on them at a time."""
 
+    grace_s = GRACE_S
+    """How long ranks that are interrupted may take to answer."""
+
     def __init__(self, processes: Processes, *, max_restarts: int, counters: dict[str, int]) -> None:
         self._stuck_after_s = stuck_after_s()  # first, for it may be refused
         self.processes = processes
@@ -416,7 +419,7 @@ class Workers:
         sync = next(self.numbers)
         self.on_trouble()
         num_interrupts = 0
-        end = time.monotonic() + GRACE_S
+        end = time.monotonic() + self.grace_s
 
         def on_interrupt() -> None:
             nonlocal end, num_interrupts
@@ -432,7 +435,7 @@ class Workers:
                 order = wire.ORDER.pack(sync, wire.SYNC, worker.committed, self.ended, 0, 0)
                 worker.link.write(order + wire.NO_ROWS)
                 silent[worker.rank] = worker
-            repeat_at = time.monotonic() + GRACE_S / 2
+            repeat_at = time.monotonic() + self.grace_s / 2
             while silent and (left := end - time.monotonic()) > 0:
                 events = self.processes.wait(min(left, max(repeat_at - time.monotonic(), 0.001)), awake=False)
                 replied, ended, is_woken = self.processes.sort(events)

@@ -9,9 +9,9 @@ from typing import Any, cast
 import numpy as np
 
 from synk._wire.control import Down, Phase, Up
-from synk._worker.comm.collectives import Collectives
 from synk._worker.held.plans import LoadedFunction
 from synk.backends import DeviceBackend
+from synk.communicators._collectives import Collectives
 from synk.errors import ReentrancyError
 
 _PHASE, _FUNCTION = int(Up.PHASE), int(Phase.FUNCTION)

@@ -145,7 +145,7 @@ def _notes(content: Any, memory: Iterator[int]) -> list[Event]:
         if kind == "plan":
             notes.append((kind, number, payload.lane))
         elif kind == "variable":
-            _, _, dtypes, _, _, places, _ = payload
+            _, _, dtypes, _, _, _, places, _ = payload
             notes.append((kind, number, (dtypes, [(own[k], at) for k, at, _ in places])))
     return notes
 

@@ -195,7 +195,7 @@ class NodeSession(Session):
     def reduce(self, shares: dict[int, Thing], call: Call) -> None:
         for share in shares.values():
             held = {each.id: each for each in share.needs}  # type: ignore[union-attr]
-            rank = SimpleNamespace(held=held, reach=lambda step: None)
+            rank = SimpleNamespace(held=held, failpoint=lambda step: None)
             RankReduction(rank, share.payload).answer(rank, 0, 0, ())  # type: ignore[attr-defined]
 
     # -- trouble ------------------------------------------------------------------------------------------------------

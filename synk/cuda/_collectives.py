@@ -18,11 +18,11 @@ import numpy as np
 
 from synk._pure.dtypes import dtype_name
 from synk._pure.ops import REDUCTIONS
-from synk._worker.comm.collectives import Collectives
-from synk._worker.comm.user_arrays import UserArrays
 from synk.backends import NcclBackend
+from synk.communicators._collectives import Collectives
 from synk.communicators._schedule import Steps
 from synk.communicators._shm import ShmCommunicator
+from synk.communicators._user_arrays import UserArrays
 from synk.cuda._buffers import Buffer
 from synk.cuda._group import WorkerGroup
 from synk.cuda._nccl import NcclCommunicator

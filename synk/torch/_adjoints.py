@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from synk._worker.comm.comm import comm
+from synk.communicators._comm import comm
 
 
 class Losses:

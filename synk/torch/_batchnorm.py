@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from synk._worker.comm.comm import comm
+from synk.communicators._comm import comm
 from synk.torch._adjoints import all_reduced
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from synk._worker.comm.comm import comm
+from synk.communicators._comm import comm
 from synk.torch import _adjoints
 from synk.torch._adjoints import check_tensor
 

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from synk._wire.cell import cell
-from synk._worker.comm.collectives import Collectives
-from synk._worker.comm.comm import comm
+from synk.communicators._collectives import Collectives
+from synk.communicators._comm import comm
 from synk.torch._adjoints import check_tensor, moved
 
 GRADIENT_TAGS = 1 << 20

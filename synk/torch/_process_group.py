@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from synk._wire.cell import cell
 from synk._wire.control import Phase, Up
-from synk._worker.comm.comm import comm
+from synk.communicators._comm import comm
 from synk.errors import UnsupportedError
 
 _WATCH_INTERVAL_S = 0.05

@@ -18,7 +18,7 @@ import torch
 
 from synk._wire.cell import cell
 from synk._wire.residents import resolve_resident
-from synk._worker.comm.comm import comm
+from synk.communicators._comm import comm
 from synk.torch import _checkpoint as checkpoints
 from synk.torch import _state as states
 from synk.torch._adjoints import losses

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from synk._wire.cell import cell
-from synk._worker.comm.comm import comm
+from synk.communicators._comm import comm
 from synk.torch import _state as states
 
 LOST = -1.0

@@ -17,7 +17,7 @@ from synk import profiler
 from synk._api.current import NotebookCell
 from synk._master.state.profile import Profile
 from synk._pure.words import GONE, KEYWORDS, NAMES, squashed
-from synk._worker.comm.comm import Comm
+from synk.communicators._comm import Comm
 
 Fork = Callable[..., Any]
 

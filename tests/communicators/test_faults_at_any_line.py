@@ -23,7 +23,7 @@ from support.harness import pids
 import synk
 from synk.errors import CollectiveMismatch, WorkerDied
 
-FOLDERS = tuple(str(Path(synk.__file__).parent / folder) for folder in ("communicators", "_worker/comm"))
+FOLDER = str(Path(synk.__file__).parent / "communicators")
 COUNT = 200_000
 Line = tuple[str, int]
 
@@ -74,7 +74,7 @@ def at_lines(visit: Callable[[Line], None]) -> Callable[..., Any]:
     """Return a trace function that calls ``visit`` before each line of the communicators."""
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
-        if not frame.f_code.co_filename.startswith(FOLDERS):
+        if not frame.f_code.co_filename.startswith(FOLDER):
             return None
         if event == "line":
             visit((frame.f_code.co_filename, frame.f_lineno))

@@ -200,7 +200,7 @@ def test_the_next_inputs_arrive_while_the_device_computes(gpu: Any) -> None:
             'extern "C" __global__ void spin(long long n) { long long t = clock64(); while (clock64() - t < n); }',
             "spin",
         )
-        ahead = [lane.executor.inputs._ahead for lane in worker.lanes if lane.executor.inputs._ahead is not None]
+        ahead = [worker.ahead] if worker.ahead is not None else []
         total = x.sum()
         spin((1,), (1,), (cycles.item(),))
         overtaken = -1.0  # no call was waiting

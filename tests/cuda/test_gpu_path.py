@@ -245,6 +245,7 @@ def test_work_that_does_not_end_has_the_calls_limit(gpu: Any) -> None:
             runtime.stall(runtime.current.streams[-1], lambda: False)
         return x.sum()
 
+    large_sum(rt)
     with pytest.raises(synk.errors.CallTimeout):
         rt.function(body, outputs="sum")(np.ones(4), timeout=0.5)
     large_sum(rt)

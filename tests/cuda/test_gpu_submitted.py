@@ -57,7 +57,8 @@ class Gate:
         """Inside a function: once the gate is open return how many inputs were brought before the call began."""
         from synk._wire.cell import cell
 
-        count: int = cell.worker.executor.inputs.num_ahead  # type: ignore[union-attr]
+        worker: Any = cell.worker
+        count: int = worker.num_ahead if hasattr(worker, "num_ahead") else worker.executor.inputs.num_ahead
         deadline = time.monotonic() + self.PATIENCE_S
         while not os.path.exists(self.path) and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -129,6 +130,22 @@ def test_inputs_that_a_function_keeps_for_the_next_call(gpu: Any, gate: Gate) ->
     f = rt.function(keep, outputs="sum")
     results = gate.submit((f, (np.full(10, float(k)),), {}) for k in range(12))
     assert results == [0.0, *(10.0 * k for k in range(11))]
+
+
+def test_inputs_that_are_brought_ahead_after_a_function_kept_some(gpu: Any, gate: Gate) -> None:
+    """What it keeps of its objects stays as it is; the calls behind it read other memory."""
+    rt, kept = gpu.reused(2), []
+    f = reader(rt, gate)
+    keep = rt.function(lambda x, held: kept.append(held["names"]), bcast_inputs="held", outputs=None)
+    names = np.array(["a", "b"])
+    for _ in range(3):
+        results = gate.submit((f, (np.full((10, 4), float(k)), np.float64(1.0)), {}) for k in range(6))
+        assert [got[0] for got, _ in results] == [10.0 * k for k in range(6)]
+        for call in [keep.submit(np.ones(2), {"names": names}) for _ in range(3)]:
+            call.result()
+    assert (
+        rt.function(lambda: [each.tolist() for each in kept], outputs=None, per_rank=True)() == [[["a", "b"]] * 9] * 2
+    )
 
 
 def test_large_outputs_that_a_function_changes_in_place(gpu: Any) -> None:

@@ -22,7 +22,7 @@ BELOW: dict[str, tuple[str, ...]] = {
     "_pure": ("errors",),
     "_wire": ("_pure", "errors", "_version"),
     "backends": ("_wire", "_pure", "errors"),
-    "communicators": ("_wire", "_pure", "errors"),
+    "communicators": ("backends", "_wire", "_pure", "errors"),
     "cuda": ("communicators", "backends", "_wire", "_pure", "errors"),
     "_master": _BELOW_BOTH,
     "_worker": _BELOW_BOTH,
@@ -30,8 +30,8 @@ BELOW: dict[str, tuple[str, ...]] = {
     "_engine": ("_master", "_worker", *_BELOW_BOTH),  # ``rank`` begins the names of a rank's files
     "_api": ("_engine", "cluster", "_master", *_BELOW_BOTH),
     "profiler": ("_api", "_master", "_wire", "_pure", "errors"),
-    "torch": ("_api", "_wire", "_pure", "errors"),
-    "": ("torch", "profiler", "_api", "_master", "_worker", "_wire", "_pure", "errors", "_version"),
+    "torch": ("_api", "communicators", "_wire", "_pure", "errors"),
+    "": ("torch", "profiler", "_api", "communicators", "_master", "_worker", "_wire", "_pure", "errors", "_version"),
     "__main__": ("",),
     "extensions": ("", "_pure", "errors"),
     "check": ("", "torch", "cuda", "_wire", "_pure", "errors", "_version"),
@@ -40,7 +40,7 @@ BELOW: dict[str, tuple[str, ...]] = {
 
 INNER = {
     "_master": ("code processes", "workers entrance", "state", "session", "collectives", "objects", "calls", "flight"),
-    "_worker": ("failpoints held process", "failures comm", "call member", "rank", "loop"),
+    "_worker": ("failpoints held process", "failures", "call member", "rank", "loop"),
 }
 """The folders, and files beside them, of each half, from the ground up; those of one floor do not know each other."""
 
@@ -51,15 +51,7 @@ SEES_ALSO = {
     "synk.cuda._collectives": "_worker",  # on a rank only
     "synk._api.inline": "_worker",  # a rank in the master's process: the one place where both halves meet
     "synk.torch._replicate": "_master",
-    "synk.torch._process_group": "_worker",
-    "synk.torch._rank": "_worker",
-    "synk.torch._reduction": "_worker",
-    "synk.torch._slices": "_worker",
     "synk.torch._passes": "_worker",
-    "synk.torch._adjoints": "_worker",
-    "synk.torch._batchnorm": "_worker",
-    "synk.torch._collectives": "_worker",
-    "synk.torch._point_to_point": "_worker",
     "synk": "extensions",  # by name, when joblib makes its backend
     "synk.extensions.joblib": "_api",
 }
@@ -163,7 +155,7 @@ def test_every_import_follows_the_rule() -> None:
         ("synk._pure.shards", "import synk._master.processes.placement"),
         ("synk._pure.shards", "from synk._wire import memory"),
         ("synk._master.workers.workers", "from synk._master.calls.call import launch"),
-        ("synk._worker.held.pages", "def f():\n    from synk._worker.comm.comm import comm"),
+        ("synk._worker.held.pages", "def f():\n    from synk._worker.call.peers import Peers"),
         ("synk._master.attic", "x = 1"),
         ("synk._master.calls.call", "if TYPE_CHECKING:\n    from synk._worker.rank import Worker"),
         ("synk._master.calls.call", "import importlib\nimportlib.import_module('synk._worker.rank')"),

@@ -35,7 +35,7 @@ NAME = "synk-nursery"
 WORKER_MODULES = (
     "synk._engine.rank_loop",
     "synk._worker.held.pickling",
-    "synk._worker.comm.comm",
+    "synk.communicators._comm",
     "numpy.random",
     "cloudpickle",
 )

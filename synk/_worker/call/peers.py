@@ -12,13 +12,13 @@ import numpy as np
 from synk._pure.cores import num_cores
 from synk._wire.control import Down
 from synk._wire.memory import Fence, Segment
-from synk._worker.comm.collectives import Collectives
-from synk._worker.comm.user_arrays import StagedArrays, UserArrays
 from synk._worker.held.plans import LoadedFunction
 from synk.backends import Backend, NcclBackend
+from synk.communicators._collectives import Collectives
 from synk.communicators._host import HostCommunicator
 from synk.communicators._shm import Aborted, ShmCommunicator
 from synk.communicators._short_path import ShortPath
+from synk.communicators._user_arrays import StagedArrays, UserArrays
 from synk.errors import CollectiveMismatch
 
 if TYPE_CHECKING:

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from synk._pure.dtypes import dtype_name
-from synk._worker.comm.requests import Request
-from synk._worker.comm.user_arrays import UserArrays
 from synk.communicators._checks import check_reduction, named_dtype
 from synk.communicators._host import HostCommunicator
 from synk.communicators._messages import NUMBERS
+from synk.communicators._requests import Request
 from synk.communicators._schedule import Steps
+from synk.communicators._user_arrays import UserArrays
 
 
 class Collectives:

@@ -16,9 +16,9 @@ import numpy as np
 from synk._pure.ops import REDUCE_OPS
 from synk._pure.words import Hinting
 from synk._wire.cell import cell
-from synk._worker.comm.collectives import Collectives
-from synk._worker.comm.requests import Request
+from synk.communicators._collectives import Collectives
 from synk.communicators._meetings import LONGER
+from synk.communicators._requests import Request
 from synk.communicators._schedule import Steps
 from synk.communicators._shm_collectives import NOTHING
 from synk.errors import ReentrancyError

@@ -1,0 +1,124 @@
+"""Values of shared variables that lie on devices, as the program handles them: read, move, restore after a death.
+
+On CPU workers every value lies in shared memory, and this file does nothing. A value that a function has assigned on a
+device is brought to shared memory when it is read. It is lost with its worker. A replica can be restored from the other
+ranks if they all hold the same value; a shard, or a value that differs between ranks, cannot.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from synk._engine.things import Once
+from synk._engine.variables import Variable
+from synk._wire.control import Up
+from synk._wire.messages import DEVICE_DTYPES
+from synk.errors import WorkerDied
+
+_COPIES = (
+    ("to the devices", "h2d", Up.H2D_NBYTES),
+    ("from the devices", "d2h", Up.D2H_NBYTES),
+    ("by pageable memory", "pageable", Up.PAGEABLE_NBYTES),
+)
+
+
+class DeviceValues:
+    """Reads, moves and restores values on devices, for the program."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = weakref.proxy(session)
+        self._num_starts = [1] * session.world_size
+
+    def fetch(self, variable: Variable, ranks: Iterable[int]) -> None:
+        """Copy values from devices to their places in shared memory."""
+        session = self._session
+        ranks = list(ranks)
+        check_not_lost([variable], ranks, f"read variable {variable.name!r}")
+        fetched = [rank for rank in ranks if variable.on_device[rank]]
+        for rank in fetched:
+            variable.reserve(rank, int(variable.fronts[rank]), variable.value_shapes[rank])
+        if fetched:
+            orders = {rank: Once(session, "fetch", variable.number, [variable]) for rank in fetched}
+            session.ask(orders, f"variable {variable.name!r}", "read", session.deadline(None))
+        for rank in fetched:
+            variable.on_device[rank] = False
+
+    def collective(self, variable: Variable, kind: str, op: str = "") -> bool:
+        """Run a collective by NCCL if there are values on devices and it can. Return whether it did.
+
+        ``"broadcast"`` starts from rank 0; ``"all_gather"`` concatenates values of one shape along axis 0.
+        """
+        session = self._session
+        if not any(variable.on_device) or not session.nccl.is_usable():
+            return False
+        if len(set(variable.value_shapes)) > 1 or any(dtype.name not in DEVICE_DTYPES for dtype in variable.dtypes):
+            return False
+        ranks = range(session.world_size)
+        check_not_lost([variable], [0] if kind == "broadcast" else ranks, f"{kind} variable {variable.name!r}")
+        orders = {rank: Once(session, "collective", (variable.number, kind, op), [variable]) for rank in ranks}
+        told = session.ask(orders, f"variable {variable.name!r}", "collective", session.deadline(None))
+        for rank, (which, found) in told.items():
+            variable.note_assigned(rank, which, found)
+        session.commit([(variable, rank, *found) for rank, found in told.items()])
+        return True
+
+    def note_copies(self, call: Any) -> None:
+        """Note in the profile what ranks have copied to their devices and back in a call."""
+        for rank in call.ranks:
+            for argument, kind, word in _COPIES:
+                if nbytes := int(call.lane.up[rank, word]):
+                    call.callee.record.add_moved(argument, kind, 1, nbytes)
+
+    def restore(self) -> None:
+        """Give ranks that have new workers the values of their variables if these can be restored."""
+        session = self._session
+        num_starts = [worker.num_starts for worker in session.by_rank]
+        if num_starts == self._num_starts:
+            return
+        session.settle_all()
+        replaced = [rank for rank, count in enumerate(num_starts) if count != self._num_starts[rank]]
+        for variable in session.variables.living():
+            gone = [rank for rank in replaced if variable.on_device[rank]]
+            if not gone:
+                continue
+            others = [rank for rank in range(session.world_size) if rank not in gone]
+            if not variable.is_sharded and others and self._is_alike(variable, others):
+                variable.set_ranks(dict.fromkeys(gone, variable.leaves(others[0])))
+            else:
+                variable.lost.update(gone)
+            for rank in gone:
+                variable.on_device[rank] = False
+        self._num_starts = num_starts
+
+    def _is_alike(self, variable: Variable, ranks: Sequence[int]) -> bool:
+        """Whether all of ``ranks`` hold the same value, bit for bit."""
+        if variable.lost.intersection(ranks):
+            return False
+        self.fetch(variable, ranks)
+        first, *others = (variable.leaves(rank) for rank in ranks)
+        return all(
+            mine.shape == one.shape and mine.tobytes() == one.tobytes()
+            for other in others
+            for mine, one in zip(first, other)
+        )
+
+
+def check_not_lost(variables: Iterable[Any], ranks: Sequence[int] | range, verb: str) -> None:
+    """Raise if a value that is needed on some ranks was lost with its worker.
+
+    Raises
+    ------
+    WorkerDied
+        With the names of the variables and the ranks.
+    """
+    lost = {each.name: sorted(each.lost.intersection(ranks)) for each in variables if each.lost}
+    named = [f"{name!r} of rank {', '.join(map(str, where))}" for name, where in sorted(lost.items()) if where]
+    if named:
+        raise WorkerDied(
+            f"cannot {verb}: the value of {'; '.join(named)} lay on the device of a worker that died; no other rank "
+            "holds it. Set it again: variable.value = ..., or variable[rank] = ....",
+            ranks=tuple(sorted({rank for where in lost.values() for rank in where})),
+            phase="recover",
+        )
