@@ -25,10 +25,9 @@ from synk._api.current import current, fork
 from synk._api.options import is_integer, name_of
 from synk._api.runtime import Runtime
 from synk._master.flight.tasks import Task, Tasks
-from synk._master.processes.processes import eventfd
 from synk._pure.tracebacks import Results, outline, verb
 from synk._wire.cell import cell, refuse_inside_worker
-from synk._wire.descriptors import Descriptor
+from synk._wire.descriptors import Descriptor, eventfd
 from synk.errors import ClosedError
 
 _LOOK_MS = 50

@@ -13,7 +13,6 @@ from synk._api.first_calls import verified
 from synk._api.function import Function, P
 from synk._api.options import KeptOptions, MapOptions, check_on_restart, entropy_of, is_integer
 from synk._engine.callee import Callee
-from synk._engine.processes import RankProcess
 from synk._engine.profile import Profile
 from synk._engine.session import Session, watch_over
 from synk._engine.variables import Variable
@@ -24,6 +23,7 @@ from synk._master.objects.shared import Shared
 from synk._master.processes.placement import place
 from synk._master.processes.program import check_program
 from synk._master.processes.reports import stacks, where
+from synk._master.processes.worker_process import WorkerProcess
 from synk._pure.environment import check_platform
 from synk._pure.limits import check_timeout
 from synk._pure.show import Text, table
@@ -131,7 +131,7 @@ class Runtime(Hinting):
         if nodes is not None:
             raise ValueError(f"cannot fork: got nodes={nodes!r} and no cluster=, expected both. Pass cluster='here'.")
         placement = place(num_workers, backend, devices)
-        process_type: Any = RankProcess
+        process_type: Any = WorkerProcess
         if num_workers == 0:
             refuse_limit(timeout)
             from synk._engine.inline import InlineProcess  # with a rank's half

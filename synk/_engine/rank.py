@@ -402,10 +402,6 @@ class Rank(Member):
         self.interrupt()
         return True
 
-    @property
-    def is_interruptible(self) -> bool:
-        return bool(self.running) and not self._is_shielded
-
     @contextlib.contextmanager
     def uninterrupted(self) -> Iterator[None]:
         """Hold back an interrupt of the current call while the body runs."""

@@ -16,7 +16,7 @@ import numpy as np
 from synk._engine import wire
 from synk._engine.rank import Rank, open_rank
 from synk._version import __version__
-from synk._wire.channel import Patience
+from synk._wire.patience import Patience
 from synk._wire.control import Up
 from synk._wire.descriptors import Descriptor
 from synk._wire.lifeline import tie_to_master

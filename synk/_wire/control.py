@@ -89,22 +89,3 @@ def control_blocks(buffer: np.ndarray, world_size: int, lane: int) -> tuple[np.n
     """Return the int64 arrays ``(down, up)`` of a lane, each of shape ``(world_size, BLOCK_LENGTH)``."""
     blocks = buffer[: control_nbytes(world_size)].view(np.int64).reshape(NUM_LANES, world_size, 2, BLOCK_LENGTH)
     return blocks[lane, :, 0], blocks[lane, :, 1]
-
-
-def interrupt_word(first: int, last: int) -> int:
-    """Return a word which says that a SIGINT is meant for messages ``first`` to ``last`` (16-bit numbers that wrap)."""
-    return first << 16 | last
-
-
-def is_interrupted(word: int, sequence: int) -> bool:
-    """Whether a SIGINT with this word is meant for message ``sequence``.
-
-    Examples
-    --------
-    >>> [is_interrupted(interrupt_word(65535, 2), sequence) for sequence in (65534, 65535, 1, 3)]
-    [False, True, True, False]
-    """
-    if word < 0:
-        return False
-    first, last = word >> 16, word & 0xFFFF
-    return (sequence - first) & 0xFFFF <= (last - first) & 0xFFFF

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from typing import Any, NamedTuple
-
-import numpy as np
-
-from synk._wire.cell import cell
 
 
 class Items(NamedTuple):
@@ -24,26 +19,6 @@ class Items(NamedTuple):
     pickles: Sequence[bytes]
 
 
-class ItemsDone(NamedTuple):
-    """A rank's answer to an ITEMS message.
-
-    Attributes
-    ----------
-    values : list of bytes
-        One pickle for each item that succeeded, up to the first that failed.
-    failure : Failure or None
-        The exception of that item.
-    failed_item : str
-        A short text that names that item.
-    duration_ns : int
-    """
-
-    values: list[bytes]
-    failure: Any
-    failed_item: str
-    duration_ns: int
-
-
 def call(task: Any) -> Any:
     """Call a task. This is the mapped function if the items are tasks."""
     return task()
@@ -52,20 +27,3 @@ def call(task: Any) -> Any:
 def call_with(fn: Any, items: tuple[Any, ...]) -> Any:
     """Call a function with one item of each mapped iterable."""
     return fn(*items)
-
-
-def array_in_segment(segment_id: int, shape: tuple[int, ...], dtype: np.dtype, is_transposed: bool) -> np.ndarray:
-    """Return a large array of an item, on its rank, as a read-only view of shared memory."""
-    if cell.worker is None:
-        raise pickle.UnpicklingError("cannot load an item of synk.map here: expected a worker of its runtime.")
-    # A function may keep the array. The view keeps the mapping, and the master does not take the memory back from under
-    # it: the kernel frees it with the last mapping.
-    array = cell.worker.held.segments[segment_id].view(0, shape, dtype)
-    array.flags.writeable = False
-    return array.T if is_transposed else array
-
-
-def array_in_pickle(data: bytes, shape: tuple[int, ...], dtype: np.dtype, is_transposed: bool) -> np.ndarray:
-    """Return a large array of an item, read-only as one in shared memory, on a rank of another node."""
-    array = np.frombuffer(data, dtype).reshape(shape)
-    return array.T if is_transposed else array

@@ -21,10 +21,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from synk._engine import wire
-from synk._engine.processes import Processes, RankProcess, Worker
+from synk._engine.processes import Processes, Worker
 from synk._engine.workers import GRACE_S
 from synk._master.processes.placement import HASH_SEED, Placement, num_threads_set
 from synk._master.processes.program import setup_message
+from synk._master.processes.worker_process import WorkerProcess
 from synk._pure.cores import num_cores
 from synk._pure.interrupts import deferred
 from synk._wire.control import Down, Up
@@ -62,7 +63,7 @@ class NodePlacement(Placement):
         return tuple(f"node{node}:cpu:{rank - self.topology.ranks_of(node)[0]}" for node, rank in nodes)
 
 
-class AgentProcess(RankProcess):
+class AgentProcess(WorkerProcess):
     """The agent of a node, as a child of the program. It inherits its ends of the pipes, so no socket listens.
 
     Like a rank it ends when the program ends, in whatever way. Its own ranks end with it, because each of them is tied

@@ -25,11 +25,10 @@ import numpy as np
 
 from synk._engine import wire
 from synk._engine.layout import Layout, News
-from synk._engine.processes import RankProcess
-from synk._master.processes.processes import eventfd
+from synk._master.processes.worker_process import WorkerProcess
 from synk._pure.environment import merged
 from synk._wire.control import Down, Up, control_blocks, control_nbytes
-from synk._wire.descriptors import Descriptor
+from synk._wire.descriptors import Descriptor, eventfd
 from synk._wire.lifeline import tie_to_master
 from synk._wire.logs import send_records
 from synk._wire.memory import Segment, create_fd
@@ -61,7 +60,7 @@ class NodeRank:
 
     def __init__(self, rank: int, start: int) -> None:
         self.rank, self.start = rank, start
-        self.process = RankProcess(rank)
+        self.process = WorkerProcess(rank)
         self.began = time.monotonic()
         self.lanes: dict[int, int] = {}
         self.calls: dict[int, int] = {}

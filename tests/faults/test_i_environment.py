@@ -21,7 +21,7 @@ import pytest
 from support import saboteurs
 from support.harness import PACKAGE_FOLDER, TESTS_FOLDER, assert_right, pids, script
 
-from synk._wire.channel import HEADER, ProtocolError, decode_header, encode_header
+from synk._wire.patience import HEADER, ProtocolError, decode_header, encode_header
 from synk.errors import StartupError, SynkError, WorkerDied
 
 pytestmark = pytest.mark.own_start

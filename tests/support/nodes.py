@@ -11,7 +11,7 @@ import numpy as np
 
 import synk
 from support.harness import assert_right
-from synk._wire.channel import DOORBELL
+from synk._wire.patience import DOORBELL
 
 
 def agents(runtime: Any) -> list[int]:

@@ -11,14 +11,7 @@ from synk._master.code.book import Book
 from synk._master.state.captured import unsendable
 from synk.errors import SynkError
 
-_ON_RESTART = 0
-"""Takes the place of a function's id."""
-
-
 _NUM_MAPPED = 8
-_QUICK_S = 0.001
-_PATIENCE = 20
-"""Many functions that are dropped one by one are forgotten together: each time, all that are left are looked at."""
 
 
 class MappedFunctions:

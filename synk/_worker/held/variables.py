@@ -29,7 +29,6 @@ from synk._wire.variables import (
     flatten_value,
     leaf_offsets,
     resolve_variable,
-    shapes_of,
     split_updates,
     value_as_array,
 )
@@ -182,11 +181,6 @@ class Replica:
     def fetch(self) -> None:
         """Do nothing: the value lies in shared memory already."""
 
-    def flip(self) -> None:
-        """Make the second buffer the value. The master has committed the call that wrote it."""
-        self._front = 1 - self._front
-        self._views = None
-
     def close(self) -> None:
         """Release the shared memory, though functions may still refer to the variable."""
         self._views = None
@@ -291,19 +285,6 @@ class VariableStore:
         self.plan, self.stored = None, (int(self._down[0, Down.CALL]), [replica])
 
     # -- one call -----------------------------------------------------------------------------------------------------
-
-    def resolve(self) -> None:
-        """Settle the last call: its assignments take effect if the master committed it, else they never happened."""
-        call, replicas = self.stored
-        if replicas:
-            # The master has stored the number of the committed call before it rang the doorbell of this message.
-            if int(self._down[self.rank, Down.COMMITTED]) == call:
-                for replica in replicas:
-                    replica.flip()
-            self.stored = (-1, [])
-        self.plan = None
-        if self.assigned or self.given or self._sums:
-            self.abandon()
 
     def begin(self, function: Any, is_sliced: bool, down: np.ndarray, plan: Any = None) -> None:
         """Prepare for a call of ``function``, whose numbers are in ``down``: one of ``plan``, or of no plan.
@@ -412,25 +393,6 @@ class VariableStore:
             replica.assign(unflatten(structure, [accumulator.result() for accumulator in sums]))
         self._sums, self._structures = [], []
         self.from_framework = from_framework
-
-    def assignments(self) -> tuple[tuple[int, Shapes], ...]:
-        """Return what the call has assigned: variables and their new shapes."""
-        return tuple((replica.variable_id, shapes_of(pending)) for replica, pending in self.assigned.items())
-
-    def store_as_before(self, expected: tuple[tuple[int, Shapes], ...]) -> bool:
-        """Write all assignments if they look as ``expected``, an earlier call's ``assignments``. Else return False."""
-        if len(self.assigned) != len(expected):
-            return False
-        for (replica, pending), (variable_id, shapes) in zip(self.assigned.items(), expected):
-            if self._replicas.get(variable_id) is not replica or len(pending) != len(shapes):
-                return False
-            for leaf, shape in zip(pending, shapes):
-                if leaf.shape != shape:
-                    return False
-            if not replica.store(pending):
-                return False
-        self._note_stored()
-        return True
 
     def store(self) -> bool:
         """Write all assignments of the current call into second buffers. Return False if one has no room."""
