@@ -23,7 +23,7 @@ from synk._master.code.modules import is_of_program, is_users_module
 from synk._master.objects.resident import Resident
 from synk._master.processes.output import warn_at_users_line
 from synk._master.state.captured import Changes, Referred, captured_in, check_captured, check_optimizers, referred_in
-from synk._master.state.ledger import Record
+from synk._engine.ledger import Record
 from synk._master.state.repeated import Repeated
 from synk._master.state.resident_value import check_owner as check_owner_of_resident
 from synk._master.state.variable_value import check_owner

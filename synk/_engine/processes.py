@@ -155,7 +155,7 @@ class Processes:
         setup |= {"control_nbytes": self._control.nbytes, "spin_s": self._spin_s, "hash_seed": self._hash_seed}
         environment = {**placement.environment(rank), HASH_SEED: self._hash_seed}
         events: dict[str, int] = {f"event{peer}": fd for peer, fd in enumerate(self.eventfds)}
-        process.start(setup, environment, self._control.fd, b"", events)
+        process.start(setup, environment, self._control.fd, events)
         for fd, kind in process.watched():
             self._watch(fd, kind, worker)
         worker.begin(process)  # last: if the start fails, the rank counts as dead

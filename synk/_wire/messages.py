@@ -38,8 +38,6 @@ MAX_ROOMS_NBYTES = 1 << 20
 """How much of a slot a call's pickles may take together: slots are kept."""
 
 
-
-
 class Input(NamedTuple):
     """The place of one argument of a call, as a worker finds it.
 
@@ -71,8 +69,6 @@ class Input(NamedTuple):
     dtype: Any = None
     tensor_dtype: str = ""
     file: Any = None
-
-
 
 
 class Leaf(NamedTuple):
@@ -129,8 +125,6 @@ class Layout(NamedTuple):
     assigned: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()
 
 
-
-
 class ParcelOrder(NamedTuple):
     """A parcel to load; see ``synk._master.code.book``.
 
@@ -165,8 +159,6 @@ class LoadOrder(NamedTuple):
     prepare: int | None = None
 
 
-
-
 class Failure(NamedTuple):
     """An exception of one rank in a form that can travel.
 
@@ -188,7 +180,3 @@ class Failure(NamedTuple):
     pickled: bytes | None
     unfit: str = ""
     is_collateral: bool = False
-
-
-
-

@@ -12,18 +12,10 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-TOKEN_NBYTES = 32
-
 
 _LATE_NS = 1_000_000
 _MIN_PENALTY, _MAX_PENALTY = 32, 4096
 _MAX_WINDOW_S = 3600.0
-
-
-
-
-
-
 
 
 class Polled(Protocol):
@@ -113,9 +105,3 @@ class Patience:
         events = poll.poll(timeout_ms)
         self._was_short = time.monotonic_ns() - began < self._window_ns
         return events
-
-
-
-
-
-

@@ -24,14 +24,6 @@ class Declaration(NamedTuple):
     ----------
     skeleton : bytes
         The pickled nesting of the value, with the position of each leaf in its place.
-    segment_ids : tuple (int, int)
-        The rank's two buffers; 0 stands for one that does not exist yet.
-    shapes : tuple (Shapes, Shapes)
-        The shapes of the leaves in either buffer.
-    front : int
-        Which buffer holds the value.
-    content : int
-        A counter that the master raises when it writes this rank's value: copies on a device are then out of date.
     """
 
     variable_id: int
@@ -39,10 +31,6 @@ class Declaration(NamedTuple):
     skeleton: bytes
     dtypes: tuple[Any, ...]
     is_sharded: bool
-    segment_ids: tuple[int, int]
-    shapes: tuple[Shapes, Shapes]
-    front: int
-    content: int = 0
 
 
 def shapes_of(leaves: Sequence[Any]) -> Shapes:

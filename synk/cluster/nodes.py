@@ -165,7 +165,7 @@ class RankOfNode:
         self.link = RankLink(node, self)
         self._lines: list[str] = []
 
-    def start(self, setup: dict[str, Any], environment: Any, control_fd: int, token: bytes, extra_fds: Any) -> None:
+    def start(self, setup: dict[str, Any], environment: Any, control_fd: int, extra_fds: Any) -> None:
         self.started = time.monotonic()
         self.node.start(self, setup)
 
@@ -273,7 +273,7 @@ class Node:
         environment = dict(os.environ)
         environment |= num_threads_set(environment, max(num_cores() // placement.total_ranks, 1))
         environment[HASH_SEED] = processes.hash_seed
-        self.process.start(setup, environment, processes.control_fd, b"", {})
+        self.process.start(setup, environment, processes.control_fd, {})
         self.post = Post(self.process.link)
         self.is_dead = False
         processes.watch_node(self)

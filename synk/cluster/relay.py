@@ -242,7 +242,7 @@ class Agent:
             own |= {"own_path": here, "import_path": here, "sys_path": merged(setup["sys_path"], here)}
         events: dict[str, int] = {f"event{rank}": fd for rank, fd in self._eventfds.items()}
         try:
-            each.process.start(setup | own, dict(os.environ), self._control.fd, b"", events)
+            each.process.start(setup | own, dict(os.environ), self._control.fd, events)
         except StartupError as error:
             self._tell("ended", each, str(error), self._blocks[0][1][rank].copy(), [])
             return

@@ -13,8 +13,6 @@ from synk.errors import WorkerDied
 _COMMUNICATION = (os.path.join("synk", "_worker", "comm", ""), os.path.join("synk", "communicators", ""))
 """Folders that appear in the stack of a rank that waits for another one."""
 
-_STACKS = re.compile(r"^rank (\d+) \(pid \d+, .*\): \w+((?:\n    .*)+)", re.MULTILINE)
-
 
 def where(processes: Any) -> str:
     """Return what each rank is doing: phase, Python stacks. Any thread may call it at any time."""
@@ -38,17 +36,6 @@ def stacks(processes: Any) -> dict[int, str]:
     """Return the Python stacks of all ranks whose workers are running. Any thread may call it at any time."""
     workers = [worker for worker in processes.by_rank if worker.is_ready and not worker.is_dead]
     return {worker.rank: worker.process.stacks().strip() for worker in workers}
-
-
-def stacks_in(text: str) -> dict[int, str]:
-    """Return the Python stacks in a text of :func:`where`, by rank.
-
-    Examples
-    --------
-    >>> stacks_in("rank 2 (pid 7, cpu:0): idle\\n    a\\n      b\\nrank 3: ended with SIGKILL")
-    {2: 'a\\n  b'}
-    """
-    return {int(rank): lines.replace("\n    ", "\n").strip() for rank, lines in _STACKS.findall(text)}
 
 
 def at_work(processes: Any, ranks: Iterable[int]) -> str:

@@ -72,7 +72,6 @@ class WorkerProcess:
         setup: dict[str, Any],
         environment: dict[str, str],
         control_fd: int,
-        token: bytes,
         extra_fds: dict[str, int],
     ) -> None:
         """Start the process.
@@ -84,7 +83,6 @@ class WorkerProcess:
         environment : dict
         control_fd : int
             Descriptor of the control segment.
-        token : bytes
         extra_fds : dict of str to int
             More descriptors for the worker, by their names in the first message.
 
@@ -95,8 +93,8 @@ class WorkerProcess:
         try:
             # ``theirs`` goes when this method returns, and with it the worker's ends of the pipes in this process. From
             # then on the kernel closes the pipes when the worker dies.
-            theirs = self._open(token)
-            self._spawn(theirs, setup, environment, control_fd, token, extra_fds)
+            theirs = self._open()
+            self._spawn(theirs, setup, environment, control_fd, extra_fds)
         except BaseException as error:
             theirs = {}
             traceback.clear_frames(error.__traceback__)  # the frames hold descriptors
@@ -109,7 +107,7 @@ class WorkerProcess:
                 raise StartupError(startup_text(self._title, error)) from error
             raise
 
-    def _open(self, token: bytes) -> dict[str, int]:
+    def _open(self) -> dict[str, int]:
         """Open the connection. Return the worker's ends by name."""
         # The program keeps the worker's end of the down pipe open: an order for a dead worker must not raise SIGPIPE.
         self._worker_down, down_write = pipe()
@@ -154,13 +152,12 @@ class WorkerProcess:
         setup: dict[str, Any],
         environment: dict[str, str],
         control_fd: int,
-        token: bytes,
         extra_fds: dict[str, int],
     ) -> None:
         fds = {"control": control_fd, **extra_fds, **theirs}
         stdout, stderr = fds.pop("stdout"), fds.pop("stderr")
         numbers = {name: int(fd) for name, fd in fds.items()}
-        message = write_setup({**setup, "module": self._module, "fds": numbers, "token": token.hex()})
+        message = write_setup({**setup, "module": self._module, "fds": numbers})
         self.started = time.monotonic()
         _running.add(self)  # before the process exists, so that there is no moment in which nobody holds it
         self._popen = self._launch(message, [message, *numbers.values()], stdout, stderr, environment)

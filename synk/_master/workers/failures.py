@@ -75,5 +75,3 @@ def _remote(failure: Failure, text: str) -> RemoteError:
         type_name=failure.type_name,
         traceback_text=failure.traceback_text,
     )
-
-
