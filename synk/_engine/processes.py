@@ -16,10 +16,10 @@ from synk._master.processes.program import ARMED, setup_message, startup_text
 from synk._pure.environment import spin_s
 from synk._pure.interrupts import LOOK_S, deferred, waiting
 from synk._pure.limits import poll_ms
-from synk._wire.patience import Patience
 from synk._wire.control import Down, control_blocks, control_nbytes
 from synk._wire.descriptors import NONE, Descriptor, eventfd
 from synk._wire.memory import Segment
+from synk._wire.patience import Patience
 from synk.errors import StartupError
 
 _LOOK_MS = int(1000 * LOOK_S)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from synk._engine import wire
-from synk._engine.rank_call import CallInputs, RankPlan, RankQuestion
+from synk._engine.rank_call import RankPlan, RankQuestion
 from synk._engine.rank_lane import RankLane
 from synk._engine.rank_outputs import RankReduction
 from synk._engine.rank_residents import Changes, RankResidents
@@ -114,8 +114,6 @@ class Rank(Member):
         self.mapped: LoadedFunction | None = None
         self.process_group: Any = None
         self.seed: Sequence[int] = (0,)
-        for lane in self.lanes:
-            lane.executor.inputs = CallInputs(self)
         self.is_copy = False
         self.num_messages = self.num_collectives = 0
         self._num_deferred = 0

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-
 _LATE_NS = 1_000_000
 _MIN_PENALTY, _MAX_PENALTY = 32, 4096
 _MAX_WINDOW_S = 3600.0
