@@ -13,8 +13,9 @@ descriptor comes with the packet. So nobody ever blocks in a write.
 this rank, the last that ended, how many object parts lie in place, whether there is a body, and the rows: low, high,
 start, step, and start and step in the rank's own shard. Plan 0 is SYNC (answer, and tell anew what you have told), -1
 LOAD (take the news and answer), -2 CLOSE. A reply has the number, a status and the time in the user's function. DONE:
-the outputs lie in known slots. TOLD: a body says what is new about them, brings objects, or memory that the rank has
-made. FAILED: an exception. UNREAD: the news could not be taken in. INTERRUPTED.
+the outputs lie in known slots. PLACED: large ones lie in the result; the order named their destination there, in place
+of the plan. TOLD: a body says what is new about outputs, brings objects, or memory that the rank has made. FAILED: an
+exception. UNREAD: the news could not be taken in. INTERRUPTED.
 
 **Things.** All that a rank can know has a number (memory, plan, variable, resident object, question), and says what
 must be known before it. ``Worker.known`` is one set of numbers. ``Workers.send`` brings with an order what the rank
@@ -83,7 +84,7 @@ rung, ``note_written`` says which places of variables the program has changed, a
 replies, to where it would lie on one machine. ``Engine.reduce`` takes the steps of the ranks in the program, in their
 order. So the bits of a result are those of one machine.
 
-**Not there yet**: maps, tasks and the executor; profile, trace and ledger; failpoints; a second message
-for large outputs. ``tests/engine/passing.txt`` lists the files of the suite that pass on it (``make next``). The list
-only grows, and the engines are switched when all of it is there.
+**Not there yet**: maps, tasks and the executor; profile, trace and ledger; failpoints.
+``tests/engine/passing.txt`` lists the files of the suite that pass on it (``make next``). The list only grows, and the
+engines are switched when all of it is there.
 """

@@ -26,7 +26,7 @@ from synk._engine.plan import Plan, pickled
 from synk._engine.rank_residents import COUNTED
 from synk._engine.residents import Residents, note_outcome
 from synk._engine.rows import Division
-from synk._engine.things import Thing
+from synk._engine.things import Once, Thing
 from synk._engine.variables import Variables
 from synk._engine.workers import Owed, Workers
 from synk._master.workers.failures import rebuild
@@ -73,6 +73,8 @@ class Call(Owed):
         self.started_ns, self.sent_ns, self.heard_ns = started_ns, 0, 0
         self._news: dict[int, list[Any]] = {}
         self._root: np.ndarray | None = None
+        self._lease: Any = None
+        self._destination: Any = None
         self._brings = False
         self.has_ended = False
         self.value: Any = None
@@ -89,6 +91,10 @@ class Call(Owed):
         engine.counters["bytes_staged"] += self.nbytes
         self._varying = plan.varying(self._values, objects) if objects or plan.table_rooms else ()
         self._values, self._objects = (), None
+        target, things, numbers = plan.number, [plan], plan.known_by_all
+        if plan.outputs is not None and self._lease_result(plan.outputs):
+            target, things = self._destination.number, [plan, self._destination]
+            numbers = numbers | self._destination.known
         number = self.number = next(engine.numbers)
         lane.show(division, number)
         if engine.has_devices:
@@ -100,11 +106,25 @@ class Call(Owed):
         self._brings = bool(engine.functions.unsettled)
         engine.carry(self)
         for rank in division.ranks:
-            engine.send(self, rank, plan.number, len(objects), division.packed[rank], plan, plan.known_by_all)
+            engine.send(self, rank, target, len(objects), division.packed[rank], things, numbers)
         engine.processes.flush()
         engine.is_sure = True
         if engine.tracer is not None:
             self.sent_ns = time.monotonic_ns()
+
+    def _lease_result(self, outputs: Outputs) -> bool:
+        """See that ranks whose large outputs look like the last ones write them into the result. False if they cannot.
+
+        They cannot if outputs are reduced, or other ranks run the call, or with other rows.
+        """
+        engine, division = self._engine, self.division
+        if not outputs.can_be_placed or outputs.rows != division.rows or not outputs.fits(division.ranks):
+            return False
+        if not engine.has_shared_memory or engine.has_devices:
+            return False
+        self._lease = engine.memory.lease_result(outputs.result_nbytes)
+        self._destination = outputs.destination(engine, self.plan.number, self._lease.segment)
+        return True
 
     # -- settle -------------------------------------------------------------------------------------------------------
 
@@ -154,7 +174,7 @@ class Call(Owed):
     def _must_wait(self) -> bool:
         """Whether outputs may be reduced by another message, and ranks have calls before them that would delay it."""
         outputs = self.plan.outputs
-        if outputs is not None and not outputs.result_nbytes:
+        if outputs is not None and (not outputs.result_nbytes or len(self._placed()) == len(self.ranks)):
             return False
         self._engine.listen()
         return any(each.pending for each in self._engine.flight.values())
@@ -208,19 +228,32 @@ class Call(Owed):
             callee, ranks = self.callee, list(self.ranks)
             layouts = [plan.layouts[rank] for rank in ranks]
             outputs = Outputs(callee.name, callee.ops, plan.subset, ranks, layouts, self.lane, engine.world_size)
-            plan.outputs = outputs
+            outputs.rows, plan.outputs = self.division.rows, outputs
         if self.division.unequal and outputs.has_weights:
             raise ValueError(self.division.unequal)
 
     def reduce(self) -> None:
-        """Have the ranks put large outputs in place, each its share."""
-        engine, outputs = self._engine, self.plan.outputs
+        """Have the ranks put large outputs in place, each its share, unless they have written them there."""
+        engine, outputs, placed = self._engine, self.plan.outputs, self._placed()
+        if len(placed) == len(self.ranks):
+            self._root = self._lease.deliver()
+            return
+        if placed:  # the others have returned something else than the last time
+            back = {rank: Once(engine, "back", self._destination.number) for rank in placed}
+            engine.ask(back, self.what, "reduce", self.deadline)
+        self._lease = None
         if outputs.result_nbytes:
             lease = engine.memory.lease_result(outputs.result_nbytes)
             shares = outputs.reductions(engine, lease.segment, self.division.rows)
             if shares:
                 engine.reduce(shares, self)
             self._root = lease.deliver()
+
+    def _placed(self) -> list[int]:
+        """Return the ranks that have written their large outputs into the result."""
+        if self._lease is None:
+            return []
+        return [rank for rank, (status, _, _) in self.replies.items() if status == wire.PLACED]
 
     def build(self) -> None:
         """Put the result together. Nothing of it lies in memory that a later call writes."""
@@ -282,6 +315,7 @@ class Call(Owed):
     def _drop(self) -> None:
         """Let go of all but the outcome, which may be kept for long."""
         self._news, self.replies, self._root, self._values = {}, {}, None, ()
+        self._lease = self._destination = None
         if self.future is not None:
             future = self.future()
             if future is not None:
@@ -306,6 +340,7 @@ class Engine(Workers):
     """The workers, the lanes, and what they share: one operation at a time."""
 
     memory: Any
+    has_shared_memory: bool
     joint_type = Joint
     nccl: Any
     device_values: Any
@@ -456,7 +491,7 @@ class Engine(Workers):
         for rank, thing in things.items():
             numbers = () if thing is None else thing.numbers()
             plan = wire.LOAD if thing is None or thing.kind == "resident" else thing.number
-            self.send(question, rank, plan, 0, rows, thing, numbers)
+            self.send(question, rank, plan, 0, rows, () if thing is None else (thing,), numbers)
         self.wait(question)
         for rank, (status, _, _) in question.replies.items():
             if status == wire.UNREAD:

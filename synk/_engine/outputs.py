@@ -36,6 +36,8 @@ class Outputs(Combining):
         What each voter has assigned to variables.
     nbytes : int
         Of all voters together.
+    rows : list of int
+        How many rows each voter had.
     """
 
     def __init__(
@@ -57,6 +59,9 @@ class Outputs(Combining):
         self.nbytes = sum(leaf.nbytes for layout in layouts for leaf in layout.leaves)
         self._shares: dict[int, list[Share]] = {rank: [] for rank in voters}
         self._told: dict[Any, dict[int, Thing]] = {}
+        self.rows: Sequence[int] = ()
+        self._whole: dict[int, list[tuple[int, int]]] = {rank: [] for rank in voters}
+        self._destinations: dict[int, Destination] = {}
         self._lay_out([self._own_views(layout, slot) for layout, slot in zip(layouts, self.slots)])
 
     def fits(self, voters: Sequence[int]) -> bool:
@@ -97,13 +102,13 @@ class Outputs(Combining):
             offset = self._reserve(leaf, -1, sum(item.nbytes for item in items))
             for voter, item in enumerate(items):
                 if item.nbytes >= LARGE_NBYTES:
-                    self._share(voter, self._copied(voter, leaf, item.nbytes, offset))
+                    self._copy(voter, leaf, item.nbytes, offset)
                 offset += item.nbytes
         else:
             for voter, item in enumerate(items):
                 if item.nbytes >= LARGE_NBYTES and (voter == 0 or not op.is_of_rank_0):
                     offset = self._reserve(leaf, voter, item.nbytes)
-                    self._share(voter, self._copied(voter, leaf, item.nbytes, offset))
+                    self._copy(voter, leaf, item.nbytes, offset)
 
     def _source(self, voter: int, leaf: int, at: int = 0) -> tuple[int, int]:
         slot, position = self.slots[voter], self._positions[voter][leaf]
@@ -113,8 +118,9 @@ class Outputs(Combining):
         assert slot is not None
         return slot.id, place + at
 
-    def _copied(self, voter: int, leaf: int, nbytes: int, at: int) -> Share:
-        return Share("", np.dtype(np.uint8), nbytes, [self._source(voter, leaf)], at, [])
+    def _copy(self, voter: int, leaf: int, nbytes: int, at: int) -> None:
+        self._share(voter, Share("", np.dtype(np.uint8), nbytes, [self._source(voter, leaf)], at, []))
+        self._whole[self.voters[voter]].append((self._positions[voter][leaf], at))
 
     def _share(self, voter: int, share: Share) -> None:
         self._shares[self.voters[voter]].append(share)
@@ -132,6 +138,39 @@ class Outputs(Combining):
                 if shares
             }
         return self._told[key]
+
+    @property
+    def can_be_placed(self) -> bool:
+        """Whether there are large outputs, and each is copied whole to its place in the result."""
+        return bool(self.result_nbytes) and all(not share.op for shares in self._shares.values() for share in shares)
+
+    def destination(self, engine: Any, plan: int, result: Segment) -> Destination:
+        """Return what tells ranks to write large outputs into the result in this memory."""
+        if result.id not in self._destinations:
+            while len(self._destinations) >= _MAX_SHARES:
+                self._destinations.pop(next(iter(self._destinations)))
+            self._destinations[result.id] = Destination(engine, plan, result, self._whole)
+        return self._destinations[result.id]
+
+
+class Destination(Thing):
+    """Where the large outputs of a plan's calls go at once. An order names it in place of the plan.
+
+    Attributes
+    ----------
+    known : frozenset of int
+        The numbers that a rank must know besides those of the plan.
+    """
+
+    kind = "destination"
+
+    def __init__(self, registry: Any, plan: int, result: Segment, places: dict[int, list[tuple[int, int]]]) -> None:
+        super().__init__(registry, [result])
+        self._plan, self._result, self._places = plan, result.id, places
+        self.known = frozenset(self.numbers())
+
+    def told(self, rank: int) -> tuple[Any, Sequence[Segment]]:
+        return (self._plan, self._result, self._places[rank]), ()
 
 
 class _Reduction(Once):

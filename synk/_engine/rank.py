@@ -17,7 +17,7 @@ import numpy as np
 from synk._engine import wire
 from synk._engine.rank_call import RankPlan, RankQuestion
 from synk._engine.rank_lane import RankLane
-from synk._engine.rank_outputs import RankReduction
+from synk._engine.rank_outputs import RankDestination, RankReduction
 from synk._engine.rank_residents import Changes, RankResidents
 from synk._engine.rank_variables import Replica, VariableStore
 from synk._pure.environment import merged
@@ -43,6 +43,15 @@ _IDLE, _FUNCTION, _PUBLISHING, _LOADING = (
     int(each) for each in (Phase.IDLE, Phase.FUNCTION, Phase.PUBLISHING, Phase.LOADING)
 )
 _BEFORE_PARCELS = ("memory", "variable", "resident")
+
+_QUESTIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "dump": lambda rank, asked: rank.dumped(*asked),
+    "wires": lambda rank, wires: rank.peers.wire(wires),
+    "outcomes": lambda rank, number: rank.changes.outcomes(number),
+    "prepare": lambda rank, function: rank.prepare(rank.functions[function]),
+    "back": lambda rank, destination: rank.held[destination].bring_back(rank),
+}
+"""What answers each kind of question, from what it brings."""
 
 Answer = tuple[int, Any, Sequence[Segment]]
 """The status of a reply, its body, and the memory that goes with it."""
@@ -175,7 +184,7 @@ class Rank(Member):
 
     def _leave(self, held: Any, plan: int) -> None:
         """Let no other rank wait for this one, and see what the function has kept of its inputs."""
-        if isinstance(held, RankPlan):
+        if isinstance(held, (RankPlan, RankDestination)):
             self.peers.leave_call(self.lane)
             self.waited_ns = self.lane.waited_ns
         self.own_up[_PHASE] = _IDLE
@@ -282,23 +291,13 @@ class Rank(Member):
             self.held[number] = self.plan_type(self, payload)
         elif kind == "reduction":
             self.held[number] = self.reduction_type(self, payload)
+        elif kind == "destination":
+            self.held[number] = RankDestination(self, payload)
         elif kind == "lane":
             self.peers.connect(self.lanes[payload[0]], self.held[payload[1]])
-        elif kind == "dump":
-            resident, is_whole = payload
-            self.held[number] = RankQuestion(
-                lambda rank: (
-                    dumps(rank.residents.get(resident).value) if is_whole else rank.residents.get(resident).state()
-                )
-            )
-        elif kind == "wires":
-            self.held[number] = RankQuestion(lambda rank: rank.peers.wire(payload))
-        elif kind == "outcomes":
-            self.held[number] = RankQuestion(lambda rank: rank.changes.outcomes(payload))
-        elif kind == "prepare":
-            self.held[number] = RankQuestion(lambda rank: rank.prepare(rank.functions[payload]))
         else:
-            raise AssertionError(kind)
+            ask = _QUESTIONS[kind]
+            self.held[number] = RankQuestion(lambda rank: ask(rank, payload))
 
     def _map(self, number: int, described: tuple[int, bool, bool, bool, int, int], fds: list[int]) -> None:
         nbytes, is_writable, is_staging, is_arena, arena, offset = described
@@ -345,6 +344,11 @@ class Rank(Member):
         if not segment.is_private:
             return segment.buffer[offset : offset + nbytes].copy()
         return own_bytes(segment.buffer[offset : offset + nbytes])
+
+    def dumped(self, resident: int, is_whole: bool) -> bytes:
+        """Return the pickled state of a resident object, or the whole object."""
+        found = self.residents.get(resident)
+        return dumps(found.value) if is_whole else found.state()
 
     def prepare(self, function: LoadedFunction) -> None:
         """Run ``on_restart``, which the replacement of a rank that died runs before its first call."""

@@ -25,7 +25,13 @@ Published = tuple[int, Any, list[Segment], Callable[[], None] | None]
 
 
 class RankOutputs:
-    """The outputs of the calls of one plan on one rank."""
+    """The outputs of the calls of one plan on one rank.
+
+    Attributes
+    ----------
+    destination : RankDestination or None
+        Where the large outputs of the current call go.
+    """
 
     def __init__(self, function: LoadedFunction, lane: int, subset: tuple[Any, ...] | None) -> None:
         self._function, self._lane, self._subset = function, lane, subset
@@ -40,14 +46,21 @@ class RankOutputs:
         self._wanted: set[int] | None = None
         self._views: list[Any] = []
         self._slots: OutputSlots | None = None
+        self.destination: RankDestination | None = None
         self._kept: frozenset[int] = frozenset()  # the outputs that this rank keeps until they are asked for
 
     def publish(self, rank: Any, result: Any) -> Published:
-        """Put the outputs into the slot. Return the reply: nothing new if they look like the last ones."""
-        slots = self._slots
+        """Put the outputs into the slot, or large ones where they are to go.
+
+        Return the reply: nothing new if they look like the last ones.
+        """
+        slots, destination = self._slots, self.destination
         is_told = slots is not None and self._memory is rank.told_slots.get(self._lane) and self._told is self._layout
-        if is_told and not rank.variables.assigned and slots.fill(result):  # type: ignore[union-attr]
-            return wire.DONE, None, [], None
+        if is_told and not rank.variables.assigned:
+            if destination is None and slots.fill(result):  # type: ignore[union-attr]
+                return wire.DONE, None, [], None
+            if destination is not None and destination.slots_of(self).fill(result):
+                return wire.PLACED, None, [], None
         return self._publish(rank, result)
 
     def _publish(self, rank: Any, result: Any) -> Published:
@@ -149,6 +162,47 @@ class RankOutputs:
                 return None
         old = _OldLayout(self._skeleton, layout.leaves)
         return OutputSlots(result, values, old, self._views, self._structure, function)
+
+
+class RankDestination:
+    """Where the large outputs of a plan's calls go: into the result, and not into the slot."""
+
+    is_once = False
+
+    def __init__(self, rank: Any, payload: tuple[int, int, list[tuple[int, int]]]) -> None:
+        self._plan, result, self._places = payload
+        self._memory: Segment = rank.held[result]
+        self._of: OutputSlots | None = None
+        self._moved: Any = None
+
+    def slots_of(self, outputs: RankOutputs) -> OutputSlots:
+        """Return the places for outputs like the last ones of a plan."""
+        if self._of is not outputs._slots:
+            assert outputs._slots is not None and outputs._layout is not None
+            leaves, views = outputs._layout.leaves, outputs._views
+            self._moved = outputs._slots.moved(
+                {id(views[k]): leaves[k].view(self._memory, at) for k, at in self._places}
+            )
+            self._of = outputs._slots
+        return self._moved
+
+    def bring_back(self, rank: Any) -> None:
+        """Copy the outputs of the last call into the slot, as other ranks have theirs there."""
+        outputs = rank.held[self._plan].outputs
+        for k, at in self._places:
+            outputs._views[k][...] = outputs._layout.leaves[k].view(self._memory, at)
+
+    def answer(self, rank: Any, number: int, in_place: int, numbers: tuple[int, ...]) -> Published:
+        plan = rank.held[self._plan]
+        plan.outputs.destination = self
+        try:
+            published: Published = plan.answer(rank, number, in_place, numbers)
+        finally:
+            plan.outputs.destination = None
+        return published
+
+    def leave(self, rank: Any) -> None:
+        rank.held[self._plan].leave(rank)
 
 
 class RankReduction:

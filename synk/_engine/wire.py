@@ -34,7 +34,7 @@ the reply was sent, and how long the function waited for other ranks"""
 
 NO_TIMES = (0, 0, 0, 0, 0)
 
-DONE, TOLD, FAILED, UNREAD, INTERRUPTED, READY = range(6)
+DONE, PLACED, TOLD, FAILED, UNREAD, INTERRUPTED, READY = range(7)
 WITH_BODY = frozenset((TOLD, FAILED, UNREAD, READY))
 
 SYNC, LOAD, CLOSE = 0, -1, -2

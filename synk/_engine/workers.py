@@ -168,9 +168,16 @@ class Workers:
     # -- sending ------------------------------------------------------------------------------------------------------
 
     def send(
-        self, owed: Owed, rank: int, plan: int, in_place: int, rows: bytes, thing: Thing | None, numbers: Iterable[int]
+        self,
+        owed: Owed,
+        rank: int,
+        plan: int,
+        in_place: int,
+        rows: bytes,
+        things: Sequence[Thing],
+        numbers: Iterable[int],
     ) -> None:
-        """Send an order to a rank, and with it whatever the rank lacks. ``thing`` is told with all that it needs."""
+        """Send an order to a rank, and with it whatever the rank lacks. ``things`` are told with all they need."""
         worker = self.by_rank[rank]
         if worker.is_dead:  # the wait for its reply finds that
             return
@@ -185,7 +192,7 @@ class Workers:
             order = wire.ORDER.pack(owed.number, plan, worker.committed, self.ended, in_place, 0)
             worker.link.write(order + rows)
             return
-        content, segments, told = self._news(worker, thing)
+        content, segments, told = self._news(worker, things)
         owed.news[rank] = told, {parcel[0] for parcel in content[1]}, content[0]
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the wait finds the death
             self.counters["bytes_down"] += worker.link.send_body(owed.number, content, segments)
@@ -196,7 +203,7 @@ class Workers:
         worker.forgets = []
         worker.parcels_state, worker.settings_state = self.parcels.state, self.settings_state
 
-    def _news(self, worker: Worker, thing: Thing | None) -> tuple[Any, list[Segment], set[int]]:
+    def _news(self, worker: Worker, things: Sequence[Thing]) -> tuple[Any, list[Segment], set[int]]:
         """Return what a rank lacks, in an order in which each thing finds what it needs."""
         items: list[tuple[str, int, Any]] = []
         segments: list[Segment] = []
@@ -227,8 +234,8 @@ class Workers:
         lacking, of_parcels, referred = self.parcels.lacking(worker)
         for each in (*of_parcels, *referred):
             tell(each)
-        if thing is not None:
-            tell(thing)
+        for each in things:
+            tell(each)
         settings = None
         if worker.settings_state != self.settings_state and self.settings_values is not None:
             settings = dumps(dict(zip(self.settings.names, self.settings_values)))

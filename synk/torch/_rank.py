@@ -89,7 +89,7 @@ class RankReplica(SeenFromOutside):
             # An interrupt may have broken off the exit of a no_grad() in an earlier call, and left grad mode off.
             torch.set_grad_enabled(cell.worker.settings.told("grad mode", torch.is_grad_enabled()))
             self._reduction.begin()
-            losses.weight = cell.worker.num_rows
+            losses.weight = comm.rows
             result = fn(*self.objects, *args, **kwargs)
         finally:
             losses.weight = None

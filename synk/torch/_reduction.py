@@ -142,12 +142,8 @@ class GradientSum:
         # What an earlier call kept back is reduced now, too. A sum among it stays the same: the shares sum to 1.
         kept_back = [] if self.share is None else self._parameters
         self._fired = {index for index, each in enumerate(kept_back) if each.grad is not None}
-        worker = cell.worker
-        rows = worker.lane.rows()
-        total, self._num_ranks = sum(rows.values()), len(rows)
-        if worker.has_other_nodes:  # the lane knows only the ranks of this node
-            total, self._num_ranks = worker.total_rows, len(worker.ranks)
-        self._call_share = rows[worker.rank] / total if total else 1.0 / self._num_ranks
+        self._num_ranks = comm.world_size
+        self._call_share = comm.rows / comm.total_rows if comm.total_rows else 1 / self._num_ranks
         self._is_overlapping = self._num_ranks > 1 and self._options.is_overlapping()
         if self._is_overlapping:
             self._make_buckets()

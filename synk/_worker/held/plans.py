@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -84,6 +85,12 @@ class OutputSlots:
             (type(value), _conversion(value, leaf, function), view.dtype, view.shape, view)
             for value, leaf, view in zip(values, leaves, views)
         ]
+
+    def moved(self, views: dict[int, np.ndarray]) -> OutputSlots:
+        """Return slots for the same outputs, of which some lie elsewhere: by the ``id()`` of the slot's view."""
+        other = copy.copy(self)
+        other._slots = [(*slot[:-1], views.get(id(slot[-1]), slot[-1])) for slot in self._slots]
+        return other
 
     def fill(self, result: Any) -> bool:
         """Write ``result`` into the slots. Return False if its form differs.
