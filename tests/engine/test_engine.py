@@ -1,7 +1,4 @@
-"""Promises of a call, on the engine that is chosen by ``SYNK_ENGINE=next``: what was once wrong in it, and storms.
-
-``test_next.py`` runs this file in a process of its own. Values are compared with NumPy and plain Python.
-"""
+"""Promises of a call: what was once wrong in the engine, and storms. Compared with NumPy and plain Python."""
 
 from __future__ import annotations
 
