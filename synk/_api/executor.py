@@ -1,7 +1,7 @@
 """``Executor``: the workers as a process pool, for programs that expect one from the standard library.
 
 Code that waits for a standard future waits in the future's own lock, so a thread sends the tasks and takes in their
-results. It holds the session's lock only while it does so: other operations run in between, and settle the tasks in
+results. It holds the session's lock only while it does so: other operations run in between, and wait for the tasks in
 flight first.
 """
 
@@ -11,24 +11,30 @@ import atexit
 import concurrent.futures
 import contextlib
 import functools
-import itertools
 import os
+import queue
 import select
 import sys
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from synk._api.current import current, fork
-from synk._api.options import is_integer, name_of
+from synk._api.mapping import check_function, items_of, job_of, rules_of
+from synk._api.options import is_integer
 from synk._api.runtime import Runtime
-from synk._master.flight.tasks import Task, Tasks
+from synk._engine.chunks import Rules
+from synk._engine.jobs import MapJob
+from synk._engine.tasks import Task, Tasks
 from synk._pure.tracebacks import Results, outline, verb
 from synk._wire.cell import cell, refuse_inside_worker
 from synk._wire.descriptors import Descriptor, eventfd
 from synk.errors import ClosedError
+
+R = TypeVar("R")
 
 _LOOK_MS = 50
 """How often the thread checks while tasks are in flight. Another operation may have taken in their replies, so that no
@@ -49,6 +55,8 @@ class Executor(concurrent.futures.Executor):
         The number of workers to use, at most all. By default all.
     runtime : Runtime, optional
         By default the current one. If there is none, one is forked.
+    on_error, item_timeout, max_tasks_per_worker, max_worker_memory
+        As for :func:`synk.map`. A future raises its error in any case; ``on_error`` is for :meth:`map`.
 
     Raises
     ------
@@ -75,8 +83,24 @@ class Executor(concurrent.futures.Executor):
     """
 
     @verb
-    def __init__(self, max_workers: int | None = None, *, runtime: Runtime | None = None) -> None:
+    def __init__(
+        self,
+        max_workers: int | None = None,
+        *,
+        runtime: Runtime | None = None,
+        on_error: Literal["raise", "return"] = "raise",
+        item_timeout: float | None = None,
+        max_tasks_per_worker: int | None = None,
+        max_worker_memory: int | None = None,
+    ) -> None:
         refuse_inside_worker("make an executor")
+        self._rules = rules_of(
+            "make an executor",
+            on_error=on_error,
+            item_timeout=item_timeout,
+            max_tasks_per_worker=max_tasks_per_worker,
+            max_worker_memory=max_worker_memory,
+        )
         if max_workers is not None and not is_integer(max_workers, 1):
             raise ValueError(f"cannot make an executor: got max_workers={max_workers!r}, expected 1 or more, or None.")
         if runtime is None:
@@ -84,7 +108,8 @@ class Executor(concurrent.futures.Executor):
         self._runtime = runtime
         num_workers = min(max_workers or runtime.world_size, runtime.world_size)
         runtime._session.check_open("make an executor")
-        self._driver = _Driver(runtime, num_workers)
+        self._num_workers = num_workers
+        self._driver = _Driver(runtime, num_workers, self._rules)
         dropped = weakref.finalize(self, _Driver.stop, self._driver)
         dropped.atexit = False
         _open.add(self)
@@ -116,7 +141,7 @@ class Executor(concurrent.futures.Executor):
         timeout : float, optional
             Seconds from now until the iterator raises ``TimeoutError``.
         chunksize : int
-            The number of items in one task.
+            The number of items to send to a worker at a time; with 1 as many as :func:`synk.map` would.
 
         Raises
         ------
@@ -125,8 +150,13 @@ class Executor(concurrent.futures.Executor):
         """
         if not is_integer(chunksize, 1):
             raise ValueError(f"cannot map: got chunksize={chunksize!r}, expected 1 or more.")
-        chunks = super().map(functools.partial(_run_chunk, fn), _chunks(zip(*iterables), chunksize), timeout=timeout)
-        return Results(_each(chunks), "synk.Executor.map", name_of(fn))
+        name = check_function(fn)
+        items, is_spread = items_of(name, iterables)
+        rules = self._rules._replace(batch_size=chunksize if chunksize > 1 else None)
+        session = self._runtime._session
+        job = job_of(session, fn, iter(list(items)), rules, name=name, is_spread=is_spread, num_ranks=self._num_workers)
+        runs = self._driver.add(job).runs(timeout, self._driver.ring)
+        return Results(runs, "synk.Executor.map", name)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Accept no more tasks. A second call does nothing new.
@@ -164,41 +194,37 @@ def _shut_down() -> None:
         executor.shutdown()
 
 
-def _run_chunk(fn: Callable[..., Any], chunk: list[tuple[Any, ...]]) -> list[Any]:
-    return [fn(*items) for items in chunk]
-
-
-def _chunks(items: Iterator[tuple[Any, ...]], size: int) -> Iterator[list[tuple[Any, ...]]]:
-    while chunk := list(itertools.islice(items, size)):
-        yield chunk
-
-
-def _each(chunks: Iterator[list[Any]]) -> Iterator[Any]:
-    """Yield the results of all chunks. A result that was yielded is not kept alive."""
-    for chunk in chunks:
-        chunk.reverse()
-        while chunk:
-            yield chunk.pop()
-
-
 class _Driver:
     """The thread behind one executor. It starts with the first task, and ends when no more can come.
 
-    Other threads only append to ``_waiting``, set ``_is_stopping`` and ring the bell. Everything else, ``_futures`` and
-    ``_tasks``, belongs to the thread.
+    Other threads only append to ``_waiting`` and ``_new_maps``, set ``_is_stopping`` and ring the bell. All else,
+    ``_futures``, ``_maps`` and ``_tasks``, belongs to the thread.
     """
 
-    def __init__(self, runtime: Runtime, num_workers: int) -> None:
+    def __init__(self, runtime: Runtime, num_workers: int, rules: Rules) -> None:
         self._session = runtime._session
-        self._tasks: Tasks = runtime._tasks(num_workers)
+        self._tasks: Tasks = runtime._tasks(num_workers, rules)
         self._waiting: deque[tuple[concurrent.futures.Future[Any], Callable[[], Any]]] = deque()  # not pickled yet
         self._futures: dict[Task, concurrent.futures.Future[Any]] = {}  # in flight
+        self._new_maps: deque[_Map] = deque()
+        self._maps: list[_Map] = []
         self._is_stopping = False
         self._lock = threading.RLock()  # no task is accepted after ``_is_stopping``, or the thread could miss it
         self._bell: Descriptor | None = None  # an eventfd, while the thread runs
         self._thread: threading.Thread | None = None
 
     def submit(self, task: Callable[[], Any]) -> concurrent.futures.Future[Any]:
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self._accept(lambda: self._waiting.append((future, task)))
+        return future
+
+    def add(self, job: MapJob) -> _Map:
+        """Run a map. Its results arrive in the queue of what is returned."""
+        made = _Map(job)
+        self._accept(lambda: self._new_maps.append(made))
+        return made
+
+    def _accept(self, add: Callable[[], None]) -> None:
         with self._lock:
             if self._is_stopping:
                 raise RuntimeError("cannot submit a task: the executor was shut down. Make another one.")
@@ -208,32 +234,25 @@ class _Driver:
                 thread = threading.Thread(target=self._drive, name="synk.Executor", daemon=True)
                 thread.start()
                 self._thread = thread
-            future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-            self._waiting.append((future, task))
-            self._ring()
-        return future
+            add()
+            self.ring()
 
     def stop(self, *, cancel_futures: bool = False) -> None:
         """Accept no more tasks. The thread ends when the accepted ones have. A finalizer may call this."""
         with self._lock:
             self._is_stopping = True
-            self._ring()
+            self.ring()
         # Not under the lock: callbacks of the futures run here, and may use the executor.
-        while cancel_futures and (waiting := self._next_waiting()) is not None:
+        while cancel_futures and (waiting := _next(self._waiting)) is not None:
             waiting[0].cancel()
-
-    def _next_waiting(self) -> tuple[concurrent.futures.Future[Any], Callable[[], Any]] | None:
-        """Take the oldest task that waits. Return None if there is none: another thread may have taken the last one."""
-        try:
-            return self._waiting.popleft()
-        except IndexError:
-            return None
+        for each in [*self._maps, *self._new_maps] if cancel_futures else ():
+            each.end(concurrent.futures.CancelledError())
 
     def join(self) -> None:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
-    def _ring(self) -> None:
+    def ring(self) -> None:
         bell = self._bell  # read once: the thread may drop it, and this reference keeps the descriptor open
         if bell is not None:
             os.eventfd_write(bell, 1)
@@ -241,17 +260,16 @@ class _Driver:
     # -- in the thread ------------------------------------------------------------------------------------------------
 
     def _drive(self) -> None:
-        """Send tasks and take in results until nothing more can come."""
-        while self._waiting or self._futures or not self._is_stopping:
+        """Send tasks and items and take in results until nothing more can come."""
+        while self._waiting or self._futures or self._new_maps or self._maps or not self._is_stopping:
             try:
                 self._send()
-                if self._futures:
-                    self._tasks.step(None)
-                if self._waiting and self._tasks.has_room:
+                is_moving = self._advance()
+                if is_moving or (self._waiting and self._tasks.has_room):
                     continue
                 # A bell that has rung since the checks above is still readable, so this wait cannot miss it. With
-                # nothing in flight and no more tasks to come, nobody would ring.
-                if self._futures or not self._is_stopping:
+                # nothing to be done and no more tasks to come, nobody would ring.
+                if self._waiting or self._futures or self._maps or not self._is_stopping:
                     self._wait()
             except Exception as error:  # for instance, the runtime was closed: the tasks in flight are lost
                 self._fail_all(error)
@@ -263,46 +281,132 @@ class _Driver:
         assert bell is not None
         poll = select.poll()
         poll.register(bell, select.POLLIN)
-        if self._futures:
+        is_busy = bool(self._waiting or self._futures or self._maps)  # others may have all workers
+        if is_busy:
             for fd in self._session.queue.descriptors():
                 poll.register(fd, select.POLLIN)
-        poll.poll(_LOOK_MS if self._futures else None)
+        poll.poll(_LOOK_MS if is_busy else None)
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(bell)
 
     def _send(self) -> None:
-        """Pickle waiting tasks and send them, as long as workers are free."""
-        while self._tasks.has_room and (waiting := self._next_waiting()) is not None:
+        """Take in results, pickle waiting tasks and send them, as long as workers are free."""
+        self._tasks.send()
+        while self._tasks.has_room and (waiting := _next(self._waiting)) is not None:
             future, fn = waiting
             if not future.set_running_or_notify_cancel():
                 continue
             try:
-                task = self._tasks.packed(fn, self._end)
+                task = self._tasks.add([fn], self._end)
             except Exception as error:
                 future.set_exception(error)
                 continue
-            # Noted before it is sent: ``step`` may already take in the outcome, or fail and lose the task.
+            # Noted before it is sent: ``send`` may already take in the outcome, or fail and lose the task.
             self._futures[task] = future
-            self._tasks.step(task)
+            self._tasks.send()
 
     def _end(self, task: Task) -> None:
         """Give a future its outcome. Its callbacks run here, outside of any operation, so they may call functions."""
         future = self._futures.pop(task)
         try:
-            result = self._tasks.outcome(task)
+            (result,) = task.outcome()
         except Exception as error:
             outline(error)
             future.set_exception(error)
         else:
             future.set_result(result)
 
+    def _advance(self) -> bool:
+        """Take the maps a step further. Return whether one has given results."""
+        while (new := _next(self._new_maps)) is not None:
+            self._maps.append(new)
+        is_moving = False
+        for each in list(self._maps):
+            is_moving = each.advance() or is_moving
+            if each.has_ended:
+                self._maps.remove(each)
+        return is_moving
+
     def _fail_all(self, error: BaseException) -> None:
         """Give all futures an error, in flight or waiting. Nobody may wait for a future that no thread will resolve."""
         lost, self._futures = self._futures, {}
         for future in lost.values():
             future.set_exception(error)
-        while (waiting := self._next_waiting()) is not None:
+        while (waiting := _next(self._waiting)) is not None:
             if waiting[0].set_running_or_notify_cancel():
                 waiting[0].set_exception(error)
+        for each in self._maps:
+            each.end(error)
+        self._maps = []
         with contextlib.suppress(ClosedError):  # then they end with the runtime
             self._tasks.cancel()
+
+
+def _next(waiting: deque[R]) -> R | None:
+    """Take the oldest of what waits. Return None if there is none: another thread may have taken the last one."""
+    try:
+        return waiting.popleft()
+    except IndexError:
+        return None
+
+
+class _Map:
+    """A map that the thread of an executor drives.
+
+    Attributes
+    ----------
+    has_ended : bool
+    """
+
+    def __init__(self, job: MapJob) -> None:
+        self._job = job
+        self._arrived: queue.SimpleQueue[list[Any] | BaseException | None] = queue.SimpleQueue()
+        self.has_ended = False
+
+    def advance(self) -> bool:
+        """Take it a step further. Return whether there were results."""
+        if self._job.is_abandoned:
+            self.has_ended = True
+            return False
+        try:
+            done = self._job.next_done(is_waiting=False)
+            for chunk in done or ():
+                for _, values in self._job.runs_of(chunk):
+                    self._arrived.put(values)
+        except Exception as error:
+            self.end(error)
+            return False
+        if done is None:
+            self._arrived.put(None)
+            self.has_ended = True
+        return bool(done)
+
+    def end(self, error: BaseException) -> None:
+        self._job.is_abandoned = self.has_ended = True
+        self._arrived.put(error)
+
+    def runs(self, timeout: float | None, ring: Callable[[], None]) -> Iterator[list[Any]]:
+        """Yield the results in lists, until ``timeout`` seconds from now."""
+        until = None if timeout is None else time.monotonic() + timeout
+
+        def each() -> Iterator[list[Any]]:
+            try:
+                while (found := self._next(timeout, until)) is not None:
+                    yield found
+                    del found
+            finally:
+                self._job.is_abandoned = True
+                ring()
+
+        return each()
+
+    def _next(self, timeout: float | None, until: float | None) -> list[Any] | None:
+        try:
+            found = self._arrived.get(timeout=None if until is None else max(until - time.monotonic(), 0))
+        except queue.Empty:
+            raise TimeoutError(
+                f"cannot wait for a result of {self._job.name!r} any longer: it has not come within {timeout:g} s."
+            ) from None
+        if isinstance(found, BaseException):
+            raise found
+        return found

@@ -482,7 +482,8 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
     @verb
     def _streamed(self, submit: Callable[..., Any], batches: Iterable[Any], progress: bool) -> Iterator[Any]:
         """Do what :meth:`stream` does, by the ``submit`` of this function or of an object that wraps it."""
-        from synk._api.stream import arguments, stream, with_progress
+        from synk._api.progress import progress_bar, with_progress
+        from synk._api.stream import arguments, stream
 
         refuse_inside_worker(f"stream {self.__name__!r}")
         if not isinstance(batches, Iterable):
@@ -491,8 +492,8 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
             )
         results = stream(lambda batch: submit(*arguments(batch)), self.__name__, iter(batches))
         if progress:
-            results = with_progress(results, self.__name__, operator.length_hint(batches))
-        return Results(results, "synk.Function.stream", self.__name__)
+            results = with_progress(results, progress_bar(self.__name__, operator.length_hint(batches)))
+        return Results(([result] for result in results), "synk.Function.stream", self.__name__)
 
     def _run_checked(
         self,

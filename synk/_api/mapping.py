@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import operator
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from synk._api.journal import Journal, Pairs, journaled_items
 from synk._api.options import is_integer, name_of
-from synk._api.stream import with_progress
+from synk._api.progress import progress_bar, with_progress
+from synk._api.replay import recorded_items, replay_folder
 from synk._engine.callee import Callee, FunctionHandle
 from synk._engine.chunks import PoolStats, Rules
+from synk._engine.jobs import MapJob
+from synk._master.entrance import refuse_limit
+from synk._pure.files import Path
 from synk._pure.limits import check_timeout
 from synk._pure.tracebacks import Results
 from synk._wire.cell import refuse_inside_worker
 from synk._wire.items import call_with
-from synk.errors import UnsupportedError
+from synk.errors import ItemError
 
 
 def map_items(
@@ -24,32 +32,70 @@ def map_items(
     iterables: tuple[Iterable[Any], ...],
     *,
     progress: bool = False,
+    journal: Path | None = None,
+    key: Callable[[Any], Any] | None = None,
+    version: str | int | None = None,
     **options: Any,
 ) -> Iterator[Any]:
     """Return an iterator over the results of ``fn`` for the items of one or more iterables; see :func:`synk.map`.
 
-    Nothing is sent here. ``ItemMap`` begins when the first result is asked for, and takes items from the iterables
-    outside of the session's lock.
+    Nothing is sent here. The job begins when the first result is asked for, and takes items from the iterables outside
+    of the session's lock.
     """
     refuse_inside_worker("map")
-    name = _check_function(fn)
+    name = check_function(fn)
     rules = rules_of(f"map {name!r}", **options)
     if not iterables:
         raise TypeError(f"cannot map {name!r}: got no items, expected an iterable, or one for each parameter.")
-    iterators = [_iterator(name, items) for items in iterables]
-    is_one = len(iterators) == 1
-    iterator = iterators[0] if is_one else zip(*iterators)
-    session.check_open(f"map {name!r}")
-    mapped = fn if is_one else functools.partial(call_with, fn)
-    function = session.functions.mapped.get(
-        fn, lambda: Callee(mapped, name, outputs=None, session=session), is_spread=not is_one
-    )
-    check_mapped(function)
-    results = ItemMap(session, function, iterator, rules.batch_size, rules.is_ordered).results()
+    if journal is None and (key is not None or version is not None):
+        raise ValueError(f"cannot map {name!r}: got key= or version= without journal=, expected a journal with them.")
+    items, is_spread = items_of(name, iterables)
+    stats, folder = PoolStats(), replay_folder()
+    runs: Iterator[list[Any]]
+    if journal is not None or folder is not None:
+        opened = None if journal is None else Journal(journal, name, fn, key, version)
+        run = functools.partial(numbered_results, session, name=name, stats=stats)
+        runs = ([outcome] for outcome in _in_layers(run, fn, enumerate(items), rules, opened, folder, is_spread))
+    else:
+        job = job_of(session, fn, items, rules, name=name, is_spread=is_spread, stats=stats)
+        runs = (values for _, values in job.runs())
     if progress:
         length = min(filter(None, map(operator.length_hint, iterables)), default=0)
-        results = with_progress(results, name, length)
-    return Results(results, "synk.map", name)
+        bar = progress_bar(name, length)
+        runs = ([value] for value in with_progress(itertools.chain.from_iterable(runs), bar, stats))
+    return Results(runs, "synk.map", name)
+
+
+def _in_layers(
+    run: Callable[..., Any],
+    fn: Any,
+    pairs: Iterator[Any],
+    rules: Rules,
+    journal: Journal | None,
+    folder: str | None,
+    is_spread: bool,
+) -> Iterator[Any]:
+    """Return the outcomes of numbered items that pass through a journal, or are written for a replay if they fail.
+
+    For both, the pool goes on after a failure, which is raised here: after the results of the items before it.
+    """
+    is_ordered = rules.is_ordered and journal is None  # a journal gets each result as soon as it is there
+    layer = functools.partial(run, rules=rules._replace(is_ordered=is_ordered, returns_errors=True))
+    if folder is not None:
+        layer = functools.partial(recorded_items, layer, folder)
+    if journal is not None:
+        layer = functools.partial(journaled_items, layer, journal, rules.is_ordered)
+    found = layer(fn, pairs, is_spread=is_spread)
+    return (outcome for _, outcome in found) if rules.returns_errors else _raising(found)
+
+
+def _raising(found: Pairs) -> Iterator[Any]:
+    """Yield the outcomes up to the first item that has failed, and raise its exception."""
+    with contextlib.closing(found):
+        for _, outcome in found:
+            if isinstance(outcome, ItemError) and outcome.exception is not None:
+                raise outcome.exception
+            yield outcome
 
 
 def numbered_results(
@@ -74,7 +120,44 @@ def numbered_results(
     stats : PoolStats, optional
         Is kept up to date.
     """
-    raise UnsupportedError(f"cannot map {name!r} by the numbers of items: the pool is not there yet.")
+    numbers: deque[int] = deque()
+
+    def items() -> Iterator[Any]:
+        for number, item in pairs:
+            numbers.append(number)
+            yield item
+
+    job = job_of(session, fn, items(), rules, name=name, is_spread=is_spread, stats=stats, numbers=numbers)
+    return (pair for run in job.runs() for pair in zip(*run))
+
+
+def items_of(name: str, iterables: tuple[Iterable[Any], ...]) -> tuple[Iterator[Any], bool]:
+    """Return the items of a map, and whether each is a tuple of arguments."""
+    iterators = [_iterator(name, items) for items in iterables]
+    return (iterators[0], False) if len(iterators) == 1 else (zip(*iterators), True)
+
+
+def job_of(
+    session: Any,
+    fn: Callable[..., Any],
+    items: Iterator[Any],
+    rules: Rules,
+    *,
+    name: str,
+    is_spread: bool = False,
+    **options: Any,
+) -> MapJob:
+    """Return the job of a map. Nothing is sent here: it begins when the first result is asked for."""
+    session.check_open(f"map {name!r}")
+    if session.is_inline:
+        refuse_limit(rules.item_s)
+    if rules.item_s is not None or rules.max_tasks is not None or rules.max_memory is not None:
+        session.check_here(f"map {name!r} with limits of items or workers", "Leave them out there.")
+    mapped = functools.partial(call_with, fn) if is_spread else fn
+    function = session.functions.mapped.get(
+        fn, lambda: Callee(mapped, name, outputs=None, session=session), is_spread=is_spread
+    )
+    return MapJob(session, function, rules, items, **options)
 
 
 def rules_of(verb: str, **options: Any) -> Rules:
@@ -86,7 +169,7 @@ def rules_of(verb: str, **options: Any) -> Rules:
         value = options.get(name)
         if value is not None and not is_integer(value, 1):
             raise ValueError(f"cannot {verb}: got {name}={value!r}, expected an integer above 0 or None.")
-    rules = Rules(
+    return Rules(
         batch_size=options.get("batch_size"),
         is_ordered=bool(options.get("ordered", True)),
         returns_errors=on_error == "return",
@@ -94,12 +177,6 @@ def rules_of(verb: str, **options: Any) -> Rules:
         max_tasks=options.get("max_tasks_per_worker"),
         max_memory=options.get("max_worker_memory"),
     )
-    if not IS_NEXT and rules != Rules(rules.batch_size, rules.is_ordered):
-        raise UnsupportedError(
-            f"cannot {verb}: got on_error=, item_timeout=, max_tasks_per_worker= or max_worker_memory=, which need the "
-            "new engine. Set SYNK_ENGINE=next before synk is imported."
-        )
-    return rules
 
 
 def _iterator(name: str, items: Any) -> Iterator[Any]:
@@ -111,7 +188,7 @@ def _iterator(name: str, items: Any) -> Iterator[Any]:
         ) from None
 
 
-def _check_function(fn: Any) -> str:
+def check_function(fn: Any) -> str:
     """Return the name of a function to be mapped."""
     if isinstance(fn, FunctionHandle):
         name = fn._callee.name

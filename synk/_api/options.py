@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
 
@@ -13,6 +13,7 @@ import numpy as np
 from synk._master.objects.resident import Resident
 from synk._master.objects.shared import Shared
 from synk._pure.call_options import CallOptions
+from synk._pure.files import Path
 from synk._pure.limits import check_timeout
 from synk._pure.ops import REDUCE_OPS
 from synk._pure.output_ops import DEFAULT_OP, each_op
@@ -42,6 +43,9 @@ class MapOptions(TypedDict, total=False):
     item_timeout: float | None
     max_tasks_per_worker: int | None
     max_worker_memory: int | None
+    journal: Path | None
+    key: Callable[[Any], Any] | None
+    version: str | int | None
 
 
 def is_integer(value: Any, least: int) -> bool:

@@ -13,13 +13,15 @@ import itertools
 import os
 import pickle
 import re
+import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from synk._api.options import name_of
 from synk._api.plain import in_framework
 from synk._api.plain_copy import ByReference, CodePickler
 from synk._api.runs import leave_out
@@ -33,13 +35,14 @@ from synk._pure.tracebacks import verb
 from synk._pure.trees import flatten, unflatten
 from synk._wire.cell import cell, refuse_inside_worker
 from synk._wire.parcels import dumps
-from synk._wire.replayed import ReplayedRank, Taken
+from synk._wire.replayed import Noted, ReplayedRank, Taken
 from synk._wire.settings import Reader, apply, kept
 from synk._wire.variables import value_as_array
 from synk.backends._frameworks import host_converters
-from synk.errors import RemoteError, WorkerDied, add_note
+from synk.errors import ItemError, RemoteError, WorkerDied, add_note
 
 Call = Callable[[tuple[Any, ...], dict[str, Any], CallOptions], Any]
+Pairs = Generator[tuple[int, Any], None, None]
 
 _MAGIC = f"synk replay 1, Python {sys.version_info.major}.{sys.version_info.minor}"
 _SAID = (
@@ -92,6 +95,33 @@ def _taken(function: Any, rank: int, args: Any, kwargs: dict[str, Any], options:
     return found if isinstance(found, list) else [found]
 
 
+def recorded_items(run: Callable[..., Pairs], folder: str, fn: Any, pairs: Iterator[Any], *, is_spread: bool) -> Pairs:
+    """Return what ``run(fn, pairs, is_spread=)`` returns, the outcomes of numbered items, and write a file for each
+    item that fails. The ranks note in a folder what they know before an item, until it has succeeded.
+    """
+    notes = os.path.join(os.path.abspath(folder), f".running-{os.getpid()}-{next(_numbers)}")
+    spread = ((number, (number, *(item if is_spread else (item,)))) for number, item in pairs)
+    found = run(Noted(fn, notes), spread, is_spread=True)
+
+    def outcomes() -> Pairs:
+        os.makedirs(notes)
+        try:
+            with contextlib.closing(found):
+                for number, outcome in found:
+                    path = os.path.join(notes, str(number))
+                    if isinstance(outcome, ItemError) and os.path.exists(path):  # otherwise its body has not begun
+                        what = f"item {number} of a map of {name_of(fn)!r} failed"
+                        with _writing(folder, fn, what, outcome.exception) as body, open(path, "rb") as file:
+                            body["moment"], arguments = pickle.load(file)
+                            body["runs"] = [(arguments, body["moment"].ranks, 0, 0)]
+                    yield number, outcome
+        finally:
+            os.rename(notes, gone := f"{notes}-gone")  # so that ranks which still run an item write no more into it
+            shutil.rmtree(gone)
+
+    return outcomes()
+
+
 @contextlib.contextmanager
 def _writing(folder: str, fn: Any, what: str, error: Any) -> Iterator[dict[str, Any]]:
     """Write what the body puts into a dict, together with the function; or log why this cannot be done."""
@@ -131,10 +161,10 @@ def _write(data: bytes, file: BinaryIO) -> None:
 
 @verb
 def replay(path: files.Path, *, pdb: bool = False) -> Any:
-    """Run a body that failed on a rank once more in this process, alone, with its rows and its generators.
+    """Run a body that failed on a rank once more in this process, alone, with its rows or its item, and its generators.
 
-    With ``SYNK_REPLAY=folder`` in the environment of a program, each failure of a call writes a file there, whose name
-    is in a note on the exception.
+    With ``SYNK_REPLAY=folder`` in the environment of a program, each failure of a call or of an item of a map writes a
+    file there, whose name is in a note on the exception.
 
     Parameters
     ----------

@@ -25,6 +25,7 @@ from synk._master.processes.program import check_program
 from synk._master.processes.reports import stacks, where
 from synk._master.processes.worker_process import WorkerProcess
 from synk._pure.environment import check_platform
+from synk._pure.files import Path
 from synk._pure.limits import check_timeout
 from synk._pure.show import Text, table
 from synk._pure.tensors import num_torch_threads
@@ -36,7 +37,6 @@ from synk.errors import ClosedError
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from synk._master.flight.tasks import Tasks
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -264,6 +264,9 @@ class Runtime(Hinting):
         item_timeout: float | None = None,
         max_tasks_per_worker: int | None = None,
         max_worker_memory: int | None = None,
+        journal: Path | None = None,
+        key: Callable[[Any], Any] | None = None,
+        version: str | int | None = None,
     ) -> Iterator[R]:
         """Return an iterator over the results of ``fn`` for each item; see :func:`synk.map`.
 
@@ -282,13 +285,16 @@ class Runtime(Hinting):
             item_timeout=item_timeout,
             max_tasks_per_worker=max_tasks_per_worker,
             max_worker_memory=max_worker_memory,
+            journal=journal,
+            key=key,
+            version=version,
         )
 
-    def _tasks(self, num_workers: int) -> Tasks:
+    def _tasks(self, num_workers: int, rules: Any = None) -> Any:
         """Return an object that runs tasks, which are submitted one by one; for ``Executor`` and extensions."""
-        from synk._master.flight.tasks import Tasks
+        from synk._engine.tasks import Tasks
 
-        return Tasks(self._session, num_workers)
+        return Tasks(self._session, num_workers, *([] if rules is None else [rules]))
 
     @verb
     def distribute(self) -> None:

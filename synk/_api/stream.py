@@ -56,22 +56,3 @@ def _result(calls: deque[PendingCall[Any]], name: str, number: int) -> Any:
             with contextlib.suppress(Exception):
                 call.result()
         raise
-
-
-def with_progress(results: Iterator[Any], name: str, length: int) -> Iterator[Any]:
-    """Return an iterator over the same results with a progress bar. ``length`` is 0 if the number is unknown.
-
-    Raises
-    ------
-    ModuleNotFoundError
-        If tqdm is not installed.
-    """
-    try:
-        from tqdm.auto import tqdm
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"cannot show the progress of {name!r}: got no module {error.name!r}, expected tqdm. Install it by "
-            'pip install "synkhronos[progress]", or pass progress=False.',
-            name=error.name,
-        ) from None
-    return iter(tqdm(results, desc=name, total=length or None))

@@ -17,6 +17,7 @@ from synk._engine.profile import Profile
 from synk._master.objects.data import Data
 from synk._master.objects.resident import Resident
 from synk._master.objects.shared import Shared
+from synk._pure.files import Path
 from synk._pure.show import Text
 from synk._pure.tracebacks import verb
 from synk._version import __version__
@@ -214,6 +215,9 @@ def map(
     item_timeout: float | None = None,
     max_tasks_per_worker: int | None = None,
     max_worker_memory: int | None = None,
+    journal: Path | None = None,
+    key: Callable[[Any], Any] | None = None,
+    version: str | int | None = None,
 ) -> Iterator[R]:
     """Return an iterator over the results of ``fn`` for each item. Workers get new items as they become free.
 
@@ -233,7 +237,17 @@ def map(
     ordered : bool
         Whether results come in the order of the items. Otherwise they come as soon as they are there.
     progress : bool
-        Whether to show a progress bar, by tqdm (``pip install "synkhronos[progress]"``).
+        Whether to show a progress bar, by tqdm (``pip install "synkhronos[progress]"``), with a summary at the end.
+    journal : path-like, optional
+        A file to which each result is written as soon as it is there. A later map of the same function over the same
+        items reads those results from the file and computes the rest; items that failed are tried again. A program
+        that is killed at any moment loses only the items that were running. Results are pickled, at most 1 GB each:
+        open only your own files.
+    key : callable, optional
+        A function of an item (the tuple of arguments, for several iterables) that returns a name for it. The journal
+        compares the names of items whose pickles differ from run to run.
+    version : str or int, optional
+        The journal compares it instead of the function and what that captures. Change it when you change the function.
 
     Returns
     -------
@@ -244,7 +258,8 @@ def map(
     Raises
     ------
     TypeError, ValueError, SerializationError
-        For a function or an option that does not fit, at once.
+        For a function or an option that does not fit, at once. For a journal of another function, which says what has
+        changed, and for a function that cannot be compared between two runs of the program.
     Exception
         From the iterator, after the results of the items before it: the exception of ``fn``, with a note that names the
         item and a ``RemoteError`` as its cause; the exception of the iterable; ``SerializationError`` for an item that
@@ -259,6 +274,10 @@ def map(
     the function captures as it is when the chunk is sent. So what you change between two results counts from the next
     chunk on, and not for the chunks that are ahead of you. If results depend on it, pass it with the items, or take all
     results before you change it.
+
+    A journal compares code (without comments and positions in the file), names, constants, defaults and captured
+    values, also of your functions that the function calls. Installed packages count by their names, files that the
+    function reads not at all.
 
     Examples
     --------
@@ -277,6 +296,9 @@ def map(
         item_timeout=item_timeout,
         max_tasks_per_worker=max_tasks_per_worker,
         max_worker_memory=max_worker_memory,
+        journal=journal,
+        key=key,
+        version=version,
     )
 
 

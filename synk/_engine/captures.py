@@ -13,10 +13,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from synk._engine.mapped import MappedFunctions
 from synk._engine.things import Thing
 from synk._master.code.book import Book
 from synk._master.code.parcels import Parcel
-from synk._master.state.functions import MappedFunctions, packed
+from synk._master.state.functions import packed
 from synk._pure.interrupts import deferred
 from synk._wire.memory import Segment
 

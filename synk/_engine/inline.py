@@ -89,6 +89,7 @@ class InlineProcess(NoProcess):
         eventfds = [extra[f"event{rank}"] for rank in range(setup["world_size"])]
         half = open_rank(setup["rank"], setup["world_size"], setup["backend"], setup["device"], control, eventfds)
         control.close_fd()
+        half.interrupts = KeyboardInterrupt
         half.failpoint = _failpoints.arm(setup["failpoints"], self.rank)
         half.seed = setup["seed"]
         self._half, self.link = half, InlineLink(half)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from synk._wire.messages import Input, Leaf
@@ -103,3 +104,31 @@ class Share(NamedTuple):
     sources: list[tuple[int, int]]
     at: int
     rows: list[int]
+
+
+ITEM_BITS = 20
+"""``Up.ITEM`` is the number of a message, times this power of two, plus the position of an item in it."""
+
+
+class ItemsOrder(NamedTuple):
+    """What a rank is told of a chunk of a map.
+
+    Attributes
+    ----------
+    function, job : int
+        The function's number, and the map's.
+    numbers : sequence of int
+        The number of each item in its map.
+    goes_on : bool
+        Whether the others are run after one has failed.
+    parts : list of (count, nbytes)
+        Pickles in ``stream``: a list of so many items or, with a count of 0, one item.
+    stream : bytes or ndarray of uint8
+    """
+
+    function: int
+    job: int
+    numbers: Sequence[int]
+    goes_on: bool
+    parts: list[tuple[int, int]]
+    stream: Any

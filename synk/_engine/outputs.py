@@ -86,7 +86,7 @@ class Outputs(Combining):
         op, items = self._rank_ops[leaf], self._items[leaf]
         if all(item.nbytes < LARGE_NBYTES for item in items):
             return
-        if isinstance(op, Reduction):
+        if isinstance(op, Reduction) and len(items) > 1:
             dtype, count = items[0].dtype, items[0].nbytes // items[0].dtype.itemsize
             offset = self._reserve(leaf, -1, items[0].nbytes)
             is_kept = self._sent[0].places[self._positions[0][leaf]] < 0  # NCCL then reduces it, on all ranks at once
@@ -98,7 +98,7 @@ class Outputs(Combining):
                     peers = [voter] if is_kept else range(num_voters)
                     sources = [self._source(peer, leaf, at) for peer in peers]
                     self._share(voter, Share(op.name, dtype, stop - start, sources, offset + at, []))
-        elif op.concatenates:
+        elif isinstance(op, Reduction) or op.concatenates:
             offset = self._reserve(leaf, -1, sum(item.nbytes for item in items))
             for voter, item in enumerate(items):
                 if item.nbytes >= LARGE_NBYTES:

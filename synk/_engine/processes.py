@@ -150,8 +150,9 @@ class Processes:
         setup = self._setup(rank, failpoints)
         worker.num_starts += 1
         number = placement.first_rank + rank
-        # A replacement must not draw the random numbers of its predecessor again.
-        setup["seed"] = [self.seed, number] if worker.num_starts == 1 else [self.seed, number, worker.num_starts]
+        # A replacement must not draw the random numbers of its predecessor again, nor those of an item, whose key has
+        # two numbers.
+        setup["seed"] = [self.seed, number] if worker.num_starts == 1 else [self.seed, number, worker.num_starts, 0]
         setup |= {"control_nbytes": self._control.nbytes, "spin_s": self._spin_s, "hash_seed": self._hash_seed}
         environment = {**placement.environment(rank), HASH_SEED: self._hash_seed}
         events: dict[str, int] = {f"event{peer}": fd for peer, fd in enumerate(self.eventfds)}
@@ -267,3 +268,13 @@ class Processes:
         self._unwatch(self._wake_fd)
         self._wake_fd = NONE
         self.eventfds = []
+
+
+def own_nbytes(pid: int) -> int:
+    """Return the resident memory of a process, without what it shares with others; 0 if it has ended."""
+    try:
+        with open(f"/proc/{pid}/statm", encoding="ascii") as file:
+            resident, shared = file.read().split()[1:3]
+    except OSError:
+        return 0
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")

@@ -16,6 +16,7 @@ import numpy as np
 
 from synk._engine import wire
 from synk._engine.rank_call import RankPlan, RankQuestion
+from synk._engine.rank_items import RankItems
 from synk._engine.rank_lane import RankLane
 from synk._engine.rank_outputs import RankDestination, RankReduction
 from synk._engine.rank_residents import Changes, RankResidents
@@ -80,6 +81,9 @@ class Rank(Member):
     peek: Callable[[], bytes] = staticmethod(lambda: b"")
     """Returns the next order if it has come, and leaves it where it is."""
 
+    interrupts: type[BaseException] = Interrupted
+    """What ends a call: in a rank that is played by the program itself, every Ctrl-C."""
+
     def __init__(
         self,
         rank: int,
@@ -121,6 +125,7 @@ class Rank(Member):
         self.received_ns = self.began_ns = self.ended_ns = self.waited_ns = 0
         self.failpoint: Callable[[str], None] = nothing
         self.mapped: LoadedFunction | None = None
+        self.items: RankItems | None = None
         self.process_group: Any = None
         self.seed: Sequence[int] = (0,)
         self.is_copy = False
@@ -145,7 +150,7 @@ class Rank(Member):
                 if body is not None:
                     try:
                         self._learn(number, body, fds)
-                    except Interrupted:
+                    except self.interrupts:
                         raise
                     except BaseException as error:
                         return wire.UNREAD, self._failure(error), ()
@@ -159,7 +164,7 @@ class Rank(Member):
                 if self.failpoint is not nothing:
                     self.failpoint("call.published")
                 self.running = 0
-            except Interrupted:
+            except self.interrupts:
                 self._give_up(number)
                 return wire.INTERRUPTED, None, ()
             except BaseException as error:
@@ -170,7 +175,7 @@ class Rank(Member):
             if note is not None:  # nothing interrupts this: what was told and what is noted are the same
                 note()
             return status, content, segments
-        except Interrupted:  # it came in a line of the handlers above
+        except self.interrupts:  # it came in a line of the handlers above
             self._give_up(number)
             return wire.INTERRUPTED, None, ()
         finally:
@@ -291,6 +296,8 @@ class Rank(Member):
             self.held[number] = self.plan_type(self, payload)
         elif kind == "reduction":
             self.held[number] = self.reduction_type(self, payload)
+        elif kind == "items":
+            self.held[number] = RankItems(payload)
         elif kind == "destination":
             self.held[number] = RankDestination(self, payload)
         elif kind == "lane":
@@ -421,6 +428,11 @@ class Rank(Member):
     @property
     def number(self) -> int:
         return self.rank
+
+    @property
+    def rng(self) -> np.random.Generator:
+        """The generator of the present item of a map; else this rank's own."""
+        return super().rng if self.items is None else self.items.rng(self)
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -61,20 +61,23 @@ class DeviceOutputs(RankOutputs):
     def _is_kept(rank: Any, leaf: Leaf, op: Any) -> bool:
         if leaf.dtype is None or leaf.nbytes < LARGE_NBYTES or rank.is_far:
             return False
-        return not isinstance(op, Reduction) or (rank.lane.has_group and leaf.dtype.name in DEVICE_DTYPES)
+        if not isinstance(op, Reduction) or len(rank.lane.ranks) == 1:
+            return True
+        return rank.lane.has_group and leaf.dtype.name in DEVICE_DTYPES
 
     def _store(self, rank: Any, outputs: list[Any]) -> None:
         super()._store(rank, outputs)
-        backend = rank.backend
-        rank.lane.kept = {
-            k: backend.as_array(outputs[k], "a large output") if isinstance(self._ops[k], Reduction) else outputs[k]
-            for k in self._kept
-            if not self._ops[k].is_of_rank_0 or rank.lane.ranks[0] == rank.rank
-        }
+        backend, lane = rank.backend, rank.lane
+        for k in self._kept:
+            op, array = self._ops[k], outputs[k]
+            if isinstance(op, Reduction) and lane.has_group:
+                array = backend.flat(backend.as_array(array, "a large output"))
+            if not op.is_of_rank_0 or lane.ranks[0] == rank.rank:
+                lane.kept[k] = array
         rank.look_ahead()
         backend.synchronize()
         rank.ended_ns = max(rank.ended_ns, rank.began_ns + backend.take_work_ns())  # the host has long queued it
-        rank.note_copies(rank.lane)
+        rank.note_copies(lane)
 
     def _slots_of(self, result: Any, values: list[Any]) -> None:
         """Return None: each call waits for the device."""
@@ -145,7 +148,7 @@ class DeviceReduction(RankReduction):
                 backend.to_host(array, self._result.view(at, array.shape, array.dtype))
                 continue
             is_weighted = REDUCTIONS[op].is_weighted and len(set(weights)) > 1
-            items.append((array.reshape(-1), op, weights[rank.rank] / sum(weights) if is_weighted else None))
+            items.append((array, op, weights[rank.rank] / sum(weights) if is_weighted else None))
             places.append(self._result.view(at, (length,), dtype))
         if items:
             with rank.by_group.guard():
@@ -346,11 +349,12 @@ class DeviceRank(Rank):
         for word, nbytes in zip(_COPIED, self.backend.take_copied()):
             lane.own_up[word] += nbytes
 
-    def _clean(self, text: str) -> None:
-        self.ahead = None
-        for lane in self.lanes:
-            lane.kept = {}
-        super()._clean(text)
+    def _say(self, plan: int) -> None:
+        if plan == wire.SYNC:  # no call is in flight any more
+            self.ahead = None
+            for lane in self.lanes:
+                lane.kept = {}
+        super()._say(plan)
 
     def _recover(self, text: str) -> None:
         if not self.backend.recover():

@@ -24,10 +24,11 @@ from synk._engine.device_values import DeviceValues
 from synk._engine.engine import Engine
 from synk._engine.group import GRACE_S as NCCL_GRACE_S
 from synk._engine.group import Group
+from synk._engine.pool import Pool
 from synk._engine.processes import Processes
 from synk._engine.profile import Profile
 from synk._engine.things import Once
-from synk._engine.workers import GRACE_S, ended_with, interrupted
+from synk._engine.workers import GRACE_S, interrupted
 from synk._master.entrance import Entrance
 from synk._master.processes.output import warn_at_users_line
 from synk._master.processes.placement import Placement
@@ -66,7 +67,8 @@ class Memory:
         if orphans.ended:
             orphans.close_all()
         while self.released:
-            self._engine.free(self.released.popleft())
+            self._engine.free(self.released[0])
+            self.released.popleft()  # last: a signal may break this off, and then it is done again
             self.arenas.sweep()  # which may release memory that nothing lies in any more
 
     def lease_result(self, nbytes: int) -> Lease:
@@ -165,6 +167,7 @@ class Session(Entrance, Engine):
         self.memory = Memory(self)
         self.device_values = DeviceValues(self)
         self.queue = InFlight(self)
+        self.pool = Pool(self)
         self._failed_step: weakref.ref[Any] | None = None
         _open_sessions[id(self)] = self
         try:
@@ -221,6 +224,8 @@ class Session(Entrance, Engine):
             self.check_open(verb)
         if self.functions.is_torn:
             self._replace_torn()
+        if self.pool.is_open:
+            self.pool.settle(verb, deadline)
         self.enter(deadline)
         if not self.flight:
             self.is_interrupted = False
@@ -370,8 +375,8 @@ class Session(Entrance, Engine):
                     self.processes.kill()
                     self._lock.acquire(timeout=GRACE_S + 1)
                 error = ClosedError("the call was ended: the runtime was closed.")
-                for call in self.calls():
-                    call.end(ended_with(call.what, error))
+                for owed in list(self.flight.values()):
+                    owed.end(error)
                 self.say_goodbye()
                 self.processes.tear_down()
                 self._release_memory()  # after the last worker has ended, which might still write there
@@ -390,6 +395,7 @@ class Session(Entrance, Engine):
             lane.down = lane.up = np.empty((0, 0), np.int64)
         self.functions.close()
         self.variables.close()
+        self.pool.close()
         self.memory.close()
         _open_sessions.pop(id(self), None)
         if cell.session is self:

@@ -179,6 +179,11 @@ def dumped(content: Any) -> tuple[bytes, list[np.ndarray]]:
     return pickle.dumps(content, protocol=5, buffer_callback=is_inside), buffers
 
 
+def apart(data: bytes) -> Any:
+    """Return bytes in the form in which they travel in a body: beside its pickle if they are many."""
+    return data if len(data) < _OUT_OF_BAND else np.frombuffer(data, np.uint8)
+
+
 def places_of(sizes: Sequence[int], end: int = 0) -> tuple[list[int], int]:
     """Return where parts of these sizes lie one after the other, and where the last one ends.
 

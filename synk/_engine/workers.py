@@ -103,6 +103,7 @@ class Workers:
         self.has_dead = False
         self.all_ready = False
         self.restarts: deque[float] = deque()
+        self.forgiven: set[int] = set()  # dead ranks that do not count for ``max_restarts``
         self._refs: dict[int, tuple[weakref.ref[Any], int]] = {}
         self.parts: dict[int, Segment] = {}  # by variable, its place in memory that it shares with others
         self.dropped: deque[weakref.ref[Any]] = deque()  # filled in C: no handler of a signal can break that off
@@ -157,6 +158,10 @@ class Workers:
             if self.has_dead:
                 self._replace()
             self._await_ready(deadline)
+        self.note_news()
+
+    def note_news(self) -> None:
+        """Note what ranks are to be told with their next message: things that have gone, settings that have changed."""
         if self.dropped:
             self.note_drops()
         if not self.is_inline:
@@ -503,10 +508,15 @@ class Workers:
                 if events := self.processes.wait(left, awake=False):
                     with deferred():  # a hello that is read and not filed would never come again
                         self._take_hellos(events)
-            for worker in waiting:
-                if worker.hello is not None and not worker.is_dead:
-                    self._greet(worker)
-        if any(worker.is_dead for worker in self.by_rank):
+            self.greet_all()
+        self.greet_all()
+
+    def greet_all(self) -> None:
+        """Take in the hellos that have come, and note whether all ranks are up."""
+        for worker in self.by_rank:
+            if worker.hello is not None and not worker.is_ready and not worker.is_dead:
+                self._greet(worker)
+        if not all(worker.is_ready and not worker.is_dead for worker in self.by_rank):
             return
         self.has_dead, self.all_ready = False, True
         self._once_stuck.clear()
@@ -598,7 +608,9 @@ class Workers:
             for rank, what in sorted(self._unreported.items())
         ]
         self._unreported.clear()
-        if len(self.restarts) >= self.max_restarts:
+        counts = any(worker.rank not in self.forgiven for worker in dead)
+        self.forgiven.clear()
+        if counts and len(self.restarts) >= self.max_restarts:
             ended = ", ".join(f"{named([worker.rank])} ({worker.process.exit_text})" for worker in dead)
             error = ClosedError(
                 f"the runtime closed itself: workers died {len(self.restarts) + 1} times within "
@@ -608,9 +620,15 @@ class Workers:
             self.fail(error)
             raise error
         self._last_death = None
-        self.restarts.append(now)
+        if counts:
+            self.restarts.append(now)
         self._news_of_deaths += news
         self.start_again(dead)
+
+    def forgive(self, rank: int) -> None:
+        """Note that a rank was killed to be replaced: nobody is told, and it does not count."""
+        self._unreported.pop(rank, None)
+        self.forgiven.add(rank)
 
     def start_again(self, workers: Sequence[Worker]) -> None:
         self.on_idle()

@@ -8,8 +8,9 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
+from itertools import chain
 from types import TracebackType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from synk import errors
 from synk._pure.interrupts import holding
@@ -59,35 +60,69 @@ def outlined(fn: Callable[P, R]) -> Callable[P, R]:
 class Results(Iterator[R]):
     """The results of a verb, one by one. An exception that ends them shows only the program's lines, as one of a
     :func:`verb` does.
+
+    None of them is kept once it was given.
+
+    Parameters
+    ----------
+    runs : iterator of lists
+        The results, as they become known. The lists are used up.
+    verb, name : str
+        What it is, and of which function, for ``repr``.
     """
 
-    def __init__(self, results: Iterator[R], verb: str, name: str) -> None:
-        self._results = results
+    def __init__(self, runs: Iterator[list[R]], verb: str, name: str) -> None:
         self._verb = verb
         self._name = name
-        self._count = 0
+        self._now = _Run()
+        self._each: Iterator[R] = chain.from_iterable(_outlined(runs, self._now))
 
     def __next__(self) -> R:
-        try:
-            result = next(self._results)
-            self._count += 1
-        except StopIteration:
-            raise
-        except BaseException as error:
-            __tracebackhide__ = True
-            self.close()
-            outline(error)
-            if sys.version_info < (3, 11):
-                raise error
-            raise
-        return result
+        return next(self._each)
 
     def close(self) -> None:
         """End it: no more results are computed."""
-        self._results = iter(())
+        self._each = iter(())
+        self._now.takes.clear()
 
     def __repr__(self) -> str:
-        return f"<{self._verb} of {self._name!r}, {self._count} result{'s' * (self._count != 1)} so far>"
+        count = self._now.count - len(self._now.results)
+        return f"<{self._verb} of {self._name!r}, {count} result{'s' * (count != 1)} so far>"
+
+
+class _Run:
+    """Where an iterator over lists of results is.
+
+    Attributes
+    ----------
+    results : list
+        What is left of the present list, the next one last.
+    takes : list of int
+        A -1 for each result that may be taken.
+    count : int
+        How many results were in all lists so far.
+    """
+
+    def __init__(self) -> None:
+        self.results: list[Any] = []
+        self.takes: list[int] = []
+        self.count = 0
+
+
+def _outlined(runs: Iterator[list[R]], now: _Run) -> Iterator[Iterator[R]]:
+    """Yield an iterator over each list, which uses it up. It does not hold the :class:`Results`: they end at once."""
+    try:
+        for run in runs:
+            run.reverse()
+            now.results, now.takes = run, [-1] * len(run)
+            now.count += len(run)
+            yield map(run.pop, now.takes)
+    except BaseException as error:
+        __tracebackhide__ = True
+        outline(error)
+        if sys.version_info < (3, 11):
+            raise error
+        raise
 
 
 def outline(error: BaseException) -> None:

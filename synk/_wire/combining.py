@@ -445,6 +445,8 @@ def loaded(data: bytes, name: str, rank: int, what: str = "its structure") -> An
     """
     try:
         return pickle.loads(data)
+    except KeyboardInterrupt:
+        raise
     except BaseException as error:  # The user's classes run code here. Whatever they raise must not end the session.
         raise SerializationError(
             f"cannot load a result of {name!r} from rank {rank} ({what}): {type(error).__name__}: {error}. "

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import pickle
+from typing import Any
 
+import numpy as np
 
-class Items(NamedTuple):
-    """The content of an ITEMS message.
-
-    Attributes
-    ----------
-    pickles : sequence of bytes
-        One for each item.
-    """
-
-    function_id: int
-    pickles: Sequence[bytes]
+from synk._wire.cell import cell
 
 
 def call(task: Any) -> Any:
@@ -27,3 +18,20 @@ def call(task: Any) -> Any:
 def call_with(fn: Any, items: tuple[Any, ...]) -> Any:
     """Call a function with one item of each mapped iterable."""
     return fn(*items)
+
+
+def array_in_segment(segment_id: int, shape: tuple[int, ...], dtype: np.dtype, is_transposed: bool) -> np.ndarray:
+    """Return a large array of an item, on its rank, as a read-only view of shared memory."""
+    if cell.worker is None:
+        raise pickle.UnpicklingError("cannot load an item of synk.map here: expected a worker of its runtime.")
+    # A function may keep the array. The view keeps the mapping, and the master does not take the memory back from under
+    # it: the kernel frees it with the last mapping.
+    array = cell.worker.held[segment_id].view(0, shape, dtype)
+    array.flags.writeable = False
+    return array.T if is_transposed else array
+
+
+def array_in_pickle(data: bytes, shape: tuple[int, ...], dtype: np.dtype, is_transposed: bool) -> np.ndarray:
+    """Return a large array of an item, read-only as one in shared memory, on a rank of another node."""
+    array = np.frombuffer(data, dtype).reshape(shape)
+    return array.T if is_transposed else array

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import pickle
 import random as random  # imported later, in a body, it would be seeded by the system
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -60,6 +62,29 @@ class Taken(Around):
         if worker.number != self._rank:
             return None
         return dumps((args, kwargs)), worker.ranks, worker.num_rows, worker.total_rows  # read-only arrays stay so
+
+
+class Noted(Around):
+    """Calls a function with a numbered item. What the rank knows before is in a file until the call has succeeded.
+
+    Parameters
+    ----------
+    fn : callable
+    folder : str
+        Where the file is; its name is the item's number.
+    """
+
+    def __init__(self, fn: Callable[..., Any], folder: str) -> None:
+        super().__init__(fn)
+        self._folder = folder
+
+    def __call__(self, number: int, /, *args: Any) -> Any:
+        path = os.path.join(self._folder, str(number))
+        with open(path, "wb") as file:
+            pickle.dump((moment(), dumps((args, {}))), file)
+        result = self._fn(*args)
+        os.unlink(path)
+        return result
 
 
 class ReplayedRank:

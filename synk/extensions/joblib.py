@@ -14,6 +14,7 @@ Examples
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -68,11 +69,12 @@ class SynkBackend(AutoBatchingMixin, ParallelBackendBase):
 
     def submit(self, func: Callable[[], Any], callback: Any = None) -> Any:
         """Submit a batch of tasks. Return its future."""
-        return self._tasks.submit(func, callback)
+        return self._tasks.submit(_each(func), callback)
 
     def retrieve_result(self, out: Any, timeout: float | None = None) -> Any:
         """Wait for a batch of tasks. Batches that end in the meantime make room for others."""
-        return self._tasks.result(out, timeout)
+        found = self._tasks.result(out, timeout)
+        return [value for values in found for value in values]
 
     def abort_everything(self, ensure_ready: bool = True) -> None:
         """End the tasks in flight, after a failure or Ctrl-C. With ``ensure_ready`` the backend can be used again."""
@@ -87,6 +89,14 @@ class SynkBackend(AutoBatchingMixin, ParallelBackendBase):
             self._tasks.cancel()
             self._tasks = None
         self.reset_batch_stats()
+
+
+def _each(batch: Any) -> list[Callable[[], Any]]:
+    """Return the calls of a batch, each as a batch of its own: the number of a call seeds its random numbers."""
+    parts = [copy.copy(batch) for _ in batch.items]
+    for part, item in zip(parts, batch.items):
+        part.items, part._size = [item], 1
+    return parts
 
 
 register_parallel_backend("synk", SynkBackend)

@@ -69,6 +69,11 @@ def test_each_change_saves_what_the_advice_says(shared_runtimes: Any, subtests: 
             lambda _: called(shared_runtimes[1], total, x),
             r"all functions: fork\(1\): saves (\d+) of 80 messages",
         ),
+        "chunks": (
+            lambda: list(rt.map(same, range(60), batch_size=1)),
+            lambda line: list(rt.map(same, range(60), batch_size=int(re.findall(r"batch_size=(\d+)", line)[0]))),
+            r"same: leave batch_size= out, or pass batch_size=\d+: saves (\d+) of 120 messages",
+        ),
     }
     for kind, (program, changed, text) in kinds.items():
         with subtests.test(kind=kind):

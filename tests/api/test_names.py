@@ -41,7 +41,8 @@ NAMES = {
     "f()": "args batch num_slices output_subset timeout kwargs",
     "data": "value dtype shape ndim force_cast oversize name",
     "shared": "value sharded name",
-    "map": """fn iterables batch_size ordered progress on_error item_timeout max_tasks_per_worker max_worker_memory""",
+    "map": """fn iterables batch_size ordered progress on_error item_timeout max_tasks_per_worker max_worker_memory
+        journal key version""",
 }
 
 LATER = {

@@ -134,6 +134,33 @@ def test_a_replayed_call_raises_the_same_exception_on_the_same_line(
     assert not files()
 
 
+def test_a_replayed_item_raises_the_same_exception_on_the_same_line(
+    rt: synk.Runtime, files: Callable[[], list[Path]], tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    scale = {"factor": 3.0}
+
+    def drawn(n: int, k: float = 0.5) -> Any:
+        facts = synk.comm.rng.random(), np.random.random(), random.random()
+        if n == 3:
+            raise Odd(n, k, scale["factor"], *facts)
+        return n * k
+
+    maps: dict[str, Callable[..., Any]] = {
+        "items": lambda: rt.map(drawn, range(9)),
+        "several iterables": lambda: rt.map(drawn, range(9), range(9), batch_size=4),
+        "a journal": lambda: rt.map(drawn, range(9), journal=tmp_path / "journal", ordered=False),
+    }
+    for kind, make in maps.items():
+        with subtests.test(kind=kind):
+            expected = outcome(lambda make=make: list(make()))  # type: ignore[misc]
+            (path,) = files()
+            assert outcome(lambda path=path: synk.replay(path)) == expected  # type: ignore[misc]
+    found = list(rt.map(drawn, range(5), on_error="return"))
+    assert found[2] == 1.0 and isinstance(found[3], synk.ItemError)
+    assert str(files()[0]) in found[3].exception.__notes__[-1]
+    assert not list((tmp_path / "failures").glob(".*"))  # what the ranks note while they run
+
+
 def test_what_a_replay_cannot_do_is_said(rt: synk.Runtime, files: Callable[[], list[Path]], tmp_path: Path) -> None:
     seen = {"calls": 0}
 
@@ -204,10 +231,12 @@ def test_a_death_is_replayed_and_kills(rt: synk.Runtime, files: Callable[[], lis
 
     with pytest.raises(WorkerDied) as caught:
         rt.function(body, outputs="sum")(np.arange(8))
-    (path,) = files()
-    assert str(path) in caught.value.__notes__[0]
-    run = subprocess.run([sys.executable, "-c", f"import synk; synk.replay({str(path)!r})"], timeout=60)
-    assert run.returncode == -signal.SIGKILL
+    item = list(rt.map(body, np.arange(9)[:, None], on_error="return"))[7]
+    assert isinstance(item, synk.ItemError)
+    for error, path in zip([caught.value, item.exception], files(), strict=True):
+        assert str(path) in error.__notes__[-1]
+        run = subprocess.run([sys.executable, "-c", f"import synk; synk.replay({str(path)!r})"], timeout=60)
+        assert run.returncode == -signal.SIGKILL
 
 
 PROGRAM = """

@@ -170,6 +170,25 @@ def test_large_outputs_that_a_function_changes_in_place(gpu: Any) -> None:
                 assert (np.concatenate(got) == expected).all() if op is None else (got == expected).all()
 
 
+def test_large_outputs_of_a_call_before_one_that_fails(gpu: Any) -> None:
+    rt = gpu.reused(2)
+    large = rt.function(lambda x: (x.repeat(LARGE), x.sum().repeat(LARGE)), outputs=("gather", "sum"))
+
+    def fail(x: Any) -> None:
+        if synk.comm.rank:
+            raise KeyError("mine")
+
+    fails = rt.function(fail, outputs=None)
+    for _ in range(2):
+        pending = [f.submit(np.arange(2.0)) for f in (large, fails, large, fails, large)]
+        for call in pending[::2]:
+            rows, total = call.result()
+            assert (rows == np.arange(2.0).repeat(LARGE)).all() and (total == 1.0).all()
+        for call in pending[1::2]:
+            with pytest.raises(KeyError):
+                call.result()
+
+
 def test_an_array_on_its_way_to_the_device_is_not_the_users(gpu: Any) -> None:
     """The copy may still be running when the function changes its array, and when nobody holds it any more."""
     rt = gpu.reused(1)

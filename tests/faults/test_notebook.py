@@ -82,6 +82,8 @@ assert run(DEFINE.format(body="x.sum()")) == ("ok", "6.0\\n")
 assert run(DEFINE.format(body="10 * x.sum()")) == ("ok", "60.0\\n")
 status, printed = run("print(synk.function(lambda x: print('hello') or x.sum(), outputs='sum')(np.arange(4.0)))")
 assert status == "ok" and printed.count("hello") == 2 and "[rank 1] hello" in printed and "6.0" in printed, printed
+status, printed = run("items = list(synk.map(lambda n: n * n, range(3), progress=True))")
+assert status == "ok" and " 3/3 [" in printed and "3 done, 0 failed" in printed, printed
 status, printed = run("f(np.ones(4), no_such=1)")
 assert status == "error" and "TypeError" in printed, printed
 assert run("print(*pids(np.ones(2)))") == ("ok", f"{pids[0]} {pids[1]}\\n")

@@ -26,6 +26,7 @@ SMALL = {
     "00_bootstrap.py",
     "06_transfers.py",
     "10_digits_softmax.py",
+    "14_overnight.py",
     "20_torch_digits.py",
     "23_resume.py",
     "000_kalman.py",
@@ -48,7 +49,7 @@ ALONE = {
 a file beside them.
 """
 
-CHILDREN = {"23_resume.py": ["checkpoint.pt"]}
+CHILDREN = {"14_overnight.py": ["walks.journal"], "23_resume.py": ["checkpoint.pt"]}
 """What a demo that starts itself as a child gives it. Here only the child runs, which does all but be killed."""
 
 WITHOUT_SERIAL = {"001_training.py", "22_fsdp.py", "40_two_nodes.py"}

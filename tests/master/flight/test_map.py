@@ -8,9 +8,7 @@ import math
 import operator
 import os
 import signal
-import sys
 import threading
-import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,7 +26,6 @@ from support.harness import (
     same_workers,
     wait_for,
 )
-from support.names import named
 from support.tables import combinations
 
 import synk
@@ -487,33 +484,3 @@ def test_a_runtime_that_is_closed_or_restarted() -> None:
     taken(results, ClosedError)
     with pytest.raises(ClosedError):
         rt.map(square, [1])
-
-
-# ----- progress and other libraries
-
-
-def test_progress(rt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for tqdm remembers what it is given, how many values passed through it, and that it was closed."""
-    module, shown = types.ModuleType("tqdm.auto"), []
-
-    def bar(iterable: Any, desc: str, total: Any) -> Iterator[Any]:
-        count = 0
-        try:
-            for value in iterable:
-                count += 1
-                yield value
-        finally:
-            shown.append((desc, total, count))
-
-    module.tqdm = bar  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "tqdm", types.ModuleType("tqdm"))
-    monkeypatch.setitem(sys.modules, "tqdm.auto", module)
-    assert list(rt.map(square, range(7), progress=True)) == [n * n for n in range(7)]
-    assert next(rt.map(square, (n for n in range(7)), progress=True)) == 0
-    total = rt.function(named("total", lambda x: x.sum()), outputs="sum")
-    assert list(total.stream([np.ones(4)] * 3, progress=True)) == [4.0] * 3
-    assert shown == [("square", 7, 7), ("square", None, 1), ("total", 3, 3)]
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
-    with pytest.raises(ModuleNotFoundError, match=r'pip install "synkhronos\[progress\]"'):
-        rt.map(square, range(7), progress=True)

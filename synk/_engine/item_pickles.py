@@ -1,0 +1,198 @@
+"""Items in the form in which they travel to the workers: pickles, and copies of their large arrays in shared memory.
+
+An array that many items hold crosses only once. Its copy is remembered as long as the array lives, and used again if
+the array still holds what was copied. To other nodes, which share no memory, an array travels with each item.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import pickle
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from synk._master.code.handles import HandlePickler
+from synk._pure.interrupts import deferred
+from synk._pure.nested import PLAIN_TYPES
+from synk._wire.file_maps import recipe_of_map
+from synk._wire.items import array_in_pickle, array_in_segment
+from synk._wire.memory import Segment
+from synk.errors import SharedMemoryError
+
+LARGE_NBYTES = 1 << 20
+"""Arrays of at least this size travel through shared memory."""
+
+_BLOCK_NBYTES = 1 << 20
+
+
+class ArrayCopy:
+    """The copy of one array. The array holds it, and so do items that refer to it until they are answered."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+
+
+class Ended(weakref.ref[Any]):
+    """Reports that an object has ended. It runs in C: an exception by Ctrl-C in a Python finalizer would be lost.
+
+    Attributes
+    ----------
+    owner : ArrayCopies
+        The table that must forget the object.
+    held : ArrayCopy, Segment or None
+        What is no longer needed then: the copy of an array, the segment of a copy.
+    key : int
+        The object's key in that table.
+    """
+
+    __slots__ = ("held", "key", "owner")
+    owner: Any
+    held: Any
+    key: int
+
+
+class ArrayCopies:
+    """The array copies of one runtime.
+
+    Parameters
+    ----------
+    released : deque
+        Receives an :class:`Ended` for each array and each copy that is gone, at any time and in any thread.
+    new_ids : iterator of int
+        Numbers for segments.
+    """
+
+    def __init__(self, released: deque[Any], new_ids: Iterator[int]) -> None:
+        self._released = released
+        self._new_ids = new_ids
+        self._by_array: dict[int, Ended] = {}  # by ``id()``
+        self._by_segment: dict[int, Ended] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_segment)
+
+    def copy_of(self, array: np.ndarray) -> ArrayCopy:
+        """Return a copy of what a contiguous array holds now.
+
+        Raises
+        ------
+        SharedMemoryError
+        """
+        source = _bytes_of(array)
+        known = self._by_array.get(id(array))
+        copy: ArrayCopy | None = known.held if known is not None and known() is array else None
+        if copy is not None and _holds(copy.segment, source):
+            return copy
+        with deferred():  # until it is noted below, the segment has no owner
+            segment = Segment.create(source.nbytes, segment_id=next(self._new_ids))
+            copy = ArrayCopy(segment)
+            self._by_segment[segment.id] = self._watched(copy, segment, segment.id)
+        # Noted under its array only when it is complete. Broken off before, the copy is unknown to later items, and is
+        # freed with this frame.
+        segment.buffer[: source.nbytes] = source
+        self._by_array[id(array)] = self._watched(array, copy, id(array))
+        return copy
+
+    def _watched(self, obj: Any, held: Any, key: int) -> Ended:
+        ended = Ended(obj, self._released.append)
+        ended.owner, ended.held, ended.key = self, held, key
+        return ended
+
+    def forget(self, ended: Ended) -> Segment | None:
+        """Forget an object that has ended. Return the segment that is no longer needed, if there is one."""
+        held, ended.held = ended.held, None
+        if isinstance(held, Segment):
+            self._by_segment.pop(ended.key, None)
+            return held
+        if self._by_array.get(ended.key) is ended:  # otherwise another array has the same id by now
+            del self._by_array[ended.key]
+        return None
+
+    def close(self) -> None:
+        """Release all memory: the runtime is closed."""
+        for ended in self._by_segment.values():
+            ended.held.close()
+        self._by_segment.clear()
+        self._by_array.clear()
+
+
+class ItemPickler:
+    """Pickles the items of one map.
+
+    Parameters
+    ----------
+    copies : ArrayCopies or None
+        None where no memory is shared: large arrays lie in the pickle then.
+    """
+
+    def __init__(self, copies: ArrayCopies | None) -> None:
+        self._copies = copies
+
+    def dumps(self, item: Any) -> tuple[bytes, list[ArrayCopy], list[type]]:
+        """Return an item pickled, the copies that it refers to, and the classes that it names.
+
+        Raises
+        ------
+        TypeError
+            If it holds a shared variable or a resident object.
+        Exception
+            Whatever pickling it raises.
+        """
+        if type(item) in PLAIN_TYPES:
+            return pickle.dumps(item, protocol=5), [], []
+        file = io.BytesIO()
+        pickler = _Pickler(file, self._copies)
+        pickler.dump(item)
+        if pickler.handles:
+            raise TypeError(
+                f"got {type(pickler.handles[0]).__name__}, expected objects that each worker gets a copy of. Have the "
+                "function refer to it instead"
+            )
+        return file.getvalue(), pickler.used, pickler.named
+
+
+class _Pickler(HandlePickler):
+    has_word = True  # an item may come while others are in flight, when no parcel can be sent
+
+    def __init__(self, file: Any, copies: ArrayCopies | None) -> None:
+        super().__init__(file)
+        self._copies = copies
+        self.used: list[ArrayCopy] = []
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) in (np.ndarray, np.memmap) and obj.nbytes >= LARGE_NBYTES and not obj.dtype.hasobject:
+            mapped = None if self._copies is None else recipe_of_map(obj)
+            if mapped is not None:
+                return mapped
+            is_transposed = not obj.flags.c_contiguous
+            if obj.flags.c_contiguous or obj.flags.f_contiguous:
+                shape = obj.shape[::-1] if is_transposed else obj.shape
+                if self._copies is None:
+                    data = pickle.PickleBuffer(_bytes_of(obj).data.toreadonly())
+                    return array_in_pickle, (data, shape, obj.dtype, is_transposed)
+                with contextlib.suppress(SharedMemoryError):  # the pickle may still find room
+                    copy = self._copies.copy_of(obj)
+                    self.used.append(copy)
+                    return array_in_segment, (copy.segment.id, shape, obj.dtype, is_transposed)
+        return super().reducer_override(obj)
+
+
+def _bytes_of(array: np.ndarray) -> np.ndarray:
+    """Return the elements of a contiguous array as bytes, without a copy."""
+    own = np.asarray(array if array.flags.c_contiguous else array.T)
+    return own.reshape(-1).view(np.uint8)
+
+
+def _holds(segment: Segment, source: np.ndarray) -> bool:
+    """Whether a segment begins with these bytes. Compares blocks that stay in the cache."""
+    if segment.nbytes < source.nbytes:
+        return False
+    held = segment.buffer[: source.nbytes]
+    edges = [*range(0, source.nbytes, _BLOCK_NBYTES), source.nbytes]
+    return all(np.array_equal(held[low:high], source[low:high]) for low, high in itertools.pairwise(edges))
