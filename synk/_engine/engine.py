@@ -20,7 +20,8 @@ from synk._engine import wire
 from synk._engine.captures import Functions
 from synk._engine.device_values import check_not_lost
 from synk._engine.lanes import Joint, Lane
-from synk._engine.layout import News
+from synk._engine.layout import ON_DEVICE, News
+from synk._engine.ledger import Transfer
 from synk._engine.outputs import Outputs
 from synk._engine.plan import Plan, pickled
 from synk._engine.rank_residents import COUNTED
@@ -33,9 +34,11 @@ from synk._master.workers.failures import rebuild
 from synk._pure.interrupts import deferred
 from synk._pure.ranges import round_up
 from synk._wire.combining import loaded_objects
-from synk._wire.control import NUM_LANES
+from synk._wire.control import NUM_LANES, Down
 from synk._wire.memory import Segment
 from synk.errors import CallCancelled, CallTimeout, SerializationError, SharedMemoryError, SynkError, WorkerDied
+
+_CALL = int(Down.CALL)
 
 _logger = logging.getLogger("synk")
 
@@ -54,7 +57,16 @@ class Call(Owed):
     """
 
     plan: Plan
-    nbytes = 0
+    nbytes = sent_ns = heard_ns = 0
+    has_ended = False
+    value: Any = None
+    error: BaseException | None = None
+    future: weakref.ref[Any] | None = None  # whoever asks for the outcome of a submitted call
+    _root: np.ndarray | None = None
+    _lease: Any = None
+    _destination: Any = None
+    _brings = False
+    _varying: tuple[Transfer, ...] = ()
 
     def __init__(
         self,
@@ -68,35 +80,30 @@ class Call(Owed):
         started_ns: int,
     ) -> None:
         super().__init__(division.ranks, plan.what, deadline)
-        self._engine, self.callee, self.plan, self.lane = engine, callee, plan, plan.lane
+        self.engine, self.callee, self.plan, self.lane = engine, callee, plan, plan.lane
         self.division, self._values, self._objects = division, values, objects
-        self.started_ns, self.sent_ns, self.heard_ns = started_ns, 0, 0
+        self.started_ns = started_ns
         self._news: dict[int, list[Any]] = {}
-        self._root: np.ndarray | None = None
-        self._lease: Any = None
-        self._destination: Any = None
-        self._brings = False
-        self.has_ended = False
-        self.value: Any = None
-        self.error: BaseException | None = None
-        self.future: weakref.ref[Any] | None = None  # whoever asks for the outcome of a submitted call
 
     # -- begin --------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Copy what is passed by value, and ring each rank. The caller has the lock."""
-        engine, plan, division, lane = self._engine, self.plan, self.division, self.lane
+        engine, plan, division, lane = self.engine, self.plan, self.division, self.lane
         objects = self._objects or ()
         self.nbytes = plan.stage(self._values, objects, division, self.callee)
         engine.counters["bytes_staged"] += self.nbytes
-        self._varying = plan.varying(self._values, objects) if objects or plan.table_rooms else ()
+        if objects or plan.table_rooms:
+            self._varying = plan.varying(self._values, objects)
         self._values, self._objects = (), None
         target, things, numbers = plan.number, [plan], plan.known_by_all
-        if plan.outputs is not None and self._lease_result(plan.outputs):
+        if plan.outputs is not None and plan.outputs.can_be_placed and self._lease_result(plan.outputs):
             target, things = self._destination.number, [plan, self._destination]
             numbers = numbers | self._destination.known
         number = self.number = next(engine.numbers)
-        lane.show(division, number)
+        if division is not lane.division:
+            lane.show(division)
+        lane.first_down[_CALL] = number
         if engine.has_devices:
             check_not_lost(plan.variables, range(engine.world_size), f"call {self.callee.name!r}")
             engine.nccl.announce(lane, len(division.ranks))
@@ -104,21 +111,21 @@ class Call(Owed):
         engine.is_sure = False
         lane.call = engine.flight[number] = self  # before anything is sent: from here on ``recover`` knows of it
         self._brings = bool(engine.functions.unsettled)
+        if engine.tracer is not None:
+            self.sent_ns = time.monotonic_ns()
         engine.carry(self)
         for rank in division.ranks:
             engine.send(self, rank, target, len(objects), division.packed[rank], things, numbers)
         engine.processes.flush()
         engine.is_sure = True
-        if engine.tracer is not None:
-            self.sent_ns = time.monotonic_ns()
 
     def _lease_result(self, outputs: Outputs) -> bool:
         """See that ranks whose large outputs look like the last ones write them into the result. False if they cannot.
 
         They cannot if outputs are reduced, or other ranks run the call, or with other rows.
         """
-        engine, division = self._engine, self.division
-        if not outputs.can_be_placed or outputs.rows != division.rows or not outputs.fits(division.ranks):
+        engine, division = self.engine, self.division
+        if outputs.rows != division.rows or not outputs.fits(division.ranks):
             return False
         if not engine.has_shared_memory or engine.has_devices:
             return False
@@ -134,18 +141,29 @@ class Call(Owed):
         Return False if not all ranks have answered by ``until``, or if ``is_polled`` and the end must wait for the
         calls that were submitted later; the call is still in flight then.
         """
-        engine = self._engine
+        engine = self.engine
         if self.has_ended:  # a signal handler has broken off what follows
             engine.flight.pop(self.number, None)
             self._drop()
             return True
         try:
-            if self.pending and not self._wait(until):
-                return False
+            if self.pending:
+                engine.is_sure = False
+                is_answered = engine.wait(self, until)
+                engine.is_sure = True
+                if not is_answered:
+                    return False
             if is_polled and len(engine.flight) > 1 and self._must_wait():
                 return False
-            for step in STEPS:
-                step(self)
+            if engine.tracer is not None:
+                self.heard_ns = time.monotonic_ns()
+            if self.has_news:
+                self.hear()
+            self.learn()
+            if self.plan.outputs.result_nbytes or self._lease is not None:
+                self.reduce()
+            self.build()
+            self.commit()
         except Exception as error:
             is_own = isinstance(error, SynkError) or engine.is_sure
             self._end(error)
@@ -163,25 +181,17 @@ class Call(Owed):
         self._drop()
         return True
 
-    def _wait(self, until: float | None) -> bool:
-        """Wait for all replies. Return False if ``until`` came first."""
-        engine = self._engine
-        engine.is_sure = False
-        is_answered = engine.wait(self, until)
-        engine.is_sure = True
-        return is_answered
-
     def _must_wait(self) -> bool:
         """Whether outputs may be reduced by another message, and ranks have calls before them that would delay it."""
         outputs = self.plan.outputs
         if outputs is not None and (not outputs.result_nbytes or len(self._placed()) == len(self.ranks)):
             return False
-        self._engine.listen()
-        return any(each.pending for each in self._engine.flight.values())
+        self.engine.listen()
+        return any(each.pending for each in self.engine.flight.values())
 
     def hear(self) -> None:
         """Note what the replies tell of memory and layouts: that must not get lost."""
-        engine = self._engine
+        engine = self.engine
         engine.is_sure = False
         for rank, (status, body, _) in self.replies.items():
             if status == wire.TOLD:
@@ -191,8 +201,6 @@ class Call(Owed):
                 engine.note_unread(rank, self.news.get(rank))
                 self.lane.begin_anew()
         engine.is_sure = True
-        if engine.tracer is not None:
-            self.heard_ns = time.monotonic_ns()
 
     def release_peers(self) -> None:
         self.lane.abort()
@@ -201,12 +209,12 @@ class Call(Owed):
         news = News(*content)
         self._news[rank] = news.objects
         if news.slot:
-            self._engine.note_slot(self.lane, rank, fds.pop(0), news.slot)
+            self.engine.note_slot(self.lane, rank, fds.pop(0), news.slot)
             self.plan.outputs = None
         for number, which, nbytes in news.places:
             segment = Segment(fds.pop(0), nbytes, is_writable=True, segment_id=0)
             segment.is_worker_writable = True
-            variable = self._engine.variable(number)
+            variable = self.engine.variable(number)
             if variable is not None:
                 variable.note_made(rank, which, segment)
         if news.layout is not None:
@@ -215,17 +223,16 @@ class Call(Owed):
 
     def learn(self) -> None:
         """Raise the error of the lowest rank that failed. Else see that the outputs of the ranks fit together."""
-        engine, plan = self._engine, self.plan
+        engine, plan = self.engine, self.plan
         if self._brings:
             is_taken_in = all(status != wire.UNREAD for status, _, _ in self.replies.values())
             engine.functions.settle(is_taken_in=is_taken_in)
             self._brings = False
-        for status, _, _ in self.replies.values():
-            if status > wire.TOLD:
-                engine.raise_failures(self)
+        if self.has_news and any(status > wire.TOLD for status, _, _ in self.replies.values()):
+            engine.raise_failures(self)
         outputs = plan.outputs
-        if outputs is None or not outputs.fits(self.ranks):
-            callee, ranks = self.callee, list(self.ranks)
+        if outputs is None or (outputs.voters is not self.ranks and outputs.voters != self.ranks):
+            callee, ranks = self.callee, self.ranks
             layouts = [plan.layouts[rank] for rank in ranks]
             outputs = Outputs(callee.name, callee.ops, plan.subset, ranks, layouts, self.lane, engine.world_size)
             outputs.rows, plan.outputs = self.division.rows, outputs
@@ -234,7 +241,7 @@ class Call(Owed):
 
     def reduce(self) -> None:
         """Have the ranks put large outputs in place, each its share, unless they have written them there."""
-        engine, outputs, placed = self._engine, self.plan.outputs, self._placed()
+        engine, outputs, placed = self.engine, self.plan.outputs, self._placed()
         if len(placed) == len(self.ranks):
             self._root = self._lease.deliver()
             return
@@ -265,15 +272,18 @@ class Call(Owed):
 
     def commit(self) -> None:
         """Make what the ranks have assigned and changed count, on all of them: one store decides."""
-        engine, plan, ranks = self._engine, self.plan, self.ranks
+        engine, plan, ranks = self.engine, self.plan, self.ranks
         if plan.has_state:
             moves = engine.moves(plan.outputs.assigned, ranks)
             if self.callee.changes:
                 engine.residents.note_changed(self.callee.changes, ranks)
             engine.commit(moves, ranks, self.number)
-        nbytes = plan.outputs.nbytes + sum(len(each) for news in self._news.values() for _, each in news)
-        moved = plan.transfers(self._varying, nbytes)
-        self.callee.record.add(moved, self.division.count, self.replies, time.monotonic_ns() - self.started_ns)
+        nbytes = plan.outputs.nbytes
+        if self._news:
+            nbytes += sum(len(each) for news in self._news.values() for _, each in news)
+        if self._varying or plan.moved[-1].nbytes != nbytes:
+            plan.note_moved(self._varying, nbytes)
+        self.callee.record.add(plan.moved, self.division.count, self.replies, time.monotonic_ns() - self.started_ns)
         if engine.has_devices:
             engine.device_values.note_copies(self)
         self.has_ended = True
@@ -296,21 +306,21 @@ class Call(Owed):
         if self.has_ended:
             return
         if self._brings:
-            self._engine.functions.settle(is_taken_in=False)
+            self.engine.functions.settle(is_taken_in=False)
             self._brings = False
-        has_counted = bool(self.number) and self._engine.has_committed(self.number)
+        has_counted = bool(self.number) and self.engine.has_committed(self.number)
         if self.plan.has_state and not has_counted:
-            self._engine.ended = max(self._engine.ended, self.number)
+            self.engine.ended = max(self.engine.ended, self.number)
         for variable in self.plan.variables:
             variable.note_failed(self.ranks)
         if self.callee.changes and self.number:
             if has_counted:
                 note_outcome(error, self.callee.changes, [COUNTED] * len(self.callee.changes))
             else:
-                self._engine.residents.note_failed(self.callee.changes, self.number, error)
+                self.engine.residents.note_failed(self.callee.changes, self.number, error)
         self.error, self.has_ended = error, True
-        if self._engine.tracer is not None:
-            self._engine.tracer.note(self)
+        if self.engine.tracer is not None:
+            self.engine.tracer.note(self)
 
     def _drop(self) -> None:
         """Let go of all but the outcome, which may be kept for long."""
@@ -327,9 +337,6 @@ class Call(Owed):
             self.future = None
         if self.lane.call is self:  # last: until then the next call in the lane does this again
             self.lane.call = None
-
-
-STEPS = (Call.hear, Call.learn, Call.reduce, Call.build, Call.commit)
 
 
 class Question(Owed):
@@ -545,16 +552,18 @@ class Engine(Workers):
             return moves
         by_number = {each.number: each for each in self.variables.living()}
         for rank, own in zip(ranks, assigned):
-            for number, which, found in own:
-                by_number[number].note_assigned(rank, which, found)
-                moves.append((by_number[number], rank, which, found))
+            for number, is_on_device, found in own:
+                variable = by_number[number]
+                which = variable.spare(rank) + (ON_DEVICE if is_on_device else 0)
+                variable.note_assigned(rank, which, found)
+                moves.append((variable, rank, which, found))
         absent = [rank for rank in range(self.world_size) if rank not in ranks]
-        for number, which, found in assigned[0] if absent else ():
+        for number, _, found in assigned[0] if absent else ():
             variable = by_number[number]
             if variable.is_sharded:
                 continue
             # Ranks without rows get the value of the lowest rank that ran; otherwise replicas would drift apart.
-            value = variable.views(ranks[0], which, found)
+            value = variable.views(ranks[0], variable.spare(ranks[0]), found)
             for rank in absent:
                 spare = variable.spare(rank)
                 for target, source in zip(variable.room(rank, spare, found), value):

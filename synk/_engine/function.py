@@ -46,10 +46,8 @@ def submit(
     function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions, release: Any
 ) -> PendingCall[Any]:
     """Send a call and return its future."""
-    function = function._renewed()
-    session = function._bound_session()
     made = _begin(function, f"submit {function.__name__!r}", args, kwargs, options, is_submitted=True)
-    pending: PendingCall[Any] = PendingCall(session, function.__name__, made)
+    pending: PendingCall[Any] = PendingCall(made.engine, made.callee.name, made)
     pending._release = release
     return pending
 
@@ -59,14 +57,19 @@ def _begin(
 ) -> Call:
     """Begin a call, and end it unless it was submitted. What is broken off before it is the caller's is ended."""
     started_ns = time.monotonic_ns()
-    function = function._renewed()
     callee: Callee = function._callee
-    session: Session = function._bound_session()
+    if callee.capture is None or not callee.capture.is_current():
+        function = function._renewed()
+        callee = function._callee
+    session: Any = callee.fixed_session or function._bound_session()
     made: Call | None = None
     with session.entered(verb):
         try:
-            deadline = session.deadline(options.timeout)
+            has_limit = options.timeout is not None or session.timeout is not None
+            deadline = session.deadline(options.timeout) if has_limit else None
             session.enter_call(verb, deadline)
+            if options is not PLAIN:
+                _check_options(callee, options)
             made = _sent(session, callee, verb, tuple(args), kwargs, options, deadline, started_ns, is_submitted)
             if not is_submitted or session.is_inline:
                 session.settle_to(made)
@@ -89,10 +92,9 @@ def _sent(
     is_submitted: bool,
 ) -> Call:
     """Find or make the plan of a call, and send it."""
-    if options is not PLAIN:
-        _check_options(callee, options)
     face, values, arguments = look(callee, args, kwargs, session, is_submitted)
-    callee.load(session, deadline)
+    if callee.is_stale or callee.capture is None or callee.session is not session:
+        callee.load(session, deadline)
     if session.flight and _uses_state(callee, arguments):
         session.settle_state(verb, deadline)  # what comes next depends on whether the calls before are committed
     lane = session.next_lane(verb, deadline)
@@ -105,17 +107,18 @@ def _sent(
         division = plan.choose(session, callee, values, options.batch, options.num_ranks)
         if plan.objects:
             objects = _objects(session, callee, [values[k] for k in plan.objects], plan.object_labels)
+            callee.load(session, deadline)  # a class may have been met that the ranks lack
         if plan.table_rooms and arguments is not None:
             _pack_again(plan, values, arguments, division, callee.name)
-        if not plan.fits(division) or (objects is not None and callee.object_room > len(plan.object_place)):
+        if (division is not plan.fitted and not plan.fits(division)) or (
+            objects is not None and callee.object_room > len(plan.object_place)
+        ):
             plan = None
     if plan is None:
         plan, division, objects, values = _made(
             session, callee, args, kwargs, options, key, arguments, lane, before, is_submitted
         )
-    callee.load(session, deadline)  # again, for a class may have been met that the ranks lack
-    if plan.residents or plan.changes:
-        residents = [*plan.residents, *plan.changes]
+    if residents := [*plan.residents, *plan.changes]:
         session.residents.bring_into_line(residents)
         for resident in residents:
             resident.check(f"call {callee.name!r}")

@@ -59,6 +59,7 @@ class Lane:
         self.division: Division | None = None
         self.joint: Joint | None = None
         self.down, self.up = engine.processes.blocks(index)
+        self.first_down = self.down[0]
 
     def staged(self, nbytes: int) -> Segment:
         """Return staging memory of at least ``nbytes`` bytes."""
@@ -88,12 +89,10 @@ class Lane:
         if self.joint is not None:
             self.joint.reset()
 
-    def show(self, division: Division, number: int) -> None:
-        """Write the rows of all ranks where ``synk.comm`` looks for them, and the number of the call."""
-        if division is not self.division:
-            running = dict(zip(division.ranks, division.rows))
-            world_size = len(division.bounds)
-            self.down[:, Down.PARTICIPATES] = [rank in running for rank in range(world_size)]
-            self.down[:, Down.ROWS] = [running.get(rank, 0) for rank in range(world_size)]
-            self.division = division
-        self.down[0, Down.CALL] = number
+    def show(self, division: Division) -> None:
+        """Write the rows of all ranks where ``synk.comm`` looks for them."""
+        running = dict(zip(division.ranks, division.rows))
+        world_size = len(division.bounds)
+        self.down[:, Down.PARTICIPATES] = [rank in running for rank in range(world_size)]
+        self.down[:, Down.ROWS] = [running.get(rank, 0) for rank in range(world_size)]
+        self.division = division

@@ -8,8 +8,18 @@ from typing import Any, NamedTuple
 from synk._wire.messages import Input, Leaf
 from synk._wire.variables import Shapes
 
-Assigned = tuple[tuple[int, int, Shapes], ...]
-"""What a call has assigned: the number of each variable, the place where the new value lies, and its shapes."""
+COMMON_A, COMMON_B, OWN_A, OWN_B = range(4)
+"""The places of a variable: two for all ranks, and two of each rank's own."""
+
+
+def spare_of(front: int) -> int:
+    """Return the own place of a rank that is not its front: there a call writes what it assigns."""
+    return OWN_A if front == OWN_B else OWN_B
+
+
+Assigned = tuple[tuple[int, bool, Shapes], ...]
+"""What a call has assigned: the number of each variable, whether its value, which belongs into the spare place, lies on
+the device alone, and its shapes."""
 
 ON_DEVICE = 4
 """Added to a place: the new value lies on the device of its rank alone."""

@@ -64,6 +64,10 @@ class Plan(Thing):
         How the outputs of the last call were combined.
     layouts : dict of int to Layout
         By rank, what the last outputs looked like.
+    fitted : Division or None
+        The last one that :meth:`fits`.
+    moved : tuple of Transfer
+        What the last call has transferred; the outputs come last.
     is_outgrown : bool
         Whether something has no room in its places, or was replaced.
     """
@@ -136,13 +140,14 @@ class Plan(Thing):
         self.layouts: dict[int, Any] = {}
         self.is_outgrown = False
         self.division: Division | None = None
+        self.fitted: Division | None = None
         self._chosen: Any = None
         self._targets: list[tuple[int, np.ndarray, str, str]] = []
         self._num_targets = -1
         self._nbytes = 0
         self._fixed = [_moved(argument) for argument in arguments if argument.kind not in ("table", "object")]
         self._varying: tuple[Transfer, ...] = ()
-        self._moved = (*self._fixed, Transfer("outputs", "output", 0))
+        self.moved: tuple[Transfer, ...] = (*self._fixed, Transfer("outputs", "output", 0))
 
     # -- making -------------------------------------------------------------------------------------------------------
 
@@ -246,7 +251,7 @@ class Plan(Thing):
         counts: Any = None
         leaves = self.row_leaves
         if not self.shards and (batch is None or type(batch) in (int, slice)) and leaves:
-            counts = [_count(values[k], kind) for k, kind, _ in leaves]
+            counts = [len(values[k]) if kind == "array" else _count(values[k], kind) for k, kind, _ in leaves]
             chosen = counts, batch, num_ranks
             if self.division is not None and chosen == self._chosen:
                 return self.division
@@ -260,11 +265,13 @@ class Plan(Thing):
         if self.is_outgrown or division.count > self.row_room:
             return False
         in_place = any(kind == "data" for _, kind, _ in self.row_leaves)
-        return (
+        is_fitting = (
             self.has_indices == (in_place and division.indices is not None)
             and self.has_local == (division.local_indices is not None)
             and self.look.is_rowless == (division.selection is None)
         )
+        self.fitted = division if is_fitting and not self.table_rooms else None
+        return is_fitting
 
     def stage(self, values: Sequence[Any], objects: Sequence[Any], division: Division, callee: Any) -> int:
         """Copy what is passed by value, and return how many bytes of arrays that are.
@@ -281,9 +288,7 @@ class Plan(Thing):
         selection, nbytes = division.selection, self._nbytes
         for leaf, target, kind, label in self._targets:
             value = values[leaf]
-            if (kind == "rows" and selection is not None and len(value) != len(target)) or (
-                kind == "rows" and selection is not None and not _is_whole(selection)
-            ):
+            if kind == "rows" and selection is not None and (not division.is_whole or len(value) != len(target)):
                 value = value[selection.between(0, selection.count)]
             if kind == "table":
                 target[:, : value.shape[1]] = value
@@ -314,12 +319,11 @@ class Plan(Thing):
             )
         return tuple(found)
 
-    def transfers(self, varying: tuple[Transfer, ...], nbytes: int) -> tuple[Transfer, ...]:
-        """Return what a call has transferred whose outputs had so many bytes."""
-        if self._moved[-1].nbytes != nbytes or varying != self._varying:
+    def note_moved(self, varying: tuple[Transfer, ...], nbytes: int) -> None:
+        """Note what a call has transferred whose outputs had so many bytes."""
+        if self.moved[-1].nbytes != nbytes or varying != self._varying:
             self._varying = varying
-            self._moved = (*self._fixed, *varying, Transfer("outputs", "output", nbytes))
-        return self._moved
+            self.moved = (*self._fixed, *varying, Transfer("outputs", "output", nbytes))
 
 
 def _moved(argument: Argument) -> Transfer:
@@ -332,10 +336,6 @@ def _moved(argument: Argument) -> Transfer:
     if argument.kind != "rows":
         return Transfer(argument.label, kind, array.nbytes)
     return Transfer(argument.label, kind, 0, array.dtype.itemsize * int(np.prod(array.shape[1:], dtype=np.int64)))
-
-
-def _is_whole(selection: Any) -> bool:
-    return selection.indices is None and selection.start == 0 and selection.step == 1
 
 
 def _count(value: Any, kind: str) -> int:

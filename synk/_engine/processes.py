@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from synk._engine.wire import Link
 from synk._master.processes.placement import HASH_SEED, Placement, hash_seed_of
 from synk._master.processes.program import ARMED, setup_message, startup_text
 from synk._pure.environment import spin_s
@@ -31,6 +30,7 @@ class Worker:
     Attributes
     ----------
     process : WorkerProcess
+    link : Link
     known : set of int
         The numbers of the things that it knows. Those in ``stale`` it holds, and is to be told of anew.
     parcels : set of int
@@ -50,12 +50,12 @@ class Worker:
         self.num_starts = 0
         self.is_prepared = True
         self.exit_text = ""
-        self.begin(process)
+        self.begin(process, None)
         self.is_dead = True
 
-    def begin(self, process: Any) -> None:
+    def begin(self, process: Any, link: Any) -> None:
         """Start over with a process that knows nothing."""
-        self.process = process
+        self.process, self.link = process, link
         self.known: set[int] = set()
         self.stale: set[int] = set()
         self.parcels: set[int] = set()
@@ -65,11 +65,6 @@ class Worker:
         self.hello: Any = None
         self.description = ""
         self.is_dead = self.is_ready = False
-
-    @property
-    def link(self) -> Link:
-        link: Link = self.process.link
-        return link
 
 
 class _Poll:
@@ -159,7 +154,7 @@ class Processes:
         process.start(setup, environment, self._control.fd, events)
         for fd, kind in process.watched():
             self._watch(fd, kind, worker)
-        worker.begin(process)  # last: if the start fails, the rank counts as dead
+        worker.begin(process, process.link)  # last: if the start fails, the rank counts as dead
 
     def _setup(self, rank: int, failpoints: Sequence[Sequence[Any]]) -> dict[str, Any]:
         """Return what a rank must know before it can unpickle anything."""
@@ -185,7 +180,7 @@ class Processes:
 
     def events(self) -> list[tuple[int, int]]:
         """Return what has happened, without waiting."""
-        return self._poll.poll(0)
+        return self._poll.poll_object.poll(0)
 
     def wait(self, seconds: float | None, *, awake: bool = True) -> list[tuple[int, int]]:
         """Return what happens within a time limit: awake at first, if that pays."""

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from synk._engine import wire
-from synk._engine.layout import ON_DEVICE, Share
+from synk._engine.layout import ON_DEVICE, Share, spare_of
 from synk._engine.rank import Answer, Rank
 from synk._engine.rank_call import Part, RankPlan, RankQuestion
 from synk._engine.rank_outputs import Published, RankOutputs, RankReduction
-from synk._engine.rank_variables import OWN_A, OWN_B, Replica
+from synk._engine.rank_variables import Replica
 from synk._pure.ops import REDUCTIONS, Reduction
 from synk._pure.ranges import LINE_NBYTES
 from synk._wire.control import Down, Up
@@ -206,7 +206,7 @@ class DeviceReplica(Replica):
         """Copy an assigned value to the second arrays, and to shared memory if absent ranks need it there."""
         # The value in the first arrays is not touched. The copies are only queued on the device; the rank waits for
         # them before it replies.
-        which = self._spare
+        which = spare_of(self._front)
         self._store_at(which, pending)
         return super().write_back(pending) if self._is_shown() else (which + ON_DEVICE, None)
 
@@ -230,10 +230,6 @@ class DeviceReplica(Replica):
             return False
         return int(participates.argmax()) == self._store.rank
 
-    @property
-    def _spare(self) -> int:
-        return OWN_A if self._front == OWN_B else OWN_B
-
     def collective(self, kind: str, op: str, by_group: NcclCollectives) -> tuple[int, Shapes]:
         """Do this rank's part of a collective over the variable. Return where the new value lies, and its shapes."""
         with by_group.guard():
@@ -245,7 +241,7 @@ class DeviceReplica(Replica):
                     new = by_group.reduce_all([(leaf, op, None) for leaf in leaves])
                 else:
                     new = [stack.reshape(-1, *stack.shape[2:]) for stack in by_group.gather_all(leaves)]
-        which, found = self._spare, shapes_of(new)
+        which, found = spare_of(self._front), shapes_of(new)
         self._store_at(which, new)
         self._store.backend.synchronize()
         self.note_written(which, found, None)

@@ -54,16 +54,21 @@ class RankOutputs:
 
         Return the reply: nothing new if they look like the last ones.
         """
-        slots, destination = self._slots, self.destination
-        is_told = slots is not None and self._memory is rank.told_slots.get(self._lane) and self._told is self._layout
-        if is_told and not rank.variables.assigned:
-            if destination is None and slots.fill(result):  # type: ignore[union-attr]
-                return wire.DONE, None, [], None
-            if destination is not None and destination.slots_of(self).fill(result):
-                return wire.PLACED, None, [], None
-        return self._publish(rank, result)
+        slots, layout, destination = self._slots, self._layout, self.destination
+        status = wire.DONE
+        is_told = slots is not None and self._memory is rank.told_slots.get(self._lane) and self._told is layout
+        if is_told and destination is not None:
+            slots, status = destination.slots_of(self), wire.PLACED
+        if not is_told or not slots.fill(result):  # type: ignore[union-attr]
+            return self._publish(rank, result)
+        if not rank.variables.assigned and not layout.assigned:  # type: ignore[union-attr]
+            return status, None, [], None
+        assigned = rank.variables.publish()
+        if assigned[0] == layout.assigned and not assigned[1]:  # type: ignore[union-attr]
+            return status, None, [], assigned[3]
+        return self._publish(rank, result, assigned)
 
-    def _publish(self, rank: Any, result: Any) -> Published:
+    def _publish(self, rank: Any, result: Any, written: Any = None) -> Published:
         function, backend = self._function, rank.backend
         self._slots = None
         if function.whole is not None:
@@ -71,12 +76,12 @@ class RankOutputs:
         values = self._match(result)
         before = None if self._layout is None else self._layout.leaves
         outputs, leaves, objects = taken(backend, function, values, self._ops, self._names, self._wanted, before)
-        assigned, places, made, note_assigned = rank.variables.publish()
+        assigned, places, made, note_assigned = written or rank.variables.publish()
         slot = self._lay_out(rank, leaves, assigned)
         self._store(rank, outputs)
         packed = self._pickled(rank, objects)
         layout = self._layout
-        is_complete = not objects and self._subset is None and not assigned
+        is_complete = not objects and self._subset is None
         self._slots = self._slots_of(result, values) if is_complete else None
 
         def note() -> None:
@@ -179,9 +184,10 @@ class RankDestination:
         """Return the places for outputs like the last ones of a plan."""
         if self._of is not outputs._slots:
             assert outputs._slots is not None and outputs._layout is not None
-            leaves, views = outputs._layout.leaves, outputs._views
+            leaves: Any = outputs._layout.leaves
+            views = outputs._views
             self._moved = outputs._slots.moved(
-                {id(views[k]): leaves[k].view(self._memory, at) for k, at in self._places}
+                {id(views[k]): leaves[k].view(self._memory, at) for k, at in self._places}  # type: ignore[misc]
             )
             self._of = outputs._slots
         return self._moved

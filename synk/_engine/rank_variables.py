@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._engine.layout import Assigned
+from synk._engine.layout import ON_DEVICE, OWN_A, OWN_B, Assigned, spare_of
 from synk._pure.dtypes import BFLOAT16
 from synk._pure.ops import REDUCTIONS
 from synk._pure.partials import Accumulator
@@ -36,8 +36,6 @@ from synk._wire.variables import (
 from synk.backends import Backend
 from synk.backends._frameworks import bfloat16
 from synk.errors import SharedMemoryError
-
-OWN_A, OWN_B = 2, 3
 
 Places = list[tuple[int, int, int]]
 """Places that this rank has made: (variable, which, nbytes)."""
@@ -180,7 +178,7 @@ class Replica:
 
     def write_back(self, pending: Sequence[Any]) -> tuple[int, Segment | None]:
         """Write an assigned value into the own place that is no front. Return which, and memory that had to be made."""
-        which = OWN_A if self._front == OWN_B else OWN_B
+        which = spare_of(self._front)
         found: Shapes = shapes_of(pending)
         _, nbytes = leaf_offsets(self._known.dtypes, found)
         segment, at, room = self._places[which]
@@ -400,7 +398,7 @@ class VariableStore:
 
     def publish(self) -> tuple[Assigned, Places, list[Segment], Callable[[], None]]:
         """Write all assignments of the call. Return what to tell of them, and a step that notes that it was told."""
-        told: list[tuple[int, int, Shapes]] = []
+        told: list[tuple[int, bool, Shapes]] = []
         places: Places = []
         segments: list[Segment] = []
         notes: list[tuple[Any, int, Shapes, Segment | None]] = []
@@ -408,7 +406,7 @@ class VariableStore:
             replica: Any = each
             which, made = replica.write_back(pending)
             found = shapes_of(pending)
-            told.append((replica.variable_id, which, found))
+            told.append((replica.variable_id, which >= ON_DEVICE, found))
             notes.append((replica, which, found, made))
             if made is not None:
                 places.append((replica.variable_id, which, made.nbytes))

@@ -42,6 +42,8 @@ class Division:
         By rank, what its order says.
     owned : Assignment or None
         Where the rows lie in the ranks' own shards, if some arguments are sharded variables.
+    is_whole : bool
+        Whether the selection begins with the first row and leaves none out between.
     unequal : str
         Why the rows of closed-over shards cannot weight an average.
     """
@@ -63,6 +65,7 @@ class Division:
         local = [(0, 1)] * len(bounds) if owned is None else owned.local_ranges
         self.packed = [wire.ROWS.pack(low, high, start, step, *own) for (low, high), own in zip(bounds, local)]
         self.count = 0 if selection is None else selection.count
+        self.is_whole = (start, step) == (0, 1) and (selection is None or selection.indices is None)
 
     @property
     def indices(self) -> np.ndarray | None:

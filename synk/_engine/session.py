@@ -206,6 +206,12 @@ class Session(Entrance, Engine):
         if self.processes.is_closed or self.is_closing:
             raise ClosedError(f"cannot {verb}: the runtime is closed. Call synk.fork() again.") from self.cause
 
+    def entered(self, verb: str) -> threading.RLock:
+        is_free = not (self.processes.is_closed or self.is_closing or self._lock._is_owned())  # type: ignore[attr-defined]
+        if is_free and cell.worker is None and os.getpid() == self.pid:
+            return self._lock
+        return super().entered(verb)  # which says why not
+
     def check_here(self, verb: str, instead: str) -> None:
         """Raise UnsupportedError for what works on one machine only: this one is."""
 
@@ -229,7 +235,8 @@ class Session(Entrance, Engine):
         self.enter(deadline)
         if not self.flight:
             self.is_interrupted = False
-            self._free_dropped()
+            if self.memory.released or orphans.ended or self.functions.dropped:
+                self._free_dropped()
         if self.has_devices:
             self.nccl.prepare(deadline)
             self.device_values.restore()
@@ -392,7 +399,7 @@ class Session(Entrance, Engine):
                 if segment is not None:
                     segment.close()
             lane.slots, lane.staging, lane.call, lane.joint = {}, None, None, None
-            lane.down = lane.up = np.empty((0, 0), np.int64)
+            lane.down = lane.up = lane.first_down = np.empty((0, 0), np.int64)
         self.functions.close()
         self.variables.close()
         self.pool.close()

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synk._engine.layout import ON_DEVICE
+from synk._engine.layout import COMMON_A, COMMON_B, ON_DEVICE, OWN_A, spare_of
 from synk._engine.things import Thing
 from synk._master.collectives import check_rank, check_reduction, check_rows, check_scatter, copied, pair, shapes
 from synk._master.state.variable_value import VariableValue
@@ -28,8 +28,6 @@ from synk._pure.ranges import LINE_NBYTES, round_up
 from synk._pure.shards import Selection, shard_bounds
 from synk._wire.memory import PAGE_NBYTES, Segment, create_fd
 from synk._wire.variables import Shapes, leaf_offsets, shapes_of
-
-COMMON_A, COMMON_B, OWN_A, OWN_B = range(4)
 
 SMALL_NBYTES = 1 << 18
 """A variable whose places take no more than this shares its memory file with others."""
@@ -190,7 +188,7 @@ class Variable(VariableValue, Thing):
 
     def spare(self, rank: int) -> int:
         """Return which own place of a rank is no front."""
-        return OWN_A if self.fronts[rank] == OWN_B else OWN_B
+        return spare_of(self.fronts[rank])
 
     def spare_common(self) -> int:
         """Return which common place is nobody's front."""

@@ -49,11 +49,13 @@ class Owed:
 
     Attributes
     ----------
-    ranks : sequence of int
+    ranks : list of int
     pending : set of int
     replies : dict of int to (status, body, times)
     news : dict of int to (set of int, set of int, list)
         By rank, the things and the parcels that the message brought, and what it told to forget.
+    has_news : bool
+        Whether a reply says more than that all is as it was.
     what, phase : str
         For errors.
     """
@@ -61,8 +63,9 @@ class Owed:
     number = 0
     phase = "call"
     is_abandoned = False
+    has_news = False
 
-    def __init__(self, ranks: Sequence[int], what: str, deadline: float | None) -> None:
+    def __init__(self, ranks: list[int], what: str, deadline: float | None) -> None:
         self.ranks, self.what, self.deadline = ranks, what, deadline
         self.pending = set(ranks)
         self.replies: dict[int, tuple[int, Any, Sequence[int]]] = {}
@@ -267,7 +270,7 @@ class Workers:
             if self.is_inline:
                 self._file(self.by_rank[0])
                 continue
-            if self.has_dead and any(self.by_rank[rank].is_dead for rank in owed.pending):
+            if self.has_dead and any(self.by_rank[rank].is_dead for rank in self.needed(owed)):
                 raise self._deaths(owed)
             urgent = owed
             if len(self.flight) > 1:
@@ -294,7 +297,11 @@ class Workers:
         self._quiet(
             [self.by_rank[rank] for rank in sorted({rank for each in self.flight.values() for rank in each.ranks})]
         )
-        return self.died(sorted(rank for rank in owed.pending if self.by_rank[rank].is_dead), owed)
+        return self.died(sorted(rank for rank in self.needed(owed) if self.by_rank[rank].is_dead), owed)
+
+    def needed(self, owed: Owed) -> Iterable[int]:
+        """Return the ranks without which a message does not end well."""
+        return owed.pending
 
     def _late(self, owed: Owed, urgent: Owed) -> NoReturn:
         ranks = self.processes.placement.among_all(sorted(urgent.pending))
@@ -350,8 +357,10 @@ class Workers:
         if owed is not None and worker.rank in owed.pending:
             owed.replies[worker.rank] = status, body, times
             owed.pending.discard(worker.rank)
-            if status == wire.UNREAD:
-                owed.release_peers()
+            if status > wire.PLACED:
+                owed.has_news = True
+                if status == wire.UNREAD:
+                    owed.release_peers()
         return True
 
     def _on_wake(self) -> None:

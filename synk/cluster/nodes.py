@@ -147,7 +147,7 @@ def _notes(content: Any, memory: Iterator[int]) -> list[Event]:
             notes.append((kind, number, payload.lane))
         elif kind == "variable":
             _, _, dtypes, _, _, _, places, _ = payload
-            notes.append((kind, number, (dtypes, [(own[k], at) for k, at, _ in places])))
+            notes.append((kind, number, (dtypes, [(own[k], at) for k, at, _ in places], own[0])))
     return notes
 
 
@@ -372,8 +372,8 @@ class Node:
         self.processes.unwatch_node(self)
         self.exit_text = self.process.reap()
         for process in list(self.living.values()):
-            process.ended(self.exit_text, self.process.stderr_since(0.0))
-            self.processes.ended.add(process.rank)
+            process.ended(f"node {self.index} ({self.exit_text})", self.process.stderr_since(0.0))
+            self.processes.ended.add(process)
 
     def _of(self, rank: int, start: int) -> RankOfNode | None:
         process = self.living.get(rank)
@@ -405,7 +405,7 @@ class Node:
         if (process := self._of(rank, start)) is not None:
             self.processes.up[rank] = up
             process.ended(text, lines)
-            self.processes.ended.add(rank)
+            self.processes.ended.add(process)
 
     def _forgot(self, numbers: Iterable[int]) -> None:
         for number in numbers:
@@ -432,8 +432,8 @@ class NodeProcesses(Processes):
     Attributes
     ----------
     nodes : list of Node
-    ended : set of int
-        Ranks that have ended, as agents have told and :meth:`sort` has not.
+    ended : set of RankOfNode
+        Those that have ended, as agents have told and :meth:`sort` has not.
     """
 
     placement: NodePlacement
@@ -442,7 +442,7 @@ class NodeProcesses(Processes):
         super().__init__(placement, process_type=process_type, seed=seed)
         topology = placement.topology
         self._process_type = lambda rank: RankOfNode(rank, self.nodes[topology.node_of(rank)])
-        self.ended: set[int] = set()
+        self.ended: set[RankOfNode] = set()
         self.token = os.urandom(8).hex()
         self.counters = {"bytes_down": 0}  # the session's, once it is made
         self._by_fd: dict[int, Node] = {}
@@ -492,7 +492,7 @@ class NodeProcesses(Processes):
         return [(-1, select.POLLIN)] if self.ended or self._with_replies() else []
 
     def _with_replies(self) -> list[Worker]:
-        return [worker for worker in self.by_rank if not worker.is_dead and worker.link.replies]  # type: ignore[attr-defined]
+        return [worker for worker in self.by_rank if not worker.is_dead and worker.link.replies]
 
     def sort(self, events: Sequence[tuple[int, int]]) -> tuple[list[Worker], list[Worker], bool]:
         for node in {self._by_fd[fd].index: self._by_fd[fd] for fd, _ in events if fd in self._by_fd}.values():
@@ -500,8 +500,9 @@ class NodeProcesses(Processes):
         is_woken = super().sort([event for event in events if event[0] not in self._by_fd])[2]
         with deferred():
             ended, self.ended = self.ended, set()
-        workers = [self.by_rank[rank] for rank in sorted(ended)]
-        return self._with_replies(), [worker for worker in workers if not worker.is_dead], is_woken
+        # Not those that were buried before it was told, and may have successors by now.
+        workers = [worker for worker in self.by_rank if worker.process in ended and not worker.is_dead]
+        return self._with_replies(), workers, is_woken
 
     def descriptors(self) -> list[int]:
         return [*super().descriptors(), *self._by_fd]

@@ -24,9 +24,10 @@ from typing import Any
 import numpy as np
 
 from synk._engine import wire
-from synk._engine.layout import Layout, News
+from synk._engine.layout import Layout, News, spare_of
 from synk._master.processes.worker_process import WorkerProcess
 from synk._pure.environment import merged
+from synk._pure.ranges import LINE_NBYTES
 from synk._wire.control import Down, Up, control_blocks, control_nbytes
 from synk._wire.descriptors import Descriptor, eventfd
 from synk._wire.lifeline import tie_to_master
@@ -55,7 +56,8 @@ class NodeRank:
     slots : dict of int to int
         By lane, the number of the memory of the outputs.
     variables : dict
-        By number: dtypes, and for each of four places the number of the memory and where it begins there.
+        By number: dtypes, for each of four places the number of the memory and where it begins there, and the memory
+        that says which of them holds the value.
     """
 
     def __init__(self, rank: int, start: int) -> None:
@@ -66,7 +68,7 @@ class NodeRank:
         self.calls: dict[int, int] = {}
         self.slots: dict[int, int] = {}
         self.layouts: dict[int, Layout] = {}
-        self.variables: dict[int, tuple[Any, list[tuple[int, int]]]] = {}
+        self.variables: dict[int, tuple[Any, list[tuple[int, int]], int]] = {}
 
     def take_notes(self, notes: Sequence[Event]) -> None:
         """Note what the program has told the rank."""
@@ -81,23 +83,26 @@ class NodeRank:
                 self.layouts.pop(number, None)
                 self.variables.pop(number, None)
 
-    def written(self, plan: int, content: Any, made: list[int]) -> list[tuple[int, int, int]]:
+    def written(
+        self, plan: int, content: Any, made: list[int], memory: dict[int, Segment]
+    ) -> list[tuple[int, int, int]]:
         """Return what a call has written: memory, from where, how many bytes. ``made`` is the memory that is new."""
         lane = self.lanes[plan]
         if content is not None:
             news, own = News(*content), list(made)
             if news.slot:
                 self.slots[lane] = own.pop(0)
-            for (variable, which, _), memory in zip(news.places, own):
-                self.variables[variable][1][which] = memory, 0
+            for (variable, which, _), number in zip(news.places, own):
+                self.variables[variable][1][which] = number, 0
             if news.layout is not None:
                 self.layouts[plan] = Layout(*news.layout)
         layout = self.layouts[plan]
         end = max((at + leaf.nbytes for at, leaf in zip(layout.places, layout.leaves)), default=0)
         spans = [(self.slots[lane], 0, end)] if end else []
-        for variable, which, shapes in layout.assigned:
-            dtypes, places = self.variables[variable]
-            spans.append((*places[which], leaf_offsets(dtypes, shapes)[1]))
+        for variable, _, shapes in layout.assigned:
+            dtypes, places, words = self.variables[variable]
+            front = memory[words].view(self.rank * LINE_NBYTES, (1,), np.dtype(np.int64))[0]
+            spans.append((*places[spare_of(front)], leaf_offsets(dtypes, shapes)[1]))
         return spans
 
 
@@ -191,7 +196,7 @@ class Agent:
             written = []
             plan = each.calls.pop(number, None)
             if plan is not None and status <= wire.TOLD:
-                written = each.written(plan, content, made)
+                written = each.written(plan, content, made, self._memory)
             arrays = [(memory, at, self._memory[memory].buffer[at : at + nbytes]) for memory, at, nbytes in written]
             sizes = [(memory, self._memory[memory].nbytes) for memory in made]
             self._tell("replied", each, reply, content, sizes, arrays)
@@ -207,7 +212,9 @@ class Agent:
         """Forget memory that ranks have made and use no more."""
         used: set[int] = set()
         for each in (*self._ranks.values(), *others):
-            used.update(each.slots.values(), (memory for _, places in each.variables.values() for memory, _ in places))
+            used.update(
+                each.slots.values(), (memory for _, places, _ in each.variables.values() for memory, _ in places)
+            )
         gone = [number for number in self._memory if number < 0 and number not in used]
         if gone:
             self.free(gone)

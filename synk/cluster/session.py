@@ -11,7 +11,7 @@ because a message may have been left half sent.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -19,15 +19,17 @@ import numpy as np
 
 from synk._engine import wire
 from synk._engine.engine import Call
+from synk._engine.layout import COMMON_B
 from synk._engine.processes import Worker
 from synk._engine.rank_nodes import Wiring
 from synk._engine.rank_outputs import RankReduction
 from synk._engine.session import Session
 from synk._engine.things import Once, Thing
-from synk._engine.variables import COMMON_B, Variable, sparse
+from synk._engine.variables import Variable, sparse
 from synk._engine.workers import Owed
 from synk._wire.control import Down
 from synk._wire.variables import leaf_offsets
+from synk._worker.failpoints import nothing
 from synk.cluster.nodes import Node, NodePlacement, NodeProcesses, RankOfNode
 from synk.communicators._layout import required_nbytes
 from synk.errors import CallCancelled, UnsupportedError, WorkerDied
@@ -195,7 +197,7 @@ class NodeSession(Session):
     def reduce(self, shares: dict[int, Thing], call: Call) -> None:
         for share in shares.values():
             held = {each.id: each for each in share.needs}  # type: ignore[union-attr]
-            rank = SimpleNamespace(held=held, failpoint=lambda step: None)
+            rank = SimpleNamespace(held=held, failpoint=nothing)
             RankReduction(rank, share.payload).answer(rank, 0, 0, ())  # type: ignore[attr-defined]
 
     # -- trouble ------------------------------------------------------------------------------------------------------
@@ -213,6 +215,10 @@ class NodeSession(Session):
         if len(workers) == self.world_size:  # nodes may go to other machines, too
             self.processes.end_nodes()
         super().start_again(workers)
+
+    def needed(self, owed: Owed) -> Iterable[int]:
+        """Return all ranks of a call: one that has answered may have taken its last words to other nodes along."""
+        return owed.ranks
 
     def _file(self, worker: Worker) -> bool:
         """File a reply. When a rank has failed, the others get a little time to end by themselves."""
