@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from synk._engine.captures import Callee
+from synk._engine.callee import Callee
 from synk._engine.chunks import Chunk, Packed, Pickled, PoolStats, Rules, waiting
 from synk._engine.item_pickles import ItemPickler
 from synk._engine.layout import ITEM_BITS

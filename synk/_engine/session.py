@@ -146,7 +146,6 @@ class Session(Entrance, Engine):
         max_restarts: int,
         on_restart: tuple[Any, dict[str, Any]] | None,
         process_type: Any,
-        make_queue: Any = None,
     ) -> None:
         self.timeout = timeout
         self.backend, self.devices = placement.backend, placement.devices
