@@ -155,6 +155,11 @@ class Peers:
 
         return NcclCollectives(group, cast(NcclBackend, self._backend), *of_call)
 
+    def check_group(self, lane: Any) -> None:
+        """Raise if the group broke in a call that used it."""
+        if self.group is not None and lane.has_group:
+            self.group.check()
+
     def is_collateral(self, error: BaseException) -> bool:
         """Whether an error means that this rank failed only because another one did."""
         if isinstance(error, (Aborted, CollectiveMismatch)):
