@@ -233,11 +233,21 @@ def map(
         The items, objects that can be pickled. They are taken as workers need them, so an iterable may be endless. The
         shortest iterable ends the map, as in the built-in ``map``.
     batch_size : int, optional
-        The number of items to send to a worker at a time. By default a few at first, then as many as take 20 to 200 ms.
+        The number of items to send to a worker at a time. By default one at first, then as many as take about 20 ms.
     ordered : bool
         Whether results come in the order of the items. Otherwise they come as soon as they are there.
     progress : bool
         Whether to show a progress bar, by tqdm (``pip install "synkhronos[progress]"``), with a summary at the end.
+    on_error : {"raise", "return"}
+        What an item that fails does: it ends the map, or gives a :class:`synk.ItemError` in its place and the others go
+        on. An item fails if ``fn`` raises, if it kills its worker, or if its time is over; it is not tried again. With
+        ``"return"`` deaths do not count for ``max_restarts``, but as many deaths in a row end the map.
+    item_timeout : float, optional
+        Seconds that one item may take. Its worker is interrupted then, and replaced if that does not help.
+    max_tasks_per_worker : int, optional
+        A worker is replaced after so many items. The others go on meanwhile.
+    max_worker_memory : int, optional
+        A worker is replaced, between items, when it holds so many bytes of its own.
     journal : path-like, optional
         A file to which each result is written as soon as it is there. A later map of the same function over the same
         items reads those results from the file and computes the rest; items that failed are tried again. A program
@@ -270,10 +280,11 @@ def map(
     -----
     You may make other calls between two results: they wait for the items that are running. Arrays of 1 MB and more in
     an item arrive read-only. An array that is in many items is sent to the workers once, as long as its contents stay
-    the same. A function is sent once, and the runtime remembers the last 8. Each chunk of items is computed with what
-    the function captures as it is when the chunk is sent. So what you change between two results counts from the next
-    chunk on, and not for the chunks that are ahead of you. If results depend on it, pass it with the items, or take all
-    results before you change it.
+    the same. A function is sent once for as long as its map, or its module, holds it. Each chunk of items is computed
+    with what the function captures as it is when the chunk is sent. So what you change between two results counts from
+    the next chunk on, and not for the chunks that are ahead of you. If results depend on it, pass it with the items, or
+    take all results before you change it. With ``num_workers=0`` there are no workers to replace, and ``item_timeout``
+    is refused.
 
     A journal compares code (without comments and positions in the file), names, constants, defaults and captured
     values, also of your functions that the function calls. Installed packages count by their names, files that the

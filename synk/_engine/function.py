@@ -10,6 +10,7 @@ from synk._engine.callee import Callee
 from synk._engine.engine import Call, room_for_objects
 from synk._engine.pending import PendingCall
 from synk._engine.plan import Plan, found_plan, keep, packed_tables, pickled
+from synk._engine.residents import ResidentObject
 from synk._engine.rows import divided
 from synk._engine.session import Session
 from synk._master.calls.arguments import HELD, Argument
@@ -95,7 +96,7 @@ def _sent(
     face, values, arguments = look(callee, args, kwargs, session, is_submitted)
     if callee.is_stale or callee.capture is None or callee.session is not session:
         callee.load(session, deadline)
-    if session.flight and _uses_state(callee, arguments):
+    if session.flight and _uses_state(callee, values, arguments):
         session.settle_state(verb, deadline)  # what comes next depends on whether the calls before are committed
     lane = session.next_lane(verb, deadline)
     if session.has_dead:  # a call before has ended with a death
@@ -186,9 +187,11 @@ def _check_options(callee: Callee, options: CallOptions) -> None:
         )
 
 
-def _uses_state(callee: Callee, arguments: list[Argument] | None) -> bool:
+def _uses_state(callee: Callee, values: list[Any], arguments: list[Argument] | None) -> bool:
     """Whether a call reads or changes variables or resident objects."""
     if callee.variables or callee.residents or callee.changes:
+        return True
+    if any(isinstance(value, ResidentObject) for value in values):
         return True
     return arguments is not None and any(argument.kind in HELD for argument in arguments)
 

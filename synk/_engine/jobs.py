@@ -41,6 +41,9 @@ _PULL_S = 0.02
 _PER_RANK = 4
 """How many chunks per rank may be sent before their results are taken: the oldest may be the slowest."""
 
+_QUIET = frozenset(map(type, map(iter, ([], (), range(0), "", b""))))
+"""Iterators that run none of the user's code, so that many items can be taken at once."""
+
 Run = tuple[Sequence[int], list[Any]]
 """Results, and the numbers of their items."""
 
@@ -89,6 +92,7 @@ class Job:
         self._pickler = ItemPickler(self.pool.copies if session.has_shared_memory else None)
         self._classes: list[type] = []
         self._size = rules.batch_size or 1
+        self._quick = 1  # so many items take next to no time
 
     def check(self) -> None:
         """Raise TypeError if the function refers to a sharded variable."""
@@ -156,6 +160,7 @@ class Job:
         if self.rules.batch_size is not None:
             return
         aim = min(_AIM_NS * count // max(spent_ns, 1), (1 << ITEM_BITS) - 1)
+        self._quick = aim // 10
         if chunk.nbytes >= _LARGE_NBYTES:
             self._size = max(1, min(self._size, count) // 2)
         elif 2 * count >= self._size or aim < self._size:
@@ -165,7 +170,7 @@ class Job:
 
     def _packed(self, item: Any) -> Any:
         """Return an item as a chunk holds it."""
-        if type(item) in PLAIN_TYPES:
+        if type(item) in PLAIN_TYPES or (type(item) is tuple and PLAIN_TYPES.issuperset(map(type, item))):
             return item
         data, copies, classes = self._pickler.dumps(item)
         self._classes += classes
@@ -291,16 +296,22 @@ class MapJob(Job):
 
     def _pull(self) -> list[Chunk]:
         """Return a chunk of the next items, and one for an item that cannot be sent; nothing at the end."""
-        most = int(min(self._size, self.pool.room(self), (1 << ITEM_BITS) - 1))
+        most = max(1, int(min(self._size, self.pool.room(self), (1 << ITEM_BITS) - 1)))
         is_adaptive = self.rules.batch_size is None
         left = operator.length_hint(self._items) if is_adaptive else 0
-        if left:  # at the end all ranks are to end together
-            most = max(1, min(most, left // (2 * self.num_ranks)))
+        if left:  # at the end all ranks are to end together, but not by chunks that take no time
+            most = max(1, min(most, max(left // (2 * self.num_ranks), self._quick)))
         items: list[Any] = []
         unsent: Exception | None = None
+        if type(self._items) in _QUIET:
+            items = list(itertools.islice(self._items, most))
+            if PLAIN_TYPES.issuperset(map(type, items)) and sum(map(sys.getsizeof, items)) < _LARGE_NBYTES:
+                self._is_at_end = len(items) < most
+                return [self._numbered(items)] if items else []
+            self._items, items = itertools.chain(items, self._items), []
         began, nbytes = time.monotonic(), 0
         try:
-            for item in itertools.islice(self._items, max(most, 1)):
+            for item in itertools.islice(self._items, most):
                 try:
                     items.append(self._packed(item))
                 except Exception as error:
@@ -310,7 +321,7 @@ class MapJob(Job):
                 if is_adaptive and (nbytes >= _LARGE_NBYTES or time.monotonic() - began > _PULL_S):
                     break
             else:
-                self._is_at_end = len(items) < max(most, 1)
+                self._is_at_end = len(items) < most
         except Exception as error:
             self._is_at_end, self._error = True, error
         pulled = [self._numbered(items)] if items else []

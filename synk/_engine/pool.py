@@ -176,6 +176,7 @@ class Pool:
         session, function = job.session, job.function
         deadline = session.deadline(None)
         session.begin(job.verb, deadline)
+        session.prepare_restarted(deadline)
         function.renew()
         function.meet_classes(job.new_classes())
         function.load(session, deadline)
@@ -289,7 +290,7 @@ class Pool:
             job.replace(chunk, [chunk.part(k, k + 1) for k in range(len(chunk.numbers))])
         else:
             job.stats.deaths += 1
-            job.num_deaths += 1
+            job.num_deaths = 1 if index else job.num_deaths + 1  # those before it in its chunk have succeeded
             most = self._engine.max_restarts
             if index is not None and len(chunk.numbers) > 1:
                 add_note(error, f"at {chunk.named(index)}")

@@ -170,7 +170,7 @@ class Rank(Member):
             except BaseException as error:
                 self.running = 0
                 failure = self._failure(error)
-                self._give_up(number)
+                self._give_up(number, failure.traceback_text)
                 return wire.FAILED, failure, ()
             if note is not None:  # nothing interrupts this: what was told and what is noted are the same
                 note()
@@ -219,12 +219,12 @@ class Rank(Member):
 
     # -- what calls leave ---------------------------------------------------------------------------------------------
 
-    def _give_up(self, number: int) -> None:
+    def _give_up(self, number: int, text: str = "") -> None:
         """A call has failed here."""
         self.running = 0
         self.variables.abandon()
         self.changes.take_back(number)
-        self._clean("")
+        self._clean(text)
 
     def _clean(self, text: str) -> None:
         if self.is_copy:
@@ -232,10 +232,13 @@ class Rank(Member):
         self.peers.give_up_started(self.lane)
         if self.process_group is not None:
             self.process_group.abandon()
-        self._recover(text)
+        self.recover(text)
 
-    def _recover(self, text: str) -> None:
+    def recover(self, text: str) -> None:
         """See that nothing of a call that failed is left on the device."""
+
+    def detach(self) -> None:
+        """Before the user's code runs again, copy outputs of earlier calls that it could change and that are needed."""
 
     # -- news ---------------------------------------------------------------------------------------------------------
 
@@ -352,10 +355,12 @@ class Rank(Member):
             return segment.buffer[offset : offset + nbytes].copy()
         return own_bytes(segment.buffer[offset : offset + nbytes])
 
-    def dumped(self, resident: int, is_whole: bool) -> bytes:
-        """Return the pickled state of a resident object, or the whole object."""
+    def dumped(self, resident: int, wanted: str) -> bytes:
+        """Return a resident object pickled: its ``"state"`` for ranks; what is ``"kept"``, or all, for the program."""
         found = self.residents.get(resident)
-        return dumps(found.value) if is_whole else found.state()
+        if wanted == "state":
+            return found.state()
+        return dumps(found.value if wanted == "whole" else found.kept())
 
     def prepare(self, function: LoadedFunction) -> None:
         """Run ``on_restart``, which the replacement of a rank that died runs before its first call."""
@@ -375,7 +380,7 @@ class Rank(Member):
         """Prepare for the user's function."""
         lane = self.lane = self.lanes[plan.look.lane]
         lane.called = plan
-        self.variables.start(plan.function, plan.look.num_slices > 1 and not plan.look.is_rowless, lane.down)
+        self.variables.begin(plan.function, plan.look.num_slices > 1 and not plan.look.is_rowless, lane.down)
         self.own_up[_PHASE] = _FUNCTION
 
     def end_function(self, plan: RankPlan) -> None:

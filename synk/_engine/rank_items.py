@@ -57,9 +57,10 @@ class RankItems:
         """Run the function on each item. Return the reply, with the results."""
         function = rank.mapped = rank.functions[self.order.function]
         rank.items = self
-        rank.variables.start(function, False, rank.lane.down)
+        rank.variables.begin(function, False, rank.lane.down)
         rank.own_up[_PHASE] = _FUNCTION
         rank.check_interrupt(number)
+        rank.detach()
         results = _Results(rank, function.name)
         rank.began_ns = rank.ended_ns = time.monotonic_ns()
         slowest = self._run(rank, number << ITEM_BITS, function, results)
@@ -71,6 +72,7 @@ class RankItems:
     def _run(self, rank: Any, place: int, function: Any, results: _Results) -> tuple[int, int]:
         """Return the longest time that an item took, in ns, and which one it was."""
         up, variables, fn, clock = rank.own_up, rank.variables, function.fn, time.monotonic_ns
+        plain, add = results.plain, results.add
         index = slowest = at = 0
         most_ns = -1
         began = clock()
@@ -78,30 +80,28 @@ class RankItems:
             data = self.order.stream[at : at + nbytes]
             at += nbytes
             up[_ITEM_NS], up[_ITEM] = began, place + index
-            try:
-                items = _loaded(rank, data, count, function.name)
-            except rank.interrupts:
-                raise
-            except BaseException as error:
-                results.fail(rank._failure(error), "")
+            items = _loaded(rank, data, count, results)
+            if not items:
                 if not self.order.goes_on:
                     return most_ns, slowest
                 index += 1
-                continue
             for item in items:
                 up[_ITEM_NS], up[_ITEM] = began, place + index
                 try:
                     result = fn(item)
                     if rank.is_copy or variables.given or variables.assigned:
                         _check(rank, function.name)
-                    results.add(result)
+                    if type(result) in PLAIN_TYPES:
+                        plain.append(result)
+                    else:
+                        add(result)
                 except rank.interrupts:
                     raise
                 except BaseException as error:  # not even SystemExit may end a rank
                     if rank.is_copy:
                         os._exit(0)
                     variables.abandon()
-                    rank.backend.recover()
+                    rank.recover("")
                     results.fail(rank._failure(error), short_repr(item))
                     if not self.order.goes_on:
                         return most_ns, slowest
@@ -117,17 +117,21 @@ class RankItems:
         rank.variables.abandon()
 
 
-def _loaded(rank: Any, data: Any, count: int, name: str) -> Sequence[Any]:
+def _loaded(rank: Any, data: Any, count: int, results: _Results) -> Sequence[Any]:
+    """Return some items; none, if the one that was pickled alone cannot be loaded."""
     try:
         loaded = pickle.loads(data)
+        return loaded if count else (loaded,)
     except rank.interrupts:
         raise
     except BaseException as error:
-        raise SerializationError(
-            f"cannot load an item of the map of {name!r} on the workers: {type(error).__name__}: {error}. "
+        unloadable = SerializationError(
+            f"cannot load an item of the map of {results.name!r} on the workers: {type(error).__name__}: {error}. "
             "Its class must be importable there, or defined in the script."
-        ) from error
-    return loaded if count else (loaded,)
+        )
+        unloadable.__cause__ = error
+        results.fail(rank._failure(unloadable), "")
+        return ()
 
 
 def _check(rank: Any, name: str) -> None:
@@ -154,6 +158,8 @@ class _Results:
     outcomes : list of (count, what)
         In the order of the items. ``what`` is the size of a pickled list of so many results; with a count of 0, that of
         one result, and how many of ``segments`` it has; or a failure, and a text that names its item.
+    plain : list
+        The last results that cannot change: they wait for others.
     segments, sizes : list of Segment, list of int
         The large arrays, and how many bytes they have.
     """
@@ -164,14 +170,11 @@ class _Results:
         self.outcomes: list[tuple[int, Any]] = []
         self.segments: list[Segment] = []
         self.sizes: list[int] = []
-        self._plain: list[Any] = []
-        self._name = name
+        self.plain: list[Any] = []
+        self.name = name
 
     def add(self, result: Any) -> None:
-        """Add the result of the next item."""
-        if type(result) in PLAIN_TYPES:
-            self._plain.append(result)
-            return
+        """Add the result of the next item, which is not plain."""
         self.flush()
         began, before = self.stream.tell(), len(self.segments)
         try:
@@ -183,7 +186,7 @@ class _Results:
             if isinstance(error, self._rank.interrupts):
                 raise
             raise SerializationError(
-                f"cannot send what {self._name!r} returned: {type(error).__name__}: {error}. Return arrays, numbers or "
+                f"cannot send what {self.name!r} returned: {type(error).__name__}: {error}. Return arrays, numbers or "
                 "picklable objects (a generator: return list(...))."
             ) from error
         self.outcomes.append((0, (self.stream.tell() - began, len(self.segments) - before)))
@@ -206,7 +209,7 @@ class _Results:
 
     def flush(self) -> None:
         """Pickle those that could wait, because nobody can change them."""
-        if self._plain:
-            nbytes = self.stream.write(pickle.dumps(self._plain, protocol=5))
-            self.outcomes.append((len(self._plain), nbytes))
-            self._plain = []
+        if self.plain:
+            nbytes = self.stream.write(pickle.dumps(self.plain, protocol=5))
+            self.outcomes.append((len(self.plain), nbytes))
+            self.plain.clear()

@@ -123,7 +123,7 @@ def _answer(rank: Rank, link: wire.Link, order: bytes) -> bool:
     if plan == wire.CLOSE:
         return False
     body: Any = None
-    fds = wire.Fds()
+    fds: list[int] = []
     if plan == wire.SYNC:
         link.drain()  # bodies whose orders were never sent
     if has_body:

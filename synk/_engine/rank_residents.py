@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from synk._worker.held.pickling import dumps
+from synk._wire import parcels
 
 COUNTED, TORN = -2, -1
 """What has become of an object after a call that failed: it is as after the call, or in between. Other numbers say that
@@ -32,9 +32,13 @@ class RankResident:
         self.name, self.version = name, version
         self.value, self._dump, self._load = made
 
+    def kept(self) -> Any:
+        """Return what its state is: what ``dump`` returns, or the object."""
+        return self.value if self._dump is None else self._dump(self.value)
+
     def state(self) -> bytes:
-        """Return a pickle from which another rank can bring its object into this one's state."""
-        return dumps(self.value if self._dump is None else self._dump(self.value))
+        """Return a pickle that brings a rank's object into this state. What lies on the device comes back there."""
+        return parcels.dumps(self.kept(), has_word=True)
 
     def restore(self, state: bytes) -> None:
         """Take over a state."""

@@ -294,7 +294,7 @@ class VariableStore:
         for segment in segments[1:]:
             segment.close_fd()
 
-    def start(self, function: Any, is_sliced: bool, down: np.ndarray) -> None:
+    def begin(self, function: Any, is_sliced: bool, down: np.ndarray) -> None:
         """Prepare for a call of ``function``, whose numbers are in ``down``."""
         if self.assigned or self.given or self._sums:
             self.abandon()

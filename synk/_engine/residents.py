@@ -171,10 +171,10 @@ class Residents:
             if lacking:
                 self.engine.ask(dict.fromkeys(lacking, resident), f"resident object {resident.name!r}", "resident")
 
-    def fetch(self, resident: ResidentObject, rank: int, deadline: float | None, *, is_whole: bool = False) -> bytes:
-        """Return the pickled state of a rank's object, or the whole object."""
+    def fetch(self, resident: ResidentObject, rank: int, deadline: float | None, wanted: str = "state") -> bytes:
+        """Return a pickle of a rank's object; see ``Rank.dumped``."""
         what = f"read resident object {resident.name!r}"
-        dump = Once(self.engine, "dump", (resident.number, is_whole), [resident])
+        dump = Once(self.engine, "dump", (resident.number, wanted), [resident])
         data: bytes = self.engine.ask({rank: dump}, what, "resident", deadline)[rank]
         return data
 
@@ -182,12 +182,12 @@ class Residents:
         """Return a copy of a rank's object."""
         self.bring_into_line([resident])
         resident.check(f"get resident object {resident.name!r}")
-        return self._loaded(resident, self.fetch(resident, rank, deadline, is_whole=True), rank)
+        return self._loaded(resident, self.fetch(resident, rank, deadline, "whole"), rank)
 
     def state_of(self, resident: ResidentObject, rank: int, deadline: float | None) -> Any:
         """Return what the object's ``dump`` returns on a rank."""
         self.bring_into_line([resident])
-        return self._loaded(resident, self.fetch(resident, rank, deadline), rank)
+        return self._loaded(resident, self.fetch(resident, rank, deadline, "kept"), rank)
 
     def _loaded(self, resident: ResidentObject, data: bytes, rank: int) -> Any:
         try:

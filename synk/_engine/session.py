@@ -221,9 +221,14 @@ class Session(Entrance, Engine):
             self.is_interrupted = False
         self.settle_torn()
         self.settle_first(self.calls(), verb, deadline)
-        self.enter_call(verb, deadline)
+        self.join(verb, deadline)
 
     def enter_call(self, verb: str, deadline: float | None) -> None:
+        """Begin a call, which may join those in flight: ranks that replace others have run ``on_restart``."""
+        self.join(verb, deadline)
+        self.prepare_restarted(deadline)
+
+    def join(self, verb: str, deadline: float | None) -> None:
         """Begin an operation that may join calls in flight."""
         if self.processes.is_closed or self.is_closing:
             self.check_open(verb)
@@ -239,8 +244,6 @@ class Session(Entrance, Engine):
         if self.has_devices:
             self.nccl.prepare(deadline)
             self.device_values.restore()
-        if self.functions.on_restart is not None:
-            self._prepare_restarted(deadline)
 
     def settle_torn(self) -> None:
         """Settle what an operation that was broken off has left."""
@@ -292,13 +295,14 @@ class Session(Entrance, Engine):
 
     # -- restarts -----------------------------------------------------------------------------------------------------
 
-    def _prepare_restarted(self, deadline: float | None) -> None:
+    def prepare_restarted(self, deadline: float | None) -> None:
         """Run ``on_restart`` on ranks that replace others."""
+        if self.functions.on_restart is None:
+            return
         waiting_ranks = [worker for worker in self.by_rank if not worker.is_prepared]
         if not waiting_ranks:
             return
         self.settle_all()
-        assert self.functions.on_restart is not None
         fn, options = self.functions.on_restart
         self.settle_unsettled()
         self.functions.bring([(ON_RESTART, fn, options)], "on_restart")

@@ -60,6 +60,7 @@ class Tasks(Job):
     """
 
     are_named = False
+    wants_more = True  # its user may submit another one at any time
 
     def __init__(self, session: Any, num_ranks: int, rules: Rules = _PLAIN) -> None:
         function = session.functions.mapped.get(call, lambda: Callee(call, "a task", outputs=None, session=session))
@@ -67,10 +68,6 @@ class Tasks(Job):
         self._count = 0
         self._todo: deque[Chunk] = deque()
         self._tasks: set[Task] = set()  # submitted, and not ended
-
-    @property
-    def wants_more(self) -> bool:
-        return bool(self._todo) or super().wants_more
 
     def fail(self, chunk: Chunk, error: Exception) -> None:
         chunk.finish(error)

@@ -128,7 +128,7 @@ class Link:
                 packet = self._receive(fds)
             if not packet:
                 raise EOFError("the other side closed its end")
-            found, is_last, is_long = _PACKET.unpack_from(packet)
+            found, is_last, is_long = _PACKET.unpack_from(packet.ljust(_PACKET.size))
             if found != number:
                 fds = Fds()
             elif is_last:

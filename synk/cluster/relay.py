@@ -136,6 +136,7 @@ class Agent:
         self._memory: dict[int, Segment] = {}
         self._made = itertools.count(-1, -1)  # the numbers of memory that ranks have made
         self._ranks: dict[int, NodeRank] = {}
+        self._exits: dict[int, str] = {}  # how ranks have ended that were not started again
         self._events: list[Event] = []  # for the program
         self._poll = select.poll()
         for fd in (link.read_fd, self._head_fd):
@@ -229,6 +230,7 @@ class Agent:
         lines_of = process.stderr_since
         text = process.reap()
         self._ranks.pop(each.rank, None)
+        self._exits[each.rank] = text
         self._tell("ended", each, text, self._blocks[0][1][each.rank].copy(), lines_of(each.began))
         self._forget_replaced()
 
@@ -254,6 +256,7 @@ class Agent:
             self._tell("ended", each, str(error), self._blocks[0][1][rank].copy(), [])
             return
         self._ranks[rank] = each
+        self._exits.pop(rank, None)
         for fd, _ in each.process.watched():
             self._poll.register(fd, select.POLLIN)
         self._tell("started", each, each.process.pid)
@@ -344,7 +347,7 @@ class Agent:
         parts = [
             f"rank {each.rank} {int(up[each.rank, Up.PHASE])}\n{each.process.stacks().strip()}\n"
             for each in list(self._ranks.values())
-        ]
+        ] + [f"rank {rank} 0\nit has ended with {text}" for rank, text in self._exits.items()]
         os.write(self._stacks_fd, "\0".join(parts).encode("utf-8", "replace")[:STACKS_NBYTES])
 
 

@@ -128,8 +128,9 @@ class Comm(Hinting):
         Rank k of the runtime has a generator seeded by ``numpy.random.SeedSequence(seed).spawn(n)[k]``, with the
         ``seed`` of :func:`synk.fork` and its n workers. So ranks draw independently of one another, and calls draw the
         same numbers again in a program that has as many workers. The replacement of a worker that died draws other
-        numbers. An item of a map, or a task, draws from the generator of the worker that was free, so its numbers, and
-        those of later calls, differ from run to run: pass each item its seed.
+        numbers. An item of a map has a generator of its own, seeded by ``SeedSequence(seed, spawn_key=(m, n))`` for the
+        item with number n of the runtime's map with number m: it draws the same numbers with any number of workers.
+        The tasks of an executor, and the calls of one ``joblib.Parallel``, are numbered as the items of a map.
 
         Examples
         --------

@@ -10,14 +10,16 @@ import itertools
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.harness import kill_and_wait, pids, same_workers, wait_for, wait_until_dead
-from support.nodes import agents, assert_maps
+from support.nodes import agents, assert_maps, num_unread
 
 import synk
 from synk.errors import CallCancelled, WorkerDied
@@ -161,6 +163,34 @@ def test_a_worker_that_lacks_a_resident_object_gets_no_item(nodes: synk.Runtime,
     with pytest.raises(WorkerDied, match=r"ended while idle and was replaced|ended with SIGKILL"):
         list(nodes.map(step, items(), batch_size=1))
     assert list(nodes.map(lambda n: n + kept.value["k"], range(20), batch_size=1)) == [n + 5 for n in range(20)]
+
+
+def test_messages_that_meet_on_their_way(reused: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither side can send before the other has read: the agent, which has many answers, reads first."""
+    monkeypatch.setattr("synk._engine.pool.LONG_NS", 10**15)  # items wait behind others, whatever those take
+    rt = reused("1+7")
+    (_, agent), row = agents(rt), np.zeros(7500)
+
+    def items() -> Iterator[tuple[int, np.ndarray]]:
+        for n in range(60):
+            if n == 30:  # those before it end, and the agent has more answers than the head has room for
+                (tmp_path / "open").touch()
+                assert wait_for(lambda: num_unread(rt, 1) >= 1)
+                os.kill(agent, signal.SIGSTOP)
+                threading.Timer(0.5, os.kill, (agent, signal.SIGCONT)).start()
+            yield n, row
+
+    def answered(item: tuple[int, np.ndarray]) -> tuple[int, np.ndarray]:
+        while item[0] >= 18 and not (tmp_path / "open").exists():
+            time.sleep(0.005)
+        return item[0], item[1] + item[0]
+
+    for n, (k, found) in enumerate(rt.map(answered, items(), batch_size=1)):
+        assert n == k
+        np.testing.assert_array_equal(found, row + n)
+
+
+# -- at random --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -400,11 +400,23 @@ def test_a_poisoned_device_gets_a_new_worker(gpu: Any, capfd: Any) -> None:
             cupy.cuda.fail_launch()
         return x.sum()
 
-    with pytest.raises(synk.errors.WorkerDied, match="reports errors to every call from now on") as caught:
+    with pytest.raises(synk.errors.WorkerDied, match=r"(?s)return x\.sum.*reports errors to every call") as caught:
         rt.function(body, outputs="sum")(np.ones(4))
     assert caught.value.ranks == (1,)
     large_sum(rt)
     assert rt.counters["restarts"] == 1
+
+    def item(number: int) -> int:
+        import cupy
+
+        if number == 3:
+            cupy.cuda.fail_launch()
+            cupy.empty(1).sum()
+        return number
+
+    with pytest.raises(synk.errors.WorkerDied, match="reports errors to every call from now on"):
+        list(rt.map(item, range(5), batch_size=1))
+    assert list(rt.map(item, range(3))) == [0, 1, 2]
 
 
 def test_a_death_while_the_others_are_in_nccl(gpu: Any) -> None:
@@ -681,6 +693,33 @@ def test_repeated_runs_on_devices(gpu: Gpus) -> None:
     f = rt.function(lambda x: (x.sum(), w.value[::-1] + 1), updates=[w], outputs="sum")
     assert float(f.repeat(3, np.ones(5))) == 5
     np.testing.assert_array_equal(w.value, np.arange(4.0)[::-1] + 3)
+
+
+def test_resident_objects_keep_their_arrays_on_the_devices(gpu: Gpus) -> None:
+    """After a call that fails, on ranks that had no rows, and on one that is new."""
+    rt = gpu(3)
+    held = rt.resident({})
+
+    def step(x: Any, failing: Any) -> Any:
+        import cupy
+
+        held.value["sum"] = held.value.get("sum", cupy.zeros(2)) + x.sum()
+        if synk.comm.rank in failing["ranks"]:
+            raise KeyError("mine")
+        return type(held.value["sum"]).__module__, held.value["sum"]
+
+    f = rt.function(step, bcast_inputs="failing", updates=[held], outputs=None)
+    f(np.ones(1), {"ranks": ()})  # on rank 0 alone
+    for rows, ranks in ((6, (1,)), (6, ())):
+        with pytest.raises(KeyError) if ranks else contextlib.nullcontext():
+            found = f(np.ones(rows), {"ranks": ranks})
+    assert [(name, total.tolist()) for name, total in found] == [("cupy", [3.0, 3.0])] * 3
+    kill_and_wait(pids(rt)[2])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        with contextlib.suppress(synk.errors.WorkerDied, KeyError):
+            f(np.ones(3), {"ranks": (0, 1, 2)})
+    assert [name for name, _ in f(np.ones(6), {"ranks": ()})] == ["cupy"] * 3
 
 
 def first_refusal(call: Callable[[], Any]) -> synk.errors.WorkerDied:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+import sys
+import termios
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,16 @@ from support.harness import assert_right
 def agents(runtime: Any) -> list[int]:
     """Return the pid of each node's agent."""
     return [node.process.pid for node in runtime._session.processes.nodes]
+
+
+def num_unread(runtime: Any, node: int) -> int:
+    """Return how many answers of a node the head has not read."""
+    return num_waiting(runtime._session.processes.nodes[node].process.link.read_fd)
+
+
+def num_waiting(fd: int) -> int:
+    """Return how many messages nobody has read from a pipe."""
+    return int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder) // 8
 
 
 def square(n: int) -> int:

@@ -86,7 +86,7 @@ class OutputSlots:
             for value, leaf, view in zip(values, leaves, views)
         ]
 
-    def moved(self, views: dict[int, np.ndarray]) -> OutputSlots:
+    def moved(self, views: dict[int, Any]) -> OutputSlots:
         """Return slots for the same outputs, of which some lie elsewhere: by the ``id()`` of the slot's view."""
         other = copy.copy(self)
         other._slots = [(*slot[:-1], views.get(id(slot[-1]), slot[-1])) for slot in self._slots]

@@ -1,0 +1,158 @@
+"""Maps that one can leave overnight: items that fail, kill their worker or never end, and limits of workers."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import signal
+import time
+import weakref
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from support.harness import assert_right
+
+import synk
+from synk.errors import CallTimeout, RemoteError, SerializationError, WorkerDied
+
+
+class Unpicklable:
+    def __reduce__(self) -> Any:
+        raise RuntimeError("no way out")
+
+
+def fate(n: int, fates: dict[int, str]) -> int:
+    if (mine := fates.get(n)) == "raises":
+        raise LookupError(n)
+    if mine == "dies":
+        os._exit(3)
+    if mine == "hangs":
+        with contextlib.suppress(BaseException):  # it takes no notice of an interrupt
+            signal.pause()
+    while mine in ("hangs", "sleeps"):
+        time.sleep(0.01)
+    return n * n
+
+
+@pytest.mark.parametrize("is_ordered", [True, False])
+def test_failed_items_are_named_and_the_others_are_right(is_ordered: bool) -> None:
+    """Exceptions, deaths, items that are interrupted and items that must be killed: none counts as a restart."""
+    kinds = ["raises"] * 10 + ["dies"] * 4 + ["sleeps"] * 2 + ["hangs"]
+    fates = dict(zip(random.Random(is_ordered).sample(range(1000), len(kinds)), kinds))
+    expected = {"raises": LookupError, "dies": WorkerDied, "sleeps": CallTimeout, "hangs": CallTimeout}
+    with synk.fork(2, max_restarts=1) as rt:
+        options: Any = {"on_error": "return", "item_timeout": 0.5, "ordered": is_ordered}
+        found = list(rt.map(lambda n: fate(n, fates), range(1000), **options))
+        failed = {each.item: each for each in found if isinstance(each, synk.ItemError)}
+        assert {number: type(each.exception) for number, each in failed.items()} == {
+            number: expected[kind] for number, kind in fates.items()
+        }
+        good = [each for each in found if not isinstance(each, synk.ItemError)]
+        assert (good if is_ordered else sorted(good)) == [n * n for n in range(1000) if n not in fates]
+        if is_ordered:
+            assert all(found[number] is each for number, each in failed.items())
+        for number, each in failed.items():
+            assert each.__cause__ is each.exception and f"item {number} " in str(each)
+            assert ("LookupError" in each.traceback) == (fates[number] == "raises")
+        assert_right(rt)
+
+
+def test_a_map_in_which_no_item_succeeds_ends() -> None:
+    with synk.fork(2, max_restarts=2) as rt:
+        with pytest.raises(WorkerDied, match="exit 5") as caught:
+            list(rt.map(lambda n: os._exit(5), range(50), on_error="return"))
+        assert any("no item succeeded in between" in note for note in caught.value.__notes__)
+        assert_right(rt)
+
+
+def test_what_cannot_travel_is_an_error_in_its_place(shared_runtimes: Any) -> None:
+    items = [1, Unpicklable(), 3, 4]
+    found = list(shared_runtimes[2].map(lambda n: Unpicklable() if n == 3 else n, items, on_error="return"))
+    assert [type(getattr(each, "exception", each)) for each in found] == [
+        int,
+        SerializationError,
+        SerializationError,
+        int,
+    ]
+
+
+def test_a_map_that_raises_names_the_item_whose_time_is_over(reused: Any) -> None:
+    with pytest.raises(CallTimeout, match=r"item 2 of '.*' did not end in 0.2 s"):
+        list(reused(2).map(lambda n: fate(n, {2: "sleeps"}), range(9), item_timeout=0.2, batch_size=1))
+
+
+def test_workers_are_replaced_after_so_many_items_or_bytes() -> None:
+    kept: list[Any] = []
+
+    def grow(n: int) -> int:
+        kept.append(np.ones(1 << 21))
+        return os.getpid()
+
+    with synk.fork(2, max_restarts=0) as rt:
+        served = Counter(rt.map(lambda n: os.getpid(), range(30), max_tasks_per_worker=6))
+        assert max(served.values()) <= 6 and sum(served.values()) == 30
+        grown = Counter(rt.map(grow, range(30), max_worker_memory=200 << 20, batch_size=1))
+        assert max(grown.values()) < 16 and len(grown) > 2
+        with synk.Executor(runtime=rt, max_tasks_per_worker=2, on_error="return") as executor:
+            assert len({executor.submit(os.getpid).result() for _ in range(9)}) > 2
+            assert [type(each) for each in executor.map(lambda n: 1 // n, [0, 1])] == [synk.ItemError, int]
+            with pytest.raises(ZeroDivisionError):
+                executor.submit(lambda: 1 // 0).result()
+
+
+def test_numbers_of_items(subtests: pytest.Subtests) -> None:
+    """They come from the seed, the map's number and the item's, whoever computes the item, and in whatever chunk."""
+
+    def draw(n: int) -> tuple[int, float, float]:
+        return n, synk.comm.rng.random(), synk.comm.rng.random()
+
+    sequences = [np.random.SeedSequence(7, spawn_key=(1, n)) for n in range(40)]
+    expected = [(n, *np.random.default_rng(each).random(2).tolist()) for n, each in enumerate(sequences)]
+    options: list[dict[str, Any]] = [{}, {"batch_size": 7, "ordered": False}, {"max_tasks_per_worker": 11}]
+    for num_workers in (0, 1, 3):
+        for each in options:
+            with subtests.test(num_workers=num_workers, **each), synk.fork(num_workers, seed=7) as rt:
+                assert list(rt.map(abs, [1])) == [1]
+                assert sorted(rt.map(draw, range(40), **each)) == expected
+
+
+def test_nothing_is_kept_after_a_map(shared_runtimes: Any) -> None:
+    class Held:
+        array = np.ones(1 << 18)
+
+    def mapped() -> weakref.ref[Held]:
+        held = Held()
+        assert list(rt.map(lambda n: held.array[n], range(3))) == [1.0] * 3
+        return weakref.ref(held)
+
+    rt = shared_runtimes[2]
+    gone = mapped()
+    assert list(rt.map(lambda n: n, [1])) == [1]
+    gc.collect()
+    assert_right(rt)
+    assert gone() is None
+
+
+def test_options_that_do_not_fit(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
+    cases: list[dict[str, Any]] = [
+        {"on_error": "ignore"}, {"item_timeout": 0}, {"item_timeout": "1"}, {"max_tasks_per_worker": 0},
+        {"max_worker_memory": 1.5},
+    ]  # fmt: skip
+    for each in cases:
+        (name,) = each
+        with subtests.test(**each), pytest.raises(ValueError, match=name.partition("_")[2] or name):
+            shared_runtimes[2].map(abs, [1], **each)
+    with pytest.raises(ValueError, match="num_workers=0"):
+        shared_runtimes[0].map(abs, [1], item_timeout=1)
+
+
+def test_ctrl_c_in_the_programs_own_rank(shared_runtimes: Any) -> None:
+    for on_error in ("raise", "return"):
+        with pytest.raises(KeyboardInterrupt):
+            list(shared_runtimes[0].map(lambda n: signal.raise_signal(signal.SIGINT), range(3), on_error=on_error))
+    with pytest.raises(RemoteError, match="SystemExit"):
+        list(shared_runtimes[0].map(lambda n: exit(3), [1]))
