@@ -68,6 +68,9 @@ class ArrayLike(NDArrayOperatorsMixin, abc.ABC):
     def mean(self, *args: Any, **options: Any) -> Any:
         return self._operand().mean(*args, **options)
 
+    def std(self, *args: Any, **options: Any) -> Any:
+        return self._operand().std(*args, **options)
+
     def sum(self, *args: Any, **options: Any) -> Any:
         return self._operand().sum(*args, **options)
 
