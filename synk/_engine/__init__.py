@@ -1,9 +1,9 @@
-"""The engine that knows one way of a call. It grows beside the old one and is chosen by ``SYNK_ENGINE=next``.
+"""The engine: one way of a call.
 
 Read a call in this order: ``function``, ``arguments``, ``plan``, ``engine``, ``rank_call``, ``outputs``. Files whose
 name begins with ``rank`` run on a rank, the others in the program; ``wire`` and ``inline`` belong to both.
 
-**Channels.** Each rank has a pipe down (orders, 96 bytes), a pipe up (replies, 24 bytes), a SEQPACKET socket for bodies
+**Channels.** Each rank has a pipe down (orders, 96 bytes), a pipe up (replies, 56 bytes), a SEQPACKET socket for bodies
 with descriptors, and a pidfd. An order or a reply is one ``write`` below PIPE_BUF: it is there as a whole or not at
 all, whoever is interrupted or killed. A body goes before its order or reply, as a packet that bears the same number, so
 a body without an order is skipped by its number. What is longer than a packet lies in a memory file of its own, whose
@@ -12,10 +12,10 @@ descriptor comes with the packet. So nobody ever blocks in a write.
 **Orders and replies.** An order has the number of the message, the plan, the last call with state that was committed on
 this rank, the last that ended, how many object parts lie in place, whether there is a body, and the rows: low, high,
 start, step, and start and step in the rank's own shard. Plan 0 is SYNC (answer, and tell anew what you have told), -1
-LOAD (take the news and answer), -2 CLOSE. A reply has the number, a status and the time in the user's function. DONE:
-the outputs lie in known slots. PLACED: large ones lie in the result; the order named their destination there, in place
-of the plan. TOLD: a body says what is new about outputs, brings objects, or memory that the rank has made. FAILED: an
-exception. UNREAD: the news could not be taken in. INTERRUPTED.
+LOAD (take the news and answer), -2 CLOSE. A reply has the number, a status, and when the rank took the order, began and
+ended the user's function, and replied. DONE: the outputs lie in known slots. PLACED: large ones lie in the result; the
+order named their destination there, in place of the plan. TOLD: a body says what is new about outputs, brings objects,
+or memory that the rank has made. FAILED: an exception. UNREAD: the news could not be taken in. INTERRUPTED.
 
 **Things.** All that a rank can know has a number (memory, plan, variable, resident object, question), and says what
 must be known before it. ``Worker.known`` is one set of numbers. ``Workers.send`` brings with an order what the rank
@@ -90,7 +90,6 @@ those of results come with the reply. Calls and chunks are never in flight toget
 dies, or that is ended, loses its own, and the words ITEM and ITEM_NS (``Up``; the rank writes them, the program only
 looks) say at which item it was, and since when.
 
-**Not there yet**: failpoints.
 ``tests/engine/passing.txt`` lists the files of the suite that pass on it (``make next``). The list only grows, and the
 engines are switched when all of it is there.
 """

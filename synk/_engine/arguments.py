@@ -10,6 +10,7 @@ import numpy as np
 from synk._master.calls.arguments import NEW_NBYTES, Argument
 from synk._master.calls.checked import Checks
 from synk._master.objects.data import Data
+from synk._master.objects.resident import Resident
 from synk._pure.nested import PLAIN_TYPES, take_apart, take_apart_whole
 
 _SCALARS = PLAIN_TYPES - {type(None)}
@@ -20,8 +21,8 @@ def look(
 ) -> tuple[Any, list[Any], list[Argument] | None]:
     """Return the key of a call's look, the values of its leaves, and the arguments if they had to be classified.
 
-    The number of rows is no part of the key. Most arguments are plain arrays, ``Data``, numbers, and nestings of plain
-    arrays: their faces are found without classifying them, and say as much.
+    The number of rows is no part of the key. Most arguments are plain arrays, ``Data``, numbers, resident objects, and
+    nestings of plain arrays: their faces are found without classifying them, and say as much.
     """
     signature = callee.signature
     if not kwargs and signature._has_only_positional and signature._required <= len(args) <= len(callee.flags):
@@ -35,11 +36,16 @@ def look(
                 values.append(value)
             elif kind is Data and value._session is session and session.has_shared_memory:
                 contents = value._contents
-                face = (is_whole, contents.segment_id, contents.array.shape) if is_whole or value.ndim else None
+                # One without bytes has no segment, whose number would say its dtype.
+                is_known = contents.segment_id and (is_whole or value.ndim)
+                face = (is_whole, contents.segment_id, contents.array.shape) if is_known else None
                 values.append(contents)
             elif is_whole and kind in _SCALARS:
                 face = "object"
                 values.append(value)
+            elif kind is Resident and is_whole and value._referent.residents is session.residents:
+                face = "resident", value._referent.number
+                values.append(value._referent)
             else:
                 face = _of_nest(value, is_whole, values)
             if face is None:

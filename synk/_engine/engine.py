@@ -36,7 +36,15 @@ from synk._pure.ranges import round_up
 from synk._wire.combining import loaded_objects
 from synk._wire.control import NUM_LANES, Down
 from synk._wire.memory import Segment
-from synk.errors import CallCancelled, CallTimeout, SerializationError, SharedMemoryError, SynkError, WorkerDied
+from synk.errors import (
+    CallCancelled,
+    CallTimeout,
+    ClosedError,
+    SerializationError,
+    SharedMemoryError,
+    SynkError,
+    WorkerDied,
+)
 
 _CALL = int(Down.CALL)
 
@@ -232,7 +240,7 @@ class Call(Owed):
             engine.raise_failures(self)
         outputs = plan.outputs
         if outputs is None or (outputs.voters is not self.ranks and outputs.voters != self.ranks):
-            callee, ranks = self.callee, self.ranks
+            callee, ranks = self.callee, self.division.ranks
             layouts = [plan.layouts[rank] for rank in ranks]
             outputs = Outputs(callee.name, callee.ops, plan.subset, ranks, layouts, self.lane, engine.world_size)
             outputs.rows, plan.outputs = self.division.rows, outputs
@@ -330,7 +338,7 @@ class Call(Owed):
             future = self.future()
             if future is not None:
                 future._note_end()
-            elif self.error is not None:
+            elif isinstance(self.error, Exception) and not isinstance(self.error, (CallCancelled, ClosedError)):
                 _logger.error(
                     "a submitted call of %s failed, and nobody asked for its result: %r", self.what, self.error
                 )

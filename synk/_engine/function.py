@@ -6,11 +6,12 @@ import time
 from typing import Any
 
 from synk._engine.arguments import classified, look
-from synk._engine.captures import Callee
+from synk._engine.callee import Callee
 from synk._engine.engine import Call, room_for_objects
 from synk._engine.pending import PendingCall
 from synk._engine.plan import Plan, found_plan, keep, packed_tables, pickled
-from synk._engine.rows import divide
+from synk._engine.residents import ResidentObject
+from synk._engine.rows import divided
 from synk._engine.session import Session
 from synk._master.calls.arguments import HELD, Argument
 from synk._master.calls.binding import _classes_in
@@ -95,7 +96,7 @@ def _sent(
     face, values, arguments = look(callee, args, kwargs, session, is_submitted)
     if callee.is_stale or callee.capture is None or callee.session is not session:
         callee.load(session, deadline)
-    if session.flight and _uses_state(callee, arguments):
+    if session.flight and _uses_state(callee, values, arguments):
         session.settle_state(verb, deadline)  # what comes next depends on whether the calls before are committed
     lane = session.next_lane(verb, deadline)
     if session.has_dead:  # a call before has ended with a death
@@ -146,9 +147,7 @@ def _made(
     """Make the plan of a call, and keep it."""
     if arguments is None:
         arguments = classified(callee, args, kwargs, session, is_submitted)
-    lengths = [(a.label, a.num_rows) for a in arguments if a.num_rows is not None]
-    shards = [(a.label, a.value) for a in arguments if a.kind == "shard"]
-    division = divide(session, callee, lengths, shards, options.batch, options.num_ranks)
+    division = divided(session, callee, arguments, options)
     packed_tables(arguments, division, callee.name)
     for argument in arguments:
         if argument.nest is not None:
@@ -188,9 +187,11 @@ def _check_options(callee: Callee, options: CallOptions) -> None:
         )
 
 
-def _uses_state(callee: Callee, arguments: list[Argument] | None) -> bool:
+def _uses_state(callee: Callee, values: list[Any], arguments: list[Argument] | None) -> bool:
     """Whether a call reads or changes variables or resident objects."""
     if callee.variables or callee.residents or callee.changes:
+        return True
+    if any(isinstance(value, ResidentObject) for value in values):
         return True
     return arguments is not None and any(argument.kind in HELD for argument in arguments)
 

@@ -36,6 +36,8 @@ class Outputs(Combining):
         What each voter has assigned to variables.
     nbytes : int
         Of all voters together.
+    can_be_placed : bool
+        Whether there are large outputs, and each is copied whole to its place in the result.
     rows : list of int
         How many rows each voter had.
     """
@@ -63,6 +65,8 @@ class Outputs(Combining):
         self._whole: dict[int, list[tuple[int, int]]] = {rank: [] for rank in voters}
         self._destinations: dict[int, Destination] = {}
         self._lay_out([self._own_views(layout, slot) for layout, slot in zip(layouts, self.slots)])
+        is_copied = all(not share.op for shares in self._shares.values() for share in shares)
+        self.can_be_placed = bool(self.result_nbytes) and is_copied
 
     def fits(self, voters: Sequence[int]) -> bool:
         """Whether it serves a call of these ranks."""
@@ -138,11 +142,6 @@ class Outputs(Combining):
                 if shares
             }
         return self._told[key]
-
-    @property
-    def can_be_placed(self) -> bool:
-        """Whether there are large outputs, and each is copied whole to its place in the result."""
-        return bool(self.result_nbytes) and all(not share.op for shares in self._shares.values() for share in shares)
 
     def destination(self, engine: Any, plan: int, result: Segment) -> Destination:
         """Return what tells ranks to write large outputs into the result in this memory."""

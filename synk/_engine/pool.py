@@ -20,11 +20,11 @@ from typing import Any
 
 from synk._engine import wire
 from synk._engine.chunks import Chunk, waiting
+from synk._engine.item_pickles import ArrayCopies
 from synk._engine.layout import ITEM_BITS
 from synk._engine.processes import own_nbytes
 from synk._engine.things import Once
 from synk._engine.workers import GRACE_S
-from synk._master.state.item_pickles import ArrayCopies
 from synk._pure.interrupts import holding
 from synk._wire.control import Down, Up
 from synk.errors import CallCancelled, CallTimeout, WorkerDied, add_note

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from synk._engine import wire
-from synk._engine.rank_call import CallInputs, RankPlan, RankQuestion
+from synk._engine.rank_call import RankPlan, RankQuestion
 from synk._engine.rank_items import RankItems
 from synk._engine.rank_lane import RankLane
 from synk._engine.rank_outputs import RankDestination, RankReduction
@@ -128,8 +128,6 @@ class Rank(Member):
         self.items: RankItems | None = None
         self.process_group: Any = None
         self.seed: Sequence[int] = (0,)
-        for lane in self.lanes:
-            lane.executor.inputs = CallInputs(self)
         self.is_copy = False
         self.num_messages = self.num_collectives = 0
         self._num_deferred = 0
@@ -172,7 +170,7 @@ class Rank(Member):
             except BaseException as error:
                 self.running = 0
                 failure = self._failure(error)
-                self._give_up(number)
+                self._give_up(number, failure.traceback_text)
                 return wire.FAILED, failure, ()
             if note is not None:  # nothing interrupts this: what was told and what is noted are the same
                 note()
@@ -221,12 +219,12 @@ class Rank(Member):
 
     # -- what calls leave ---------------------------------------------------------------------------------------------
 
-    def _give_up(self, number: int) -> None:
+    def _give_up(self, number: int, text: str = "") -> None:
         """A call has failed here."""
         self.running = 0
         self.variables.abandon()
         self.changes.take_back(number)
-        self._clean("")
+        self._clean(text)
 
     def _clean(self, text: str) -> None:
         if self.is_copy:
@@ -234,10 +232,13 @@ class Rank(Member):
         self.peers.give_up_started(self.lane)
         if self.process_group is not None:
             self.process_group.abandon()
-        self._recover(text)
+        self.recover(text)
 
-    def _recover(self, text: str) -> None:
+    def recover(self, text: str) -> None:
         """See that nothing of a call that failed is left on the device."""
+
+    def detach(self) -> None:
+        """Before the user's code runs again, copy outputs of earlier calls that it could change and that are needed."""
 
     # -- news ---------------------------------------------------------------------------------------------------------
 
@@ -379,7 +380,7 @@ class Rank(Member):
         """Prepare for the user's function."""
         lane = self.lane = self.lanes[plan.look.lane]
         lane.called = plan
-        self.variables.start(plan.function, plan.look.num_slices > 1 and not plan.look.is_rowless, lane.down)
+        self.variables.begin(plan.function, plan.look.num_slices > 1 and not plan.look.is_rowless, lane.down)
         self.own_up[_PHASE] = _FUNCTION
 
     def end_function(self, plan: RankPlan) -> None:
@@ -414,10 +415,6 @@ class Rank(Member):
             return False
         self.interrupt()
         return True
-
-    @property
-    def is_interruptible(self) -> bool:
-        return bool(self.running) and not self._is_shielded
 
     @contextlib.contextmanager
     def uninterrupted(self) -> Iterator[None]:

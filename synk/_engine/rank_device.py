@@ -329,7 +329,10 @@ class DeviceRank(Rank):
         self.lane.kept = {}
         for word in _COPIED:
             self.lane.own_up[word] = 0
-        for lane in self.lanes:  # the function may change what it has returned
+        self.detach()
+
+    def detach(self) -> None:
+        for lane in self.lanes:
             if lane.kept and not lane.is_own:
                 lane.kept = {k: self._own_copy(array) for k, array in lane.kept.items()}
             lane.is_own = bool(lane.kept)
@@ -352,7 +355,7 @@ class DeviceRank(Rank):
                 lane.kept = {}
         super()._say(plan)
 
-    def _recover(self, text: str) -> None:
+    def recover(self, text: str) -> None:
         if not self.backend.recover():
             # Nothing of the array library may touch the device any more.
             sys.stderr.write(f"{text}{self.device} reports errors to every call from now on: this worker ends.\n")

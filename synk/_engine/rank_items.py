@@ -57,9 +57,10 @@ class RankItems:
         """Run the function on each item. Return the reply, with the results."""
         function = rank.mapped = rank.functions[self.order.function]
         rank.items = self
-        rank.variables.start(function, False, rank.lane.down)
+        rank.variables.begin(function, False, rank.lane.down)
         rank.own_up[_PHASE] = _FUNCTION
         rank.check_interrupt(number)
+        rank.detach()
         results = _Results(rank, function.name)
         rank.began_ns = rank.ended_ns = time.monotonic_ns()
         slowest = self._run(rank, number << ITEM_BITS, function, results)
@@ -100,7 +101,7 @@ class RankItems:
                     if rank.is_copy:
                         os._exit(0)
                     variables.abandon()
-                    rank.backend.recover()
+                    rank.recover("")
                     results.fail(rank._failure(error), short_repr(item))
                     if not self.order.goes_on:
                         return most_ns, slowest

@@ -16,12 +16,12 @@ import numpy as np
 from synk._engine import wire
 from synk._engine.rank import Rank, open_rank
 from synk._version import __version__
-from synk._wire.channel import Patience
 from synk._wire.control import Up
 from synk._wire.descriptors import Descriptor
 from synk._wire.lifeline import tie_to_master
 from synk._wire.logs import send_records
 from synk._wire.memory import Segment
+from synk._wire.patience import Patience
 from synk._worker import process
 from synk._worker.failpoints import arm, nothing
 from synk._worker.failures import pack_failure
@@ -123,7 +123,7 @@ def _answer(rank: Rank, link: wire.Link, order: bytes) -> bool:
     if plan == wire.CLOSE:
         return False
     body: Any = None
-    fds = wire.Fds()
+    fds: list[int] = []
     if plan == wire.SYNC:
         link.drain()  # bodies whose orders were never sent
     if has_body:

@@ -187,7 +187,7 @@ class RankDestination:
             leaves: Any = outputs._layout.leaves
             views = outputs._views
             self._moved = outputs._slots.moved(
-                {id(views[k]): leaves[k].view(self._memory, at) for k, at in self._places}  # type: ignore[misc]
+                {id(views[k]): leaves[k].view(self._memory, at) for k, at in self._places}
             )
             self._of = outputs._slots
         return self._moved

@@ -49,7 +49,7 @@ class Owed:
 
     Attributes
     ----------
-    ranks : list of int
+    ranks : sequence of int
     pending : set of int
     replies : dict of int to (status, body, times)
     news : dict of int to (set of int, set of int, list)
@@ -65,7 +65,7 @@ class Owed:
     is_abandoned = False
     has_news = False
 
-    def __init__(self, ranks: list[int], what: str, deadline: float | None) -> None:
+    def __init__(self, ranks: Sequence[int], what: str, deadline: float | None) -> None:
         self.ranks, self.what, self.deadline = ranks, what, deadline
         self.pending = set(ranks)
         self.replies: dict[int, tuple[int, Any, Sequence[int]]] = {}
@@ -276,7 +276,8 @@ class Workers:
             if len(self.flight) > 1:
                 timed = [each for each in self.flight.values() if each.deadline is not None and each.pending]
                 urgent = min(timed, key=lambda each: each.deadline or 0.0, default=owed)
-            limits = [each for each in (urgent.deadline, until) if each is not None]
+            has_limit = urgent.deadline is not None or until is not None
+            limits = [each for each in (urgent.deadline, until) if each is not None] if has_limit else []
             now = time.monotonic() if has_looked or limits else 0.0
             if has_looked:
                 if urgent.deadline is not None and now >= urgent.deadline:
@@ -426,7 +427,7 @@ class Workers:
         if self.is_inline:
             self.by_rank[0].process.link.reset()
         elif not self.processes.is_closed:
-            self._quiet([self.by_rank[rank] for rank in sorted(ranks)])
+            self._quiet([self.by_rank[rank] for rank in sorted(ranks)], int(isinstance(error, KeyboardInterrupt)))
         self.after_recovery()
         self.flight.clear()
         self.is_sure = True
@@ -438,14 +439,16 @@ class Workers:
     def settle_failed(self) -> None:
         """Find out what has become of the objects that calls were to change and that failed."""
 
-    def _quiet(self, workers: Sequence[Worker]) -> None:
-        """Interrupt ranks and ask them; drop what they say before they answer. Who stays silent is killed."""
+    def _quiet(self, workers: Sequence[Worker], num_interrupts: int = 0) -> None:
+        """Interrupt ranks and ask them; drop what they say before they answer. Who stays silent is killed.
+
+        A Ctrl-C ends the wait for them. A second one, with those that have led here, closes the runtime.
+        """
         doubtful = [worker for worker in workers if worker.is_ready and not worker.is_dead]
         if not doubtful:
             return
         sync = next(self.numbers)
         self.on_trouble()
-        num_interrupts = 0
         end = time.monotonic() + self.grace_s
 
         def on_interrupt() -> None:

@@ -400,11 +400,23 @@ def test_a_poisoned_device_gets_a_new_worker(gpu: Any, capfd: Any) -> None:
             cupy.cuda.fail_launch()
         return x.sum()
 
-    with pytest.raises(synk.errors.WorkerDied, match="reports errors to every call from now on") as caught:
+    with pytest.raises(synk.errors.WorkerDied, match=r"(?s)return x\.sum.*reports errors to every call") as caught:
         rt.function(body, outputs="sum")(np.ones(4))
     assert caught.value.ranks == (1,)
     large_sum(rt)
     assert rt.counters["restarts"] == 1
+
+    def item(number: int) -> int:
+        import cupy
+
+        if number == 3:
+            cupy.cuda.fail_launch()
+            cupy.empty(1).sum()
+        return number
+
+    with pytest.raises(synk.errors.WorkerDied, match="reports errors to every call from now on"):
+        list(rt.map(item, range(5), batch_size=1))
+    assert list(rt.map(item, range(3))) == [0, 1, 2]
 
 
 def test_a_death_while_the_others_are_in_nccl(gpu: Any) -> None:

@@ -176,7 +176,9 @@ def test_D2_a_terminals_ctrl_c_reaches_the_master_only() -> None:
         os.close(terminal)
 
 
-def test_D3_ctrl_c_while_a_call_is_being_ended(runtime: Fork, tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_D3_ctrl_c_while_a_call_is_being_ended(
+    runtime: Fork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+) -> None:
     """A second Ctrl-C closes the runtime; one after a time limit only ends the wait: variables keep their values."""
 
     def press_while_it_is_ended(rt: Any, limit: float | None) -> Any:
@@ -203,7 +205,8 @@ def test_D3_ctrl_c_while_a_call_is_being_ended(runtime: Fork, tmp_path: Path, su
             hear(ends)
             return True
 
-        rt._session.workers.recovery.grace_s = 1000.0  # rank 1 never answers: only Ctrl-C ends the wait for it
+        # Rank 1 never answers: only Ctrl-C ends the wait for it.
+        monkeypatch.setattr("synk._engine.workers.GRACE_S", 1000.0)
         f = rt.function(stuck, outputs=None)
         rt.distribute()
         with pytest.raises(KeyboardInterrupt), ctrl_c_when(is_being_ended):

@@ -289,6 +289,14 @@ def test_any_sequence_of_changes_is_that_of_an_array(shared_runtimes: Any, where
         assert num_rows == len(model)
 
 
+def test_data_without_bytes_keep_their_dtype(shared_runtimes: Any) -> None:
+    f = shared_runtimes[2].function(lambda x: x * 2, outputs="gather")
+    for dtype in ("u2", "f8", "c8"):
+        for shape in ((0, 3), (3, 0)):
+            got = f(shared_runtimes[2].data(np.zeros(shape, dtype)))
+            assert (got.shape, got.dtype) == (shape, np.dtype(dtype))
+
+
 def test_memory_of_what_is_dropped_is_given_back(shared_runtimes: Any) -> None:
     """Here and on the workers."""
     rt = shared_runtimes[2]
