@@ -50,7 +50,7 @@ EXTRAS_transformers := test-transformers
 EXTRAS_dpnp := test,dpnp
 EXTRAS_ray := test,ray
 
-.PHONY: help demo test install soak next mutants bench gpu-test gpu-bench storm faults checks lint quick newest oldest doctest docs smoke clean
+.PHONY: help demo test install soak mutants bench gpu-test gpu-bench storm faults checks lint quick newest oldest doctest docs smoke clean
 
 help:
 	@echo "make demo      a bootstrap and a classifier of digits, serial and on 1, 2, ... workers, with pictures"
@@ -103,10 +103,6 @@ TEST_ray = if ! $(ALONE) true; then \
 # The whole suite three times beside four busy processes; what failed in any run is listed, and fails the command.
 soak: $(TEST)
 	@$(PY) tests/support/soak.py $(ARGS)
-
-# The files of the suite that pass on the engine that grows in synk/_engine.
-next: $(TEST)
-	@SYNK_ENGINE=next $(PYTEST) -n $(JOBS) --maxprocesses 8 --dist worksteal $$(cat tests/engine/passing.txt) $(ARGS)
 
 mutants: $(TEST)
 	@$(PY) tests/support/mutants.py $(ARGS)

@@ -74,7 +74,7 @@ def trace(path: Path) -> Iterator[None]:
     """
     refuse_inside_worker("trace calls")
     from synk._api.current import current
-    from synk._api.engine import Tracer
+    from synk._engine.trace import Tracer
 
     runtime = current()
     session = runtime._session

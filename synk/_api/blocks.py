@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from synk._api.function import Function
-from synk._master.calls.binding import bind
+from synk._engine.arguments import classified
+from synk._engine.rows import divided
 from synk._pure.call_options import CallOptions
 from synk._pure.shards import Selection
 from synk._wire.apart import BlockValues, Silent, next_block
@@ -69,16 +70,17 @@ def _begun(function: Any, args: Any, kwargs: Any, options: CallOptions) -> tuple
     with session.entered(function._verb):
         deadline = session.deadline(options.timeout)
         session.begin(function._verb, deadline)
-        call = bind(session, callee, args, kwargs, options, deadline)
+        arguments = classified(callee, args, kwargs, session, options.is_submitted)
         callee.load(session, deadline)
-        passed = [argument.value for argument in call.arguments if argument.kind in ("shard", "resident")]
+        division = divided(session, callee, arguments, options)
+        passed = [argument.value for argument in arguments if argument.kind in ("shard", "resident")]
         shards = [variable for variable in callee.variables if variable.is_sharded]
         for held in (*passed, *shards, *callee.residents):
             raise ValueError(
                 f"cannot call {callee.name!r}: got {held.name!r}, which each rank holds for itself, expected neither a "
                 "sharded variable nor a resident object with reproducible=. Pass an array, or the object itself."
             )
-        return call.selection, deadline
+        return division.selection, deadline
 
 
 def _on_first(options: CallOptions, num_slices: int, deadline: float | None) -> CallOptions:

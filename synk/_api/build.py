@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
 from synk._api.composed import Composed
-from synk._api.engine import Session
 from synk._api.function import Function, P, R
 from synk._api.options import KeptOptions, Options, check_names
 from synk._api.replay import replay_folder
+from synk._engine.session import Session
 from synk._pure.tracebacks import verb
 
 if TYPE_CHECKING:

@@ -12,13 +12,14 @@ from dataclasses import replace
 from typing import Any
 
 from synk._api.blocks import call_in_blocks
-from synk._api.engine import Session, made_at_once
 from synk._api.function import Function, P, R
 from synk._api.options import Options, call_options
 from synk._api.plain import ScatteredArguments
 from synk._api.replay import recorded
 from synk._api.serial import call_serially
-from synk._master.calls.callee import Callee
+from synk._engine.callee import Callee
+from synk._engine.pending import PendingCall
+from synk._engine.session import Session
 from synk._master.calls.signature import OPTION_NAMES
 from synk._master.processes.output import report
 from synk._pure.call_options import CallOptions
@@ -98,7 +99,7 @@ class Composed(Function[P, R]):
                 f"cannot submit {self.__name__!r}: got a function with {', '.join(given)}, expected one without: its "
                 "calls are made of several, and a call that is submitted is one. Call it, or build it without."
             )
-        pending = made_at_once(self._bound_session(), self.__name__)
+        pending = PendingCall(self._bound_session(), self.__name__)
         try:
             pending._end(self(*args, **options), None)
         except Exception as error:

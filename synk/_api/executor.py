@@ -23,18 +23,15 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, TypeVar
 
 from synk._api.current import current, fork
-from synk._api.engine import IS_NEXT
-from synk._api.executor_old import OldDriver, chunks_of, run_chunk
 from synk._api.mapping import check_function, items_of, job_of, rules_of
-from synk._api.options import is_integer, name_of
+from synk._api.options import is_integer
 from synk._api.runtime import Runtime
 from synk._engine.chunks import Rules
 from synk._engine.jobs import MapJob
 from synk._engine.tasks import Task, Tasks
-from synk._master.processes.processes import eventfd
 from synk._pure.tracebacks import Results, outline, verb
 from synk._wire.cell import cell, refuse_inside_worker
-from synk._wire.descriptors import Descriptor
+from synk._wire.descriptors import Descriptor, eventfd
 from synk.errors import ClosedError
 
 R = TypeVar("R")
@@ -112,9 +109,8 @@ class Executor(concurrent.futures.Executor):
         num_workers = min(max_workers or runtime.world_size, runtime.world_size)
         runtime._session.check_open("make an executor")
         self._num_workers = num_workers
-        self._driver: Any = _Driver(runtime, num_workers, self._rules) if IS_NEXT else OldDriver(runtime, num_workers)
-        stop: Any = type(self._driver).stop
-        dropped = weakref.finalize(self, stop, self._driver)
+        self._driver = _Driver(runtime, num_workers, self._rules)
+        dropped = weakref.finalize(self, _Driver.stop, self._driver)
         dropped.atexit = False
         _open.add(self)
 
@@ -154,11 +150,6 @@ class Executor(concurrent.futures.Executor):
         """
         if not is_integer(chunksize, 1):
             raise ValueError(f"cannot map: got chunksize={chunksize!r}, expected 1 or more.")
-        if not IS_NEXT:
-            chunks = super().map(
-                functools.partial(run_chunk, fn), chunks_of(zip(*iterables), chunksize), timeout=timeout
-            )
-            return Results(chunks, "synk.Executor.map", name_of(fn))
         name = check_function(fn)
         items, is_spread = items_of(name, iterables)
         rules = self._rules._replace(batch_size=chunksize if chunksize > 1 else None)

@@ -11,14 +11,15 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
-from synk._api.engine import Callee, PendingCall, Session, install
 from synk._api.first_calls import Release, verifying
 from synk._api.op_check import OpCheck, hold_back
-from synk._api.options import Options, call_options, can_try_again
+from synk._api.options import Options, call_options
 from synk._api.repeat import call_repeatedly, check_repeats
 from synk._api.serial import call_serially
-from synk._master.calls.call import UNFIT, call_again, run_call
-from synk._master.calls.callee import FunctionHandle
+from synk._engine.callee import Callee, FunctionHandle
+from synk._engine.function import PLAIN, run, submit
+from synk._engine.pending import PendingCall
+from synk._engine.session import Session
 from synk._master.calls.signature import OPTION_NAMES
 from synk._pure.call_options import CallOptions
 from synk._pure.interrupts import holding
@@ -149,23 +150,15 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         timeout: float | None = None,
         **kwargs: Any,
     ) -> Any:
-        was_compared = False
         try:
-            is_checked = self._op_check is None or not self._op_check.may_be_due(args)
-            if is_checked and output_subset is None and timeout is None and type(num_slices) is int and num_slices == 1:
-                callee = self._callee
-                compiled, capture, session = callee.plans.compiled[0], callee.capture, callee.session
-                # No operation is begun for a call that fits: if a handler breaks it off, the next operation settles it.
-                if compiled is not None and session and capture and capture.is_current():
-                    result = call_again(session, callee, compiled, args, kwargs, batch)
-                    if result is not UNFIT:
-                        return result
-                    was_compared = True
-            with holding():
-                options = call_options(batch, num_slices, output_subset, timeout)
-                if is_checked and not self._is_new:
-                    return self._run(args, kwargs, options, was_compared)
-                return self._run_checked(args, kwargs, options)
+            check = self._op_check
+            if self._is_new or (check is not None and check.may_be_due(args)):
+                with holding():
+                    return self._run_checked(args, kwargs, call_options(batch, num_slices, output_subset, timeout))
+            is_one = type(num_slices) is int and num_slices == 1
+            if is_one and batch is None and output_subset is None and timeout is None:
+                return run(self, args, kwargs, PLAIN)
+            return run(self, args, kwargs, call_options(batch, num_slices, output_subset, timeout))
         except BaseException as error:  # like a verb, but written out: this is the path of every call
             __tracebackhide__ = True
             outline(error)
@@ -443,25 +436,10 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
             For wrong input, at once. ``result()`` raises the errors of the call itself. A function with ``retry``,
             ``on_oom`` or ``reproducible`` cannot be submitted, nor streamed.
         """
-        was_compared = False
-        is_checked = self._op_check is None or not self._op_check.may_be_due(args)
-        if is_checked and output_subset is None and timeout is None and type(num_slices) is int and num_slices == 1:
-            callee = self._callee
-            session, capture = callee.session, callee.capture
-            if session is not None and capture is not None and capture.is_current():
-                was_compared = True
-                pending = session.queue.submit_again(callee, args, kwargs, batch)
-                if pending is not None:
-                    return pending
-        function = self if was_compared else self._renewed()
-        session = function._bound_session()
         options = call_options(batch, num_slices, output_subset, timeout, is_submitted=True)
+        is_checked = self._op_check is None or not self._op_check.may_be_due(args)
         release = None if is_checked and not self._is_new else self._begin(args, kwargs, options)
-        with session.entered(f"submit {self.__name__!r}"):
-            deadline = session.deadline(options.timeout)
-            pending = session.queue.submit(function._callee, args, kwargs, options, deadline)
-        pending._release = release
-        return pending
+        return submit(self, args, kwargs, options, release)
 
     @verb
     def stream(self, batches: Iterable[Any], *, progress: bool = False) -> Iterator[R]:
@@ -540,25 +518,9 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         """Return what it must do because of the default op."""
         return hold_back(self, args, kwargs, options)
 
-    def _run(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions, was_compared: bool = False
-    ) -> Any:
-        """Run a call that fits no compiled one. ``was_compared`` says that the captured objects were just compared."""
-        function = self if was_compared else self._renewed()
-        if function is not self:
-            return function._run(args, kwargs, options)
-        session = self._bound_session()
-        deadline = session.deadline(options.timeout)
-        had_memory = True
-        while True:
-            with session.entered(self._verb):
-                session.begin(self._verb, deadline)
-                try:
-                    return run_call(session, self._callee, args, kwargs, options, deadline)
-                except Exception as error:
-                    if not had_memory or not can_try_again(error):
-                        raise
-                    had_memory = False
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
+        """Run a call whatever its default op."""
+        return run(self, args, kwargs, options)
 
     def _renewed(self) -> Function:
         """Return the function to call: this one, prepared for its present captures, or the one that replaced it."""
@@ -608,9 +570,6 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
             ("per_rank", callee.per_rank or ""),
         ]
         return table(f"synk.Function {self.__name__}", [(head, text) for head, text in rows if text])
-
-
-install(Function)
 
 
 def _argument(name: str) -> str:

@@ -10,24 +10,20 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from synk._api.engine import IS_NEXT
 from synk._api.journal import Journal, Pairs, journaled_items
 from synk._api.options import is_integer, name_of
 from synk._api.progress import progress_bar, with_progress
 from synk._api.replay import recorded_items, replay_folder
-from synk._engine.captures import Callee as EngineCallee
+from synk._engine.callee import Callee, FunctionHandle
 from synk._engine.chunks import PoolStats, Rules
 from synk._engine.jobs import MapJob
-from synk._master.calls.callee import Callee, FunctionHandle
 from synk._master.entrance import refuse_limit
-from synk._master.flight.chunks import check_mapped
-from synk._master.flight.item_map import ItemMap
 from synk._pure.files import Path
 from synk._pure.limits import check_timeout
 from synk._pure.tracebacks import Results
 from synk._wire.cell import refuse_inside_worker
 from synk._wire.items import call_with
-from synk.errors import ItemError, UnsupportedError
+from synk.errors import ItemError
 
 
 def map_items(
@@ -56,15 +52,13 @@ def map_items(
     items, is_spread = items_of(name, iterables)
     stats, folder = PoolStats(), replay_folder()
     runs: Iterator[list[Any]]
-    if journal is not None or (folder is not None and IS_NEXT):
+    if journal is not None or folder is not None:
         opened = None if journal is None else Journal(journal, name, fn, key, version)
         run = functools.partial(numbered_results, session, name=name, stats=stats)
         runs = ([outcome] for outcome in _in_layers(run, fn, enumerate(items), rules, opened, folder, is_spread))
-    elif IS_NEXT:
+    else:
         job = job_of(session, fn, items, rules, name=name, is_spread=is_spread, stats=stats)
         runs = (values for _, values in job.runs())
-    else:
-        runs = ([value] for value in _old_results(session, fn, items, rules, name, is_spread))
     if progress:
         length = min(filter(None, map(operator.length_hint, iterables)), default=0)
         bar = progress_bar(name, length)
@@ -104,18 +98,6 @@ def _raising(found: Pairs) -> Iterator[Any]:
             yield outcome
 
 
-def _old_results(
-    session: Any, fn: Callable[..., Any], items: Iterator[Any], rules: Rules, name: str, is_spread: bool
-) -> Iterator[Any]:
-    session.check_open(f"map {name!r}")
-    mapped = functools.partial(call_with, fn) if is_spread else fn
-    function = session.functions.mapped.get(
-        fn, lambda: Callee(mapped, name, outputs=None, session=session), is_spread=is_spread
-    )
-    check_mapped(function)
-    return ItemMap(session, function, items, rules.batch_size, rules.is_ordered).results()
-
-
 def numbered_results(
     session: Any,
     fn: Callable[..., Any],
@@ -138,8 +120,6 @@ def numbered_results(
     stats : PoolStats, optional
         Is kept up to date.
     """
-    if not IS_NEXT:
-        raise UnsupportedError(f"cannot map {name!r} by the numbers of items: this needs SYNK_ENGINE=next.")
     numbers: deque[int] = deque()
 
     def items() -> Iterator[Any]:
@@ -175,7 +155,7 @@ def job_of(
         session.check_here(f"map {name!r} with limits of items or workers", "Leave them out there.")
     mapped = functools.partial(call_with, fn) if is_spread else fn
     function = session.functions.mapped.get(
-        fn, lambda: EngineCallee(mapped, name, outputs=None, session=session), is_spread=is_spread
+        fn, lambda: Callee(mapped, name, outputs=None, session=session), is_spread=is_spread
     )
     return MapJob(session, function, rules, items, **options)
 
@@ -189,7 +169,7 @@ def rules_of(verb: str, **options: Any) -> Rules:
         value = options.get(name)
         if value is not None and not is_integer(value, 1):
             raise ValueError(f"cannot {verb}: got {name}={value!r}, expected an integer above 0 or None.")
-    rules = Rules(
+    return Rules(
         batch_size=options.get("batch_size"),
         is_ordered=bool(options.get("ordered", True)),
         returns_errors=on_error == "return",
@@ -197,12 +177,6 @@ def rules_of(verb: str, **options: Any) -> Rules:
         max_tasks=options.get("max_tasks_per_worker"),
         max_memory=options.get("max_worker_memory"),
     )
-    if not IS_NEXT and rules != Rules(rules.batch_size, rules.is_ordered):
-        raise UnsupportedError(
-            f"cannot {verb}: got on_error=, item_timeout=, max_tasks_per_worker= or max_worker_memory=, which need the "
-            "new engine. Set SYNK_ENGINE=next before synk is imported."
-        )
-    return rules
 
 
 def _iterator(name: str, items: Any) -> Iterator[Any]:

@@ -10,8 +10,6 @@ from synk._api.collectives import scatter as scatter
 from synk._api.current import close as close
 from synk._api.current import current as current
 from synk._api.current import fork as fork
-from synk._api.engine import PendingCall as PendingCall
-from synk._api.engine import Shared as Shared
 from synk._api.function import Function as Function
 from synk._api.replay import replay as replay
 from synk._api.runtime import Runtime as Runtime
@@ -22,5 +20,7 @@ from synk._api.verbs import map as map  # not in synk.__all__: a star import wou
 from synk._api.verbs import profile as profile
 from synk._api.verbs import resident as resident
 from synk._api.verbs import shared as shared
+from synk._engine.pending import PendingCall as PendingCall
 from synk._master.objects.data import Data as Data
 from synk._master.objects.resident import Resident as Resident
+from synk._master.objects.shared import Shared as Shared

@@ -224,11 +224,3 @@ def check_subset(output_subset: Any) -> tuple[Any, ...] | None:
     if not isinstance(keys, Iterable):
         raise TypeError(f"cannot select outputs: got output_subset={output_subset!r}, expected positions or keys.")
     return tuple(int(key) if isinstance(key, np.integer) else key for key in keys)
-
-
-def can_try_again(error: BaseException) -> bool:
-    """Whether a call that failed is run once more: memory ran out on a device, and the call has left nothing behind.
-
-    The libraries on the device have given back by then what they held and did not use; see ``Backend.recover``.
-    """
-    return bool(getattr(error, "is_of_device", False) and getattr(error, "_is_put_back", True))

@@ -13,12 +13,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from synk._api.composed import Composed
-from synk._api.engine import Resident, Shared
 from synk._api.function import Function
 from synk._api.options import OPTIONS
 from synk._api.plain_copy import ByReference, CodePickler
 from synk._api.runtime import Runtime
 from synk._master.code.handles import Handle
+from synk._master.objects.resident import Resident
+from synk._master.objects.shared import Shared
 from synk._master.state.captured import unsendable
 from synk._pure import files
 from synk._pure.tracebacks import verb

@@ -21,11 +21,11 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from synk._api.engine import Shared
 from synk._api.options import name_of
 from synk._api.plain import in_framework
 from synk._api.plain_copy import ByReference, CodePickler
 from synk._api.runs import leave_out
+from synk._master.objects.shared import Shared
 from synk._master.processes.output import report
 from synk._pure import files
 from synk._pure.call_options import CallOptions

@@ -9,30 +9,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from synk._api.build import Decorator, KeepingDecorator, build_function
-from synk._api.engine import (
-    IS_NEXT,
-    Callee,
-    Profile,
-    Queue,
-    Resident,
-    Session,
-    Shared,
-    Variable,
-    WorkerProcess,
-    distribute,
-    inline_process,
-    make_resident,
-    watch_over,
-)
 from synk._api.first_calls import verified
 from synk._api.function import Function, P
 from synk._api.options import KeptOptions, MapOptions, check_on_restart, entropy_of, is_integer
+from synk._engine.callee import Callee
+from synk._engine.profile import Profile
+from synk._engine.session import Session, watch_over
+from synk._engine.variables import Variable
 from synk._master.entrance import refuse_limit
 from synk._master.objects.data import Data, make_data
+from synk._master.objects.resident import Resident, make_resident
+from synk._master.objects.shared import Shared
 from synk._master.processes.placement import place
-from synk._master.processes.process import Process
 from synk._master.processes.program import check_program
 from synk._master.processes.reports import stacks, where
+from synk._master.processes.worker_process import WorkerProcess
 from synk._pure.environment import check_platform
 from synk._pure.files import Path
 from synk._pure.limits import check_timeout
@@ -133,17 +124,19 @@ class Runtime(Hinting):
             check_program()
             self._session: Session = open_session(
                 num_workers, cluster, nodes,
-                timeout=timeout, seed=seed, max_restarts=int(max_restarts), on_restart=prepared, make_queue=Queue,
+                timeout=timeout, seed=seed, max_restarts=int(max_restarts), on_restart=prepared,
             )  # fmt: skip
             verified.update([self._session] * check)
             return
         if nodes is not None:
             raise ValueError(f"cannot fork: got nodes={nodes!r} and no cluster=, expected both. Pass cluster='here'.")
         placement = place(num_workers, backend, devices)
-        process_type: type[Process] = WorkerProcess
+        process_type: Any = WorkerProcess
         if num_workers == 0:
             refuse_limit(timeout)
-            process_type = inline_process()  # with the worker's half
+            from synk._engine.inline import InlineProcess  # with a rank's half
+
+            process_type = InlineProcess
         else:
             check_program()
         self._session = Session(
@@ -153,7 +146,6 @@ class Runtime(Hinting):
             max_restarts=int(max_restarts),
             on_restart=prepared,
             process_type=process_type,
-            make_queue=Queue,
         )
         verified.update([self._session] * check)
 
@@ -300,20 +292,16 @@ class Runtime(Hinting):
 
     def _tasks(self, num_workers: int, rules: Any = None) -> Any:
         """Return an object that runs tasks, which are submitted one by one; for ``Executor`` and extensions."""
-        if IS_NEXT:
-            from synk._engine.tasks import Tasks as Next
+        from synk._engine.tasks import Tasks
 
-            return Next(self._session, num_workers, *([] if rules is None else [rules]))
-        from synk._master.flight.tasks import Tasks
-
-        return Tasks(self._session, num_workers)
+        return Tasks(self._session, num_workers, *([] if rules is None else [rules]))
 
     @verb
     def distribute(self) -> None:
         """Send all functions that the workers do not have yet; see :func:`synk.distribute`."""
         with self._session.entered("distribute"):
             self._session.begin("distribute")
-            distribute(self._session, deadline=self._session.deadline(None))
+            self._session.distribute()
 
     @verb
     def where(self) -> str:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from synk._api.engine import PendingCall
+from synk._engine.pending import PendingCall
 from synk._wire.control import NUM_LANES
 from synk.errors import add_note
 

@@ -13,8 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from synk._api.current import current
-from synk._api.engine import Profile, Resident, Shared
+from synk._engine.profile import Profile
 from synk._master.objects.data import Data
+from synk._master.objects.resident import Resident
+from synk._master.objects.shared import Shared
 from synk._pure.files import Path
 from synk._pure.show import Text
 from synk._pure.tracebacks import verb

@@ -1,4 +1,4 @@
-"""The engine that knows one way of a call. It grows beside the old one and is chosen by ``SYNK_ENGINE=next``.
+"""The engine: one way of a call.
 
 Read a call in this order: ``function``, ``arguments``, ``plan``, ``engine``, ``rank_call``, ``outputs``. Files whose
 name begins with ``rank`` run on a rank, the others in the program; ``wire`` and ``inline`` belong to both.

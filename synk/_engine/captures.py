@@ -11,19 +11,18 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from synk._engine.mapped import MappedFunctions
 from synk._engine.things import Thing
-from synk._master.calls.callee import Callee as _Callee
-from synk._master.calls.callee import _waiting, check_referred, referred
 from synk._master.code.book import Book
-from synk._master.code.capture import Capture
 from synk._master.code.parcels import Parcel
-from synk._master.state.captured import Referred
 from synk._master.state.functions import packed
 from synk._pure.interrupts import deferred
 from synk._wire.memory import Segment
+
+if TYPE_CHECKING:
+    from synk._engine.callee import Callee
 
 ON_RESTART = 0
 """The id of the function that replacement workers run."""
@@ -32,82 +31,6 @@ _LARGE_NBYTES = 1 << 18
 
 ParcelTold = tuple[int, bytes, bool]
 """The number of a parcel, its pickle, and whether a rank goes on if it cannot load it."""
-
-
-class Callee(_Callee):
-    """A function as calls know it.
-
-    Attributes
-    ----------
-    plans_by_key : dict
-        By look, in the order in which they were made.
-    object_room : int
-        How much room its calls need for pickled objects.
-    """
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.plans_by_key: dict[Any, Any] = {}
-        self.object_room = 1 << 10
-        names = self.signature._positional
-        self.flags = [name in self.signature.broadcast for name in names]
-        self.state_numbers: frozenset[int] = frozenset()
-
-    def load(self, session: Any, deadline: float | None) -> None:
-        """See that the next message brings the ranks the function as it is now."""
-        if self.session is not session or self.is_stale or self.capture is None:
-            distribute(session, [self])
-
-    def renew(self) -> Any:
-        fn, code = self.fn, self._code
-        successor = super().renew()
-        if self.fn is not fn or self._code is not code:
-            self.flags = [name in self.signature.broadcast for name in self.signature._positional]
-            self.plans_by_key.clear()
-        return successor
-
-    def note_sent(self, session: Any, found: Referred) -> None:
-        """Note that the ranks have the function and what it captured, or get it with the next message."""
-        is_new = self.session is not session
-        self.session = session
-        if self._home is None:
-            self._home = self._find_home()
-        home = [] if self._home is None else [(self._home[0].get, self._home[1], self._home[0].get(self._home[1]))]
-        self.record = session.profile.record(self.fn, self.name)
-        self.capture = Capture(session.functions.book, self.id, home, self._watch)
-        self.is_stale = False
-        self.variables, self.residents = found
-        things: list[Any] = [*found.variables, *found.residents]
-        numbers = frozenset(each.number for each in things)
-        if numbers != self.state_numbers or is_new:
-            self.plans_by_key.clear()
-            self.state_numbers = numbers
-        session.functions.bound.add(self)
-        if is_new:
-            is_large = session.functions.book.nbytes_of(self.id) >= _LARGE_NBYTES
-            reclaimed = weakref.ref(session) if is_large else None
-            dropped = weakref.finalize(self, _drop, session.functions.dropped, self.id, reclaimed)
-            dropped.atexit = False  # the user's own exit handlers may still call it
-
-    def note_unsent(self) -> None:
-        """Note that the ranks may not have what the last message was to bring."""
-        self.capture, self.is_stale = None, True
-        self.plans_by_key.clear()
-
-    def forget_sent(self) -> None:
-        self.plans_by_key.clear()
-        self.capture = None
-
-
-def _drop(dropped: deque[int], function_id: int, session_ref: weakref.ref[Any] | None) -> None:
-    """Note that a function no longer exists. What it captured is freed by the next operation or, if it is much, now.
-
-    Only if it is much: an interrupt that comes just now, in a finalizer, is reported and lost.
-    """
-    dropped.append(function_id)
-    session = None if session_ref is None else session_ref()
-    if session is not None:
-        session.reclaim()
 
 
 class Functions:
@@ -244,47 +167,3 @@ class Functions:
         for function in list(self.bound):
             function.forget_sent()
         self.book.clear()
-
-
-def _made_and_not_sent() -> Sequence[Any]:
-    return [made for ref in _waiting.keyrefs() if (made := ref()) is not None]
-
-
-def distribute(session: Any, only: Sequence[Callee] | None = None) -> None:
-    """Pack the functions that the ranks lack, together, for the next message to each rank."""
-    candidates = _made_and_not_sent() if only is None else only
-    functions: Sequence[Any] = [
-        f for f in candidates
-        if f.fixed_session in (None, session) and (f.session is not session or f.is_stale or f.capture is None)
-    ]  # fmt: skip
-    if not functions:
-        return
-    session.settle_unsettled()
-    names = ", ".join(repr(function.name) for function in functions)
-    for function in functions:
-        if function.session is not session:
-            function.id = next(session.functions.ids)
-    by_id = {function.id: function for function in functions}
-    book = session.functions.book
-    nbytes = {0: book.packed_nbytes}
-
-    def check(function_id: int) -> None:
-        nbytes[function_id] = book.packed_nbytes
-        check_referred(session, by_id[function_id])
-
-    for function in functions:
-        if function.session is session and not book.has(function.id, function.fn):
-            function.plans_by_key.clear()  # ranks prepare plans for the function that they have
-    sent = session.functions.bring([(f.id, f.fn, f.options) for f in functions], names, check)
-    nbytes_of = {number: after - before for (_, before), (number, after) in itertools.pairwise(nbytes.items())}
-    for function in functions:
-        if function.id in book.sent_anew:
-            book.sent_anew.discard(function.id)
-            function.plans_by_key.clear()
-        function.note_sent(session, referred(function, book))
-        _waiting.pop(function, None)
-        function.record.add_moved("code and captured objects", "captured", 1, nbytes_of[function.id])
-    session.functions.unsettled = functions
-    if len(functions) == 1:
-        functions[0].large_changes.note(functions[0].fn, sent, session.counters["calls"])
-        functions[0].large_changes.note_restless(functions[0].fn, book.restless.values())

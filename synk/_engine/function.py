@@ -6,12 +6,12 @@ import time
 from typing import Any
 
 from synk._engine.arguments import classified, look
-from synk._engine.captures import Callee
+from synk._engine.callee import Callee
 from synk._engine.engine import Call, room_for_objects
 from synk._engine.pending import PendingCall
 from synk._engine.plan import Plan, found_plan, keep, packed_tables, pickled
 from synk._engine.residents import ResidentObject
-from synk._engine.rows import divide
+from synk._engine.rows import divided
 from synk._engine.session import Session
 from synk._master.calls.arguments import HELD, Argument
 from synk._master.calls.binding import _classes_in
@@ -147,9 +147,7 @@ def _made(
     """Make the plan of a call, and keep it."""
     if arguments is None:
         arguments = classified(callee, args, kwargs, session, is_submitted)
-    lengths = [(a.label, a.num_rows) for a in arguments if a.num_rows is not None]
-    shards = [(a.label, a.value) for a in arguments if a.kind == "shard"]
-    division = divide(session, callee, lengths, shards, options.batch, options.num_ranks)
+    division = divided(session, callee, arguments, options)
     packed_tables(arguments, division, callee.name)
     for argument in arguments:
         if argument.nest is not None:

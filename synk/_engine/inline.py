@@ -83,9 +83,7 @@ class InlineProcess(NoProcess):
         super().__init__(rank)
         self._half: Rank | None = None
 
-    def start(
-        self, setup: dict[str, Any], environment: dict[str, str], control_fd: int, token: bytes, extra: dict[str, int]
-    ) -> None:
+    def start(self, setup: dict[str, Any], environment: dict[str, str], control_fd: int, extra: dict[str, int]) -> None:
         """Make the rank, which says hello at once. It uses the environment and the import path of this process."""
         control = Segment(above_streams(os.dup(control_fd)), setup["control_nbytes"], is_writable=True, segment_id=0)
         eventfds = [extra[f"event{rank}"] for rank in range(setup["world_size"])]

@@ -20,11 +20,11 @@ from typing import Any
 
 from synk._engine import wire
 from synk._engine.chunks import Chunk, waiting
+from synk._engine.item_pickles import ArrayCopies
 from synk._engine.layout import ITEM_BITS
 from synk._engine.processes import own_nbytes
 from synk._engine.things import Once
 from synk._engine.workers import GRACE_S
-from synk._master.state.item_pickles import ArrayCopies
 from synk._pure.interrupts import holding
 from synk._wire.control import Down, Up
 from synk.errors import CallCancelled, CallTimeout, WorkerDied, add_note
@@ -118,7 +118,12 @@ class Pool:
     def _send_waiting(self, job: Any) -> None:
         while (chunk := waiting(job.chunks)) is not None:
             if self._must_begin(job):
-                self._begin(job)
+                try:
+                    self._begin(job)
+                except WorkerDied:  # a replacement, as it started: the next step starts another one
+                    if not job.rules.returns_errors:
+                        raise
+                    return
             rank = self._free_rank(job)
             if rank is None:
                 return

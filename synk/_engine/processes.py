@@ -6,42 +6,22 @@ import contextlib
 import os
 import select
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
-from synk._engine.wire import Link
 from synk._master.processes.placement import HASH_SEED, Placement, hash_seed_of
-from synk._master.processes.processes import ARMED, eventfd
-from synk._master.processes.program import setup_message, startup_text
-from synk._master.processes.worker_process import WorkerProcess
+from synk._master.processes.program import ARMED, setup_message, startup_text
 from synk._pure.environment import spin_s
 from synk._pure.interrupts import LOOK_S, deferred, waiting
 from synk._pure.limits import poll_ms
-from synk._wire.channel import Patience
 from synk._wire.control import Down, control_blocks, control_nbytes
-from synk._wire.descriptors import NONE, Descriptor
+from synk._wire.descriptors import NONE, Descriptor, eventfd
 from synk._wire.memory import Segment
+from synk._wire.patience import Patience
 from synk.errors import StartupError
 
 _LOOK_MS = int(1000 * LOOK_S)
-
-
-class RankProcess(WorkerProcess):
-    """The process of a rank."""
-
-    _channel_type: ClassVar[Any] = Link
-    _module = "_engine.rank_loop"
-
-    def _open(self, token: bytes) -> dict[str, int]:
-        theirs = super()._open(token)
-        os.set_blocking(self.link.read_fd, False)
-        return theirs
-
-    @property
-    def link(self) -> Link:
-        link: Any = self.channel
-        return link
 
 
 class Worker:
@@ -49,7 +29,7 @@ class Worker:
 
     Attributes
     ----------
-    process : RankProcess
+    process : WorkerProcess
     link : Link
     known : set of int
         The numbers of the things that it knows. Those in ``stale`` it holds, and is to be told of anew.
@@ -171,7 +151,7 @@ class Processes:
         setup |= {"control_nbytes": self._control.nbytes, "spin_s": self._spin_s, "hash_seed": self._hash_seed}
         environment = {**placement.environment(rank), HASH_SEED: self._hash_seed}
         events: dict[str, int] = {f"event{peer}": fd for peer, fd in enumerate(self.eventfds)}
-        process.start(setup, environment, self._control.fd, b"", events)
+        process.start(setup, environment, self._control.fd, events)
         for fd, kind in process.watched():
             self._watch(fd, kind, worker)
         worker.begin(process, process.link)  # last: if the start fails, the rank counts as dead

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from synk._engine import wire
-from synk._engine.rank_call import CallInputs, RankPlan, RankQuestion
+from synk._engine.rank_call import RankPlan, RankQuestion
 from synk._engine.rank_items import RankItems
 from synk._engine.rank_lane import RankLane
 from synk._engine.rank_outputs import RankDestination, RankReduction
@@ -128,8 +128,6 @@ class Rank(Member):
         self.items: RankItems | None = None
         self.process_group: Any = None
         self.seed: Sequence[int] = (0,)
-        for lane in self.lanes:
-            lane.executor.inputs = CallInputs(self)
         self.is_copy = False
         self.num_messages = self.num_collectives = 0
         self._num_deferred = 0
@@ -417,10 +415,6 @@ class Rank(Member):
             return False
         self.interrupt()
         return True
-
-    @property
-    def is_interruptible(self) -> bool:
-        return bool(self.running) and not self._is_shielded
 
     @contextlib.contextmanager
     def uninterrupted(self) -> Iterator[None]:

@@ -269,6 +269,11 @@ class RankPlan:
     def _called(self, rank: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         return self.function.fn(*args, **kwargs)
 
+    def inputs_again(self, rank: Any) -> tuple[list[Any], dict[str, Any]]:
+        """Return what the function gets once more, with objects that are unpickled anew."""
+        objects = self._load_objects(rank, self._in_place) if self._in_place else ()
+        return self._arguments(rank, objects, Part(self.rows[0], self.rows[1]), self.rows)
+
     def leave(self, rank: Any) -> None:
         """Before the reply: if anything still refers to inputs that the next call may overwrite, leave them to it."""
         if not self._watched or sum(map(sys.getrefcount, self._watched)) == self._num_references:
@@ -294,23 +299,6 @@ class RankPlan:
         staging.map_again()
         rank.backend.note_segment(staging)
         self._root, self.bases, self._watched = None, [], []
-
-
-class CallInputs:
-    """The inputs of the running call once more, for a function that runs several times in one call."""
-
-    def __init__(self, rank: Any) -> None:
-        self._rank = rank
-
-    def load_objects(self, called: RankPlan, variables: Any) -> Sequence[Any]:
-        """Return the broadcast objects, unpickled anew."""
-        return called._load_objects(self._rank, called._in_place) if called._in_place else ()
-
-    def arguments(
-        self, called: RankPlan, rows: tuple[int, ...], objects: Sequence[Any], variables: Any
-    ) -> tuple[list[Any], dict[str, Any]]:
-        """Return what the function gets."""
-        return called._arguments(self._rank, objects, Part(rows[0], rows[1]), rows)
 
 
 class RankQuestion:

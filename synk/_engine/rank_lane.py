@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from functools import reduce
 from operator import or_
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from synk._wire.control import Down, Up, control_blocks
+from synk._wire.control import Down, control_blocks
 from synk._wire.memory import Segment
 
 _CALL, _GROUP = int(Down.CALL), int(Down.GROUP)
@@ -35,7 +34,6 @@ class RankLane:
         self.down, self.up = control_blocks(control.buffer, world_size, index)
         self.first_down = memoryview(self.down[0])
         self.own_up = memoryview(self.up[rank])
-        self.published = memoryview(self.up.T[Up.PUBLISHED])
         self.collective: Segment | None = None
         self.communicator: Any = None
         self.has_waited = False
@@ -44,7 +42,6 @@ class RankLane:
         self.waited_ns = 0
         self.kept: dict[int, Any] = {}
         self.is_own = False
-        self.executor = SimpleNamespace(outputs=SimpleNamespace(slots=self), function_ns=0)
         self._ranks: tuple[int, tuple[int, ...]] = -1, ()
 
     @property

@@ -16,12 +16,12 @@ import numpy as np
 from synk._engine import wire
 from synk._engine.rank import Rank, open_rank
 from synk._version import __version__
-from synk._wire.channel import Patience
 from synk._wire.control import Up
 from synk._wire.descriptors import Descriptor
 from synk._wire.lifeline import tie_to_master
 from synk._wire.logs import send_records
 from synk._wire.memory import Segment
+from synk._wire.patience import Patience
 from synk._worker import process
 from synk._worker.failpoints import arm, nothing
 from synk._worker.failures import pack_failure

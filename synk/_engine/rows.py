@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from synk._engine import wire
+from synk._master.calls.arguments import Argument
 from synk._master.calls.binding import (
     assign,
     check_no_rows,
@@ -18,6 +19,7 @@ from synk._master.calls.binding import (
     ranks_with_rows,
     select,
 )
+from synk._pure.call_options import CallOptions
 from synk._pure.ops import EACH
 from synk._pure.output_ops import each_op
 from synk._pure.shards import Assignment, Selection
@@ -72,6 +74,13 @@ class Division:
     @property
     def local_indices(self) -> np.ndarray | None:
         return None if self.owned is None else self.owned.local_indices
+
+
+def divided(session: Any, callee: Any, arguments: Sequence[Argument], options: CallOptions) -> Division:
+    """Divide the rows of a call with these arguments."""
+    lengths = [(a.label, a.num_rows) for a in arguments if a.num_rows is not None]
+    shards = [(a.label, a.value) for a in arguments if a.kind == "shard"]
+    return divide(session, callee, lengths, shards, options.batch, options.num_ranks)
 
 
 def divide(

@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from synk._engine.captures import ON_RESTART, distribute
+from synk._engine.callee import distribute
+from synk._engine.captures import ON_RESTART
 from synk._engine.device_values import DeviceValues
 from synk._engine.engine import Engine
 from synk._engine.group import GRACE_S as NCCL_GRACE_S
@@ -145,7 +146,6 @@ class Session(Entrance, Engine):
         max_restarts: int,
         on_restart: tuple[Any, dict[str, Any]] | None,
         process_type: Any,
-        make_queue: Any = None,
     ) -> None:
         self.timeout = timeout
         self.backend, self.devices = placement.backend, placement.devices

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from synk._engine.captures import Callee
+from synk._engine.callee import Callee
 from synk._engine.chunks import Chunk, Rules, waiting
 from synk._engine.jobs import Job
 from synk._wire.items import call

@@ -61,7 +61,7 @@ class Link:
     read_fd, write_fd : Descriptor
     """
 
-    def __init__(self, sock: socket.socket, read_fd: Descriptor, write_fd: Descriptor, token: bytes = b"") -> None:
+    def __init__(self, sock: socket.socket, read_fd: Descriptor, write_fd: Descriptor) -> None:
         self._sock, self.read_fd, self._write_fd = sock, read_fd, write_fd
         self.is_open = True
         self.ahead = b""

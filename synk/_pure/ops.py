@@ -248,25 +248,6 @@ class Reduction(_Named):
             stop = start + length
             self._reduce_block([value[start:stop] for value in flat], rows, flat_out[start:stop])
 
-    def merge_into(self, values: Sequence[np.ndarray], rows: Sequence[float], out: np.ndarray) -> None:
-        """Lift ``values`` and merge them into ``out``, a partial result, in the order given.
-
-        Parameters
-        ----------
-        values : sequence of ndarray, shape (n,)
-        rows : sequence of float
-            How many rows each value stands for.
-        out : ndarray, shape (n,)
-            Of the accumulator dtype. It may not overlap the values.
-        """
-        term = np.empty_like(out)
-        for position, (value, weight) in enumerate(zip(values, rows)):
-            lifted = self.lift(value, weight, out=term)
-            if position:
-                self.merge(out, lifted, out=out)
-            else:
-                out[...] = lifted
-
     def _reduce_block(self, blocks: Sequence[np.ndarray], rows: Sequence[float] | None, out: np.ndarray) -> None:
         """Reduce equally long 1-d blocks into ``out``, in order."""
         if len(blocks) == 1:

@@ -63,29 +63,6 @@ def array_of(tensor: Any) -> np.ndarray:
     return tensor.view(getattr(torch, plain.name)).numpy().view(foreign(name, plain.itemsize))
 
 
-def torch_dtypes(name: str, plain: str) -> tuple[Any, Any]:
-    """Return torch's dtype ``name``. The second is ``plain``, the dtype that stores it, or None if NumPy has it."""
-    import torch
-
-    return getattr(torch, name), None if name == plain else getattr(torch, plain)
-
-
-def memory_of(tensor: Any, dtype: Any, plain: Any) -> np.ndarray | None:
-    """Return the memory of a tensor as an array if it has ``dtype`` and NumPy can read it without conversion, else
-    None.
-
-    ``torch_dtypes`` gives the two dtypes. ``array_of`` and ``check_tensor`` accept all other tensors, or say what is
-    wrong.
-    """
-    if type(tensor) is not sys.modules["torch"].Tensor or tensor.dtype is not dtype or tensor.requires_grad:
-        return None
-    try:
-        array: np.ndarray = (tensor if plain is None else tensor.view(plain)).numpy()
-    except (TypeError, RuntimeError):  # on a device, sparse, conjugated, or inside a transformation
-        return None
-    return array
-
-
 def tensor_of(array: np.ndarray) -> Any:
     """Return a tensor on the memory of an array whose dtype torch has: on a copy if the array is read-only.
 

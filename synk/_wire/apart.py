@@ -242,7 +242,7 @@ class Again(WithOneMore):
 
     def __call__(self, num_runs: Any, /, *args: Any, **kwargs: Any) -> Any:
         worker = cell.worker
-        called, variables, inputs = worker.lane.called, worker.variables, worker.lane.executor.inputs
+        called, variables = worker.lane.called, worker.variables
         for _ in range(int(num_runs) - 1):
             if called.function.updates:
                 variables.take_updates(called.function, self._fn(*args, **kwargs), worker.num_rows)
@@ -251,8 +251,7 @@ class Again(WithOneMore):
             variables.check_given()
             for replica in list(variables.assigned):
                 variables.assigned[replica] = _settled(replica, variables.assigned.pop(replica))
-            objects = inputs.load_objects(called, variables)
-            (_, *args), kwargs = inputs.arguments(called, called.rows, objects, variables)
+            (_, *args), kwargs = called.inputs_again(worker)
         return self._fn(*args, **kwargs)
 
 

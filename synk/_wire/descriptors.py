@@ -114,3 +114,8 @@ class Orphans:
 
 
 orphans = Orphans()
+
+
+def eventfd() -> Descriptor:
+    """Return a new event descriptor, close-on-exec and non-blocking."""
+    return Descriptor(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))

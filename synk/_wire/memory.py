@@ -265,35 +265,10 @@ class Segment:
         """The descriptor to pass on; -1 if there is none."""
         return self.mapping.fd if self.is_owner and self.mapping is not None else -1
 
-    def duplicate_fd(self) -> int:
-        """Return another descriptor of the memory, which belongs to the caller.
-
-        Raises
-        ------
-        SharedMemoryError
-            If this process is out of descriptors.
-        """
-        try:
-            return os.dup(self.fd)
-        except OSError as error:
-            raise _no_memory(self.nbytes, error) from error
-
     def view(self, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Return an array of ``shape`` and ``dtype`` over the bytes from ``offset`` on. No copy."""
         dtype = np.dtype(dtype)
         return np.ndarray(shape, dtype, self.buffer, offset) if math.prod(shape) else np.empty(shape, dtype)
-
-    def shared_view(self) -> Segment:
-        """Return a segment over the same memory for an inline rank, read-only if workers would map it so."""
-        assert self.mapping is not None
-        twin = Segment.__new__(Segment)
-        twin._lie_at(self.mapping, self.id, self.offset, self.nbytes, self.arena)
-        twin.is_owner, twin.is_worker_writable = False, self.is_worker_writable
-        twin.is_arena = self.is_arena
-        # a view of this very array, so that what the rank keeps is seen as a view of this segment
-        twin.buffer = self.buffer.view()
-        twin.buffer.flags.writeable = self.is_worker_writable
-        return twin
 
     def root(self) -> np.ndarray:
         """Return a new ``uint8`` array over the whole segment. It becomes the base of all arrays made from it."""

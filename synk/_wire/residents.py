@@ -7,9 +7,6 @@ from typing import Any, NamedTuple
 
 from synk._wire.cell import cell
 
-NEVER = -1
-"""The version of an object in a replacement worker, which has only what the object started with."""
-
 
 class Adopt(NamedTuple):
     """Orders a rank to make an object from its pickle, or to replace the object with this number.

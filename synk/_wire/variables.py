@@ -24,14 +24,6 @@ class Declaration(NamedTuple):
     ----------
     skeleton : bytes
         The pickled nesting of the value, with the position of each leaf in its place.
-    segment_ids : tuple (int, int)
-        The rank's two buffers; 0 stands for one that does not exist yet.
-    shapes : tuple (Shapes, Shapes)
-        The shapes of the leaves in either buffer.
-    front : int
-        Which buffer holds the value.
-    content : int
-        A counter that the master raises when it writes this rank's value: copies on a device are then out of date.
     """
 
     variable_id: int
@@ -39,31 +31,6 @@ class Declaration(NamedTuple):
     skeleton: bytes
     dtypes: tuple[Any, ...]
     is_sharded: bool
-    segment_ids: tuple[int, int]
-    shapes: tuple[Shapes, Shapes]
-    front: int
-    content: int = 0
-
-
-class Fetch(NamedTuple):
-    """Orders a rank to copy the value of a variable into its buffer in shared memory."""
-
-    variable_id: int
-
-
-class DeviceCollective(NamedTuple):
-    """Orders all ranks to run a collective over a variable on their devices.
-
-    Attributes
-    ----------
-    kind : {"all_reduce", "broadcast", "all_gather"}
-        ``"broadcast"`` starts from rank 0. ``"all_gather"`` concatenates values of one shape along axis 0.
-    op : str
-    """
-
-    variable_id: int
-    kind: str
-    op: str = ""
 
 
 def shapes_of(leaves: Sequence[Any]) -> Shapes:
@@ -86,20 +53,6 @@ def leaf_offsets(dtypes: Sequence[np.dtype], shapes: Shapes) -> tuple[list[int],
 def leaf_order(dtypes: Sequence[np.dtype]) -> list[int]:
     """Return leaf positions grouped by dtype."""
     return sorted(range(len(dtypes)), key=lambda position: (dtypes[position].str, position))
-
-
-def dtype_runs(dtypes: Sequence[np.dtype], shapes: Shapes) -> list[tuple[np.dtype, int, int]]:
-    """Return ``(dtype, start, stop)``, in bytes, of each range of equal dtype in a variable's buffer."""
-    offsets, total = leaf_offsets(dtypes, shapes)
-    runs: list[tuple[np.dtype, int, int]] = []
-    order = leaf_order(dtypes)
-    for position, following in zip(order, [*order[1:], None]):
-        stop = total if following is None else offsets[following]
-        if runs and runs[-1][0] == dtypes[position]:
-            runs[-1] = (runs[-1][0], runs[-1][1], stop)
-        else:
-            runs.append((dtypes[position], offsets[position], stop))
-    return runs
 
 
 def flatten_value(value: Any, expected: Any = None) -> tuple[list[Any], Any]:

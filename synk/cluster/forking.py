@@ -6,17 +6,17 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from synk._master.processes.program import interpreter, search_path
-from synk._master.session import Session
-from synk._master.state.in_flight import SubmittedCalls
 from synk._pure.cores import num_cores
 from synk._wire.cell import is_frozen
 from synk.backends._assignment import DeviceAssignment
+from synk.cluster import nodes as nodes_of
+from synk.cluster.session import NodeSession
 from synk.cluster.split import Topology, counts_of
 from synk.errors import StartupError, UnsupportedError
 
@@ -74,7 +74,6 @@ def open_session(
     seed: int,
     max_restarts: int,
     on_restart: tuple[Any, dict[str, Any]] | None,
-    make_queue: Callable[[Session], SubmittedCalls],
 ) -> Any:
     """Start the nodes of a runtime. Without ``num_workers`` a node has one worker for each of its cores.
 
@@ -108,24 +107,10 @@ def open_session(
         counts = counts_of(cpus if num_workers is None else num_workers, len(cpus))
         options["ray"] = {"address": cluster, "num_nodes": len(cpus), "least_nodes": least}
     common = {"timeout": timeout, "seed": seed, "max_restarts": max_restarts, "on_restart": on_restart}
-    return open_nodes(Topology(counts), options, common, make_queue)
-
-
-def open_nodes(topology: Topology, options: dict[str, Any], common: dict[str, Any], make_queue: Any) -> Any:
-    """Start the nodes, by the engine that is chosen."""
-    kind = "TunnelProcess" if "ray" in options else "AgentProcess"
-    if os.environ.get("SYNK_ENGINE") == "next":
-        from synk.cluster import nodes
-        from synk.cluster.session import NodeSession
-
-        assignment = DeviceAssignment(tuple(f"cpu:{rank}" for count in topology.counts for rank in range(count)))
-        how = {"topology": topology, "process_type": getattr(nodes, kind), "options": options}
-        return NodeSession(nodes.NodePlacement("numpy", assignment, **how), **common)
-    from synk.cluster import agent_process
-    from synk.cluster.head import ClusterSession
-
-    process_type = type(kind, (getattr(agent_process, kind),), {"topology": topology, "options": options})
-    return ClusterSession(topology, process_type, **common, make_queue=make_queue)
+    assignment = DeviceAssignment(tuple(f"cpu:{rank}" for count in counts for rank in range(count)))
+    kind = nodes_of.TunnelProcess if "ray" in options else nodes_of.AgentProcess
+    how = {"topology": Topology(counts), "process_type": kind, "options": options}
+    return NodeSession(nodes_of.NodePlacement("numpy", assignment, **how), **common)
 
 
 def machines_of(address: str) -> list[int]:

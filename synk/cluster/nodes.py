@@ -21,10 +21,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from synk._engine import wire
-from synk._engine.processes import Processes, RankProcess, Worker
+from synk._engine.processes import Processes, Worker
 from synk._engine.workers import GRACE_S
 from synk._master.processes.placement import HASH_SEED, Placement, num_threads_set
 from synk._master.processes.program import setup_message
+from synk._master.processes.worker_process import WorkerProcess
 from synk._pure.cores import num_cores
 from synk._pure.interrupts import deferred
 from synk._wire.control import Down, Up
@@ -62,7 +63,7 @@ class NodePlacement(Placement):
         return tuple(f"node{node}:cpu:{rank - self.topology.ranks_of(node)[0]}" for node, rank in nodes)
 
 
-class AgentProcess(RankProcess):
+class AgentProcess(WorkerProcess):
     """The agent of a node, as a child of the program. It inherits its ends of the pipes, so no socket listens.
 
     Like a rank it ends when the program ends, in whatever way. Its own ranks end with it, because each of them is tied
@@ -81,9 +82,9 @@ class AgentProcess(RankProcess):
 
 
 class TunnelProcess(AgentProcess):
-    """The tunnel to the agent of a node on another machine; see ``synk.cluster.tunnel``."""
+    """The tunnel to the agent of a node on another machine; see ``synk.cluster.ray_tunnel``."""
 
-    _module, _kind = "cluster.tunnel", "tunnel"
+    _module, _kind = "cluster.ray_tunnel", "tunnel"
 
 
 class RankLink:
@@ -164,7 +165,7 @@ class RankOfNode:
         self.link = RankLink(node, self)
         self._lines: list[str] = []
 
-    def start(self, setup: dict[str, Any], environment: Any, control_fd: int, token: bytes, extra_fds: Any) -> None:
+    def start(self, setup: dict[str, Any], environment: Any, control_fd: int, extra_fds: Any) -> None:
         self.started = time.monotonic()
         self.node.start(self, setup)
 
@@ -272,7 +273,7 @@ class Node:
         environment = dict(os.environ)
         environment |= num_threads_set(environment, max(num_cores() // placement.total_ranks, 1))
         environment[HASH_SEED] = processes.hash_seed
-        self.process.start(setup, environment, processes.control_fd, b"", {})
+        self.process.start(setup, environment, processes.control_fd, {})
         self.post = Post(self.process.link)
         self.is_dead = False
         processes.watch_node(self)

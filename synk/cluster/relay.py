@@ -25,12 +25,11 @@ import numpy as np
 
 from synk._engine import wire
 from synk._engine.layout import Layout, News, spare_of
-from synk._engine.processes import RankProcess
-from synk._master.processes.processes import eventfd
+from synk._master.processes.worker_process import WorkerProcess
 from synk._pure.environment import merged
 from synk._pure.ranges import LINE_NBYTES
 from synk._wire.control import Down, Up, control_blocks, control_nbytes
-from synk._wire.descriptors import Descriptor
+from synk._wire.descriptors import Descriptor, eventfd
 from synk._wire.lifeline import tie_to_master
 from synk._wire.logs import send_records
 from synk._wire.memory import Segment, create_fd
@@ -63,7 +62,7 @@ class NodeRank:
 
     def __init__(self, rank: int, start: int) -> None:
         self.rank, self.start = rank, start
-        self.process = RankProcess(rank)
+        self.process = WorkerProcess(rank)
         self.began = time.monotonic()
         self.lanes: dict[int, int] = {}
         self.calls: dict[int, int] = {}
@@ -252,7 +251,7 @@ class Agent:
             own |= {"own_path": here, "import_path": here, "sys_path": merged(setup["sys_path"], here)}
         events: dict[str, int] = {f"event{rank}": fd for rank, fd in self._eventfds.items()}
         try:
-            each.process.start(setup | own, dict(os.environ), self._control.fd, b"", events)
+            each.process.start(setup | own, dict(os.environ), self._control.fd, events)
         except StartupError as error:
             self._tell("ended", each, str(error), self._blocks[0][1][rank].copy(), [])
             return

@@ -27,8 +27,8 @@ import numpy as np
 
 from synk._pure.ops import REDUCE_OPS
 from synk._pure.ranges import LINE_NBYTES
-from synk._wire.channel import Looked, Patience
 from synk._wire.memory import Fence, Segment
+from synk._wire.patience import Looked, Patience
 from synk._wire.process_memory import may_read
 from synk.communicators._checks import DTYPE_NAMES
 from synk.communicators._layout import WORD_NBYTES, ControlLayout

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from synk._wire.channel import Patience
 from synk._wire.memory import Segment
+from synk._wire.patience import Patience
 from synk._wire.process_memory import let_siblings_read
 from synk.communicators._checks import check_out
 from synk.communicators._exchange import DIVIDED, ROWS, TO_ROOT, Exchange

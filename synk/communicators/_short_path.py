@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from synk._pure.ranges import LINE_NBYTES
-from synk._wire.channel import Looked
+from synk._wire.patience import Looked
 from synk.communicators._checks import DTYPE_NAMES, named_dtype
 from synk.communicators._mailbox import Mailbox
 from synk.communicators._messages import (

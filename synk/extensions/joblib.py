@@ -22,7 +22,6 @@ from joblib import register_parallel_backend
 from joblib._parallel_backends import AutoBatchingMixin, FallbackToBackend, ParallelBackendBase, SequentialBackend
 
 from synk._api.current import current
-from synk._api.engine import IS_NEXT
 from synk.errors import ReentrancyError
 
 
@@ -70,14 +69,12 @@ class SynkBackend(AutoBatchingMixin, ParallelBackendBase):
 
     def submit(self, func: Callable[[], Any], callback: Any = None) -> Any:
         """Submit a batch of tasks. Return its future."""
-        if not IS_NEXT:
-            return self._tasks.submit(func, callback)
         return self._tasks.submit(_each(func), callback)
 
     def retrieve_result(self, out: Any, timeout: float | None = None) -> Any:
         """Wait for a batch of tasks. Batches that end in the meantime make room for others."""
         found = self._tasks.result(out, timeout)
-        return [value for values in found for value in values] if IS_NEXT else found
+        return [value for values in found for value in values]
 
     def abort_everything(self, ensure_ready: bool = True) -> None:
         """End the tasks in flight, after a failure or Ctrl-C. With ``ensure_ready`` the backend can be used again."""

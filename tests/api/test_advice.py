@@ -10,9 +10,6 @@ import numpy as np
 import pytest
 
 import synk
-from synk._api.engine import IS_NEXT
-
-pytestmark = pytest.mark.skipif(not IS_NEXT, reason="advice comes with the new engine")
 
 TABLE = np.ones((500, 300))
 MODEL = {number: str(number) for number in range(3000)}

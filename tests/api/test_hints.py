@@ -15,7 +15,7 @@ import synk
 import synk.extensions
 from synk import profiler
 from synk._api.current import NotebookCell
-from synk._master.state.profile import Profile
+from synk._engine.profile import Profile
 from synk._pure.words import GONE, KEYWORDS, NAMES, squashed
 from synk.communicators._comm import Comm
 

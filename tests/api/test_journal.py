@@ -16,9 +16,6 @@ import numpy as np
 import pytest
 
 import synk
-from synk._api.engine import IS_NEXT
-
-pytestmark = pytest.mark.skipif(not IS_NEXT, reason="journals come with the new engine")
 
 NUM_ITEMS = 40
 

@@ -11,9 +11,6 @@ import pytest
 from tqdm.auto import tqdm
 
 import synk
-from synk._api.engine import IS_NEXT
-
-pytestmark = pytest.mark.skipif(not IS_NEXT, reason="on_error comes with the new engine")
 
 
 def square(n: int) -> int:

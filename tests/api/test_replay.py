@@ -18,7 +18,6 @@ import torch
 from support.harness import script
 
 import synk
-from synk._api.engine import IS_NEXT
 from synk.errors import UnsupportedError, WorkerDied
 
 
@@ -135,7 +134,6 @@ def test_a_replayed_call_raises_the_same_exception_on_the_same_line(
     assert not files()
 
 
-@pytest.mark.skipif(not IS_NEXT, reason="replays of items come with the new engine")
 def test_a_replayed_item_raises_the_same_exception_on_the_same_line(
     rt: synk.Runtime, files: Callable[[], list[Path]], tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
@@ -225,7 +223,6 @@ def test_only_the_users_calls_are_recorded(
     ]
 
 
-@pytest.mark.skipif(not IS_NEXT, reason="replays of items come with the new engine")
 def test_a_death_is_replayed_and_kills(rt: synk.Runtime, files: Callable[[], list[Path]]) -> None:
     def body(x: np.ndarray) -> Any:
         if 7 in x:

@@ -167,7 +167,7 @@ def test_a_worker_that_lacks_a_resident_object_gets_no_item(nodes: synk.Runtime,
 
 def test_messages_that_meet_on_their_way(reused: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither side can send before the other has read: the agent, which has many answers, reads first."""
-    monkeypatch.setattr("synk._master.flight.chunks.LONG_NS", 10**15)  # items wait behind others, whatever those take
+    monkeypatch.setattr("synk._engine.pool.LONG_NS", 10**15)  # items wait behind others, whatever those take
     rt = reused("1+7")
     (_, agent), row = agents(rt), np.zeros(7500)
 

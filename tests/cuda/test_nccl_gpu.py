@@ -40,7 +40,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 ANSWER_LIMIT_S = 120.0
 
 
-class RankProcess:
+class WorkerProcess:
     """The master's end of one rank."""
 
     def __init__(self, environment: dict[str, str], flag_fd: int) -> None:
@@ -85,7 +85,7 @@ class Ranks:
         path = os.pathsep.join([str(REPOSITORY), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         # Without the last a rank alone does not get past the launch of its first collective: there it waits for peers.
         base |= {"PYTHONPATH": path, "NCCL_RUNTIME_CONNECT": "0", **environ}
-        self.processes = [RankProcess(base | {VISIBLE_VARIABLE: device.entry}, self._flag_fd) for device in chosen]
+        self.processes = [WorkerProcess(base | {VISIBLE_VARIABLE: device.entry}, self._flag_fd) for device in chosen]
 
     def run(self, function: Callable[[Rank], Any]) -> list[Any]:
         """Run ``function`` on all ranks at once."""

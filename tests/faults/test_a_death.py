@@ -250,7 +250,6 @@ def test_A12_crash_during_start(runtime: Fork, subtests: pytest.Subtests) -> Non
 
 def test_A12_a_worker_that_is_stuck_as_it_starts(runtime: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is replaced, though calls have shorter limits; if no replacement comes up either, the runtime is closed."""
-    monkeypatch.setattr("synk._master.workers.starting.START_TIMEOUT_S", 2.0)
     monkeypatch.setattr("synk._engine.workers.START_TIMEOUT_S", 2.0)
     rt = runtime(2, failpoint("start.ready", 1, 1, "stop"), max_restarts=10)
     with pytest.raises(CallTimeout, match="still starting"):

@@ -35,7 +35,6 @@ from support.harness import (
 from support.signs import hear, say, sign
 
 import synk
-from synk._api.engine import IS_NEXT
 from synk.errors import CallCancelled, ClosedError
 
 X = np.arange(4.0)
@@ -208,8 +207,6 @@ def test_D3_ctrl_c_while_a_call_is_being_ended(
 
         # Rank 1 never answers: only Ctrl-C ends the wait for it.
         monkeypatch.setattr("synk._engine.workers.GRACE_S", 1000.0)
-        if not IS_NEXT:
-            rt._session.workers.recovery.grace_s = 1000.0
         f = rt.function(stuck, outputs=None)
         rt.distribute()
         with pytest.raises(KeyboardInterrupt), ctrl_c_when(is_being_ended):

@@ -20,12 +20,8 @@ import torch
 from support import harness
 from support.verified import all_verified
 
-from synk._api.engine import IS_NEXT
-
 ROOT = Path(__file__).resolve().parents[2]
 DEMOS = sorted([*(ROOT / "demos").glob("[0-9]*.py"), *(ROOT / "demos" / "seeds").glob("[0-9]*.py")])
-if not IS_NEXT:
-    DEMOS.remove(ROOT / "demos" / "14_overnight.py")
 SMALL = {
     "00_bootstrap.py",
     "06_transfers.py",

@@ -34,7 +34,7 @@ import numpy as np
 
 import synk
 from support.nursery_process import NAME as NURSERY
-from synk._master.processes.processes import ARMED
+from synk._master.processes.program import ARMED
 
 TESTS_FOLDER = Path(__file__).resolve().parents[1]
 PACKAGE_FOLDER = Path(synk.__file__).resolve().parents[1]

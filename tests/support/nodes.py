@@ -11,27 +11,21 @@ import numpy as np
 
 import synk
 from support.harness import assert_right
-from synk._api.engine import IS_NEXT
-from synk._wire.channel import DOORBELL
 
 
 def agents(runtime: Any) -> list[int]:
     """Return the pid of each node's agent."""
-    if IS_NEXT:
-        return [node.process.pid for node in runtime._session.processes.nodes]
-    return [worker.process.pid for worker in runtime._session.workers.by_rank]
+    return [node.process.pid for node in runtime._session.processes.nodes]
 
 
 def num_unread(runtime: Any, node: int) -> int:
     """Return how many answers of a node the head has not read."""
-    if IS_NEXT:
-        return num_waiting(runtime._session.processes.nodes[node].process.link.read_fd)
-    return num_waiting(runtime._session.workers.by_rank[node].process.channel.read_fd)
+    return num_waiting(runtime._session.processes.nodes[node].process.link.read_fd)
 
 
 def num_waiting(fd: int) -> int:
     """Return how many messages nobody has read from a pipe."""
-    return int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder) // DOORBELL.size
+    return int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder) // 8
 
 
 def square(n: int) -> int:

@@ -26,14 +26,14 @@ _CLONE_PARENT = 0x8000
 CLONE = {"x86_64": 56, "aarch64": 220}
 """The number of the system call, by machine."""
 
-AGENT = "cluster.loop"
+AGENT = "cluster.relay"
 """The module, below ``synk``, in which the agent of a node goes on."""
 
 NAME = "synk-nursery"
 """By which the harness knows a nursery of an agent or a program, and counts it as none of its children."""
 
 WORKER_MODULES = (
-    "synk._engine.rank_loop" if os.environ.get("SYNK_ENGINE") == "next" else "synk._worker.loop.serve",
+    "synk._engine.rank_loop",
     "synk._worker.held.pickling",
     "synk.communicators._comm",
     "numpy.random",

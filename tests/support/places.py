@@ -10,7 +10,7 @@ import pytest
 
 import synk
 from support.seccomp import forbid_reading_memory
-from synk._master.state import lanes
+from synk._engine import lanes
 
 ON_ONE_MACHINE = (0, 1, 2, 3, "little memory", "blind")
 OVER_NODES = ("1+1", "1+2", "2+2")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from synk._wire.variables import check_value, dtype_runs, leaf_offsets, leaf_order
+from synk._wire.variables import check_value, leaf_offsets, leaf_order
 
 DTYPES = [np.dtype(name) for name in ("f2", "f4", "f8", "i1", "i8", "c16", "?", "S3", "U2", "i4,f8", "M8[s]")]
 
@@ -24,10 +24,9 @@ def nbytes_of(dtype: np.dtype, shape: tuple[int, ...]) -> int:
 
 @given(leaves)
 @settings(max_examples=200, deadline=None)
-def test_leaves_lie_apart_on_cache_lines_and_each_dtype_in_one_run(
+def test_leaves_lie_apart_on_cache_lines(
     drawn: list[tuple[np.dtype, tuple[int, ...]]],
 ) -> None:
-    """Runs cover the buffer once: a collective takes each dtype in one go."""
     dtypes, shapes = [dtype for dtype, _ in drawn], tuple(shape for _, shape in drawn)
     offsets, total = leaf_offsets(dtypes, shapes)
     order = leaf_order(dtypes)
@@ -38,15 +37,6 @@ def test_leaves_lie_apart_on_cache_lines_and_each_dtype_in_one_run(
         assert offsets[position] >= end
         end = offsets[position] + nbytes_of(dtypes[position], shapes[position])
     assert total == -(-end // 64) * 64
-    runs = dtype_runs(dtypes, shapes)
-    edges = [0]
-    for dtype, start, stop in runs:
-        assert start == edges[-1]
-        edges.append(stop)
-        inside = [k for k in range(len(drawn)) if dtypes[k] == dtype]
-        assert all(start <= offsets[k] and offsets[k] + nbytes_of(dtype, shapes[k]) <= stop for k in inside)
-    assert edges[-1] == total
-    assert len(runs) == len(set(dtypes))
 
 
 def test_empty_leaves_take_no_room() -> None:

@@ -13,7 +13,6 @@ import numpy as np
 
 from synk._master.code.culprits import culprit_in
 from synk._master.objects.data import Contents
-from synk._master.state.ledger import Transfer
 from synk._pure.nested import PLAIN_TYPES
 from synk._pure.shards import Selection
 from synk._pure.tables import packed, pickled_rows
@@ -111,8 +110,6 @@ class Argument:
 
 Objects = tuple[bytes, list[memoryview]]
 """The pickle of a call's broadcast objects, and the arrays in them, which lie beside it."""
-
-NO_OBJECTS: Objects = (b"", [])
 
 
 class ObjectPickler(TravelPickler):
@@ -217,21 +214,3 @@ def pickle_nests(arguments: Sequence[Argument], function_name: str) -> bytes:
 
 HELD = frozenset({"shard", "replica", "resident"})
 """The kinds of arguments that the ranks already have."""
-
-
-def transfers_in(arguments: Sequence[Argument], objects: Objects) -> tuple[Transfer, ...]:
-    """Return what each call with such arguments transfers to the workers."""
-    found = []
-    for argument in arguments:
-        array = argument.whole_array
-        if argument.kind in HELD:
-            found.append(Transfer(argument.label, "shared", 0))
-        elif array is not None:
-            kind = "staged" if argument.contents is None else "data"
-            num_rows = len(array) if argument.kind in ("rows", "picked") else 0
-            found.append(Transfer(argument.label, kind, array.nbytes, array.nbytes // num_rows if num_rows else 0))
-    if objects[0]:
-        names = ", ".join(argument.label for argument in arguments if argument.kind == "object")
-        nbytes = len(objects[0]) + sum(view.nbytes for view in objects[1])
-        found.append(Transfer(names, "pickled", nbytes))
-    return tuple(found)

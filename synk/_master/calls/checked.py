@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,9 +16,7 @@ from synk._master.code.handles import Handle
 from synk._master.objects.data import Contents, Data
 from synk._master.objects.resident import Resident
 from synk._master.objects.shared import Shared
-from synk._master.session import Session
 from synk._master.state.resident_value import check_owner as check_owner_of_resident
-from synk._master.state.variable import Variable
 from synk._master.state.variable_value import check_owner
 from synk._pure.arrays import as_plain_array, check_shareable
 from synk._pure.dtypes import foreign_name, storage
@@ -38,6 +36,10 @@ from synk._pure.tables import is_table, kind_of
 from synk._pure.tensors import check_no_grad, check_tensor, is_tensor
 from synk._wire.file_maps import check_length, recipe_of_map
 from synk._wire.messages import DEVICE_DTYPES
+
+if TYPE_CHECKING:
+    from synk._engine.session import Session
+    from synk._engine.variables import Variable
 
 
 class Checks:

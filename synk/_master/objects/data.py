@@ -10,13 +10,12 @@ import numbers
 import operator
 import threading
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from synk._master.objects.array_like import ArrayLike
-from synk._master.session import Session
 from synk._pure.arrays import as_plain_array, check_shareable
 from synk._pure.exact import has_own_meaning
 from synk._pure.nested import check_no_list
@@ -25,6 +24,9 @@ from synk._pure.tracebacks import outlined, verb
 from synk._wire.cell import refuse_inside_worker
 from synk._wire.memory import Segment
 from synk.errors import ClosedError
+
+if TYPE_CHECKING:
+    from synk._engine.session import Session
 
 
 class Contents(NamedTuple):

@@ -5,15 +5,17 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from synk._engine.residents import ResidentObject
 from synk._master.code.handles import Handle
-from synk._master.session import Session
-from synk._master.state.resident import ResidentObject
 from synk._pure import files, plain_values
 from synk._pure.tracebacks import verb
 from synk._wire.cell import refuse_inside_worker
 from synk._wire.residents import resolve_resident
+
+if TYPE_CHECKING:
+    from synk._engine.session import Session
 
 
 class Resident(Handle):
@@ -162,7 +164,6 @@ def make_resident(
     name: str | None,
     dump: Callable[[Any], Any] | None,
     load: Callable[[Any, Any], None] | None,
-    make: Callable[..., ResidentObject] = ResidentObject,
 ) -> Resident:
     """Make a :class:`Resident` of an open runtime, on all of its workers."""
     refuse_inside_worker("make a resident object")
@@ -173,6 +174,6 @@ def make_resident(
         session.begin(verb)
         if not session.residents.has_any:  # otherwise the operation has begun with this
             session.ranks.prepare(session.deadline(None))
-        resident = make(session.residents, value, name, dump, load)
+        resident = ResidentObject(session.residents, value, name, dump, load)
         session.residents.settle(session.deadline(None))
     return Resident(session, resident)

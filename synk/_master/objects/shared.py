@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from synk._master import collectives
+from synk._engine import variables as collectives
 from synk._master.code.handles import Handle
-from synk._master.session import Session
-from synk._master.state.variable import Variable
 from synk._pure.read_only import read_only
 from synk._pure.show import table
 from synk._pure.tracebacks import verb
 from synk._wire.variables import resolve_variable, value_as_array
+
+if TYPE_CHECKING:
+    from synk._engine.session import Session
 
 
 class Shared(Handle):
@@ -31,9 +32,7 @@ class Shared(Handle):
 
     __slots__ = ("__weakref__", "_session")  # so that a misspelt ``w.vlaue = ...`` is an error
 
-    _collectives: ClassVar[Any] = collectives
-
-    def __init__(self, session: Session, variable: Variable) -> None:
+    def __init__(self, session: Session, variable: collectives.Variable) -> None:
         self._session = session
         self._referent = variable
         self._reference = (resolve_variable, (variable.id,))
@@ -58,21 +57,21 @@ class Shared(Handle):
     def value(self, value: Any) -> None:
         with self._session.entered("assign"):
             self._session.begin("assign")
-            self._collectives.assign(self._session, self._referent, value)
+            collectives.assign(self._session, self._referent, value)
 
     @verb
     def __getitem__(self, rank: int) -> Any:
         """Return a read-only copy of the value on one rank."""
         with self._session.entered("read"):
             self._session.begin("read")
-            return read_only(self._collectives.get_value(self._session, self._referent, rank))
+            return read_only(collectives.get_value(self._session, self._referent, rank))
 
     @verb
     def __setitem__(self, rank: int, value: Any) -> None:
         """Set the value of one rank."""
         with self._session.entered("assign"):
             self._session.begin("assign")
-            self._collectives.set_value(self._session, self._referent, value, rank)
+            collectives.set_value(self._session, self._referent, value, rank)
 
     __iter__ = None  # ranks are no elements: a loop over ``w`` would be meant for its rows
 
@@ -122,7 +121,7 @@ class Shared(Handle):
         """Return a copy of rank 0's value, or of all shards together."""
         with self._session.entered("read"):
             self._session.begin("read")
-            read = self._collectives.gather if self.is_sharded else self._collectives.get_value
+            read = collectives.gather if self.is_sharded else collectives.get_value
             return read(self._session, self._referent, 0)
 
     def __reduce__(self) -> Any:

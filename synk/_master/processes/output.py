@@ -8,13 +8,10 @@ No stream and no log handler may decide over a call: every exception they raise 
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import select
-import struct
 import sys
-import termios
 import time
 import warnings
 from collections import deque
@@ -29,7 +26,6 @@ _STDERR_LINES = 20
 _LINE_NBYTES = 1 << 16
 _PIECE = 1024  # characters: at most 4096 bytes, which a pipe accepts as a whole
 _STALL_MS = 50
-_INT = struct.Struct("i")
 
 _logger = logging.getLogger("synk")
 
@@ -75,12 +71,6 @@ class Output:
             self._backlog -= len(old)
             self._write([*self._take(old, 0.0), *self._take(new, time.monotonic())])
         return True
-
-    def note_backlog(self) -> None:
-        """Note how much text in the pipe belongs to earlier operations: the master's stream may have been full."""
-        fd = self.fd
-        if fd >= 0:
-            (self._backlog,) = _INT.unpack(fcntl.ioctl(fd, termios.FIONREAD, bytes(_INT.size)))
 
     def since(self, began: float) -> list[str]:
         """Return the last lines written since the monotonic time ``began``, without text that is older."""

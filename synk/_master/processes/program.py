@@ -6,6 +6,7 @@ file, because a command line or a search path may be larger than a packet.
 
 from __future__ import annotations
 
+import contextvars
 import errno
 import json
 import os
@@ -35,6 +36,10 @@ main(sock, setup)
 """
 
 _PYTHON_NAME = re.compile(r"(python|pypy)\d*(\.\d+)*[a-z]*")
+
+
+ARMED: contextvars.ContextVar[Sequence[Sequence[Any]]] = contextvars.ContextVar("failpoints", default=())
+"""The faults that a test arms in the workers of new runtimes; see ``synk._worker.failpoints``."""
 
 
 def check_program() -> None:

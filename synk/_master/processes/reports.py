@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
-from synk._master.processes.processes import Processes, WorkerState
 from synk._wire.control import Phase, Up
 from synk.errors import WorkerDied
 
 _COMMUNICATION = (os.path.join("synk", "_worker", "comm", ""), os.path.join("synk", "communicators", ""))
 """Folders that appear in the stack of a rank that waits for another one."""
 
-_STACKS = re.compile(r"^rank (\d+) \(pid \d+, .*\): \w+((?:\n    .*)+)", re.MULTILINE)
 
-
-def where(processes: Processes) -> str:
+def where(processes: Any) -> str:
     """Return what each rank is doing: phase, Python stacks. Any thread may call it at any time."""
     parts, up = [], processes.up  # a reference: another thread may close the runtime in the meantime
     for worker in processes.by_rank:
@@ -34,24 +31,13 @@ def where(processes: Processes) -> str:
     return "\n".join(parts)
 
 
-def stacks(processes: Processes) -> dict[int, str]:
+def stacks(processes: Any) -> dict[int, str]:
     """Return the Python stacks of all ranks whose workers are running. Any thread may call it at any time."""
     workers = [worker for worker in processes.by_rank if worker.is_ready and not worker.is_dead]
     return {worker.rank: worker.process.stacks().strip() for worker in workers}
 
 
-def stacks_in(text: str) -> dict[int, str]:
-    """Return the Python stacks in a text of :func:`where`, by rank.
-
-    Examples
-    --------
-    >>> stacks_in("rank 2 (pid 7, cpu:0): idle\\n    a\\n      b\\nrank 3: ended with SIGKILL")
-    {2: 'a\\n  b'}
-    """
-    return {int(rank): lines.replace("\n    ", "\n").strip() for rank, lines in _STACKS.findall(text)}
-
-
-def at_work(processes: Processes, ranks: Iterable[int]) -> str:
+def at_work(processes: Any, ranks: Iterable[int]) -> str:
     """Return what all ranks do, as :func:`where`; only one line if ``ranks`` compute and wait for no other rank."""
     text, up = where(processes), processes.up
     ranks = sorted(ranks)
@@ -66,7 +52,7 @@ def at_work(processes: Processes, ranks: Iterable[int]) -> str:
 class DeathReports:
     """Makes the errors for deaths. Remembers earlier kills of the kernel's out-of-memory killer."""
 
-    def __init__(self, processes: Processes) -> None:
+    def __init__(self, processes: Any) -> None:
         self._processes = processes
         self._oom_kills = oom_kills()
 
@@ -112,7 +98,7 @@ class DeathReports:
         return f" {why}{f' ({sizes})' if sizes else ''}."
 
 
-def stderr_tails(processes: Processes, workers: Sequence[WorkerState], began: float) -> list[str]:
+def stderr_tails(processes: Any, workers: Sequence[Any], began: float) -> list[str]:
     """Return the last lines that workers wrote to stderr since the monotonic time ``began``, one text for each rank."""
     return [
         f"stderr of {processes.placement.named([worker.rank])}: " + "\n  ".join(lines)

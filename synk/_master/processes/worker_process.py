@@ -1,4 +1,4 @@
-"""One worker process as the master holds it: start, doorbells, signals, death, output.
+"""One worker process as the program holds it: start, signals, death, output.
 
 It owns every descriptor of that worker in the master. It knows nothing of functions, plans or calls.
 """
@@ -7,22 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import select
 import signal
 import subprocess
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from synk._engine.wire import Link
 from synk._master.processes.output import Output, Records
 from synk._master.processes.program import command, startup_text, write_setup
-from synk._wire.channel import Channel
 from synk._wire.descriptors import NONE, Descriptor, packet_pair, pipe
 from synk._wire.lifeline import Pulse
-from synk._wire.memory import Segment
-from synk._wire.messages import HAS_BODY, Body
 from synk.errors import StartupError
 
 _REAP_S = 5.0
@@ -53,9 +50,8 @@ class WorkerProcess:
     """
 
     is_inline: ClassVar[bool] = False
-    channel: Channel
-    _channel_type: ClassVar[type[Channel]] = Channel
-    _module, _kind = "_worker.loop.serve", "worker"
+    link: Link
+    _module, _kind = "_engine.rank_loop", "worker"
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -76,7 +72,6 @@ class WorkerProcess:
         setup: dict[str, Any],
         environment: dict[str, str],
         control_fd: int,
-        token: bytes,
         extra_fds: dict[str, int],
     ) -> None:
         """Start the process.
@@ -88,7 +83,6 @@ class WorkerProcess:
         environment : dict
         control_fd : int
             Descriptor of the control segment.
-        token : bytes
         extra_fds : dict of str to int
             More descriptors for the worker, by their names in the first message.
 
@@ -99,8 +93,8 @@ class WorkerProcess:
         try:
             # ``theirs`` goes when this method returns, and with it the worker's ends of the pipes in this process. From
             # then on the kernel closes the pipes when the worker dies.
-            theirs = self._open(token)
-            self._spawn(theirs, setup, environment, control_fd, token, extra_fds)
+            theirs = self._open()
+            self._spawn(theirs, setup, environment, control_fd, extra_fds)
         except BaseException as error:
             theirs = {}
             traceback.clear_frames(error.__traceback__)  # the frames hold descriptors
@@ -113,9 +107,9 @@ class WorkerProcess:
                 raise StartupError(startup_text(self._title, error)) from error
             raise
 
-    def _open(self, token: bytes) -> dict[str, int]:
+    def _open(self) -> dict[str, int]:
         """Open the connection. Return the worker's ends by name."""
-        # The master keeps the worker's end of the down pipe open: a doorbell for a dead worker must not raise SIGPIPE.
+        # The program keeps the worker's end of the down pipe open: an order for a dead worker must not raise SIGPIPE.
         self._worker_down, down_write = pipe()
         up_read, their_up = pipe()
         their_life, self._lifeline = pipe()
@@ -129,7 +123,8 @@ class WorkerProcess:
         self._stacks, their_stacks = pipe()
         os.set_blocking(self._stacks, False)
         sock, their_sock = packet_pair()
-        self.channel = self._channel_type(sock, up_read, down_write, token)
+        os.set_blocking(up_read, False)
+        self.link = Link(sock, up_read, down_write)
         return {
             "socket": their_sock,
             "down": self._worker_down,
@@ -157,13 +152,12 @@ class WorkerProcess:
         setup: dict[str, Any],
         environment: dict[str, str],
         control_fd: int,
-        token: bytes,
         extra_fds: dict[str, int],
     ) -> None:
         fds = {"control": control_fd, **extra_fds, **theirs}
         stdout, stderr = fds.pop("stdout"), fds.pop("stderr")
         numbers = {name: int(fd) for name, fd in fds.items()}
-        message = write_setup({**setup, "module": self._module, "fds": numbers, "token": token.hex()})
+        message = write_setup({**setup, "module": self._module, "fds": numbers})
         self.started = time.monotonic()
         _running.add(self)  # before the process exists, so that there is no moment in which nobody holds it
         self._popen = self._launch(message, [message, *numbers.values()], stdout, stderr, environment)
@@ -189,31 +183,7 @@ class WorkerProcess:
     def watched(self) -> list[tuple[int, str]]:
         """Return the descriptors that report on the worker, each with what it reports."""
         outputs = [(output.fd, "output") for output in self._outputs if output.fd >= 0]
-        return [(self.channel.read_fd, "up"), (self.pidfd, "death"), *outputs]
-
-    def deliver(
-        self,
-        kind: int,
-        flags: int,
-        sequence: int,
-        value: int,
-        body: Body,
-        segments: Sequence[Segment],
-        note: Callable[[], None],
-    ) -> int:
-        """Send a message with its body. Segments in arenas have no descriptor of their own."""
-        data = self._packed(body)
-        # The body goes first, so that it is there when the worker has read the doorbell. If the worker is dead, its
-        # doorbell stays in the pipe, which this process holds open, and nobody reads it.
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the wait will find the death
-            self.channel.send_body(sequence, data, [each.fd for each in segments if each.arena is None])
-        self.channel.ring(kind, HAS_BODY | flags, sequence, value)
-        note()
-        return len(data)
-
-    def _packed(self, body: Body) -> Any:
-        """Return a body as the channel sends it."""
-        return pickle.dumps(body, protocol=5)
+        return [(self.link.read_fd, "up"), (self.pidfd, "death"), *outputs]
 
     def interrupt(self) -> None:
         self.signal(signal.SIGINT)
@@ -221,11 +191,6 @@ class WorkerProcess:
     def forward_output(self, fd: int) -> bool:
         """Pass on what the worker printed. Return False if ``fd`` is at its end."""
         return all(output.forward() for output in self._outputs if output.fd == fd)
-
-    def note_backlog(self) -> None:
-        """Note that what the worker wrote to stderr so far belongs to earlier operations."""
-        if self._stderr is not None:
-            self._stderr.note_backlog()
 
     def stderr_since(self, began: float) -> list[str]:
         """Return the last lines that the worker wrote to stderr since the monotonic time ``began``."""
@@ -330,9 +295,9 @@ class WorkerProcess:
             self._pulse.close()
         for output in self._outputs:
             output.close()
-        channel = getattr(self, "channel", None)
-        if channel is not None:
-            channel.close()
+        link = getattr(self, "link", None)
+        if link is not None:
+            link.close()
         self._popen = None
 
 

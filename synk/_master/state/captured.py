@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from synk._master.code.culprits import culprit_in, place_of
 from synk._master.code.handles import HandlePickler
 from synk._master.processes.output import warn_at_users_line
-from synk._master.state.resident import ResidentObject
-from synk._master.state.variable import Variable
 from synk.errors import SerializationError
+
+if TYPE_CHECKING:
+    from synk._engine.residents import ResidentObject
+    from synk._engine.variables import Variable
 
 LARGE_CHANGE_NBYTES = 1 << 20
 """From this size on, the user is told about an object that is sent again and again."""

@@ -9,9 +9,6 @@ import numpy as np
 
 from synk._master.processes.output import report
 
-TIMED_NBYTES = 1 << 16
-"""How long smaller arrays take to be copied is not measured."""
-
 _LARGE_NBYTES = 1 << 20
 _NUM_CALLS = 4
 _NUM_SAMPLES = 64

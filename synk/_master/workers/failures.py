@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import pickle
-from collections.abc import Mapping
 
 from synk._pure.tracebacks import frames_of
-from synk._wire.messages import Failure, Reply, Status
+from synk._wire.messages import Failure
 from synk.errors import RemoteError, add_note
 
 
@@ -76,19 +75,3 @@ def _remote(failure: Failure, text: str) -> RemoteError:
         type_name=failure.type_name,
         traceback_text=failure.traceback_text,
     )
-
-
-def raise_failures(replies: Mapping[int, Reply], world_size: int, name: str) -> None:
-    """Raise the error of the lowest rank whose reply is a failure, if there is one."""
-    failures = []
-    interrupted = []
-    for rank in sorted(replies):
-        reply = replies[rank]
-        if reply.status == Status.ERROR:
-            failures.append(pickle.loads(reply.body))
-        elif reply.status == Status.INTERRUPTED:
-            interrupted.append(rank)
-    if failures:
-        raise rebuild(failures, world_size, name)
-    if interrupted:
-        raise RemoteError(f"rank {interrupted[0]} was interrupted in {name!r}.", rank=interrupted[0])

@@ -1,9 +1,7 @@
-"""What the ranks of a call do among themselves, without the master: they say how far they are, and run collectives."""
+"""What the ranks of a call do among themselves, without the program: they run collectives, and leave."""
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,8 +9,7 @@ import numpy as np
 
 from synk._pure.cores import num_cores
 from synk._wire.control import Down
-from synk._wire.memory import Fence, Segment
-from synk._worker.call.execute import WorkerLane
+from synk._wire.memory import Segment
 from synk._worker.held.plans import LoadedFunction
 from synk.backends import Backend, NcclBackend
 from synk.communicators._collectives import Collectives
@@ -26,7 +23,7 @@ if TYPE_CHECKING:
     from synk.cuda._collectives import NcclCollectives
     from synk.cuda._group import WorkerGroup
 
-_CALL, _RESULT = int(Down.CALL), int(Down.RESULT)  # members of an enumeration are slow to look up
+_CALL = int(Down.CALL)  # members of an enumeration are slow to look up
 
 # How long a rank waits awake for another one at most. Longer times gained nothing more.
 AWAKE_S = 200e-6
@@ -47,7 +44,7 @@ class Peers:
     Attributes
     ----------
     patience_s : float
-        How long this rank waits for the others' outputs before it replies without them.
+        How long this rank waits awake for orders.
     group : WorkerGroup or None
         The NCCL group.
     is_communicating : bool
@@ -66,7 +63,6 @@ class Peers:
         self._backend = backend
         self._down, self._up = down, up
         self._eventfds = eventfds
-        self._fence = Fence()
         self.patience_s = 0.0
         self.group: WorkerGroup | None = None
         self.is_communicating = False
@@ -77,34 +73,7 @@ class Peers:
         if self.group is not None:
             self.group.leave()
 
-    # -- how far each rank is -----------------------------------------------------------------------------------------
-
-    def meet(self, lane: WorkerLane) -> bool:
-        """Find out whether all ranks of the call can put the large outputs together now. Return whether they can.
-
-        A rank reduces its chunk of a large output from the slots of all ranks, so all slots must be filled first. The
-        master could wait for the replies of all ranks and send a second message. Meeting saves that message: this rank
-        announces that its outputs are in its slot and have the known layout, and waits until every other rank has
-        announced the same.
-
-        It waits awake, and for ``patience_s`` at most, because a slow rank may be far behind. If it returns False, the
-        rank replies at once, and the master sends the message.
-        """
-        call = lane.first_down[Down.CALL]
-        published = lane.published
-        self._fence()  # the outputs must be visible before the word that announces them
-        published[self._rank] = call
-        ranks = lane.executor.outputs.slots.participants
-        end = time.monotonic() + self.patience_s
-        while (words := {published[rank] for rank in ranks}) != {call}:
-            # A rank that has died shows neither number. Then the time is up, and the master finds the death.
-            if -call in words or time.monotonic() >= end:
-                return False
-            os.sched_yield()
-        self._fence()  # the slots of the others must be read after the words that announce them
-        return True
-
-    def complete(self, lane: WorkerLane) -> None:
+    def complete(self, lane: Any) -> None:
         """Finish what the function, which has communicated and returned, has started with ``synk.comm``."""
         assert lane.communicator is not None
         lane.communicator.complete()
@@ -112,25 +81,22 @@ class Peers:
         if self.current is not None:
             self.current.join_communication()
 
-    def give_up_started(self, lane: WorkerLane) -> None:
+    def give_up_started(self, lane: Any) -> None:
         """Give the NCCL group up if this rank leaves with collectives in flight.
 
         Other ranks may have launched their part of one already, and their devices would wait for this rank for ever.
         """
         has_started = self.is_communicating and lane.communicator is not None and lane.communicator.has_started
-        if has_started and self.group is not None and lane.executor.outputs.slots.has_group:
+        if has_started and self.group is not None and lane.has_group:
             self.group.give_up()
 
-    def ranks(self, lane: WorkerLane) -> tuple[int, ...]:
+    def ranks(self, lane: Any) -> tuple[int, ...]:
         """Return the ranks that run the current call."""
         return lane.ranks
 
-    def leave_call(self, lane: WorkerLane) -> None:
+    def leave_call(self, lane: Any) -> None:
         """Say that this rank has left the call, so that no rank waits for it. ``Worker.tidy`` wakes sleepers."""
         rank, call = self._rank, lane.first_down[_CALL]
-        # A rank that waits awake in ``meet`` must learn that this one has nothing to show, or it waits in vain.
-        if lane.first_down[_RESULT] and lane.published[rank] != call:
-            lane.published[rank] = -call
         if self.is_communicating:
             assert lane.communicator is not None
             self.is_communicating = False
@@ -144,7 +110,7 @@ class Peers:
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
-    def connect(self, lane: WorkerLane, segment: Segment) -> None:
+    def connect(self, lane: Any, segment: Segment) -> None:
         """Have the functions of a lane communicate through a segment from now on."""
         lane.collective = segment
         lane.communicator = ShmCommunicator(segment, self._rank, self._world_size, self._eventfds, self._awake_s())
@@ -155,15 +121,15 @@ class Peers:
         # With fewer cores than ranks, a rank that waits awake would keep its core from the very rank it waits for.
         return min(self.patience_s, AWAKE_S) if self._world_size <= num_cores() else 0.0
 
-    def collectives(self, lane: WorkerLane, function: LoadedFunction) -> Collectives:
+    def collectives(self, lane: Any, function: LoadedFunction) -> Collectives:
         """Return the collectives of the current call. The first use in a call joins it."""
         if self.current is not None:
             return self.current
         communicator = lane.communicator
         assert communicator is not None
-        slots, ranks = lane.executor.outputs.slots, lane.ranks
+        ranks = lane.ranks
         communicator.begin(ranks, lane.first_down[Down.CALL])
-        if slots.has_group and self.group is not None and self.group.communicator is not None:
+        if lane.has_group and self.group is not None and self.group.communicator is not None:
             self.is_communicating = True
             framework = (function.to_framework, function.from_framework)
             self.current = self._by_nccl(self.group, framework, communicator)
@@ -184,29 +150,14 @@ class Peers:
             self.short_path, current.at_once = communicator.short_path, communicator.at_once
         return current
 
-    def join(self, order: Any, lanes: Sequence[WorkerLane]) -> dict[str, Any]:
-        """Make the id of a group of NCCL, or join one, and have all lanes reduce by it."""
-        backend = cast(NcclBackend, self._backend)
-        if self.group is None:
-            from synk.cuda._group import WorkerGroup  # CPU workers need none of it
-
-            self.group = WorkerGroup(self._rank, self._world_size, self._down, self._up, backend)
-        if order.unique_id is None:
-            return {"unique_id": self.group.new_id()}
-        with backend.running():
-            library = self.group.join(order.number, order.unique_id)
-        for lane in lanes:
-            lane.executor.outputs.large.collectives = self._by_nccl(self.group)
-        return {"library": library}
-
     def _by_nccl(self, group: WorkerGroup, *of_call: Any) -> NcclCollectives:
         from synk.cuda._collectives import NcclCollectives
 
         return NcclCollectives(group, cast(NcclBackend, self._backend), *of_call)
 
-    def check_group(self, lane: WorkerLane) -> None:
+    def check_group(self, lane: Any) -> None:
         """Raise if the group broke in a call that used it."""
-        if self.group is not None and lane.executor.outputs.slots.has_group:
+        if self.group is not None and lane.has_group:
             self.group.check()
 
     def is_collateral(self, error: BaseException) -> bool:

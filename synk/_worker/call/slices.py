@@ -12,21 +12,20 @@ from synk._pure.tables import is_table
 from synk._pure.trees import flatten, output_names, skeleton_of, unflatten
 from synk._worker.call.values import Object, Partial, array_or_object, as_object, as_returned, snapshot, take_whole
 from synk._worker.held.plans import LoadedFunction
-from synk._worker.held.rows import Rows
 from synk.backends import Backend
 
 
 def run_slices(
     function: LoadedFunction,
     backend: Backend,
-    slices: Sequence[Rows],
-    call: Callable[[Rows], Any],
+    slices: Sequence[Any],
+    call: Callable[[Any], Any],
 ) -> Any:
     """Return the result of ``function`` over all slices of this rank's rows.
 
     Parameters
     ----------
-    slices : sequence of Rows
+    slices : sequence
     call : callable
         Runs the function on a slice.
     """

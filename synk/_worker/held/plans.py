@@ -9,19 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from synk._pure.exact import as_recarray
 from synk._pure.nested import PLAIN_TYPES
-from synk._pure.ops import EACH, Op
+from synk._pure.ops import EACH
 from synk._pure.output_ops import each_op, ops_of
 from synk._pure.tensors import is_tensor
 from synk._pure.trees import flatten, key_orders
-from synk._wire.control import Down
-from synk._wire.file_maps import map_again
-from synk._wire.memory import Segment
-from synk._wire.messages import IN_SEGMENTS, Layout, Leaf, Move, Plan
-from synk._worker.held.inputs import InputViews
+from synk._wire.messages import Layout, Leaf
 from synk._worker.held.residents import Changing, Reading
-from synk._worker.held.rows import Rows
 from synk.backends import Backend
 from synk.errors import SerializationError
 
@@ -155,80 +149,6 @@ def put_pickle(value: Any, view: np.ndarray) -> bool:
 def is_plain_output(value: Any) -> bool:
     """Whether an output is a NumPy array or a number whose dtype does not depend on its value."""
     return type(value) is np.ndarray or type(value) in FIXED_TYPES or isinstance(value, np.generic)
-
-
-class PreparedPlan:
-    """A plan as compiled on its rank: everything that stays the same from one call to the next.
-
-    It has many attributes, because a call finds everything in this one place. Three things fix them: the plan and its
-    segments (views of whole arrays, and how the function takes its arguments), the numbers of a call (its rows; see
-    :meth:`choose`), and what the function returned last (its layout, and the slots where it went).
-    """
-
-    def __init__(
-        self, plan: Plan, function: LoadedFunction, segments: dict[int, Segment], rank: int, *, is_device: bool
-    ) -> None:
-        self.plan = plan
-        self._rank = rank
-        self.function = function
-        self.is_sliced = plan.num_slices > 1 and not plan.is_rowless
-        self.nests: Sequence[tuple[int, int, Any]] = load_nests(plan.nests, function.name)
-        inner = {first + k for first, num_leaves, _ in self.nests for k in range(1, num_leaves)}
-        arguments = list(enumerate(plan.inputs))
-        # The names of the arguments that the function gets by keyword, which come last.
-        self.keywords = [item.name for k, item in arguments if k not in inner and item.name]
-        self.others = [(k, item) for k, item in arguments if item.kind not in ("rows", "picked", "whole")]
-        # Whether the function gets views of arrays, by position and nothing else.
-        self.takes_views = not (
-            is_device or function.to_framework or self.nests or self.keywords
-            or self.others or plan.indices_place
-        )  # fmt: skip
-        # Whether it is called once, and nothing else is to be done.
-        self.is_plain = self.takes_views and not self.is_sliced and not function.updates
-        self._files = {k: as_recarray(map_again(*item.file)) for k, item in arguments if item.file is not None}
-        self.map(segments)
-        self.segment_ids = {item.segment_id for item in plan.inputs if item.kind in IN_SEGMENTS}
-        places = (plan.pickle_place, plan.indices_place, plan.local_indices_place, *plan.buffers)
-        self.segment_ids.update(place[0] for place in places if place is not None)
-        self.layout: Layout | None = None
-        self.ops: list[Op] = []
-        self.structure: Any = None
-        self.orders: Sequence[Any] = ()
-        self.slot_views: list[np.ndarray] = []
-        self.slot_key: Any = None
-        self.slots: OutputSlots | None = None
-        self.moves: Sequence[Move] = ()  # this rank's part of the large outputs
-
-    def map(self, segments: dict[int, Segment]) -> None:
-        """Make the views of shared memory. Called once more after a segment was mapped again."""
-        plan = self.plan
-        self.inputs = InputViews(plan, segments, self._files, self._rank)
-        self.bases: list[Any] = self.inputs.arrays
-        self.indices = self._index_view(plan.indices_place, segments)
-        self.local_indices = self._index_view(plan.local_indices_place, segments)
-        self.pickle_view: memoryview | None = None
-        if plan.pickle_place is not None:
-            segment_id, offset, nbytes = plan.pickle_place
-            self.pickle_view = segments[segment_id].buffer[offset : offset + nbytes].data
-        self.numbers = b""
-        self.rows: Rows | None = None
-
-    def choose(self, numbers: bytes, own_down: Sequence[int]) -> None:
-        """Choose this rank's rows from the numbers of a call, given as bytes and as the rank's control block."""
-        self.numbers = b""  # an interrupt may come between any two lines: no old rows may pass for these
-        self.rows = self.cut(own_down, own_down[Down.LOW], own_down[Down.HIGH])
-        self.numbers = numbers
-
-    def cut(self, own_down: Sequence[int], low: int, high: int) -> Rows:
-        """Return the rows ``low`` to ``high`` of the selection."""
-        return Rows(self.plan.inputs, self.indices, own_down, low, high)
-
-    @staticmethod
-    def _index_view(place: tuple[int, int, int] | None, segments: dict[int, Segment]) -> np.ndarray | None:
-        if place is None:
-            return None
-        segment_id, offset, count = place
-        return segments[segment_id].view(offset, (count,), np.dtype(np.int64))
 
 
 def _is_nothing(value: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import socket
 import sys
@@ -29,6 +28,7 @@ def freeze_support() -> None:
     with open(int(sys.argv[2]), "rb") as file:
         setup = json.load(file)
     sys.path[:] = setup["import_path"]
-    module = importlib.import_module(f"synk.{setup['module']}")
-    module.main(socket.socket(fileno=setup["fds"]["socket"]), setup)
+    from synk._engine.rank_loop import main
+
+    main(socket.socket(fileno=setup["fds"]["socket"]), setup)
     sys.exit()

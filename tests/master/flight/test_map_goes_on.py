@@ -17,10 +17,7 @@ import pytest
 from support.harness import assert_right
 
 import synk
-from synk._api.engine import IS_NEXT
 from synk.errors import CallTimeout, RemoteError, SerializationError, WorkerDied
-
-pytestmark = pytest.mark.skipif(not IS_NEXT, reason="the old engine refuses these options")
 
 
 class Unpicklable:

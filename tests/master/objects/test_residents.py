@@ -20,7 +20,6 @@ from support.harness import arm, failpoint, kill_and_wait, nothing_sent, pids, s
 from support.tables import combinations
 
 import synk
-from synk._api.engine import IS_NEXT
 from synk.errors import CallCancelled, CallTimeout, ClosedError, ReentrancyError, SerializationError, WorkerDied
 
 Reused = Callable[..., synk.Runtime]
@@ -225,8 +224,7 @@ def test_an_exception_leaves_all_ranks_alike(shared_runtimes: Any, kind: Any) ->
 
     of_half = (half, True, "'log' came through the call before it ended", [1.0])
     of_torn = (torn, False, "'log' may hold a part of what the call was to change", [1.0, 0.0])  # what rank 0 has
-    if IS_NEXT:
-        of_half, of_torn = ((fn, False, "'log' is as it was before the call", []) for fn in (half, torn))
+    of_half, of_torn = ((fn, False, "'log' is as it was before the call", []) for fn in (half, torn))
     for fn, is_counted, note, expected in (of_half, of_torn):
         with pytest.raises(ArithmeticError) as caught:
             rt.function(fn, updates=[log])(np.ones(4))

@@ -291,16 +291,9 @@ class Sequences(RuleBasedStateMachine):
         self.is_rounded = False
 
 
-@pytest.mark.parametrize(
-    ("where", "mover"), [*((where, "master") for where in EVERYWHERE), (2, "workers"), (3, "workers")]
-)
+@pytest.mark.parametrize("where", EVERYWHERE)
 @pytest.mark.parametrize("num_sequences", [4, pytest.param(12, marks=pytest.mark.storm)])
-def test_any_sequence_of_operations_equals_numpy(
-    shared_runtimes: Any, monkeypatch: pytest.MonkeyPatch, where: Any, mover: str, num_sequences: int
-) -> None:
-    """Who moves the bytes is a matter of their number; here it is the one or the other."""
-    if mover == "workers":
-        monkeypatch.setattr("synk._master.collectives._MASTER_NBYTES", -1)
+def test_any_sequence_of_operations_equals_numpy(shared_runtimes: Any, where: Any, num_sequences: int) -> None:
     runtime = shared_runtimes[where]
 
     class OnThis(Sequences):

@@ -11,27 +11,25 @@ import sys
 import time
 import types
 import weakref
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from synk._master.calls.plans import PlanCache
+from synk._engine.ledger import Record
 from synk._master.calls.signature import Signature
 from synk._master.code.book import Book
 from synk._master.code.capture import Capture, Watch
 from synk._master.code.culprits import dearest
 from synk._master.code.modules import is_of_program, is_users_module
 from synk._master.objects.resident import Resident
-from synk._master.processes.log import Dropped
 from synk._master.processes.output import warn_at_users_line
-from synk._master.session import Session
 from synk._master.state.captured import Changes, Referred, captured_in, check_captured, check_optimizers, referred_in
-from synk._master.state.ledger import Record
 from synk._master.state.repeated import Repeated
 from synk._master.state.resident_value import check_owner as check_owner_of_resident
 from synk._master.state.variable_value import check_owner
 from synk._pure.output_ops import ops_of
 
-_waiting: weakref.WeakKeyDictionary[Callee, None] = weakref.WeakKeyDictionary()  # in the order in which they were made
+waiting: weakref.WeakKeyDictionary[Callee, None] = weakref.WeakKeyDictionary()  # in the order in which they were made
 _NUM_CLASSES = 256
 _LARGE_NBYTES = 1 << 18
 
@@ -81,21 +79,22 @@ class Callee:
         What it refers to on the workers.
     ops : Op or nesting of them
         What ``outputs`` means.
-    plans : PlanCache
+    plans_by_key : dict
+        By look, in the order in which they were made.
+    object_room : int
+        How much room its calls need for pickled objects.
+    flags : list of bool
+        Whether each positional parameter is broadcast.
     record : Record
         What its calls have cost in this session.
     large_changes : Changes
     repeated : Repeated
-    is_partial : bool
-        Whether large reductions end in partial results, as they do on one of several nodes.
 
     Raises
     ------
     SerializationError, TypeError, ValueError
         If it cannot be sent, or does not fit its options.
     """
-
-    is_partial = False
 
     def __init__(
         self,
@@ -109,7 +108,7 @@ class Callee:
         framework: str | None = None,
         per_rank: bool = False,
         reserved: frozenset[str] = frozenset(),
-        session: Session | None = None,
+        session: Any = None,
     ) -> None:
         self.ops = ops_of(outputs, repr(name))
         self.fn = fn
@@ -125,9 +124,12 @@ class Callee:
         self.framework = framework
         self.per_rank = per_rank
         self.fixed_session = session
-        self.session: Session | None = None
+        self.session: Any = None
         self.id = -1
-        self.plans = PlanCache()
+        self.plans_by_key: dict[Any, Any] = {}
+        self.object_room = 1 << 10
+        self.state_numbers: frozenset[int] = frozenset()
+        self.flags = self._flags()
         self.is_stale = False
         self.capture: Capture | None = None
         self._code = getattr(fn, "__code__", None)
@@ -145,7 +147,7 @@ class Callee:
         captured = check_captured(name, self.options)
         (self.variables, self.residents), self._modules = captured.referred, captured.modules
         self.meet_classes(captured.classes)
-        _waiting[self] = None
+        waiting[self] = None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -191,8 +193,9 @@ class Callee:
         code = getattr(fn, "__code__", None)
         if fn is not self.fn or code is not self._code:
             self.signature = Signature(fn, self.bcast_inputs, self.name, self._reserved)
-            self.plans.forget_compiled()
             self.fn, self._code = fn, code
+            self.flags = self._flags()
+            self.plans_by_key.clear()
         self.is_stale = True
         return None
 
@@ -209,20 +212,19 @@ class Callee:
         is_own = held is self.fn or (isinstance(held, FunctionHandle) and held._callee is self)
         return (table, name) if is_own else None
 
-    # -- on the workers -----------------------------------------------------------------------------------------------
+    def _flags(self) -> list[bool]:
+        return [name in self.signature.broadcast for name in self.signature._positional]
 
-    def load(self, session: Session, deadline: float | None) -> None:
-        """See that the workers have the function."""
-        if self.session is not session or self.is_stale:
-            distribute(session, [self], deadline=deadline)
-        else:
-            session.functions.ensure_loaded(deadline)
+    # -- on the ranks -------------------------------------------------------------------------------------------------
 
-    def note_loaded(self, session: Session, referred: Referred) -> None:
-        """Note that the workers have the function and what it captured."""
+    def load(self, session: Any, deadline: float | None) -> None:
+        """See that the next message brings the ranks the function as it is now."""
+        if self.session is not session or self.is_stale or self.capture is None:
+            distribute(session, [self])
+
+    def note_sent(self, session: Any, found: Referred) -> None:
+        """Note that the ranks have the function and what it captured, or get it with the next message."""
         is_new = self.session is not session
-        if self.session is not None and is_new:
-            self.plans = PlanCache()
         self.session = session
         if self._home is None:
             self._home = self._find_home()
@@ -230,27 +232,36 @@ class Callee:
         self.record = session.profile.record(self.fn, self.name)
         self.capture = Capture(session.functions.book, self.id, home, self._watch)
         self.is_stale = False
-        self.variables, self.residents = referred
+        self.variables, self.residents = found
+        numbers = frozenset(each.number for each in (*found.variables, *found.residents))
+        if numbers != self.state_numbers or is_new:
+            self.plans_by_key.clear()
+            self.state_numbers = numbers
         session.functions.bound.add(self)
-        _waiting.pop(self, None)
+        waiting.pop(self, None)
         if is_new:
             is_large = session.functions.book.nbytes_of(self.id) >= _LARGE_NBYTES
             reclaimed = weakref.ref(session) if is_large else None
-            dropped = weakref.finalize(self, _drop, session.functions.dropped, (self.id, self.plans.by_key), reclaimed)
+            dropped = weakref.finalize(self, _drop, session.functions.dropped, self.id, reclaimed)
             dropped.atexit = False  # the user's own exit handlers may still call it
+
+    def note_unsent(self) -> None:
+        """Note that the ranks may not have what the last message was to bring."""
+        self.capture, self.is_stale = None, True
+        self.plans_by_key.clear()
 
     def forget_sent(self) -> None:
         """Release what captured objects were compared with: the runtime is closed."""
-        self.plans.forget()
+        self.plans_by_key.clear()
         self.capture = None
 
 
-def _drop(dropped: Dropped, function: tuple[int, Any], session_ref: weakref.ref[Session] | None) -> None:
+def _drop(dropped: deque[int], function_id: int, session_ref: weakref.ref[Any] | None) -> None:
     """Note that a function no longer exists. What it captured is freed by the next operation or, if it is much, now.
 
     Only if it is much: an interrupt that comes just now, in a finalizer, is reported and lost.
     """
-    dropped.append(function)
+    dropped.append(function_id)
     session = None if session_ref is None else session_ref()
     if session is not None:
         session.reclaim()
@@ -274,40 +285,40 @@ def _warn(function: Callee | None, mean_ns: float) -> None:
     )
 
 
-def distribute(session: Session, only: Sequence[Callee] | None = None, *, deadline: float | None) -> None:
-    """Pickle the functions that the workers lack, together, and load them on all workers."""
-    # One step of the interpreter copies the references: another thread may make a function meanwhile.
-    candidates = [made for ref in _waiting.keyrefs() if (made := ref()) is not None] if only is None else only
-    functions = [
-        f for f in candidates if f.fixed_session in (None, session) and (f.session is not session or f.is_stale)
-    ]
-    session.functions.ensure_loaded(deadline)
+def distribute(session: Any, only: Sequence[Callee] | None = None) -> None:
+    """Pack the functions that the ranks lack, together, for the next message to each rank."""
+    candidates = [made for ref in waiting.keyrefs() if (made := ref()) is not None] if only is None else only
+    functions: Sequence[Any] = [
+        f for f in candidates
+        if f.fixed_session in (None, session) and (f.session is not session or f.is_stale or f.capture is None)
+    ]  # fmt: skip
     if not functions:
         return
+    session.settle_unsettled()
     names = ", ".join(repr(function.name) for function in functions)
     for function in functions:
         if function.session is not session:
             function.id = next(session.functions.ids)
     by_id = {function.id: function for function in functions}
     book = session.functions.book
-    packed = {0: book.packed_nbytes}  # by function, how much had been packed when it was done
+    nbytes = {0: book.packed_nbytes}
 
     def check(function_id: int) -> None:
-        packed[function_id] = book.packed_nbytes
+        nbytes[function_id] = book.packed_nbytes
         check_referred(session, by_id[function_id])
 
-    orders = [(f.id, f.fn, f.options) for f in functions]
     for function in functions:
         if function.session is session and not book.has(function.id, function.fn):
-            function.plans.drop_all(session.workers.log)  # workers prepare plans for the function that they have
-    sent = session.functions.bring(orders, names, deadline, check)
-    nbytes_of = {number: after - before for (_, before), (number, after) in itertools.pairwise(packed.items())}
+            function.plans_by_key.clear()  # ranks prepare plans for the function that they have
+    sent = session.functions.bring([(f.id, f.fn, f.options) for f in functions], names, check)
+    nbytes_of = {number: after - before for (_, before), (number, after) in itertools.pairwise(nbytes.items())}
     for function in functions:
         if function.id in book.sent_anew:
             book.sent_anew.discard(function.id)
-            function.plans.drop_all(session.workers.log)
-        function.note_loaded(session, referred(function, book))
-        function.record.add_captured(nbytes_of[function.id])
+            function.plans_by_key.clear()
+        function.note_sent(session, referred(function, book))
+        function.record.add_moved("code and captured objects", "captured", 1, nbytes_of[function.id])
+    session.functions.unsettled = functions
     if len(functions) == 1:
         functions[0].large_changes.note(functions[0].fn, sent, session.counters["calls"])
         functions[0].large_changes.note_restless(functions[0].fn, book.restless.values())

@@ -67,7 +67,7 @@ class NodeActor:
         environment |= num_threads_set(environment, max(num_cores() // setup["num_workers"], 1))
         environment[HASH_SEED] = setup["hash_seed"]
         control = Segment.create(1)
-        process.start({**setup, **own, "own_path": here, "host": self._host}, environment, control.fd, b"", {})
+        process.start({**setup, **own, "own_path": here, "host": self._host}, environment, control.fd, {})
         control.close()
         self._post = Post(process.link)
         self._poll = select.poll()
@@ -163,7 +163,7 @@ class Tunnel:
     def open(self) -> None:
         """Connect to the cluster, and start the agent on a machine."""
         seed, options = self._setup["seed"], self._setup["ray"]
-        first_message = {key: value for key, value in self._setup.items() if key not in ("fds", "token", "ray")}
+        first_message = {key: value for key, value in self._setup.items() if key not in ("fds", "ray")}
         connect(options["address"])
         search = Search(options["num_nodes"], options["least_nodes"], seed[1], is_replacement=len(seed) > 2)
         self._actor, place, self._machine = search.start(NodeActor, first_message, self._setup["runtime"])

@@ -1,7 +1,4 @@
-"""Promises of a call, on the engine that is chosen by ``SYNK_ENGINE=next``: what was once wrong in it, and storms.
-
-``test_next.py`` runs this file in a process of its own. Values are compared with NumPy and plain Python.
-"""
+"""Promises of a call: what was once wrong in the engine, and storms. Compared with NumPy and plain Python."""
 
 from __future__ import annotations
 
@@ -22,10 +19,7 @@ import pytest
 from support.names import named
 
 import synk
-from synk._api.engine import IS_NEXT
 from synk.errors import CallCancelled, CallTimeout, SerializationError, SynkError, WorkerDied
-
-assert IS_NEXT, "run this file with SYNK_ENGINE=next"
 
 
 @pytest.fixture
@@ -327,3 +321,18 @@ def test_a_storm_of_deaths(own: Any) -> None:
             pass
         timer.join()
         np.testing.assert_allclose(total(x)[0], x.sum(0))
+
+
+def test_shards_that_nobody_reads_in_between_keep_no_old_rows() -> None:
+    """A place is used again for a value of another length, while views of the one before may be there."""
+    with synk.Runtime(2, backend="numpy") as rt:
+        w = rt.shared(np.arange(4.0), sharded=True)
+        read = rt.function(lambda: w.value.copy(), outputs=None, per_rank=True)
+        fill = rt.function(
+            lambda n: setattr(w, "value", np.full(n, float(n))), outputs=None, per_rank=True, bcast_inputs="n"
+        )
+        read()
+        for lengths in ((3, 5), (4, 2, 7), (1, 9)):
+            for n in lengths:
+                fill(n)
+            np.testing.assert_array_equal(read(), [np.full(n, float(n))] * 2)

@@ -1,0 +1,106 @@
+"""Framed messages between the master and one worker, over inherited descriptors, and how to wait for them.
+
+Two pipes carry doorbells of eight bytes, which POSIX writes atomically, so a doorbell is never torn. A SOCK_SEQPACKET
+pair carries bodies. Each is a single packet with a fixed header; a large body travels in a sealed memory file. The
+header is checked before any byte of the body is used.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+_LATE_NS = 1_000_000
+_MIN_PENALTY, _MAX_PENALTY = 32, 4096
+_MAX_WINDOW_S = 3600.0
+
+
+class Polled(Protocol):
+    """Anything that :class:`Patience` can wait for: a ``select.poll``, or a :class:`Looked`."""
+
+    def poll(self, timeout_ms: int | None = None, /) -> Any:
+        """Return what has arrived, after sleeping for at most ``timeout_ms``."""
+
+
+class Looked:
+    """Waits for a condition in shared memory.
+
+    Parameters
+    ----------
+    look : callable
+        Returns whether the condition holds.
+    sleep : callable
+        Sleeps until the condition holds and returns True, or returns False at once if this process must not sleep.
+    """
+
+    def __init__(self, look: Callable[[], bool], sleep: Callable[[], bool]) -> None:
+        self._look = look
+        self._sleep = sleep
+
+    def poll(self, timeout_ms: int | None = None, /) -> bool:
+        return self._look() if timeout_ms == 0 else self._sleep()
+
+    def awaited(self, patience: Patience) -> bool:
+        """Wait until the condition holds, awake at first; return False if this process must not sleep."""
+        began = time.monotonic_ns()
+        try:
+            return bool(patience.wait(self))
+        finally:
+            patience.waited_ns += time.monotonic_ns() - began
+
+
+class Patience:
+    """Waits for messages, awake at first if that pays: waking a sleeping process can take 50 us and more.
+
+    It pays only if the next message is near, so the previous wait must have ended within ``window_s``. It
+    must not cost others anything either. So the wait offers its core to other processes at every turn. If the core
+    comes back late, another process wants it: this side then sleeps at once in the next waits, in more of them each
+    time.
+
+    Parameters
+    ----------
+    window_s : float
+        The longest time to wait awake; 0 to sleep at once.
+
+    Attributes
+    ----------
+    waited_ns : int
+        How long waits for conditions in shared memory have taken. The reader may reset it to 0.
+    """
+
+    def __init__(self, window_s: float) -> None:
+        self.waited_ns = 0
+        self._window_ns = int(min(window_s, _MAX_WINDOW_S) * 1e9)
+        self._was_short = self._window_ns > 0
+        self._num_asleep = 0  # how many of the next waits sleep at once
+        self._penalty = _MIN_PENALTY  # how many will do so the next time
+
+    @property
+    def pays(self) -> bool:
+        """Whether the next wait starts awake."""
+        return self._was_short and not self._num_asleep
+
+    def wait(self, poll: Polled, timeout_ms: int | None = None, is_near: bool = False) -> Any:
+        """Return what ``poll`` reports. The time limit starts when the wait falls asleep.
+
+        ``is_near`` says that something will probably come soon, however long the last wait was.
+        """
+        began = now = time.monotonic_ns()
+        if self._num_asleep:
+            self._num_asleep -= 1
+        elif self._was_short or is_near:
+            while now - began < self._window_ns:
+                events = poll.poll(0)
+                if events:
+                    self._penalty = max(self._penalty - 1, _MIN_PENALTY)
+                    return events
+                os.sched_yield()
+                last, now = now, time.monotonic_ns()
+                if now - last > _LATE_NS:
+                    self._num_asleep, self._penalty = self._penalty, min(2 * self._penalty, _MAX_PENALTY)
+                    break
+        events = poll.poll(timeout_ms)
+        self._was_short = time.monotonic_ns() - began < self._window_ns
+        return events
