@@ -19,6 +19,7 @@ import numpy as np
 
 from synk._engine import wire
 from synk._engine.engine import Call
+from synk._engine.lanes import Lane
 from synk._engine.layout import COMMON_B
 from synk._engine.processes import Worker
 from synk._engine.rank_nodes import Wiring
@@ -130,6 +131,15 @@ class NodeSession(Session):
 
     def enter_call(self, verb: str, deadline: float | None) -> None:
         super().enter_call(verb, deadline)
+        self._join(deadline)
+
+    def next_lane(self, verb: str, deadline: float | None) -> Lane:
+        lane = super().next_lane(verb, deadline)
+        self._join(deadline)  # a call that had the lane may have failed, and the wires with it
+        return lane
+
+    def _join(self, deadline: float | None) -> None:
+        """Join the ranks, unless they are joined."""
         if self.wires.is_wanted and not self.wires.number:
             self.settle_all()
             self.wires.join(self, deadline)
