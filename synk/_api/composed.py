@@ -99,7 +99,7 @@ class Composed(Function[P, R]):
                 f"cannot submit {self.__name__!r}: got a function with {', '.join(given)}, expected one without: its "
                 "calls are made of several, and a call that is submitted is one. Call it, or build it without."
             )
-        pending = PendingCall(self._bound_session(), self.__name__)
+        pending: PendingCall[Any] = PendingCall(self._bound_session(), self.__name__)
         try:
             pending._end(self(*args, **options), None)
         except Exception as error:

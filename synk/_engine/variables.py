@@ -293,20 +293,20 @@ def broadcast(session: Any, variable: Variable, value: Any = None) -> None:
 def assign(session: Any, variable: Variable, value: Any) -> None:
     """Set the value of all ranks, or divide its rows among them."""
     if variable.is_sharded:
-        scatter(session, variable, *check_scatter(variable, value, None))  # type: ignore[arg-type]
+        scatter(session, variable, *check_scatter(variable, value, None))
     else:
         variable.unite(variable.check(value))
 
 
 def set_value(session: Any, variable: Variable, value: Any, rank: Any) -> None:
     """Set the value of one rank."""
-    check_rank(session, variable, rank)  # type: ignore[arg-type]
+    check_rank(session, variable, rank)
     variable.set_rank(rank, variable.check(value, rank))
 
 
 def get_value(session: Any, variable: Variable, rank: Any) -> Any:
     """Return a copy of the value on ``rank``."""
-    check_rank(session, variable, rank)  # type: ignore[arg-type]
+    check_rank(session, variable, rank)
     return variable.build([copied(leaf) for leaf in variable.leaves(rank)])
 
 
@@ -367,14 +367,14 @@ def _reduced(variable: Variable, op: str) -> list[np.ndarray]:
 
 def all_reduce(session: Any, variable: Variable, op: str) -> None:
     """Reduce the values of all ranks, and give the result to every rank."""
-    check_reduction(session, variable, op)  # type: ignore[arg-type]
+    check_reduction(session, variable, op)
     if not session.device_values.collective(variable, "all_reduce", op):
         variable.unite(_reduced(variable, op))
 
 
 def reduce(session: Any, variable: Variable, op: str, in_place: bool) -> Any:
     """Reduce the values of all ranks into rank 0's value, or into new arrays for the caller."""
-    check_reduction(session, variable, op)  # type: ignore[arg-type]
+    check_reduction(session, variable, op)
     found = _reduced(variable, op)
     if in_place:
         variable.set_rank(0, found)

@@ -110,7 +110,7 @@ class Workers:
         self._refs: dict[int, tuple[weakref.ref[Any], int]] = {}
         self.parts: dict[int, Segment] = {}  # by variable, its place in memory that it shares with others
         self.dropped: deque[weakref.ref[Any]] = deque()  # filled in C: no handler of a signal can break that off
-        self._reports = DeathReports(processes)  # type: ignore[arg-type]
+        self._reports = DeathReports(processes)
         self._unreported: dict[int, str] = {}
         self._news_of_deaths: list[str] = []
         self._last_death: WorkerDied | None = None
@@ -286,7 +286,7 @@ class Workers:
                     return False
                 if now >= report_at:
                     report_at = math.inf
-                    text = at_work(self.processes, [] if owed.replies else owed.pending)  # type: ignore[arg-type]
+                    text = at_work(self.processes, [] if owed.replies else owed.pending)
                     report("%s has run for more than %g s:%s", owed.what or owed.phase, self._stuck_after_s, text)
             if events := self.processes.wait(min(limits) - now if limits else None):
                 self.take_in(events)
@@ -582,7 +582,7 @@ class Workers:
             self._note_death(worker)
             self._unreported[worker.rank] = f"was not up {START_TIMEOUT_S:g} s after its last sign of life, was killed,"
         if self.max_restarts == 0 or ranks & self._once_stuck:
-            tails = "\n".join(["", *stderr_tails(self.processes, stuck, 0.0)])  # type: ignore[arg-type]
+            tails = "\n".join(["", *stderr_tails(self.processes, stuck, 0.0)])
             self._fail(sorted(ranks), f"was not up {START_TIMEOUT_S:g} s after its last sign of life.{tails}", None)
         self._once_stuck |= ranks
 

@@ -172,8 +172,6 @@ def make_resident(
     verb = "make a resident object"
     with session.entered(verb):
         session.begin(verb)
-        if not session.residents.has_any:  # otherwise the operation has begun with this
-            session.ranks.prepare(session.deadline(None))
         resident = ResidentObject(session.residents, value, name, dump, load)
         session.residents.settle(session.deadline(None))
     return Resident(session, resident)
