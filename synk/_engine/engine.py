@@ -430,6 +430,10 @@ class Engine(Workers):
             self.forget(old.id)
             old.close()
 
+    def start_again(self, workers: Sequence[Any]) -> None:
+        super().start_again(workers)
+        self.residents.may_lag = True
+
     def on_trouble(self) -> None:
         self.nccl.break_up()
         for lane in self.lanes:

@@ -118,7 +118,12 @@ class Pool:
     def _send_waiting(self, job: Any) -> None:
         while (chunk := waiting(job.chunks)) is not None:
             if self._must_begin(job):
-                self._begin(job)
+                try:
+                    self._begin(job)
+                except WorkerDied:  # a replacement, as it started: the next step starts another one
+                    if not job.rules.returns_errors:
+                        raise
+                    return
             rank = self._free_rank(job)
             if rank is None:
                 return

@@ -117,7 +117,7 @@ class Profile(Hinting):
         >>> with synk.fork(2):
         ...     table = np.ones((1000, 100))
         ...     def norm(table, x):
-        ...         return (table * x).sum()
+        ...         return table.mean() * x.sum()
         ...     norm = synk.function(norm, bcast_inputs="table", outputs="sum")
         ...     for _ in range(10):
         ...         _ = norm(table, np.ones(100))

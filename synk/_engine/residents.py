@@ -78,7 +78,13 @@ class ResidentObject(ResidentValue, Thing):
 
 
 class Residents:
-    """All resident objects of a runtime."""
+    """All resident objects of a runtime.
+
+    Attributes
+    ----------
+    may_lag : bool
+        Whether some rank may lack the state of an object that others have.
+    """
 
     def __init__(self, engine: Any) -> None:
         self.engine = weakref.proxy(engine)
@@ -90,6 +96,7 @@ class Residents:
         return bool(self.engine.processes.is_closed)
 
     has_any = True
+    may_lag = False
 
     def add(self, resident: ResidentObject) -> None:
         self._living.add(resident)
@@ -116,8 +123,14 @@ class Residents:
                 continue
             resident.state, resident.has_changed = self.fetch(resident, having[0], None), False
 
+    def catch_up(self) -> None:
+        """Read the states that some rank lacks before anything else is done: those that have them might die."""
+        self.may_lag = False  # first: an object that cannot be read must not end every operation
+        self.bring_into_line(sorted(self._living, key=lambda resident: resident.number))
+
     def note_changed(self, residents: Sequence[ResidentObject], ranks: Sequence[int]) -> None:
         """Note that a committed call has changed objects on ``ranks``: the others lag behind."""
+        self.may_lag = self.may_lag or len(ranks) < self.engine.world_size
         for resident in residents:
             resident.has_changed = True
             self.engine.retell(resident.number, [rank for rank in range(self.engine.world_size) if rank not in ranks])

@@ -244,6 +244,8 @@ class Session(Entrance, Engine):
         if self.has_devices:
             self.nccl.prepare(deadline)
             self.device_values.restore()
+        if self.residents.may_lag and not self.flight:
+            self.residents.catch_up()
 
     def settle_torn(self) -> None:
         """Settle what an operation that was broken off has left."""

@@ -556,7 +556,9 @@ class Workers:
         owed = Owed(starting, "", None)
         owed.phase, owed.began = "start", 0.0
         error = self.died(starting, owed)
-        if self.restarts:  # a replacement died: one more death, and the next operation starts another
+        if all(
+            self.by_rank[rank].num_starts > 1 for rank in starting
+        ):  # a replacement died: one more death, and the next operation starts another
             raise error
         self._fail(starting, f"did not come up. {error}", error)
 

@@ -82,9 +82,9 @@ class AgentProcess(WorkerProcess):
 
 
 class TunnelProcess(AgentProcess):
-    """The tunnel to the agent of a node on another machine; see ``synk.cluster.tunnel``."""
+    """The tunnel to the agent of a node on another machine; see ``synk.cluster.ray_tunnel``."""
 
-    _module, _kind = "cluster.tunnel", "tunnel"
+    _module, _kind = "cluster.ray_tunnel", "tunnel"
 
 
 class RankLink:

@@ -58,7 +58,7 @@ class Gate:
         from synk._wire.cell import cell
 
         worker: Any = cell.worker
-        count: int = worker.num_ahead if hasattr(worker, "num_ahead") else worker.executor.inputs.num_ahead
+        count: int = worker.num_ahead
         deadline = time.monotonic() + self.PATIENCE_S
         while not os.path.exists(self.path) and time.monotonic() < deadline:
             time.sleep(0.001)

@@ -418,6 +418,18 @@ def test_no_older_state_takes_the_place_of_one_that_is_lost(reused: Reused) -> N
         each.set(Log())
 
 
+def test_a_rank_that_lagged_behind_has_the_state_after_any_other_call(reused: Reused) -> None:
+    rt = reused(2)
+    log, total = rt.resident(Log()), rt.function(lambda x: x.sum(), outputs="sum")
+    make_step(rt, log)(np.ones(1))  # rank 1 has no rows
+    for victim in (0, 1):
+        assert total(np.ones(2)) == 2.0
+        kill_and_wait(pids(rt)[victim])
+        with pytest.warns(RuntimeWarning, match="was started again"):
+            assert total(np.ones(2)) == 2.0
+    assert logs(rt, log) == [[1.0]] * 2
+
+
 # ----- wrong uses
 
 
