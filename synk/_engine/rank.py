@@ -26,7 +26,6 @@ from synk._wire.cell import cell
 from synk._wire.control import NUM_LANES, Down, Phase, Up
 from synk._wire.logs import set_levels
 from synk._wire.memory import Segment
-from synk._wire.messages import LoadOrder, ParcelOrder
 from synk._worker.call.peers import Peers
 from synk._worker.failpoints import nothing
 from synk._worker.failures import pack_failure
@@ -273,16 +272,12 @@ class Rank(Member):
 
     def _load(self, told: tuple[int, bytes, bool]) -> None:
         if told[0] not in self._parcels:
-            order = LoadOrder([ParcelOrder(*told)], None, None)  # type: ignore[arg-type]
-            self._received.load(order, self._load_function)
+            self._received.load(*told, self._load_function)
             self._parcels.add(told[0])
 
     def _load_function(self, function_id: int, options: dict[str, Any]) -> None:
-        changes = options["changes"]
-        modules = () if changes else options["modules"]
-        self.functions[function_id] = LoadedFunction(
-            **{**options, "changes": (), "modules": modules}, backend=self.backend
-        )
+        modules = () if options.pop("changes") else options["modules"]
+        self.functions[function_id] = LoadedFunction(**{**options, "modules": modules}, backend=self.backend)
 
     def _make(self, kind: str, number: int, payload: Any, fds: list[int]) -> None:
         """Make of a thing what this rank has of it."""

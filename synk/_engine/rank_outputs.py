@@ -14,7 +14,6 @@ from synk._pure.output_ops import match_ops, wanted_leaves
 from synk._pure.trees import flatten, key_orders, output_names, skeleton_of
 from synk._wire.memory import Segment
 from synk._wire.messages import LARGE_NBYTES, Leaf
-from synk._wire.messages import Layout as _OldLayout
 from synk._worker.call.values import take_whole, taken
 from synk._worker.held.pickling import dumps
 from synk._worker.held.plans import LoadedFunction, OutputSlots, is_plain_output, is_single_value
@@ -165,8 +164,7 @@ class RankOutputs:
             is_single = leaf.dtype is None and is_single_value(value)
             if not (is_single or (leaf.dtype is not None and leaf.dtype.kind != "V" and is_plain_output(value))):
                 return None
-        old = _OldLayout(self._skeleton, layout.leaves)
-        return OutputSlots(result, values, old, self._views, self._structure, function)
+        return OutputSlots(result, values, self._skeleton, layout.leaves, self._views, self._structure, function)
 
 
 class RankDestination:

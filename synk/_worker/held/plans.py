@@ -14,8 +14,8 @@ from synk._pure.ops import EACH
 from synk._pure.output_ops import each_op, ops_of
 from synk._pure.tensors import is_tensor
 from synk._pure.trees import flatten, key_orders
-from synk._wire.messages import Layout, Leaf
-from synk._worker.held.residents import Changing, Reading
+from synk._wire.messages import Leaf
+from synk._worker.held.reading import Reading
 from synk.backends import Backend
 from synk.errors import SerializationError
 
@@ -33,14 +33,11 @@ class LoadedFunction:
         outputs: Any,
         framework: str | None,
         updates: Any,
-        changes: Any,
         modules: Any,
         classes: Any,  # only to be kept
         backend: Backend,
     ) -> None:
-        if changes:
-            fn = Changing(fn, changes)
-        self.fn = Reading(fn, modules, name) if modules and not changes else fn
+        self.fn = Reading(fn, modules, name) if modules else fn
         self.name = name
         self.ops = ops_of(outputs, repr(name))
         # By these ops a list counts as rows, or anything as one object.
@@ -64,12 +61,13 @@ class OutputSlots:
         self,
         result: Any,
         values: Sequence[Any],
-        layout: Layout,
+        skeleton: Any,
+        leaves: Sequence[Leaf],
         views: Sequence[np.ndarray],
         structure: Any,
         function: LoadedFunction,
     ) -> None:
-        self._kind, skeleton, leaves = type(result), layout.skeleton, layout.leaves
+        self._kind = type(result)
         is_dict = type(skeleton) is dict and set(map(type, skeleton)) == {str}
         parts = list(skeleton.values()) if is_dict else skeleton if type(skeleton) is tuple else [skeleton]
         # None for a single value, a tuple of values, or a dict of values: then the slots are in the order of the dict.
@@ -95,7 +93,7 @@ class OutputSlots:
     def fill(self, result: Any) -> bool:
         """Write ``result`` into the slots. Return False if its form differs.
 
-        The slots may be torn then: partly overwritten. Nobody reads them, because the master has not been told.
+        The slots may be torn then: partly overwritten. Nobody reads them, because the program has not been told.
         """
         if type(result) is not self._kind:
             return False

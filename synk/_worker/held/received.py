@@ -10,7 +10,6 @@ import contextlib
 import io
 import logging
 import pickle
-import sys
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from synk._wire.classes import is_at_home, note_brought
-from synk._wire.messages import LoadOrder, ParcelOrder
 from synk._wire.parcels import Absent, Missing, locate
 
 _log = logging.getLogger("synk")
@@ -63,30 +61,25 @@ class Received:
         self._objects: dict[int, Sequence[Any]] = {}
         self._taken: dict[int, Any] = {}
 
-    def load(self, order: LoadOrder, load_function: Callable[[int, dict[str, Any]], None]) -> None:
-        """Load parcels one after the other.
+    def load(
+        self, number: int, data: bytes, is_optional: bool, load_function: Callable[[int, dict[str, Any]], None]
+    ) -> None:
+        """Load a parcel. One that cannot be loaded raises, unless it is optional."""
+        try:
+            self._load(number, data, load_function)
+        except Exception as error:
+            if not is_optional:
+                raise
+            self._objects[number] = ()  # the module keeps what its own import made
+            _log.warning(
+                "a worker keeps what its own import of a module has made: what the program has there could not be "
+                "loaded (%s: %s). Pass it as an argument.",
+                type(error).__name__,
+                error,
+            )
 
-        A parcel that is not optional and cannot be loaded raises, and ends the load. The master then counts none of
-        these parcels as loaded on this rank, and has it drop them.
-        """
-        if order.sys_path is not None:
-            sys.path[:] = order.sys_path
-        for parcel in order.parcels:
-            try:
-                self._load(parcel, load_function)
-            except Exception as error:
-                if not parcel.is_optional:
-                    raise
-                self._objects[parcel.number] = ()  # the module keeps what its own import made
-                _log.warning(
-                    "a worker keeps what its own import of a module has made: what the program has there could not be "
-                    "loaded (%s: %s). Pass it as an argument.",
-                    type(error).__name__,
-                    error,
-                )
-
-    def _load(self, parcel: ParcelOrder, load_function: Callable[[int, dict[str, Any]], None]) -> None:
-        unpickler = _Unpickler(parcel.data, self._objects, self._memory)
+    def _load(self, number: int, data: bytes, load_function: Callable[[int, dict[str, Any]], None]) -> None:
+        unpickler = _Unpickler(data, self._objects, self._memory)
         actions = unpickler.load()
         objects = unpickler.load()
         if actions and actions[0][0] == "locate":
@@ -94,7 +87,7 @@ class Received:
             objects = tuple(locate(*place) for place in places)
             if names is not None:
                 _remove_others(objects[0], names)
-        self._objects[parcel.number] = objects
+        self._objects[number] = objects
         for kind, target, key, *value in actions:
             if kind == "function":
                 if isinstance(key["fn"], Missing):
@@ -107,7 +100,7 @@ class Received:
                     change(kind, target, key, value[0])
                 else:
                     objects = tuple(own if each is value[0] else each for each in objects)
-                    self._objects[parcel.number] = objects
+                    self._objects[number] = objects
             elif kind != "bring":
                 change(kind, target, key, value[0])
 
