@@ -62,7 +62,9 @@ Every reader comes out of a system call on the pipe that the writer's later call
 descriptors, so no fences are needed, on x86-64 and AArch64. Memory is freed by the kernel with its last mapping.
 
 **Who may be dead.** Any rank, at any line. The program keeps both ends of the pipe down, so a write to a dead rank
-fails nowhere and is read by nobody; the pidfd tells. A reply that came before a death counts. A replaced rank knows
+fails nowhere and is read by nobody; the pidfd tells. A reply that came before a death counts. Before an error tells
+of a death the others are made idle, so that it names all who have died. Who writes what answers nothing that was asked
+is killed. A replaced rank knows
 nothing: the next order brings what it needs. Values of variables lie in memory that the program holds too, so
 ``fronts`` is all there is to restore. A resident object comes from the lowest rank that has it. After a call that was
 to change objects and failed, ranks are asked what has become of them: see ``residents``. If the program dies, the

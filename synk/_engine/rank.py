@@ -109,7 +109,7 @@ class Rank(Member):
         self.residents = RankResidents()
         self.settings = Settings()
         of_all = rank, world_size, self.backend, self.down, self.up, eventfds
-        self.has_other_nodes = len(nodes) > 1
+        self.has_other_nodes, self.host = len(nodes) > 1, host
         if self.has_other_nodes:
             from synk._engine.rank_nodes import FarPeers  # ranks of one machine need no wires
 

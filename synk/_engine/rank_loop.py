@@ -88,7 +88,10 @@ def _started(setup: dict[str, Any]) -> Rank:
 def hello_of(rank: Rank) -> bytes:
     """Return what a rank says first."""
     versions = {"python": platform.python_version(), "numpy": np.__version__, "synk": __version__}
-    return pickle.dumps({"versions": versions, "device": rank.backend.describe()}, protocol=5)
+    return pickle.dumps(
+        {"versions": versions, "device": rank.backend.describe() + (f" on {rank.host}" if rank.host else "")},
+        protocol=5,
+    )
 
 
 def _serve(rank: Rank, link: wire.Link, master_fd: int, spin_s: float) -> None:

@@ -228,14 +228,17 @@ def test_a_death_after_the_reply_loses_nothing(reused: Fork) -> None:
 
 
 @contextmanager
-def no_large_memory() -> Iterator[None]:
-    """Have the system refuse this process segments of more than 1 MB."""
+def no_large_memory(rt: Any) -> Iterator[None]:
+    """Have the system refuse this process and the ranks segments of more than 1 MB."""
     usual = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, usual[1]))
+    processes = [0, *pids(rt)]
+    for pid in processes:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (1 << 20, usual[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+        for pid in processes:
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, usual)
 
 
 def test_no_memory_for_a_new_value_changes_nothing(shared_runtimes: Any, subtests: pytest.Subtests) -> None:
@@ -254,7 +257,7 @@ def test_no_memory_for_a_new_value_changes_nothing(shared_runtimes: Any, subtest
         with subtests.test(large=large):
             w = rt.shared(np.concatenate(values), sharded=True)
             grow = growing(w, large)
-            with no_large_memory(), pytest.raises(SharedMemoryError):
+            with no_large_memory(rt), pytest.raises(SharedMemoryError):
                 grow(np.ones(4))
             assert_same(everywhere(rt, w), values)
             grow(np.ones(4))
