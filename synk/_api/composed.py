@@ -20,8 +20,8 @@ from synk._api.serial import call_serially
 from synk._engine.callee import Callee
 from synk._engine.pending import PendingCall
 from synk._engine.session import Session
-from synk._master.calls.signature import OPTION_NAMES
-from synk._master.processes.output import report
+from synk._engine.signature import OPTION_NAMES
+from synk._processes.output import report
 from synk._pure.call_options import CallOptions
 from synk._pure.nested import take_apart
 from synk._pure.tracebacks import verb

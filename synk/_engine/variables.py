@@ -17,15 +17,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synk._engine.layout import COMMON_A, COMMON_B, ON_DEVICE, OWN_A, spare_of
+from synk._engine.collectives import check_rank, check_reduction, check_rows, check_scatter, copied, pair, shapes
 from synk._engine.things import Thing
-from synk._master.collectives import check_rank, check_reduction, check_rows, check_scatter, copied, pair, shapes
-from synk._master.state.variable_value import VariableValue
+from synk._engine.variable_value import VariableValue
 from synk._pure.arrays import copy_into
 from synk._pure.interrupts import deferred
 from synk._pure.ops import REDUCTIONS
 from synk._pure.ranges import LINE_NBYTES, round_up
 from synk._pure.shards import Selection, shard_bounds
+from synk._wire.looks import COMMON_A, COMMON_B, ON_DEVICE, OWN_A, spare_of
 from synk._wire.memory import PAGE_NBYTES, Segment, create_fd
 from synk._wire.variables import Shapes, leaf_offsets, shapes_of
 

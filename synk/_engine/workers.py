@@ -23,14 +23,14 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from synk._engine import wire
 from synk._engine.processes import Processes, Worker
 from synk._engine.things import Thing, described
-from synk._master.processes.output import report, warn_at_users_line
-from synk._master.processes.reports import DeathReports, at_work, signs_of_life, stderr_tails
+from synk._processes.output import report, warn_at_users_line
+from synk._processes.reports import DeathReports, at_work, signs_of_life, stderr_tails
 from synk._pure.environment import stuck_after_s
 from synk._pure.interrupts import deferred
 from synk._version import __version__
+from synk._wire import orders as wire
 from synk._wire.control import Down
 from synk._wire.descriptors import orphans
 from synk._wire.logs import levels

@@ -7,6 +7,12 @@ from typing import Any
 
 from synk._wire.cell import cell
 
+COUNTED, TORN = -2, -1
+"""What has become of an object after a call that failed: it is as after the call, or in between. Other numbers say that
+it was put back: 0 that it is as before the call, any other that it differs from that in what could not be put back, and
+is equal on ranks with equal numbers.
+"""
+
 
 def methods_of(value: Any) -> tuple[Any, Any]:
     """Return ``(dump, load)`` for an object with torch's state methods, or for a list or tuple of such objects.
