@@ -43,10 +43,10 @@ from synk._pure.environment import at_import as _at_import
 from synk._pure.environment import imported_late as _imported_late
 from synk._pure.ops import Op
 from synk._pure.words import no_attribute as _no_attribute
+from synk._rank.program import freeze_support
 from synk._version import __version__
 from synk._wire.cell import cell as _cell
 from synk._wire.cell import is_worker as _is_worker
-from synk._worker.loop.program import freeze_support
 from synk.errors import ItemError
 
 # A worker imports the names of the master's half when a function first uses one: most functions use none. With ``comm``

@@ -1,5 +1,5 @@
 """The user's objects in the master's process: functions, programs, runtimes, executors, and the verbs on them.
 
-It checks the user's arguments, words errors for the user, and leaves the work to ``_master``, which it may import as a
-whole. Only ``inline``, which plays a rank, knows the workers' half.
+It checks the user's arguments, words errors for the user, and leaves the work to ``_engine``, which it may import as a
+whole.
 """

@@ -7,9 +7,9 @@ from typing import Any
 from synk._api.current import current
 from synk._engine import variables as collectives
 from synk._engine.session import Session
+from synk._engine.shared import Shared
+from synk._engine.variable_value import check_owner
 from synk._engine.variables import Variable
-from synk._master.objects.shared import Shared
-from synk._master.state.variable_value import check_owner
 from synk._pure.tracebacks import verb
 from synk._wire.cell import refuse_inside_worker
 

@@ -20,8 +20,8 @@ from synk._api.serial import call_serially
 from synk._engine.callee import Callee
 from synk._engine.pending import PendingCall
 from synk._engine.session import Session
-from synk._master.calls.signature import OPTION_NAMES
-from synk._master.processes.output import report
+from synk._engine.signature import OPTION_NAMES
+from synk._processes.output import report
 from synk._pure.call_options import CallOptions
 from synk._pure.nested import take_apart
 from synk._pure.tracebacks import verb
@@ -99,7 +99,7 @@ class Composed(Function[P, R]):
                 f"cannot submit {self.__name__!r}: got a function with {', '.join(given)}, expected one without: its "
                 "calls are made of several, and a call that is submitted is one. Call it, or build it without."
             )
-        pending = PendingCall(self._bound_session(), self.__name__)
+        pending: PendingCall[Any] = PendingCall(self._bound_session(), self.__name__)
         try:
             pending._end(self(*args, **options), None)
         except Exception as error:

@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from synk._api.runtime import Runtime
-from synk._master.processes.output import report
+from synk._processes.output import report
 from synk._pure.interrupts import deferred, waiting
 from synk._pure.tracebacks import verb
 from synk._wire.cell import cell, current_session, refuse_inside_worker

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from synk._api.plain_copy import copied
-from synk._master.code.modules import PARTS, WRAPPERS, globals_in, imports_in, is_users_module, users_code
+from synk._code.modules import PARTS, WRAPPERS, globals_in, imports_in, is_users_module, users_code
 from synk._pure.tensors import array_of, is_plain, is_tensor
 from synk._wire.parcels import CACHED, is_by_reference, reduced
 

@@ -2,7 +2,7 @@
 
 Code that waits for a standard future waits in the future's own lock, so a thread sends the tasks and takes in their
 results. It holds the session's lock only while it does so: other operations run in between, and wait for the tasks in
-flight first.
+flight first. In one file because the thread and the object that the user holds end together.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from synk._master.processes.output import warn_at_users_line
+from synk._processes.output import warn_at_users_line
 from synk._pure.call_options import CallOptions
 
 verified: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -20,7 +20,7 @@ from synk._engine.callee import Callee, FunctionHandle
 from synk._engine.function import PLAIN, run, submit
 from synk._engine.pending import PendingCall
 from synk._engine.session import Session
-from synk._master.calls.signature import OPTION_NAMES
+from synk._engine.signature import OPTION_NAMES
 from synk._pure.call_options import CallOptions
 from synk._pure.interrupts import holding
 from synk._pure.output_ops import DefaultOp

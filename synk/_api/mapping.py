@@ -16,8 +16,8 @@ from synk._api.progress import progress_bar, with_progress
 from synk._api.replay import recorded_items, replay_folder
 from synk._engine.callee import Callee, FunctionHandle
 from synk._engine.chunks import PoolStats, Rules
+from synk._engine.entrance import refuse_limit
 from synk._engine.jobs import MapJob
-from synk._master.entrance import refuse_limit
 from synk._pure.files import Path
 from synk._pure.limits import check_timeout
 from synk._pure.tracebacks import Results

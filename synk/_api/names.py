@@ -20,7 +20,7 @@ from synk._api.verbs import map as map  # not in synk.__all__: a star import wou
 from synk._api.verbs import profile as profile
 from synk._api.verbs import resident as resident
 from synk._api.verbs import shared as shared
+from synk._engine.data import Data as Data
 from synk._engine.pending import PendingCall as PendingCall
-from synk._master.objects.data import Data as Data
-from synk._master.objects.resident import Resident as Resident
-from synk._master.objects.shared import Shared as Shared
+from synk._engine.resident import Resident as Resident
+from synk._engine.shared import Shared as Shared

@@ -21,8 +21,8 @@ import numpy as np
 from synk._api.plain import ScatteredArguments
 from synk._api.plain_copy import NotComparable, copied
 from synk._api.runs import Runs, are_same, outputs_of
-from synk._master.objects.data import Data
-from synk._master.processes.output import warn_at_users_line
+from synk._engine.data import Data
+from synk._processes.output import warn_at_users_line
 from synk._pure.call_options import CallOptions
 from synk._pure.comparison import MISSING, SINGLE, Tolerance, are_single, combine, fitting_ops, measured
 from synk._pure.ops import OPS

@@ -10,8 +10,8 @@ from typing import Any, Literal, TypedDict
 
 import numpy as np
 
-from synk._master.objects.resident import Resident
-from synk._master.objects.shared import Shared
+from synk._engine.resident import Resident
+from synk._engine.shared import Shared
 from synk._pure.call_options import CallOptions
 from synk._pure.files import Path
 from synk._pure.limits import check_timeout

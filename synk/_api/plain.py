@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 
 from synk._api.plain_copy import NotComparable, copied
+from synk._code.handles import Handle
+from synk._engine.binding import RowCount, select
 from synk._engine.callee import Callee
-from synk._master.calls.binding import RowCount, select
-from synk._master.code.handles import Handle
-from synk._master.objects.data import Data
-from synk._master.objects.shared import Shared
+from synk._engine.data import Data
+from synk._engine.shared import Shared
 from synk._pure.interrupts import waiting
 from synk._pure.nested import build, take_apart
 from synk._pure.shards import Selection

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from synk._master.calls.arguments import ObjectPickler
-from synk._master.code.handles import Handle
-from synk._master.code.modules import is_users_module
+from synk._code.handles import Handle
+from synk._code.modules import is_users_module
+from synk._engine.argument import ObjectPickler
 from synk._wire.parcels import Pickler
 
 

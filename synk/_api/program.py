@@ -17,10 +17,10 @@ from synk._api.function import Function
 from synk._api.options import OPTIONS
 from synk._api.plain_copy import ByReference, CodePickler
 from synk._api.runtime import Runtime
-from synk._master.code.handles import Handle
-from synk._master.objects.resident import Resident
-from synk._master.objects.shared import Shared
-from synk._master.state.captured import unsendable
+from synk._code.captured import unsendable
+from synk._code.handles import Handle
+from synk._engine.resident import Resident
+from synk._engine.shared import Shared
 from synk._pure import files
 from synk._pure.tracebacks import verb
 from synk._pure.words import no_attribute

@@ -25,8 +25,8 @@ from synk._api.options import name_of
 from synk._api.plain import in_framework
 from synk._api.plain_copy import ByReference, CodePickler
 from synk._api.runs import leave_out
-from synk._master.objects.shared import Shared
-from synk._master.processes.output import report
+from synk._engine.shared import Shared
+from synk._processes.output import report
 from synk._pure import files
 from synk._pure.call_options import CallOptions
 from synk._pure.generators import generator_states, restore_generators

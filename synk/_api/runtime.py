@@ -13,17 +13,17 @@ from synk._api.first_calls import verified
 from synk._api.function import Function, P
 from synk._api.options import KeptOptions, MapOptions, check_on_restart, entropy_of, is_integer
 from synk._engine.callee import Callee
+from synk._engine.data import Data, make_data
+from synk._engine.entrance import refuse_limit
 from synk._engine.profile import Profile
+from synk._engine.resident import Resident, make_resident
 from synk._engine.session import Session, watch_over
+from synk._engine.shared import Shared
 from synk._engine.variables import Variable
-from synk._master.entrance import refuse_limit
-from synk._master.objects.data import Data, make_data
-from synk._master.objects.resident import Resident, make_resident
-from synk._master.objects.shared import Shared
-from synk._master.processes.placement import place
-from synk._master.processes.program import check_program
-from synk._master.processes.reports import stacks, where
-from synk._master.processes.worker_process import WorkerProcess
+from synk._processes.placement import place
+from synk._processes.program import check_program
+from synk._processes.reports import stacks, where
+from synk._processes.worker_process import WorkerProcess
 from synk._pure.environment import check_platform
 from synk._pure.files import Path
 from synk._pure.limits import check_timeout

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from synk._engine import variables as collectives
+from synk._engine.binding import closed_over_shards
 from synk._engine.session import Session
-from synk._master.calls.binding import closed_over_shards
-from synk._master.objects.shared import Shared
-from synk._master.state.variable_value import check_owner
+from synk._engine.shared import Shared
+from synk._engine.variable_value import check_owner
 from synk._pure.call_options import CallOptions
 from synk._pure.nested import build, holds, is_nested, take_apart
 from synk._wire.apart import Whole, unassignable

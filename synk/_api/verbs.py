@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from synk._api.current import current
+from synk._engine.data import Data
 from synk._engine.profile import Profile
-from synk._master.objects.data import Data
-from synk._master.objects.resident import Resident
-from synk._master.objects.shared import Shared
+from synk._engine.resident import Resident
+from synk._engine.shared import Shared
 from synk._pure.files import Path
 from synk._pure.show import Text
 from synk._pure.tracebacks import verb
@@ -247,7 +247,7 @@ def map(
     max_tasks_per_worker : int, optional
         A worker is replaced after so many items. The others go on meanwhile.
     max_worker_memory : int, optional
-        A worker is replaced, between items, when it holds so many bytes of its own.
+        A worker is replaced, between items, when its memory, shared memory not counted, exceeds so many bytes.
     journal : path-like, optional
         A file to which each result is written as soon as it is there. A later map of the same function over the same
         items reads those results from the file and computes the rest; items that failed are tried again. A program

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from synk._master.calls.arguments import NEW_NBYTES, Argument
-from synk._master.calls.checked import Checks
-from synk._master.objects.data import Data
-from synk._master.objects.resident import Resident
+from synk._engine.argument import NEW_NBYTES, Argument
+from synk._engine.checked import Checks
+from synk._engine.data import Data
+from synk._engine.resident import Resident
 from synk._pure.nested import PLAIN_TYPES, take_apart, take_apart_whole
 
 _SCALARS = PLAIN_TYPES - {type(None)}

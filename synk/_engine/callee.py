@@ -15,18 +15,18 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from synk._code.book import Book
+from synk._code.capture import Capture, Watch
+from synk._code.captured import Changes, Referred, captured_in, check_captured, check_optimizers, referred_in
+from synk._code.culprits import dearest
+from synk._code.modules import is_of_program, is_users_module
 from synk._engine.ledger import Record
-from synk._master.calls.signature import Signature
-from synk._master.code.book import Book
-from synk._master.code.capture import Capture, Watch
-from synk._master.code.culprits import dearest
-from synk._master.code.modules import is_of_program, is_users_module
-from synk._master.objects.resident import Resident
-from synk._master.processes.output import warn_at_users_line
-from synk._master.state.captured import Changes, Referred, captured_in, check_captured, check_optimizers, referred_in
-from synk._master.state.repeated import Repeated
-from synk._master.state.resident_value import check_owner as check_owner_of_resident
-from synk._master.state.variable_value import check_owner
+from synk._engine.repeated import Repeated
+from synk._engine.resident import Resident
+from synk._engine.resident_value import check_owner as check_owner_of_resident
+from synk._engine.signature import Signature
+from synk._engine.variable_value import check_owner
+from synk._processes.output import warn_at_users_line
 from synk._pure.output_ops import ops_of
 
 waiting: weakref.WeakKeyDictionary[Callee, None] = weakref.WeakKeyDictionary()  # in the order in which they were made

@@ -1,6 +1,6 @@
 """The functions of one runtime, and what they captured: parcels of the book, which go with the next order to each rank.
 
-The book (``synk._master.code``) compares and packs. Here is what becomes of its parcels: each rank is told those that
+The book (``synk._code``) compares and packs. Here is what becomes of its parcels: each rank is told those that
 it lacks, in their order, with whatever message comes next. They count as settled once the ranks of a message that
 brought them have taken it in; until then nothing else is packed.
 """
@@ -11,18 +11,15 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from synk._code.book import Book
+from synk._code.functions import packed
+from synk._code.parcels import Parcel
 from synk._engine.mapped import MappedFunctions
 from synk._engine.things import Thing
-from synk._master.code.book import Book
-from synk._master.code.parcels import Parcel
-from synk._master.state.functions import packed
 from synk._pure.interrupts import deferred
 from synk._wire.memory import Segment
-
-if TYPE_CHECKING:
-    from synk._engine.callee import Callee
 
 ON_RESTART = 0
 """The id of the function that replacement workers run."""
@@ -41,9 +38,9 @@ class Functions:
     book : Book
     state : int
         Rises when there are parcels that ranks may lack.
-    bound : WeakSet of Callee
+    bound : WeakSet of Any
         The functions that are on the ranks.
-    unsettled : list of Callee
+    unsettled : list of Any
         The functions whose parcels no rank has confirmed yet.
     """
 
@@ -52,11 +49,11 @@ class Functions:
         self.on_restart = on_restart
         self.book = Book(self)
         self.state = 0
-        self.bound: weakref.WeakSet[Callee] = weakref.WeakSet()
+        self.bound: weakref.WeakSet[Any] = weakref.WeakSet()
         self.ids = itertools.count(1)
         self.dropped: deque[int] = deque()
         self.mapped = MappedFunctions()
-        self.unsettled: list[Callee] = []
+        self.unsettled: list[Any] = []
         self.is_torn = False
 
     # -- what the book needs -------------------------------------------------------------------------------------------

@@ -8,11 +8,11 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from synk._engine import wire
 from synk._engine.item_pickles import ArrayCopy
-from synk._engine.layout import ItemsOrder
 from synk._engine.workers import Owed
 from synk._pure.ranges import round_up
+from synk._wire import orders as wire
+from synk._wire.looks import ItemsOrder
 from synk._wire.memory import PAGE_NBYTES, Segment
 from synk.errors import CallCancelled, SynkError
 

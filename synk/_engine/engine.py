@@ -16,26 +16,26 @@ from typing import Any
 
 import numpy as np
 
-from synk._engine import wire
 from synk._engine.captures import Functions
 from synk._engine.device_values import check_not_lost
+from synk._engine.failures import rebuild
 from synk._engine.lanes import Joint, Lane
-from synk._engine.layout import ON_DEVICE, News
 from synk._engine.ledger import Transfer
 from synk._engine.outputs import Outputs
 from synk._engine.plan import Plan, pickled
-from synk._engine.rank_residents import COUNTED
 from synk._engine.residents import Residents, note_outcome
 from synk._engine.rows import Division
 from synk._engine.things import Once, Thing
 from synk._engine.variables import Variables
 from synk._engine.workers import Owed, Workers
-from synk._master.workers.failures import rebuild
 from synk._pure.interrupts import deferred
 from synk._pure.ranges import round_up
+from synk._wire import orders as wire
 from synk._wire.combining import loaded_objects
 from synk._wire.control import NUM_LANES, Down
+from synk._wire.looks import ON_DEVICE, News
 from synk._wire.memory import Segment
+from synk._wire.residents import COUNTED
 from synk.errors import (
     CallCancelled,
     CallTimeout,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from synk._engine.argument import HELD, Argument
 from synk._engine.arguments import classified, look
+from synk._engine.binding import _classes_in
 from synk._engine.callee import Callee
 from synk._engine.engine import Call, room_for_objects
 from synk._engine.pending import PendingCall
@@ -13,8 +15,6 @@ from synk._engine.plan import Plan, found_plan, keep, packed_tables, pickled
 from synk._engine.residents import ResidentObject
 from synk._engine.rows import divided
 from synk._engine.session import Session
-from synk._master.calls.arguments import HELD, Argument
-from synk._master.calls.binding import _classes_in
 from synk._pure.call_options import CallOptions
 from synk._pure.ops import EACH
 

@@ -7,15 +7,16 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from synk._engine import wire
-from synk._engine.rank import Rank, open_rank
-from synk._engine.rank_loop import hello_of
-from synk._master.processes.no_process import NoProcess
+from synk._processes.no_process import NoProcess
 from synk._pure.interrupts import waiting
+from synk._rank import failpoints as _failpoints
+from synk._rank.loop import hello_of
+from synk._rank.opening import open_rank
+from synk._rank.rank import Rank
+from synk._wire import orders as wire
 from synk._wire.cell import cell
 from synk._wire.descriptors import above_streams
 from synk._wire.memory import Segment
-from synk._worker import failpoints as _failpoints
 
 
 class InlineLink:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._master.code.handles import HandlePickler
+from synk._code.handles import HandlePickler
 from synk._pure.interrupts import deferred
 from synk._pure.nested import PLAIN_TYPES
 from synk._wire.file_maps import recipe_of_map

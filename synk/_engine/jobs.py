@@ -18,12 +18,12 @@ from typing import Any
 
 from synk._engine.callee import Callee
 from synk._engine.chunks import Chunk, Packed, Pickled, PoolStats, Rules, waiting
+from synk._engine.failures import rebuild
 from synk._engine.item_pickles import ItemPickler
-from synk._engine.layout import ITEM_BITS
 from synk._engine.pool import Pool
-from synk._master.workers.failures import rebuild
 from synk._pure.nested import PLAIN_TYPES
 from synk._pure.texts import short_repr
+from synk._wire.looks import ITEM_BITS
 from synk.errors import ItemError, RemoteError, SerializationError, SynkError
 
 _AIM_NS = 20_000_000

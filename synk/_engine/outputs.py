@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from synk._engine.layout import Layout, Share
 from synk._engine.things import Once, Thing
 from synk._pure.ops import Reduction
 from synk._pure.ranges import block_bounds, chunk_bounds
 from synk._wire.combining import Combining, loaded
+from synk._wire.looks import Layout, Share
 from synk._wire.memory import Segment
 from synk._wire.messages import LARGE_NBYTES
 

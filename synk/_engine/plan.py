@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synk._engine import wire
-from synk._engine.layout import Look
+from synk._engine.argument import HELD, Argument, pack_tables, pickle_nests, pickle_objects
 from synk._engine.ledger import Transfer
 from synk._engine.rows import Division, divide
 from synk._engine.things import Thing
-from synk._master.calls.arguments import HELD, Argument, pack_tables, pickle_nests, pickle_objects
 from synk._pure.arrays import copy_into
 from synk._pure.ranges import round_up
+from synk._wire import orders as wire
+from synk._wire.looks import Look
 from synk._wire.memory import Segment
 from synk._wire.messages import Input
 

@@ -18,15 +18,15 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from synk._engine import wire
 from synk._engine.chunks import Chunk, waiting
 from synk._engine.item_pickles import ArrayCopies
-from synk._engine.layout import ITEM_BITS
 from synk._engine.processes import own_nbytes
 from synk._engine.things import Once
 from synk._engine.workers import GRACE_S
 from synk._pure.interrupts import holding
+from synk._wire import orders as wire
 from synk._wire.control import Down, Up
+from synk._wire.looks import ITEM_BITS
 from synk.errors import CallCancelled, CallTimeout, WorkerDied, add_note
 
 LONG_NS = 200_000_000

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from synk._master.processes.placement import HASH_SEED, Placement, hash_seed_of
-from synk._master.processes.program import ARMED, setup_message, startup_text
+from synk._processes.placement import HASH_SEED, Placement, hash_seed_of
+from synk._processes.program import ARMED, setup_message, startup_text
 from synk._pure.environment import spin_s
 from synk._pure.interrupts import LOOK_S, deferred, waiting
 from synk._pure.limits import poll_ms

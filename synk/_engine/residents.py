@@ -16,10 +16,10 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from synk._engine.rank_residents import COUNTED, TORN
+from synk._engine.resident_value import ResidentValue
 from synk._engine.things import Once, Thing
-from synk._master.state.resident_value import ResidentValue
 from synk._wire.memory import Segment
+from synk._wire.residents import COUNTED, TORN
 from synk.errors import SerializationError, add_note
 
 

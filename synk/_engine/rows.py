@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from synk._engine import wire
-from synk._master.calls.arguments import Argument
-from synk._master.calls.binding import (
+from synk._engine.argument import Argument
+from synk._engine.binding import (
     assign,
     check_no_rows,
     check_rowless,
@@ -23,6 +22,7 @@ from synk._pure.call_options import CallOptions
 from synk._pure.ops import EACH
 from synk._pure.output_ops import each_op
 from synk._pure.shards import Assignment, Selection
+from synk._wire import orders as wire
 
 
 class Division:

@@ -22,17 +22,17 @@ from synk._engine.callee import distribute
 from synk._engine.captures import ON_RESTART
 from synk._engine.device_values import DeviceValues
 from synk._engine.engine import Engine
+from synk._engine.entrance import Entrance
 from synk._engine.group import GRACE_S as NCCL_GRACE_S
 from synk._engine.group import Group
 from synk._engine.pool import Pool
 from synk._engine.processes import Processes
 from synk._engine.profile import Profile
+from synk._engine.results import Lease, ResultPool, before_fork
 from synk._engine.things import Once
 from synk._engine.workers import GRACE_S, interrupted
-from synk._master.entrance import Entrance
-from synk._master.processes.output import warn_at_users_line
-from synk._master.processes.placement import Placement
-from synk._master.state.results import Lease, ResultPool, before_fork
+from synk._processes.output import warn_at_users_line
+from synk._processes.placement import Placement
 from synk._pure.interrupts import deferred, holding
 from synk._wire.arenas import Arenas
 from synk._wire.cell import cell, refuse_inside_worker

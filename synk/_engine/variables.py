@@ -17,15 +17,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synk._engine.layout import COMMON_A, COMMON_B, ON_DEVICE, OWN_A, spare_of
+from synk._engine.collectives import check_rank, check_reduction, check_rows, check_scatter, copied, pair, shapes
 from synk._engine.things import Thing
-from synk._master.collectives import check_rank, check_reduction, check_rows, check_scatter, copied, pair, shapes
-from synk._master.state.variable_value import VariableValue
+from synk._engine.variable_value import VariableValue
 from synk._pure.arrays import copy_into
 from synk._pure.interrupts import deferred
 from synk._pure.ops import REDUCTIONS
 from synk._pure.ranges import LINE_NBYTES, round_up
 from synk._pure.shards import Selection, shard_bounds
+from synk._wire.looks import COMMON_A, COMMON_B, ON_DEVICE, OWN_A, spare_of
 from synk._wire.memory import PAGE_NBYTES, Segment, create_fd
 from synk._wire.variables import Shapes, leaf_offsets, shapes_of
 
@@ -293,20 +293,20 @@ def broadcast(session: Any, variable: Variable, value: Any = None) -> None:
 def assign(session: Any, variable: Variable, value: Any) -> None:
     """Set the value of all ranks, or divide its rows among them."""
     if variable.is_sharded:
-        scatter(session, variable, *check_scatter(variable, value, None))  # type: ignore[arg-type]
+        scatter(session, variable, *check_scatter(variable, value, None))
     else:
         variable.unite(variable.check(value))
 
 
 def set_value(session: Any, variable: Variable, value: Any, rank: Any) -> None:
     """Set the value of one rank."""
-    check_rank(session, variable, rank)  # type: ignore[arg-type]
+    check_rank(session, variable, rank)
     variable.set_rank(rank, variable.check(value, rank))
 
 
 def get_value(session: Any, variable: Variable, rank: Any) -> Any:
     """Return a copy of the value on ``rank``."""
-    check_rank(session, variable, rank)  # type: ignore[arg-type]
+    check_rank(session, variable, rank)
     return variable.build([copied(leaf) for leaf in variable.leaves(rank)])
 
 
@@ -367,14 +367,14 @@ def _reduced(variable: Variable, op: str) -> list[np.ndarray]:
 
 def all_reduce(session: Any, variable: Variable, op: str) -> None:
     """Reduce the values of all ranks, and give the result to every rank."""
-    check_reduction(session, variable, op)  # type: ignore[arg-type]
+    check_reduction(session, variable, op)
     if not session.device_values.collective(variable, "all_reduce", op):
         variable.unite(_reduced(variable, op))
 
 
 def reduce(session: Any, variable: Variable, op: str, in_place: bool) -> Any:
     """Reduce the values of all ranks into rank 0's value, or into new arrays for the caller."""
-    check_reduction(session, variable, op)  # type: ignore[arg-type]
+    check_reduction(session, variable, op)
     found = _reduced(variable, op)
     if in_place:
         variable.set_rank(0, found)

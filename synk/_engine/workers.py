@@ -23,14 +23,14 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from synk._engine import wire
 from synk._engine.processes import Processes, Worker
 from synk._engine.things import Thing, described
-from synk._master.processes.output import report, warn_at_users_line
-from synk._master.processes.reports import DeathReports, at_work, signs_of_life, stderr_tails
+from synk._processes.output import report, warn_at_users_line
+from synk._processes.reports import DeathReports, at_work, signs_of_life, stderr_tails
 from synk._pure.environment import stuck_after_s
 from synk._pure.interrupts import deferred
 from synk._version import __version__
+from synk._wire import orders as wire
 from synk._wire.control import Down
 from synk._wire.descriptors import orphans
 from synk._wire.logs import levels
@@ -110,7 +110,7 @@ class Workers:
         self._refs: dict[int, tuple[weakref.ref[Any], int]] = {}
         self.parts: dict[int, Segment] = {}  # by variable, its place in memory that it shares with others
         self.dropped: deque[weakref.ref[Any]] = deque()  # filled in C: no handler of a signal can break that off
-        self._reports = DeathReports(processes)  # type: ignore[arg-type]
+        self._reports = DeathReports(processes)
         self._unreported: dict[int, str] = {}
         self._news_of_deaths: list[str] = []
         self._last_death: WorkerDied | None = None
@@ -286,7 +286,7 @@ class Workers:
                     return False
                 if now >= report_at:
                     report_at = math.inf
-                    text = at_work(self.processes, [] if owed.replies else owed.pending)  # type: ignore[arg-type]
+                    text = at_work(self.processes, [] if owed.replies else owed.pending)
                     report("%s has run for more than %g s:%s", owed.what or owed.phase, self._stuck_after_s, text)
             if events := self.processes.wait(min(limits) - now if limits else None):
                 self.take_in(events)
@@ -584,7 +584,7 @@ class Workers:
             self._note_death(worker)
             self._unreported[worker.rank] = f"was not up {START_TIMEOUT_S:g} s after its last sign of life, was killed,"
         if self.max_restarts == 0 or ranks & self._once_stuck:
-            tails = "\n".join(["", *stderr_tails(self.processes, stuck, 0.0)])  # type: ignore[arg-type]
+            tails = "\n".join(["", *stderr_tails(self.processes, stuck, 0.0)])
             self._fail(sorted(ranks), f"was not up {START_TIMEOUT_S:g} s after its last sign of life.{tails}", None)
         self._once_stuck |= ranks
 

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synk._pure.ranges import LINE_NBYTES, round_up
-from synk._wire.logs import Levels
 from synk._wire.memory import Segment
 
 DEVICE_DTYPES = frozenset(
@@ -106,57 +105,6 @@ class Leaf(NamedTuple):
 def room_for(nbytes: int) -> int:
     """Return the size of the place for an object whose pickle takes ``nbytes`` now: the next ones may be longer."""
     return round_up(nbytes + nbytes // 8, LINE_NBYTES)
-
-
-class Layout(NamedTuple):
-    """The structure of a function's result on one rank.
-
-    Attributes
-    ----------
-    skeleton
-        The result, with the position of each leaf in its place.
-    leaves : tuple of Leaf
-    assigned : tuple of (variable_id, shapes)
-        The shared variables that the call assigned.
-    """
-
-    skeleton: Any
-    leaves: tuple[Leaf, ...]
-    assigned: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()
-
-
-class ParcelOrder(NamedTuple):
-    """A parcel to load; see ``synk._master.code.book``.
-
-    Attributes
-    ----------
-    is_optional : bool
-        Whether to go on if it cannot be loaded.
-    """
-
-    number: int
-    data: bytes
-    is_optional: bool
-
-
-class LoadOrder(NamedTuple):
-    """The content of a LOAD message.
-
-    Attributes
-    ----------
-    parcels : list of ParcelOrder
-    sys_path : list of str
-        The master's.
-    levels : Levels
-        The levels of the master's loggers.
-    prepare : int or None
-        The function to run in a worker that replaces another.
-    """
-
-    parcels: list[ParcelOrder]
-    sys_path: list[str]
-    levels: Levels
-    prepare: int | None = None
 
 
 class Failure(NamedTuple):

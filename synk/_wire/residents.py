@@ -3,47 +3,15 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any, NamedTuple
+from typing import Any
 
 from synk._wire.cell import cell
 
-
-class Adopt(NamedTuple):
-    """Orders a rank to make an object from its pickle, or to replace the object with this number.
-
-    ``first`` is the version with which the object was set.
-    """
-
-    resident_id: int
-    name: str
-    pickle: bytes
-    first: int
-    version: int
-    sys_path: list[str]
-
-
-class ReportStates(NamedTuple):
-    """Orders a rank to report ``(version, is_torn, mark)`` of objects, or None for one that it does not have.
-
-    ``objects`` has, for each of them, its number and the version with which it was set.
-    """
-
-    objects: tuple[tuple[int, int], ...]
-
-
-class Dump(NamedTuple):
-    """Orders a rank to send an object's state as bytes; with ``is_whole``, the object itself, pickled."""
-
-    resident_id: int
-    is_whole: bool = False
-
-
-class Restore(NamedTuple):
-    """Orders a rank to restore an object's state: the one that another rank had after call ``version``."""
-
-    resident_id: int
-    state: bytes
-    version: int
+COUNTED, TORN = -2, -1
+"""What has become of an object after a call that failed: it is as after the call, or in between. Other numbers say that
+it was put back: 0 that it is as before the call, any other that it differs from that in what could not be put back, and
+is equal on ranks with equal numbers.
+"""
 
 
 def methods_of(value: Any) -> tuple[Any, Any]:

@@ -29,5 +29,5 @@ that the ranks of one machine take, in the order of ranks: the same bits. ``synk
 a node and by wires between nodes, in rank order.
 
 ``split`` is pure. ``nodes``, ``session`` and ``forking`` run in the program, ``relay`` on the nodes, ``ray_tunnel`` and
-``ray_machines`` between them on a cluster. The other files serve the engine of ``synk._master``.
+``ray_machines`` between them on a cluster.
 """

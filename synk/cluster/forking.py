@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from synk._master.processes.program import interpreter, search_path
+from synk._processes.program import interpreter, search_path
 from synk._pure.cores import num_cores
 from synk._wire.cell import is_frozen
 from synk.backends._assignment import DeviceAssignment
@@ -109,7 +109,7 @@ def open_session(
     common = {"timeout": timeout, "seed": seed, "max_restarts": max_restarts, "on_restart": on_restart}
     assignment = DeviceAssignment(tuple(f"cpu:{rank}" for count in counts for rank in range(count)))
     kind = nodes_of.TunnelProcess if "ray" in options else nodes_of.AgentProcess
-    how = {"topology": Topology(counts), "process_type": kind, "options": options}
+    how: dict[str, Any] = {"topology": Topology(counts), "process_type": kind, "options": options}
     return NodeSession(nodes_of.NodePlacement("numpy", assignment, **how), **common)
 
 

@@ -2,6 +2,7 @@
 
 What the engine does with a rank becomes an event for the agent of its node. Events wait until the engine waits, or has
 rung all ranks of a call, and go as one message. The replies of ranks, and their ends, are what an agent tells.
+In one file because a node and its ranks share one link.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from synk._engine import wire
 from synk._engine.processes import Processes, Worker
 from synk._engine.workers import GRACE_S
-from synk._master.processes.placement import HASH_SEED, Placement, num_threads_set
-from synk._master.processes.program import setup_message
-from synk._master.processes.worker_process import WorkerProcess
+from synk._processes.placement import HASH_SEED, Placement, num_threads_set
+from synk._processes.program import setup_message
+from synk._processes.worker_process import WorkerProcess
 from synk._pure.cores import num_cores
 from synk._pure.interrupts import deferred
+from synk._wire import orders as wire
 from synk._wire.control import Down, Up
 from synk._wire.memory import Segment
 from synk.cluster.post import Event, Post

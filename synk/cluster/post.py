@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-from synk._engine import wire
+from synk._wire import orders as wire
 
 Event = tuple[Any, ...]
 

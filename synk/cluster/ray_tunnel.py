@@ -25,10 +25,10 @@ from typing import Any, NoReturn
 
 import ray
 
-from synk._engine import wire
-from synk._master.processes.placement import HASH_SEED, num_threads_set
+from synk._processes.placement import HASH_SEED, num_threads_set
 from synk._pure.cores import num_cores
 from synk._pure.environment import merged
+from synk._wire import orders as wire
 from synk._wire.descriptors import Descriptor
 from synk._wire.lifeline import tie_to_master
 from synk._wire.memory import Segment

@@ -23,15 +23,15 @@ from typing import Any
 
 import numpy as np
 
-from synk._engine import wire
-from synk._engine.layout import Layout, News, spare_of
-from synk._master.processes.worker_process import WorkerProcess
+from synk._processes.worker_process import WorkerProcess
 from synk._pure.environment import merged
 from synk._pure.ranges import LINE_NBYTES
+from synk._wire import orders as wire
 from synk._wire.control import Down, Up, control_blocks, control_nbytes
 from synk._wire.descriptors import Descriptor, eventfd
 from synk._wire.lifeline import tie_to_master
 from synk._wire.logs import send_records
+from synk._wire.looks import Layout, News, spare_of
 from synk._wire.memory import Segment, create_fd
 from synk._wire.variables import leaf_offsets
 from synk.cluster.post import Event, Post

@@ -17,20 +17,20 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from synk._engine import wire
 from synk._engine.engine import Call
 from synk._engine.lanes import Lane
-from synk._engine.layout import COMMON_B
 from synk._engine.processes import Worker
-from synk._engine.rank_nodes import Wiring
-from synk._engine.rank_outputs import RankReduction
 from synk._engine.session import Session
 from synk._engine.things import Once, Thing
 from synk._engine.variables import Variable, sparse
 from synk._engine.workers import Owed
+from synk._rank.failpoints import nothing
+from synk._rank.nodes import Wiring
+from synk._rank.outputs import RankReduction
+from synk._wire import orders as wire
 from synk._wire.control import Down
+from synk._wire.looks import COMMON_B
 from synk._wire.variables import leaf_offsets
-from synk._worker.failpoints import nothing
 from synk.cluster.nodes import Node, NodePlacement, NodeProcesses, RankOfNode
 from synk.communicators._layout import required_nbytes
 from synk.errors import CallCancelled, UnsupportedError, WorkerDied

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from synk._worker.held.pickling import HostPickler
+from synk._rank.pickling import HostPickler
 from synk.communicators._comm import comm
 from synk.torch._apart import Apart, load_joined
 from synk.torch._module_parts import dump_apart

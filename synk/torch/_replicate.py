@@ -19,8 +19,8 @@ import torch
 
 from synk._api.current import current
 from synk._api.runtime import Runtime
-from synk._master.code.handles import Handle
-from synk._master.processes.output import warn_at_users_line
+from synk._code.handles import Handle
+from synk._processes.output import warn_at_users_line
 from synk._pure import files
 from synk._pure.generators import generator_states
 from synk._pure.output_ops import DEFAULT_OP

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import synk
-from synk._master.calls.signature import OPTION_NAMES
+from synk._engine.signature import OPTION_NAMES
 
 X = np.arange(6.0)
 

@@ -1,6 +1,6 @@
 """Maps over nodes: what goes wrong with their items, with several ranks of a node at items at a time.
 
-What maps give, and one rank for each node, is tested with those of one machine (tests/master/flight/test_map.py).
+What maps give, and one rank for each node, is tested with those of one machine (tests/engine/test_map.py).
 """
 
 from __future__ import annotations

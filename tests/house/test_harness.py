@@ -304,7 +304,7 @@ def surroundings() -> dict[str, object]:
             signal.getsignal(signal.SIGINT).__name__,
         ),
         "flags": repr(sys.flags),
-        "master's half": sorted(name for name in sys.modules if name.startswith(("synk._master", "synk._api"))),
+        "master's half": sorted(name for name in sys.modules if name.startswith(("synk._engine", "synk._api"))),
     }
 
 

@@ -24,34 +24,26 @@ BELOW: dict[str, tuple[str, ...]] = {
     "backends": ("_wire", "_pure", "errors"),
     "communicators": ("backends", "_wire", "_pure", "errors"),
     "cuda": ("communicators", "backends", "_wire", "_pure", "errors"),
-    "_master": _BELOW_BOTH,
-    "_worker": _BELOW_BOTH,
-    "cluster": ("_master", "cuda", "communicators", "backends", "_wire", "_pure", "errors"),
-    "_engine": ("_master", "_worker", *_BELOW_BOTH),  # ``rank`` begins the names of a rank's files
-    "_api": ("_engine", "cluster", "_master", *_BELOW_BOTH),
-    "profiler": ("_api", "_master", "_wire", "_pure", "errors"),
-    "torch": ("_api", "communicators", "_wire", "_pure", "errors"),
-    "": ("torch", "profiler", "_api", "communicators", "_master", "_worker", "_wire", "_pure", "errors", "_version"),
+    "_rank": (*_BELOW_BOTH,),
+    "_processes": (*_BELOW_BOTH,),
+    "_code": ("_processes", *_BELOW_BOTH),
+    "_engine": ("_code", "_processes", *_BELOW_BOTH),
+    "cluster": ("_engine", "_rank", "_code", "_processes", *_BELOW_BOTH),
+    "_api": ("_engine", "_code", "_processes", "cluster", *_BELOW_BOTH),
+    "profiler": ("_api", "_engine", "_wire", "_pure", "errors"),
+    "torch": ("_api", "_code", "_processes", "_rank", "communicators", "_wire", "_pure", "errors"),
+    "": ("torch", "profiler", "_api", "_rank", "communicators", "_wire", "_pure", "errors", "_version"),
     "__main__": ("",),
     "extensions": ("", "_pure", "errors"),
     "check": ("", "torch", "cuda", "_wire", "_pure", "errors", "_version"),
 }
 """What each folder, or file beside the folders, may import; ``""`` is the package's own ``__init__``."""
 
-INNER = {
-    "_master": ("code processes", "workers entrance", "state", "session", "collectives", "objects", "calls", "flight"),
-    "_worker": ("failpoints held process", "failures", "call member", "rank", "loop"),
-}
-"""The folders, and files beside them, of each half, from the ground up; those of one floor do not know each other."""
-
-FOLDERS = ("_api", "_master", "_worker", "_wire", "_pure")
+FOLDERS = ("_api", "_engine", "_rank", "_code", "_processes", "_wire", "_pure")
 
 SEES_ALSO = {
     "synk.backends": "cuda",  # by name, when a backend is opened
-    "synk.cuda._collectives": "_worker",  # on a rank only
-    "synk._api.inline": "_worker",  # a rank in the master's process: the one place where both halves meet
-    "synk.torch._replicate": "_master",
-    "synk.torch._passes": "_worker",
+    "synk._engine.inline": "_rank",  # a rank in the program: the one place where both halves meet
     "synk": "extensions",  # by name, when joblib makes its backend
     "synk.extensions.joblib": "_api",
 }
@@ -102,28 +94,13 @@ def violations(modules: dict[str, str]) -> list[str]:
         if own not in BELOW:
             found.append(f"{name} lies in no known folder")
             continue
-        if own in INNER and name.count(".") > 1 and floor_of(own, name.split(".")[2]) < 0:
-            found.append(f"{name} lies in no known folder of {own}")
         for target in sorted(targets):
             part = part_of(target)
             if part != own and part not in BELOW[own] and SEES_ALSO.get(name) != part:
                 found.append(f"{name} imports {target}")
             if target == f"synk.{own}" and own in FOLDERS:
                 found.append(f"{name} imports its folder")
-            if own in INNER and part == own and name.count(".") > 1 and not is_below(target, name):
-                found.append(f"{name} imports {target}, which is not below it")
     return found + [f"circle: {' -> '.join(circle)}" for circle in circles(graph)]
-
-
-def is_below(target: str, name: str) -> bool:
-    """Whether a file lies in the same inner folder of its half as another one, or on a lower floor."""
-    (_, half, room, *_), (_, _, own, *_) = target.split("."), name.split(".")
-    return room == own or floor_of(half, room) < floor_of(half, own)
-
-
-def floor_of(half: str, room: str) -> int:
-    """Return the floor on which a folder of a half lies, or a file beside the folders; -1 where it is not known."""
-    return next((floor for floor, rooms in enumerate(INNER[half]) if room in rooms.split()), -1)
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
@@ -152,16 +129,16 @@ def test_every_import_follows_the_rule() -> None:
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        ("synk._pure.shards", "import synk._master.processes.placement"),
+        ("synk._pure.shards", "import synk._processes.placement"),
         ("synk._pure.shards", "from synk._wire import memory"),
-        ("synk._master.workers.workers", "from synk._master.calls.call import launch"),
-        ("synk._worker.held.pages", "def f():\n    from synk._worker.call.peers import Peers"),
-        ("synk._master.attic", "x = 1"),
-        ("synk._master.calls.call", "if TYPE_CHECKING:\n    from synk._worker.rank import Worker"),
-        ("synk._master.calls.call", "import importlib\nimportlib.import_module('synk._worker.rank')"),
-        ("synk._master.calls.call", "from synk import _worker"),
-        ("synk._api.runtime", "from synk._worker.rank import Worker"),
-        ("synk._master.objects.data", "from synk import Runtime"),
+        ("synk._code.book", "from synk._engine.plan import Plan"),
+        ("synk._processes.output", "def f():\n    from synk._engine.plan import Plan"),
+        ("synk._rank.call", "from synk._engine.plan import Plan"),
+        ("synk._engine.plan", "if TYPE_CHECKING:\n    from synk._rank.rank import Rank"),
+        ("synk._engine.plan", "import importlib\nimportlib.import_module('synk._rank.rank')"),
+        ("synk._engine.plan", "from synk import _rank"),
+        ("synk._api.runtime", "from synk._rank.rank import Rank"),
+        ("synk._engine.data", "from synk import Runtime"),
         ("synk.extensions.optax", "from synk._api.function import Function"),
         ("synk._attic.box", "x = 1"),
     ],

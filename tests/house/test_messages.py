@@ -33,7 +33,6 @@ OTHERS = {
     ),
     "the dataclass {} cannot be built from its fields ({})": "a part of the text that names the argument",
     "its {} cannot be pickled ({}: {})": "likewise",
-    "{}{} reports errors to every call from now on: this worker ends.": "written to stderr as the worker ends",
     "rank {} gave up waiting: the call was aborted after a failure elsewhere.": "of a rank whose error is not shown",
 }
 

@@ -34,7 +34,7 @@ import numpy as np
 
 import synk
 from support.nursery_process import NAME as NURSERY
-from synk._master.processes.program import ARMED
+from synk._processes.program import ARMED
 
 TESTS_FOLDER = Path(__file__).resolve().parents[1]
 PACKAGE_FOLDER = Path(synk.__file__).resolve().parents[1]
@@ -106,8 +106,8 @@ def arm(runtime: Any, *failpoints: Failpoint) -> None:
     """
 
     def rearm(row: np.ndarray) -> None:
+        from synk._rank import failpoints as _failpoints
         from synk._wire.cell import cell
-        from synk._worker import failpoints as _failpoints
 
         reach = _failpoints.arm(failpoints, int(row[0]))
         is_over = False

@@ -550,116 +550,90 @@ def verdict() -> Protocol:
 # -- calls ------------------------------------------------------------------------------------------------------------
 
 
-def ring(rank: int) -> Block:
-    return block("Channel.ring", write(f"pipe down[{rank}]", name="write pipe"))
-
-
-def stage(call: int) -> Block:
-    """The number of a call. What is compared before it is the arguments, which no other process writes."""
-    return block("stage", store("CALL", call))
-
-
-def launch(call: int) -> Block:
-    """The numbers of a call of which the workers may have to learn something, then the messages."""
-    to_all = [block("Workers._send_one", note("call ring"), ring(rank)) for rank in range(2)]
-    message = block("Workers.send", note("call _send_all"), block("Workers._send_all", *to_all))
-    new = block("_send_new", store("RESULT", call), note("call send"), message)
-    send = block(
-        "send",
-        note("store TIMED"),
-        note("call _send_new"),
-        new,
-        note("store RESULT"),
-        note("call ring"),
+def tell(rank: int) -> Block:
+    """An order: one write."""
+    return block(
+        "Workers.send", note("call write"), block("Link.write", write(f"pipe down[{rank}]", name="write pipe"))
     )
-    return block("launch", note("call stage"), stage(call), note("call send"), send)
 
 
-def launch_again(call: int) -> Block:
-    """The numbers of a call that fits a compiled one, then the doorbells."""
-    to_all = block("Doorbells.ring", note("call ring"), ring(0), ring(1))
-    send = block(
-        "send",
-        note("store TIMED"),
-        note("call _send_new"),
-        store("RESULT", call),
-        note("call ring"),
-        to_all,
+def hear_order(rank: int) -> Block:
+    return block("Link.read", read(f"pipe down[{rank}]", name="read pipe"))
+
+
+def reply(rank: int) -> Block:
+    return block("Link.write", write(f"pipe up[{rank}]", name="write pipe"))
+
+
+def replies() -> list[Block]:
+    return [block("Link.read", read(f"pipe up[{k}]", name="read pipe")) for k in range(2)]
+
+
+def begin_call(call: int) -> Block:
+    """Arguments and the numbers of a call, then the orders."""
+    show = block("Lane.show", note("store PARTICIPATES"), note("store ROWS"))
+    staged = block("stage", store("staging", call))
+    return block(
+        "Call.begin",
+        note("call stage"),
+        staged,
+        note("call show"),
+        show,
+        store("CALL", call),
+        note("call send"),
+        tell(0),
+        tell(1),
     )
-    return block("call_again", note("call stage"), stage(call), note("call send"), send)
+
+
+def body(rank: int, call: int) -> Block:
+    """The user's function, with a variable that the call before has assigned."""
+    front = block("Replica._front", expect("fronts", call - 1))
+    return block("", expect("CALL", call), expect("staging", call), front, store(f"spare[{rank}]", call))
 
 
 def run(rank: int, call: int) -> Block:
-    """Outputs into the slot, agreement, the part of the result."""
-    return block(
-        "run_call",
-        note("store PHASE"),
-        note("store PHASE"),
-        block("publish", store(f"slots[{rank}]", call)),
-        expect("RESULT", call),
-        meet_outputs(rank, 1 - rank, call),
-        note("store PHASE"),
-        block("assemble", expect(f"slots[{1 - rank}]", call), store(f"results[{rank}]", call)),
-    )
-
-
-def meet_outputs(rank: int, peer: int, call: int) -> Block:
-    return block(
-        "Peers.meet",
-        expect("CALL", call),
-        FENCE,
-        store(f"published[{rank}]", call),
-        await_(f"published[{peer}]", lambda number: number == call),
-        FENCE,
-    )
-
-
-def take_call(*parts: Step | Block) -> Block:
-    return block(
-        "handle",
-        note("load TIMED"),
-        block("guarded", *parts),
-        note("call leave_call"),
-        note("store FUNCTION_NS"),
-        note("store PHASE"),
-    )
+    """Outputs go into the slot."""
+    check = block("Rank.check_interrupt", note("load INTERRUPT"))
+    publish = block("publish", store(f"slots[{rank}]", call))
+    steps = note("call begin"), note("call check_interrupt"), check, note("call finish")
+    return block("RankPlan.answer", *steps, note("call publish"), publish)
 
 
 def calls() -> Protocol:
-    """Two calls with large outputs, the first of which assigns a variable."""
+    """Two calls with large outputs, which the ranks reduce; each call assigns a variable."""
 
     def rank(k: int) -> Block:
         steps: list[Step | Block] = []
         for call in (1, 2):
-            steps.append(block("Channel.answer", read(f"pipe down[{k}]", name="read pipe")))
-            steps.append(block("VariableStore.resolve", expect("COMMITTED", call - 1)))
-            steps.append(take_call(note("load INTERRUPT"), block("action", run(k, call))))
-            steps.append(block("Channel.ring", write(f"pipe up[{k}]", name="write pipe")))
+            reduction = block("reduction", expect(f"slots[{1 - k}]", call), store(f"results[{k}]", call))
+            steps += [hear_order(k), body(k, call), run(k, call), reply(k), hear_order(k), reduction, reply(k)]
         return _program(*steps)
 
-    def collected(call: int) -> list[Step | Block]:
-        answers = [block("Channel.answer", read(f"pipe up[{k}]", name="read pipe")) for k in range(2)]
-        return [*answers, *(expect(f"results[{k}]", call) for k in range(2))]
+    def call(number: int) -> list[Step | Block]:
+        ask = block("Engine.ask", note("call send"), tell(0), tell(1), note("call wait"))
+        values = [expect(f"{what}[{k}]", number) for what in ("results", "spare") for k in range(2)]
+        turn = block("Variable.turn", store("fronts", number))
+        commit = block("Workers.finish_commit", note("call turn"), turn)
+        return [begin_call(number), *replies(), ask, *replies(), *values, commit]
 
-    commit = block("Variables.commit", store("COMMITTED", 1), note("call finish_commit"))
-    master = _program(launch(1), *collected(1), commit, launch_again(2), *collected(2))
-    return Protocol((rank(0), rank(1), master), {})
+    return Protocol((rank(0), rank(1), _program(*call(1), *call(2))), {"fronts": 0})
 
 
 def interrupt() -> Protocol:
-    """The master interrupts a call; the signal comes before the worker takes the call, which looks for itself."""
-    master = block(
-        "Recovery._interrupt",
+    """The program interrupts a call; the signal comes before the rank takes the call, which looks for itself."""
+    program = block(
+        "Workers._quiet",
         store("INTERRUPT", 1),
         note("call interrupt"),
         block("WorkerProcess.interrupt", write("SIGINT", name="call signal")),
-        note("call ring"),
+        note("call write"),
         note("call wait"),
         note("call interrupt"),  # once more, to a rank that has not answered
-        note("store INTERRUPT"),
+        note("call fail"),  # after a second Ctrl-C
     )
-    worker = [read("SIGINT"), take_call(expect("INTERRUPT", 1), note("call action"))]
-    return Protocol((_program(master), _program(*worker)), {})
+    rank = [read("SIGINT"), block("Rank.check_interrupt", expect("INTERRUPT", 1))]
+    return Protocol((_program(program), _program(*rank)), {})
 
 
 def protocols() -> dict[str, Protocol]:

@@ -30,13 +30,15 @@ LONGEST_S = 2400
 """A fault after which the tests are not done by then hangs them: it counts as found."""
 
 NEAREST = {
-    "_api": "api first_hour master",
-    "_master": "master faults api",
-    "_worker": "worker master faults",
-    "_wire": "wire master",
-    "_pure": "pure master",
+    "_api": "api first_hour engine",
+    "_engine": "engine faults api",
+    "_rank": "rank engine faults",
+    "_code": "code",
+    "_processes": "processes faults",
+    "_wire": "wire engine",
+    "_pure": "pure engine",
     "backends": "backends cuda",
-    "communicators": "communicators worker",
+    "communicators": "communicators",
     "cluster": "cluster",
     "cuda": "cuda backends",
     "torch": "training",

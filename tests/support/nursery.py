@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from support.nursery_process import AGENT, CLONE, WORKER_MODULES
-from synk._master.processes.program import command
-from synk._master.processes.worker_process import WorkerProcess
+from synk._processes.program import command
+from synk._processes.worker_process import WorkerProcess
 from synk._wire.cell import WORKER_ARGUMENT
 
 _BOOT = """\

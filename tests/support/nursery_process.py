@@ -33,8 +33,8 @@ NAME = "synk-nursery"
 """By which the harness knows a nursery of an agent or a program, and counts it as none of its children."""
 
 WORKER_MODULES = (
-    "synk._engine.rank_loop",
-    "synk._worker.held.pickling",
+    "synk._rank.loop",
+    "synk._rank.pickling",
     "synk.communicators._comm",
     "numpy.random",
     "cloudpickle",

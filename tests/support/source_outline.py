@@ -34,7 +34,8 @@ _WORDS = {
     "heads": "halves",
     "own_heads": "halves",
     "ring": "rings",
-    "published": "published",
+    "fronts": "fronts",
+    "_word": "fronts",
 }
 # rendezvous.written[a][b] is a word and rendezvous.written[a] a row of them; a local variable holds such a row.
 _ROWS = ("written", "read", "unsent")
@@ -78,7 +79,8 @@ def _constants(module: ModuleType) -> dict[str, str]:
     for statement in tree(module).body:
         if isinstance(statement, ast.Assign):
             (target,), value = statement.targets, statement.value
-            pairs = zip(target.elts, value.elts) if isinstance(target, ast.Tuple) else [(target, value)]
+            are_several = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
+            pairs = zip(target.elts, value.elts) if are_several else [(target, value)]
             found.update({_name(name): word for name, value in pairs if (word := _number(value, {}))})
     return found
 

@@ -36,18 +36,13 @@ from support.weak_memory import (
     without,
 )
 
-from synk._master.calls import call as _calls
-from synk._master.calls import staging
-from synk._master.processes import worker_process
-from synk._master.state import variable
-from synk._master.workers import doorbells, recovery
-from synk._master.workers import workers as _workers
-from synk._wire import channel as _channel
+from synk._engine import engine, lanes, variables, workers
+from synk._processes import worker_process
+from synk._rank import call as _call
+from synk._rank import peers, rank
+from synk._rank import variables as _variables
+from synk._wire import orders
 from synk._wire.control import Down, Up
-from synk._worker.call import peers
-from synk._worker.held import variables as _variables
-from synk._worker.loop import calls as _worker_calls
-from synk._worker.loop import dispatch as _dispatch
 from synk.communicators import (
     _exchange,
     _mailbox,
@@ -171,8 +166,6 @@ UNORDERED = {
     ("Rendezvous.rouse store sleeps", "Mailbox._write store rings"),
     # The array of an offer is told of by ``written``.
     ("function store arrays", "Rendezvous.rouse store sleeps"),
-    # The fence is for the loads between the two.
-    ("Peers.meet store published", "assemble store results"),
 }
 
 
@@ -209,25 +202,20 @@ MODULES = {
     "ShmCollectives": _shm_collectives,
     "Meeting": _meetings,
     "Peers": peers,
-    "run_call": _worker_calls,
-    "handle": _dispatch,
-    "guarded": _worker_calls,
-    "VariableStore": _variables,
-    "Workers": _workers,
-    "Recovery": recovery,
+    "Link": orders,
+    "Call": engine,
+    "Engine": engine,
+    "Lane": lanes,
+    "Workers": workers,
+    "Variable": variables,
     "WorkerProcess": worker_process,
-    "Channel": _channel,
-    "Variables": variable,
-    "launch": _calls,
-    "call_again": _calls,
-    "stage": staging,
-    "send": _calls,
-    "_send_new": _calls,
-    "Doorbells": doorbells,
+    "Rank": rank,
+    "RankPlan": _call,
+    "Replica": _variables,
 }
 # No functions of the source: what a call of ``is_ready`` or ``action`` does, and what Outputs and functions of the user
 # do with arrays.
-ABSTRACT = ("", "is_ready", "action", "function", "yield", "publish", "assemble")
+ABSTRACT = ("", "is_ready", "action", "function", "yield", "publish", "stage", "reduction")
 
 
 def collapsed(steps: Iterable[str]) -> tuple[str, ...]:

@@ -1,0 +1,157 @@
+"""Checks on captured objects: whether they can be sent, which variables are in them, and advice on frequent changes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from synk._code.culprits import culprit_in, place_of
+from synk._code.handles import HandlePickler
+from synk._processes.output import warn_at_users_line
+from synk.errors import SerializationError
+
+LARGE_CHANGE_NBYTES = 1 << 20
+"""From this size on, the user is told about an object that is sent again and again."""
+
+
+class Changes:
+    """Counts how often in a row objects of a function had to be sent again."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._restless: set[str] = set()
+        self._rows: dict[Any, tuple[int, int]] = {}  # how often, and the last call
+        self._has_told = False
+
+    def note(self, fn: Any, sent: Sequence[tuple[Any, int]], call: int) -> None:
+        """Note what was sent before a call. Tell the user once about a large object that should be an argument."""
+        for obj, nbytes in sent:
+            if nbytes < LARGE_CHANGE_NBYTES:
+                continue
+            place = place_of(fn, obj)
+            count, last = self._rows.get(place, (0, call - 1))
+            self._rows[place] = count + 1 if last == call - 1 else 1, call
+            if self._rows[place][0] == 3 and not self._has_told:
+                self._has_told = True
+                warn_at_users_line(
+                    f"{self._name!r} uses {place!r} ({nbytes / 1e6:.0f} MB), which has changed in three calls in a row "
+                    "and is sent again as a whole each time. Make it a parameter and name it in bcast_inputs: arrays "
+                    "among the arguments travel through shared memory.",
+                    UserWarning,
+                )
+
+    def note_restless(self, fn: Any, objects: Iterable[Any]) -> None:
+        """Note objects whose pickle is another one each time. Tell the user once, when one is sent again."""
+        places = {place_of(fn, obj) for obj in objects}
+        told = self._restless & places
+        if told and not self._has_told:
+            self._has_told = True
+            warn_at_users_line(
+                f"{self._name!r} captured {min(told)}, whose pickle is another one each time: it is sent with each "
+                "call, and what a rank has changed in it is lost. Pass it as an argument, or make it in the function.",
+                UserWarning,
+            )
+        self._restless |= places
+
+
+class _Nowhere:
+    """A file that keeps nothing."""
+
+    def write(self, data: Any) -> int:
+        return memoryview(data).nbytes
+
+
+class Referred(NamedTuple):
+    """The variables and resident objects to which a function refers."""
+
+    variables: set[Any]
+    residents: set[Any]
+
+
+class Captured(NamedTuple):
+    """Everything to which a function refers: things on the workers, and torch models that are copied there."""
+
+    referred: Referred
+    modules: tuple[Any, ...]
+    optimizers: tuple[Any, ...]
+
+    @property
+    def classes(self) -> list[type]:
+        """The classes that resident objects name."""
+        residents = sorted(self.referred.residents, key=lambda resident: resident.id)
+        return [cls for resident in residents for cls in resident.classes]
+
+
+def captured_in(value: Any) -> Captured:
+    """Return what ``value`` refers to. Raises whatever pickling it raises."""
+    pickler = HandlePickler(_Nowhere(), buffer_callback=lambda buffer: None)
+    pickler.dump(value)
+    parts = {id(part) for module in pickler.modules for part in list(module.modules())[1:]}
+    return Captured(
+        referred_in(pickler.handles),
+        tuple(module for module in pickler.modules if id(module) not in parts),
+        tuple(pickler.optimizers),
+    )
+
+
+def check_captured(name: str, options: dict[str, Any]) -> Captured:
+    """Return what a function refers to.
+
+    Raises
+    ------
+    SerializationError
+        If the function cannot be sent.
+    TypeError
+        If it would train: each worker would change a copy of its own, and no model would learn.
+    """
+    try:
+        captured = captured_in(options)
+    except Exception as error:
+        raise unsendable(repr(name), options["fn"], error) from error
+    check_optimizers(name, captured.optimizers)
+    return captured
+
+
+def unsendable(names: str, fn: Any, error: Exception) -> SerializationError:
+    """Return the error for a function that cannot be pickled."""
+    return SerializationError(
+        f"cannot send {names} to the workers: {find_culprit(fn)}{type(error).__name__}: {str(error).rstrip('.')}. "
+        "Make such an object inside the function, or pass what it needs as an argument."
+    )
+
+
+def check_optimizers(name: str, optimizers: Sequence[Any]) -> None:
+    if optimizers:
+        raise TypeError(
+            f"cannot build {name!r}: it refers to a torch optimizer ({type(optimizers[0]).__name__}), whose steps "
+            "would change a copy on each worker and not the model here. Use synk.torch.replicate(model, optimizer), or "
+            "keep both on the workers by synk.resident((model, optimizer))."
+        )
+
+
+def find_culprit(fn: Any) -> str:
+    """Return a sentence that names the first part of a function that cannot be pickled."""
+    target = getattr(fn, "func", fn)
+    owner = {"self": target.__self__} if hasattr(target, "__func__") else {}
+    target = getattr(target, "__func__", target)
+    try:
+        variables = inspect.getclosurevars(target)
+    except (TypeError, ValueError):
+        return ""
+    for name, value in {**owner, **variables.nonlocals, **variables.globals}.items():
+        try:
+            captured_in(value)
+        except Exception:
+            place, part = culprit_in(name, value, captured_in)
+            return f"its variable {place!r} ({type(part).__name__}) cannot be pickled. "
+    return ""
+
+
+def referred_in(handles: Sequence[Any]) -> Referred:
+    """Return the variables and resident objects behind the handles that a function captured."""
+    referents = [handle._referent for handle in handles]
+    return Referred(
+        {each for each in referents if getattr(each, "kind", "") == "variable"},
+        {each for each in referents if getattr(each, "kind", "") == "resident"},
+    )

@@ -1,0 +1,216 @@
+"""An argument as calls know it: its kind, what makes a plan fit it, its pickle, and what it transfers."""
+
+from __future__ import annotations
+
+import functools
+import io
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from synk._code.culprits import culprit_in
+from synk._engine.data import Contents
+from synk._pure.nested import PLAIN_TYPES
+from synk._pure.shards import Selection
+from synk._pure.tables import packed, pickled_rows
+from synk._pure.tensors import array_of, copied_tensor, dtype_of, is_ordinary, is_tensor
+from synk._wire.parcels import TravelPickler, dumps
+from synk.errors import SerializationError
+
+NEW_NBYTES = 1 << 22
+"""Copying that much costs as much as a call that is new. Larger arrays are mapped by name, or copied by rows."""
+
+
+class Nest(NamedTuple):
+    """A nested value. Its leaves are consecutive arguments, from the one that holds this; see ``synk._pure.nested``."""
+
+    num_leaves: int
+    structure: Any
+    is_whole: bool = False
+    """Whether the value goes whole to every rank, so that its lists are structure."""
+
+
+@dataclass
+class Argument:
+    """One argument of a call, or one leaf of a nested argument, after the checks.
+
+    Attributes
+    ----------
+    label : str
+        Its name in errors.
+    keyword : str
+        The name under which the function gets it; empty if by position.
+    kind : str
+        As in ``Input.kind``.
+    array : ndarray or None
+        The array to stage: ``rows``, ``picked`` or ``whole`` that lies in no segment yet; for ``table``, the packed
+        rows of all ranks.
+    data : synk.Data or None
+    contents : Contents or None
+        The contents of ``data`` when the argument was bound, or a memory-mapped array. Another thread may replace the
+        contents of ``data`` at any time, so the whole call uses these.
+    file : tuple or None
+        How a rank maps the file in which the array lies: the arguments of ``map_again``.
+    value : object
+        For ``object``, ``shard``, ``replica`` and ``resident``; for ``table``, a table or a CSR matrix with rows.
+    tensor_dtype : str
+        As in ``Input.tensor_dtype``.
+    is_tensor : bool
+        Whether ``array`` is the memory of a torch tensor.
+    nest : Nest or None
+        The nested value, if this is its first leaf.
+    """
+
+    label: str
+    keyword: str
+    kind: str
+    array: np.ndarray | None = None
+    data: Any = None
+    contents: Contents | None = None
+    file: Any = None
+    value: Any = None
+    dtype: Any = None
+    tensor_dtype: str = ""
+    is_tensor: bool = False
+    nest: Nest | None = None
+
+    @property
+    def key(self) -> Any:
+        """The part of a plan's key that comes from this argument: equal keys can share a plan."""
+        if self.contents is not None:
+            array = self.contents.array
+            return (self.kind, self.contents.segment_id, self.file, array.shape, array.dtype, array.dtype.type)
+        if self.array is not None:  # the type too: NumPy calls np.record equal to a plain record
+            return (self.kind, self.array.shape, self.dtype, self.dtype.type, self.tensor_dtype)
+        if self.kind in ("shard", "replica", "resident"):
+            return (self.kind, self.value.id)
+        return self.kind
+
+    @property
+    def num_rows(self) -> int | None:
+        """How many rows are to be divided; None if the argument has none, or is a shard."""
+        if self.kind == "table":
+            return int(self.value.shape[0])
+        return len(self.whole_array) if self.kind == "rows" and self.whole_array is not None else None
+
+    @property
+    def whole_array(self) -> np.ndarray | None:
+        """The array, wherever it lies; None if it is not an array."""
+        return self.array if self.contents is None else self.contents.array
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """The shape of the array; None if it is not an array."""
+        array = self.whole_array
+        return None if array is None else array.shape
+
+
+Objects = tuple[bytes, list[memoryview]]
+"""The pickle of a call's broadcast objects, and the arrays in them, which lie beside it."""
+
+
+class ObjectPickler(TravelPickler):
+    """Pickles broadcast objects. The memory of tensors goes out of band, like that of arrays."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if is_tensor(obj) and is_ordinary(obj):
+            array: Any = np.ascontiguousarray(array_of(obj)).reshape(-1).view(np.uint8)
+            buffer = pickle.PickleBuffer(array)
+            return copied_tensor, (buffer, dtype_of(obj), tuple(obj.shape))
+        return super().reducer_override(obj)
+
+
+def padded(data: bytes, nbytes: int) -> np.ndarray:
+    """Return a pickle as an array of ``nbytes`` bytes. The bytes after its end are never read."""
+    return np.frombuffer(data.ljust(nbytes, b"\0"), np.uint8)
+
+
+def pickle_objects(values: list[Any], labels: list[str], function_name: str) -> tuple[Objects, list[type]]:
+    """Pickle the broadcast objects of a call as one tuple. Arrays in them go out of band.
+
+    Returns
+    -------
+    data : bytes
+    buffers : list of memoryview
+        Contiguous, in the order in which the pickle refers to them.
+    classes : list of type
+        The classes that the pickle names.
+
+    Raises
+    ------
+    SerializationError
+        With the name of the argument that cannot be pickled.
+    """
+    buffers: list[pickle.PickleBuffer] = []
+    if all(type(value) in PLAIN_TYPES for value in values):
+        return (pickle.dumps(tuple(values), protocol=5), []), []
+    try:
+        file = io.BytesIO()
+        pickler = ObjectPickler(file, protocol=5, buffer_callback=buffers.append)
+        pickler.dump(tuple(values))
+        data = file.getvalue()
+    except Exception as error:
+        for label, value in zip(labels, values):
+            try:
+                dumps(value)
+            except Exception as inner:
+                place, part = culprit_in(label, value, dumps)
+                raise SerializationError(
+                    f"cannot send {place} of {function_name!r} ({type(part).__name__}): {type(inner).__name__}: "
+                    f"{str(inner).rstrip('.')}. Broadcast inputs must be arrays or picklable."
+                ) from inner
+        raise SerializationError(f"cannot send the broadcast inputs of {function_name!r}: {error}") from error
+    return (data, [buffer.raw() for buffer in buffers]), pickler.named
+
+
+def pack_tables(
+    arguments: Sequence[Argument],
+    selection: Selection | None,
+    bounds: Sequence[tuple[int, int]],
+    ranks: Sequence[int],
+    name: str,
+) -> None:
+    """Give each table the packed rows of all ranks that run the call.
+
+    No function captures the classes in them, so the pickle itself says how those of the program are now.
+
+    Raises
+    ------
+    TypeError
+        If rows cannot be pickled. The text names the column.
+    """
+    dumps_now = functools.partial(dumps, has_word=True)
+    for argument in arguments:
+        if argument.kind == "table" and selection is not None:
+            pickles: list[list[Any]] = [[] for _ in bounds]
+            try:
+                for rank in ranks:
+                    rows = selection.between(*bounds[rank])
+                    pickles[rank] = pickled_rows(argument.value, rows, dumps_now)
+            except TypeError as error:
+                raise TypeError(
+                    f"cannot scatter {argument.label} of {name!r}: {error}. Pass its arrays in a dict or a tuple."
+                ) from None
+            argument.array = packed(pickles)
+            argument.dtype = argument.array.dtype
+
+
+def pickle_nests(arguments: Sequence[Argument], function_name: str) -> bytes:
+    """Pickle ``(first, num_leaves, structure)`` of each nested argument; empty if there are none."""
+    nests = [(first, a.nest.num_leaves, a.nest.structure) for first, a in enumerate(arguments) if a.nest is not None]
+    if not nests:
+        return b""
+    try:
+        return dumps(nests)
+    except Exception as error:
+        raise SerializationError(
+            f"cannot send the structure of the arguments of {function_name!r}: {type(error).__name__}: {error}. Keys "
+            "and classes of nested arguments must be picklable."
+        ) from error
+
+
+HELD = frozenset({"shard", "replica", "resident"})
+"""The kinds of arguments that the ranks already have."""

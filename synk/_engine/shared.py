@@ -1,0 +1,136 @@
+"""``Shared``: state that lives on the workers between calls, one replica or one shard for each rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from synk._code.handles import Handle
+from synk._engine import variables as collectives
+from synk._pure.read_only import read_only
+from synk._pure.show import table
+from synk._pure.tracebacks import verb
+from synk._wire.variables import resolve_variable, value_as_array
+
+
+class Shared(Handle):
+    """A variable on every rank: an array, or a nesting of arrays such as the parameters of a model.
+
+    Made by :func:`synk.shared`. Inside a function ``w.value`` reads and assigns this rank's value; functions refer to
+    the variable by closing over it. A call is a transaction: its assignments take effect on all ranks if it succeeds,
+    and on none if it fails.
+
+    In the program ``w.value`` is a copy of rank 0's replica, or of the gathered shards. Assigning to it broadcasts or
+    scatters. ``w[rank]`` is the value of one rank, to read and to assign. What is read is a read-only copy, arrays and
+    containers alike, since a change in place would be lost; ``copy.deepcopy(w.value)`` may be changed.
+    ``w.value += 1`` assigns.
+    """
+
+    __slots__ = ("__weakref__", "_session")  # so that a misspelt ``w.vlaue = ...`` is an error
+
+    def __init__(self, session: Any, variable: collectives.Variable) -> None:
+        self._session = session
+        self._referent = variable
+        self._reference = (resolve_variable, (variable.id,))
+
+    @property
+    def name(self) -> str:
+        return self._referent.name
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank holds a part of the rows instead of a replica."""
+        return self._referent.is_sharded
+
+    @property
+    @verb
+    def value(self) -> Any:
+        """A read-only copy of rank 0's value, or if sharded, of the shards concatenated along axis 0."""
+        return read_only(self._read())
+
+    @value.setter
+    @verb
+    def value(self, value: Any) -> None:
+        with self._session.entered("assign"):
+            self._session.begin("assign")
+            collectives.assign(self._session, self._referent, value)
+
+    @verb
+    def __getitem__(self, rank: int) -> Any:
+        """Return a read-only copy of the value on one rank."""
+        with self._session.entered("read"):
+            self._session.begin("read")
+            return read_only(collectives.get_value(self._session, self._referent, rank))
+
+    @verb
+    def __setitem__(self, rank: int, value: Any) -> None:
+        """Set the value of one rank."""
+        with self._session.entered("assign"):
+            self._session.begin("assign")
+            collectives.set_value(self._session, self._referent, value, rank)
+
+    __iter__ = None  # ranks are no elements: a loop over ``w`` would be meant for its rows
+
+    @verb
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return value_as_array(self, self._referent.structure, dtype, copy)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the array, or a nesting of dtypes."""
+        variable = self._referent
+        return variable.build(variable.dtypes) if variable.is_nested else variable.dtypes[0]
+
+    @property
+    def shape(self) -> Any:
+        """The shape of rank 0's replica, or of all shards together."""
+        variable = self._referent
+        shapes = variable.value_shapes
+        whole = list(shapes[0])
+        if variable.is_sharded:
+            whole = [(sum(rank[leaf][0] for rank in shapes), *shape[1:]) for leaf, shape in enumerate(whole)]
+        return variable.build(whole) if variable.is_nested else whole[0]
+
+    @property
+    @verb
+    def lengths(self) -> list[int]:
+        """How many rows each rank has.
+
+        Raises
+        ------
+        ValueError
+            If the variable has no axis 0.
+        """
+        with self._session.entered("count rows"):
+            self._session.begin("count rows")
+            return self._referent.lengths
+
+    @property
+    @verb
+    def shapes(self) -> list[Any]:
+        """The shape of each rank's value; of a nested value a nesting of shapes."""
+        with self._session.entered("look at shapes"):
+            self._session.begin("look at shapes")
+            return collectives.shapes(self._referent)
+
+    def _read(self) -> Any:
+        """Return a copy of rank 0's value, or of all shards together."""
+        with self._session.entered("read"):
+            self._session.begin("read")
+            read = collectives.gather if self.is_sharded else collectives.get_value
+            return read(self._session, self._referent, 0)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"cannot pickle variable {self.name!r}: it lives on the workers. Pass it as an argument, or close over it; "
+            "synk.Program keeps it together with the functions that use it."
+        )
+
+    def _repr_html_(self) -> str:
+        kind = f"sharded, {self._referent.lengths} rows on the ranks" if self.is_sharded else "replicated"
+        return table(f"synk.Shared {self.name}", [("kind", kind), ("shape", self.shape), ("dtype", self.dtype)])
+
+    def __repr__(self) -> str:
+        kind = "sharded" if self.is_sharded else "replicated"
+        return f"<synk.Shared {self.name!r} {kind} shape={self.shape} dtype={self.dtype}>"

@@ -1,0 +1,87 @@
+"""Prepares an exception of a rank for its way to the master."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import sys
+import traceback
+
+from synk._pure.words import argument_hint
+from synk._rank.pickling import dumps
+from synk._wire.messages import Failure
+from synk.errors import add_note
+
+_TEXT_CAP = 20_000
+_PICKLE_CAP = 1 << 20
+_READ_ONLY = "is read-only"
+_IS_NO_TENSOR = re.compile(
+    r"must be (a )?Tensors?\b.*ndarray|expected Tensor .*ndarray|'numpy\.ndarray' object has no attribute"
+)
+_KEYWORD_OF_COMM = re.compile(r"\bComm\.\w+\(\) got an unexpected keyword argument '(\w+)'")
+_WORKER_FOLDER = os.path.dirname(os.path.abspath(__file__))
+
+
+def _message(error: BaseException) -> str:
+    """Return ``str(error)``, cut to a limit. Never formats huge arguments, and never raises."""
+    try:
+        nbytes = sum(len(argument) for argument in error.args if isinstance(argument, (bytes, bytearray, str)))
+        if nbytes > _PICKLE_CAP:
+            return f"<arguments of {nbytes} bytes>"
+        text = str(error)
+    except BaseException as inner:
+        return f"<its text could not be made: {type(inner).__name__}>"
+    return text if len(text) <= _TEXT_CAP else f"{text[:_TEXT_CAP]}... ({len(text)} characters)"
+
+
+def _format(error: BaseException, depth: int = 0) -> str:
+    """Format an exception and its chain as the interpreter does. The only method it calls of them is ``__str__``."""
+    text = ""
+    cause = error.__cause__
+    context = None if error.__suppress_context__ else error.__context__
+    if cause is not None and depth < 5:
+        text = _format(cause, depth + 1) + "\nThe above exception was the direct cause of the following exception:\n\n"
+    elif context is not None and depth < 5:
+        text = _format(context, depth + 1) + "\nDuring handling of the above exception, another exception occurred:\n\n"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_WORKER_FOLDER + os.sep)]
+    lines = traceback.StackSummary.from_list(own or frames).format()
+    if len(lines) > 60:
+        lines = [*lines[:30], f"  ... {len(lines) - 60} more frames ...\n", *lines[-30:]]
+    return f"{text}Traceback (most recent call last):\n{''.join(lines)}{type(error).__qualname__}: {_message(error)}\n"
+
+
+def _pickle(error: BaseException) -> tuple[bytes | None, str]:
+    """Return the exception pickled, or None and the reason why the master cannot raise it."""
+    if not isinstance(error, Exception) or isinstance(error, (StopIteration, StopAsyncIteration)):
+        return None, ""
+    try:
+        # Its text is made. tblib, which dask's distributed installs, would pickle the traceback frame by frame.
+        BaseException.with_traceback(error, None)
+        data = dumps(error, _PICKLE_CAP)
+        # What cannot be loaded again must fail here, not in the user's session.
+        loaded = pickle.loads(data)
+        return (data, "") if type(loaded) is type(error) else (None, f"it is loaded as {type(loaded).__name__}")
+    except KeyboardInterrupt:
+        raise
+    except BaseException as inner:  # __reduce__ is the user's code and may raise anything, SystemExit included
+        return None, f"{type(inner).__name__}: {_message(inner)[:500]}"
+
+
+def pack_failure(error: BaseException, rank: int, device: str, *, is_collateral: bool = False) -> Failure:
+    """Return ``error`` in a form that can be sent to the master."""
+    message = _message(error)
+    if isinstance(error, ValueError) and _READ_ONLY in message:
+        add_note(
+            error,
+            "Inputs and shared variables are read-only inside a function: copy (x = x.copy()), or "
+            "assign a new value (w.value = w.value + step).",
+        )
+    if isinstance(error, (TypeError, AttributeError)) and "torch" in sys.modules and _IS_NO_TENSOR.search(message):
+        add_note(error, 'The function got NumPy arrays. Build it with framework="torch" to get tensors.')
+    keyword = _KEYWORD_OF_COMM.search(message) if isinstance(error, TypeError) else None
+    if keyword and (told := argument_hint("Comm", keyword[1], ())):
+        add_note(error, told.strip())
+    text = _format(error)[-_TEXT_CAP:]
+    return Failure(rank, device, type(error).__qualname__, message, text, *_pickle(error), is_collateral)

@@ -1,0 +1,167 @@
+"""What the ranks of a call do among themselves, without the program: they run collectives, and leave."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from synk._pure.cores import num_cores
+from synk._rank.functions import LoadedFunction
+from synk._wire.control import Down
+from synk._wire.memory import Segment
+from synk.backends import Backend, NcclBackend
+from synk.communicators._collectives import Collectives
+from synk.communicators._host import HostCommunicator
+from synk.communicators._shm import Aborted, ShmCommunicator
+from synk.communicators._short_path import ShortPath
+from synk.communicators._user_arrays import StagedArrays, UserArrays
+from synk.errors import CollectiveMismatch
+
+if TYPE_CHECKING:
+    from synk.cuda._collectives import NcclCollectives
+    from synk.cuda._group import WorkerGroup
+
+_CALL = int(Down.CALL)  # members of an enumeration are slow to look up
+
+# How long a rank waits awake for another one at most. Longer times gained nothing more.
+AWAKE_S = 200e-6
+
+
+class Peers:
+    """The other ranks, as this one sees them.
+
+    Parameters
+    ----------
+    rank, world_size : int
+    backend : Backend
+    down, up : ndarray
+        The control blocks of lane 0.
+    eventfds : sequence of int
+        One for each rank, by which ranks wake each other in collectives inside functions.
+
+    Attributes
+    ----------
+    patience_s : float
+        How long this rank waits awake for orders.
+    group : WorkerGroup or None
+        The NCCL group.
+    is_communicating : bool
+        Whether the current call has used ``synk.comm``.
+    current : Collectives or None
+        Of the current call, once it communicates.
+    short_path : ShortPath or None
+        The quick way for messages of plain arrays, once the current call communicates.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, backend: Backend, down: np.ndarray, up: np.ndarray, eventfds: Sequence[int]
+    ) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._backend = backend
+        self._down, self._up = down, up
+        self._eventfds = eventfds
+        self.patience_s = 0.0
+        self.group: WorkerGroup | None = None
+        self.is_communicating = False
+        self.short_path: ShortPath | None = None
+        self.current: Collectives | None = None
+
+    def close(self) -> None:
+        if self.group is not None:
+            self.group.leave()
+
+    def complete(self, lane: Any) -> None:
+        """Finish what the function, which has communicated and returned, has started with ``synk.comm``."""
+        assert lane.communicator is not None
+        lane.communicator.complete()
+        self.give_up_started(lane)  # some may be left if the function caught an error
+        if self.current is not None:
+            self.current.join_communication()
+
+    def give_up_started(self, lane: Any) -> None:
+        """Give the NCCL group up if this rank leaves with collectives in flight.
+
+        Other ranks may have launched their part of one already, and their devices would wait for this rank for ever.
+        """
+        has_started = self.is_communicating and lane.communicator is not None and lane.communicator.has_started
+        if has_started and self.group is not None and lane.has_group:
+            self.group.give_up()
+
+    def ranks(self, lane: Any) -> tuple[int, ...]:
+        """Return the ranks that run the current call."""
+        return lane.ranks
+
+    def leave_call(self, lane: Any) -> None:
+        """Say that this rank has left the call, so that no rank waits for it. ``Worker.tidy`` wakes sleepers."""
+        rank, call = self._rank, lane.first_down[_CALL]
+        if self.is_communicating:
+            assert lane.communicator is not None
+            self.is_communicating = False
+            self.short_path = self.current = None
+            lane.communicator.end()
+            lane.note_waits(lane.communicator.patience.waited_ns)
+            lane.communicator.patience.waited_ns = 0
+        elif lane.has_waited:  # in an earlier call
+            lane.note_waits(0)
+        lane.left[rank] = call  # last: from here on no other rank counts on this one
+
+    # -- collectives --------------------------------------------------------------------------------------------------
+
+    def connect(self, lane: Any, segment: Segment) -> None:
+        """Have the functions of a lane communicate through a segment from now on."""
+        lane.collective = segment
+        lane.communicator = ShmCommunicator(segment, self._rank, self._world_size, self._eventfds, self._awake_s())
+        lane.left, lane.sleeps = lane.communicator.skip_words()
+
+    def _awake_s(self) -> float:
+        """Return how long this rank waits awake for another one at most."""
+        # With fewer cores than ranks, a rank that waits awake would keep its core from the very rank it waits for.
+        return min(self.patience_s, AWAKE_S) if self._world_size <= num_cores() else 0.0
+
+    def collectives(self, lane: Any, function: LoadedFunction) -> Collectives:
+        """Return the collectives of the current call. The first use in a call joins it."""
+        if self.current is not None:
+            return self.current
+        communicator = lane.communicator
+        assert communicator is not None
+        ranks = lane.ranks
+        communicator.begin(ranks, lane.first_down[Down.CALL])
+        if lane.has_group and self.group is not None and self.group.communicator is not None:
+            self.is_communicating = True
+            framework = (function.to_framework, function.from_framework)
+            self.current = self._by_nccl(self.group, framework, communicator)
+            return self.current
+        return self._opened(communicator, ranks, function)
+
+    def _opened(self, communicator: HostCommunicator, ranks: tuple[int, ...], function: LoadedFunction) -> Collectives:
+        """Return the collectives of a call that a communicator of host memory has begun."""
+        self.is_communicating = True
+        framework = (function.to_framework, function.from_framework)
+        if self._backend.is_device:
+            arrays: UserArrays = StagedArrays(self._backend, framework)
+        else:
+            arrays = UserArrays(self._backend, framework, communicator.results)
+        current = self.current = Collectives(communicator, arrays, len(ranks))
+        is_plain = not self._backend.is_device and framework == (None, None)
+        if is_plain and isinstance(communicator, ShmCommunicator):
+            self.short_path, current.at_once = communicator.short_path, communicator.at_once
+        return current
+
+    def _by_nccl(self, group: WorkerGroup, *of_call: Any) -> NcclCollectives:
+        from synk.cuda._collectives import NcclCollectives
+
+        return NcclCollectives(group, cast(NcclBackend, self._backend), *of_call)
+
+    def check_group(self, lane: Any) -> None:
+        """Raise if the group broke in a call that used it."""
+        if self.group is not None and lane.has_group:
+            self.group.check()
+
+    def is_collateral(self, error: BaseException) -> bool:
+        """Whether an error means that this rank failed only because another one did."""
+        if isinstance(error, (Aborted, CollectiveMismatch)):
+            return True
+        return self.group is not None and self.group.is_lost_peer(error)

@@ -1,4 +1,0 @@
-"""One call on a worker: its inputs, the function, its outputs.
-
-``execute`` is its path.
-"""
