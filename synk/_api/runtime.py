@@ -80,7 +80,7 @@ class Runtime(Hinting):
         Time and bytes of the calls so far, by function.
     counters : dict of str to int
         Messages and bytes between the program and its workers since the start: ``messages_down``, ``messages_up``,
-        ``bytes_down``, ``bytes_up`` (doorbells and bodies), ``bytes_pickled`` (arguments), ``bytes_staged`` (plain
+        ``bytes_down``, ``bytes_up`` (messages and bodies), ``bytes_pickled`` (arguments), ``bytes_staged`` (plain
         arrays copied into shared memory), ``calls``, ``restarts``.
 
     Raises

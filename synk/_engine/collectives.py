@@ -1,11 +1,4 @@
-"""Collectives over shared variables on CPU workers, called by the master.
-
-Values lie in shared memory, so a collective is a set of copies and reductions between segments. No array byte passes
-through the master's pipes. The master carries out small collectives itself, since a message would cost more than the
-arithmetic. Large ones are divided among the workers, by rows or by elements. Over nodes, which share no memory, the
-master carries out the large ones as well. Results go to the second buffers of the variables and take effect together,
-so a failure in the middle changes nothing.
-"""
+"""What the collectives over shared variables check before anything is moved."""
 
 from __future__ import annotations
 

@@ -95,7 +95,6 @@ class Residents:
     def is_closed(self) -> bool:
         return bool(self.engine.processes.is_closed)
 
-    has_any = True
     may_lag = False
 
     def add(self, resident: ResidentObject) -> None:

@@ -110,10 +110,6 @@ class Tasks(Job):
         """Whether a worker is free for another task, or will be soon."""
         return not self._todo and waiting(self.chunks) is None and self.pool.room(self) >= 1
 
-    @property
-    def are_in_flight(self) -> bool:
-        return bool(self._tasks)
-
     def send(self, *, is_waiting: bool = False, until: float | None = None) -> None:
         """Send what waits as long as workers are free, and take in what has ended; ``is_waiting``: wait for that."""
         while self._todo and waiting(self.chunks) is None and self.pool.room(self) >= 1:

@@ -1,12 +1,7 @@
-"""The messages between the master and the workers: kinds, status words and bodies.
+"""What travels with orders and replies: inputs, outputs and failures, as names, shapes and bounds. Never array bytes.
 
-A repeated call is one doorbell of eight bytes down and one up for each rank. Its numbers lie in the control segment,
-where each rank has two blocks of int64 in each lane: one that the master writes and one that the worker writes. New
-things (a function, a plan, a segment) travel in the pickled body of the first message that needs them, as names, shapes
-and bounds. Array bytes never travel in messages.
-
-All records are named tuples. Defining a frozen dataclass takes seven times as long, nearly a millisecond, and each
-worker would define twenty of them when it starts. In one file because it is all that the two halves must agree on.
+All records are named tuples: defining a frozen dataclass takes seven times as long, and each worker defines them when it
+starts.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Framed messages between the master and one worker, over inherited descriptors, and how to wait for them.
-
-Two pipes carry doorbells of eight bytes, which POSIX writes atomically, so a doorbell is never torn. A SOCK_SEQPACKET
-pair carries bodies. Each is a single packet with a fixed header; a large body travels in a sealed memory file. The
-header is checked before any byte of the body is used.
-"""
+"""How to wait for another process: awake while that pays, asleep otherwise."""
 
 from __future__ import annotations
 
