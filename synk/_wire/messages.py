@@ -1,7 +1,7 @@
 """What travels with orders and replies: inputs, outputs and failures, as names, shapes and bounds. Never array bytes.
 
-All records are named tuples: defining a frozen dataclass takes seven times as long, and each worker defines them when it
-starts.
+All records are named tuples: defining a frozen dataclass takes seven times as long, and each worker defines them when
+it starts.
 """
 
 from __future__ import annotations
