@@ -294,6 +294,8 @@ def distribute(session: Any, only: Sequence[Callee] | None = None) -> None:
     ]  # fmt: skip
     if not functions:
         return
+    # Calls in flight end first: what has changed in a large array is written to where their ranks read it.
+    session.settle_all()
     session.settle_unsettled()
     names = ", ".join(repr(function.name) for function in functions)
     for function in functions:

@@ -347,6 +347,17 @@ def test_a_dropped_function_lets_go_of_what_it_captured_at_once(shared_runtimes:
         assert time.monotonic() < limit
 
 
+def test_a_submitted_call_computes_with_what_there_was_when_it_was_submitted(shared_runtimes: Any) -> None:
+    table = np.zeros(100_000)
+    f = shared_runtimes[2].function(lambda x: time.sleep(0.05) or x + table[-1], outputs="gather")
+    f(X)
+    calls = []
+    for k in range(4):
+        table[-1] = k
+        calls.append(f.submit(X))
+    assert [call.result().tolist() for call in calls] == [(X + k).tolist() for k in range(4)]
+
+
 @pytest.mark.filterwarnings("default:.*to compare what it captured takes")
 def test_what_is_dear_to_compare_is_named_once(shared_runtimes: Any) -> None:
     big, small = np.zeros(8_000_000), [1]
