@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import pickle
-import sqlite3
 import sys
 import weakref
 from collections.abc import Callable, Generator, Iterator
@@ -59,6 +58,8 @@ class Journal:
     """
 
     def __init__(self, path: Any, name: str, fn: Any, key: Any, version: Any) -> None:
+        import sqlite3  # maps without a journal need none of it
+
         self._path, self._name, self._key = os.fspath(path), name, key
         self._digest = ItemDigests()
         own = self._parts_of(fn, version)

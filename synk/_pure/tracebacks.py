@@ -75,10 +75,19 @@ class Results(Iterator[R]):
         self._verb = verb
         self._name = name
         self._now = _Run()
-        self._each: Iterator[R] = chain.from_iterable(_outlined(runs, self._now))
+        self._each: Iterator[R] = chain.from_iterable(_used_up(runs, self._now))
 
     def __next__(self) -> R:
-        return next(self._each)
+        try:
+            return next(self._each)
+        except StopIteration:
+            raise
+        except BaseException as error:
+            __tracebackhide__ = True
+            outline(error)
+            if sys.version_info < (3, 11):
+                raise error
+            raise
 
     def close(self) -> None:
         """End it: no more results are computed."""
@@ -109,20 +118,13 @@ class _Run:
         self.count = 0
 
 
-def _outlined(runs: Iterator[list[R]], now: _Run) -> Iterator[Iterator[R]]:
+def _used_up(runs: Iterator[list[R]], now: _Run) -> Iterator[Iterator[R]]:
     """Yield an iterator over each list, which uses it up. It does not hold the :class:`Results`: they end at once."""
-    try:
-        for run in runs:
-            run.reverse()
-            now.results, now.takes = run, [-1] * len(run)
-            now.count += len(run)
-            yield map(run.pop, now.takes)
-    except BaseException as error:
-        __tracebackhide__ = True
-        outline(error)
-        if sys.version_info < (3, 11):
-            raise error
-        raise
+    for run in runs:
+        run.reverse()
+        now.results, now.takes = run, [-1] * len(run)
+        now.count += len(run)
+        yield map(run.pop, now.takes)
 
 
 def outline(error: BaseException) -> None:

@@ -287,4 +287,4 @@ def _variables(thing: Any) -> Iterator[Variable]:
 
 
 def _bytes_of(array: np.ndarray) -> np.ndarray:
-    return np.frombuffer(array.view(np.ndarray).data.cast("B"), np.uint8) if array.nbytes else np.empty(0, np.uint8)
+    return array.view(np.ndarray).reshape(-1).view(np.uint8) if array.nbytes else np.empty(0, np.uint8)

@@ -51,11 +51,11 @@ def test_how_many_machines_of_a_cluster_are_used(monkeypatch: pytest.MonkeyPatch
     class Opened(Exception):
         pass
 
-    def opened(topology: Any, *args: Any, **options: Any) -> None:
-        raise Opened(topology.counts)
+    def opened(placement: Any, **options: Any) -> None:
+        raise Opened(placement.topology.counts)
 
     monkeypatch.setattr("synk.cluster.forking.machines_of", lambda address: [4, 2, 1])
-    monkeypatch.setattr("synk.cluster.forking.open_nodes", opened)
+    monkeypatch.setattr("synk.cluster.forking.NodeSession", opened)
     for nodes, counts in MACHINES:
         with subtests.test(case=f"nodes={nodes}"):
             with pytest.raises(StartupError if counts is None else Opened) as caught:
