@@ -65,7 +65,7 @@ class Tree(Facet):
     def _note(self, containers: list[Any], ids: set[int]) -> None:
         self.told: Any = containers
         self.ids = ids
-        self._is_same = _check(containers)
+        self._is_same, self._kept = _check(containers)
 
     def pack(self) -> bool:
         """Pickle the tree as it is now. Return whether the ranks lack this pickle."""
@@ -127,29 +127,34 @@ def plain_facet(obj: Any, *others: Any) -> tuple[Facet, bytes] | None:
     return (facet, data) if facet.is_current() else None  # another thread writes
 
 
-def _check(containers: Sequence[Any]) -> Check:
-    """Return a check that these containers hold what they hold now. They must be kept alive by others."""
+def _check(containers: Sequence[Any]) -> tuple[Check, Any]:
+    """Return a check that these containers hold what they hold now, and all that must stay alive for it.
+
+    As long as an object lives, no other one has its address.
+    """
     dicts, lists, sets = ([each for each in containers if type(each) is kind] for kind in (dict, list, set))
-    told = _contents(dicts, lists, sets)
+    kept = _held(dicts, lists, sets)
+    told = _addresses(*kept)
     quick = _memory_checks(dicts, lists) if _has_versions and may_read_memory() else None
-    of_sets = _contents(sets)
+    of_sets = _addresses(*_held(sets))
 
     def is_same() -> bool:
         if quick is not None and may_read_memory():
-            return all(check() for check in quick) and _contents(sets) == of_sets
-        return _contents(dicts, lists, sets) == told
+            return all(check() for check in quick) and _addresses(*_held(sets)) == of_sets
+        return _addresses(*_held(dicts, lists, sets)) == told
 
-    return is_same
+    return is_same, kept
 
 
-def _contents(*kinds: Sequence[Any]) -> tuple[bytes, ...]:
-    """Return what containers hold: how many elements each, and the addresses of all that they refer to.
-
-    Of a dict whose keys are all texts these are only the values, so its keys are read as well.
-    """
+def _held(*kinds: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Return containers, all that they refer to, and the keys of dicts: one whose keys are all texts names none."""
     containers = list(itertools.chain.from_iterable(kinds))
-    held = gc.get_referents(*containers)
     keys = list(itertools.chain.from_iterable(each for each in containers if type(each) is dict))
+    return containers, gc.get_referents(*containers), keys
+
+
+def _addresses(containers: list[Any], held: list[Any], keys: list[Any]) -> tuple[bytes, ...]:
+    """Return how many elements containers have, and the addresses of what is in them."""
     lengths = np.fromiter(map(len, containers), np.int64, len(containers))
     return lengths.tobytes(), addresses(held, len(held)), addresses(keys, len(keys))
 

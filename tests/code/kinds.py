@@ -118,6 +118,12 @@ SIMPLE: dict[str, tuple[str, ...]] = {
     "dict of 12 000 lists, last key": (
         "{f'k{i}': [i] for i in range(12_000)}", "held[f'new {n}'] = held.pop([*held][-1])"
     ),
+    "list of 12 000 lists, a number in the place of one": (
+        "[[i, i + 0.5] for i in range(12_000)]", "del held[7][-1]; held[7].append(n * 1.5)"
+    ),
+    "dict of 12 000 dicts, a number in the place of one": (
+        "{i: {'a': i + 0.5} for i in range(12_000)}", "held[7].clear(); held[7]['a'] = n * 1.5"
+    ),
     "set of 12 000, one for another": ("{*range(12_000)}", "held.discard(797 * n); held.add(-n)"),
     "deque of 12 000, item": ("deque(range(12_000))", "held[797 * n] += 0.5"),
     "dict view": ("UserDict(a=1)", "held[n] = n", "repr([*held.items()])"),
