@@ -8,6 +8,7 @@ digest, and a pickle of its result.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import json
 import os
@@ -65,7 +66,7 @@ class Journal:
         own = self._parts_of(fn, version)
         try:
             self._db = sqlite3.connect(self._path, timeout=0, isolation_level=None, check_same_thread=False)
-            self.close = weakref.finalize(self, self._db.close)
+            self.close = weakref.finalize(self, _close, self._db, os.getpid())
             for command in _OPEN:
                 self._db.execute(command)
             self._db.execute(_INSERT, (-1, b"", json.dumps(own)))
@@ -151,6 +152,16 @@ def journaled_items(
     """
     items = _Items(journal, pairs, is_ordered=is_ordered)
     return items.outcomes(run(fn, items.missing(), is_spread=is_spread))
+
+
+def _close(db: Any, pid: int) -> None:
+    """Close a file. A forked copy of the program never does, not even at its end: that would remove the write-ahead log
+    to which the program still writes.
+    """
+    if os.getpid() == pid:
+        db.close()
+    else:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(db))
 
 
 class _Items:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -14,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.harness import script
 
 import synk
 
@@ -190,3 +193,30 @@ def test_a_program_that_is_killed_at_random_moments_goes_on(tmp_path: Path) -> N
         except subprocess.TimeoutExpired:
             program.kill()
             program.communicate()
+
+
+FORKS = """
+    import contextlib
+    with synk.fork(2, backend="numpy"):
+        results = synk.map(abs, range(100), journal={path!r}, batch_size=1)
+        next(results)
+        if os.fork() == 0:
+            if {ends_at_once}:
+                sys.exit()
+            with contextlib.suppress(synk.errors.ReentrancyError):
+                list(results)  # it ends the map, and so closes the file
+            os._exit(0)
+        os.wait()
+        for _ in range(98):
+            next(results)
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("ends_at_once", [True, False])
+def test_a_forked_copy_of_the_program_takes_nothing_away(tmp_path: Path, ends_at_once: bool) -> None:
+    path = tmp_path / "journal"
+    result = script(FORKS.format(path=str(path), ends_at_once=ends_at_once))
+    result.check(returncode=-signal.SIGKILL)
+    (found,) = sqlite3.connect(path).execute("SELECT count(*) FROM synk_journal WHERE number >= 0").fetchone()
+    assert found >= 99
