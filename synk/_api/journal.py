@@ -130,7 +130,15 @@ class Journal:
         return row is not None
 
     def write(self, number: int, digest: bytes, result: Any) -> None:
-        """Append the result of an item."""
+        """Append the result of an item.
+
+        Raises
+        ------
+        TypeError
+            If it cannot be pickled.
+        ValueError
+            If the file cannot hold it: the disk is full, or it has more than 1 GB.
+        """
         try:
             data = pickle.dumps(result, protocol=5)
         except Exception as error:
@@ -138,7 +146,12 @@ class Journal:
             got = f"{type(result).__name__} as the result of item {number} ({why})"
             expected = "arrays, numbers, or objects whose class a later run of the program finds by its name"
             raise self._error(got, expected, TypeError) from error
-        self._db.execute(_INSERT, (number, digest, data))
+        try:
+            self._db.execute(_INSERT, (number, digest, data))
+        except (self._db.DatabaseError, OverflowError) as error:
+            got = f"{len(data):,} bytes as the result of item {number}, which cannot be written ({error})"
+            expected = "at most 1 GB, and room on the disk. Have the function save what is large, and return its path"
+            raise self._error(got, expected) from error
 
     def read(self, number: int) -> Any:
         return pickle.loads(self._row(number)[1])

@@ -19,6 +19,7 @@ import pytest
 from support.harness import script
 
 import synk
+from synk._api.journal import _OPEN
 
 NUM_ITEMS = 40
 
@@ -156,6 +157,26 @@ def test_it_is_refused_with_what_has_changed(rt: synk.Runtime, tmp_path: Path, s
     assert made("keyed", key=str) == made("versioned", version=3) == made("scaled")
     assert made("versioned", lambda n: "not called: the version is the same", version=3) == made("scaled")
     assert made("cured", lambda n: n * 0 + len([unstable]), items=[unstable], version=1, key=type) == [1]
+
+
+@pytest.mark.parametrize("on_error", ["raise", "return"])
+def test_a_result_for_which_there_is_no_room(
+    rt: synk.Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_error: Any
+) -> None:
+    """What was written before stays."""
+
+    def zeros(n: int) -> bytes:
+        return bytes(n * 10**5)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("synk._api.journal._OPEN", (*_OPEN, "PRAGMA max_page_count=4"))
+        results = rt.map(zeros, [0, 0, 1], journal=tmp_path / "journal", on_error=on_error)
+        assert [next(results), next(results)] == [b"", b""]
+        with pytest.raises(
+            ValueError, match=r"got 100,0\d\d bytes as the result of item 2, .* full\), expected .*path\.$"
+        ):
+            next(results)
+    assert [len(each) for each in rt.map(zeros, [0, 0, 1], journal=tmp_path / "journal")] == [0, 0, 10**5]
 
 
 PROGRAM = """
