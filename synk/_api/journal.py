@@ -19,6 +19,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 from synk._api.digest import ItemDigests, Undigested, digests_of
+from synk._engine.jobs import is_failure
 from synk._pure.texts import short_repr
 from synk.errors import ItemError
 
@@ -216,7 +217,7 @@ class _Items:
                 yield number, self._journal.read(number)
             try:
                 for number, outcome in found:
-                    digest, has_failed = self._digests.pop(number), isinstance(outcome, ItemError)
+                    digest, has_failed = self._digests.pop(number), is_failure(outcome)
                     if not has_failed:
                         self._journal.write(number, digest, outcome)
                     self._ready[number] = outcome if has_failed else None

@@ -17,13 +17,12 @@ from synk._api.replay import recorded_items, replay_folder
 from synk._engine.callee import Callee, FunctionHandle
 from synk._engine.chunks import PoolStats, Rules
 from synk._engine.entrance import refuse_limit
-from synk._engine.jobs import MapJob
+from synk._engine.jobs import MapJob, is_failure
 from synk._pure.files import Path
 from synk._pure.limits import check_timeout
 from synk._pure.tracebacks import Results
 from synk._wire.cell import refuse_inside_worker
 from synk._wire.items import call_with
-from synk.errors import ItemError
 
 
 def map_items(
@@ -93,7 +92,7 @@ def _raising(found: Pairs) -> Iterator[Any]:
     """Yield the outcomes up to the first item that has failed, and raise its exception."""
     with contextlib.closing(found):
         for _, outcome in found:
-            if isinstance(outcome, ItemError) and outcome.exception is not None:
+            if is_failure(outcome):
                 raise outcome.exception
             yield outcome
 

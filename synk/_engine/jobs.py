@@ -48,6 +48,14 @@ Run = tuple[Sequence[int], list[Any]]
 """Results, and the numbers of their items."""
 
 
+def is_failure(outcome: Any) -> bool:
+    """Whether an outcome stands for an item that has failed.
+
+    A function may return an ``ItemError`` of another map. It comes in a pickle, and pickles keep no cause.
+    """
+    return isinstance(outcome, ItemError) and outcome.__cause__ is not None
+
+
 class Job:
     """What the chunks of one map, or of one executor's tasks, have in common.
 
