@@ -228,11 +228,7 @@ class Book(Shelf):
         node = self.known.get(id(tree.obj))
         if node is not None:
             self._forget(node)
-            for each in [each for parcel in self.parcels.values() for each in parcel.nodes]:
-                if sum(_unbind(facet, {id(node.obj)}) for facet in each.facets):
-                    self._again.add(each)
-                    for capture in each.captures:
-                        capture.is_valid = False
+            self._again |= self._unbind_holders(node)
 
     def _forget(self, node: Node) -> None:
         """Forget an object, whose holders must be told of another one."""
@@ -301,7 +297,7 @@ class Book(Shelf):
     # -- objects that can only be replaced ----------------------------------------------------------------------------
 
     def _replace(self, nodes: Sequence[Node], function_id: int) -> bool:
-        """Forget objects that no change can bring up to date, so that their holders get new ones.
+        """Forget objects that no change can bring up to date, so that their holders get new ones, in all functions.
 
         Return whether the function itself must be sent again, because no facet holds one of these objects.
         """
@@ -311,21 +307,56 @@ class Book(Shelf):
             node = pending.pop()
             if not node.facets:
                 continue
+            users = [key for key, each in self._entries.items() if node.parcel in self._needs([each.parcel])]
             self._forget(node)
-            facets = [facet for each in self.nodes_of(function_id) for facet in each.facets]
-            is_all = not sum(_unbind(facet, {id(node.obj)}) for facet in facets) or is_all
+            _end(node.captures)
+            holders = self._unbind_holders(node)
+            lost = [each for each in users if holders.isdisjoint(self.nodes_of(each))]
+            is_all = function_id in lost or is_all
+            for each in lost:
+                self._send_anew(each)
             pending += [each for each in self.nodes_of(function_id) if self._must_be_replaced(each)]
         if is_all:
+            self._forget_all_of(function_id)
+        return is_all
+
+    def _unbind_holders(self, node: Node) -> set[Node]:
+        """Have whatever holds an object that was forgotten told of it anew. Return the holders."""
+        holders = set()
+        # What refers to an object came with it, or with a parcel that refers to its parcel.
+        for parcel in [each for each in self.parcels.values() if each is node.parcel or node.parcel in each.refers]:
+            for each in {*parcel.nodes, *(told for told, _, _ in parcel.tells)} - holders:
+                if sum(_unbind(facet, {id(node.obj)}) for facet in each.facets):
+                    holders.add(each)
+                    _end(each.captures)
+        return holders
+
+    def _send_anew(self, function_id: int) -> None:
+        """Have a function sent as a whole by its next update."""
+        self._entries[function_id] = self._entries[function_id]._replace(fn=None)
+
+    def _forget_all_of(self, function_id: int) -> None:
+        """Forget all objects of a function, and of the functions that share some of them: they are sent anew."""
+        pending, met = [function_id], {function_id}
+        while pending:
+            function_id = pending.pop()
             for node, name in self.named_of(function_id):
                 node.facets[0].told[name] = UNKNOWN  # type: ignore[attr-defined]
-            nodes_now = self.nodes_of(function_id)
-            again = {id(each.obj) for each in nodes_now if not isinstance(each.facets[0], (Names, _Imported))}
-            for node in nodes_now:
+            nodes = self.nodes_of(function_id)
+            again = {id(each.obj) for each in nodes if not isinstance(each.facets[0], (Names, _Imported))}
+            for node in nodes:
                 if id(node.obj) in again:
                     self.known.pop(id(node.obj), None)
+                    _end(node.captures)
                 elif isinstance(node.facets[0], _Imported):
                     _unbind(node.facets[0], again)
-        return is_all
+            self._send_anew(function_id)
+            sharing = [each for each in self._entries if each not in met and not again.isdisjoint(self._ids_of(each))]
+            pending += sharing
+            met.update(sharing)
+
+    def _ids_of(self, function_id: int) -> set[int]:
+        return {id(node.obj) for node in self.nodes_of(function_id)}
 
     def _must_be_replaced(self, node: Node) -> bool:
         if not any(facet.is_unfit(self.known.keys()) for facet in node.facets):
@@ -639,6 +670,12 @@ def _unbind(facet: Facet, ids: Container[int]) -> int:
         facet.forget(Change("elements", None, None))
         return 1
     return 0
+
+
+def _end(captures: Iterable[Any]) -> None:
+    """Have captures ask the book what their function lacks."""
+    for capture in captures:
+        capture.is_valid = False
 
 
 def _lacks_parts(node: Node) -> bool:

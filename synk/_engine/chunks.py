@@ -155,7 +155,8 @@ class Chunk(Owed):
         """Return what its rank is told."""
         parts: list[tuple[int, int]] = []
         data: list[bytes] = []
-        for is_packed, group in itertools.groupby(self.items, _is_packed):
+        groups = itertools.groupby(self.items, _is_packed) if self._has_packed() else [(False, self.items)]
+        for is_packed, group in groups:
             if is_packed:
                 own = [item.data for item in group]
                 parts += [(0, len(each)) for each in own]
@@ -171,8 +172,13 @@ class Chunk(Owed):
             job.function.id, job.number, self.numbers, job.rules.returns_errors, parts, wire.apart(stream)
         )
 
+    def _has_packed(self) -> bool:
+        return Packed in map(type, self.items)
+
     def segments(self) -> list[Segment]:
         """Return the memory to which its items refer."""
+        if not self._has_packed():
+            return []
         copies = (copy for item in self.items if type(item) is Packed for copy in item.copies)
         return list({copy.segment.id: copy.segment for copy in copies}.values())
 

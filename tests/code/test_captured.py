@@ -5,12 +5,16 @@ The expected values come from the same function, run by plain Python in this pro
 
 from __future__ import annotations
 
+import functools
 import gc
+import random
 import textwrap
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections import namedtuple
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -397,3 +401,62 @@ def test_sys_path_holds_as_of_the_function(
         return users_late_module.value
 
     assert rt.function(f, outputs=None)(X) == [3, 3]
+
+
+class Remade:
+    """Its pickle makes it from an array, so the ranks get another one when the array has changed."""
+
+    def __init__(self, k: np.ndarray) -> None:
+        self.k = k
+
+    def __reduce__(self) -> Any:
+        return Remade, (self.k,)
+
+
+class Pair(tuple[Any, Any]):
+    @property
+    def k(self) -> Any:
+        return self[0]
+
+
+Triple = namedtuple("Triple", "k n m")
+MADE_ANEW: dict[str, Callable[[np.ndarray], Any]] = {
+    "a namedtuple": lambda k: Triple(k, 2, []),
+    "a tuple of its own class": lambda k: Pair((k, 2)),
+    "made by its recipe": Remade,
+    "in another one": lambda k: SimpleNamespace(k=Remade(k).k, inner=Triple(Remade(k), 1, 2)),
+}
+
+
+def total(held: Sequence[Any], x: np.ndarray) -> list[float]:
+    return [float(each.k.sum()) for each in held]
+
+
+def closing(*held: Any) -> Callable[[np.ndarray], Any]:
+    return lambda x: total(held, x)
+
+
+def of_holder(holder: Any) -> Callable[[np.ndarray], Any]:
+    return lambda x: [float(holder.array.sum()), *total([holder.made], x)]
+
+
+def test_what_is_made_anew_is_so_for_every_function_that_holds_it(subtests: Any, shared_runtimes: Any) -> None:
+    """Such an object cannot be changed on the ranks. Functions hold it in lists, partials, closures and attributes."""
+    rng, rt = random.Random(0), shared_runtimes[2]
+    for kind, make in MADE_ANEW.items():
+        for _ in range(12):
+            arrays = [np.zeros(3), np.zeros((2, 2))]
+            one, two = map(make, arrays)
+            plain: list[Callable[[np.ndarray], Any]] = [
+                functools.partial(total, [one, two]),
+                functools.partial(total, (two, one)),
+                closing(two, one),
+                of_holder(SimpleNamespace(array=arrays[1], made=one)),
+            ]
+            functions = [rt.function(each, outputs=None) for each in plain]
+            order = [rng.randrange(4) for _ in range(8)]
+            with subtests.test(kind=kind, order=order):
+                for which in order:  # a function is sent at its first call, which may come after a change
+                    assert functions[which](np.zeros(2)) == [plain[which](np.zeros(2))] * 2
+                    for array in arrays:
+                        array += rng.randrange(2)
