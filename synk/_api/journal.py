@@ -8,6 +8,7 @@ digest, and a pickle of its result.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import json
 import os
@@ -18,6 +19,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 from synk._api.digest import ItemDigests, Undigested, digests_of
+from synk._engine.jobs import is_failure
 from synk._pure.texts import short_repr
 from synk.errors import ItemError
 
@@ -65,7 +67,7 @@ class Journal:
         own = self._parts_of(fn, version)
         try:
             self._db = sqlite3.connect(self._path, timeout=0, isolation_level=None, check_same_thread=False)
-            self.close = weakref.finalize(self, self._db.close)
+            self.close = weakref.finalize(self, _close, self._db, os.getpid())
             for command in _OPEN:
                 self._db.execute(command)
             self._db.execute(_INSERT, (-1, b"", json.dumps(own)))
@@ -129,7 +131,15 @@ class Journal:
         return row is not None
 
     def write(self, number: int, digest: bytes, result: Any) -> None:
-        """Append the result of an item."""
+        """Append the result of an item.
+
+        Raises
+        ------
+        TypeError
+            If it cannot be pickled.
+        ValueError
+            If the file cannot hold it: the disk is full, or it has more than 1 GB.
+        """
         try:
             data = pickle.dumps(result, protocol=5)
         except Exception as error:
@@ -137,7 +147,12 @@ class Journal:
             got = f"{type(result).__name__} as the result of item {number} ({why})"
             expected = "arrays, numbers, or objects whose class a later run of the program finds by its name"
             raise self._error(got, expected, TypeError) from error
-        self._db.execute(_INSERT, (number, digest, data))
+        try:
+            self._db.execute(_INSERT, (number, digest, data))
+        except (self._db.DatabaseError, OverflowError) as error:
+            got = f"{len(data):,} bytes as the result of item {number}, which cannot be written ({error})"
+            expected = "at most 1 GB, and room on the disk. Have the function save what is large, and return its path"
+            raise self._error(got, expected) from error
 
     def read(self, number: int) -> Any:
         return pickle.loads(self._row(number)[1])
@@ -151,6 +166,16 @@ def journaled_items(
     """
     items = _Items(journal, pairs, is_ordered=is_ordered)
     return items.outcomes(run(fn, items.missing(), is_spread=is_spread))
+
+
+def _close(db: Any, pid: int) -> None:
+    """Close a file. A forked copy of the program never does, not even at its end: that would remove the write-ahead log
+    to which the program still writes.
+    """
+    if os.getpid() == pid:
+        db.close()
+    else:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(db))
 
 
 class _Items:
@@ -192,7 +217,7 @@ class _Items:
                 yield number, self._journal.read(number)
             try:
                 for number, outcome in found:
-                    digest, has_failed = self._digests.pop(number), isinstance(outcome, ItemError)
+                    digest, has_failed = self._digests.pop(number), is_failure(outcome)
                     if not has_failed:
                         self._journal.write(number, digest, outcome)
                     self._ready[number] = outcome if has_failed else None

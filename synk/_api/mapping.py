@@ -16,14 +16,12 @@ from synk._api.progress import progress_bar, with_progress
 from synk._api.replay import recorded_items, replay_folder
 from synk._engine.callee import Callee, FunctionHandle
 from synk._engine.chunks import PoolStats, Rules
-from synk._engine.entrance import refuse_limit
-from synk._engine.jobs import MapJob
+from synk._engine.jobs import MapJob, is_failure
 from synk._pure.files import Path
 from synk._pure.limits import check_timeout
 from synk._pure.tracebacks import Results
 from synk._wire.cell import refuse_inside_worker
 from synk._wire.items import call_with
-from synk.errors import ItemError
 
 
 def map_items(
@@ -93,7 +91,7 @@ def _raising(found: Pairs) -> Iterator[Any]:
     """Yield the outcomes up to the first item that has failed, and raise its exception."""
     with contextlib.closing(found):
         for _, outcome in found:
-            if isinstance(outcome, ItemError) and outcome.exception is not None:
+            if is_failure(outcome):
                 raise outcome.exception
             yield outcome
 
@@ -149,10 +147,6 @@ def job_of(
 ) -> MapJob:
     """Return the job of a map. Nothing is sent here: it begins when the first result is asked for."""
     session.check_open(f"map {name!r}")
-    if session.is_inline:
-        refuse_limit(rules.item_s)
-    if rules.item_s is not None or rules.max_tasks is not None or rules.max_memory is not None:
-        session.check_here(f"map {name!r} with limits of items or workers", "Leave them out there.")
     mapped = functools.partial(call_with, fn) if is_spread else fn
     function = session.functions.mapped.get(
         fn, lambda: Callee(mapped, name, outputs=None, session=session), is_spread=is_spread

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from synk._engine.chunks import PoolStats
-from synk.errors import ItemError
+from synk._engine.jobs import is_failure
 
 
 def progress_bar(name: str, length: int) -> Any:
@@ -36,7 +36,7 @@ def with_progress(outcomes: Iterator[Any], bar: Any, stats: PoolStats | None = N
     failed = 0
     try:
         for outcome in outcomes:
-            if isinstance(outcome, ItemError):
+            if is_failure(outcome):
                 failed += 1
                 bar.set_postfix(failed=failed, refresh=False)
             bar.update()

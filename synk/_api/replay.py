@@ -25,6 +25,7 @@ from synk._api.options import name_of
 from synk._api.plain import in_framework
 from synk._api.plain_copy import ByReference, CodePickler
 from synk._api.runs import leave_out
+from synk._engine.jobs import is_failure
 from synk._engine.shared import Shared
 from synk._processes.output import report
 from synk._pure import files
@@ -39,7 +40,7 @@ from synk._wire.replayed import Noted, ReplayedRank, Taken
 from synk._wire.settings import Reader, apply, kept
 from synk._wire.variables import value_as_array
 from synk.backends._frameworks import host_converters
-from synk.errors import ItemError, RemoteError, WorkerDied, add_note
+from synk.errors import RemoteError, WorkerDied, add_note
 
 Call = Callable[[tuple[Any, ...], dict[str, Any], CallOptions], Any]
 Pairs = Generator[tuple[int, Any], None, None]
@@ -109,7 +110,7 @@ def recorded_items(run: Callable[..., Pairs], folder: str, fn: Any, pairs: Itera
             with contextlib.closing(found):
                 for number, outcome in found:
                     path = os.path.join(notes, str(number))
-                    if isinstance(outcome, ItemError) and os.path.exists(path):  # otherwise its body has not begun
+                    if is_failure(outcome) and os.path.exists(path):  # otherwise its body has not begun
                         what = f"item {number} of a map of {name_of(fn)!r} failed"
                         with _writing(folder, fn, what, outcome.exception) as body, open(path, "rb") as file:
                             body["moment"], arguments = pickle.load(file)

@@ -290,11 +290,11 @@ class Runtime(Hinting):
             version=version,
         )
 
-    def _tasks(self, num_workers: int, rules: Any = None) -> Any:
+    def _tasks(self, num_workers: int, rules: Any) -> Any:
         """Return an object that runs tasks, which are submitted one by one; for ``Executor`` and extensions."""
         from synk._engine.tasks import Tasks
 
-        return Tasks(self._session, num_workers, *([] if rules is None else [rules]))
+        return Tasks(self._session, num_workers, rules)
 
     @verb
     def distribute(self) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from synk._engine.callee import Callee
 from synk._engine.chunks import Chunk, Packed, Pickled, PoolStats, Rules, waiting
+from synk._engine.entrance import refuse_limit
 from synk._engine.failures import rebuild
 from synk._engine.item_pickles import ItemPickler
 from synk._engine.pool import Pool
@@ -46,6 +47,14 @@ _QUIET = frozenset(map(type, map(iter, ([], (), range(0), "", b""))))
 
 Run = tuple[Sequence[int], list[Any]]
 """Results, and the numbers of their items."""
+
+
+def is_failure(outcome: Any) -> bool:
+    """Whether an outcome stands for an item that has failed.
+
+    A function may return an ``ItemError`` of another map. It comes in a pickle, and pickles keep no cause.
+    """
+    return isinstance(outcome, ItemError) and outcome.__cause__ is not None
 
 
 class Job:
@@ -81,6 +90,10 @@ class Job:
     ) -> None:
         self.session, self.function, self.rules = session, function, rules
         self.name, self.verb = function.name, f"map {function.name!r}"
+        if session.is_inline:
+            refuse_limit(rules.item_s)
+        if rules.item_s is not None or rules.max_tasks is not None or rules.max_memory is not None:
+            session.check_here(f"{self.verb} with limits of items or workers", "Leave them out there.")
         self.check()
         self.pool: Pool = session.pool
         self.number = next(self.pool.numbers)

@@ -13,8 +13,6 @@ from synk._engine.jobs import Job
 from synk._wire.items import call
 from synk.errors import CallCancelled, SerializationError
 
-_PLAIN = Rules()
-
 
 class Task:
     """Calls that were submitted together.
@@ -62,7 +60,7 @@ class Tasks(Job):
     are_named = False
     wants_more = True  # its user may submit another one at any time
 
-    def __init__(self, session: Any, num_ranks: int, rules: Rules = _PLAIN) -> None:
+    def __init__(self, session: Any, num_ranks: int, rules: Rules) -> None:
         function = session.functions.mapped.get(call, lambda: Callee(call, "a task", outputs=None, session=session))
         super().__init__(session, function, rules._replace(batch_size=1, is_ordered=False), num_ranks)
         self._count = 0

@@ -22,6 +22,7 @@ from joblib import register_parallel_backend
 from joblib._parallel_backends import AutoBatchingMixin, FallbackToBackend, ParallelBackendBase, SequentialBackend
 
 from synk._api.current import current
+from synk._api.mapping import rules_of
 from synk.errors import ReentrancyError
 
 
@@ -30,6 +31,14 @@ class SynkBackend(AutoBatchingMixin, ParallelBackendBase):
 
     Without a number of jobs it uses all workers, and never more than there are. ``timeout=`` works.
     ``return_as="generator"`` does not, because the thread that waits for tasks also sends them.
+
+    Parameters
+    ----------
+    item_timeout, max_tasks_per_worker, max_worker_memory
+        As for :func:`synk.map`, for each task: ``joblib.parallel_config(backend="synk", item_timeout=60)``. With one
+        job joblib runs the tasks in the program, without limits.
+    nesting_level, inner_max_num_threads
+        joblib's own.
     """
 
     default_n_jobs = -1
@@ -37,6 +46,23 @@ class SynkBackend(AutoBatchingMixin, ParallelBackendBase):
     supports_retrieve_callback = False  # callbacks while nobody waits would need a thread
 
     _tasks: Any = None
+
+    def __init__(
+        self,
+        nesting_level: int | None = None,
+        inner_max_num_threads: int | None = None,
+        *,
+        item_timeout: float | None = None,
+        max_tasks_per_worker: int | None = None,
+        max_worker_memory: int | None = None,
+    ) -> None:
+        super().__init__(nesting_level=nesting_level, inner_max_num_threads=inner_max_num_threads)
+        self._rules = rules_of(
+            "run jobs",
+            item_timeout=item_timeout,
+            max_tasks_per_worker=max_tasks_per_worker,
+            max_worker_memory=max_worker_memory,
+        )
 
     def effective_n_jobs(self, n_jobs: int | None) -> int:
         """Return the number of workers for a number of jobs: -1 means all workers, -2 all but one, and so on.
@@ -64,7 +90,7 @@ class SynkBackend(AutoBatchingMixin, ParallelBackendBase):
         if n_jobs == 1:
             raise FallbackToBackend(SequentialBackend(nesting_level=self.nesting_level))
         self.parallel = parallel
-        self._tasks = current()._tasks(n_jobs)
+        self._tasks = current()._tasks(n_jobs, self._rules)
         return n_jobs
 
     def submit(self, func: Callable[[], Any], callback: Any = None) -> Any:

@@ -24,7 +24,15 @@ from support import harness
 from support.gates import Gate
 
 import synk
-from synk.errors import CallCancelled, ClosedError, RemoteError, SerializationError, WorkerDied
+from synk.errors import (
+    CallCancelled,
+    CallTimeout,
+    ClosedError,
+    RemoteError,
+    SerializationError,
+    UnsupportedError,
+    WorkerDied,
+)
 
 
 @pytest.fixture(params=[2, "1+1"])
@@ -41,6 +49,11 @@ def gate(tmp_path: Path) -> Gate:
 
 def fail(text: str) -> None:
     raise ValueError(text)
+
+
+def pause_at_1(n: int) -> None:
+    if n == 1:
+        signal.pause()
 
 
 # -- as in CPython's test_concurrent_futures/executor.py ---------------------------------------------------------------
@@ -206,6 +219,21 @@ def test_a_worker_that_dies_takes_its_task_along_and_no_other(reused: Callable[.
         with pytest.raises(WorkerDied):
             executor.submit(os._exit, 3).result()
         assert list(executor.map(operator.neg, range(10))) == [-k for k in range(10)]
+
+
+def test_limits_of_tasks(shared_runtimes: Any, reused: Callable[..., Any]) -> None:
+    """They are those of a map. Where none can be kept, an executor is refused as a map is."""
+    with synk.Executor(runtime=reused(2), item_timeout=0.2, max_worker_memory=1 << 40) as executor:
+        late, quick = executor.submit(signal.pause), executor.submit(abs, -1)
+        assert isinstance(late.exception(60), CallTimeout) and quick.result() == 1
+        with pytest.raises(CallTimeout, match="item 1 of 'pause_at_1'"):
+            list(executor.map(pause_at_1, range(3)))
+    with pytest.raises(ValueError, match="num_workers=0"):
+        synk.Executor(runtime=shared_runtimes[0], item_timeout=1)
+    limits: list[dict[str, Any]] = [{"item_timeout": 1}, {"max_tasks_per_worker": 1}, {"max_worker_memory": 1}]
+    for each in limits:
+        with pytest.raises(UnsupportedError, match="limits of items or workers over nodes"):
+            synk.Executor(runtime=shared_runtimes["1+1"], **each)
 
 
 def test_a_worker_that_dies_while_it_has_no_task_ends_no_other(reused: Callable[..., Any], gate: Gate) -> None:

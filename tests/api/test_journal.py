@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -14,8 +16,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.harness import script
 
 import synk
+from synk._api.journal import _OPEN
 
 NUM_ITEMS = 40
 
@@ -155,6 +159,26 @@ def test_it_is_refused_with_what_has_changed(rt: synk.Runtime, tmp_path: Path, s
     assert made("cured", lambda n: n * 0 + len([unstable]), items=[unstable], version=1, key=type) == [1]
 
 
+@pytest.mark.parametrize("on_error", ["raise", "return"])
+def test_a_result_for_which_there_is_no_room(
+    rt: synk.Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_error: Any
+) -> None:
+    """What was written before stays."""
+
+    def zeros(n: int) -> bytes:
+        return bytes(n * 10**5)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("synk._api.journal._OPEN", (*_OPEN, "PRAGMA max_page_count=4"))
+        results = rt.map(zeros, [0, 0, 1], journal=tmp_path / "journal", on_error=on_error)
+        assert [next(results), next(results)] == [b"", b""]
+        with pytest.raises(
+            ValueError, match=r"got 100,0\d\d bytes as the result of item 2, .* full\), expected .*path\.$"
+        ):
+            next(results)
+    assert [len(each) for each in rt.map(zeros, [0, 0, 1], journal=tmp_path / "journal")] == [0, 0, 10**5]
+
+
 PROGRAM = """
 import sys, time
 import numpy as np
@@ -190,3 +214,30 @@ def test_a_program_that_is_killed_at_random_moments_goes_on(tmp_path: Path) -> N
         except subprocess.TimeoutExpired:
             program.kill()
             program.communicate()
+
+
+FORKS = """
+    import contextlib
+    with synk.fork(2, backend="numpy"):
+        results = synk.map(abs, range(100), journal={path!r}, batch_size=1)
+        next(results)
+        if os.fork() == 0:
+            if {ends_at_once}:
+                sys.exit()
+            with contextlib.suppress(synk.errors.ReentrancyError):
+                list(results)  # it ends the map, and so closes the file
+            os._exit(0)
+        os.wait()
+        for _ in range(98):
+            next(results)
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("ends_at_once", [True, False])
+def test_a_forked_copy_of_the_program_takes_nothing_away(tmp_path: Path, ends_at_once: bool) -> None:
+    path = tmp_path / "journal"
+    result = script(FORKS.format(path=str(path), ends_at_once=ends_at_once))
+    result.check(returncode=-signal.SIGKILL)
+    (found,) = sqlite3.connect(path).execute("SELECT count(*) FROM synk_journal WHERE number >= 0").fetchone()
+    assert found >= 99

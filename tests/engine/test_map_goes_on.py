@@ -10,6 +10,7 @@ import signal
 import time
 import weakref
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,34 @@ def test_what_cannot_travel_is_an_error_in_its_place(shared_runtimes: Any) -> No
         SerializationError,
         int,
     ]
+
+
+@pytest.mark.parametrize("kind", [0, 2])
+def test_an_error_that_a_function_returns_is_a_result(
+    shared_runtimes: Any, kind: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For instance one of an earlier map: nothing has failed here."""
+    rt = shared_runtimes[kind]
+    monkeypatch.setattr("tqdm.auto.tqdm.monitor_interval", 0)  # no thread, which would outlive the test
+
+    def named(each: Any) -> Any:
+        (tmp_path / f"ran {each}").touch()
+        return each
+
+    failed = list(rt.map(lambda n: 1 // n, [1, 0], on_error="return"))
+    expected = [repr(each) for each in failed]
+    assert expected == ["1", repr(failed[1])] and isinstance(failed[1], synk.ItemError)
+    options: list[dict[str, Any]] = [{}, {"journal": tmp_path / "journal"}, {"progress": True}]
+    for on_error in ("raise", "return"):
+        for each in options:
+            assert [repr(one) for one in rt.map(named, failed, on_error=on_error, **each)] == expected
+    assert ", 0 failed" in capsys.readouterr().err
+    for path in tmp_path.glob("ran *"):
+        path.unlink()
+    assert [repr(one) for one in rt.map(named, failed, journal=tmp_path / "journal")] == expected
+    assert not [*tmp_path.glob("ran *")]
+    monkeypatch.setenv("SYNK_REPLAY", str(tmp_path / "failures"))
+    assert [repr(one) for one in rt.map(named, failed)] == expected
 
 
 def test_a_map_that_raises_names_the_item_whose_time_is_over(reused: Any) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from support.harness import assert_right, ctrl_c_when, same_workers
 
 import synk
 from synk._wire.cell import cell
-from synk.errors import RemoteError, SerializationError, WorkerDied
+from synk.errors import CallTimeout, RemoteError, SerializationError, WorkerDied
 
 X = np.random.default_rng(0).standard_normal((200, 700))  # more than 1 MB: it travels through shared memory
 Y = X[:, :3].sum(1) > 0
@@ -98,6 +99,22 @@ def test_deaths_ctrl_c_and_time_limits(rt: synk.Runtime, tmp_path: Path) -> None
         with pytest.raises(TimeoutError, match="cannot wait for a task"):
             parallel((joblib.delayed(stay)(n) for n in range(8)), timeout=0.1)
         assert_right(rt)
+
+
+@pytest.mark.parametrize("rt", [2], indirect=True)
+def test_limits_of_tasks_and_workers(rt: synk.Runtime) -> None:
+    """They stay after a failure. What does not fit joblib is refused."""
+    options: dict[str, Any] = {"item_timeout": 0.3, "max_tasks_per_worker": 4}
+    with joblib.parallel_config(backend="synk", **options), joblib.Parallel(batch_size=2) as run:
+        for _ in range(2):
+            with pytest.raises(CallTimeout, match="item 5 of "):
+                run(joblib.delayed(signal.pause if n == 5 else os.getpid)() for n in range(12))
+        served = Counter(run(joblib.delayed(os.getpid)() for _ in range(20)))
+        assert max(served.values()) <= 4 and sum(served.values()) == 20
+    with pytest.raises(ValueError, match="cannot run jobs: got max_worker_memory=0"):
+        joblib.parallel_config(backend="synk", max_worker_memory=0)
+    with pytest.raises(TypeError, match="on_error"):
+        joblib.parallel_config(backend="synk", on_error="return")
 
 
 def test_tasks_in_tasks_and_calls_beside_them(rt: synk.Runtime) -> None:
