@@ -171,6 +171,7 @@ def _elements_check(containers: Sequence[Iterable[Any]]) -> Check:
     if len(values) <= _FEW:
         return lambda: all(map(operator.is_, itertools.chain.from_iterable(containers), values))
     told = addresses(values, len(values))
+    # The check holds ``values``, so that no other object gets one of these addresses.
     return lambda: addresses(itertools.chain.from_iterable(containers), len(values)) == told
 
 
@@ -190,13 +191,19 @@ def may_read_memory() -> bool:
 
 
 def lists_check(lists: Sequence[list[Any]]) -> Check:
-    """Return a check of the elements of long lists: as memory, or one by one where that could crash."""
-    told = [(items, len(items), place_of_pointers(items), addresses(items, len(items))) for items in lists]
+    """Return a check of the elements of long lists: as memory, or one by one where that could crash.
+
+    It compares them with copies of the lists, which keep the elements alive: no other object gets their addresses.
+    """
+    told = [
+        (items, place_of_pointers(items), before, place_of_pointers(before))
+        for items, before in zip(lists, map(list, lists))
+    ]
 
     def is_same() -> bool:
         if may_read_memory():
-            return all(len(items) == n and not memcmp(place, before, 8 * n) for items, n, place, before in told)
-        return all(len(items) == n and addresses(items, n) == before for items, n, _, before in told)
+            return all(len(a) == len(b) and not memcmp(of_a, of_b, 8 * len(b)) for a, of_a, b, of_b in told)
+        return all(len(a) == len(b) and all(map(operator.is_, a, b)) for a, _, b, _ in told)
 
     return is_same
 
@@ -257,5 +264,5 @@ def contents_getter(cell: types.CellType) -> Callable[[str, Any], Any]:
 
 
 memcmp = ctypes.PyDLL(None).memcmp  # keeps the interpreter's lock: nobody changes a list meanwhile
-memcmp.argtypes = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t
+memcmp.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
 has_pointers = _test_pointers()
