@@ -322,7 +322,7 @@ class Book(Shelf):
 
     def _unbind_holders(self, node: Node) -> set[Node]:
         """Have whatever holds an object that was forgotten told of it anew. Return the holders."""
-        holders = set()
+        holders: set[Node] = set()
         # What refers to an object came with it, or with a parcel that refers to its parcel.
         for parcel in [each for each in self.parcels.values() if each is node.parcel or node.parcel in each.refers]:
             for each in {*parcel.nodes, *(told for told, _, _ in parcel.tells)} - holders:

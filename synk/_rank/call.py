@@ -217,10 +217,10 @@ class RankPlan:
     def answer(self, rank: Any, number: int, in_place: int, numbers: tuple[int, ...]) -> Published:
         """Run the call and publish its outputs."""
         self._look_at(rank)
-        self._num_references = sum(map(sys.getrefcount, self._watched))
         self.rows, self._in_place = numbers, in_place
         low, high = self._rows = numbers[0], numbers[1]
-        rank.begin_call(self, number)
+        rank.begin_call(self, number)  # it lets go of the plan before, whose views of these inputs count no more
+        self._num_references = sum(map(sys.getrefcount, self._watched))
         look, function = self.look, self.function
         if look.changes:
             rank.changes.begin(number, rank.residents, look.changes)

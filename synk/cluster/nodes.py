@@ -314,18 +314,19 @@ class Node:
             self._events.append(("write", self.share(segment), at, content))
 
     def flush(self) -> None:
-        """Send what waits."""
-        if not (self._events or self._dropped) or self.is_dead:
+        """Send what waits. What an agent that is busy, or frozen, has no room for is sent as the program waits."""
+        if self.is_dead or not (self._events or self._dropped or self.post.unsent):
             return
-        while not self.post.has_room(50):  # the agent may wait until somebody reads what its ranks print
-            self._forward()
         with deferred():
             dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
             if dropped:
                 self._events.append(("free", dropped))
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the wait finds its end
-                self.processes.counters["bytes_down"] += self.post.send(self._events)
+                self.post.send_unsent()
+                if self._events:
+                    self.processes.counters["bytes_down"] += self.post.queue(self._events)
             self._events, self.bodies = [], {}
+            self.processes.watch_room(self)
 
     # -- up -----------------------------------------------------------------------------------------------------------
 
@@ -343,6 +344,8 @@ class Node:
             poll = select.poll()
             for fd, _ in self.process.watched():
                 poll.register(fd, select.POLLIN)
+            if self.post.unsent:
+                poll.register(self.post.fd, select.POLLOUT)
             poll.poll(1000 * seconds)
         self._forward()
         with deferred():
@@ -471,7 +474,17 @@ class NodeProcesses(Processes):
             self._by_fd[fd] = node
             self._watch(fd, "node", None)
 
+    def watch_room(self, node: Node) -> None:
+        """See that a wait ends when a node can be sent what there was no room for."""
+        fd, is_watched = node.post.fd, node.post.fd in self._watched
+        if node.post.unsent and not is_watched:
+            self._watched[fd] = "room", None  # whoever waits next sends it
+            self._poll.poll_object.register(fd, select.POLLOUT)
+        elif is_watched and not node.post.unsent:
+            self._unwatch(fd)
+
     def unwatch_node(self, node: Node) -> None:
+        self._unwatch(node.post.fd)
         for fd in [fd for fd, owner in self._by_fd.items() if owner is node]:
             del self._by_fd[fd]
             self._unwatch(fd)

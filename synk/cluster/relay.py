@@ -144,7 +144,7 @@ class Agent:
 
     def serve(self) -> None:
         """Pass on what comes from either side. What ranks have said goes first: it came before."""
-        read_fd, sock_fd = self._post.link.read_fd, self._post.link._sock.fileno()
+        read_fd, sock_fd = self._post.link.read_fd, self._post.fd
         while True:
             if self._events and self._post.has_room():
                 events, self._events = self._events, []

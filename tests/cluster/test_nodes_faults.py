@@ -305,6 +305,30 @@ def test_time_limits_and_interrupts_from_another_thread(nodes: synk.Runtime) -> 
     assert_talks(nodes)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_an_agent_that_takes_nothing_in_holds_nobody_up() -> None:
+    """Its socket is full after two calls. What it has no room for waits, and time limits and interrupts hold."""
+    with synk.Runtime(1, cluster="here", nodes=2) as rt:
+        f = rt.function(lambda x, y: x.sum() + y.sum(), outputs="sum")
+        x, y = np.ones(3900), np.ones(3900)
+        assert f(x, y) == 7800.0
+        (node,), agent = rt._session.processes.nodes[1:], agents(rt)[1]
+        os.kill(agent, signal.SIGSTOP)
+        wait_for(lambda: state_of(agent) == "T")
+        calls = [f.submit(k * x, y) for k in range(3)]
+        assert node.post.unsent
+        os.kill(agent, signal.SIGCONT)
+        assert [call.result() for call in calls] == [3900.0 + 3900.0 * k for k in range(3)]
+        assert not node.post.unsent
+        os.kill(agent, signal.SIGSTOP)
+        wait_for(lambda: state_of(agent) == "T")
+        calls = [f.submit(x, y, timeout=1.0) for _ in range(3)]
+        assert node.post.unsent
+        with pytest.raises(CallTimeout, match="rank 1 of 2"):
+            calls[0].result()
+        assert f(x, y) == 7800.0
+
+
 def test_a_runtime_closes_if_workers_of_a_node_die_too_often() -> None:
     with synk.Runtime(1, cluster="here", nodes=2, max_restarts=1) as rt:
         f = rt.function(lambda x: os.kill(os.getpid(), signal.SIGKILL) if x[0] else None, outputs=None)

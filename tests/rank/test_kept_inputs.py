@@ -109,6 +109,24 @@ def test_what_a_failing_call_keeps_and_what_of_data(shared_runtimes: Any) -> Non
                 assert f(np.full(5, float(k)), data) == [(j, k) for j in range(k + 1)]
 
 
+@pytest.mark.parametrize("num_views", range(1, 7))
+def test_inputs_are_kept_while_the_plan_of_the_call_before_goes(shared_runtimes: Any, num_views: int) -> None:
+    """A rank sees that a function keeps views, also if as many of a function that was dropped go in the same call."""
+    rt = shared_runtimes[2]
+    kept: list[Any] = []
+
+    def keep(x: Any) -> Any:
+        kept.extend(x[:1] for _ in range(num_views))
+        return [float(each[0]) for each in kept]
+
+    f = rt.function(keep, outputs="first")
+    seen: list[float] = []
+    for k in range(4):
+        seen += [float(k)] * num_views
+        assert f(np.full(4, float(k))) == seen
+        rt.function(lambda x: x.sum(), outputs="sum")(np.full(4, -1.0))
+
+
 # ----- tensors that are written into
 
 
