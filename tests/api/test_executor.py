@@ -284,6 +284,15 @@ def test_calls_threads_and_executors_between_one_another(executor: synk.Executor
     assert found == {number: [number * k for k in range(20)] for number in range(4)}
 
 
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_numbers_of_tasks(num_workers: int) -> None:
+    """They come from the seed, the executor's number and the task's, whoever runs it."""
+    expected = [np.random.default_rng(np.random.SeedSequence(7, spawn_key=(0, n))).random() for n in range(9)]
+    with synk.fork(num_workers, seed=7) as rt, synk.Executor(runtime=rt) as executor:
+        drawn = [executor.submit(lambda: synk.comm.rng.random()) for _ in range(9)]
+        assert [future.result() for future in drawn] == expected
+
+
 def test_large_arrays_cross_once(shared_runtimes: Any) -> None:
     """On one machine."""
     rt, table = shared_runtimes[2], np.arange(300_000.0)

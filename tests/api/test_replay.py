@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.gates import Gate
 from support.harness import script
 
 import synk
-from synk.errors import UnsupportedError, WorkerDied
+from synk.errors import CallTimeout, UnsupportedError, WorkerDied
 
 
 class Odd(Exception):
@@ -237,6 +238,31 @@ def test_a_death_is_replayed_and_kills(rt: synk.Runtime, files: Callable[[], lis
         assert str(path) in error.__notes__[-1]
         run = subprocess.run([sys.executable, "-c", f"import synk; synk.replay({str(path)!r})"], timeout=60)
         assert run.returncode == -signal.SIGKILL
+
+
+def test_an_item_whose_time_is_over_can_be_replayed(
+    rt: synk.Runtime, files: Callable[[], list[Path]], tmp_path: Path
+) -> None:
+    """The rank has no exception of its own then."""
+    gate = Gate(tmp_path / "gate")
+    (tmp_path / "gate").mkdir()
+
+    def stays_at_3(n: int) -> Any:
+        drawn = synk.comm.rng.random()
+        if n == 3:
+            gate.wait()
+        return n, drawn
+
+    late = list(rt.map(stays_at_3, range(6), on_error="return", item_timeout=0.3))[3]
+    assert isinstance(late, synk.ItemError) and isinstance(late.exception, CallTimeout)
+    with pytest.raises(CallTimeout):
+        list(rt.map(stays_at_3, range(6), item_timeout=0.3))
+    first, second = files()
+    assert str(first) in late.exception.__notes__[-1]
+    gate.open()
+    found = [synk.replay(path) for path in (first, second)]
+    assert [n for n, _ in found] == [3, 3]
+    assert found[0] != found[1]  # each map has its own numbers
 
 
 PROGRAM = """

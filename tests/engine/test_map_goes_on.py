@@ -133,8 +133,10 @@ def test_workers_are_replaced_after_so_many_items_or_bytes() -> None:
                 executor.submit(lambda: 1 // 0).result()
 
 
-def test_numbers_of_items(subtests: pytest.Subtests) -> None:
-    """They come from the seed, the map's number and the item's, whoever computes the item, and in whatever chunk."""
+def test_numbers_of_items(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    """They come from the seed, the map's number and the item's, whoever computes the item, and in whatever chunk or
+    run of the program.
+    """
 
     def draw(n: int) -> tuple[int, float, float]:
         return n, synk.comm.rng.random(), synk.comm.rng.random()
@@ -147,6 +149,12 @@ def test_numbers_of_items(subtests: pytest.Subtests) -> None:
             with subtests.test(num_workers=num_workers, **each), synk.fork(num_workers, seed=7) as rt:
                 assert list(rt.map(abs, [1])) == [1]
                 assert sorted(rt.map(draw, range(40), **each)) == expected
+    for num_workers, taken in ((2, 9), (0, 20), (3, 40)):
+        with subtests.test(taken=taken), synk.fork(num_workers, seed=7) as rt:
+            assert list(rt.map(abs, [1])) == [1]
+            results = rt.map(draw, range(40), journal=tmp_path / "journal")
+            assert [next(results) for _ in range(taken)] == expected[:taken]
+            del results  # closes the file
 
 
 def test_nothing_is_kept_after_a_map(shared_runtimes: Any) -> None:

@@ -101,6 +101,15 @@ def test_deaths_ctrl_c_and_time_limits(rt: synk.Runtime, tmp_path: Path) -> None
         assert_right(rt)
 
 
+def test_numbers_of_tasks() -> None:
+    """The same for any number of workers, and in whatever batches joblib sends the tasks."""
+    expected = [np.random.default_rng(np.random.SeedSequence(7, spawn_key=(0, n))).random() for n in range(20)]
+    for num_workers, batch_size in ((2, 1), (3, "auto"), (2, 7)):
+        with synk.fork(num_workers, seed=7):
+            drawn = [joblib.delayed(lambda: synk.comm.rng.random())() for _ in range(20)]
+            assert parallel(drawn, batch_size=batch_size) == expected
+
+
 @pytest.mark.parametrize("rt", [2], indirect=True)
 def test_limits_of_tasks_and_workers(rt: synk.Runtime) -> None:
     """They stay after a failure. What does not fit joblib is refused."""
