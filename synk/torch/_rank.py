@@ -59,7 +59,6 @@ class RankReplica(SeenFromOutside):
             vars(self.objects[index]).update(attributes)
         for parameter, gradient in zip(states.parameters_of(self.objects), gradients):
             parameter.grad = gradient
-        _load_torch(is_worker=cell.worker is not None and self.options.is_own_process)
         _bring_to_device(self.objects)
         _hook_gradients(states.parameters_of(self.objects), self._hooks)
         self._reduction = GradientSum(self.objects, self.options)
@@ -204,17 +203,15 @@ def left_out_of(optimizer: Any) -> dict[str, Any]:
     }
 
 
-@functools.cache
-def _load_torch(*, is_worker: bool) -> None:
+def _prepare_worker() -> None:
     """Load what optimizers import at their first use, where an interrupt could break the import off.
 
-    In a worker all objects that there are now are taken from the garbage collector, which would look through the
-    hundreds of thousands of them in the first step.
+    All objects that there are then, hundreds of thousands, are taken from the garbage collector, which would look
+    through them in the first step. Replicas come later, so those that are dropped are freed.
     """
     with cell.uninterrupted():
         importlib.import_module("torch._dynamo")
-    if is_worker:
-        gc.freeze()
+    gc.freeze()
 
 
 def dump(replica: RankReplica) -> dict[str, Any]:
@@ -349,3 +346,7 @@ def total(value: torch.Tensor) -> torch.Tensor:
         ``value * all_rows / rows``.
     """
     return value * (comm.total_rows / comm.rows)
+
+
+if cell.worker is not None:  # a worker imports this for its first replica, before it loads the objects
+    _prepare_worker()

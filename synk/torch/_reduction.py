@@ -38,8 +38,6 @@ class Options:
     sync_batchnorm: bool
     bucket_nbytes: int
     overlap: bool | str
-    is_own_process: bool
-    """Whether ranks are processes of their own."""
 
     def is_overlapping(self) -> bool:
         """Whether this rank reduces gradients while the backward pass goes on.
