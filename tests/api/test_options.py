@@ -33,8 +33,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "retry is no number": ({"retry": False}, "got retry=False, expected an integer of 0 or more."),
     "on_oom": ({"on_oom": True}, "got on_oom=True, expected 'raise' or 'slices'."),
     **{
-        f"reproducible={rows}": ({"reproducible": rows}, f"reproducible={rows}, expected True, or the rows of a block.")
-        for rows in (0, -1, 2.5)
+        (name := f"reproducible={n}"): ({"reproducible": n}, f"got {name}, expected True, or the rows of a block.")
+        for n in (0, -1, 2.5)
     },
     "blocks and ranks": (
         {"reproducible": 4, "per_rank": True},
