@@ -615,7 +615,7 @@ class Runtime(Hinting):
             self._session.begin("describe the workers")
             placement = self._session.workers.processes.placement
             lines = [
-                f"  {placement.named([worker.rank])}: {placement.devices[worker.rank]}, pid {worker.process.pid}, "
+                f"  rank {worker.rank}: {placement.devices[worker.rank]}, pid {worker.process.pid}, "
                 f"{worker.description}"
                 for worker in self._session.workers.by_rank
             ]
