@@ -50,7 +50,6 @@ class NodePlacement(Placement):
         What the first message to an agent says besides.
     """
 
-    has_shared_memory: ClassVar[bool] = False
     topology: Topology = field(kw_only=True)
     process_type: type[AgentProcess] = field(kw_only=True)
     options: dict[str, Any] = field(kw_only=True)
@@ -267,7 +266,7 @@ class Node:
         setup |= {"num_workers": len(self.ranks), "hash_seed": processes.hash_seed}
         setup |= {"runtime": processes.token}
         environment = dict(os.environ)
-        environment |= num_threads_set(environment, max(num_cores() // placement.total_ranks, 1))
+        environment |= num_threads_set(environment, max(num_cores() // len(placement.devices), 1))
         environment[HASH_SEED] = processes.hash_seed
         self.process.start(setup, environment, processes.control_fd, {})
         self.post = Post(self.process.link)
