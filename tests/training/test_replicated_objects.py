@@ -299,7 +299,9 @@ def test_many_steps_take_no_more_memory(shared_runtimes: Any) -> None:
 
 
 def test_what_is_dropped_is_freed_on_the_ranks(runtime: Callable[..., Any]) -> None:
-    """Also the first ones of a worker. So is the copy on which one rank checks the first step. Hooks of gradients would keep both for ever."""
+    """Also a worker's first one. So is the copy on which one rank checks the first step. Hooks of gradients would keep
+    both for ever.
+    """
 
     def count(x: Any) -> int:
         gc.collect()
