@@ -255,7 +255,7 @@ def test_an_exception_in_here_sends_nothing(shared_runtimes: Any) -> None:
     with pytest.raises(ZeroDivisionError), rep.here():
         load_weights(*objects)
         raise ZeroDivisionError
-    with pytest.raises(ValueError, match=r"the program has changed 'inner\..*rep\.push\(\)"):
+    with pytest.raises(ValueError, match=r"the program has changed 'weight' of Tempered\.inner\..*rep\.push\(\)"):
         step(*batches(1)[0])
     rep.push()
     step(*batches(1)[0])
