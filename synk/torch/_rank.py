@@ -23,12 +23,11 @@ from synk.torch._adjoints import losses
 from synk.torch._batchnorm import synchronize
 from synk.torch._reduction import GradientSum, Options
 from synk.torch._undo import Undo
-from synk.torch._without_draws import SeenFromOutside, modes_kept
 
 _MASK = (1 << 64) - 1
 
 
-class RankReplica(SeenFromOutside):
+class RankReplica:
     """The replicated objects of one rank, loaded from one pickle.
 
     Attributes
@@ -76,13 +75,19 @@ class RankReplica(SeenFromOutside):
         if trains and self.num_steps and not self.num_steps & (self.num_steps - 1):
             self._check_alike()
         seed_generators(self.options.seed, self.num_steps if trains else -1 - self.num_steps, cell.worker.number)
-        return self._run(fn, trains, args, kwargs)
+        return self.run_as_is(fn, trains, args, kwargs)
 
-    def _run(self, fn: Callable[..., Any], trains: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_as_is(self, fn: Callable[..., Any], trains: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do the same with the process's random numbers as they are."""
         try:
             if not trains:
-                with torch.no_grad(), modes_kept(self.objects):
-                    return _detached(fn(*self.objects, *args, **kwargs))
+                flags = [(part, part.training) for part in states.parts_of(self.objects)]
+                try:
+                    with torch.no_grad():
+                        return _detached(fn(*self.objects, *args, **kwargs))
+                finally:
+                    for part, flag in flags:
+                        part.training = flag
             # An interrupt may have broken off the exit of a no_grad() in an earlier call, and left grad mode off.
             torch.set_grad_enabled(cell.worker.settings.told("grad mode", torch.is_grad_enabled()))
             self._reduction.begin()
@@ -94,6 +99,29 @@ class RankReplica(SeenFromOutside):
         self.num_steps += 1
         self._undo.notice_end()
         return _detached(result)
+
+    def run_shown(self, fn: Callable[..., Any], *call: Any) -> Any:
+        """Run with the process's random numbers as they are. Return the result and the gradients.
+
+        If the step leaves none: how far it has moved the parameters.
+        """
+        parameters = states.parameters_of(self.objects)
+        before = [each.detach().clone() for each in parameters]
+        result = self.run_as_is(fn, *call)
+        moves = [each.grad for each in parameters if each.grad is not None]
+        moves = moves or [now.detach() - old for now, old in zip(parameters, before)]
+        flat = [each.to("cpu", torch.float64).reshape(-1) for each in moves]
+        return result, torch.cat([*flat, torch.zeros(0, dtype=torch.float64)]).numpy()
+
+    def run_shown_in_eval(self, fn: Callable[..., Any], *call: Any) -> Any:
+        """Do the same with all modules in ``eval()``, now and later, also if the function calls ``train()``.
+
+        Then neither draws nor a batch's statistics decide what they return.
+        """
+        for part in states.parts_of(self.objects):
+            part.training = False
+            part.__dict__["train"] = functools.partial(_stay, part)
+        return self.run_shown(fn, *call)
 
     def __synk_keep__(self) -> Callable[[], bytes | None]:
         """Return a function that undoes the step that is about to begin; see ``synk.torch._undo``."""
@@ -257,6 +285,11 @@ def seed_generators(seed: int, step: int, stream: int) -> None:
     torch.default_generator.manual_seed(mixed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(mixed)
+
+
+def _stay(module: torch.nn.Module, mode: bool = True) -> torch.nn.Module:
+    """Take the place of ``module.train``."""
+    return module
 
 
 def _detached(value: Any) -> Any:
