@@ -42,11 +42,10 @@ class RankReplica:
         self.objects = tuple(objects)
         self.options = options
         self.num_steps = num_steps
-        self._hooks = gradient_hooks(states.parameters_of(objects))
 
     def __getstate__(self) -> dict[str, Any]:
         return {
-            **{name: getattr(self, name) for name in ("objects", "options", "num_steps", "_hooks")},
+            **{name: getattr(self, name) for name in ("objects", "options", "num_steps")},
             "others": {k: left_out_of(obj) for k, obj in enumerate(self.objects) if states.is_optimizer(obj)},
             "gradients": [parameter.grad for parameter in states.parameters_of(self.objects)],
         }
@@ -59,7 +58,6 @@ class RankReplica:
         for parameter, gradient in zip(states.parameters_of(self.objects), gradients):
             parameter.grad = gradient
         _bring_to_device(self.objects)
-        _hook_gradients(states.parameters_of(self.objects), self._hooks)
         self._reduction = GradientSum(self.objects, self.options)
         self._undo = Undo(self.objects, self._reduction)
         for obj in self.objects:
@@ -176,45 +174,14 @@ class RankReplica:
         return self.num_steps
 
 
-def gradient_hooks(parameters: Sequence[torch.Tensor]) -> dict[int, tuple[list[Any], list[Any]]]:
-    """Return the hooks of parameters by position: those that run before a gradient is accumulated, and those after.
-
-    Pickles of parameters leave hooks out, so they travel beside the parameters.
-    """
-    hooks: dict[int, tuple[list[Any], list[Any]]] = {}
-    for index, parameter in enumerate(parameters):
-        before = list((parameter._backward_hooks or {}).values())
-        after = list((parameter._post_accumulate_grad_hooks or {}).values())
-        if before or after:
-            hooks[index] = before, after
-    return hooks
-
-
-def _hook_gradients(parameters: Sequence[torch.Tensor], hooks: dict[int, tuple[list[Any], list[Any]]]) -> None:
-    """Register hooks that ``gradient_hooks`` returned."""
-    for index, (before, after) in hooks.items():
-        parameter = parameters[index]
-        is_trained = parameter.requires_grad
-        parameter.requires_grad_()  # torch accepts hooks only on tensors that require grad
-        for hook in before:
-            parameter.register_hook(hook)
-        for hook in after:
-            parameter.register_post_accumulate_grad_hook(hook)
-        parameter.requires_grad_(is_trained)
-
-
 def _is_apart(parameter: torch.Tensor, num_steps: int) -> bool:
     """Whether the ranks' values differ by more than rounding, which depends on the alignment of memory."""
-    if not (parameter.is_floating_point() or parameter.is_complex()):
-        return True
-    values = torch.view_as_real(parameter) if parameter.is_complex() else parameter
-    values = values.double()
-    others = values.where(~values.isfinite(), 0).nan_to_num(1, 2, 3)  # which of them are no numbers, and in which way
-    pair = torch.stack([values.where(values.isfinite(), 0), others])
-    highest, lowest = comm.all_reduce(pair, "max"), comm.all_reduce(pair, "min")
-    size = torch.maximum(highest[0].abs(), lowest[0].abs()).max()
-    apart, otherwise = (highest - lowest).reshape(2, -1).amax(1)
-    return bool(otherwise or apart > 8 * num_steps * torch.finfo(parameter.dtype).eps * size)
+    first = torch.as_tensor(comm.broadcast(parameter))
+    bound = 0.0
+    if parameter.is_floating_point() or parameter.is_complex():
+        bound = 8 * num_steps * torch.finfo(parameter.dtype).eps * float(first.abs().nan_to_num(0, 0, 0).max())
+    is_near = torch.allclose(parameter, first, rtol=0, atol=bound, equal_nan=True)
+    return bool(comm.all_reduce(np.array([not is_near]), "max")[0])
 
 
 def _digest(parameter: torch.Tensor) -> int:

@@ -74,7 +74,8 @@ def replicate(
         If there are no objects, or one has no ``state_dict``.
     ValueError
         If an optimizer has a parameter that belongs to no given module, a module has lazy parameters without a shape,
-        parameters or buffers that are different tensors share memory, or an option has a value that is not listed.
+        a parameter has a hook, parameters or buffers that are different tensors share memory, or an option has a value
+        that is not listed.
     SerializationError
         If the objects cannot be pickled.
 
@@ -257,12 +258,12 @@ class Replicated:
         """Send the program's objects to all ranks.
 
         Attributes that :meth:`pull` leaves to the workers stay as they are there, unless the program has changed one,
-        or a hook, or what the objects are made of. Then all of them begin again as the program has them.
+        or what the objects are made of. Then all of them begin again as the program has them.
 
         Raises
         ------
         ValueError
-            If the ranks' objects are newer, so that their steps would be lost.
+            If the ranks' objects are newer, so that their steps would be lost. Or as for ``replicate``.
         """
         with self._lock:
             is_lost = bool(self._resident._referent.lost)
@@ -271,6 +272,7 @@ class Replicated:
                     f"cannot push: the steps of the workers would be lost, since {self!r}. Call rep.pull() before you "
                     "change the program's objects; `with rep.here():` does both. rep.load(path) goes back to a file."
                 )
+            _check_objects(self._objects)
             num_steps = self._num_here if is_lost else self.num_steps
             if is_lost or self._makings() != self._made_of:
                 self._replace(num_steps)
@@ -292,7 +294,6 @@ class Replicated:
     def _replace(self, num_steps: int) -> None:
         """Give every rank new objects, made from the program's."""
         with self._guard.lifted():
-            _check_objects(self._objects)
             self._resident.set(_rank.RankReplica(self._objects, self._options, num_steps))
         self._note_alike(num_steps)
 
