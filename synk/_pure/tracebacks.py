@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Generator, Iterator
 from itertools import chain
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 from synk import errors
 from synk._pure.interrupts import holding
@@ -78,7 +78,7 @@ class Results(chain[R]):
         """
         now = _Run()
         used_up = _used_up(runs, now)
-        results = cls.from_iterable(used_up)
+        results = cast("Results[R]", cls.from_iterable(used_up))
         results._verb, results._name, results._now, results._runs = verb, name, now, used_up
         return results
 

@@ -11,7 +11,7 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -78,20 +78,11 @@ class RankItems:
         up, variables, fn, clock = rank.own_up, rank.variables, function.fn, time.monotonic_ns
         plain, add = results.plain, results.add
         together = 1 if self.order.is_timed else _TOGETHER
-        index = slowest = at = 0
-        look_at, most_ns = 1, -1
+        look_at, slowest, most_ns = 0, 0, -1
         began = clock()
         until = began + self.order.most_ns if self.order.most_ns else sys.maxsize
-        for count, nbytes in self.order.parts:
-            data = self.order.stream[at : at + nbytes]
-            at += nbytes
-            up[_ITEM] = place + index
-            items = _loaded(rank, data, count, results)
-            if not items:
-                if not self.order.goes_on:
-                    return most_ns, slowest
-                index += 1
-            for item in items:
+        for first, items in self._parts(rank, place, results):
+            for index, item in enumerate(items, first):
                 up[_ITEM] = place + index
                 try:
                     result = fn(item)
@@ -104,23 +95,39 @@ class RankItems:
                 except rank.interrupts:
                     raise
                 except BaseException as error:  # not even SystemExit may end a rank
-                    if rank.is_copy:
-                        os._exit(0)
-                    variables.abandon()
-                    rank.recover("")
-                    results.fail(rank._failure(error), short_repr(item))
+                    self._fail(rank, item, error, results)
                     if not self.order.goes_on:
                         return most_ns, slowest
-                index += 1
                 if index >= look_at:
                     now = clock()
                     spent_ns = now - began
                     if spent_ns > most_ns:
-                        most_ns, slowest = spent_ns, index - 1
+                        most_ns, slowest = spent_ns, index
                     if now >= until:
                         return most_ns, slowest
                     began, look_at = now, index + (together if spent_ns < _QUICK_NS else 1)
         return most_ns, slowest
+
+    def _parts(self, rank: Any, place: int, results: _Results) -> Iterator[tuple[int, Sequence[Any]]]:
+        """Yield the items in lists, each with the position of its first one. One that cannot be loaded has failed."""
+        index = at = 0
+        for count, nbytes in self.order.parts:
+            rank.own_up[_ITEM] = place + index
+            items = _loaded(rank, self.order.stream[at : at + nbytes], count, results)
+            if not items and not self.order.goes_on:
+                return
+            yield index, items
+            index += max(count, 1)
+            at += nbytes
+
+    @staticmethod
+    def _fail(rank: Any, item: Any, error: BaseException, results: _Results) -> None:
+        """Note what an item has raised."""
+        if rank.is_copy:
+            os._exit(0)
+        rank.variables.abandon()
+        rank.recover("")
+        results.fail(rank._failure(error), short_repr(item))
 
     def leave(self, rank: Any) -> None:
         rank.mapped = rank.items = None
