@@ -34,7 +34,7 @@ def call_in_blocks(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
     whole, blocks, combined = function._made_once(Silent, functools.partial(_made_of, function))
     selection, deadline = _begun(whole, args, kwargs, options)
     count = 0 if selection is None else selection.count
-    num_blocks, num_ranks = max(-(-count // block_rows), 1), whole._bound_session().total_ranks
+    num_blocks, num_ranks = max(-(-count // block_rows), 1), whole._bound_session().world_size
     if selection is None or 1 in (num_blocks, num_ranks, options.num_ranks):
         return whole._run(args, kwargs, _on_first(options, num_blocks, deadline))
     values: list[Any] = []

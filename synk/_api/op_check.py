@@ -202,7 +202,7 @@ def few_rows(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], optio
     If nothing can be picked, the call is not checked either, and counts as one that tells nothing.
     """
     check, callee, session = function._op_check, function._callee, function._bound_session()
-    is_divided = session.total_ranks > 1 or options.num_slices > 1
+    is_divided = session.world_size > 1 or options.num_slices > 1
     if check is None or not is_divided or options.output_subset is not None:
         return None
     try:
@@ -259,7 +259,7 @@ def _compare(function: Any, few: Few, result: Any, end: float | None, before: li
     """Return what to tell the user; see :func:`settle`."""
     record = function._callee.record
     seconds = record.function_ns * 1e-9 / max(record.num_calls, 1)
-    expected = seconds * function._bound_session().total_ranks * few.num_rows / max(few.total, 1)
+    expected = seconds * function._bound_session().world_size * few.num_rows / max(few.total, 1)
     nbytes = sum(getattr(leaf, "nbytes", 0) for leaf in flatten(result)[0])
     if before != _assignments(function) or expected > MAX_S or nbytes > MAX_NBYTES:
         raise Unknown

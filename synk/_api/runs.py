@@ -47,7 +47,7 @@ class Runs:
         timeout: float | None,
         residents: Sequence[Any] = (),
     ) -> None:
-        self.num_ranks, self.seconds = function._bound_session().total_ranks, 0.0
+        self.num_ranks, self.seconds = function._bound_session().world_size, 0.0
         self._copy, self._call, self._timeout = copy, (args, kwargs), timeout
         updates = [variable for variable, _ in function._options.variables]
         # One function for all runs: a generator that it captured goes on drawing on its rank.

@@ -130,13 +130,13 @@ class Processes:
         except OSError as error:
             raise StartupError(startup_text("the runtime", error)) from error
         for rank in range(self.world_size):
-            self.by_rank.append(Worker(rank, self._process_type(self.placement.first_rank + rank)))
+            self.by_rank.append(Worker(rank, self._process_type(rank)))
             self._begin(self.by_rank[rank], self._failpoints)
 
     def start_again(self, worker: Worker) -> None:
         """Start a new process for a rank whose process has ended."""
         self.bury(worker)
-        worker.process = self._process_type(self.placement.first_rank + worker.rank)
+        worker.process = self._process_type(worker.rank)
         self._begin(worker, [point for point in self._failpoints if point[2] == 0])
 
     def _begin(self, worker: Worker, failpoints: Sequence[Sequence[Any]]) -> None:
@@ -144,10 +144,9 @@ class Processes:
         process, rank, placement = worker.process, worker.rank, self.placement
         setup = self._setup(rank, failpoints)
         worker.num_starts += 1
-        number = placement.first_rank + rank
         # A replacement must not draw the random numbers of its predecessor again, nor those of an item, whose key has
         # two numbers.
-        setup["seed"] = [self.seed, number] if worker.num_starts == 1 else [self.seed, number, worker.num_starts, 0]
+        setup["seed"] = [self.seed, rank] if worker.num_starts == 1 else [self.seed, rank, worker.num_starts, 0]
         setup |= {"control_nbytes": self._control.nbytes, "spin_s": self._spin_s, "hash_seed": self._hash_seed}
         environment = {**placement.environment(rank), HASH_SEED: self._hash_seed}
         events: dict[str, int] = {f"event{peer}": fd for peer, fd in enumerate(self.eventfds)}

@@ -149,7 +149,6 @@ class Session(Entrance, Engine):
     ) -> None:
         self.timeout = timeout
         self.backend, self.devices = placement.backend, placement.devices
-        self.total_ranks = placement.total_ranks
         self.assignment = placement.assignment
         self.has_devices = self.assignment.has_devices
         self._may_miss_gpus = placement.is_on_cpu_by_default

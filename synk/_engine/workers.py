@@ -346,8 +346,7 @@ class Workers:
         owed = self.flight.get(number)
         is_owed = owed is not None and worker.rank in owed.pending
         if not (is_owed or (number == 0 and status == wire.READY and not worker.is_ready)):
-            named = self.processes.placement.named([worker.rank])
-            report("%s was killed: code in it has written into the channel of its replies.", named)
+            report("rank %s was killed: code in it has written into the channel of its replies.", worker.rank)
             worker.process.kill()  # the wait finds the death
             return False
         body = None
@@ -584,7 +583,7 @@ class Workers:
             self._note_death(worker)
             self._unreported[worker.rank] = f"was not up {START_TIMEOUT_S:g} s after its last sign of life, was killed,"
         if self.max_restarts == 0 or ranks & self._once_stuck:
-            tails = "\n".join(["", *stderr_tails(self.processes, stuck, 0.0)])
+            tails = "\n".join(["", *stderr_tails(stuck, 0.0)])
             self._fail(sorted(ranks), f"was not up {START_TIMEOUT_S:g} s after its last sign of life.{tails}", None)
         self._once_stuck |= ranks
 
@@ -599,8 +598,7 @@ class Workers:
         mine = own_versions()
         if hello["versions"] != mine:
             differing = [f"{k} {v} (master: {mine[k]})" for k, v in hello["versions"].items() if v != mine[k]]
-            named = self.processes.placement.named([worker.rank])
-            error = StartupError(f"cannot use worker {named}: it runs {', '.join(differing)}.")
+            error = StartupError(f"cannot use worker rank {worker.rank}: it runs {', '.join(differing)}.")
             self.fail(error)
             raise error
         worker.description = hello["device"]
@@ -622,16 +620,15 @@ class Workers:
         now = time.monotonic()
         while self.restarts and now - self.restarts[0] > RESTART_WINDOW_S:
             self.restarts.popleft()
-        named = self.processes.placement.named
         news = [
-            f"{named([rank])} (pid {self.by_rank[rank].process.pid}) {what}"
+            f"rank {rank} (pid {self.by_rank[rank].process.pid}) {what}"
             for rank, what in sorted(self._unreported.items())
         ]
         self._unreported.clear()
         counts = any(worker.rank not in self.forgiven for worker in dead)
         self.forgiven.clear()
         if counts and len(self.restarts) >= self.max_restarts:
-            ended = ", ".join(f"{named([worker.rank])} ({worker.process.exit_text})" for worker in dead)
+            ended = ", ".join(f"rank {worker.rank} ({worker.process.exit_text})" for worker in dead)
             error = ClosedError(
                 f"the runtime closed itself: workers died {len(self.restarts) + 1} times within "
                 f"{RESTART_WINDOW_S:.0f} s, last {ended}; max_restarts is {self.max_restarts}. Call synk.fork() again."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from synk._processes.output import warn_at_users_line
 from synk._pure.cores import num_cores
@@ -30,48 +30,21 @@ class Placement:
 
     Attributes
     ----------
-    first_rank, ranks_elsewhere : int
-        The rank of the first worker of this session, and the number of workers of other nodes.
-    unit : str
-        What one of them is called in errors: the head of a cluster counts nodes.
-    generation : int
-        How many sessions have played the same ranks, with this one: a node may be started again.
-    node : str
-        What the names of devices begin with: "node1:" on the second of several nodes.
     is_on_cpu_by_default : bool
         Whether the user has left the choice of the backend to synk, and got CPU workers.
     """
 
     backend: str
     assignment: DeviceAssignment
-    first_rank: int = 0
-    ranks_elsewhere: int = 0
-    unit: str = "rank"
-    generation: int = 1
-    node: str = ""
     is_on_cpu_by_default: bool = False
-
-    has_shared_memory: ClassVar[bool] = True
 
     @property
     def devices(self) -> tuple[str, ...]:
-        return tuple(f"{self.node}{device}" for device in self.assignment.devices)
-
-    @property
-    def total_ranks(self) -> int:
-        return len(self.devices) + self.ranks_elsewhere
-
-    def named(self, ranks: Iterable[int]) -> str:
-        """Return the names of workers in errors: "rank 4, 5". The workers of other nodes count."""
-        return f"{self.unit} {', '.join(str(self.first_rank + rank) for rank in ranks)}"
+        return self.assignment.devices
 
     def among_all(self, ranks: Iterable[int]) -> str:
-        """Return the names of workers and how many there are: "rank 4, 5 of 8"."""
-        return f"{self.named(ranks)} of {self.total_ranks}"
-
-    def ranks_of(self, position: int) -> tuple[int, ...]:
-        """Return the ranks that one process of this session plays, or has played."""
-        return (self.first_rank + position,)
+        """Return the names of ranks in errors, and how many there are: "rank 4, 5 of 8"."""
+        return f"rank {', '.join(map(str, ranks))} of {len(self.devices)}"
 
     def environment(self, rank: int) -> dict[str, str]:
         """Return the whole environment of a rank: its device's, and a thread limit unless the user has set one."""

@@ -124,11 +124,8 @@ def setup_message(placement: Placement, rank: int, failpoints: Sequence[Any]) ->
     return {
         "rank": rank,
         "world_size": len(placement.devices),
-        "first_rank": placement.first_rank,
-        "total_ranks": placement.total_ranks,
         "backend": placement.backend,
         "device": placement.assignment.devices[rank],
-        "node": placement.node,
         "cpus": list(placement.cpus_of(rank)),
         "master_pid": os.getpid(),
         "sys_path": path,

@@ -9,8 +9,8 @@ from typing import Any
 from synk._wire.control import Phase, Up
 from synk.errors import WorkerDied
 
-_COMMUNICATION = (os.path.join("synk", "_worker", "comm", ""), os.path.join("synk", "communicators", ""))
-"""Folders that appear in the stack of a rank that waits for another one."""
+_COMMUNICATION = os.path.join("synk", "communicators", "")
+"""The folder that appears in the stack of a rank that waits for another one."""
 
 
 def where(processes: Any) -> str:
@@ -18,7 +18,7 @@ def where(processes: Any) -> str:
     parts, up = [], processes.up  # a reference: another thread may close the runtime in the meantime
     for worker in processes.by_rank:
         process, rank = worker.process, worker.rank
-        name = processes.placement.named([rank])
+        name = f"rank {rank}"
         named = f"{name} (pid {process.pid}, {processes.devices[rank]})"
         if worker.is_dead:
             parts.append(f"{name}: ended with {process.exit_text}")
@@ -42,10 +42,9 @@ def at_work(processes: Any, ranks: Iterable[int]) -> str:
     text, up = where(processes), processes.up
     ranks = sorted(ranks)
     computes = ranks and len(up) and all(up[rank, Up.PHASE] == Phase.FUNCTION for rank in ranks)
-    if not computes or any(folder in text for folder in _COMMUNICATION):
+    if not computes or _COMMUNICATION in text:
         return "\n" + text
-    unit = processes.placement.unit
-    names = f"{processes.placement.named(ranks)} is" if len(ranks) == 1 else f"{len(ranks)} {unit}s are"
+    names = f"rank {ranks[0]} is" if len(ranks) == 1 else f"{len(ranks)} ranks are"
     return f" {names} at work in it. Runtime.where() shows what they do."
 
 
@@ -74,12 +73,11 @@ class DeathReports:
         if phase != "start":
             message += " What functions kept there, in closures or globals, is gone."
         return WorkerDied(
-            "\n".join([message, *stderr_tails(processes, workers, began)]),
-            ranks=tuple(rank for worker in workers for rank in processes.placement.ranks_of(worker.rank)),
+            "\n".join([message, *stderr_tails(workers, began)]),
+            ranks=tuple(worker.rank for worker in workers),
             pids=tuple(worker.process.pid for worker in workers),
             exits=exits,
             phase=phase,
-            nodes=tuple(worker.rank for worker in workers) if processes.placement.unit == "node" else (),
         )
 
     def _kill_hint(self, ranks: Sequence[int]) -> str:
@@ -91,17 +89,14 @@ class DeathReports:
             else ("Likely out of memory, or somebody killed it")
         )
         held = [(rank, int(self._processes.up[rank, Up.RSS]) >> 20) for rank in ranks]
-        placement = self._processes.placement
-        sizes = ", ".join(
-            f"{placement.named([rank])} held {size} MiB at its last report" for rank, size in held if size
-        )
+        sizes = ", ".join(f"rank {rank} held {size} MiB at its last report" for rank, size in held if size)
         return f" {why}{f' ({sizes})' if sizes else ''}."
 
 
-def stderr_tails(processes: Any, workers: Sequence[Any], began: float) -> list[str]:
+def stderr_tails(workers: Sequence[Any], began: float) -> list[str]:
     """Return the last lines that workers wrote to stderr since the monotonic time ``began``, one text for each rank."""
     return [
-        f"stderr of {processes.placement.named([worker.rank])}: " + "\n  ".join(lines)
+        f"stderr of rank {worker.rank}: " + "\n  ".join(lines)
         for worker in workers
         if (lines := worker.process.stderr_since(began))
     ]

@@ -77,7 +77,7 @@ def _started(setup: dict[str, Any]) -> Rank:
     eventfds = [fds.get(f"event{rank}", -1) for rank in range(setup["world_size"])]
     who = setup["rank"], setup["world_size"], setup["backend"], setup["device"]
     rank = open_rank(*who, control, eventfds, setup.get("nodes", ()), setup.get("host", ""))
-    rank.device = setup["node"] + setup["device"]
+    rank.device = setup.get("node", "") + setup["device"]
     rank.own_path = setup.get("own_path", [])
     rank.failpoint, rank.seed = failpoint, setup["seed"]
     rank.peers.patience_s = setup["spin_s"]

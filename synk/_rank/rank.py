@@ -94,7 +94,6 @@ class Rank(Member):
         host: str = "",
     ) -> None:
         self.rank, self.world_size, self.device = rank, world_size, backend.device
-        self.first_rank, self.total_ranks = 0, world_size
         self.backend: Any = backend
         self.lanes = [RankLane(index, rank, world_size, control) for index in range(NUM_LANES)]
         self.lane = self.lanes[0]
