@@ -15,8 +15,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from synk.cuda._buffers import Buffer
-from synk.cuda._nccl import NcclCommunicator, load_nccl
+from synk.cuda._nccl import Buffer, NcclCommunicator, load_nccl
 
 # The first NCCL that allows two ranks on one GPU by NCCL_MULTI_RANK_GPU_ENABLE.
 SHARED_GPU_VERSION = 23003
