@@ -16,7 +16,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -58,7 +59,8 @@ class NcclError(SynkError):
         return f"cannot {self.args[2]}: got {self.args[1]}."
 
 
-class Buffer(NamedTuple):
+@dataclass(frozen=True)
+class Buffer:
     """A contiguous piece of device memory that NCCL may read or write.
 
     Attributes
