@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.harness import kill_and_wait, pids, same_workers, wait_for, wait_until_dead
-from support.nodes import agents, assert_maps, num_unread
+from support.harness import pids, same_workers, wait_for, wait_until_dead
+from support.nodes import agents, assert_maps, kill_and_hear, num_unread
 
 import synk
 from synk.errors import CallCancelled, WorkerDied
@@ -119,7 +119,7 @@ def test_a_replacement_dies_at_its_first_item(reused: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return n
 
-    kill_and_wait(pids(rt)[1])
+    kill_and_hear(rt, pids(rt)[1])
     with pytest.warns(RuntimeWarning, match="rank 1 .*was started again"), pytest.raises(WorkerDied, match="rank 1 "):
         list(rt.map(step, itertools.count(), batch_size=1))
     assert_maps(rt)
@@ -213,8 +213,8 @@ def test_whatever_dies_results_are_right_as_far_as_they_come(
 
 
 _FAULTS: dict[str, Callable[[synk.Runtime, random.Random], None]] = {
-    "agent": lambda rt, rng: kill_and_wait(rng.choice(agents(rt))),
-    "worker": lambda rt, rng: kill_and_wait(rng.choice(pids(rt))),
+    "agent": lambda rt, rng: kill_and_hear(rt, rng.choice(agents(rt))),
+    "worker": lambda rt, rng: kill_and_hear(rt, rng.choice(pids(rt))),
     "interrupt": lambda rt, rng: rt.interrupt(),
 }
 

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
-from nccl_gpu_rank import SHARED_GPU_VERSION
 from pages.test_demos import DEMOS, SMALL
-from support.harness import script
+from support.harness import pids, script
 from test_gpu_path import (  # noqa: F401  (collected here, with the fixtures below)
     LARGE,
     scaler,
@@ -50,6 +50,9 @@ import synk
 from synk.cuda._devices import visible_gpus
 
 pytestmark = pytest.mark.gpu
+SHARED_GPU_VERSION = 23003
+"""The first NCCL that allows two ranks on one GPU, by ``NCCL_MULTI_RANK_GPU_ENABLE``."""
+
 # torch keeps descriptors of its first backward pass, which a census is to know of
 torch.ones(1, requires_grad=True).backward()
 
@@ -301,6 +304,14 @@ def test_a_death_in_a_collective_frees_the_others(
     assert time.monotonic() - started < 15
     got = rt.function(lambda x: x[:1].repeat(LARGE * 4), outputs="sum")(np.ones(2))
     assert (got == 2.0).all()
+
+
+def test_ranks_listen_on_loopback_only(gpus: RealGpus) -> None:
+    rt = gpus(2)
+    assert rt.function(lambda x: synk.comm.all_reduce(x.sum(), "sum"), outputs="first")(np.ones(2)) == 2.0
+    for pid in pids(rt):
+        for connection in psutil.Process(pid).net_connections(kind="inet"):
+            assert connection.laddr.ip in ("127.0.0.1", "::1", "::ffff:127.0.0.1"), connection
 
 
 def test_more_than_two_to_the_31_bytes(gpu: Any) -> None:

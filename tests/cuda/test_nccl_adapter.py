@@ -1,6 +1,6 @@
 """The NCCL communicator against NumPy, over the stub library and the stand-in for CuPy: no GPU, real sums.
 
-Both work on host memory with threads as ranks; ``test_nccl_gpu.py`` runs the same collectives on devices.
+Both work on host memory with threads as ranks; ``test_gpu_calls.py`` runs collectives on devices.
 """
 
 from __future__ import annotations

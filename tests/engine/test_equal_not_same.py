@@ -5,7 +5,6 @@ The oracle is the same function, called here.
 
 from __future__ import annotations
 
-import enum
 import math
 import types
 from collections.abc import Callable
@@ -17,13 +16,6 @@ import pytest
 X = np.arange(4.0)
 WHERE = [2, 0]
 rate: Any = 0.0
-
-
-class Level(enum.IntEnum):
-    ONE = 1
-
-
-KEYS: list[Any] = [1, True, 1.0, np.int64(1), Level.ONE, 1]
 
 
 @pytest.mark.parametrize("where", WHERE)
@@ -42,24 +34,6 @@ def test_captured_zeros_have_signs(subtests: Any, shared_runtimes: Any, where: A
                 rate, a_dict["v"], a_list[0], a_space.v, a_tuple = value, value, value, value, (value,)
                 for _ in range(2):
                     assert call(X) == f(X)
-
-
-@pytest.mark.parametrize("where", WHERE)
-def test_keys_keep_their_types(subtests: Any, shared_runtimes: Any, where: Any) -> None:
-    """Of arguments, at the top or deeper, and of what is returned."""
-    rt, keys = shared_runtimes[where], KEYS
-    calls: list[tuple[Any, Callable[[Any], Any]]] = [
-        (rt.function(lambda d: repr(list(d)), outputs="first"), lambda key: {key: X}),
-        (rt.function(lambda d: repr(list(d)), outputs="first", bcast_inputs="d"), lambda key: {key: X}),
-        (rt.function(lambda d: repr(list(d["a"])), outputs="first"), lambda key: {"a": {key: X}}),
-    ]
-    returned = rt.function(lambda x: {keys[int(x[0])]: "a text"}, outputs="first")
-    for number, key in enumerate(KEYS):
-        with subtests.test(number=number):
-            for call, argument in calls * 2:
-                assert call(argument(key)) == repr([key])
-            for _ in range(2):
-                assert repr(returned(np.full(2, number))) == repr({key: "a text"})
 
 
 WRAPS: list[Callable[[Any], Any]] = [lambda d: d, lambda d: [d], lambda d: (d, {"z": d})]

@@ -46,35 +46,6 @@ def repeat(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 # ----- arguments
 
-ARGUMENTS: dict[str, Callable[[np.ndarray], Any]] = {
-    "another dtype": lambda x: x.astype(np.float32),
-    "integers": lambda x: x.astype(np.int64),
-    "foreign byte order": lambda x: x.astype(">f8"),
-    "more rows": lambda x: np.concatenate([x, x]),
-    "fewer rows": lambda x: x[:3],
-    "one row": lambda x: x[:1],
-    "Fortran order": np.asfortranarray,
-    "strided": lambda x: np.repeat(x, 2, axis=0)[::2],
-    "reversed": lambda x: x[::-1],
-    "read-only": lambda x: np.frombuffer(x.tobytes()).reshape(x.shape),
-    "a list": lambda x: x.tolist(),
-    "bools": lambda x: x > 3,
-}
-
-
-@pytest.mark.parametrize("where", [2, 0])
-def test_other_arguments(subtests: Any, shared_runtimes: Any, where: Any) -> None:
-    f = make(shared_runtimes[where])
-    for kind, change in ARGUMENTS.items():
-        with subtests.test(kind):
-            check(repeat(f, W, X))
-            other, whole = change(X + 1), np.asarray(change(np.stack([W] * 3))[0])
-            for x in (other, X, other, other, other, X):
-                check(f(W, x), W, x)
-            for w in (whole, W):
-                check(f(w, X), w, X)
-
-
 WRONG_BATCHES = (
     *(9, -1, [8], [-9, 0, 1], np.ones(7, bool), np.array([2**63 + 1], np.uint64), [[0, 1], [2, 3]]),
     *("ab", [0.5, 1.0, 2.0], 2.0, slice(0.5, 3), slice(None, None, 0), True, np.array([0, None]), object()),
@@ -131,46 +102,6 @@ def test_data_in_place_of_other_data(shared_runtimes: Any) -> None:
         g(None, None)
 
 
-def test_submitted_calls_have_what_there_was_when_they_were_submitted(shared_runtimes: Any) -> None:
-    """Globals, and arguments that the program changes in place afterwards, even in their dtype."""
-    rt = shared_runtimes[2]
-    scope: dict[str, Any] = {"SCALE": 1.0}
-    exec("def scaled(x):\n    return x.sum() * SCALE", scope)
-    f = rt.function(scope["scaled"], outputs="sum")
-    for k in range(10):
-        scope["SCALE"] = float(k // 3)
-        arrays = [np.arange(8.0) for _ in range(3)]
-        pending = [f.submit(array) for array in arrays]
-        scope["SCALE"] = -1.0
-        for array in arrays:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)
-                array.dtype = np.int64
-        assert [f(np.arange(8)), f(np.arange(8.0))] == [-28] * 2
-        assert [each.result() for each in pending] == [28.0 * (k // 3)] * 3
-
-
-def test_assignments_beside_something_else(subtests: Any, shared_runtimes: Any) -> None:
-    """None is lost where a function communicates, or keeps an input: it has assigned when that is found out."""
-    rt = shared_runtimes[2]
-    kept: list[Any] = []
-    w = rt.shared(np.zeros(2))
-
-    def assign(how: str, x: np.ndarray) -> float:
-        total = synk.comm.all_reduce(x.sum(), "sum") if "communicate" in how else x.sum()
-        kept[:] = [x] if "keep" in how else []
-        w.value = w.value + 1.0
-        return float(total)
-
-    for how in ("", "communicate", "keep", "communicate and keep"):
-        f = rt.function(assign, bcast_inputs="how", outputs="max")
-        with subtests.test(how):
-            w.value = np.zeros(2)
-            for number in range(1, 9):
-                f(how, np.full(4, float(number)))
-                assert [w[rank].tolist() for rank in range(2)] == [[number] * 2] * 2
-
-
 # ----- what the function does
 
 
@@ -203,19 +134,6 @@ def test_outputs_that_change(subtests: Any, shared_runtimes: Any, where: Any) ->
             got, expected = f(np.array([step]), X), moody(step)
             np.testing.assert_equal(got, expected)
             assert told(got) == told(expected)
-
-
-def test_a_layout_that_changes_does_not_mix_up_the_arguments(shared_runtimes: Any) -> None:
-    """The call that fitted had forgotten its arguments, and was compiled without them: 768 for 256."""
-    f = shared_runtimes[2].function(
-        lambda x, n=1: np.zeros(3 if x[0] > 100 else 2) + x.sum() * n, bcast_inputs="n", outputs="sum"
-    )
-    for call in (f, lambda *args: f.submit(*args).result()):
-        for _ in range(4):
-            np.testing.assert_array_equal(call(np.ones(256), 3), [768.0] * 2)
-        np.testing.assert_array_equal(call(np.full(256, 101.0), 3), [101 * 768.0] * 3)
-        np.testing.assert_array_equal(call(np.ones(256, np.uint8)), [256.0] * 2)
-        np.testing.assert_array_equal(call(np.ones(256), 3), [768.0] * 2)
 
 
 def test_inputs_come_in_their_own_shape_though_the_function_gave_them_another_one(shared_runtimes: Any) -> None:

@@ -83,26 +83,6 @@ def test_the_program_gives_copies_gets_copies_and_assigns(rt: Any) -> None:
 # ----- in functions
 
 
-def test_an_assignment_is_the_ranks_own_and_holds_from_the_next_call_on(rt: Any) -> None:
-    w = rt.shared(np.zeros(2), name="w")
-
-    def add(x: np.ndarray) -> Any:
-        before = w.value
-        w.value = w.value + x.sum()
-        return before, w.value
-
-    f = rt.function(add, outputs=(None, None))
-    x = np.arange(9.0)
-    expected = [np.zeros(2)] * rt.world_size
-    for _ in range(3):
-        before, after = f(x)
-        assert_same(before, expected)
-        expected = [value + rows.sum() for value, rows in zip(expected, rows_of(rt, x), strict=True)]
-        assert_same(after, expected)
-        assert_same(everywhere(rt, w), expected)
-    assert_same(w.value, expected[0])
-
-
 def test_axis_0_may_change_on_each_rank_by_its_own(rt: Any) -> None:
     """Growing takes a new buffer, shrinking none; every length in between, and none at all."""
     lengths = ([5, 1, 7, 2], [2, 9, 0, 2000], [5000, 1, 1, 0], [3, 3, 3, 3], [0, 0, 0, 0], [1, 2, 3, 4])
