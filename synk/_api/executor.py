@@ -157,7 +157,7 @@ class Executor(concurrent.futures.Executor):
         job = job_of(session, fn, iter(list(items)), rules, name=name, is_spread=is_spread, num_ranks=self._num_workers)
         made = _Map(job, timeout, self._driver.ring)
         self._driver.add(made)
-        return Results(made.runs(), "synk.Executor.map", name)
+        return Results.of(made.runs(), "synk.Executor.map", name)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Accept no more tasks. A second call does nothing new.

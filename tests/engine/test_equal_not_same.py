@@ -68,3 +68,36 @@ def test_a_tuple_that_is_built_from_its_elements(shared_runtimes: Any, where: An
     call = shared_runtimes[where].function(lambda p: float(sum(len(part) for part in p)), outputs="sum")
     for length in lengths:
         assert call(own(*[X] * length)) == call.serial(own(*[X] * length)) == 4.0 * length
+
+
+def test_arguments_that_look_alike_but_are_given_in_another_form(shared_runtimes: Any) -> None:
+    """Calls find the plan of a call before: each of these must find its own."""
+    rt, x, y = shared_runtimes[2], np.arange(6.0), np.arange(6.0) + 10
+    pair = rt.function(lambda a, b=1.0, **more: (a.sum(), type(b).__name__, sorted(more)), bcast_inputs=["b"],
+                       outputs=("sum", "first", "first"))  # fmt: skip
+    for _ in range(2):
+        assert pair(x) == (15.0, "float", [])
+        assert pair(x, 2) == pair(x, b=2) == pair(b=2, a=x) == (15.0, "int", [])
+        assert pair(b=y, a=x) == pair(x, y) == (15.0, "ndarray", [])
+        assert pair(x, {"lr": 0.1}) == pair(x, b={}) == (15.0, "dict", [])
+        assert pair(x, {"w": y, "lr": 0.1}) == pair(x, {"w": y}) == (15.0, "dict", [])
+        assert pair(x, c=y) == (15.0, "float", ["c"]) and pair(x, d=y) == (15.0, "float", ["d"])
+        assert pair(x, c=y, d=y) == pair(x, d=y, c=y) == (15.0, "float", ["c", "d"])
+    for wrong, error in ((lambda: pair(x, a=x), TypeError), (lambda: pair(b=2), TypeError)):
+        for _ in range(2):
+            with pytest.raises(error, match="a"):
+                wrong()
+
+
+def test_a_tensor_after_an_array_of_its_shape(shared_runtimes: Any) -> None:
+    torch = pytest.importorskip("torch")
+    rt, x = shared_runtimes[2], np.arange(6.0)
+    f = rt.function(lambda a, w: (a * w).sum(), bcast_inputs=["w"], framework="torch", outputs="sum")
+    w = torch.full((), 2.0, dtype=torch.float64)
+    conjugate = torch.complex(torch.from_numpy(x), torch.from_numpy(x)).conj()
+    for _ in range(2):
+        assert f(x, w) == f(torch.from_numpy(x), w) == f(torch.from_numpy(x), 2.0) == 30.0
+        assert f(conjugate, w) == 30.0 - 30.0j
+        assert f(torch.from_numpy(x).bfloat16(), w) == 30.0
+        with pytest.raises(TypeError, match="requires grad"):
+            f(torch.from_numpy(x).requires_grad_(), w)
