@@ -156,7 +156,7 @@ class Executor(concurrent.futures.Executor):
         session = self._runtime._session
         job = job_of(session, fn, iter(list(items)), rules, name=name, is_spread=is_spread, num_ranks=self._num_workers)
         runs = self._driver.add(job).runs(timeout, self._driver.ring)
-        return Results(runs, "synk.Executor.map", name)
+        return Results.of(runs, "synk.Executor.map", name)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Accept no more tasks. A second call does nothing new.

@@ -492,7 +492,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         results = stream(lambda batch: submit(*arguments(batch)), self.__name__, iter(batches))
         if progress:
             results = with_progress(results, progress_bar(self.__name__, operator.length_hint(batches)))
-        return Results(([result] for result in results), "synk.Function.stream", self.__name__)
+        return Results.of(([result] for result in results), "synk.Function.stream", self.__name__)
 
     def _run_checked(
         self,
