@@ -17,6 +17,7 @@ from support.tables import combinations
 import synk
 
 EVERYWHERE = (1, 2, 3, 4, 0, "1+3")
+ANY_DTYPE = ("f2", "f8", "i1", "u8", "c16", "?", "S3", "U2", "i4,f8", "M8[s]")
 
 
 def differing(rt: Any, shape: tuple[int, ...], dtype: Any = "f8", **options: Any) -> tuple[Any, list[np.ndarray]]:
