@@ -96,8 +96,8 @@ class DeviceValues:
         self._num_starts = num_starts
         if taken:
             warn_at_users_line(
-                f"the value of {'; '.join(taken)} lay on the device of a worker that died, and is now that of the other "
-                "ranks. Set it again if it was another one: variable[rank] = ....",
+                f"the value of {'; '.join(taken)} lay on the device of a worker that died, and is now that of the "
+                "other ranks. Set it again if it was another one: variable[rank] = ....",
                 RuntimeWarning,
             )
 
