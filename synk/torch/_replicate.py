@@ -108,7 +108,7 @@ def replicate(
     if not (isinstance(overlap, bool) or overlap == "auto"):
         raise ValueError(f"cannot replicate: got overlap={overlap!r}, expected 'auto', True or False.")
     runtime = current() if runtime is None else runtime
-    is_own_process = not runtime._session.workers.is_inline
+    is_own_process = not runtime._session.is_inline
     options = Options(int(seed), bool(sync_batchnorm), int(bucket_mb * 1e6), overlap, is_own_process)
     return Replicated(objects, options, runtime)
 
