@@ -285,7 +285,7 @@ def test_a_death_in_a_collective_frees_the_others(
 
     def body(x: Any) -> Any:
         from synk._wire.cell import cell
-        from synk.cuda._buffers import Buffer
+        from synk.cuda._nccl import Buffer
 
         if synk.comm.rank == 1:
             time.sleep(1.0)  # the other one waits on the device by then

@@ -424,7 +424,7 @@ def test_a_death_while_the_others_are_in_nccl(gpu: Any) -> None:
 
     def body(x: Any) -> Any:
         from synk._wire.cell import cell
-        from synk.cuda._buffers import Buffer
+        from synk.cuda._nccl import Buffer
 
         if synk.comm.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
