@@ -8,9 +8,8 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from itertools import chain
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from synk import errors
 from synk._pure.interrupts import holding
@@ -72,14 +71,18 @@ class Results(Iterator[R]):
     """
 
     def __init__(self, runs: Iterator[list[R]], verb: str, name: str) -> None:
-        self._verb = verb
-        self._name = name
-        self._now = _Run()
-        self._each: Iterator[R] = chain.from_iterable(_used_up(runs, self._now))
+        self._verb, self._name = verb, name
+        self._runs = runs
+        self._left: list[R] = []  # of the present list, the next one last
+        self._count = 0
 
     def __next__(self) -> R:
         try:
-            return next(self._each)
+            while not self._left:
+                self._left = next(self._runs)
+                self._left.reverse()
+                self._count += len(self._left)
+            return self._left.pop()
         except StopIteration:
             raise
         except BaseException as error:
@@ -91,40 +94,11 @@ class Results(Iterator[R]):
 
     def close(self) -> None:
         """End it: no more results are computed."""
-        self._each = iter(())
-        self._now.takes.clear()
+        self._runs, self._left = iter(()), []
 
     def __repr__(self) -> str:
-        count = self._now.count - len(self._now.results)
+        count = self._count - len(self._left)
         return f"<{self._verb} of {self._name!r}, {count} result{'s' * (count != 1)} so far>"
-
-
-class _Run:
-    """Where an iterator over lists of results is.
-
-    Attributes
-    ----------
-    results : list
-        What is left of the present list, the next one last.
-    takes : list of int
-        A -1 for each result that may be taken.
-    count : int
-        How many results were in all lists so far.
-    """
-
-    def __init__(self) -> None:
-        self.results: list[Any] = []
-        self.takes: list[int] = []
-        self.count = 0
-
-
-def _used_up(runs: Iterator[list[R]], now: _Run) -> Iterator[Iterator[R]]:
-    """Yield an iterator over each list, which uses it up. It does not hold the :class:`Results`: they end at once."""
-    for run in runs:
-        run.reverse()
-        now.results, now.takes = run, [-1] * len(run)
-        now.count += len(run)
-        yield map(run.pop, now.takes)
 
 
 def outline(error: BaseException) -> None:
