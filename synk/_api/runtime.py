@@ -27,8 +27,8 @@ from synk._processes.worker_process import WorkerProcess
 from synk._pure.environment import check_platform
 from synk._pure.files import Path
 from synk._pure.limits import check_timeout
-from synk._pure.show import Text, table
 from synk._pure.tensors import num_torch_threads
+from synk._pure.texts import Text
 from synk._pure.tracebacks import verb
 from synk._pure.words import Hinting
 from synk._wire.cell import refuse_inside_worker
@@ -458,20 +458,6 @@ class Runtime(Hinting):
 
     def __repr__(self) -> str:
         return repr(self._session)
-
-    def _repr_html_(self) -> str:
-        session = self._session
-        state = "closed" if session.is_closed else "open"
-        busy = "a call is in flight" if session.is_mine() or session.queue.calls else "idle"
-        counters = session.counted()
-        rows = [
-            ("workers", f"{self.world_size} x {self.backend}"),
-            ("devices", ", ".join(self.devices)),
-            ("state", state if session.is_closed else f"{state}, {busy}"),
-            ("calls", counters["calls"]),
-            ("restarts of workers", counters["restarts"]),
-        ]
-        return table("synk.Runtime", rows)
 
 
 def _on_restart(fn: Any) -> tuple[Callable[[], Any], dict[str, Any]] | None:

@@ -18,7 +18,7 @@ from synk._engine.profile import Profile
 from synk._engine.resident import Resident
 from synk._engine.shared import Shared
 from synk._pure.files import Path
-from synk._pure.show import Text
+from synk._pure.texts import Text
 from synk._pure.tracebacks import verb
 from synk._version import __version__
 from synk._wire.cell import cell

@@ -28,7 +28,6 @@ from synk._pure.comparison import (
     is_same,
 )
 from synk._pure.ops import OPS, Op
-from synk._pure.show import Text
 from synk._wire.apart import Quiet
 from synk.errors import SerializationError
 
@@ -85,9 +84,6 @@ class Report:
 
     def __bool__(self) -> bool:
         return all(output.verdict in ("equal", "one per rank") for output in self.outputs)
-
-    def _repr_html_(self) -> str:
-        return Text(self)._repr_html_()
 
     def __repr__(self) -> str:
         rows = [("output", "op", "equal", "largest difference", "would match")]
