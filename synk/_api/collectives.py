@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from synk._api.current import current
@@ -14,8 +16,9 @@ from synk._pure.tracebacks import verb
 from synk._wire.cell import refuse_inside_worker
 
 
-def _known(verb: str, variables: Any) -> tuple[Session, list[Variable]]:
-    """Return the runtime's session and the variables of one ``Shared``, or of a sequence of them, after a check."""
+@contextlib.contextmanager
+def _begun(verb: str, variables: Any) -> Iterator[tuple[Session, list[Variable]]]:
+    """Begin a verb on one ``Shared`` or a sequence of them: yield the session of their runtime, and the variables."""
     refuse_inside_worker(verb)
     listed = [variables] if isinstance(variables, Shared) else variables
     if not isinstance(listed, (list, tuple)):
@@ -26,7 +29,9 @@ def _known(verb: str, variables: Any) -> tuple[Session, list[Variable]]:
     session = listed[0]._session if listed else current()._session
     for shared in listed:
         check_owner(shared._referent, session.variables, f"{verb} argument")
-    return session, [shared._referent for shared in listed]
+    with session.entered(verb):
+        session.begin(verb)
+        yield session, [shared._referent for shared in listed]
 
 
 @verb
@@ -44,9 +49,7 @@ def broadcast(variables: Any, values: Any = None) -> None:
     TypeError, ValueError
         If a value does not fit its variable. Nothing has changed then.
     """
-    session, listed = _known("broadcast", variables)
-    with session.entered("broadcast"):
-        session.begin("broadcast")
+    with _begun("broadcast", variables) as (session, listed):
         for variable, value in collectives.pair(variables, listed, values):
             collectives.broadcast(session, variable, value)
 
@@ -68,9 +71,7 @@ def scatter(variables: Any, values: Any, batch: Any = None) -> None:
     TypeError, ValueError, IndexError
         If a value does not fit its variable, or ``batch`` does not fit the rows. Nothing has changed then.
     """
-    session, listed = _known("scatter", variables)
-    with session.entered("scatter"):
-        session.begin("scatter")
+    with _begun("scatter", variables) as (session, listed):
         parts = [
             (variable, *collectives.check_scatter(variable, value, batch))
             for variable, value in collectives.pair(variables, listed, values)
@@ -100,9 +101,7 @@ def gather(variables: Any, nd_up: int = 1) -> Any:
     ValueError
         If the shapes do not allow it, or ``nd_up`` is neither 0 nor 1.
     """
-    session, listed = _known("gather", variables)
-    with session.entered("gather"):
-        session.begin("gather")
+    with _begun("gather", variables) as (session, listed):
         results = [collectives.gather(session, variable, nd_up) for variable in listed]
     return results[0] if isinstance(variables, Shared) else results
 
@@ -120,9 +119,7 @@ def all_gather(variables: Any) -> None:
     ValueError
         If a variable has no axis 0. Nothing has changed then.
     """
-    session, listed = _known("all_gather", variables)
-    with session.entered("all_gather"):
-        session.begin("all_gather")
+    with _begun("all_gather", variables) as (session, listed):
         for variable in listed:
             collectives.check_rows(variable)
         for variable in listed:
@@ -151,9 +148,7 @@ def reduce(variables: Any, op: str = "avg", in_place: bool = True) -> Any:
     ValueError, TypeError
         If the op is unknown or does not fit the dtype, or the shapes differ. Nothing has changed then.
     """
-    session, listed = _known("reduce", variables)
-    with session.entered("reduce"):
-        session.begin("reduce")
+    with _begun("reduce", variables) as (session, listed):
         for variable in listed:
             collectives.check_reduction(session, variable, op)
         results = [collectives.reduce(session, variable, op, in_place) for variable in listed]
@@ -174,9 +169,7 @@ def all_reduce(variables: Any, op: str = "avg") -> None:
     ValueError, TypeError
         As for :func:`reduce`.
     """
-    session, listed = _known("all_reduce", variables)
-    with session.entered("all_reduce"):
-        session.begin("all_reduce")
+    with _begun("all_reduce", variables) as (session, listed):
         for variable in listed:
             collectives.check_reduction(session, variable, op)
         for variable in listed:

@@ -154,9 +154,8 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
             if self._is_new or (check is not None and check.may_be_due(args)):
                 with holding():
                     return self._run_checked(args, kwargs, call_options(batch, num_slices, output_subset, timeout))
-            is_one = type(num_slices) is int and num_slices == 1
-            if is_one and batch is None and output_subset is None and timeout is None:
-                return run(self, args, kwargs, PLAIN)
+            if type(num_slices) is int and num_slices == 1 and output_subset is None and timeout is None:
+                return run(self, args, kwargs, PLAIN if batch is None else CallOptions(batch))
             return run(self, args, kwargs, call_options(batch, num_slices, output_subset, timeout))
         except BaseException as error:  # like a verb, but written out: this is the path of every call
             __tracebackhide__ = True
@@ -492,7 +491,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         results = stream(lambda batch: submit(*arguments(batch)), self.__name__, iter(batches))
         if progress:
             results = with_progress(results, progress_bar(self.__name__, operator.length_hint(batches)))
-        return Results(([result] for result in results), "synk.Function.stream", self.__name__)
+        return Results.of(([result] for result in results), "synk.Function.stream", self.__name__)
 
     def _run_checked(
         self,

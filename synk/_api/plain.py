@@ -19,9 +19,9 @@ import numpy as np
 
 from synk._api.plain_copy import NotComparable, copied
 from synk._code.handles import Handle
-from synk._engine.binding import RowCount, select
 from synk._engine.callee import Callee
 from synk._engine.data import Data
+from synk._engine.rows import select
 from synk._engine.shared import Shared
 from synk._pure.interrupts import waiting
 from synk._pure.nested import build, take_apart
@@ -144,10 +144,10 @@ class ScatteredArguments:
 
     def select(self, batch: Any) -> Selection | None:
         """Return the rows that ``batch`` selects, or all rows for None; None if no leaf has rows."""
-        rows = [RowCount("", sum(shard._referent.lengths)) for shard in self.shards]
+        rows = [("", sum(shard._referent.lengths)) for shard in self.shards]
         values = [as_plain(leaf) for leaf in self.leaves if not isinstance(leaf, Handle)]
         counts = [value.shape[0] if hasattr(value, "shape") else len(value) for value in values if has_rows(value)]
-        rows += [RowCount("", int(count)) for count in counts]
+        rows += [("", int(count)) for count in counts]
         return select(rows, batch, self._name)
 
     def sampled(self, positions: np.ndarray | None) -> list[Any]:

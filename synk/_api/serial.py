@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from synk._engine import variables as collectives
-from synk._engine.binding import closed_over_shards
+from synk._engine.rows import closed_over_shards
 from synk._engine.session import Session
 from synk._engine.shared import Shared
 from synk._engine.variable_value import check_owner

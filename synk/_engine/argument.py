@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from synk._code.culprits import culprit_in
 from synk._engine.data import Contents
-from synk._pure.nested import PLAIN_TYPES
+from synk._pure.nested import PLAIN_TYPES, Container, Restored
 from synk._pure.shards import Selection
 from synk._pure.tables import packed, pickled_rows
 from synk._pure.tensors import array_of, copied_tensor, dtype_of, is_ordinary, is_tensor
@@ -210,6 +210,16 @@ def pickle_nests(arguments: Sequence[Argument], function_name: str) -> bytes:
             f"cannot send the structure of the arguments of {function_name!r}: {type(error).__name__}: {error}. Keys "
             "and classes of nested arguments must be picklable."
         ) from error
+
+
+def classes_in(structure: Any) -> Iterator[type]:
+    """Yield the classes of which the containers of a nested argument are built. They travel once, with the plan."""
+    if isinstance(structure, Container):
+        made = structure.make.cls if isinstance(structure.make, Restored) else structure.make
+        if isinstance(made, type):
+            yield made
+        for part in structure.parts:
+            yield from classes_in(part)
 
 
 HELD = frozenset({"shard", "replica", "resident"})

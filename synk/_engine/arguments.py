@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +12,7 @@ from synk._engine.argument import NEW_NBYTES, Argument
 from synk._engine.checked import Checks
 from synk._engine.data import Data
 from synk._engine.resident import Resident
-from synk._pure.nested import PLAIN_TYPES, take_apart, take_apart_whole
-
-_SCALARS = PLAIN_TYPES - {type(None)}
+from synk._pure.nested import LEAF, PLAIN_TYPES, is_plain_object, take_apart, take_apart_whole
 
 
 def look(
@@ -21,38 +20,35 @@ def look(
 ) -> tuple[Any, list[Any], list[Argument] | None]:
     """Return the key of a call's look, the values of its leaves, and the arguments if they had to be classified.
 
-    The number of rows is no part of the key. Most arguments are plain arrays, ``Data``, numbers, resident objects, and
-    nestings of plain arrays: their faces are found without classifying them, and say as much.
+    The number of rows is no part of the key. Most arguments are plain arrays, tensors, ``Data``, numbers, resident
+    objects, and nestings of these: their faces are found without classifying them, and say as much.
     """
-    signature = callee.signature
-    if not kwargs and signature._has_only_positional and signature._required <= len(args) <= len(callee.flags):
-        faces: list[Any] = []
-        values: list[Any] = []
-        face: Any
-        for value, is_whole in zip(args, callee.flags):
-            kind = type(value)
-            if kind is np.ndarray:
-                face = _of_array(value, is_whole)
-                values.append(value)
-            elif kind is Data and value._session is session and session.has_shared_memory:
-                contents = value._contents
-                # One without bytes has no segment, whose number would say its dtype.
-                is_known = contents.segment_id and (is_whole or value.ndim)
-                face = (is_whole, contents.segment_id, contents.array.shape) if is_known else None
-                values.append(contents)
-            elif is_whole and kind in _SCALARS:
-                face = "object"
-                values.append(value)
-            elif kind is Resident and is_whole and value._referent.residents is session.residents:
-                face = "resident", value._referent.number
-                values.append(value._referent)
-            else:
-                face = _of_nest(value, is_whole, values)
-            if face is None:
-                break
-            faces.append(face)
+    names = tuple(kwargs)
+    form = callee.signature.forms.get((len(args), names)) or callee.signature.form(len(args), names)
+    faces: list[Any] = [names]
+    values: list[Any] = []
+    face: Any
+    for (_, _, is_whole), value in zip(form, (*args, *kwargs.values()) if names else args):
+        kind = type(value)
+        if kind is np.ndarray:
+            face = _of_array(value, is_whole)
+            values.append(value)
+        elif kind is Data and value._session is session and session.has_shared_memory:
+            contents = value._contents
+            number, shape = contents.segment_id, contents.array.shape
+            # One without bytes has no segment, whose number would say its dtype.
+            face = (is_whole, number, shape) if number and (is_whole or shape) else None
+            values.append(contents)
+        elif kind is Resident and is_whole and value._referent.residents is session.residents:
+            face = "resident", value._referent.number
+            values.append(value._referent)
         else:
-            return tuple(faces), values, None
+            face = _of_other(value, is_whole, callee.framework, values)
+        if face is None:
+            break
+        faces.append(face)
+    else:
+        return tuple(faces), values, None
     arguments = classified(callee, args, kwargs, session, is_submitted)
     return tuple(map(_face, arguments)), list(map(_value, arguments)), arguments
 
@@ -67,23 +63,49 @@ def _of_array(value: np.ndarray, is_whole: bool) -> Any:
     return (dtype, value.shape[1:]) if value.ndim else None
 
 
-def _of_nest(value: Any, is_whole: bool, values: list[Any]) -> Any:
-    """Return the face of a dict or tuple of plain arrays, and add its leaves to ``values``; None for anything else."""
+def _of_other(value: Any, is_whole: bool, framework: str | None, values: list[Any]) -> Any:
+    """Return the face of a nesting, a tensor or a plain object, and add its leaves to ``values``; None for the rest."""
     kind = type(value)
     if kind is not dict and kind is not tuple and not (is_whole and kind is list):
-        return None
+        return _of_leaf(value, is_whole, is_whole, framework, values)
     try:
         leaves, structure = take_apart_whole(value) if is_whole else take_apart(value)
     except (TypeError, RecursionError):  # what is wrong is said where it is classified
         return None
+    if not leaves or (structure == LEAF and not is_whole):
+        return None
     faces = [structure]
     for leaf in leaves:
-        face = _of_array(leaf, is_whole) if type(leaf) is np.ndarray else None
+        if type(leaf) is np.ndarray:
+            face = _of_array(leaf, is_whole)
+            values.append(leaf)
+        else:
+            face = _of_leaf(leaf, is_whole, True, framework, values)
         if face is None:
             return None
         faces.append(face)
-    values += leaves
-    return tuple(faces) if leaves else None
+    return tuple(faces)
+
+
+def _of_leaf(value: Any, is_whole: bool, may_be_single: bool, framework: str | None, values: list[Any]) -> Any:
+    """Return the face of a tensor or a plain object, and add it to ``values``; None if it must be classified.
+
+    ``may_be_single``: a number or a text may stand here, which goes to every rank.
+    """
+    kind = type(value)
+    if may_be_single and (kind in PLAIN_TYPES or (is_whole and is_plain_object(value))):
+        values.append(value)
+        return "object"
+    if kind is getattr(sys.modules.get("torch"), "Tensor", None) and (framework == "torch" or not is_whole):
+        try:
+            array = value.numpy()
+        except (TypeError, RuntimeError):  # it requires grad, lies on a device, has a dtype that NumPy lacks
+            return None
+        values.append(array)
+        if is_whole:
+            return "tensor", array.dtype, array.shape, 0
+        return ("tensor", array.dtype, array.shape[1:]) if array.ndim else None
+    return None
 
 
 def classified(

@@ -83,8 +83,6 @@ class Callee:
         By look, in the order in which they were made.
     object_room : int
         How much room its calls need for pickled objects.
-    flags : list of bool
-        Whether each positional parameter is broadcast.
     record : Record
         What its calls have cost in this session.
     restless : Restless
@@ -129,7 +127,6 @@ class Callee:
         self.plans_by_key: dict[Any, Any] = {}
         self.object_room = 1 << 10
         self.state_numbers: frozenset[int] = frozenset()
-        self.flags = self._flags()
         self.is_stale = False
         self.capture: Capture | None = None
         self._code = getattr(fn, "__code__", None)
@@ -194,7 +191,6 @@ class Callee:
         if fn is not self.fn or code is not self._code:
             self.signature = Signature(fn, self.bcast_inputs, self.name, self._reserved)
             self.fn, self._code = fn, code
-            self.flags = self._flags()
             self.plans_by_key.clear()
         self.is_stale = True
         return None
@@ -211,9 +207,6 @@ class Callee:
         held = table.get(name)
         is_own = held is self.fn or (isinstance(held, FunctionHandle) and held._callee is self)
         return (table, name) if is_own else None
-
-    def _flags(self) -> list[bool]:
-        return [name in self.signature.broadcast for name in self.signature._positional]
 
     # -- on the ranks -------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,6 @@ from synk._pure.arrays import as_plain_array, check_shareable
 from synk._pure.exact import has_own_meaning
 from synk._pure.nested import check_no_list
 from synk._pure.tracebacks import outlined, verb
-from synk._wire.cell import refuse_inside_worker
 from synk._wire.memory import Segment
 from synk.errors import ClosedError
 
@@ -70,14 +69,13 @@ class Data(ArrayLike):
     def __init__(
         self,
         session: Any,
-        value: Any = None,
-        *,
-        dtype: npt.DTypeLike | None = None,
-        shape: Sequence[int] | int | None = None,
-        ndim: int | None = None,
-        force_cast: bool = False,
-        oversize: float = 1.0,
-        name: str | None = None,
+        value: Any,
+        dtype: npt.DTypeLike | None,
+        shape: Sequence[int] | int | None,
+        ndim: int | None,
+        force_cast: bool,
+        oversize: float,
+        name: str | None,
     ) -> None:
         self._session = session
         # Held to replace the contents, and never during a wait for the runtime: a call that converts its arguments may
@@ -352,14 +350,6 @@ class Data(ArrayLike):
             raise ValueError(
                 f"cannot pass {what}: it belongs to another runtime. Make it with this runtime's data(...)."
             )
-
-
-def make_data(session: Any, value: Any = None, **options: Any) -> Data:
-    """Make a :class:`Data` of an open runtime."""
-    refuse_inside_worker("make Data")
-    session.check_open("make Data")
-    session.reclaim()
-    return Data(session, value, **options)
 
 
 def _check_oversize(oversize: Any, label: str) -> None:

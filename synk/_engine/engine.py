@@ -109,8 +109,8 @@ class Call(Owed):
             target, things = self._destination.number, [plan, self._destination]
             numbers = numbers | self._destination.known
         number = self.number = next(engine.numbers)
-        if division is not lane.division:
-            lane.show(division)
+        if division.shares is not lane.shares:
+            lane.show(division.shares)
         lane.first_down[_CALL] = number
         if engine.has_devices:
             check_not_lost(plan.variables, range(engine.world_size), f"call {self.callee.name!r}")
@@ -446,7 +446,7 @@ class Engine(Workers):
     def after_recovery(self) -> None:
         for lane in self.lanes:
             lane.call = None
-            lane.division = None
+            lane.shares = None
         # A rank that was asked has forgotten which places it has made, and takes those that the program knows.
         ranks = {rank for owed in self.flight.values() for rank in owed.ranks}
         for variable in self.variables.living():

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from synk._engine.argument import HELD, Argument
+from synk._engine.argument import HELD, Argument, classes_in
 from synk._engine.arguments import classified, look
-from synk._engine.binding import _classes_in
 from synk._engine.callee import Callee
 from synk._engine.engine import Call, room_for_objects
 from synk._engine.pending import PendingCall
@@ -69,8 +68,6 @@ def _begin(
             has_limit = options.timeout is not None or session.timeout is not None
             deadline = session.deadline(options.timeout) if has_limit else None
             session.enter_call(verb, deadline)
-            if options is not PLAIN:
-                _check_options(callee, options)
             made = _sent(session, callee, verb, tuple(args), kwargs, options, deadline, started_ns, is_submitted)
             if not is_submitted or session.is_inline:
                 session.settle_to(made)
@@ -145,13 +142,14 @@ def _made(
     is_submitted: bool,
 ) -> tuple[Plan, Any, list[Any] | None, list[Any]]:
     """Make the plan of a call, and keep it."""
+    _check_options(callee, options)
     if arguments is None:
         arguments = classified(callee, args, kwargs, session, is_submitted)
     division = divided(session, callee, arguments, options)
     packed_tables(arguments, division, callee.name)
     for argument in arguments:
         if argument.nest is not None:
-            callee.meet_classes(_classes_in(argument.nest.structure))
+            callee.meet_classes(classes_in(argument.nest.structure))
         elif argument.kind == "resident":
             callee.meet_classes(argument.value.classes)
     objects: list[Any] | None = None

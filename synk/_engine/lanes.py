@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from synk._engine.rows import Division
+from synk._engine.rows import Shares
 from synk._engine.things import Thing
 from synk._wire.control import Down
 from synk._wire.memory import Segment
@@ -56,7 +56,7 @@ class Lane:
         self.call: Any = None
         self.staging: Segment | None = None
         self.slots: dict[int, Segment] = {}
-        self.division: Division | None = None
+        self.shares: Shares | None = None
         self.joint: Joint | None = None
         self.down, self.up = engine.processes.blocks(index)
         self.first_down = self.down[0]
@@ -89,10 +89,10 @@ class Lane:
         if self.joint is not None:
             self.joint.reset()
 
-    def show(self, division: Division) -> None:
+    def show(self, shares: Shares) -> None:
         """Write the rows of all ranks where ``synk.comm`` looks for them."""
-        running = dict(zip(division.ranks, division.rows))
-        world_size = len(division.bounds)
+        running = dict(zip(shares.ranks, shares.rows))
+        world_size = len(shares.bounds)
         self.down[:, Down.PARTICIPATES] = [rank in running for rank in range(world_size)]
         self.down[:, Down.ROWS] = [running.get(rank, 0) for rank in range(world_size)]
-        self.division = division
+        self.shares = shares

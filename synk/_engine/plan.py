@@ -98,8 +98,8 @@ class Plan(Thing):
         self.shards = [(a.label, a.value) for a in arguments if a.kind == "shard"]
         self.objects = [k for k, a in enumerate(arguments) if a.kind == "object"]
         self.object_labels = [arguments[k].label for k in self.objects]
-        in_place = any(kind == "data" for _, kind, _ in self.row_leaves)
-        self.has_indices = in_place and division.indices is not None
+        self._has_rows_in_place = any(kind == "data" for _, kind, _ in self.row_leaves)
+        self.has_indices = self._has_rows_in_place and division.indices is not None
         self.has_local = division.local_indices is not None
         self.row_room = self._row_room(arguments, count, before)
         self.table_rooms = {k: arguments[k].array.shape[1] for k, kind, _ in self.row_leaves if kind == "table"}  # type: ignore[union-attr]
@@ -264,9 +264,8 @@ class Plan(Thing):
         """Whether the rows of a call have room, and are told as the plan says."""
         if self.is_outgrown or division.count > self.row_room:
             return False
-        in_place = any(kind == "data" for _, kind, _ in self.row_leaves)
         is_fitting = (
-            self.has_indices == (in_place and division.indices is not None)
+            self.has_indices == (self._has_rows_in_place and division.indices is not None)
             and self.has_local == (division.local_indices is not None)
             and self.look.is_rowless == (division.selection is None)
         )

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 OPTION_NAMES = frozenset({"batch", "num_slices", "output_subset", "timeout"})
 """Keywords that belong to a call. They never reach the function, so no parameter of it may have such a name."""
+
+Form = tuple[tuple[str, str, bool], ...]
+"""Of each argument of a call ``(label, keyword, is_broadcast)``: its name in errors, the name under which the function
+gets it, empty if by position, and whether it goes whole to every rank."""
+
+_MAX_FORMS = 64
 
 
 class Signature:
@@ -27,6 +33,8 @@ class Signature:
     broadcast : frozenset of str
     first_scattered : int
         The position of the first argument that is not broadcast.
+    forms : dict of (int, tuple of str) to Form
+        Those that :meth:`form` has returned.
 
     Raises
     ------
@@ -42,6 +50,7 @@ class Signature:
         reserved: frozenset[str] = frozenset(),
     ) -> None:
         self.name = name
+        self.forms: dict[tuple[int, tuple[str, ...]], Form] = {}
         if not isinstance(bcast_inputs, Iterable):
             raise TypeError(
                 f"cannot build function {name!r}: got bcast_inputs={bcast_inputs!r}, expected the name of a parameter, "
@@ -55,8 +64,6 @@ class Signature:
         parameters = list(self._signature.parameters.values()) if self._signature else []
         positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self._positional = [p.name for p in positional]
-        self._required = sum(p.default is p.empty for p in positional)
-        self._has_only_positional = self._signature is not None and len(positional) == len(parameters)
         self._var_positional = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "argument")
         self._var_keyword = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), "")
         self.names = tuple(p.name for p in parameters)
@@ -86,30 +93,47 @@ class Signature:
         TypeError
             As for a Python call of the function.
         """
-        broadcast = self.broadcast
-        if not kwargs and self._has_only_positional and self._required <= len(args) <= len(self._positional):
-            return [(label, "", label in broadcast, value) for label, value in zip(self._positional, args)]
-        if self._signature is None:
-            return [(f"argument {k}", "", False, value) for k, value in enumerate(args)] + [
-                (key, key, key in broadcast, value) for key, value in kwargs.items()
-            ]
-        try:
-            self._signature.bind(*args, **kwargs)
-        except TypeError as error:
-            names = self._signature.parameters
-            unknown = [key for key in kwargs if key not in names]
-            if unknown:  # say this first, and not that the argument it was meant for is missing
-                raise TypeError(
-                    f"{self.name}() got an unexpected keyword argument {unknown[0]!r}, expected one of {list(names)}"
-                ) from None
-            raise TypeError(f"{self.name}() {error}") from None
-        bound = []
-        for position, value in enumerate(args):
+        form = self.form(len(args), tuple(kwargs))
+        return [(*each, value) for each, value in zip(form, (*args, *kwargs.values()))]
+
+    def form(self, num_args: int, names: tuple[str, ...]) -> Form:
+        """Return the form of calls with so many arguments by position, and those names of arguments by keyword.
+
+        Raises
+        ------
+        TypeError
+            As for a Python call of the function.
+        """
+        found = self.forms.get((num_args, names))
+        if found is None:
+            if len(self.forms) >= _MAX_FORMS:
+                self.forms.clear()
+            found = self.forms[num_args, names] = tuple(self._new_form(num_args, names))
+        return found
+
+    def _new_form(self, num_args: int, names: tuple[str, ...]) -> Iterator[tuple[str, str, bool]]:
+        if self._signature is not None:
+            self._check(num_args, names)
+        for position in range(num_args):
             is_named = position < len(self._positional)
             parameter = self._positional[position] if is_named else self._var_positional
             label = parameter if is_named else f"{parameter}[{position - len(self._positional)}]"
-            bound.append((label, "", parameter in broadcast, value))
-        for key, value in kwargs.items():
-            parameter = key if key in self._signature.parameters else self._var_keyword
-            bound.append((key, key, key in broadcast or parameter in broadcast, value))
-        return bound
+            if self._signature is None:
+                label = f"argument {position}"
+            yield label, "", parameter in self.broadcast
+        for key in names:
+            parameter = key if key in self.names else self._var_keyword
+            yield key, key, key in self.broadcast or parameter in self.broadcast
+
+    def _check(self, num_args: int, names: tuple[str, ...]) -> None:
+        assert self._signature is not None
+        try:
+            self._signature.bind(*range(num_args), **dict.fromkeys(names))
+        except TypeError as error:
+            unknown = [key for key in names if key not in self.names]
+            if unknown:  # say this first, and not that the argument it was meant for is missing
+                raise TypeError(
+                    f"{self.name}() got an unexpected keyword argument {unknown[0]!r}, expected one of "
+                    f"{list(self.names)}"
+                ) from None
+            raise TypeError(f"{self.name}() {error}") from None

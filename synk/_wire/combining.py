@@ -206,7 +206,7 @@ class Combining:
         order : ndarray of int64 or None
             Row k of gathered outputs goes to position ``order[k]``; None means that they are in order.
         """
-        if self._small is not None and len(set(rows)) <= 1:
+        if self._small is not None and (not self.has_weights or len(set(rows)) <= 1):
             return self._context.run(self._build_small, self._small, rows)
         parts = self._parts(objects)
         values: list[Any] = [None] * len(self.ops)
@@ -240,7 +240,9 @@ class Combining:
             values.append(value / divisor if divisor > 1 else value)
         if not self._is_as_returned:
             values = [self._as_returned(leaf, value, rows) for leaf, value in enumerate(values)]
-        return tuple(values) if self._is_tuple else unflatten(self.structure, values)
+        if self._is_tuple:
+            return tuple(values)
+        return values[0] if type(self.skeleton) is int else unflatten(self.structure, values)
 
     def _as_returned(self, leaf: int, value: Any, rows: Sequence[int]) -> Any:
         """Return a new value in the form in which the function returned it: finished, and a tensor if it was one."""

@@ -34,9 +34,6 @@ from synk._wire.memory import Segment
 from synk.cluster.post import Event, Post
 from synk.cluster.split import Topology
 
-QUIET_S = 0.005
-"""After this time without a message an agent is asked whether ranks have ended, before the next operation begins."""
-
 _STACKS = re.compile(r"rank (\d+) (\d+)\n(.*)", re.DOTALL)
 
 
@@ -242,8 +239,6 @@ class Node:
         self.process: AgentProcess = processes.placement.process_type(index)
         self.exit_text = ""
         self.living: dict[int, RankOfNode] = {}
-        self.heard_at = 0.0
-        self.is_asked = False
         self._starts = itertools.count(1)
         self._numbers = itertools.count(1)
         self._begin_anew()
@@ -356,7 +351,6 @@ class Node:
     def _receive(self) -> None:
         with contextlib.suppress(EOFError, ConnectionResetError):
             for events in self.post.received():
-                self.heard_at = time.monotonic()
                 for name, *what in events:
                     getattr(self, f"_{name}")(*what)
 
@@ -381,9 +375,6 @@ class Node:
     def _of(self, rank: int, start: int) -> RankOfNode | None:
         process = self.living.get(rank)
         return process if process is not None and process.number == start else None
-
-    def _pong(self) -> None:
-        self.is_asked = False
 
     def _started(self, rank: int, start: int, pid: int) -> None:
         if (process := self._of(rank, start)) is not None:
@@ -519,18 +510,6 @@ class NodeProcesses(Processes):
 
     def descriptors(self) -> list[int]:
         return [*super().descriptors(), *self._by_fd]
-
-    def learn_deaths(self) -> None:
-        """See that ranks which ended while nothing ran are known: an agent tells of that a little later."""
-        now = time.monotonic()
-        quiet = [node for node in self.nodes if not node.is_dead and now - node.heard_at > QUIET_S]
-        for node in quiet:
-            node.is_asked = True
-            node.say("ping")
-            node.flush()
-        for node in quiet:
-            while node.is_asked and not node.is_dead and (left := now + GRACE_S - time.monotonic()) > 0:
-                node.pump(left)
 
     # -- ending -------------------------------------------------------------------------------------------------------
 

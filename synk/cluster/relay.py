@@ -323,10 +323,6 @@ class Agent:
         if number in self._memory:
             reset(self._memory[number], self._num_ranks)
 
-    def ping(self) -> None:
-        """Tell that all is told: ends of ranks, too."""
-        self._events.append(("pong",))
-
     def close(self) -> None:
         """End, with all ranks."""
         for each in list(self._ranks.values()):

@@ -125,11 +125,6 @@ class NodeSession(Session):
             f"cannot {verb} over nodes: got a runtime with cluster=, expected one without. {instead}"
         )
 
-    def enter(self, deadline: float | None = None) -> None:
-        if not self.flight:
-            self.processes.learn_deaths()
-        super().enter(deadline)
-
     def enter_call(self, verb: str, deadline: float | None) -> None:
         super().enter_call(verb, deadline)
         self._join(deadline)

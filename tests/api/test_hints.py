@@ -48,11 +48,6 @@ def test_a_cell_of_a_notebook_is_known_again() -> None:
     assert not first.is_run_again(None)
 
 
-def test_outside_of_a_notebook_a_second_fork_is_an_error() -> None:
-    with synk.fork(0, backend="numpy"), pytest.raises(synk.errors.SynkError, match="already running"):
-        synk.fork(0, backend="numpy")
-
-
 def test_a_time_limit_is_refused_where_the_program_is_the_rank(shared_runtimes: Any) -> None:
     rt, x = shared_runtimes[0], np.ones(4)
     f = rt.function(lambda x: x.sum(), outputs="sum")

@@ -7,7 +7,6 @@ import gc
 import itertools
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -78,25 +77,6 @@ def test_a_call_that_is_interrupted_from_another_thread(reused: Any, busy: Any, 
     assert all((w[rank] == 0).all() for rank in range(2))
 
 
-def test_a_call_in_another_thread_is_interrupted_from_this_one(reused: Any, busy: Any) -> None:
-    rt = reused(2)
-    stay, raised = busy(rt), []
-
-    def call() -> None:
-        try:
-            stay(X)
-        except CallCancelled as error:
-            raised.append(error)
-
-    with same_workers(rt):
-        thread = threading.Thread(target=call)
-        thread.start()
-        assert wait_for(busy.is_running)
-        rt.interrupt()
-        thread.join()
-        assert len(raised) == 1
-
-
 def test_where_nothing_is_in_flight_nothing_happens(reused: Any) -> None:
     rt = reused(2)
     total = rt.function(lambda x: x.sum(), outputs="sum")
@@ -144,29 +124,6 @@ def test_submitted_calls_are_interrupted(reused: Any, busy: Any, later: Any, wai
         for call in reversed(calls):
             with pytest.raises(CallCancelled, match=r"Runtime.interrupt\(\)"):
                 call.result(timeout=60.0 if "limit" in waits_for else None)
-
-
-def test_an_interrupt_while_the_next_call_begins_ends_those_in_flight(reused: Any, busy: Any) -> None:
-    """The next call has the lock already, and waits for nothing yet."""
-    rt = reused(2)
-    total, stay, interrupting = rt.function(lambda x: x.sum(), outputs="sum"), busy(rt), []
-
-    def look(frame: Any, event: str, argument: Any) -> None:
-        if event == "call" and rt._session.is_mine():
-            sys.setprofile(None)
-            interrupting.append(threading.Thread(target=rt.interrupt))
-            interrupting[0].start()
-            interrupting[0].join()
-
-    with same_workers(rt):
-        pending = stay.submit(X)
-        assert wait_for(busy.is_running)
-        sys.setprofile(look)
-        with pytest.raises(CallCancelled):
-            total(X, timeout=30.0)
-        assert interrupting
-        with pytest.raises(CallCancelled):
-            pending.result()
 
 
 def test_a_signal_handler_may_interrupt_the_call_that_it_came_into(reused: Any, busy: Any, later: Any) -> None:

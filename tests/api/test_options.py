@@ -32,7 +32,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "retry": ({"retry": -1}, "got retry=-1, expected an integer of 0 or more."),
     "retry is no number": ({"retry": False}, "got retry=False, expected an integer of 0 or more."),
     "on_oom": ({"on_oom": True}, "got on_oom=True, expected 'raise' or 'slices'."),
-    "reproducible": ({"reproducible": 0}, "got reproducible=0, expected True, or the rows of a block."),
+    **{
+        (name := f"reproducible={n}"): ({"reproducible": n}, f"got {name}, expected True, or the rows of a block.")
+        for n in (0, -1, 2.5)
+    },
     "blocks and ranks": (
         {"reproducible": 4, "per_rank": True},
         "got reproducible=4 with per_rank=, expected a function without: it is called for each block of rows.",

@@ -98,22 +98,6 @@ def test_batches_data_and_tensors_are_cut_into_blocks(shared_runtimes: Any, subt
                 assert len(totals) == 1
 
 
-def test_what_does_not_go_with_it_is_refused(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    wrong: list[tuple[dict[str, Any], str]] = [
-        ({"per_rank": True}, "with per_rank"),
-        ({"on_oom": "slices"}, "with on_oom"),
-        ({"reproducible": -1}, "got reproducible=-1"),
-        ({"reproducible": 2.5}, "got reproducible=2.5"),
-    ]
-    for options, words in wrong:
-        with pytest.raises((ValueError, TypeError), match=words):
-            rt.function(lambda x: x.sum(), outputs="sum", **{"reproducible": True, **options})
-    f = rt.function(lambda x: x, outputs="sum", reproducible=4)
-    with pytest.raises(ValueError, match=r"cannot accumulate .* got shape \(3,\).* after shape \(4,\)"):
-        f(np.ones(10))
-
-
 @pytest.mark.parametrize("kind", [2, 1])
 def test_what_ranks_hold_for_themselves_is_refused(shared_runtimes: Any, subtests: pytest.Subtests, kind: int) -> None:
     rt = shared_runtimes[kind]

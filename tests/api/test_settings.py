@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import decimal
+import importlib.util
 import os
 import sys
 import threading
@@ -102,6 +103,41 @@ def set_cudnn(flags: tuple[bool, bool]) -> None:
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = flags
 
 
+def library(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+def checked() -> Any:
+    from sklearn.utils import check_array
+
+    return str(check_array(np.array([[np.inf]])))
+
+
+def joined() -> Any:
+    import xarray
+
+    first, second = (xarray.DataArray([1.0, 2.0], dims="t", coords={"t": [k, k + 1]}) for k in (0, 1))
+    return (first + second).sizes["t"]
+
+
+def singular() -> Any:
+    from scipy import special
+
+    return str(special.gammaln(0.0))
+
+
+def third() -> Any:
+    import mpmath
+
+    return str(mpmath.mpf(1) / 3)
+
+
+def enclosed() -> Any:
+    import mpmath
+
+    return str(mpmath.iv.mpf(1) / 3)
+
+
 CASES = {
     "np.seterr": Case(divided, lambda how: np.seterr(divide=how), ("ignore", "raise", "ignore")),
     "np.seterr of overflow": Case(overflown, lambda how: np.seterr(over=how), ("ignore", "raise")),
@@ -125,7 +161,17 @@ CASES = {
         torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, ("highest", "high", "medium")
     ),
     "cuDNN": Case(flags_of_cudnn, set_cudnn, ((False, False), (True, False), (False, True))),
+    "sklearn": Case(checked, lambda flag: library("sklearn").set_config(assume_finite=flag), (False, True)),
+    "xarray": Case(
+        joined, lambda how: library("xarray").set_options(arithmetic_join=how), ("inner", "outer", "left", "exact")
+    ),
+    "scipy.special": Case(singular, lambda how: library("scipy.special").seterr(singular=how), ("ignore", "raise")),
+    "mpmath": Case(third, lambda digits: setattr(library("mpmath").mp, "dps", digits), (15, 50, 3)),
+    "mpmath, intervals": Case(enclosed, lambda bits: setattr(library("mpmath").iv, "prec", bits), (53, 20, 140)),
 }
+for _name in ("sklearn", "xarray", "scipy.special", "mpmath"):
+    if importlib.util.find_spec(_name.partition(".")[0]) is None:
+        CASES = {name: case for name, case in CASES.items() if not name.startswith(_name)}
 
 
 @pytest.fixture(autouse=True)
@@ -135,7 +181,7 @@ def _as_before() -> Iterator[None]:
     with warnings.catch_warnings(), np.errstate(), decimal.localcontext():
         yield
     sys.setrecursionlimit(limit)
-    for name in ("grad mode", "default dtype", "deterministic algorithms", "matmul precision", "cuDNN"):
+    for name in [*CASES][[*CASES].index("grad mode") :]:
         CASES[name].set(CASES[name].values[0])
 
 

@@ -27,7 +27,7 @@ from support.harness import (
     wait_for,
     wait_until_dead,
 )
-from support.nodes import agents, assert_maps, assert_talks, total
+from support.nodes import agents, assert_maps, assert_talks, kill_and_hear, total
 
 import synk
 from synk.errors import CallCancelled, CallTimeout, ClosedError, RemoteError, WorkerDied
@@ -226,7 +226,7 @@ def test_workers_and_nodes_that_die_while_idle_are_started_again(nodes: synk.Run
             box["scale"] = scale["is"] = scale["is"] + 1
             workers = pids(nodes)
             of_nodes = [agents(nodes)[int(victim[-1])]] if "node" in victim else []
-            kill_and_wait(*of_nodes, *(workers[rank] for rank in VICTIMS[victim]))
+            kill_and_hear(nodes, *of_nodes, *(workers[rank] for rank in VICTIMS[victim]))
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
                 go_on(nodes, box)
@@ -240,11 +240,11 @@ def test_a_worker_that_died_while_idle_is_joined_again(nodes: synk.Runtime) -> N
     """Before the next call, so that one which communicates reaches it."""
     silent, talks = nodes.function(np.sum, outputs="sum"), nodes.function(total, outputs="first")
     assert (silent(np.arange(4.0)), talks(np.arange(4.0))) == (6.0, 6.0)
-    kill_and_wait(pids(nodes)[3])
+    kill_and_hear(nodes, pids(nodes)[3])
     with pytest.warns(RuntimeWarning, match="was started again"):
         assert silent(np.arange(4.0)) == 6.0
     assert talks(np.arange(4.0)) == 6.0
-    kill_and_wait(pids(nodes)[3])
+    kill_and_hear(nodes, pids(nodes)[3])
     with pytest.warns(RuntimeWarning):
         assert talks(np.arange(4.0)) == 6.0
     assert_talks(nodes)
@@ -322,7 +322,7 @@ def test_an_agent_that_takes_nothing_in_holds_nobody_up() -> None:
         assert not node.post.unsent
         os.kill(agent, signal.SIGSTOP)
         wait_for(lambda: state_of(agent) == "T")
-        calls = [f.submit(x, y, timeout=1.0) for _ in range(3)]
+        calls = [f.submit(x, y, timeout=3.0) for _ in range(3)]
         assert node.post.unsent
         with pytest.raises(CallTimeout, match="rank 1 of 2"):
             calls[0].result()

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.harness import kill_and_wait, pids
-from support.nodes import agents
+from support.harness import pids
+from support.nodes import agents, kill_and_hear
 from support.rank_arrays import assert_same, everywhere
 
 import synk
@@ -68,7 +68,7 @@ def test_no_value_is_lost_with_a_worker_or_a_node_and_none_is_half_assigned(node
                 with pytest.raises(WorkerDied):
                     f(np.ones(4), 3 * number)
                 assert_same(everywhere(nodes, w), values)
-            kill_and_wait(pids(nodes)[3] if victim == "worker 3" else agents(nodes)[number])
+            kill_and_hear(nodes, pids(nodes)[3] if victim == "worker 3" else agents(nodes)[number])
             double()
             assert_same(s.value, 2.0 ** (number + 1) * np.arange(9.0))
             assert_same(everywhere(nodes, w), values)
@@ -114,7 +114,7 @@ def test_where_no_rank_has_the_state_it_is_lost_and_said_so(reused: Any) -> None
     read = rt.function(lambda x: len(log.value), outputs="first")
     step(X, 1.0)
     step(np.ones(1), 2.0)  # rank 0 alone, which is a node of its own
-    kill_and_wait(agents(rt)[0])
+    kill_and_hear(rt, agents(rt)[0])
     for call in (lambda: step(X, 1.0), lambda: read(X), log.get):
         with pytest.raises(WorkerDied, match="the state of resident object 'log' is lost"):
             call()
@@ -143,10 +143,10 @@ def test_each_replacement_runs_on_restart_first_as_it_is_in_the_program_then(run
     notes = rt.function(lambda: list(ran), outputs=None, per_rank=True)
     assert notes() == [[]] * 3  # workers of the start do not run it
     label[0] = "second"
-    kill_and_wait(agents(rt)[1] if is_node else pids(rt)[2])
+    kill_and_hear(rt, agents(rt)[1] if is_node else pids(rt)[2])
     assert notes() == [[], [(1, "second")] if is_node else [], [(2, "second")]]
     label[0] = "none"
-    kill_and_wait(pids(rt)[2])
+    kill_and_hear(rt, pids(rt)[2])
     with pytest.raises(StartupError, match=r"rank 2 of 3: on_restart ended with FileNotFoundError: no checkpoint"):
         notes()
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.harness import Scenario, wait_until_dead
-from support.nodes import agents
+from support.nodes import agents, kill_and_hear
 
 import synk
 from benchmarks.cluster_faults import QUIET, RayCluster
@@ -124,8 +124,7 @@ def test_workers_and_agents_are_replaced(nodes: synk.Runtime, capfd: pytest.Capt
     ):
         victim, tunnel = find(), agents(nodes)[0]
         is_agent = victim in lineage(worker_pids(nodes)[1])[1:]
-        os.kill(victim, signal.SIGKILL)
-        assert wait_until_dead(victim)
+        kill_and_hear(nodes, victim)
         if is_agent:
             assert wait_until_dead(tunnel)
         step(np.ones(4), log)

@@ -10,7 +10,6 @@ import gc
 import random
 import textwrap
 import time
-import warnings
 import weakref
 from collections import namedtuple
 from collections.abc import Callable, Sequence
@@ -19,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.harness import PATIENCE_S
 from support.names import named
 
 import synk
@@ -314,28 +312,6 @@ def test_objects_are_let_go_of_with_the_last_function_that_needs_them(shared_run
     assert count(X) == [1, 1]
     del g
     assert count(X) == [0, 0]
-
-
-def test_a_dropped_function_lets_go_of_what_it_captured_at_once(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    rt.function(lambda x: x, outputs="gather")(X)
-
-    def made() -> tuple[Any, Any]:
-        table = np.ones(100_000)
-        return rt.function(lambda x: x + table[0], outputs="gather"), weakref.ref(table)
-
-    def is_let_go_of() -> bool:
-        f, alive = made()
-        f(X)
-        del f
-        gc.collect()
-        return alive() is None
-
-    # Where letting go of the last one has taken long, as on a busy machine, one that is dropped soon after waits for a
-    # call. So it is tried until the runtime has had its pause.
-    limit = time.monotonic() + PATIENCE_S
-    while not is_let_go_of():
-        assert time.monotonic() < limit
 
 
 def test_a_submitted_call_computes_with_what_there_was_when_it_was_submitted(shared_runtimes: Any) -> None:

@@ -121,7 +121,7 @@ class Layer:
     def cached(self): return 5
     @scaled(k=1)
     def decorated(self): return 6
-    def with_default(self, items=[1]): return items
+    def with_default(self, items=[1], *, n=1): return items, n
     def late(self):
         import users_parts
         return users_parts.k
@@ -226,6 +226,16 @@ CASES: dict[str, tuple[dict[str, str], str, str, str]] = {
         "Layer.size.fget.unit = 'km'; Layer.decorated.by['k'] = 5; "
         "Layer.with_default.__defaults__[0].append(2); Layer.with_default.__defaults__ = ([3],)",
     ),
+    "methods edited in place": (
+        CLASSES, "from users_classes import Layer\nclass Sub(Layer): pass",
+        "(Layer().run(), Sub().run(), Sub.fixed(), Sub.named(), Sub().size, Sub().decorated(), Sub.Inner().run(), "
+        "Sub().with_default())",
+        "Layer.run.__code__ = (lambda self: 11).__code__; Layer.fixed.__code__ = (lambda: 13).__code__; "
+        "Layer.named.__func__.__code__ = (lambda cls: cls.__name__ * 2).__code__; "
+        "Layer.size.fget.__code__ = (lambda self: 14).__code__; "
+        "Layer.decorated.__wrapped__.__code__ = (lambda self: 16).__code__; "
+        "Layer.Inner.run.__code__ = (lambda self: 17).__code__; Layer.with_default.__kwdefaults__['n'] = 2",
+    ),
     "imported in a method": (
         {**CLASSES, "users_classes": CLASSES["users_classes"].replace(", users_parts\nclass", "\nclass")},
         "from users_classes import Layer", "Layer().late()",
@@ -256,6 +266,8 @@ Names of modules begin with ``users_`` and get a number, so that each program ha
 
 TWO_OBJECTS = ("an object of the program in two modules", "in place, behind a function of the module")
 """Cases with two objects in an inline runtime: its module is the program's, and what the function captured a copy."""
+AS_IMPORTED = ("methods edited in place",)
+"""Cases with code that is taken for that of the module's file when the runtime first meets it."""
 
 
 class Program:
@@ -331,6 +343,8 @@ def test_what_is_changed_in_modules_reaches_the_workers(subtests: Any, shared_ru
     rng, verbs = random.Random(60), itertools.cycle(VERBS)
     for name, first_call in itertools.product(CASES, ["before the changes", "after one", "after all"]):
         where = rng.choice(WORKERS[:3] if name in TWO_OBJECTS else WORKERS)
+        if name in AS_IMPORTED and first_call == "after all":
+            continue
         with subtests.test(case=name, first_call=first_call, workers=where):
             rt, main, changes = shared_runtimes[where], of_case(program, name), changes_of(name)
             plain = main.names["reads"]

@@ -17,27 +17,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
-from nccl_gpu_rank import SHARED_GPU_VERSION
 from pages.test_demos import DEMOS, SMALL
-from support.harness import script
+from support.harness import pids, script
 from test_gpu_path import (  # noqa: F401  (collected here, with the fixtures below)
     LARGE,
     scaler,
     test_a_rank_that_raises_with_sums_started_leaves_nobody_waiting,
     test_a_torch_function,
-    test_averages_are_weighted_by_rows,
     test_calls_on_trial_leave_nothing_on_the_devices,
     test_collectives_inside_functions,
-    test_every_op_and_dtype_equals_numpy,
     test_idle_ranks_follow,
-    test_ranks_that_disagree_are_told,
-    test_replicas_that_agree_come_back_and_others_are_lost,
+    test_replicas_that_differ_are_lost_with_their_worker,
     test_rows_that_go_in_pieces,
     test_text_cannot_go_to_a_device,
     test_the_master_imports_no_cupy,
-    test_variables_are_on_the_device_until_they_are_read,
 )
 from test_gpu_submitted import (  # noqa: F401
     gate,
@@ -50,6 +46,9 @@ import synk
 from synk.cuda._devices import visible_gpus
 
 pytestmark = pytest.mark.gpu
+SHARED_GPU_VERSION = 23003
+"""The first NCCL that allows two ranks on one GPU, by ``NCCL_MULTI_RANK_GPU_ENABLE``."""
+
 # torch keeps descriptors of its first backward pass, which a census is to know of
 torch.ones(1, requires_grad=True).backward()
 
@@ -282,7 +281,7 @@ def test_a_death_in_a_collective_frees_the_others(
 
     def body(x: Any) -> Any:
         from synk._wire.cell import cell
-        from synk.cuda._buffers import Buffer
+        from synk.cuda._nccl import Buffer
 
         if synk.comm.rank == 1:
             time.sleep(1.0)  # the other one waits on the device by then
@@ -301,6 +300,14 @@ def test_a_death_in_a_collective_frees_the_others(
     assert time.monotonic() - started < 15
     got = rt.function(lambda x: x[:1].repeat(LARGE * 4), outputs="sum")(np.ones(2))
     assert (got == 2.0).all()
+
+
+def test_ranks_listen_on_loopback_only(gpus: RealGpus) -> None:
+    rt = gpus(2)
+    assert rt.function(lambda x: synk.comm.all_reduce(x.sum(), "sum"), outputs="first")(np.ones(2)) == 2.0
+    for pid in pids(rt):
+        for connection in psutil.Process(pid).net_connections(kind="inet"):
+            assert connection.laddr.ip in ("127.0.0.1", "::1", "::ffff:127.0.0.1"), connection
 
 
 def test_more_than_two_to_the_31_bytes(gpu: Any) -> None:

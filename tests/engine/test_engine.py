@@ -1,54 +1,23 @@
-"""Promises of a call: what was once wrong in the engine, and storms. Compared with NumPy and plain Python."""
+"""Promises of a call: what was once wrong in the engine. Compared with NumPy and plain Python."""
 
 from __future__ import annotations
 
 import gc
-import os
-import random
-import signal
 import sys
-import threading
-import time
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.testing
 import pytest
-from support.names import named
 
 import synk
-from synk.errors import CallCancelled, CallTimeout, SerializationError, SynkError, WorkerDied
+from synk.errors import SerializationError, SynkError
 
 
 @pytest.fixture
 def rt(shared_runtimes: Any) -> Any:
     return shared_runtimes[2]
-
-
-@pytest.fixture
-def own() -> Iterator[synk.Runtime]:
-    """A runtime whose workers may die."""
-    with synk.Runtime(2, max_restarts=10_000) as runtime:
-        yield runtime
-
-
-def test_calls_equal_numpy_for_any_rows_and_any_batch(rt: Any) -> None:
-    rng = np.random.default_rng(0)
-    f = rt.function(lambda x, y, k: (x.sum(0), x * k, y.mean(0)), outputs=("sum", "gather", "avg"), bcast_inputs="k")
-    whole = rt.data(rng.normal(size=(40, 3)))
-    for _ in range(60):
-        rows = int(rng.integers(1, 40))
-        x, k = rng.normal(size=(rows, 3)), float(rng.integers(5))
-        batch = [None, rows // 2 + 1, slice(None, None, -1), rng.integers(0, rows, 5)][rng.integers(4)]
-        part = x if batch is None else x[:batch] if isinstance(batch, int) else x[batch]
-        for second in (x, rt.data(x)):
-            total, scaled, mean = f(x, second, k, batch=batch, num_slices=int(rng.integers(1, 4)))
-            np.testing.assert_allclose(total, part.sum(0), rtol=1e-12, atol=1e-12)
-            np.testing.assert_array_equal(scaled, part * k)
-            np.testing.assert_allclose(mean, part.mean(0), rtol=1e-12, atol=1e-12)
-    np.testing.assert_array_equal(f(whole, whole, 1.0)[1], whole.data)
 
 
 def test_a_failed_change_is_not_kept_by_the_commit_of_a_later_call(rt: Any) -> None:
@@ -172,155 +141,12 @@ def test_functions_and_results_that_are_dropped_are_freed(rt: Any) -> None:
     assert large() is None
 
 
-def test_kept_records_and_arrays_stay_as_they_were(rt: Any) -> None:
-    kept: list[Any] = []
-
-    def keep(x: Any) -> Any:
-        kept.append((x, x[:1]))
-        return [[part.tolist() for part in each] for each in kept]
-
-    f = rt.function(keep, outputs=None)
-    records = np.array([(k, k / 2) for k in range(4)], [("a", int), ("b", float)]).view(np.recarray)
-    expected: list[Any] = []
-    for shift in range(3):
-        now = records.copy()
-        now["a"] += shift
-        expected.append([now[:2].tolist(), now[:1].tolist()])
-        assert f(now)[0] == expected
-
-
 def test_slots_that_another_plan_has_replaced(rt: Any) -> None:
     small = rt.function(lambda x: x + 1, outputs="gather")
     for size in (10, 4000, 20, 9000):
         f = rt.function(lambda x: np.tile(x, (1, 40)), outputs="gather")
         np.testing.assert_array_equal(small(np.arange(10.0)), np.arange(10.0) + 1)
         np.testing.assert_array_equal(f(np.ones((size // 10, 1))), np.ones((size // 10, 40)))
-
-
-def test_arguments_that_are_refused_leave_nothing_behind(rt: Any) -> None:
-    f = rt.function(lambda x, y: x.sum() + y.sum(), outputs="sum")
-    with pytest.raises(ValueError, match="expected equal axis-0 lengths"):
-        f(np.ones(3), np.ones(4))
-    with pytest.raises(SerializationError):
-        rt.function(lambda x, lock: x, bcast_inputs="lock")(np.ones(3), threading.Lock())
-    calls = [f.submit(np.full(4, k), np.ones(4)) for k in range(5)]
-    assert [call.result() for call in calls] == [4.0 * k + 4 for k in range(5)]
-
-
-def test_a_rank_that_dies_or_stays_silent(own: Any) -> None:
-    weights = own.shared(np.arange(3.0))
-
-    def step(x: Any, how: str) -> Any:
-        weights.value = weights.value + x.sum()
-        if synk.comm.rank == 1 and how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if synk.comm.rank == 1 and how == "sleep":
-            time.sleep(60)
-        return weights.value.sum()
-
-    f = own.function(step, bcast_inputs="how", outputs=None)
-    for how, error in (("kill", WorkerDied), ("sleep", CallTimeout), ("kill", WorkerDied)):
-        before = weights.value
-        with pytest.raises(error):
-            f(np.ones(2), how, timeout=0.5)
-        np.testing.assert_array_equal(weights.value, before)
-        f(np.ones(2), "")
-        np.testing.assert_array_equal(weights.value, before + 1)
-
-
-@pytest.mark.parametrize("how", ["a death", "its time limit", "an interrupt"])
-def test_a_call_that_is_only_looked_at_ends(own: Any, how: str) -> None:
-    stay = own.function(lambda x: time.sleep(60), outputs=None)
-    pids = own.function(os.getpid, outputs=None, per_rank=True)()
-    pending = stay.submit(np.ones(2), timeout=0.3 if how == "its time limit" else None)
-    interrupting: list[threading.Thread] = []
-
-    def look(frame: Any, event: str, argument: Any) -> None:
-        if event == "call" and frame.f_code.co_name == "settle" and own._session.is_mine():
-            sys.setprofile(None)
-            interrupting.append(threading.Thread(target=own.interrupt))
-            interrupting[0].start()
-            interrupting[0].join()
-
-    assert not pending.done()
-    if how == "a death":
-        os.kill(pids[1], signal.SIGKILL)
-    if how == "an interrupt":
-        sys.setprofile(look)
-    end = time.monotonic() + 30
-    while not pending.done():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    expected = {"a death": WorkerDied, "its time limit": CallTimeout, "an interrupt": CallCancelled}
-    assert type(pending.exception()) is expected[how]
-
-
-def test_a_time_limit_ends_its_own_call_and_the_others_say_so(own: Any) -> None:
-    functions = [own.function(named(name, lambda x: time.sleep(x.max())), outputs=None) for name in ("late", "b", "c")]
-    for function in functions:
-        function(np.zeros(2))  # what brings a function is not followed by another that does
-    first, asked, third = [
-        f.submit(np.full(2, s), timeout=t) for f, s, t in zip(functions, (60, 0, 0), (0.3, None, None))
-    ]
-    errors = {call.name: call.exception() for call in (asked, third, first)}
-    assert type(errors["late"]) is CallTimeout
-    for name in ("b", "c"):
-        assert type(errors[name]) is CallCancelled
-        assert str(errors[name]).startswith(f"the call of '{name}' was ended together with another: 'late' did not end")
-        assert errors[name].__cause__ is not None and "Submit it again. Submit" not in str(errors[name])
-
-
-# One that strikes in a finalizer is reported by the interpreter, and lost.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_storm_of_ctrl_c_leaves_the_same_state_on_all_ranks(own: Any) -> None:
-    weights, counts = own.shared(np.zeros(2)), own.resident([0])
-
-    def step(x: Any) -> Any:
-        weights.value = weights.value + 1
-        counts.value[0] += 1
-        return x.sum()
-
-    f = own.function(step, updates=[counts], outputs="sum")
-    plain = own.function(lambda x: x * 2, outputs="gather")
-    pids = own.function(os.getpid, outputs=None, per_rank=True)()
-    rng, done = random.Random(1), 0
-    for k in range(150):
-        timer = threading.Timer(rng.uniform(0, 0.004), os.kill, (os.getpid(), signal.SIGINT))
-        try:
-            timer.start()
-            for _ in range(20):
-                f(np.ones(1 + k % 3))
-                np.testing.assert_array_equal(plain(np.arange(k % 7 + 1)), 2 * np.arange(k % 7 + 1))
-            timer.join()
-            time.sleep(0.005)
-        except KeyboardInterrupt:
-            pass
-        finally:
-            timer.join()
-        done = int(weights.value[0])
-        assert weights[0].tolist() == weights[1].tolist() == [done, done]
-        assert counts.get(0) == counts.get(1) == [done]
-    assert done > 0
-    assert own.function(os.getpid, outputs=None, per_rank=True)() == pids
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of a worker that died while idle
-def test_a_storm_of_deaths(own: Any) -> None:
-    total = own.function(lambda x: (x.sum(0), x), outputs=("sum", "gather"))
-    getpid = own.function(os.getpid, outputs=None, per_rank=True)
-    x = np.random.default_rng(2).normal(size=(200, 40))
-    rng = random.Random(3)
-    for _ in range(12):
-        pid = rng.choice(getpid())
-        timer = threading.Timer(rng.uniform(0, 0.003), os.kill, (pid, signal.SIGKILL))
-        timer.start()
-        try:
-            for _ in range(20):
-                np.testing.assert_array_equal(total(x)[1], x)
-        except WorkerDied:
-            pass
-        timer.join()
-        np.testing.assert_allclose(total(x)[0], x.sum(0))
 
 
 def test_shards_that_nobody_reads_in_between_keep_no_old_rows() -> None:

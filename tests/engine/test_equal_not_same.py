@@ -5,7 +5,6 @@ The oracle is the same function, called here.
 
 from __future__ import annotations
 
-import enum
 import math
 import types
 from collections.abc import Callable
@@ -17,13 +16,6 @@ import pytest
 X = np.arange(4.0)
 WHERE = [2, 0]
 rate: Any = 0.0
-
-
-class Level(enum.IntEnum):
-    ONE = 1
-
-
-KEYS: list[Any] = [1, True, 1.0, np.int64(1), Level.ONE, 1]
 
 
 @pytest.mark.parametrize("where", WHERE)
@@ -42,24 +34,6 @@ def test_captured_zeros_have_signs(subtests: Any, shared_runtimes: Any, where: A
                 rate, a_dict["v"], a_list[0], a_space.v, a_tuple = value, value, value, value, (value,)
                 for _ in range(2):
                     assert call(X) == f(X)
-
-
-@pytest.mark.parametrize("where", WHERE)
-def test_keys_keep_their_types(subtests: Any, shared_runtimes: Any, where: Any) -> None:
-    """Of arguments, at the top or deeper, and of what is returned."""
-    rt, keys = shared_runtimes[where], KEYS
-    calls: list[tuple[Any, Callable[[Any], Any]]] = [
-        (rt.function(lambda d: repr(list(d)), outputs="first"), lambda key: {key: X}),
-        (rt.function(lambda d: repr(list(d)), outputs="first", bcast_inputs="d"), lambda key: {key: X}),
-        (rt.function(lambda d: repr(list(d["a"])), outputs="first"), lambda key: {"a": {key: X}}),
-    ]
-    returned = rt.function(lambda x: {keys[int(x[0])]: "a text"}, outputs="first")
-    for number, key in enumerate(KEYS):
-        with subtests.test(number=number):
-            for call, argument in calls * 2:
-                assert call(argument(key)) == repr([key])
-            for _ in range(2):
-                assert repr(returned(np.full(2, number))) == repr({key: "a text"})
 
 
 WRAPS: list[Callable[[Any], Any]] = [lambda d: d, lambda d: [d], lambda d: (d, {"z": d})]
@@ -94,3 +68,36 @@ def test_a_tuple_that_is_built_from_its_elements(shared_runtimes: Any, where: An
     call = shared_runtimes[where].function(lambda p: float(sum(len(part) for part in p)), outputs="sum")
     for length in lengths:
         assert call(own(*[X] * length)) == call.serial(own(*[X] * length)) == 4.0 * length
+
+
+def test_arguments_that_look_alike_but_are_given_in_another_form(shared_runtimes: Any) -> None:
+    """Calls find the plan of a call before: each of these must find its own."""
+    rt, x, y = shared_runtimes[2], np.arange(6.0), np.arange(6.0) + 10
+    pair = rt.function(lambda a, b=1.0, **more: (a.sum(), type(b).__name__, sorted(more)), bcast_inputs=["b"],
+                       outputs=("sum", "first", "first"))  # fmt: skip
+    for _ in range(2):
+        assert pair(x) == (15.0, "float", [])
+        assert pair(x, 2) == pair(x, b=2) == pair(b=2, a=x) == (15.0, "int", [])
+        assert pair(b=y, a=x) == pair(x, y) == (15.0, "ndarray", [])
+        assert pair(x, {"lr": 0.1}) == pair(x, b={}) == (15.0, "dict", [])
+        assert pair(x, {"w": y, "lr": 0.1}) == pair(x, {"w": y}) == (15.0, "dict", [])
+        assert pair(x, c=y) == (15.0, "float", ["c"]) and pair(x, d=y) == (15.0, "float", ["d"])
+        assert pair(x, c=y, d=y) == pair(x, d=y, c=y) == (15.0, "float", ["c", "d"])
+    for wrong, error in ((lambda: pair(x, a=x), TypeError), (lambda: pair(b=2), TypeError)):
+        for _ in range(2):
+            with pytest.raises(error, match="a"):
+                wrong()
+
+
+def test_a_tensor_after_an_array_of_its_shape(shared_runtimes: Any) -> None:
+    torch = pytest.importorskip("torch")
+    rt, x = shared_runtimes[2], np.arange(6.0)
+    f = rt.function(lambda a, w: (a * w).sum(), bcast_inputs=["w"], framework="torch", outputs="sum")
+    w = torch.full((), 2.0, dtype=torch.float64)
+    conjugate = torch.complex(torch.from_numpy(x), torch.from_numpy(x)).conj()
+    for _ in range(2):
+        assert f(x, w) == f(torch.from_numpy(x), w) == f(torch.from_numpy(x), 2.0) == 30.0
+        assert f(conjugate, w) == 30.0 - 30.0j
+        assert f(torch.from_numpy(x).bfloat16(), w) == 30.0
+        with pytest.raises(TypeError, match="requires grad"):
+            f(torch.from_numpy(x).requires_grad_(), w)

@@ -173,8 +173,8 @@ def test_a_broadcast_argument_comes_as_it_is(shared_runtimes: Any, subtests: Any
 A, B = np.ones(6), np.ones((6, 1))
 LOOK_ALIKE: list[Any] = [
     {"a": A}, {"a": B}, {"b": A}, {"a": A, "n": 1}, {"n": 1, "a": A}, {"a": A, "n": True}, {"a": A, "n": None},
-    {"a": A, "n": 2}, OrderedDict(a=A), Records(a=A), {1: A}, {True: A}, (A,), (A, A), Pair(A, A), {"a": (A,)},
-    Batch(A), Frozen(x=A), A, A.tolist(), {"a": A.tolist()}, {"a": A.astype("f4")},
+    {"a": A, "n": 2}, OrderedDict(a=A), Records(a=A), {1: A}, {True: A}, {1.0: A}, (A,), (A, A), Pair(A, A),
+    {"a": (A,)}, Batch(A), Frozen(x=A), A, A.tolist(), {"a": A.tolist()}, {"a": A.astype("f4")},
 ]  # fmt: skip
 
 

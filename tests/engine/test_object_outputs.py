@@ -71,6 +71,7 @@ FORMS: dict[str, Callable[[Any], Any]] = {
     "bool": lambda x: bool(x[0] > 2),
     "another kind for each": lambda x: [7, {"a": 1}, "text", None, (1, 2), Fit(1.0), [x]][int(x[0])],
     "another key for each": lambda x: {"abcdefg"[int(x[0])]: x, "z": None},
+    "an equal key of another type for each": lambda x: {[1, True, 1.0][int(x[0]) % 3]: "text"},
     "another class for each": lambda x: [Pair(1, x), (1, x), [1, x]][int(x[0]) % 3],
     "deep for some": lambda x: (x, None if x[0] == 2 else {"k": [x[:1], "s"] if x[0] > 1 else 3}),
     "large for some": lambda x: [np.tile(x, BIG), (np.tile(x, BIG), 1), [3]][int(x[0]) % 3],

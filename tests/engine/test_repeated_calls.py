@@ -6,9 +6,7 @@ whole input; for errors it is the same call of a function that was never called 
 
 from __future__ import annotations
 
-import gc
 import itertools
-import random
 import warnings
 import weakref
 from collections.abc import Callable
@@ -16,11 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.harness import same_workers, script
-from support.told import told
-
-import synk
-from synk import errors
+from support.harness import script
 
 X = np.arange(24.0).reshape(8, 3)
 W = np.array([1.0, -2.0, 0.5])
@@ -45,35 +39,6 @@ def repeat(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 
 # ----- arguments
-
-ARGUMENTS: dict[str, Callable[[np.ndarray], Any]] = {
-    "another dtype": lambda x: x.astype(np.float32),
-    "integers": lambda x: x.astype(np.int64),
-    "foreign byte order": lambda x: x.astype(">f8"),
-    "more rows": lambda x: np.concatenate([x, x]),
-    "fewer rows": lambda x: x[:3],
-    "one row": lambda x: x[:1],
-    "Fortran order": np.asfortranarray,
-    "strided": lambda x: np.repeat(x, 2, axis=0)[::2],
-    "reversed": lambda x: x[::-1],
-    "read-only": lambda x: np.frombuffer(x.tobytes()).reshape(x.shape),
-    "a list": lambda x: x.tolist(),
-    "bools": lambda x: x > 3,
-}
-
-
-@pytest.mark.parametrize("where", [2, 0])
-def test_other_arguments(subtests: Any, shared_runtimes: Any, where: Any) -> None:
-    f = make(shared_runtimes[where])
-    for kind, change in ARGUMENTS.items():
-        with subtests.test(kind):
-            check(repeat(f, W, X))
-            other, whole = change(X + 1), np.asarray(change(np.stack([W] * 3))[0])
-            for x in (other, X, other, other, other, X):
-                check(f(W, x), W, x)
-            for w in (whole, W):
-                check(f(w, X), w, X)
-
 
 WRONG_BATCHES = (
     *(9, -1, [8], [-9, 0, 1], np.ones(7, bool), np.array([2**63 + 1], np.uint64), [[0, 1], [2, 3]]),
@@ -109,113 +74,7 @@ def test_wrong_arguments_raise_as_at_a_first_call_and_send_nothing(subtests: Any
 # ----- data, variables, captured state
 
 
-def test_data_in_place_of_other_data(shared_runtimes: Any) -> None:
-    """Of the same look, perhaps at the same address; of nothing; of another runtime."""
-    rt = shared_runtimes[2]
-    f = make(rt)
-    two, theirs = rt.data(X * 2), shared_runtimes[3].data(X)
-    for k in range(6):
-        one = rt.data(X + k)
-        check(repeat(f, W, one), W, X + k)
-        check(f(W, two), W, X * 2)
-        with pytest.raises(ValueError, match="another runtime"):
-            f(W, theirs)
-        del one  # the next one perhaps lies there
-    g = rt.function(lambda scale, x: x.sum() * (1 if scale is None else scale[0]), bcast_inputs="scale", outputs="sum")
-    data = rt.data(np.array([3.0]))
-    assert g(data, X) == 3 * X.sum()
-    del data
-    gc.collect()
-    assert [g(None, X), g(None, X)] == [X.sum()] * 2
-    with pytest.raises(TypeError, match="x"):
-        g(None, None)
-
-
-def test_submitted_calls_have_what_there_was_when_they_were_submitted(shared_runtimes: Any) -> None:
-    """Globals, and arguments that the program changes in place afterwards, even in their dtype."""
-    rt = shared_runtimes[2]
-    scope: dict[str, Any] = {"SCALE": 1.0}
-    exec("def scaled(x):\n    return x.sum() * SCALE", scope)
-    f = rt.function(scope["scaled"], outputs="sum")
-    for k in range(10):
-        scope["SCALE"] = float(k // 3)
-        arrays = [np.arange(8.0) for _ in range(3)]
-        pending = [f.submit(array) for array in arrays]
-        scope["SCALE"] = -1.0
-        for array in arrays:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)
-                array.dtype = np.int64
-        assert [f(np.arange(8)), f(np.arange(8.0))] == [-28] * 2
-        assert [each.result() for each in pending] == [28.0 * (k // 3)] * 3
-
-
-def test_assignments_beside_something_else(subtests: Any, shared_runtimes: Any) -> None:
-    """None is lost where a function communicates, or keeps an input: it has assigned when that is found out."""
-    rt = shared_runtimes[2]
-    kept: list[Any] = []
-    w = rt.shared(np.zeros(2))
-
-    def assign(how: str, x: np.ndarray) -> float:
-        total = synk.comm.all_reduce(x.sum(), "sum") if "communicate" in how else x.sum()
-        kept[:] = [x] if "keep" in how else []
-        w.value = w.value + 1.0
-        return float(total)
-
-    for how in ("", "communicate", "keep", "communicate and keep"):
-        f = rt.function(assign, bcast_inputs="how", outputs="max")
-        with subtests.test(how):
-            w.value = np.zeros(2)
-            for number in range(1, 9):
-                f(how, np.full(4, float(number)))
-                assert [w[rank].tolist() for rank in range(2)] == [[number] * 2] * 2
-
-
 # ----- what the function does
-
-
-def moody(step: int) -> Any:
-    """Return outputs whose shapes, dtypes and nesting differ from one step to the next."""
-    number = np.float64(1.5)
-    return {
-        1: (np.ones((2, 2)), number),
-        2: (np.ones(3, np.float32), number),
-        3: (np.ones(3), np.float32(number)),
-        4: [np.ones(3), number],
-        5: np.ones(3),
-        6: (np.ones(3), np.ones(1 << 16)),
-        7: {"b": number, "a": np.ones(3)},
-        8: {"a": np.ones(3), "b": number},
-    }.get(step, (np.full(3, float(step)), number + step))
-
-
-STEPS = [
-    *(0, 0, 0, 0, 1, 0, 2, 0, 3, 0, 4, 0, 5, 0, 6, 0, 7, 0, 8, 7, 0),
-    *(0, 0, 1, 1, 1, 1, 2, 2, 2, 6, 6, 6, 6, 9, 8, 8, 8, 7, 7, 7, 9, 9, 9, 10),
-]
-
-
-@pytest.mark.parametrize("where", [2, 0])
-def test_outputs_that_change(subtests: Any, shared_runtimes: Any, where: Any) -> None:
-    f = shared_runtimes[where].function(lambda k, x: moody(int(k[0])), bcast_inputs="k", outputs="avg")
-    for position, step in enumerate(STEPS):
-        with subtests.test(position=position, step=step):
-            got, expected = f(np.array([step]), X), moody(step)
-            np.testing.assert_equal(got, expected)
-            assert told(got) == told(expected)
-
-
-def test_a_layout_that_changes_does_not_mix_up_the_arguments(shared_runtimes: Any) -> None:
-    """The call that fitted had forgotten its arguments, and was compiled without them: 768 for 256."""
-    f = shared_runtimes[2].function(
-        lambda x, n=1: np.zeros(3 if x[0] > 100 else 2) + x.sum() * n, bcast_inputs="n", outputs="sum"
-    )
-    for call in (f, lambda *args: f.submit(*args).result()):
-        for _ in range(4):
-            np.testing.assert_array_equal(call(np.ones(256), 3), [768.0] * 2)
-        np.testing.assert_array_equal(call(np.full(256, 101.0), 3), [101 * 768.0] * 3)
-        np.testing.assert_array_equal(call(np.ones(256, np.uint8)), [256.0] * 2)
-        np.testing.assert_array_equal(call(np.ones(256), 3), [768.0] * 2)
 
 
 def test_inputs_come_in_their_own_shape_though_the_function_gave_them_another_one(shared_runtimes: Any) -> None:
@@ -230,42 +89,6 @@ def test_inputs_come_in_their_own_shape_though_the_function_gave_them_another_on
     f = rt.function(reshape, bcast_inputs="w", outputs=("sum", "min"))
     for w, x in ((W, X), (rt.data(W), rt.data(X))):
         assert [f(w, x) for _ in range(5)] == [(X.sum(), 1.0)] * 5
-
-
-def test_errors_and_collectives_in_some_calls(shared_runtimes: Any) -> None:
-    """A rank raises, communicates, leaves a collective out, or leaves it to be finished after it has returned."""
-    rt = shared_runtimes[2]
-
-    def act(how: str, x: np.ndarray) -> Any:
-        total = np.full(1, x.sum())
-        if how == "raise" and x[0]:
-            raise LookupError("as told")
-        if how == "all" or (how == "lonely" and x[0]):
-            total = synk.comm.all_reduce(total, "sum")
-        if how in ("later", "two later"):
-            total = np.empty(2 if how == "two later" else 1)
-            synk.comm.all_reduce(np.full(total.shape, x.sum()), "sum", out=total, async_op=True)
-        if how == "unheard" and x[0]:
-            synk.comm.send(x, 1 - synk.comm.rank)
-        return total
-
-    f = rt.function(act, bcast_inputs="how", outputs="max")
-    x = np.arange(4.0)
-    refused: dict[str, tuple[Any, str]] = {
-        "raise": (LookupError, "as told"),
-        "lonely": (errors.CollectiveMismatch, "left the function without joining it"),
-        "unheard": (errors.CollectiveMismatch, "without receiving it"),
-    }
-    rng = random.Random(0)
-    order = [how for how in ("", "raise", "all", "lonely", "later", "two later", "unheard") for _ in range(4)]
-    with same_workers(rt):
-        for how in [*order, *rng.sample(order, len(order))]:
-            if how in refused:
-                with pytest.raises(refused[how][0], match=refused[how][1]) as caught:
-                    f(how, x)
-                assert how != "raise" or isinstance(caught.value.__cause__, errors.RemoteError)
-            else:
-                assert f(how, x).tolist() == ([6.0] * (2 if "two" in how else 1) if how else [5.0])
 
 
 def test_the_objects_of_a_call_are_dropped_after_it(shared_runtimes: Any) -> None:

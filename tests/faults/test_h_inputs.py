@@ -21,9 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from support import saboteurs
-from support.harness import assert_right, nothing_sent, same_workers
-
-from synk.errors import ClosedError
+from support.harness import assert_right, nothing_sent
 
 RNG = np.random.default_rng(7)
 PLAIN = RNG.integers(-9, 9, size=(7, 4)).astype(np.float64)
@@ -326,19 +324,6 @@ def test_H29_offsets_beyond_two_gib(shared_runtimes: Any) -> None:
 
 
 # ----- whose data, which argument
-
-
-def test_H30_data_of_another_runtime(reused: Callable[..., Any], shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    other = reused(1)
-    theirs = other.data(PLAIN)
-    total = rt.function(lambda x: x.sum(), outputs="sum")
-    with same_workers(rt):
-        with pytest.raises(ValueError):
-            total(theirs)
-        other.close()
-        with pytest.raises((ClosedError, ValueError)):
-            total(theirs)
 
 
 def plain(x: Any, y: Any = 2.0) -> Any:

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import gc
-import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from support.harness import assert_right, same_workers
-from support.signs import hear, say, sign
 
-import synk
 from synk.errors import SerializationError, WorkerDied
 
 PLAIN = np.random.default_rng(7).integers(-9, 9, size=(7, 4)).astype(np.float64)
@@ -54,18 +49,6 @@ def test_H21_outputs_that_are_no_arrays(shared_runtimes: Any) -> None:
         for bad in ("text", b"bytes", object(), {1, 2}, print, np.array(["text"]), np.array([object()], dtype=object)):
             with pytest.raises((TypeError, SerializationError)):
                 rt.function(lambda row, bad=bad: bad, outputs="sum")(ranks)
-
-
-def test_H22_generator_functions(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-
-    def lazy(row: np.ndarray) -> Iterator[float]:
-        yield 1.0
-
-    with same_workers(rt):
-        for op in (None, "sum"):
-            with pytest.raises((SerializationError, TypeError), match=r"generator|yield"):
-                rt.function(lazy, outputs=op)(np.arange(2))
 
 
 def test_H23_the_same_data_twice_and_an_output_that_is_the_input(shared_runtimes: Any) -> None:
@@ -112,43 +95,4 @@ def test_H24_c_code_that_writes_into_its_input(reused: Callable[..., Any]) -> No
         rt.function(scribble, outputs=None)(data)
     assert set(died.value.exits) == {"SIGSEGV"}
     np.testing.assert_array_equal(data[:], PLAIN)
-    assert_right(rt)
-
-
-def test_H26_data_freed_while_a_call_uses_it(shared_runtimes: Any, tmp_path: Path) -> None:
-    """The call has begun when the memory is freed, and reads it afterwards."""
-    rt = shared_runtimes[2]
-    data = rt.data(np.ones(1 << 16))
-    begun, freed = sign(tmp_path / "begun"), sign(tmp_path / "freed")
-
-    def reads_late(x: np.ndarray) -> float:
-        if synk.comm.rank == 0:
-            say(begun)
-            hear(freed)
-        synk.comm.barrier()
-        return x.sum()
-
-    def free() -> None:
-        hear(begun)
-        data.free_memory()
-        say(freed)
-
-    thread = threading.Thread(target=free)
-    thread.start()
-    with same_workers(rt):
-        assert rt.function(reads_late, outputs="sum")(data) == 1 << 16
-    thread.join()
-    assert len(data) == 0
-
-
-def test_H26_a_view_outlives_its_data(shared_runtimes: Any) -> None:
-    rt = shared_runtimes[2]
-    data = rt.data(np.arange(1000.0))
-    view = data.data
-    data.free_memory()
-    data.free_memory()
-    assert view[999] == 999.0
-    del data
-    gc.collect()
-    assert view.sum() == 499500
     assert_right(rt)

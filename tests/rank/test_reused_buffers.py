@@ -21,13 +21,6 @@ from support.stateful import KINDS, LARGE, METHODS, SMALL, Box, Model, stepper
 BATCHES: list[Any] = [None, None, 3, slice(None, None, -1), [2, 0, 2]]
 
 
-@pytest.fixture(params=["0", "60000000"], ids=["is asked", "meets"])
-def patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How long a rank waits awake for the others; see ``test_large_outputs``."""
-    monkeypatch.setenv("SYNK_SPIN_US", request.param)
-    return str(request.param)
-
-
 def serial(method: str, num_calls: int) -> list[Any]:
     model = Model(LARGE)
     return [copy.deepcopy(getattr(model, method)(None)) for _ in range(num_calls)]
@@ -51,7 +44,7 @@ def assert_equal(got: Any, expected: Any) -> None:
         np.testing.assert_array_equal(got, expected)
 
 
-def test_submitted_calls_return_what_each_of_them_computed(subtests: Any, reused: Any, patience: str) -> None:
+def test_submitted_calls_return_what_each_of_them_computed(subtests: Any, reused: Any) -> None:
     num_workers, num_calls = 3, 6
     rt = reused(num_workers)
     for method, op in itertools.product(METHODS, ("avg", "sum", "max", "first", "gather")):
@@ -64,7 +57,7 @@ def test_submitted_calls_return_what_each_of_them_computed(subtests: Any, reused
                 assert_equal(call.result(), combined(right, op, num_workers))
 
 
-def test_each_rank_has_its_own_step(subtests: Any, reused: Any, patience: str) -> None:
+def test_each_rank_has_its_own_step(subtests: Any, reused: Any) -> None:
     """Each rank's values, of arrays and of tensors, and not those of a rank that is ahead by a call or two."""
     torch = pytest.importorskip("torch")
     rt = reused(2)

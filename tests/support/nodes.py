@@ -10,12 +10,25 @@ from typing import Any
 import numpy as np
 
 import synk
-from support.harness import assert_right
+from support.harness import assert_right, kill_and_wait, wait_for
 
 
 def agents(runtime: Any) -> list[int]:
     """Return the pid of each node's agent."""
     return [node.process.pid for node in runtime._session.processes.nodes]
+
+
+def kill_and_hear(runtime: Any, *pids: int) -> None:
+    """End workers or agents, and wait until the program knows of it: agents tell of their workers a little later."""
+    kill_and_wait(*pids)
+    nodes = runtime._session.processes.nodes
+
+    def is_known() -> bool:
+        for node in nodes:
+            node.pump()
+        return not any(process.pid in pids for node in nodes for process in node.living.values())
+
+    assert wait_for(is_known)
 
 
 def num_unread(runtime: Any, node: int) -> int:
