@@ -13,14 +13,7 @@ import numpy as np
 from synk._api.current import current
 from synk._api.runtime import Runtime
 from synk._engine.profile import Profile
-<<<<<<< HEAD
-from synk._engine.resident import Resident
-from synk._engine.shared import Shared
-from synk._pure.files import Path
 from synk._pure.texts import Text
-=======
-from synk._pure.show import Text
->>>>>>> main
 from synk._pure.tracebacks import verb
 from synk._version import __version__
 from synk._wire.cell import cell
