@@ -284,7 +284,7 @@ class _Driver:
         poll.register(bell, select.POLLIN)
         is_busy = bool(self._waiting or self._futures or self._maps)  # others may have all workers
         if is_busy:
-            for fd in self._session.queue.descriptors():
+            for fd in self._session.processes.descriptors():
                 poll.register(fd, select.POLLIN)
         poll.poll(_LOOK_MS if is_busy else None)
         with contextlib.suppress(BlockingIOError):

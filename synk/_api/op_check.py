@@ -137,7 +137,7 @@ def settle(function: Any, few: Few, find: Callable[[], str | None]) -> None:
 
 def limit_of(function: Any, end: float | None = None) -> float | None:
     """Return the time limit of a run that the user has not asked for; None where the program itself is the rank."""
-    if function._bound_session().workers.is_inline:
+    if function._bound_session().is_inline:
         return None
     return _LIMIT_S if end is None else max(min(_LIMIT_S, end - time.monotonic()), 0.05)
 

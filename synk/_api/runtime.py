@@ -17,12 +17,12 @@ from synk._api.options import KeptOptions, MapOptions, check_on_restart, entropy
 from synk._engine.callee import Callee
 from synk._engine.data import Data
 from synk._engine.entrance import refuse_limit
+from synk._engine.processes import Processes
 from synk._engine.profile import Profile
 from synk._engine.resident import Resident, make_resident
 from synk._engine.session import Session, watch_over
 from synk._engine.shared import Shared
 from synk._engine.variables import Variable
-from synk._engine.workers import Workers
 from synk._processes.placement import place
 from synk._processes.program import check_program
 from synk._processes.reports import stacks, where
@@ -173,7 +173,7 @@ class Runtime(Hinting):
     @verb
     def timeout(self, timeout: float | None) -> None:
         timeout = check_timeout(timeout)
-        if self._session.workers.is_inline:
+        if self._session.is_inline:
             refuse_limit(timeout)
         self._session.timeout = timeout
 
@@ -524,7 +524,7 @@ class Runtime(Hinting):
         ReentrancyError
             In a forked copy of the program.
         """
-        return where(self._watched().processes)
+        return where(self._watched())
 
     @verb
     def stacks(self) -> dict[int, str]:
@@ -546,15 +546,15 @@ class Runtime(Hinting):
         ...     sorted(runtime.stacks())
         [0, 1]
         """
-        nodes, processes = self._session.nodes, self._watched().processes
+        nodes, processes = self._session.nodes, self._watched()
         return stacks(processes) if nodes is None else nodes.stacks(processes)
 
-    def _watched(self) -> Workers:
-        """Return the workers, for a look at them from any thread."""
+    def _watched(self) -> Processes:
+        """Return the processes, for a look at them from any thread."""
         self._session.check_process("look at the workers")
         if self.is_closed:
             raise ClosedError("cannot look at the workers: the runtime is closed.") from self._session.cause
-        return self._session.workers
+        return self._session.processes
 
     def interrupt(self) -> None:
         """End the calls in flight from another thread, as Ctrl-C does: for a stop button, or a server.
@@ -593,26 +593,22 @@ class Runtime(Hinting):
         return Text(self._description())
 
     def _description(self) -> str:
-        place = " in the program" if self._session.workers.is_inline else ""
+        place = " in the program" if self._session.is_inline else ""
         title = f"runtime: {self.world_size} x {self.backend}{place}"
         if self.is_closed:
             return f"{title}, closed"
         with self._session.entered("describe the workers"):
             self._session.begin("describe the workers")
-            placement = self._session.workers.processes.placement
+            placement = self._session.processes.placement
             lines = [
                 f"  rank {worker.rank}: {placement.devices[worker.rank]}, pid {worker.process.pid}, "
                 f"{worker.description}"
-                for worker in self._session.workers.by_rank
+                for worker in self._session.by_rank
             ]
         group = self._session.group
         lines += [f"  {group.name}: {group.library}"] if group.library else []
         lines += [f"  {group.name} is not used: {group.problem}"] if group.problem else []
-        if (
-            not self._session.has_devices
-            and not self._session.workers.is_inline
-            and (num_threads := num_torch_threads()) > 1
-        ):
+        if not self._session.has_devices and not self._session.is_inline and (num_threads := num_torch_threads()) > 1:
             lines.append(f"  torch computes with {num_threads} threads in the program, on the cores of the workers")
         return "\n".join([title, *lines])
 
@@ -669,7 +665,7 @@ class Runtime(Hinting):
     def _repr_html_(self) -> str:
         session = self._session
         state = "closed" if session.is_closed else "open"
-        busy = "a call is in flight" if session.is_mine() or session.queue.calls else "idle"
+        busy = "a call is in flight" if session.is_mine() or session.calls() else "idle"
         counters = session.counted()
         rows = [
             ("workers", f"{self.world_size} x {self.backend}"),

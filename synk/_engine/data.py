@@ -305,7 +305,7 @@ class Data(ArrayLike):
 
         def overwrite() -> None:
             nonlocal is_done
-            if segment is not None and not self._session.queue.reads(segment):
+            if segment is not None and not self._session.is_read(segment):
                 contents = self._placed(segment, value.shape)
                 np.copyto(contents.array, value, casting="unsafe")
                 self._contents = contents
@@ -347,7 +347,7 @@ class Data(ArrayLike):
         while True:
             contents = self._contents
             if contents.segment is not None:
-                self._session.queue.release(contents.segment)
+                self._session.await_readers(contents.segment)
             if self._contents is contents:
                 return contents
 
