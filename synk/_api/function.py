@@ -128,16 +128,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
     ) -> R: ...
 
     @overload
-    def __call__(
-        self,
-        /,
-        *args: Any,
-        batch: Any = None,
-        num_slices: int = 1,
-        output_subset: Any,
-        timeout: float | None = None,
-        **kwargs: Any,
-    ) -> Any: ...
+    def __call__(self, /, *args: Any, **options: Any) -> Any: ...
 
     def __call__(  # type: ignore[misc]  # a parameter of one of these names is refused by Signature
         self,
@@ -165,28 +156,10 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
             raise
 
     @overload
-    def serial(
-        self,
-        /,
-        *args: Any,
-        batch: Any = None,
-        num_slices: int = 1,
-        output_subset: None = None,
-        timeout: float | None = None,
-        **kwargs: Any,
-    ) -> R: ...
+    def serial(self, /, *args: Any, output_subset: None = None, **options: Any) -> R: ...
 
     @overload
-    def serial(
-        self,
-        /,
-        *args: Any,
-        batch: Any = None,
-        num_slices: int = 1,
-        output_subset: Any,
-        timeout: float | None = None,
-        **kwargs: Any,
-    ) -> Any: ...
+    def serial(self, /, *args: Any, **options: Any) -> Any: ...
 
     @verb
     def serial(
@@ -371,28 +344,10 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         return made
 
     @overload
-    def submit(
-        self,
-        /,
-        *args: Any,
-        batch: Any = None,
-        num_slices: int = 1,
-        output_subset: None = None,
-        timeout: float | None = None,
-        **kwargs: Any,
-    ) -> PendingCall[R]: ...
+    def submit(self, /, *args: Any, output_subset: None = None, **options: Any) -> PendingCall[R]: ...
 
     @overload
-    def submit(
-        self,
-        /,
-        *args: Any,
-        batch: Any = None,
-        num_slices: int = 1,
-        output_subset: Any,
-        timeout: float | None = None,
-        **kwargs: Any,
-    ) -> PendingCall[Any]: ...
+    def submit(self, /, *args: Any, **options: Any) -> PendingCall[Any]: ...
 
     @verb
     def submit(

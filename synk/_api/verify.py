@@ -173,9 +173,8 @@ def _called(
     callee, own, made = function._callee, function._options, _copied(function)
     quiet = Quiet(made.fn, own.residents, [variable for variable, _ in own.variables])
     called = function._alike(quiet, outputs=callee.outputs, updates=own.residents, **own.of_calls)
-    how = {"batch": options.batch, "timeout": options.timeout, "num_slices": options.num_slices}
     try:
-        return made.with_own_classes(called(*args, **how, **kwargs)), None
+        return made.with_own_classes(called(*args, **options.of_user, **kwargs)), None
     except (TypeError, ValueError) as error:  # the outputs cannot be combined
         if ScatteredArguments(callee, args, kwargs).select(options.batch) is None:
             raise  # there are no rows to divide
