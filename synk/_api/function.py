@@ -16,7 +16,8 @@ from synk._api.op_check import OpCheck, hold_back
 from synk._api.options import Options, call_options
 from synk._api.repeat import call_repeatedly, check_repeats
 from synk._api.serial import call_serially
-from synk._engine.callee import Callee, FunctionHandle
+from synk._code.handles import FunctionHandle
+from synk._engine.callee import Callee
 from synk._engine.function import PLAIN, run, submit
 from synk._engine.pending import PendingCall
 from synk._engine.session import Session
@@ -502,8 +503,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            f"cannot pickle the synk function {self.__name__!r}: it belongs to a runtime, and a function on the "
-            "workers cannot call another one there. Call the plain function there; to store or move it, pickle a "
+            f"cannot pickle the synk function {self.__name__!r}: it belongs to a runtime. To store or move it, pickle a "
             f"program: synk.Program({_argument(self.__name__)}={_argument(self.__name__)})."
         )
 

@@ -14,7 +14,8 @@ from synk._api.journal import Journal, Pairs, journaled_items
 from synk._api.options import is_integer, name_of
 from synk._api.progress import progress_bar, with_progress
 from synk._api.replay import recorded_items, replay_folder
-from synk._engine.callee import Callee, FunctionHandle
+from synk._code.handles import FunctionHandle
+from synk._engine.callee import Callee
 from synk._engine.chunks import PoolStats, Rules
 from synk._engine.jobs import MapJob, is_failure
 from synk._pure.files import Path

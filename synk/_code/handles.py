@@ -1,4 +1,4 @@
-"""Handles of what lives on the workers, and the pickler that replaces them by references."""
+"""Handles of what lives on the workers and of functions, and the pickler that replaces them by references."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from synk._pure.tensors import is_torch_module, is_torch_optimizer
+from synk._wire.cell import Elsewhere
 from synk._wire.parcels import TravelPickler
 
 
@@ -23,6 +24,26 @@ class Handle:
     __slots__ = ("_reference", "_referent")
     _reference: tuple[Callable[..., Any], tuple[Any, ...]]
     _referent: Any
+
+
+class FunctionHandle:
+    """The base of :class:`synk.Function`, which stays in the program: in a pickle for workers ``Elsewhere`` stands for it.
+
+    A module may hold one under the function's name. Workers that import the module make their own; see
+    ``code.modules.is_told_by_import``.
+    """
+
+    _is_made_by_import = True
+    _callee: Any
+    __name__: str
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        TravelPickler.dispatch_table[cls] = _elsewhere
+
+
+def _elsewhere(function: FunctionHandle) -> Any:
+    return Elsewhere, (function.__name__,)
 
 
 class HandlePickler(TravelPickler):

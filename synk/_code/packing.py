@@ -33,7 +33,7 @@ from synk._code.facets import (
     recipe_of,
     table_of,
 )
-from synk._code.handles import Handle, HandlePickler
+from synk._code.handles import FunctionHandle, Handle, HandlePickler
 from synk._code.modules import globals_in, imports_in, is_users_module, travels_by_name
 from synk._code.parcels import Node, Parcel, Shelf
 from synk._code.trees import Tree, plain_facet, walk
@@ -59,7 +59,7 @@ from synk._wire.parcels import reduced as reduced_anew
 _ATOMIC = (
     type(None), types.CodeType, types.BuiltinFunctionType, types.MethodType, np.dtype, np.generic,
     property, classmethod, staticmethod, typing.TypeVar, io.IOBase, enum.Enum, Handle, slice, range,
-    functools.cached_property,
+    functools.cached_property, FunctionHandle,
 )  # fmt: skip
 """Objects that cannot change, or whose identity is all that counts. What they hold is met as objects of its own."""
 

@@ -19,6 +19,7 @@ from synk._code.book import Book
 from synk._code.capture import Capture, Watch
 from synk._code.captured import Referred, Restless, captured_in, check_captured, check_optimizers, referred_in
 from synk._code.culprits import dearest
+from synk._code.handles import FunctionHandle
 from synk._code.modules import is_of_program, is_users_module
 from synk._engine.ledger import Record
 from synk._engine.repeated import Repeated
@@ -32,16 +33,6 @@ from synk._pure.output_ops import ops_of
 waiting: weakref.WeakKeyDictionary[Callee, None] = weakref.WeakKeyDictionary()  # in the order in which they were made
 _NUM_CLASSES = 256
 _LARGE_NBYTES = 1 << 18
-
-
-class FunctionHandle:
-    """The base of :class:`synk.Function`. A module may hold one under the function's name.
-
-    Workers that import the module make their own; see ``code.modules.is_told_by_import``.
-    """
-
-    _is_made_by_import = True
-    _callee: Callee
 
 
 class Callee:

@@ -67,6 +67,32 @@ def refuse_inside_worker(verb: str) -> None:
         )
 
 
+class Elsewhere:
+    """Stands for a :class:`synk.Function` in the copies that workers get of what holds it.
+
+    The function itself stays in the program, because it is a call of all workers. The copies may hold what stands for
+    it, and pass it on.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise ReentrancyError, also if this has come back to the program."""
+        raise ReentrancyError(
+            f"cannot call {self.__name__!r} inside a function: got a synk function, which only the program can call, "
+            "expected a plain one. Call the plain function; if it has no name, give it one before: plain = f.__wrapped__."
+        )
+
+    serial = submit = stream = repeat = verify = __call__
+
+    def __reduce__(self) -> Any:
+        return Elsewhere, (self.__name__,)  # as the function itself is pickled, so that both have one digest
+
+    def __repr__(self) -> str:
+        return f"<synk.Function {self.__name__!r} of the program>"
+
+
 def is_frozen() -> bool:
     """Whether this is a frozen program, which has no interpreter of its own."""
     return bool(getattr(sys, "frozen", False))

@@ -264,6 +264,41 @@ def test_a_shared_variable_bound_anew_is_the_one_that_counts(shared_runtimes: An
     assert (old.value, main["w"].value) == (2.0, 11.0)
 
 
+class Fitted:
+    """An object that keeps synk functions of its own methods, as the error about a decorated method advises."""
+
+    def __init__(self, rt: Any) -> None:
+        self.weights = np.ones(3)
+        self.mean = rt.function(self._mean)
+        self.twice = rt.function(self._twice, outputs="sum")
+        self.nested = rt.function(self._nested, outputs="sum")
+
+    def _mean(self, x: np.ndarray) -> Any:
+        return (x[:, None] * self.weights).sum(axis=1).mean()
+
+    def _twice(self, x: np.ndarray) -> Any:
+        return 2 * len(x) * self._mean(x)
+
+    def _nested(self, x: np.ndarray) -> Any:
+        return self.mean(x)
+
+
+@pytest.mark.parametrize("num_workers", [2, 0])
+def test_an_object_may_keep_the_functions_of_its_methods(shared_runtimes: Any, num_workers: int) -> None:
+    """They stay in the program: on a rank only plain methods can be called."""
+    rt = shared_runtimes[num_workers]
+    fitted = Fitted(rt)
+    assert (fitted.mean(X), fitted.twice(X)) == (7.5, 90.0)
+    fitted.weights[0] = 3.0
+    assert (fitted.mean(X), fitted.twice(X)) == (12.5, 150.0)
+    assert fitted.mean.verify(X)
+    assert list(rt.map(fitted._mean, [X, X + 1])) == [12.5, 17.5]
+    returned, *_ = rt.function(lambda x: fitted, outputs=None)(X)
+    for call in (lambda: fitted.nested(X), lambda: fitted.nested.verify(X), lambda: returned.mean.submit(X)):
+        with pytest.raises(synk.errors.ReentrancyError, match="cannot call '_mean' inside a function.*plain function"):
+            call()
+
+
 def test_what_cannot_be_sent_is_an_error_and_the_next_call_is_right(shared_runtimes: Any) -> None:
     main = namespace("rate, shift = 1.0, 0.0\ndef f(x): return x * rate + shift")
     f = shared_runtimes[2].function(main["f"], outputs="gather")
