@@ -137,7 +137,7 @@ def function(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
         For an unknown op, parameter, framework or option.
     OpMismatch
         At a first call, if ``outputs`` was not given and an output is not an average over rows. To find out, a copy of
-        the function runs on at most 61 rows, on all workers and on one alone; see the page of frequent questions.
+        the function runs on at most 61 rows, on all workers and on one alone; see the page on functions and outputs.
 
     Notes
     -----
