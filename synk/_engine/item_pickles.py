@@ -1,6 +1,6 @@
 """Items in the form in which they travel to the workers: pickles, and copies of their large arrays in shared memory.
 
-An array that many items hold crosses only once. Its copy is remembered as long as the array lives, and used again if
+An array that many items hold is copied only once. Its copy is remembered as long as the array lives, and used again if
 the array still holds what was copied. To other nodes, which share no memory, an array travels with each item.
 """
 
@@ -32,10 +32,22 @@ _BLOCK_NBYTES = 1 << 20
 
 
 class ArrayCopy:
-    """The copy of one array. The array holds it, and so do items that refer to it until they are answered."""
+    """The copy of one array. The array holds it, and so do items that refer to it until they are answered.
+
+    Attributes
+    ----------
+    segment : Segment
+    new_nbytes : int
+        Its size, until the first item that refers to it takes that over into its own.
+    """
 
     def __init__(self, segment: Segment) -> None:
-        self.segment = segment
+        self.segment, self.new_nbytes = segment, segment.nbytes
+
+    def take_new(self) -> int:
+        """Return its size, the first time."""
+        nbytes, self.new_nbytes = self.new_nbytes, 0
+        return nbytes
 
 
 class Ended(weakref.ref[Any]):
@@ -129,10 +141,16 @@ class ItemPickler:
     ----------
     copies : ArrayCopies or None
         None where no memory is shared: large arrays lie in the pickle then.
+
+    Attributes
+    ----------
+    current : dict of int to (ndarray, ArrayCopy)
+        By ``id()``, arrays whose copies are known to hold what the arrays do. To be cleared when code of the user runs.
     """
 
     def __init__(self, copies: ArrayCopies | None) -> None:
         self._copies = copies
+        self.current: dict[int, tuple[np.ndarray, ArrayCopy]] = {}
 
     def dumps(self, item: Any) -> tuple[bytes, list[ArrayCopy], list[type]]:
         """Return an item pickled, the copies that it refers to, and the classes that it names.
@@ -147,7 +165,7 @@ class ItemPickler:
         if type(item) in PLAIN_TYPES:
             return pickle.dumps(item, protocol=5), [], []
         file = io.BytesIO()
-        pickler = _Pickler(file, self._copies)
+        pickler = _Pickler(file, self._copies, self.current)
         pickler.dump(item)
         if pickler.handles:
             raise TypeError(
@@ -160,9 +178,9 @@ class ItemPickler:
 class _Pickler(HandlePickler):
     has_word = True  # an item may come while others are in flight, when no parcel can be sent
 
-    def __init__(self, file: Any, copies: ArrayCopies | None) -> None:
+    def __init__(self, file: Any, copies: ArrayCopies | None, current: dict[int, tuple[np.ndarray, ArrayCopy]]) -> None:
         super().__init__(file)
-        self._copies = copies
+        self._copies, self._current = copies, current
         self.used: list[ArrayCopy] = []
 
     def reducer_override(self, obj: Any) -> Any:
@@ -177,9 +195,12 @@ class _Pickler(HandlePickler):
                     data = pickle.PickleBuffer(_bytes_of(obj).data.toreadonly())
                     return array_in_pickle, (data, shape, obj.dtype, is_transposed)
                 with contextlib.suppress(SharedMemoryError):  # the pickle may still find room
-                    copy = self._copies.copy_of(obj)
+                    _, copy = self._current.get(id(obj)) or (obj, self._copies.copy_of(obj))
+                    self._current[id(obj)] = obj, copy
                     self.used.append(copy)
                     return array_in_segment, (copy.segment.id, shape, obj.dtype, is_transposed)
+        elif type(obj).__module__.partition(".")[0] not in ("builtins", "numpy"):
+            self._current.clear()  # the methods by which an object is pickled may change arrays
         return super().reducer_override(obj)
 
 
