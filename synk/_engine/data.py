@@ -23,7 +23,6 @@ from synk._pure.show import table
 from synk._pure.tracebacks import outlined, verb
 from synk._wire.cell import refuse_inside_worker
 from synk._wire.memory import Segment
-from synk.errors import ClosedError
 
 
 class Contents(NamedTuple):
@@ -352,15 +351,6 @@ class Data(ArrayLike):
                 self._session.await_readers(contents.segment)
             if self._contents is contents:
                 return contents
-
-    def _check_owner(self, session: Any, what: str) -> None:
-        """Raise if this object belongs to another runtime."""
-        if self._session is not session:
-            if self._session.is_closed:
-                raise ClosedError(f"cannot pass {what}: its runtime was closed. Make it again with synk.data(...).")
-            raise ValueError(
-                f"cannot pass {what}: it belongs to another runtime. Make it with this runtime's data(...)."
-            )
 
 
 def make_data(session: Any, value: Any = None, **options: Any) -> Data:
