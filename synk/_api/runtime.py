@@ -15,7 +15,7 @@ from synk._api.first_calls import verified
 from synk._api.function import Function, P
 from synk._api.options import KeptOptions, MapOptions, check_on_restart, entropy_of, is_integer
 from synk._engine.callee import Callee
-from synk._engine.data import Data, make_data
+from synk._engine.data import Data
 from synk._engine.entrance import refuse_limit
 from synk._engine.processes import Processes
 from synk._engine.profile import Profile
@@ -240,16 +240,8 @@ class Runtime(Hinting):
         ...     x.data.sum()
         np.float64(17.0)
         """
-        return make_data(
-            self._session,
-            value,
-            dtype=dtype,
-            shape=shape,
-            ndim=ndim,
-            force_cast=force_cast,
-            oversize=oversize,
-            name=name,
-        )
+        self._begin_to_make("make Data")
+        return Data(self._session, value, dtype, shape, ndim, force_cast, oversize, name)
 
     @verb
     def shared(self, value: Any, *, sharded: bool = False, name: str | None = None) -> Shared:
@@ -289,11 +281,13 @@ class Runtime(Hinting):
         np.float64(4.0)
         array([1., 1., 1.])
         """
-        refuse_inside_worker("make a shared variable")
-        session = self._session
-        session.check_open("make a shared variable")
-        session.reclaim()
-        return Shared(session, Variable(session.variables, value, sharded=sharded, name=name))
+        self._begin_to_make("make a shared variable")
+        return Shared(self._session, Variable(self._session.variables, value, sharded=sharded, name=name))
+
+    def _begin_to_make(self, verb: str) -> None:
+        refuse_inside_worker(verb)
+        self._session.check_open(verb)
+        self._session.reclaim()
 
     @verb
     def resident(

@@ -21,7 +21,6 @@ from synk._pure.exact import has_own_meaning
 from synk._pure.nested import check_no_list
 from synk._pure.show import table
 from synk._pure.tracebacks import outlined, verb
-from synk._wire.cell import refuse_inside_worker
 from synk._wire.memory import Segment
 
 
@@ -70,14 +69,13 @@ class Data(ArrayLike):
     def __init__(
         self,
         session: Any,
-        value: Any = None,
-        *,
-        dtype: npt.DTypeLike | None = None,
-        shape: Sequence[int] | int | None = None,
-        ndim: int | None = None,
-        force_cast: bool = False,
-        oversize: float = 1.0,
-        name: str | None = None,
+        value: Any,
+        dtype: npt.DTypeLike | None,
+        shape: Sequence[int] | int | None,
+        ndim: int | None,
+        force_cast: bool,
+        oversize: float,
+        name: str | None,
     ) -> None:
         self._session = session
         # Held to replace the contents, and never during a wait for the runtime: a call that converts its arguments may
@@ -351,14 +349,6 @@ class Data(ArrayLike):
                 self._session.await_readers(contents.segment)
             if self._contents is contents:
                 return contents
-
-
-def make_data(session: Any, value: Any = None, **options: Any) -> Data:
-    """Make a :class:`Data` of an open runtime."""
-    refuse_inside_worker("make Data")
-    session.check_open("make Data")
-    session.reclaim()
-    return Data(session, value, **options)
 
 
 def _check_oversize(oversize: Any, label: str) -> None:

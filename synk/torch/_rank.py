@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import importlib
@@ -17,13 +16,12 @@ import optree
 import torch
 
 from synk._wire.cell import cell
-from synk._wire.residents import resolve_resident
 from synk.communicators._comm import comm
 from synk.torch import _checkpoint as checkpoints
 from synk.torch import _state as states
 from synk.torch._adjoints import losses
 from synk.torch._batchnorm import synchronize
-from synk.torch._reduction import LOST, GradientSum, Options
+from synk.torch._reduction import GradientSum, Options
 from synk.torch._undo import Undo
 from synk.torch._without_draws import SeenFromOutside, modes_kept
 
@@ -61,7 +59,6 @@ class RankReplica(SeenFromOutside):
             vars(self.objects[index]).update(attributes)
         for parameter, gradient in zip(states.parameters_of(self.objects), gradients):
             parameter.grad = gradient
-        _load_torch(is_worker=cell.worker is not None and self.options.is_own_process)
         _bring_to_device(self.objects)
         _hook_gradients(states.parameters_of(self.objects), self._hooks)
         self._reduction = GradientSum(self.objects, self.options)
@@ -133,16 +130,11 @@ class RankReplica(SeenFromOutside):
         return dump(self) if comm.rank == 0 else None
 
     def take(self, state: bytes) -> None:
-        """Take over the state of the program's objects. Gradients that this rank has kept back are gone."""
-        load(self, {**pickle.loads(state), "share": self._reduction.share})
+        """Take over the state of the program's objects."""
+        load(self, pickle.loads(state))
 
     def checkpoint(self) -> Any:
         """Return this rank's part of a checkpoint."""
-        if self._reduction.share is not None:
-            raise ValueError(
-                "cannot save: gradients are kept back by no_sync(), and no state_dict has them. Save after the step "
-                "that reduces them."
-            )
         generators = checkpoints.plain(checkpoints.rank_generators())
         own = [obj.state_dict() for obj in self.objects] if comm.rank == 0 else []
         numbers = {"num_steps": self.num_steps, "seed": self.options.seed}
@@ -154,29 +146,6 @@ class RankReplica(SeenFromOutside):
 
     def tell_steps(self) -> int:
         return self.num_steps
-
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which gradients are not reduced: each rank keeps its own."""
-        return self._reduction.postponed()
-
-
-class OnRank:
-    """The object that stands for a ``Replicated`` inside the body."""
-
-    def __init__(self, resident: Any) -> None:
-        self._resident = resident
-
-    def no_sync(self) -> Any:
-        return self._resident.value.no_sync()
-
-    @property
-    def num_steps(self) -> int:
-        return int(self._resident.value.num_steps)
-
-
-def on_rank(resident_id: int) -> OnRank:
-    """Return the object that a pickled ``Replicated`` becomes on a worker."""
-    return OnRank(resolve_resident(resident_id))
 
 
 def gradient_hooks(parameters: Sequence[torch.Tensor]) -> dict[int, tuple[list[Any], list[Any]]]:
@@ -234,22 +203,20 @@ def left_out_of(optimizer: Any) -> dict[str, Any]:
     }
 
 
-@functools.cache
-def _load_torch(*, is_worker: bool) -> None:
+def _prepare_worker() -> None:
     """Load what optimizers import at their first use, where an interrupt could break the import off.
 
-    In a worker all objects that there are now are taken from the garbage collector, which would look through the
-    hundreds of thousands of them in the first step.
+    All objects that there are then, hundreds of thousands, are taken from the garbage collector, which would look
+    through them in the first step. Replicas come later, so those that are dropped are freed.
     """
     with cell.uninterrupted():
         importlib.import_module("torch._dynamo")
-    if is_worker:
-        gc.freeze()
+    gc.freeze()
 
 
 def dump(replica: RankReplica) -> dict[str, Any]:
     """Return the state of all objects."""
-    numbers = {"num_steps": replica.num_steps, "seed": replica.options.seed, "share": replica._reduction.share}
+    numbers = {"num_steps": replica.num_steps, "seed": replica.options.seed}
     return {**numbers, "objects": states.dump(replica.objects)}
 
 
@@ -257,9 +224,6 @@ def load(replica: RankReplica, state: dict[str, Any]) -> None:
     """Bring the objects into a state that another rank or the program had."""
     replica.num_steps = state["num_steps"]
     replica.options = replace(replica.options, seed=state["seed"])
-    # The state comes from elsewhere, and gradients that were kept back belong to the rank that computed them. So this
-    # rank's are lost, and the next reduction of them raises an error.
-    replica._reduction.share = None if state["share"] is None else LOST
     states.load(replica.objects, state["objects"])
     _wait_for_device()
 
@@ -382,3 +346,7 @@ def total(value: torch.Tensor) -> torch.Tensor:
         ``value * all_rows / rows``.
     """
     return value * (comm.total_rows / comm.rows)
+
+
+if cell.worker is not None:  # a worker imports this for its first replica, before it loads the objects
+    _prepare_worker()

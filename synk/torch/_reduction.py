@@ -18,9 +18,8 @@ communicator drops them when the next call begins, and that call expects all gra
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,9 +28,6 @@ import torch
 from synk._wire.cell import cell
 from synk.communicators._comm import comm
 from synk.torch import _state as states
-
-LOST = -1.0
-"""Stands for the share of rows of a rank whose kept-back gradients are lost."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +38,6 @@ class Options:
     sync_batchnorm: bool
     bucket_nbytes: int
     overlap: bool | str
-    is_own_process: bool
-    """Whether ranks are processes of their own."""
 
     def is_overlapping(self) -> bool:
         """Whether this rank reduces gradients while the backward pass goes on.
@@ -72,13 +66,7 @@ def _weakly(method: Callable[..., None], index: int) -> Callable[..., None]:
 
 
 class GradientSum:
-    """Sums the gradients of the parameters of some modules over the ranks of a call.
-
-    Attributes
-    ----------
-    share : float or None
-        The share of the rows with which gradients are kept back; None if none are, ``LOST`` if they are gone.
-    """
+    """Sums the gradients of the parameters of some modules over the ranks of a call."""
 
     def __init__(self, objects: Sequence[Any], options: Options) -> None:
         self._parameters = states.parameters_of(objects)
@@ -86,15 +74,13 @@ class GradientSum:
         self._hooked: set[int] = set()  # positions of the parameters that have hooks
         self._fired: set[int] = set()  # positions of those with a gradient that was not reduced yet
         self._is_running = False
-        self._is_postponed = False
         self._pass = -1  # the backward pass at whose end gradients will be reduced
         self._buckets: list[Bucket] = []
-        self._num_ranks, self._call_share = 1, 1.0  # in this call
+        self._num_ranks, self._share = 1, 1.0  # in this call: how many there are, and this one's share of the rows
         self._is_overlapping = False
         self._missing: list[set[int]] = []  # by bucket, the parameters whose gradients this pass has not brought yet
         self._bucket_of: dict[int, int] = {}
         self._num_started = 0
-        self.share: float | None = None
         self.notice_reduction: Callable[[], None] = lambda: None  # called before the ranks communicate
         # The gradients at the start of the call, as weak references with versions. The user may free one in the call.
         self._found: list[Any] = []
@@ -120,8 +106,6 @@ class GradientSum:
     def _keep(self, index: int, *_: Any) -> None:
         """Save a gradient that is about to be added to."""
         if self._is_running and index not in self._kept:
-            if self.share == LOST and all(parameter.grad is None for parameter in self._parameters):
-                self.share = None  # the user has called zero_grad(), so nothing that was lost can be reduced any more
             gradient = self._parameters[index].grad
             self._kept[index] = None if gradient is None else gradient.clone(), self._is_as_found(index)
 
@@ -138,12 +122,10 @@ class GradientSum:
                 parameter.register_hook(_weakly(self._keep, index))
                 parameter.register_post_accumulate_grad_hook(_weakly(self._note, index))
                 self._hooked.add(index)
-        self._is_running, self._is_postponed, self._pass = True, False, -1
-        # What an earlier call kept back is reduced now, too. A sum among it stays the same: the shares sum to 1.
-        kept_back = [] if self.share is None else self._parameters
-        self._fired = {index for index, each in enumerate(kept_back) if each.grad is not None}
+        self._is_running, self._pass = True, -1
+        self._fired.clear()
         self._num_ranks = comm.world_size
-        self._call_share = comm.rows / comm.total_rows if comm.total_rows else 1 / self._num_ranks
+        self._share = comm.rows / comm.total_rows if comm.total_rows else 1 / self._num_ranks
         self._is_overlapping = self._num_ranks > 1 and self._options.is_overlapping()
         if self._is_overlapping:
             self._make_buckets()
@@ -152,15 +134,6 @@ class GradientSum:
     def end(self) -> None:
         """End the call: the hooks, which stay registered, do nothing until the next one."""
         self._is_running = False
-
-    @contextlib.contextmanager
-    def postponed(self) -> Iterator[None]:
-        """Leave gradients as they are while the body runs. The next backward pass outside of it reduces them."""
-        before, self._is_postponed = self._is_postponed, True
-        try:
-            yield
-        finally:
-            self._is_postponed = before
 
     def _note(self, index: int, parameter: torch.Tensor) -> None:
         """Note that a gradient is there. The first one of a pass makes autograd call ``_reduce`` at the end of it."""
@@ -182,7 +155,7 @@ class GradientSum:
         if current != self._pass:
             self._pass = current
             torch.autograd.Variable._execution_engine.queue_callback(self._reduce)
-        if self._is_overlapping and not self._is_postponed:
+        if self._is_overlapping:
             self._start_full(index)
 
     def _expect_all(self) -> None:
@@ -206,7 +179,7 @@ class GradientSum:
         while self._num_started < len(self._buckets) and not self._missing[self._num_started]:
             for bucket in self._buckets[: self._num_started]:
                 bucket.test()
-            self._buckets[self._num_started].start(self._own_share(), self._fired)
+            self._buckets[self._num_started].start(self._share, self._fired)
             self._num_started += 1
 
     def _make_buckets(self) -> None:
@@ -214,59 +187,31 @@ class GradientSum:
             self._buckets = Bucket.split(self._parameters, self._options.bucket_nbytes)
             self._bucket_of = {index: k for k, bucket in enumerate(self._buckets) for index in bucket.indices}
 
-    def _own_share(self) -> float:
-        """Return this rank's share of the rows, which must be that of the call that kept gradients back, if any.
-
-        Raises
-        ------
-        ValueError
-            If the shares differ, or the gradients are lost.
-        """
-        share = self._call_share
-        if self.share == LOST:
-            raise ValueError(
-                "cannot reduce gradients that were kept back by no_sync(): those of this rank are gone with a worker "
-                "that died, a batch in which the rank had no rows, or a push(). Call zero_grad() and begin with the "
-                "first of these batches again."
-            )
-        if self.share is not None and self.share != share:
-            raise ValueError(
-                f"cannot reduce gradients that were kept back by no_sync(): this rank had {self.share:.4g} of the rows "
-                f"then and has {share:.4g} now, expected the same share, because the sum would weigh rows differently. "
-                "Accumulate over batches of one size."
-            )
-        return share
-
     def _reduce(self) -> None:
-        """End a backward pass: reduce the gradients, or note that they are kept back. Called by autograd."""
+        """End a backward pass: reduce the gradients. Called by autograd."""
         self._pass = -1
-        share = self._own_share()
-        if self._is_postponed:
-            self.share = share
-            return
-        self.share = None
         # While ranks communicate an interrupt is raised at once, because a rank that waits for a dead one must stop.
         cell.worker.hold_back(False)
-        self._sum_up(share)
+        self._sum_up()
         # From here on this rank can finish the step by itself. A fault on another rank must not leave the step half
         # done, so an interrupt is held back until the step ends or the ranks communicate again.
         cell.worker.hold_back(True)
 
-    def _sum_up(self, share: float) -> None:
+    def _sum_up(self) -> None:
         """Sum the gradients over the ranks."""
         self.notice_reduction()
         for index in range(len(self._parameters)):
             self._keep(index)  # before a sum replaces it: parameters that only other ranks used had no hook called
         if self._is_overlapping:
             for bucket in self._buckets[self._num_started :]:
-                bucket.start(share, self._fired)
+                bucket.start(self._share, self._fired)
             for bucket in self._buckets:
                 bucket.finish()
             self._expect_all()
         elif self._num_ranks > 1:
             self._make_buckets()
             for bucket in self._buckets:
-                bucket.reduce(share, self._fired)
+                bucket.reduce(self._share, self._fired)
         used = self._buckets[-1].flags() if self._num_ranks > 1 and self._buckets else []
         for bucket in self._buckets if used else ():
             bucket.give_back(used)

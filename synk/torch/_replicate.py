@@ -19,14 +19,12 @@ import torch
 
 from synk._api.current import current
 from synk._api.runtime import Runtime
-from synk._code.handles import Handle
 from synk._processes.output import warn_at_users_line
 from synk._pure import files
 from synk._pure.generators import generator_states
 from synk._pure.output_ops import DEFAULT_OP
 from synk._pure.tracebacks import verb
 from synk._wire.parcels import dumps
-from synk.errors import ReentrancyError
 from synk.torch import _checkpoint, _rank, _state
 from synk.torch._guard import Guard
 from synk.torch._module_parts import check_memory, makings_of
@@ -108,8 +106,7 @@ def replicate(
     if not (isinstance(overlap, bool) or overlap == "auto"):
         raise ValueError(f"cannot replicate: got overlap={overlap!r}, expected 'auto', True or False.")
     runtime = current() if runtime is None else runtime
-    is_own_process = not runtime._session.is_inline
-    options = Options(int(seed), bool(sync_batchnorm), int(bucket_mb * 1e6), overlap, is_own_process)
+    options = Options(int(seed), bool(sync_batchnorm), int(bucket_mb * 1e6), overlap)
     return Replicated(objects, options, runtime)
 
 
@@ -142,7 +139,7 @@ def _check_objects(objects: Sequence[Any]) -> None:
                 )
 
 
-class Replicated(Handle):
+class Replicated:
     """Objects with a copy on every rank, all alike. Made by :func:`synk.torch.replicate`.
 
     The program's own objects stay as they are until :meth:`pull`. A program that uses them while they are behind, or
@@ -169,8 +166,6 @@ class Replicated(Handle):
         self._resident = runtime.resident(
             _rank.RankReplica(objects, options), name=self._names, dump=_rank.dump, load=_rank.load
         )
-        self._referent = None
-        self._reference = (_rank.on_rank, (self._resident._reference[1][0],))
         self._guard = Guard(self._objects)
         self._note_alike(0)
         runtime._session.guests[self] = None
@@ -219,21 +214,6 @@ class Replicated(Handle):
         if not callable(fn):
             raise TypeError(f"cannot build a function: got {type(fn).__name__}, expected a callable.")
         return StepFunction(self, fn, outputs=outputs, bcast_inputs=bcast_inputs, trains=trains)
-
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context, inside the body, in which backward passes do not reduce gradients.
-
-        Each rank accumulates its own. The next backward pass outside of the context, in this call or a later one,
-        reduces the accumulated gradients.
-
-        Raises
-        ------
-        ReentrancyError
-            In the program.
-        """
-        raise ReentrancyError(
-            "cannot keep gradients back in the program: no_sync() can only be used in the function, around backward()."
-        )
 
     # -- the program's objects ----------------------------------------------------------------------------------------
 
@@ -443,7 +423,7 @@ class Replicated(Handle):
         Raises
         ------
         ValueError
-            If gradients are kept back by ``no_sync()``, or the program has changed the objects and not sent them.
+            If the program has changed the objects and not sent them.
         """
         self._before_call(trains=False)
         ranks = self._on_ranks("checkpoint")

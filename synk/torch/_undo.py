@@ -72,7 +72,7 @@ class Undo:
         groups = [[*map(_copied_group, obj.param_groups)] for obj in self._optimizers]
         slots = [{key: copy.deepcopy(each) for key, each in obj.state.items()} for obj in self._optimizers if is_early]
         others = [copy.deepcopy(obj.state_dict()) for obj in self._others]
-        num_steps, share = replica.num_steps, self._reduction.share
+        num_steps = replica.num_steps
         generators = self._generators(num_steps)
 
         def put_back() -> bytes | None:
@@ -97,7 +97,7 @@ class Undo:
                 obj.load_state_dict(copy.deepcopy(state))
             for parameter, flag in zip(self._parameters, self._flags):
                 parameter.requires_grad_(flag)
-            replica.num_steps, self._reduction.share = num_steps, share
+            replica.num_steps = num_steps
             load_generators(generators)
             return self._reduction.put_back()
 

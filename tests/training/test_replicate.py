@@ -6,7 +6,6 @@ same bits. Combinations of models, optimizers, schedulers, losses, workers and b
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -152,47 +151,6 @@ def test_scaled_gradients_of_half_precision(subtests: Any, shared_runtimes: Any)
             assert np.isinf(losses).nonzero()[0].tolist() == [11]
             np.testing.assert_allclose(losses, expected, rtol=0.02)
             assert all(state[2]["scale"] == plain[2].get_scale() for state in rank_states(rep))
-
-
-# ----- gradients that are kept back
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-def test_no_sync_keeps_gradients_back_until_a_pass_outside(shared_runtimes: Any, overlap: bool) -> None:
-    """Of the same parameters in three calls, and of some that only the calls in ``no_sync`` use."""
-    model = torch.nn.ModuleList([mlp(), mlp(2)])
-    objects = model, torch.optim.Adam(model.parameters(), lr=0.01)
-    plain = copy.deepcopy(objects[0])
-    optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
-    rep = synk.torch.replicate(*objects, runtime=shared_runtimes[2], overlap=overlap)
-
-    @rep.function(bcast_inputs=("part", "is_last"))
-    def step(model: Any, optimizer: Any, x: Any, y: Any, part: int, is_last: bool) -> Any:
-        loss = F.mse_loss(model[part](x), y)
-        if not is_last:
-            with rep.no_sync():
-                loss.backward()
-            return loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    for number, (x, y) in enumerate(batches(18, (7,))):
-        part, is_last = int(number % 6 == 1), number % 3 == 2
-        loss = F.mse_loss(plain[part](x), y)
-        loss.backward()
-        if is_last:
-            optimizer.step()
-            optimizer.zero_grad()
-        assert abs(float(step(x, y, part, is_last)) - float(loss.detach())) < 1e-12
-    assert all(differences(state_of((plain, optimizer)), state, 1e-12) == [] for state in rank_states(rep))
-    (x, y), *_ = batches(1)
-    step(x[:4], y[:4], 0, False)
-    with pytest.raises(ValueError, match=r"kept back by no_sync\(\): this rank had 0.5 of the rows"):
-        step(x[:3], y[:3], 0, True)
-    with pytest.raises(synk.errors.ReentrancyError, match="no_sync"):
-        rep.no_sync()
 
 
 # ----- calls

@@ -298,18 +298,21 @@ def test_many_steps_take_no_more_memory(shared_runtimes: Any) -> None:
     assert_steps_keep_nothing(shared_runtimes[2], lambda: step(*rows))
 
 
-def test_what_is_dropped_is_freed_on_the_ranks(shared_runtimes: Any) -> None:
-    """So is the copy on which one rank checks the first step. Hooks of gradients would keep both for ever."""
+def test_what_is_dropped_is_freed_on_the_ranks(runtime: Callable[..., Any]) -> None:
+    """Also a worker's first one. So is the copy on which one rank checks the first step. Hooks of gradients would keep
+    both for ever.
+    """
 
     def count(x: Any) -> int:
         gc.collect()
         found = [each for each in gc.get_objects() if type(each) is torch.nn.Parameter and each.shape == (7, 41)]
         return len(found)
 
-    num_parameters = shared_runtimes[2].function(count, outputs=None)
+    rt = runtime(2)
+    num_parameters = rt.function(count, outputs=None)
     model = torch.nn.Linear(41, 7)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    rep = synk.torch.replicate(model, optimizer, runtime=shared_runtimes[2])
+    rep = synk.torch.replicate(model, optimizer, runtime=rt)
     step = rep.function(plain_step)
     for _ in range(3):
         step(torch.ones(8, 41), torch.ones(8, 7))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -228,33 +227,3 @@ def test_deaths_while_objects_move(subtests: Any, reused: Callable[..., Any], tm
     assert differences(*states) == [] and rep.num_steps == 9
     own = {name.removeprefix("inner."): each for name, each in model.named_parameters()}
     assert differences(dict(plain.named_parameters()), own, 1e-12) == []
-
-
-def test_gradients_that_were_kept_back_on_a_worker_that_died_are_not_made_up(reused: Callable[..., Any]) -> None:
-    rt, model = reused(2), mlp()
-    rep = synk.torch.replicate(model, runtime=rt)
-
-    @rep.function(outputs="first", bcast_inputs="is_last")
-    def gather(model: Any, x: Any, y: Any, is_last: bool) -> Any:
-        if is_last:
-            F.mse_loss(model(x), y).backward()
-        else:
-            with rep.no_sync():
-                F.mse_loss(model(x), y).backward()
-        return 0.0
-
-    x, y = batches(1)[0]
-    gather(x, y, False)
-    kill_and_wait(pids(rt)[1])
-    with pytest.raises(ValueError, match="gone with a worker"):
-        gather(x, y, True)
-    rep.pull()
-    model.zero_grad()
-    rep.push()
-    gather(x, y, True)
-    rep.pull()
-    own = copy.deepcopy(model)
-    own.zero_grad()
-    F.mse_loss(own(x), y).backward()
-    pairs = zip(model.parameters(), own.parameters())
-    assert all(torch.allclose(one.grad, other.grad, rtol=0, atol=1e-12) for one, other in pairs)
