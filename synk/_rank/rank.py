@@ -69,6 +69,8 @@ class Rank(Member):
         By lane: the memory of its outputs, and that of which the program knows.
     changes : Changes
         What the last call that changes resident objects has done to them.
+    is_far, has_other_nodes : bool
+        Whether it runs on a node, which may be another machine than the program's, and whether there are others.
     running : int
         The number of the order whose user code runs: only that may be interrupted.
     """
@@ -94,6 +96,7 @@ class Rank(Member):
         host: str = "",
     ) -> None:
         self.rank, self.world_size, self.device = rank, world_size, backend.device
+        self.is_far, self.has_other_nodes, self.host = bool(nodes), len(nodes) > 1, host
         self.backend: Any = backend
         self.lanes = [RankLane(index, rank, world_size, control) for index in range(NUM_LANES)]
         self.lane = self.lanes[0]
@@ -104,11 +107,10 @@ class Rank(Member):
         self.functions: dict[int, LoadedFunction] = {}
         self._received = Received(self._own_memory)
         self._parcels: set[int] = set()
-        self.variables = VariableStore(rank, self.down, self.backend, self.replica_type)
+        self.variables = VariableStore(rank, self.down, self.backend, self.replica_type, is_far=self.is_far)
         self.residents = RankResidents()
         self.settings = Settings()
         of_all = rank, world_size, self.backend, self.down, self.up, eventfds
-        self.has_other_nodes, self.host = len(nodes) > 1, host
         if self.has_other_nodes:
             from synk._rank.nodes import FarPeers  # ranks of one machine need no wires
 

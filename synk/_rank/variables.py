@@ -248,10 +248,14 @@ class VariableStore:
     backend : Backend
     replica_type : type
         The class of variables here: :class:`Replica`, or its subclass for devices.
+    is_far : bool
+        Whether the program is on another machine, and shares no memory with this rank.
     """
 
-    def __init__(self, rank: int, down: np.ndarray, backend: Backend, replica_type: type[Replica]) -> None:
-        self.rank = rank
+    def __init__(
+        self, rank: int, down: np.ndarray, backend: Backend, replica_type: type[Replica], *, is_far: bool
+    ) -> None:
+        self.rank, self.is_far = rank, is_far
         self._replica_type = replica_type
         self.backend = backend
         self.call_down = down  # the control block of the current call's lane
