@@ -74,6 +74,9 @@ class Executor(concurrent.futures.Executor):
     with ``WorkerDied`` and is replaced, so the executor stays usable. Calls of functions on the same runtime wait for
     the tasks that are running. :meth:`shutdown` ends the executor; the workers belong to the runtime and go on.
 
+    There is no ``journal`` and no ``progress``: both are of a whole map, whose items have numbers and an end, and a
+    task that is submitted by itself has neither. Use :func:`synk.map`.
+
     Examples
     --------
     >>> import synk

@@ -202,7 +202,7 @@ def few_rows(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], optio
     If nothing can be picked, the call is not checked either, and counts as one that tells nothing.
     """
     check, callee, session = function._op_check, function._callee, function._bound_session()
-    is_divided = session.world_size > 1 or options.num_slices > 1
+    is_divided = session.world_size > 1 or options.num_slices > 1 or function._options.reproducible
     if check is None or not is_divided or options.output_subset is not None:
         return None
     try:

@@ -30,8 +30,8 @@ from synk._processes.worker_process import WorkerProcess
 from synk._pure.environment import check_platform
 from synk._pure.files import Path
 from synk._pure.limits import check_timeout
-from synk._pure.show import Text, table
 from synk._pure.tensors import num_torch_threads
+from synk._pure.texts import Text
 from synk._pure.tracebacks import verb
 from synk._pure.words import Hinting
 from synk._wire.cell import refuse_inside_worker
@@ -113,43 +113,35 @@ class Runtime(Hinting):
     ) -> None:
         refuse_inside_worker("fork")
         check_platform()
-        prepared = _on_restart(on_restart)
         timeout = check_timeout(timeout)
         if not is_integer(max_restarts, 0):
             raise ValueError(f"cannot fork: got max_restarts={max_restarts!r}, expected an integer of 0 or more.")
         if not isinstance(check, bool):
             raise TypeError(f"cannot fork: got check={check!r}, expected True or False.")
-        seed = entropy_of(seed)
+        how: dict[str, Any] = {
+            "timeout": timeout,
+            "seed": entropy_of(seed),
+            "max_restarts": int(max_restarts),
+            "on_restart": _on_restart(on_restart),
+        }
         if cluster is not None:
             from synk.cluster.forking import open_session, refuse
 
             refuse(cluster, backend=("numpy" if backend == "auto" else backend, "numpy"), devices=(devices, None))
             check_program()
-            self._session: Session = open_session(
-                num_workers, cluster, nodes,
-                timeout=timeout, seed=seed, max_restarts=int(max_restarts), on_restart=prepared,
-            )  # fmt: skip
-            verified.update([self._session] * check)
-            return
-        if nodes is not None:
+            self._session: Session = open_session(num_workers, cluster, nodes, **how)
+        elif nodes is not None:
             raise ValueError(f"cannot fork: got nodes={nodes!r} and no cluster=, expected both. Pass cluster='here'.")
-        placement = place(num_workers, backend, devices)
-        process_type: Any = WorkerProcess
-        if num_workers == 0:
+        elif num_workers == 0:
+            placement = place(num_workers, backend, devices)
             refuse_limit(timeout)
             from synk._engine.inline import InlineProcess  # with a rank's half
 
-            process_type = InlineProcess
+            self._session = Session(placement, process_type=InlineProcess, **how)
         else:
+            placement = place(num_workers, backend, devices)
             check_program()
-        self._session = Session(
-            placement,
-            timeout=timeout,
-            seed=seed,
-            max_restarts=int(max_restarts),
-            on_restart=prepared,
-            process_type=process_type,
-        )
+            self._session = Session(placement, process_type=WorkerProcess, **how)
         verified.update([self._session] * check)
 
     @property
@@ -669,20 +661,6 @@ class Runtime(Hinting):
 
     def __repr__(self) -> str:
         return repr(self._session)
-
-    def _repr_html_(self) -> str:
-        session = self._session
-        state = "closed" if session.is_closed else "open"
-        busy = "a call is in flight" if session.is_mine() or session.calls() else "idle"
-        counters = session.counted()
-        rows = [
-            ("workers", f"{self.world_size} x {self.backend}"),
-            ("devices", ", ".join(self.devices)),
-            ("state", state if session.is_closed else f"{state}, {busy}"),
-            ("calls", counters["calls"]),
-            ("restarts of workers", counters["restarts"]),
-        ]
-        return table("synk.Runtime", rows)
 
 
 def _on_restart(fn: Any) -> tuple[Callable[[], Any], dict[str, Any]] | None:

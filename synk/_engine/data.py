@@ -19,7 +19,6 @@ from synk._engine.array_like import ArrayLike
 from synk._pure.arrays import as_plain_array, check_shareable
 from synk._pure.exact import has_own_meaning
 from synk._pure.nested import check_no_list
-from synk._pure.show import table
 from synk._pure.tracebacks import outlined, verb
 from synk._wire.memory import Segment
 
@@ -184,14 +183,6 @@ class Data(ArrayLike):
 
     def __iter__(self) -> Any:
         return iter(self.data)
-
-    def _repr_html_(self) -> str:
-        rows = [
-            ("shape", self.shape),
-            ("dtype", self._dtype),
-            ("size", f"{self.nbytes / 1e6:.3g} MB in shared memory"),
-        ]
-        return table(f"synk.Data {self.name or ''}".rstrip(), rows)
 
     def __repr__(self) -> str:
         name = f" {self.name!r}" if self.name else ""

@@ -16,13 +16,12 @@ import numpy as np
 
 from synk._engine.things import Living, Thing
 from synk._pure.arrays import as_plain_array, check_shareable, copy_into
-from synk._pure.interrupts import deferred
 from synk._pure.ranges import LINE_NBYTES, round_up
 from synk._pure.read_only import ordinary
 from synk._pure.shards import select_rows, shard_bounds
 from synk._pure.trees import describe, skeleton_of, unflatten
 from synk._wire.looks import COMMON_A, COMMON_B, ON_DEVICE, OWN_A, spare_of
-from synk._wire.memory import PAGE_NBYTES, Segment, create_fd
+from synk._wire.memory import PAGE_NBYTES, Segment
 from synk._wire.parcels import dumps
 from synk._wire.variables import Shapes, check_value, flatten_value, leaf_offsets, shapes_of
 
@@ -83,7 +82,7 @@ class Variable(Thing):
         if total <= SMALL_NBYTES and self.engine.has_shared_memory:
             self.memory = self.engine.memory.arenas.create(total, is_worker_writable=True)
         else:  # reserved in pieces: most places are never written
-            self.memory = sparse(total)
+            self.memory = Segment.create(total, is_worker_writable=True, is_arena=True)
             self.memory.create_part(0, 0, first)
         if self.memory.arena is not None:
             self.needs = (self.memory,)
@@ -291,11 +290,3 @@ class Variable(Thing):
         which, found = COMMON_B if COMMON_A in self.fronts else COMMON_A, shapes_of(arrays)
         self._fill(0, which, arrays)
         self.engine.commit([(self, rank, which, found) for rank in range(self.engine.world_size)])
-
-
-def sparse(nbytes: int) -> Segment:
-    """Return memory of which the parts are reserved when they are first written."""
-    with deferred():
-        segment = Segment(create_fd(nbytes, is_reserved=False), nbytes, is_writable=True, segment_id=0)
-        segment.is_worker_writable = segment.is_arena = True
-    return segment
