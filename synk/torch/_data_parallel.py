@@ -157,7 +157,7 @@ class _Calls:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run a forward pass on the workers. It runs in the program if they are gone or there are no rows to divide."""
         session = self._runtime._session
-        if self._runtime.is_closed or not session.is_own_process or session.workers.is_inline:
+        if self._runtime.is_closed or not session.is_own_process or session.is_inline:
             return self.module.forward(*args, **kwargs)
         self._check(args, kwargs)
         whole, rows = list[torch.Tensor](), list[torch.Tensor]()
