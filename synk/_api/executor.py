@@ -74,6 +74,9 @@ class Executor(concurrent.futures.Executor):
     with ``WorkerDied`` and is replaced, so the executor stays usable. Calls of functions on the same runtime wait for
     the tasks that are running. :meth:`shutdown` ends the executor; the workers belong to the runtime and go on.
 
+    There is no ``journal`` and no ``progress``: both are of a whole map, whose items have numbers and an end, and a
+    task that is submitted by itself has neither. Use :func:`synk.map`.
+
     Examples
     --------
     >>> import synk
@@ -281,7 +284,7 @@ class _Driver:
         poll.register(bell, select.POLLIN)
         is_busy = bool(self._waiting or self._futures or self._maps)  # others may have all workers
         if is_busy:
-            for fd in self._session.queue.descriptors():
+            for fd in self._session.processes.descriptors():
                 poll.register(fd, select.POLLIN)
         poll.poll(_LOOK_MS if is_busy else None)
         with contextlib.suppress(BlockingIOError):

@@ -19,10 +19,8 @@ from synk._engine.array_like import ArrayLike
 from synk._pure.arrays import as_plain_array, check_shareable
 from synk._pure.exact import has_own_meaning
 from synk._pure.nested import check_no_list
-from synk._pure.show import table
 from synk._pure.tracebacks import outlined, verb
 from synk._wire.memory import Segment
-from synk.errors import ClosedError
 
 
 class Contents(NamedTuple):
@@ -186,14 +184,6 @@ class Data(ArrayLike):
     def __iter__(self) -> Any:
         return iter(self.data)
 
-    def _repr_html_(self) -> str:
-        rows = [
-            ("shape", self.shape),
-            ("dtype", self._dtype),
-            ("size", f"{self.nbytes / 1e6:.3g} MB in shared memory"),
-        ]
-        return table(f"synk.Data {self.name or ''}".rstrip(), rows)
-
     def __repr__(self) -> str:
         name = f" {self.name!r}" if self.name else ""
         return f"<synk.Data{name} shape={self.shape} dtype={self._dtype}>"
@@ -305,7 +295,7 @@ class Data(ArrayLike):
 
         def overwrite() -> None:
             nonlocal is_done
-            if segment is not None and not self._session.queue.reads(segment):
+            if segment is not None and not self._session.is_read(segment):
                 contents = self._placed(segment, value.shape)
                 np.copyto(contents.array, value, casting="unsafe")
                 self._contents = contents
@@ -347,18 +337,9 @@ class Data(ArrayLike):
         while True:
             contents = self._contents
             if contents.segment is not None:
-                self._session.queue.release(contents.segment)
+                self._session.await_readers(contents.segment)
             if self._contents is contents:
                 return contents
-
-    def _check_owner(self, session: Any, what: str) -> None:
-        """Raise if this object belongs to another runtime."""
-        if self._session is not session:
-            if self._session.is_closed:
-                raise ClosedError(f"cannot pass {what}: its runtime was closed. Make it again with synk.data(...).")
-            raise ValueError(
-                f"cannot pass {what}: it belongs to another runtime. Make it with this runtime's data(...)."
-            )
 
 
 def _check_oversize(oversize: Any, label: str) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -38,16 +39,6 @@ class Options:
     sync_batchnorm: bool
     bucket_nbytes: int
     overlap: bool | str
-
-    def is_overlapping(self) -> bool:
-        """Whether this rank reduces gradients while the backward pass goes on.
-
-        By default it does not if batch norms communicate during the backward pass: ranks that use different parameters
-        would then begin collectives of both kinds in different orders.
-        """
-        if self.overlap == "auto":
-            return bool(cell.worker.backend.is_device) and not self.sync_batchnorm
-        return bool(self.overlap)
 
 
 def _weakly(method: Callable[..., None], index: int) -> Callable[..., None]:
@@ -76,11 +67,9 @@ class GradientSum:
         self._is_running = False
         self._pass = -1  # the backward pass at whose end gradients will be reduced
         self._buckets: list[Bucket] = []
+        self._bucket_of: dict[int, Bucket] = {}
         self._num_ranks, self._share = 1, 1.0  # in this call: how many there are, and this one's share of the rows
         self._is_overlapping = False
-        self._missing: list[set[int]] = []  # by bucket, the parameters whose gradients this pass has not brought yet
-        self._bucket_of: dict[int, int] = {}
-        self._num_started = 0
         self.notice_reduction: Callable[[], None] = lambda: None  # called before the ranks communicate
         # The gradients at the start of the call, as weak references with versions. The user may free one in the call.
         self._found: list[Any] = []
@@ -126,10 +115,15 @@ class GradientSum:
         self._fired.clear()
         self._num_ranks = comm.world_size
         self._share = comm.rows / comm.total_rows if comm.total_rows else 1 / self._num_ranks
-        self._is_overlapping = self._num_ranks > 1 and self._options.is_overlapping()
-        if self._is_overlapping:
-            self._make_buckets()
-            self._expect_all()
+        is_overlapping = self._options.overlap
+        if is_overlapping == "auto":
+            # Batch norms that communicate meanwhile would mix two kinds of collectives, in other orders on other ranks.
+            is_overlapping = cell.worker.backend.is_device and not self._options.sync_batchnorm
+        self._is_overlapping = self._num_ranks > 1 and bool(is_overlapping)
+        if self._num_ranks > 1 and not self._buckets:
+            self._buckets = Bucket.split(self._parameters, self._options.bucket_nbytes)
+            self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.indices}
+        self._expect_all()
 
     def end(self) -> None:
         """End the call: the hooks, which stay registered, do nothing until the next one."""
@@ -160,32 +154,25 @@ class GradientSum:
 
     def _expect_all(self) -> None:
         """Begin a pass, which may bring the gradients of all parameters that have hooks."""
-        self._num_started = 0
-        self._missing = [bucket.indices & self._hooked for bucket in self._buckets]
+        for bucket in self._buckets:
+            bucket.expect(self._hooked)
 
     def _start_full(self, index: int) -> None:
-        """Note a gradient, and start the buckets that are full now, which also advances those that were started.
+        """Note a gradient, and start the buckets that are full now.
 
         A bucket starts after all buckets before it, so that all ranks begin the collectives in one order.
         """
-        position = self._bucket_of[index]
-        if position < self._num_started:
+        bucket = self._bucket_of[index]
+        if bucket.is_started:
             raise ValueError(
                 "cannot overlap the reduction with the backward pass: got the gradient of a parameter twice, expected "
                 "once, because its sum over the ranks has been started (a layer used inside and outside of "
                 "torch.utils.checkpoint, or a backward pass that was broken off). Use replicate(..., overlap=False)."
             )
-        self._missing[position].discard(index)
-        while self._num_started < len(self._buckets) and not self._missing[self._num_started]:
-            for bucket in self._buckets[: self._num_started]:
-                bucket.test()
-            self._buckets[self._num_started].start(self._share, self._fired)
-            self._num_started += 1
-
-    def _make_buckets(self) -> None:
-        if not self._buckets:
-            self._buckets = Bucket.split(self._parameters, self._options.bucket_nbytes)
-            self._bucket_of = {index: k for k, bucket in enumerate(self._buckets) for index in bucket.indices}
+        bucket.missing.discard(index)
+        for bucket in takewhile(lambda each: not each.missing, self._buckets):
+            if not bucket.is_started:
+                bucket.start(self._share, self._fired)
 
     def _reduce(self) -> None:
         """End a backward pass: reduce the gradients. Called by autograd."""
@@ -202,20 +189,16 @@ class GradientSum:
         self.notice_reduction()
         for index in range(len(self._parameters)):
             self._keep(index)  # before a sum replaces it: parameters that only other ranks used had no hook called
-        if self._is_overlapping:
-            for bucket in self._buckets[self._num_started :]:
+        for bucket in self._buckets if self._is_overlapping else ():
+            if not bucket.is_started:
                 bucket.start(self._share, self._fired)
-            for bucket in self._buckets:
-                bucket.finish()
-            self._expect_all()
-        elif self._num_ranks > 1:
-            self._make_buckets()
-            for bucket in self._buckets:
-                bucket.reduce(self._share, self._fired)
+        for bucket in self._buckets if self._num_ranks > 1 else ():
+            bucket.finish(self._share, self._fired)
         used = self._buckets[-1].flags() if self._num_ranks > 1 and self._buckets else []
         for bucket in self._buckets if used else ():
             bucket.give_back(used)
         self._fired.clear()
+        self._expect_all()
 
 
 class Bucket:
@@ -223,7 +206,16 @@ class Bucket:
 
     The buffer is made once and lives as long as the bucket. Gradients are copied in and out, so ``parameter.grad`` is
     never a view of it.
+
+    Attributes
+    ----------
+    indices : set of int
+        The positions of its parameters.
+    missing : set of int
+        Those whose gradients the pass has not brought yet.
     """
+
+    missing: set[int]
 
     def __init__(self, parameters: Sequence[tuple[int, torch.Tensor]], num_flags: int) -> None:
         self.indices = {index for index, _ in parameters}
@@ -236,7 +228,7 @@ class Bucket:
         self._parts = [part.view(parameter.shape) for part, (_, parameter) in zip(parts, parameters)]
         # The whole buffer. On the CPU it is an array, because small operations on arrays cost less.
         self._memory: Any = flat.numpy() if first.device.type == "cpu" else flat
-        self._request: Any = None
+        self._request: Any = None  # of a sum that was started
 
     @staticmethod
     def split(parameters: Sequence[torch.Tensor], nbytes: int) -> list[Bucket]:
@@ -255,24 +247,26 @@ class Bucket:
         found += kinds.values()
         return [Bucket(each, len(parameters) if each is found[-1] else 0) for each in found]
 
-    def reduce(self, share: float, fired: set[int]) -> None:
-        """Sum the gradients over the ranks, weighted by their shares of the rows."""
-        self._fill(share, fired)
-        comm.all_reduce(self._memory, "sum", out=self._memory)
+    @property
+    def is_started(self) -> bool:
+        return self._request is not None
+
+    def expect(self, hooked: set[int]) -> None:
+        """Begin a pass, which may bring the gradients of these parameters."""
+        self._request, self.missing = None, self.indices & hooked
 
     def start(self, share: float, fired: set[int]) -> None:
-        """Start the sum; ``finish`` completes it. Until then the buffer belongs to the communicator."""
+        """Start to sum the gradients over the ranks. Until the end the buffer belongs to the communicator."""
         self._fill(share, fired)
         self._request = comm.all_reduce(self._memory, "sum", out=self._memory, async_op=True)
 
-    def test(self) -> None:
-        """Advance the sum as far as the other ranks have come. On the CPU nothing else advances it."""
-        self._request.test()
-
-    def finish(self) -> None:
-        """Wait for the sum."""
-        self._request.wait()
-        self._request = None
+    def finish(self, share: float, fired: set[int]) -> None:
+        """Sum the gradients over the ranks, weighted by their shares of the rows, or wait for what was started."""
+        if self._request is not None:
+            self._request.wait()
+        else:
+            self._fill(share, fired)
+            comm.all_reduce(self._memory, "sum", out=self._memory)
 
     def _fill(self, share: float, fired: set[int]) -> None:
         """Copy the gradients into the buffer, multiplied by this rank's share of the rows, and set the flags."""

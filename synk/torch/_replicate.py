@@ -74,7 +74,8 @@ def replicate(
         If there are no objects, or one has no ``state_dict``.
     ValueError
         If an optimizer has a parameter that belongs to no given module, a module has lazy parameters without a shape,
-        parameters or buffers that are different tensors share memory, or an option has a value that is not listed.
+        a parameter has a hook, parameters or buffers that are different tensors share memory, or an option has a value
+        that is not listed.
     SerializationError
         If the objects cannot be pickled.
 
@@ -124,9 +125,15 @@ def _check_objects(objects: Sequence[Any]) -> None:
                 f"cannot replicate {type(obj).__name__}: it has lazy parameters without a shape, expected a model that "
                 "has run once. Call it with a batch first."
             )
+        for name, each in obj.named_parameters() if _state.is_module(obj) else ():
+            if each._backward_hooks or each._post_accumulate_grad_hooks:
+                raise ValueError(
+                    f"cannot replicate {type(obj).__name__}: its parameter {name!r} has a hook, expected none, because "
+                    "a pickle leaves it out and it would see the gradient of a worker's rows only. Remove it, and "
+                    "change the gradient in the body, after backward()."
+                )
     modules = [obj for obj in objects if _state.is_module(obj)]
-    names = ", ".join(type(obj).__name__ for obj in modules)
-    check_memory(f"replicate {names}", (pair for obj in modules for pair in _state.tensors_of(obj)))
+    check_memory(f"replicate {_state.names_of(modules)}", (pair for obj in modules for pair in _state.tensors_of(obj)))
     known = {id(parameter) for parameter in _state.parameters_of(objects)}
     for obj in filter(_state.is_optimizer, objects):
         for number, group in enumerate(obj.param_groups):
@@ -164,15 +171,11 @@ class Replicated:
         self._num_steps: int | None = 0  # None: a step has failed, and the ranks know whether it counted
         self._num_here = 0  # the steps that the program's objects have seen
         self._resident = runtime.resident(
-            _rank.RankReplica(objects, options), name=self._names, dump=_rank.dump, load=_rank.load
+            _rank.RankReplica(objects, options), name=_state.names_of(self._objects), dump=_rank.dump, load=_rank.load
         )
         self._guard = Guard(self._objects)
         self._note_alike(0)
         runtime._session.guests[self] = None
-
-    @property
-    def _names(self) -> str:
-        return ", ".join(type(obj).__name__ for obj in self._objects)
 
     # -- functions ----------------------------------------------------------------------------------------------------
 
@@ -255,12 +258,12 @@ class Replicated:
         """Send the program's objects to all ranks.
 
         Attributes that :meth:`pull` leaves to the workers stay as they are there, unless the program has changed one,
-        or a hook, or what the objects are made of. Then all of them begin again as the program has them.
+        or what the objects are made of. Then all of them begin again as the program has them.
 
         Raises
         ------
         ValueError
-            If the ranks' objects are newer, so that their steps would be lost.
+            If the ranks' objects are newer, so that their steps would be lost. Or as for ``replicate``.
         """
         with self._lock:
             is_lost = bool(self._resident._referent.lost)
@@ -269,6 +272,7 @@ class Replicated:
                     f"cannot push: the steps of the workers would be lost, since {self!r}. Call rep.pull() before you "
                     "change the program's objects; `with rep.here():` does both. rep.load(path) goes back to a file."
                 )
+            _check_objects(self._objects)
             num_steps = self._num_here if is_lost else self.num_steps
             if is_lost or self._makings() != self._made_of:
                 self._replace(num_steps)
@@ -290,7 +294,6 @@ class Replicated:
     def _replace(self, num_steps: int) -> None:
         """Give every rank new objects, made from the program's."""
         with self._guard.lifted():
-            _check_objects(self._objects)
             self._resident.set(_rank.RankReplica(self._objects, self._options, num_steps))
         self._note_alike(num_steps)
 
@@ -308,9 +311,9 @@ class Replicated:
             for obj in filter(_state.is_optimizer, self._objects)
         ]
         shapes = [(parameter.dtype, tuple(parameter.shape)) for parameter in parameters]
-        made_of = others, optimizers, _rank.gradient_hooks(parameters), shapes
+        made_of = others, optimizers, shapes
         tensors = [pair[1] for obj in filter(_state.is_module, self._objects) for pair in _state.tensors_of(obj)]
-        return makings_of(f"module {self._names!r}", made_of, tensors)
+        return makings_of(f"module {_state.names_of(self._objects)!r}", made_of, tensors)
 
     def _on_ranks(self, method: str, *given: Any) -> list[Any]:
         """Call a method of each rank's ``RankReplica``, and return what the ranks return."""
@@ -448,14 +451,8 @@ class Replicated:
         """
         _checkpoint.check(state, self._objects)
         with self._lock:
-            was_changed = bool(self._guard.difference())
             with self._guard.lifted():
-                try:
-                    _checkpoint.load_objects(self._objects, state)
-                except ValueError:  # all is as it was, but not what the guard looks at
-                    if not was_changed:
-                        self._guard.note_alike()
-                    raise
+                _checkpoint.load_objects(self._objects, state)
             self._options = replace(self._options, seed=state["seed"])
             self._replace(state["num_steps"])
             if len(state["ranks"]) == self._runtime.world_size:
@@ -472,8 +469,8 @@ class Replicated:
         except Exception as error:
             self._guard.set_behind(False)
             warn_at_users_line(
-                f"{self._names} could not be brought up to date before the runtime was closed, and holds what it held "
-                f"at the last pull: {error}",
+                f"{_state.names_of(self._objects)} could not be brought up to date before the runtime was closed, and "
+                f"holds what it held at the last pull: {error}",
                 RuntimeWarning,
             )
 
@@ -485,4 +482,4 @@ class Replicated:
             age = f"is {count} step{'s' * (count > 1)} old"
         else:
             age = "may be older than a step that has failed"
-        return f"<synk.torch.Replicated {self._names}: the program's copy {age}>"
+        return f"<synk.torch.Replicated {_state.names_of(self._objects)}: the program's copy {age}>"

@@ -444,7 +444,7 @@ def test_nccl_that_cannot_start_again_is_not_waited_for(gpu: Any) -> None:
     """The workers were told to reduce by NCCL; once it is given up they must hear that, too."""
     rt = gpu(2)
     large_sum(rt)
-    for environment in rt._session.workers.processes.placement.assignment.environments:
+    for environment in rt._session.processes.placement.assignment.environments:
         environment["SYNK_FAKE_NCCL"] = "refuse"
     kill_and_wait(*pids(rt))
     with warnings.catch_warnings():

@@ -224,6 +224,10 @@ def test_what_is_refused(subtests: Any, shared_runtimes: Any) -> None:
     optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
     sparse = torch.nn.Sequential(torch.nn.EmbeddingBag(9, 4, sparse=True, mode="sum"), torch.nn.Linear(4, 2))
     x, ids = torch.ones(4, 5, dtype=torch.float64), torch.ones(6, 3, dtype=torch.long)
+    masked, pruned = mlp(), mlp()
+    masked[0].weight.register_hook(lambda gradient: gradient * 0)
+    of_pruned = synk.torch.replicate(pruned, runtime=rt)
+    pruned[2].bias.register_post_accumulate_grad_hook(lambda parameter: None)
     rep, of_sparse = synk.torch.replicate(model, runtime=rt), synk.torch.replicate(sparse, runtime=rt)
 
     def autocast() -> None:
@@ -236,6 +240,10 @@ def test_what_is_refused(subtests: Any, shared_runtimes: Any) -> None:
         ),
         "got no objects": (TypeError, lambda: synk.torch.replicate(runtime=rt)),
         "lazy parameters": (ValueError, lambda: synk.torch.replicate(torch.nn.LazyLinear(3), runtime=rt)),
+        r"its parameter '0\.weight' has a hook.*in the body, after backward\(\)": (
+            ValueError, lambda: synk.torch.replicate(masked, runtime=rt)
+        ),
+        r"its parameter '2\.bias' has a hook": (ValueError, of_pruned.push),
         "it has 0 parameters, expected one for each of the 1 replicated objects": (
             TypeError, lambda: rep.function(lambda: None)
         ),
