@@ -178,7 +178,7 @@ class NodeTrials(Trials):
         self.pids = self.runtime.function(lambda row: os.getpid(), outputs=None)
 
     def agent_pids(self) -> list[int]:
-        return [worker.process.pid for worker in self.runtime._session.workers.by_rank]
+        return [worker.process.pid for worker in self.runtime._session.by_rank]
 
     def call(self, **options: Any) -> bool:
         x = self.rows.standard_normal((self.random.randrange(8, 40), 4))

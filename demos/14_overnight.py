@@ -44,10 +44,6 @@ def outcome(seed: int) -> float | str:
         return str(error)
 
 
-def child(path: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, __file__, "--size", options.size, path], stdout=subprocess.PIPE)
-
-
 if options.path:
     with synk.fork(2, backend="numpy"):
         results = list(synk.map(mean_of_walks, range(NUM_ITEMS), journal=options.path, on_error="return"))
@@ -57,8 +53,9 @@ if options.path:
 
 expected = [outcome(seed) for seed in range(NUM_ITEMS)]
 with tempfile.TemporaryDirectory() as folder:
+    command = [sys.executable, __file__, "--size", options.size, os.path.join(folder, "walks.journal")]
     for kill in range(NUM_KILLS + 1):
-        program = child(os.path.join(folder, "walks.journal"))
+        program = subprocess.Popen(command, stdout=subprocess.PIPE)
         if kill < NUM_KILLS:
             try:
                 program.wait(0.3 + random.random())

@@ -45,7 +45,7 @@ class Composed(Function[P, R]):
         self._serial: Call = functools.partial(call_serially, self)
         if options.reproducible:
             self._serial = functools.partial(call_in_blocks, self)
-            call = self._checked(self._serial)
+            call = functools.partial(self._run_checked, run=self._serial)
         elif folder is not None:
             ask: Function[..., Any] = Function(moment, Options(options.name, outputs=None, per_rank=True), session)
             call = recorded(call, self, ask, folder)
@@ -56,8 +56,7 @@ class Composed(Function[P, R]):
         self._call = call
 
     def _call_once(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
-        how: dict[str, Any] = {name: getattr(options, name) for name in OPTION_NAMES}
-        return super().__call__(*args, **how, **kwargs)
+        return super().__call__(*args, **options.of_user, **kwargs)
 
     @verb
     def __call__(self, /, *args: Any, **options: Any) -> Any:
@@ -67,18 +66,6 @@ class Composed(Function[P, R]):
     def serial(self, /, *args: Any, **options: Any) -> Any:
         """Run the whole input on one worker; see :meth:`synk.Function.serial`."""
         return self._serial(args, *_split(options, num_ranks=1))
-
-    def _checked(self, call: Call) -> Call:
-        """Return a call whose result is held back until the default op is known to fit, as that of a plain one."""
-
-        def checked(args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
-            release = self._begin(args, kwargs, replace(options, num_slices=2))
-            result = call(args, kwargs, options)
-            if release is not None:
-                release(result)
-            return result
-
-        return checked
 
     @verb
     def repeat(self, num_repeats: int, /, *args: Any, **options: Any) -> Any:

@@ -74,6 +74,9 @@ class Executor(concurrent.futures.Executor):
     with ``WorkerDied`` and is replaced, so the executor stays usable. Calls of functions on the same runtime wait for
     the tasks that are running. :meth:`shutdown` ends the executor; the workers belong to the runtime and go on.
 
+    There is no ``journal`` and no ``progress``: both are of a whole map, whose items have numbers and an end, and a
+    task that is submitted by itself has neither. Use :func:`synk.map`.
+
     Examples
     --------
     >>> import synk
@@ -155,8 +158,9 @@ class Executor(concurrent.futures.Executor):
         rules = self._rules._replace(batch_size=chunksize if chunksize > 1 else None)
         session = self._runtime._session
         job = job_of(session, fn, iter(list(items)), rules, name=name, is_spread=is_spread, num_ranks=self._num_workers)
-        runs = self._driver.add(job).runs(timeout, self._driver.ring)
-        return Results(runs, "synk.Executor.map", name)
+        made = _Map(job, timeout, self._driver.ring)
+        self._driver.add(made)
+        return Results.of(made.runs(), "synk.Executor.map", name)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Accept no more tasks. A second call does nothing new.
@@ -197,8 +201,8 @@ def _shut_down() -> None:
 class _Driver:
     """The thread behind one executor. It starts with the first task, and ends when no more can come.
 
-    Other threads only append to ``_waiting`` and ``_new_maps``, set ``_is_stopping`` and ring the bell. All else,
-    ``_futures``, ``_maps`` and ``_tasks``, belongs to the thread.
+    Other threads only append to ``_waiting`` and ``_maps``, set ``_is_stopping`` and ring the bell. All else,
+    ``_futures`` and ``_tasks``, belongs to the thread.
     """
 
     def __init__(self, runtime: Runtime, num_workers: int, rules: Rules) -> None:
@@ -206,7 +210,6 @@ class _Driver:
         self._tasks: Tasks = runtime._tasks(num_workers, rules)
         self._waiting: deque[tuple[concurrent.futures.Future[Any], Callable[[], Any]]] = deque()  # not pickled yet
         self._futures: dict[Task, concurrent.futures.Future[Any]] = {}  # in flight
-        self._new_maps: deque[_Map] = deque()
         self._maps: list[_Map] = []
         self._is_stopping = False
         self._lock = threading.RLock()  # no task is accepted after ``_is_stopping``, or the thread could miss it
@@ -218,11 +221,9 @@ class _Driver:
         self._accept(lambda: self._waiting.append((future, task)))
         return future
 
-    def add(self, job: MapJob) -> _Map:
-        """Run a map. Its results arrive in the queue of what is returned."""
-        made = _Map(job)
-        self._accept(lambda: self._new_maps.append(made))
-        return made
+    def add(self, made: _Map) -> None:
+        """Run a map."""
+        self._accept(lambda: self._maps.append(made))
 
     def _accept(self, add: Callable[[], None]) -> None:
         with self._lock:
@@ -245,7 +246,7 @@ class _Driver:
         # Not under the lock: callbacks of the futures run here, and may use the executor.
         while cancel_futures and (waiting := _next(self._waiting)) is not None:
             waiting[0].cancel()
-        for each in [*self._maps, *self._new_maps] if cancel_futures else ():
+        for each in list(self._maps) if cancel_futures else ():
             each.end(concurrent.futures.CancelledError())
 
     def join(self) -> None:
@@ -261,7 +262,7 @@ class _Driver:
 
     def _drive(self) -> None:
         """Send tasks and items and take in results until nothing more can come."""
-        while self._waiting or self._futures or self._new_maps or self._maps or not self._is_stopping:
+        while self._waiting or self._futures or self._maps or not self._is_stopping:
             try:
                 self._send()
                 is_moving = self._advance()
@@ -283,7 +284,7 @@ class _Driver:
         poll.register(bell, select.POLLIN)
         is_busy = bool(self._waiting or self._futures or self._maps)  # others may have all workers
         if is_busy:
-            for fd in self._session.queue.descriptors():
+            for fd in self._session.processes.descriptors():
                 poll.register(fd, select.POLLIN)
         poll.poll(_LOOK_MS if is_busy else None)
         with contextlib.suppress(BlockingIOError):
@@ -318,8 +319,6 @@ class _Driver:
 
     def _advance(self) -> bool:
         """Take the maps a step further. Return whether one has given results."""
-        while (new := _next(self._new_maps)) is not None:
-            self._maps.append(new)
         is_moving = False
         for each in list(self._maps):
             is_moving = each.advance() or is_moving
@@ -335,9 +334,8 @@ class _Driver:
         while (waiting := _next(self._waiting)) is not None:
             if waiting[0].set_running_or_notify_cancel():
                 waiting[0].set_exception(error)
-        for each in self._maps:
-            each.end(error)
-        self._maps = []
+        while self._maps:
+            self._maps.pop().end(error)
         with contextlib.suppress(ClosedError):  # then they end with the runtime
             self._tasks.cancel()
 
@@ -353,13 +351,22 @@ def _next(waiting: deque[R]) -> R | None:
 class _Map:
     """A map that the thread of an executor drives.
 
+    Parameters
+    ----------
+    job : MapJob
+    timeout : float or None
+        Seconds from now until :meth:`runs` raises ``TimeoutError``.
+    ring : callable
+        Wakes the thread.
+
     Attributes
     ----------
     has_ended : bool
     """
 
-    def __init__(self, job: MapJob) -> None:
-        self._job = job
+    def __init__(self, job: MapJob, timeout: float | None, ring: Callable[[], None]) -> None:
+        self._job, self._timeout, self._ring = job, timeout, ring
+        self._until = None if timeout is None else time.monotonic() + timeout
         self._arrived: queue.SimpleQueue[list[Any] | BaseException | None] = queue.SimpleQueue()
         self.has_ended = False
 
@@ -385,27 +392,23 @@ class _Map:
         self._job.is_abandoned = self.has_ended = True
         self._arrived.put(error)
 
-    def runs(self, timeout: float | None, ring: Callable[[], None]) -> Iterator[list[Any]]:
-        """Yield the results in lists, until ``timeout`` seconds from now."""
-        until = None if timeout is None else time.monotonic() + timeout
-
-        def each() -> Iterator[list[Any]]:
-            try:
-                while (found := self._next(timeout, until)) is not None:
-                    yield found
-                    del found
-            finally:
-                self._job.is_abandoned = True
-                ring()
-
-        return each()
-
-    def _next(self, timeout: float | None, until: float | None) -> list[Any] | None:
+    def runs(self) -> Iterator[list[Any]]:
+        """Yield the results in lists."""
         try:
-            found = self._arrived.get(timeout=None if until is None else max(until - time.monotonic(), 0))
+            while (found := self._next()) is not None:
+                yield found
+                del found
+        finally:
+            self._job.is_abandoned = True
+            self._ring()
+
+    def _next(self) -> list[Any] | None:
+        try:
+            found = self._arrived.get(timeout=None if self._until is None else max(self._until - time.monotonic(), 0))
         except queue.Empty:
             raise TimeoutError(
-                f"cannot wait for a result of {self._job.name!r} any longer: it has not come within {timeout:g} s."
+                f"cannot wait for a result of {self._job.name!r} any longer: it has not come within "
+                f"{self._timeout:g} s."
             ) from None
         if isinstance(found, BaseException):
             raise found

@@ -24,7 +24,6 @@ from synk._engine.signature import OPTION_NAMES
 from synk._pure.call_options import CallOptions
 from synk._pure.interrupts import holding
 from synk._pure.output_ops import DefaultOp
-from synk._pure.show import table
 from synk._pure.tracebacks import Results, outline, verb
 from synk._pure.words import Hinting
 from synk._wire.apart import FIRST
@@ -129,16 +128,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
     ) -> R: ...
 
     @overload
-    def __call__(
-        self,
-        /,
-        *args: Any,
-        batch: Any = None,
-        num_slices: int = 1,
-        output_subset: Any,
-        timeout: float | None = None,
-        **kwargs: Any,
-    ) -> Any: ...
+    def __call__(self, /, *args: Any, **options: Any) -> Any: ...
 
     def __call__(  # type: ignore[misc]  # a parameter of one of these names is refused by Signature
         self,
@@ -166,28 +156,10 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
             raise
 
     @overload
-    def serial(
-        self,
-        /,
-        *args: Any,
-        batch: Any = None,
-        num_slices: int = 1,
-        output_subset: None = None,
-        timeout: float | None = None,
-        **kwargs: Any,
-    ) -> R: ...
+    def serial(self, /, *args: Any, output_subset: None = None, **options: Any) -> R: ...
 
     @overload
-    def serial(
-        self,
-        /,
-        *args: Any,
-        batch: Any = None,
-        num_slices: int = 1,
-        output_subset: Any,
-        timeout: float | None = None,
-        **kwargs: Any,
-    ) -> Any: ...
+    def serial(self, /, *args: Any, **options: Any) -> Any: ...
 
     @verb
     def serial(
@@ -372,28 +344,10 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         return made
 
     @overload
-    def submit(
-        self,
-        /,
-        *args: Any,
-        batch: Any = None,
-        num_slices: int = 1,
-        output_subset: None = None,
-        timeout: float | None = None,
-        **kwargs: Any,
-    ) -> PendingCall[R]: ...
+    def submit(self, /, *args: Any, output_subset: None = None, **options: Any) -> PendingCall[R]: ...
 
     @overload
-    def submit(
-        self,
-        /,
-        *args: Any,
-        batch: Any = None,
-        num_slices: int = 1,
-        output_subset: Any,
-        timeout: float | None = None,
-        **kwargs: Any,
-    ) -> PendingCall[Any]: ...
+    def submit(self, /, *args: Any, **options: Any) -> PendingCall[Any]: ...
 
     @verb
     def submit(
@@ -492,7 +446,7 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
         results = stream(lambda batch: submit(*arguments(batch)), self.__name__, iter(batches))
         if progress:
             results = with_progress(results, progress_bar(self.__name__, operator.length_hint(batches)))
-        return Results(([result] for result in results), "synk.Function.stream", self.__name__)
+        return Results.of(([result] for result in results), "synk.Function.stream", self.__name__)
 
     def _run_checked(
         self,
@@ -555,20 +509,6 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
 
     def __repr__(self) -> str:
         return f"<synk.Function {self.__name__!r} outputs={self.outputs!r}>"
-
-    def _repr_html_(self) -> str:
-        callee = self._callee
-        signature = callee.signature
-        updated = [each[0] if isinstance(each, tuple) else each for each in self._options.updates]
-        rows = [
-            ("divided by rows", ", ".join(name for name in signature.names if name not in signature.broadcast)),
-            ("whole to every rank", ", ".join(name for name in signature.names if name in signature.broadcast)),
-            ("outputs", self.outputs if isinstance(self.outputs, str) else repr(self.outputs)),
-            ("framework", callee.framework or ""),
-            ("updates", ", ".join(each.name for each in updated)),
-            ("per_rank", callee.per_rank or ""),
-        ]
-        return table(f"synk.Function {self.__name__}", [(head, text) for head, text in rows if text])
 
 
 def _argument(name: str) -> str:

@@ -48,7 +48,7 @@ def map_items(
     if journal is None and (key is not None or version is not None):
         raise ValueError(f"cannot map {name!r}: got key= or version= without journal=, expected a journal with them.")
     items, is_spread = items_of(name, iterables)
-    stats, folder = PoolStats(), replay_folder()
+    stats, folder = PoolStats() if progress else None, replay_folder()
     runs: Iterator[list[Any]]
     if journal is not None or folder is not None:
         opened = None if journal is None else Journal(journal, name, fn, key, version)
@@ -61,7 +61,7 @@ def map_items(
         length = min(filter(None, map(operator.length_hint, iterables)), default=0)
         bar = progress_bar(name, length)
         runs = ([value] for value in with_progress(itertools.chain.from_iterable(runs), bar, stats))
-    return Results(runs, "synk.map", name)
+    return Results.of(runs, "synk.map", name)
 
 
 def _in_layers(

@@ -137,7 +137,7 @@ def settle(function: Any, few: Few, find: Callable[[], str | None]) -> None:
 
 def limit_of(function: Any, end: float | None = None) -> float | None:
     """Return the time limit of a run that the user has not asked for; None where the program itself is the rank."""
-    if function._bound_session().workers.is_inline:
+    if function._bound_session().is_inline:
         return None
     return _LIMIT_S if end is None else max(min(_LIMIT_S, end - time.monotonic()), 0.05)
 
@@ -202,7 +202,7 @@ def few_rows(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], optio
     If nothing can be picked, the call is not checked either, and counts as one that tells nothing.
     """
     check, callee, session = function._op_check, function._callee, function._bound_session()
-    is_divided = session.world_size > 1 or options.num_slices > 1
+    is_divided = session.world_size > 1 or options.num_slices > 1 or function._options.reproducible
     if check is None or not is_divided or options.output_subset is not None:
         return None
     try:

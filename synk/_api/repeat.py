@@ -21,8 +21,7 @@ def call_repeatedly(
             "what the run before has left. Divide the rows inside the function, or call it in a loop."
         )
     again = function._renewed()._with_one_more(Again)
-    how = {"batch": options.batch, "output_subset": options.output_subset, "timeout": options.timeout}
-    return again(np.array(num_repeats), *args, **how, **kwargs)
+    return again(np.array(num_repeats), *args, **options.of_user, **kwargs)
 
 
 def check_repeats(num_repeats: Any, name: str) -> int:

@@ -15,14 +15,14 @@ from synk._api.first_calls import verified
 from synk._api.function import Function, P
 from synk._api.options import KeptOptions, MapOptions, check_on_restart, entropy_of, is_integer
 from synk._engine.callee import Callee
-from synk._engine.data import Data, make_data
+from synk._engine.data import Data
 from synk._engine.entrance import refuse_limit
+from synk._engine.processes import Processes
 from synk._engine.profile import Profile
 from synk._engine.resident import Resident, make_resident
 from synk._engine.session import Session, watch_over
 from synk._engine.shared import Shared
 from synk._engine.variables import Variable
-from synk._engine.workers import Workers
 from synk._processes.placement import place
 from synk._processes.program import check_program
 from synk._processes.reports import stacks, where
@@ -30,8 +30,8 @@ from synk._processes.worker_process import WorkerProcess
 from synk._pure.environment import check_platform
 from synk._pure.files import Path
 from synk._pure.limits import check_timeout
-from synk._pure.show import Text, table
 from synk._pure.tensors import num_torch_threads
+from synk._pure.texts import Text
 from synk._pure.tracebacks import verb
 from synk._pure.words import Hinting
 from synk._wire.cell import refuse_inside_worker
@@ -113,43 +113,35 @@ class Runtime(Hinting):
     ) -> None:
         refuse_inside_worker("fork")
         check_platform()
-        prepared = _on_restart(on_restart)
         timeout = check_timeout(timeout)
         if not is_integer(max_restarts, 0):
             raise ValueError(f"cannot fork: got max_restarts={max_restarts!r}, expected an integer of 0 or more.")
         if not isinstance(check, bool):
             raise TypeError(f"cannot fork: got check={check!r}, expected True or False.")
-        seed = entropy_of(seed)
+        how: dict[str, Any] = {
+            "timeout": timeout,
+            "seed": entropy_of(seed),
+            "max_restarts": int(max_restarts),
+            "on_restart": _on_restart(on_restart),
+        }
         if cluster is not None:
             from synk.cluster.forking import open_session, refuse
 
             refuse(cluster, backend=("numpy" if backend == "auto" else backend, "numpy"), devices=(devices, None))
             check_program()
-            self._session: Session = open_session(
-                num_workers, cluster, nodes,
-                timeout=timeout, seed=seed, max_restarts=int(max_restarts), on_restart=prepared,
-            )  # fmt: skip
-            verified.update([self._session] * check)
-            return
-        if nodes is not None:
+            self._session: Session = open_session(num_workers, cluster, nodes, **how)
+        elif nodes is not None:
             raise ValueError(f"cannot fork: got nodes={nodes!r} and no cluster=, expected both. Pass cluster='here'.")
-        placement = place(num_workers, backend, devices)
-        process_type: Any = WorkerProcess
-        if num_workers == 0:
+        elif num_workers == 0:
+            placement = place(num_workers, backend, devices)
             refuse_limit(timeout)
             from synk._engine.inline import InlineProcess  # with a rank's half
 
-            process_type = InlineProcess
+            self._session = Session(placement, process_type=InlineProcess, **how)
         else:
+            placement = place(num_workers, backend, devices)
             check_program()
-        self._session = Session(
-            placement,
-            timeout=timeout,
-            seed=seed,
-            max_restarts=int(max_restarts),
-            on_restart=prepared,
-            process_type=process_type,
-        )
+            self._session = Session(placement, process_type=WorkerProcess, **how)
         verified.update([self._session] * check)
 
     @property
@@ -181,7 +173,7 @@ class Runtime(Hinting):
     @verb
     def timeout(self, timeout: float | None) -> None:
         timeout = check_timeout(timeout)
-        if self._session.workers.is_inline:
+        if self._session.is_inline:
             refuse_limit(timeout)
         self._session.timeout = timeout
 
@@ -240,16 +232,8 @@ class Runtime(Hinting):
         ...     x.data.sum()
         np.float64(17.0)
         """
-        return make_data(
-            self._session,
-            value,
-            dtype=dtype,
-            shape=shape,
-            ndim=ndim,
-            force_cast=force_cast,
-            oversize=oversize,
-            name=name,
-        )
+        self._begin_to_make("make Data")
+        return Data(self._session, value, dtype, shape, ndim, force_cast, oversize, name)
 
     @verb
     def shared(self, value: Any, *, sharded: bool = False, name: str | None = None) -> Shared:
@@ -289,11 +273,13 @@ class Runtime(Hinting):
         np.float64(4.0)
         array([1., 1., 1.])
         """
-        refuse_inside_worker("make a shared variable")
-        session = self._session
-        session.check_open("make a shared variable")
-        session.reclaim()
-        return Shared(session, Variable(session.variables, value, sharded=sharded, name=name))
+        self._begin_to_make("make a shared variable")
+        return Shared(self._session, Variable(self._session.variables, value, sharded=sharded, name=name))
+
+    def _begin_to_make(self, verb: str) -> None:
+        refuse_inside_worker(verb)
+        self._session.check_open(verb)
+        self._session.reclaim()
 
     @verb
     def resident(
@@ -538,7 +524,7 @@ class Runtime(Hinting):
         ReentrancyError
             In a forked copy of the program.
         """
-        return where(self._watched().processes)
+        return where(self._watched())
 
     @verb
     def stacks(self) -> dict[int, str]:
@@ -560,15 +546,15 @@ class Runtime(Hinting):
         ...     sorted(runtime.stacks())
         [0, 1]
         """
-        nodes, processes = self._session.nodes, self._watched().processes
+        nodes, processes = self._session.nodes, self._watched()
         return stacks(processes) if nodes is None else nodes.stacks(processes)
 
-    def _watched(self) -> Workers:
-        """Return the workers, for a look at them from any thread."""
+    def _watched(self) -> Processes:
+        """Return the processes, for a look at them from any thread."""
         self._session.check_process("look at the workers")
         if self.is_closed:
             raise ClosedError("cannot look at the workers: the runtime is closed.") from self._session.cause
-        return self._session.workers
+        return self._session.processes
 
     def interrupt(self) -> None:
         """End the calls in flight from another thread, as Ctrl-C does: for a stop button, or a server.
@@ -607,26 +593,22 @@ class Runtime(Hinting):
         return Text(self._description())
 
     def _description(self) -> str:
-        place = " in the program" if self._session.workers.is_inline else ""
+        place = " in the program" if self._session.is_inline else ""
         title = f"runtime: {self.world_size} x {self.backend}{place}"
         if self.is_closed:
             return f"{title}, closed"
         with self._session.entered("describe the workers"):
             self._session.begin("describe the workers")
-            placement = self._session.workers.processes.placement
+            placement = self._session.processes.placement
             lines = [
                 f"  rank {worker.rank}: {placement.devices[worker.rank]}, pid {worker.process.pid}, "
                 f"{worker.description}"
-                for worker in self._session.workers.by_rank
+                for worker in self._session.by_rank
             ]
         group = self._session.group
         lines += [f"  {group.name}: {group.library}"] if group.library else []
         lines += [f"  {group.name} is not used: {group.problem}"] if group.problem else []
-        if (
-            not self._session.has_devices
-            and not self._session.workers.is_inline
-            and (num_threads := num_torch_threads()) > 1
-        ):
+        if not self._session.has_devices and not self._session.is_inline and (num_threads := num_torch_threads()) > 1:
             lines.append(f"  torch computes with {num_threads} threads in the program, on the cores of the workers")
         return "\n".join([title, *lines])
 
@@ -679,20 +661,6 @@ class Runtime(Hinting):
 
     def __repr__(self) -> str:
         return repr(self._session)
-
-    def _repr_html_(self) -> str:
-        session = self._session
-        state = "closed" if session.is_closed else "open"
-        busy = "a call is in flight" if session.is_mine() or session.queue.calls else "idle"
-        counters = session.counted()
-        rows = [
-            ("workers", f"{self.world_size} x {self.backend}"),
-            ("devices", ", ".join(self.devices)),
-            ("state", state if session.is_closed else f"{state}, {busy}"),
-            ("calls", counters["calls"]),
-            ("restarts of workers", counters["restarts"]),
-        ]
-        return table("synk.Runtime", rows)
 
 
 def _on_restart(fn: Any) -> tuple[Callable[[], Any], dict[str, Any]] | None:

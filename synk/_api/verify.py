@@ -28,7 +28,6 @@ from synk._pure.comparison import (
     is_same,
 )
 from synk._pure.ops import OPS, Op
-from synk._pure.show import Text
 from synk._wire.apart import Quiet
 from synk.errors import SerializationError
 
@@ -85,9 +84,6 @@ class Report:
 
     def __bool__(self) -> bool:
         return all(output.verdict in ("equal", "one per rank") for output in self.outputs)
-
-    def _repr_html_(self) -> str:
-        return Text(self)._repr_html_()
 
     def __repr__(self) -> str:
         rows = [("output", "op", "equal", "largest difference", "would match")]
@@ -177,9 +173,8 @@ def _called(
     callee, own, made = function._callee, function._options, _copied(function)
     quiet = Quiet(made.fn, own.residents, [variable for variable, _ in own.variables])
     called = function._alike(quiet, outputs=callee.outputs, updates=own.residents, **own.of_calls)
-    how = {"batch": options.batch, "timeout": options.timeout, "num_slices": options.num_slices}
     try:
-        return made.with_own_classes(called(*args, **how, **kwargs)), None
+        return made.with_own_classes(called(*args, **options.of_user, **kwargs)), None
     except (TypeError, ValueError) as error:  # the outputs cannot be combined
         if ScatteredArguments(callee, args, kwargs).select(options.batch) is None:
             raise  # there are no rows to divide

@@ -103,7 +103,6 @@ class Book(Shelf):
         self.packed_nbytes = 0
         self.sent_anew: set[int] = set()
         self.restless: dict[int, Any] = {}
-        self._sent: list[tuple[Any, int]] = []  # of this update: what had changed, and its size
         self._again: set[Node] = set()  # in this update: what must be looked at once more
         self._packed_before: set[int] = set()  # the numbers of the parcels from before this update
         self._methods_met: set[str] = set()  # modules whose methods were compared in this update
@@ -116,15 +115,11 @@ class Book(Shelf):
         entry = self._entries.get(function_id)
         return entry is not None and entry.fn is fn
 
-    def update(self, function_id: int, fn: Any, options: dict[str, Any]) -> list[tuple[Any, int]]:
-        """Pack a function that the workers do not have, and whatever has changed of what it captures.
-
-        Return what had changed, with the number of bytes packed for it.
-        """
+    def update(self, function_id: int, fn: Any, options: dict[str, Any]) -> None:
+        """Pack a function that the workers do not have, and whatever has changed of what it captures."""
         self.prepared.clear()
         self._methods_met.clear()
         self._note_reloads()
-        sent = self._sent = []
         again = self._again = set()
         self.restless.clear()
         packed_before = self._packed_before = set(self.parcels)
@@ -150,20 +145,18 @@ class Book(Shelf):
                 is_open = isinstance(node.facets[0], (Names, _Imported)) or isinstance(node.obj, types.CellType)
                 if is_open or node in again or node.parcel.number in packed_before:
                     again.discard(node)
-                    changes = self._pack_changes(node, named)
-                    is_last = is_last and not changes
-                    sent += changes
+                    is_last = not self._pack_changes(node, named) and is_last
             if is_last:
-                return sent
+                return
 
     def _is_known(self, node: Node) -> bool:
         """Whether the ranks hold the object through this node: it was not forgotten, and no later node replaced it."""
         table = self.namespaces if node.facets and isinstance(node.facets[0], Names) else self.known
         return bool(node.facets) and table.get(id(node.obj)) is node
 
-    def _pack_changes(self, node: Node, named: set[tuple[Node, str]]) -> list[tuple[Any, int]]:
-        """Pack what has changed of one object. Return the changes, with their sizes."""
-        sent = []
+    def _pack_changes(self, node: Node, named: set[tuple[Node, str]]) -> bool:
+        """Pack what has changed of one object. Return whether there was anything."""
+        has_changed = False
         for facet in node.facets:
             changes = facet.changes()
             if isinstance(facet, Names):
@@ -171,17 +164,14 @@ class Book(Shelf):
             for change in changes:
                 if isinstance(facet, Table) and facet.told.get(change.key, self) is change.value:
                     continue  # what came first has brought it
-                is_renewed = not isinstance(facet, Table) or (change.kind, change.key) in node.sources
-                nbytes = self._pack_change(node, facet, change)
+                has_changed = True
+                self._pack_change(node, facet, change)
                 if isinstance(facet, State) and not facet.is_current():
                     self.restless[id(node.obj)] = node.obj
-                if not is_renewed:  # sent for the first time: counts as part of the function
-                    nbytes = 0
-                sent.append((change.value if change.kind in ("item", "attribute", "cell") else node.obj, nbytes))
-        return sent
+        return has_changed
 
-    def _pack_change(self, node: Node, facet: Facet, change: Change) -> int:
-        """Pack what a unit has become. Return how many bytes that takes."""
+    def _pack_change(self, node: Node, facet: Facet, change: Change) -> None:
+        """Pack what a unit has become."""
         value = Absent if change.value is MISSING else change.value
         kind = change.kind
         source = (kind, change.key)
@@ -205,9 +195,8 @@ class Book(Shelf):
                 what = f"{change.key!r} ({type(change.value).__name__})"
                 raise pickle.PicklingError(f"cannot pickle {what}: {error}") from error
             facet.tell(change)  # what a module holds and cannot be pickled stays as the workers' own import made it
-            return 0
+            return
         self.tell(node, facet, change, parcel)
-        return len(change.value) if change.kind == "reload" else parcel.nbytes
 
     def _pack(self, actions: list[Any], *, is_optional: bool = False) -> Parcel:
         """Pickle actions for the workers as one parcel, and register the objects in it.
@@ -252,7 +241,7 @@ class Book(Shelf):
         nodes = [node for parcel in sorted(needed, key=lambda each: each.number) for node in parcel.nodes]
         for node in sorted(nodes, key=lambda each: isinstance(each.obj, type)):  # what classes hold: instances of them
             if self._is_known(node):
-                self._sent += self._pack_changes(node, named)
+                self._pack_changes(node, named)
 
     def _pack_now(self, actions: list[Any], is_optional: bool) -> Parcel:
         parcel = self.new_parcel()
@@ -450,7 +439,7 @@ class Book(Shelf):
 
     def commit(self) -> None:
         """Everything packed has arrived everywhere: discard what it replaced."""
-        self._sent, self._again = [], set()
+        self._again = set()
         self.prepared.clear()
         self.unsettled.clear()
         self._modules_before.clear()

@@ -1,4 +1,4 @@
-"""Checks on captured objects: whether they can be sent, which variables are in them, and advice on frequent changes."""
+"""Checks on captured objects: whether they can be sent, and which variables are in them."""
 
 from __future__ import annotations
 
@@ -11,40 +11,19 @@ from synk._code.handles import HandlePickler
 from synk._processes.output import warn_at_users_line
 from synk.errors import SerializationError
 
-LARGE_CHANGE_NBYTES = 1 << 20
-"""From this size on, the user is told about an object that is sent again and again."""
 
-
-class Changes:
-    """Counts how often in a row objects of a function had to be sent again."""
+class Restless:
+    """The objects of a function whose pickle is another one each time: they are sent with each call."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._restless: set[str] = set()
-        self._rows: dict[Any, tuple[int, int]] = {}  # how often, and the last call
+        self._places: set[str] = set()
         self._has_told = False
 
-    def note(self, fn: Any, sent: Sequence[tuple[Any, int]], call: int) -> None:
-        """Note what was sent before a call. Tell the user once about a large object that should be an argument."""
-        for obj, nbytes in sent:
-            if nbytes < LARGE_CHANGE_NBYTES:
-                continue
-            place = place_of(fn, obj)
-            count, last = self._rows.get(place, (0, call - 1))
-            self._rows[place] = count + 1 if last == call - 1 else 1, call
-            if self._rows[place][0] == 3 and not self._has_told:
-                self._has_told = True
-                warn_at_users_line(
-                    f"{self._name!r} uses {place!r} ({nbytes / 1e6:.0f} MB), which has changed in three calls in a row "
-                    "and is sent again as a whole each time. Make it a parameter and name it in bcast_inputs: arrays "
-                    "among the arguments travel through shared memory.",
-                    UserWarning,
-                )
-
-    def note_restless(self, fn: Any, objects: Iterable[Any]) -> None:
-        """Note objects whose pickle is another one each time. Tell the user once, when one is sent again."""
+    def note(self, fn: Any, objects: Iterable[Any]) -> None:
+        """Note such objects. Tell the user once, when one is sent again."""
         places = {place_of(fn, obj) for obj in objects}
-        told = self._restless & places
+        told = self._places & places
         if told and not self._has_told:
             self._has_told = True
             warn_at_users_line(
@@ -52,7 +31,7 @@ class Changes:
                 "call, and what a rank has changed in it is lost. Pass it as an argument, or make it in the function.",
                 UserWarning,
             )
-        self._restless |= places
+        self._places |= places
 
 
 class _Nowhere:

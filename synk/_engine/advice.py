@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from synk._engine.ledger import Record
-from synk._pure.show import Text
+from synk._pure.texts import Text
 
 _NUM_LINES = 5
 _LEAST_CALLS = 10

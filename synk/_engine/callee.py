@@ -17,7 +17,7 @@ from typing import Any
 
 from synk._code.book import Book
 from synk._code.capture import Capture, Watch
-from synk._code.captured import Changes, Referred, captured_in, check_captured, check_optimizers, referred_in
+from synk._code.captured import Referred, Restless, captured_in, check_captured, check_optimizers, referred_in
 from synk._code.culprits import dearest
 from synk._code.modules import is_of_program, is_users_module
 from synk._engine.ledger import Record
@@ -85,7 +85,7 @@ class Callee:
         How much room its calls need for pickled objects.
     record : Record
         What its calls have cost in this session.
-    large_changes : Changes
+    restless : Restless
     repeated : Repeated
 
     Raises
@@ -137,7 +137,7 @@ class Callee:
         self.record = Record(name)
         mine = weakref.ref(self)
         self._watch = Watch(lambda: 0 if (me := mine()) is None else me.record.wall_ns, lambda ns: _warn(mine(), ns))
-        self.large_changes = Changes(name)
+        self.restless = Restless(name)
         self.repeated = Repeated(name)
         self._modules, self.classes = (), list[type]()
         self._met: weakref.WeakSet[type] = weakref.WeakSet()
@@ -305,7 +305,7 @@ def distribute(session: Any, only: Sequence[Callee] | None = None) -> None:
     for function in functions:
         if function.session is session and not book.has(function.id, function.fn):
             function.plans_by_key.clear()  # ranks prepare plans for the function that they have
-    sent = session.functions.bring([(f.id, f.fn, f.options) for f in functions], names, check)
+    session.functions.bring([(f.id, f.fn, f.options) for f in functions], names, check)
     nbytes_of = {number: after - before for (_, before), (number, after) in itertools.pairwise(nbytes.items())}
     for function in functions:
         if function.id in book.sent_anew:
@@ -315,8 +315,7 @@ def distribute(session: Any, only: Sequence[Callee] | None = None) -> None:
         function.record.add_moved("code and captured objects", "captured", 1, nbytes_of[function.id])
     session.functions.unsettled = functions
     if len(functions) == 1:
-        functions[0].large_changes.note(functions[0].fn, sent, session.counters["calls"])
-        functions[0].large_changes.note_restless(functions[0].fn, book.restless.values())
+        functions[0].restless.note(functions[0].fn, book.restless.values())
 
 
 def referred(function: Callee, book: Book) -> Referred:

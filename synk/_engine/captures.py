@@ -14,12 +14,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from synk._code.book import Book
-from synk._code.functions import packed
+from synk._code.captured import unsendable
 from synk._code.parcels import Parcel
 from synk._engine.mapped import MappedFunctions
 from synk._engine.things import Thing
 from synk._pure.interrupts import deferred
 from synk._wire.memory import Segment
+from synk.errors import SynkError
 
 ON_RESTART = 0
 """The id of the function that replacement workers run."""
@@ -111,7 +112,7 @@ class Functions:
         functions: Sequence[tuple[int, Any, dict[str, Any]]],
         names: str,
         check: Callable[[int], None] = lambda function_id: None,
-    ) -> list[tuple[Any, int]]:
+    ) -> None:
         """Pack functions, and what has changed of what they captured, for the next message to each rank.
 
         Raises
@@ -120,12 +121,18 @@ class Functions:
             If a function cannot be pickled.
         """
         try:
-            sent = packed(self.book, functions, names, check)
+            for function_id, fn, options in functions:
+                try:
+                    self.book.update(function_id, fn, options)
+                except SynkError:
+                    raise
+                except Exception as error:
+                    raise unsendable(names, fn, error) from error
+                check(function_id)
         except BaseException:
             self._step(self.book.roll_back)
             raise
         self.state += 1
-        return sent
 
     def settle(self, *, is_taken_in: bool) -> None:
         """Note whether the ranks have taken in what was packed last."""

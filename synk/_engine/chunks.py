@@ -16,6 +16,9 @@ from synk._wire.looks import ItemsOrder
 from synk._wire.memory import PAGE_NBYTES, Segment
 from synk.errors import CallCancelled, SynkError
 
+AIM_NS = 20_000_000
+"""Chunks take so long: shorter ones cost messages, longer ones leave ranks idle at the end."""
+
 _NUM_SLOWEST = 3
 
 
@@ -117,6 +120,8 @@ class Chunk(Owed):
         Why its rank is interrupted, once it is.
     late_item : int or None
         The item whose time is over.
+    seen : (int or None, float)
+        At which item its rank was when the program looked last, and since when it is there as far as the program knows.
     due : list of float
         When its rank is interrupted, once more, and killed.
     """
@@ -133,6 +138,13 @@ class Chunk(Owed):
         self.outcomes: list[tuple[Sequence[int], Any]] = []
         self.error: Exception | None = None
         self.due: list[float] = []
+        self.seen: tuple[int | None, float] = None, 0.0
+
+    def cut(self, count: int) -> Chunk:
+        """Keep the first items. Return the others as a chunk that waits."""
+        others = self.part(count, len(self.numbers))
+        self.numbers, self.items = self.numbers[:count], self.items[:count]
+        return others
 
     def part(self, low: int, high: int) -> Chunk:
         """Return some of its items as a chunk that waits."""
@@ -153,9 +165,10 @@ class Chunk(Owed):
 
     def order(self) -> ItemsOrder:
         """Return what its rank is told."""
+        job = self.job
         parts: list[tuple[int, int]] = []
         data: list[bytes] = []
-        groups = itertools.groupby(self.items, _is_packed) if self._has_packed() else [(False, self.items)]
+        groups = itertools.groupby(self.items, _is_packed) if job.has_packed else [(False, self.items)]
         for is_packed, group in groups:
             if is_packed:
                 own = [item.data for item in group]
@@ -167,17 +180,13 @@ class Chunk(Owed):
                 parts.append((len(plain), len(data[-1])))
         stream = b"".join(data)
         self.nbytes = len(stream) + sum(segment.nbytes for segment in self.segments())
-        job = self.job
-        return ItemsOrder(
-            job.function.id, job.number, self.numbers, job.rules.returns_errors, parts, wire.apart(stream)
-        )
-
-    def _has_packed(self) -> bool:
-        return Packed in map(type, self.items)
+        most_ns = AIM_NS if job.rules.batch_size is None else 0
+        how = job.rules.returns_errors, most_ns, job.is_timed
+        return ItemsOrder(job.function.id, job.number, self.numbers, *how, parts, wire.apart(stream))
 
     def segments(self) -> list[Segment]:
         """Return the memory to which its items refer."""
-        if not self._has_packed():
+        if not self.job.has_packed:
             return []
         copies = (copy for item in self.items if type(item) is Packed for copy in item.copies)
         return list({copy.segment.id: copy.segment for copy in copies}.values())

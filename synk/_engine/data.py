@@ -19,9 +19,7 @@ from synk._engine.array_like import ArrayLike
 from synk._pure.arrays import as_plain_array, check_shareable
 from synk._pure.exact import has_own_meaning
 from synk._pure.nested import check_no_list
-from synk._pure.show import table
 from synk._pure.tracebacks import outlined, verb
-from synk._wire.cell import refuse_inside_worker
 from synk._wire.memory import Segment
 from synk.errors import ClosedError
 
@@ -71,14 +69,13 @@ class Data(ArrayLike):
     def __init__(
         self,
         session: Any,
-        value: Any = None,
-        *,
-        dtype: npt.DTypeLike | None = None,
-        shape: Sequence[int] | int | None = None,
-        ndim: int | None = None,
-        force_cast: bool = False,
-        oversize: float = 1.0,
-        name: str | None = None,
+        value: Any,
+        dtype: npt.DTypeLike | None,
+        shape: Sequence[int] | int | None,
+        ndim: int | None,
+        force_cast: bool,
+        oversize: float,
+        name: str | None,
     ) -> None:
         self._session = session
         # Held to replace the contents, and never during a wait for the runtime: a call that converts its arguments may
@@ -187,14 +184,6 @@ class Data(ArrayLike):
 
     def __iter__(self) -> Any:
         return iter(self.data)
-
-    def _repr_html_(self) -> str:
-        rows = [
-            ("shape", self.shape),
-            ("dtype", self._dtype),
-            ("size", f"{self.nbytes / 1e6:.3g} MB in shared memory"),
-        ]
-        return table(f"synk.Data {self.name or ''}".rstrip(), rows)
 
     def __repr__(self) -> str:
         name = f" {self.name!r}" if self.name else ""
@@ -307,7 +296,7 @@ class Data(ArrayLike):
 
         def overwrite() -> None:
             nonlocal is_done
-            if segment is not None and not self._session.queue.reads(segment):
+            if segment is not None and not self._session.is_read(segment):
                 contents = self._placed(segment, value.shape)
                 np.copyto(contents.array, value, casting="unsafe")
                 self._contents = contents
@@ -349,7 +338,7 @@ class Data(ArrayLike):
         while True:
             contents = self._contents
             if contents.segment is not None:
-                self._session.queue.release(contents.segment)
+                self._session.await_readers(contents.segment)
             if self._contents is contents:
                 return contents
 
@@ -361,14 +350,6 @@ class Data(ArrayLike):
             raise ValueError(
                 f"cannot pass {what}: it belongs to another runtime. Make it with this runtime's data(...)."
             )
-
-
-def make_data(session: Any, value: Any = None, **options: Any) -> Data:
-    """Make a :class:`Data` of an open runtime."""
-    refuse_inside_worker("make Data")
-    session.check_open("make Data")
-    session.reclaim()
-    return Data(session, value, **options)
 
 
 def _check_oversize(oversize: Any, label: str) -> None:

@@ -1,8 +1,8 @@
 """Values of shared variables that lie on devices, as the program handles them: read, move, restore after a death.
 
 On CPU workers every value lies in shared memory, and this file does nothing. A value that a function has assigned on a
-device is brought to shared memory when it is read. It is lost with its worker. A replica can be restored from the other
-ranks if they all hold the same value; a shard, or a value that differs between ranks, cannot.
+device is brought to shared memory when it is read. It is lost with its worker. A replica gets the value of the other
+ranks, with a warning, if they all hold the same one; a shard, or a value that differs between them, is lost.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from synk._engine.things import Once
 from synk._engine.variables import Variable
+from synk._processes.output import warn_at_users_line
 from synk._wire.control import Up
 from synk._wire.messages import DEVICE_DTYPES
 from synk.errors import WorkerDied
@@ -79,6 +80,7 @@ class DeviceValues:
             return
         session.settle_all()
         replaced = [rank for rank, count in enumerate(num_starts) if count != self._num_starts[rank]]
+        taken: list[str] = []
         for variable in session.variables.living():
             gone = [rank for rank in replaced if variable.on_device[rank]]
             if not gone:
@@ -86,11 +88,18 @@ class DeviceValues:
             others = [rank for rank in range(session.world_size) if rank not in gone]
             if not variable.is_sharded and others and self._is_alike(variable, others):
                 variable.set_ranks(dict.fromkeys(gone, variable.leaves(others[0])))
+                taken.append(f"{variable.name!r} of rank {', '.join(map(str, gone))}")
             else:
                 variable.lost.update(gone)
             for rank in gone:
                 variable.on_device[rank] = False
         self._num_starts = num_starts
+        if taken:
+            warn_at_users_line(
+                f"the value of {'; '.join(taken)} lay on the device of a worker that died, and is now that of the "
+                "other ranks. Set it again if it was another one: variable[rank] = ....",
+                RuntimeWarning,
+            )
 
     def _is_alike(self, variable: Variable, ranks: Sequence[int]) -> bool:
         """Whether all of ``ranks`` hold the same value, bit for bit."""

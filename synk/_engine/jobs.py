@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from synk._engine.callee import Callee
-from synk._engine.chunks import Chunk, Packed, Pickled, PoolStats, Rules, waiting
+from synk._engine.chunks import AIM_NS, Chunk, Packed, Pickled, PoolStats, Rules, waiting
 from synk._engine.entrance import refuse_limit
 from synk._engine.failures import rebuild
 from synk._engine.item_pickles import ItemPickler
@@ -27,11 +27,7 @@ from synk._pure.texts import short_repr
 from synk._wire.looks import ITEM_BITS
 from synk.errors import ItemError, RemoteError, SerializationError, SynkError
 
-_AIM_NS = 20_000_000
-"""Chunks are made to take so long: shorter ones cost messages, longer ones leave ranks idle at the end."""
-
-_GROWTH = 8
-"""How much larger the next chunk may be. The first items may have been quick by chance."""
+_MOST = (1 << ITEM_BITS) - 1
 
 _LARGE_NBYTES = 1 << 23
 """A chunk of at least this size gets no more items, and the next one is made smaller."""
@@ -44,6 +40,9 @@ _PER_RANK = 4
 
 _QUIET = frozenset(map(type, map(iter, ([], (), range(0), "", b""))))
 """Iterators that run none of the user's code, so that many items can be taken at once."""
+
+_SMALL_TYPES = PLAIN_TYPES - {str, bytes}
+"""Plain types whose objects are small, so that their sizes need not be asked one by one."""
 
 Run = tuple[Sequence[int], list[Any]]
 """Results, and the numbers of their items."""
@@ -68,6 +67,7 @@ class Job:
     num_ranks : int
         How many workers to use; 0 for all.
     stats : PoolStats, optional
+        What has happened is noted here, and which items took longest.
 
     Attributes
     ----------
@@ -75,6 +75,11 @@ class Job:
         Seeds the random numbers of its items, with theirs.
     chunks : list of Chunk
         Those that were not taken yet, in the order of their items.
+    size : int or None
+        Chunks get no more items than this: what ``batch_size`` says, or as many as take ``AIM_NS``. None before the
+        first answer.
+    has_packed : bool
+        Whether any of its items was ``Packed``.
     are_short : bool
         Whether a chunk may wait behind another; unknown before the first answer.
     num_deaths : int
@@ -98,14 +103,13 @@ class Job:
         self.pool: Pool = session.pool
         self.number = next(self.pool.numbers)
         self.num_ranks = num_ranks or session.world_size
-        self.stats = stats or PoolStats()
+        self.stats, self.is_timed = stats or PoolStats(), stats is not None
         self.chunks: list[Chunk] = []
         self.num_deaths = 0
-        self.is_abandoned = self.are_short = False
+        self.is_abandoned = self.are_short = self.has_packed = False
         self._pickler = ItemPickler(self.pool.copies if session.has_shared_memory else None)
         self._classes: list[type] = []
-        self._size = rules.batch_size or 1
-        self._quick = 1  # so many items take next to no time
+        self.size = rules.batch_size
 
     def check(self) -> None:
         """Raise TypeError if the function refers to a sharded variable."""
@@ -165,19 +169,14 @@ class Job:
         return done
 
     def note(self, chunk: Chunk, count: int, num_good: int, spent_ns: int, slowest: tuple[int, int]) -> None:
-        """Note how long items took; make chunks larger or smaller."""
+        """Note how long items took, and so how many a chunk is to have."""
         if num_good:
             self.num_deaths = 0
-        if slowest[0] >= 0:
+        if self.is_timed and slowest[0] >= 0:
             self.stats.note_time(slowest[0] / 1e9, chunk.numbers[slowest[1]])
-        if self.rules.batch_size is not None:
-            return
-        aim = min(_AIM_NS * count // max(spent_ns, 1), (1 << ITEM_BITS) - 1)
-        self._quick = aim // 10
-        if chunk.nbytes >= _LARGE_NBYTES:
-            self._size = max(1, min(self._size, count) // 2)
-        elif 2 * count >= self._size or aim < self._size:
-            self._size = max(1, min(aim, _GROWTH * self._size))
+        if self.rules.batch_size is None:
+            size = min(AIM_NS * count // max(spent_ns, 1), _MOST)
+            self.size = max(1, size if chunk.nbytes < _LARGE_NBYTES else min(size, count // 2))
 
     # -- items and results --------------------------------------------------------------------------------------------
 
@@ -187,6 +186,7 @@ class Job:
             return item
         data, copies, classes = self._pickler.dumps(item)
         self._classes += classes
+        self.has_packed = True
         return Packed(data, copies)
 
     def runs_of(self, chunk: Chunk) -> Iterator[Run]:
@@ -261,7 +261,7 @@ class MapJob(Job):
     ) -> None:
         super().__init__(session, function, rules, **options)
         self._items, self._numbers = items, numbers
-        self._position = 0
+        self._position, self._length = 0, operator.length_hint(items)
         self._is_at_end = False
         self._error: Exception | None = None  # what comes after the results
         self._most = self.num_ranks * (1 if session.is_inline else _PER_RANK)
@@ -309,16 +309,14 @@ class MapJob(Job):
 
     def _pull(self) -> list[Chunk]:
         """Return a chunk of the next items, and one for an item that cannot be sent; nothing at the end."""
-        most = max(1, int(min(self._size, self.pool.room(self), (1 << ITEM_BITS) - 1)))
         is_adaptive = self.rules.batch_size is None
-        left = operator.length_hint(self._items) if is_adaptive else 0
-        if left:  # at the end all ranks are to end together, but not by chunks that take no time
-            most = max(1, min(most, max(left // (2 * self.num_ranks), self._quick)))
+        most = int(min(self._next_size(), self.pool.room(self), _MOST))
         items: list[Any] = []
         unsent: Exception | None = None
         if type(self._items) in _QUIET:
             items = list(itertools.islice(self._items, most))
-            if PLAIN_TYPES.issuperset(map(type, items)) and sum(map(sys.getsizeof, items)) < _LARGE_NBYTES:
+            kinds = set(map(type, items))
+            if kinds <= _SMALL_TYPES or (kinds <= PLAIN_TYPES and sum(map(sys.getsizeof, items)) < _LARGE_NBYTES):
                 self._is_at_end = len(items) < most
                 return [self._numbered(items)] if items else []
             self._items, items = itertools.chain(items, self._items), []
@@ -346,6 +344,17 @@ class MapJob(Job):
         elif unsent is not None:
             self._is_at_end, self._error = True, unsent
         return pulled
+
+    def _next_size(self) -> int:
+        """Return how many items to pull for the next chunk."""
+        if self.rules.batch_size is not None:
+            return self.rules.batch_size
+        left = self._length - self._position
+        share = max(left // (2 * self.num_ranks), 1)  # all ranks are to end together
+        if self.size is None:
+            return share
+        few = self.size // 20  # which take next to no time
+        return min(self.size, max(share, few)) if left > 0 else self.size
 
     def _numbered(self, items: list[Any]) -> Chunk:
         """Return the next items as a chunk, with their numbers."""

@@ -35,8 +35,6 @@ LONG_NS = 200_000_000
 _LOOK_S = 0.02
 """How often the pool looks for items whose time is over, at most."""
 
-_ITEM, _ITEM_NS = int(Up.ITEM), int(Up.ITEM_NS)
-
 
 class Pool:
     """The chunks in flight of one runtime.
@@ -127,12 +125,10 @@ class Pool:
             rank = self._free_rank(job)
             if rank is None:
                 return
-            limit = self._limit(rank, job)
+            limit = min(self._limit(rank, job), job.size or math.inf)
             if len(chunk.items) > limit:
-                count = int(limit)
-                job.replace(chunk, [chunk.part(0, count), chunk.part(count, len(chunk.items))])
-            else:
-                self._send(chunk, rank)
+                job.replace(chunk, [chunk, chunk.cut(int(limit))])
+            self._send(chunk, rank)
 
     def _free_rank(self, job: Any) -> int | None:
         """Return the rank for the next chunk of a job: one that is idle or will be soon; None if there is none."""
@@ -264,6 +260,8 @@ class Pool:
         spent_ns = ended_ns - began_ns
         sent_nbytes, wall_ns = chunk.nbytes, time.monotonic_ns() - chunk.began_ns
         count, num_good, slowest = chunk.take(*body)
+        if count < len(chunk.numbers) and (num_good == count or job.rules.returns_errors):
+            job.replace(chunk, [chunk, chunk.cut(count)])
         job.function.record.add_items(rank, count, sent_nbytes, chunk.nbytes, spent_ns, wall_ns)
         if engine.tracer is not None:
             engine.tracer.note_chunk(job.function.name, rank, count, began_ns, ended_ns)
@@ -273,14 +271,14 @@ class Pool:
         chunk.items = []
         chunk.finish()
 
-    def _place(self, chunk: Chunk) -> tuple[int | None, int]:
-        """Return which item of a chunk its rank is at, and since when; None if it has not begun with one."""
-        word, since_ns = (int(self._engine.processes.up[chunk.rank, each]) for each in (_ITEM, _ITEM_NS))
-        return (word & ((1 << ITEM_BITS) - 1) if word >> ITEM_BITS == chunk.number else None), since_ns
+    def _place(self, chunk: Chunk) -> int | None:
+        """Return which item of a chunk its rank is at; None if it has not begun with one."""
+        word = int(self._engine.processes.up[chunk.rank, Up.ITEM])
+        return word & ((1 << ITEM_BITS) - 1) if word >> ITEM_BITS == chunk.number else None
 
     def _on_death(self, chunk: Chunk, error: WorkerDied) -> None:
         """Give an outcome to a chunk whose rank has died. It is sent again if it had not begun with an item."""
-        job, index = chunk.job, self._place(chunk)[0]
+        job, index = chunk.job, self._place(chunk)
         if chunk.late is not None or job.rules.returns_errors:
             self._engine.forgiven.add(chunk.rank)
         if chunk.is_done or job.is_abandoned:
@@ -341,8 +339,10 @@ class Pool:
                 job.fail(chunk, late)
             return late, None
         if limit_s is not None:
-            index, since_ns = self._place(chunk)
-            if index is not None and now - since_ns / 1e9 >= limit_s:
+            index = self._place(chunk)
+            if chunk.seen[0] != index:
+                chunk.seen = index, now
+            if index is not None and now - chunk.seen[1] >= limit_s:
                 text = f"{chunk.named(index)} of {job.name!r} did not end in {limit_s:g} s. Raise item_timeout=."
                 return CallTimeout(text), index
         return None, None
@@ -350,7 +350,7 @@ class Pool:
     def _on_late(self, chunk: Chunk) -> None:
         """Give an outcome to a chunk that was interrupted, or its rank killed, because its time was over."""
         assert chunk.late is not None
-        job, (index, _) = chunk.job, self._place(chunk)
+        job, index = chunk.job, self._place(chunk)
         if chunk.late_item is None and len(chunk.numbers) > 1:  # nobody knows which one took so long
             job.replace(chunk, [chunk.part(k, k + 1) for k in range(len(chunk.numbers))])
         elif chunk.late_item in (None, index):

@@ -9,7 +9,7 @@ from typing import Any
 from synk._engine.advice import advice
 from synk._engine.ledger import Part, RankTotal, Record, TransferTotal
 from synk._pure.ranges import round_up
-from synk._pure.show import Text, escaped, table
+from synk._pure.texts import Text
 from synk._pure.words import Hinting
 
 _SHOWN_NBYTES = 1 << 16
@@ -129,25 +129,21 @@ class Profile(Hinting):
 
     # -- display ------------------------------------------------------------------------------------------------------
 
-    def _repr_html_(self) -> str:
-        text = "".join(table(title, rows, has_heads=True) for title, rows in self._tables().items())
-        return text + "".join(f"<p>{escaped(line)}</p>" for line in self._dominating())
-
     def __repr__(self) -> str:
-        return "\n".join(["\n\n".join(map(_aligned, self._tables().values())), *self._dominating()])
+        return "\n".join(["\n\n".join(map(_aligned, self._tables())), *self._dominating()])
 
-    def _tables(self) -> dict[str, list[list[str]]]:
-        """Return rows by title, the heads first."""
+    def _tables(self) -> list[list[list[str]]]:
+        """Return tables, as rows; the first one of each has the heads."""
         records = self.records
         dearest = sorted(records, key=lambda title: -records[title].wall_ns)
-        found = {"profile": [_HEADS, *(_function_row(title, records[title]) for title in dearest)]}
+        found = [[_HEADS, *(_function_row(title, records[title]) for title in dearest)]]
         largest = [each for each in self.transfers if each.nbytes >= _SHOWN_NBYTES or each.kind == "shared"]
         largest.sort(key=lambda each: -each.nbytes)
         if largest:
             shown = [_transfer_row(each, records[each.function]) for each in largest[:_NUM_SHOWN]]
-            found["arguments"] = [_ARGUMENT_HEADS, *shown]
+            found.append([_ARGUMENT_HEADS, *shown])
         if ranks := [total for title in dearest[:1] for total in records[title].rank_totals(title)]:
-            found["ranks"] = [_RANK_HEADS, *map(_rank_row, ranks)]
+            found.append([_RANK_HEADS, *map(_rank_row, ranks)])
         return found
 
     def _dominating(self) -> list[str]:

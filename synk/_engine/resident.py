@@ -68,8 +68,8 @@ class Resident(Handle):
         """
         session, resident = self._session, self._referent
         verb = f"get resident object {self.name!r}"
-        if not 0 <= rank < session.ranks.num_ranks:
-            raise IndexError(f"cannot {verb}: got rank {rank}, expected 0 to {session.ranks.num_ranks - 1}.")
+        if not 0 <= rank < session.world_size:
+            raise IndexError(f"cannot {verb}: got rank {rank}, expected 0 to {session.world_size - 1}.")
         with session.entered(verb):
             session.begin(verb)
             resident.check(verb)

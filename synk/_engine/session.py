@@ -13,7 +13,6 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -85,39 +84,6 @@ class Memory:
         self.arenas.close()
 
 
-class InFlight:
-    """The submitted calls, as ``Data`` and reports see them."""
-
-    chunks = None
-
-    def __init__(self, session: Session) -> None:
-        self._session = weakref.proxy(session)
-
-    @property
-    def calls(self) -> list[Any]:
-        calls: list[Any] = self._session.calls()
-        return calls
-
-    @property
-    def descriptors(self) -> Callable[[], list[int]]:
-        descriptors: Callable[[], list[int]] = self._session.processes.descriptors
-        return descriptors
-
-    def reads(self, segment: Segment) -> bool:
-        """Whether a call that has not ended reads a segment."""
-        return any(segment.id in call.plan.segments for call in self.calls)
-
-    def release(self, segment: Segment) -> None:
-        """Wait for the calls that read a segment, because it is about to change."""
-        if not self._session.flight or not self.reads(segment) or self._session.is_mine():
-            return
-        with holding(), self._session.entered("change Data"):
-            self._session.settle_torn()
-            for call in self.calls:
-                if segment.id in call.plan.segments:
-                    call.settle()
-
-
 class Session(Entrance, Engine):
     """The workers of one runtime, and everything that they share with the program.
 
@@ -164,7 +130,6 @@ class Session(Entrance, Engine):
         super().__init__(processes, max_restarts=max_restarts, counters=counters, on_restart=on_restart)
         self.memory = Memory(self)
         self.device_values = DeviceValues(self)
-        self.queue = InFlight(self)
         self.pool = Pool(self)
         self._failed_step: weakref.ref[Any] | None = None
         _open_sessions[id(self)] = self
@@ -177,20 +142,6 @@ class Session(Entrance, Engine):
                 self.processes.tear_down()
                 self._release_memory()
             raise
-
-    # What other parts know these by.
-
-    @property
-    def workers(self) -> Session:
-        return self
-
-    @property
-    def ranks(self) -> Session:
-        return self
-
-    @property
-    def num_ranks(self) -> int:
-        return self.world_size
 
     # -- entering -----------------------------------------------------------------------------------------------------
 
@@ -298,6 +249,20 @@ class Session(Entrance, Engine):
         """Free a segment: now if nothing is running, else when the operation that may use it has ended."""
         self.memory.released.append(segment)
         self.reclaim()
+
+    def is_read(self, segment: Segment) -> bool:
+        """Whether a call that has not ended reads a segment."""
+        return any(segment.id in call.plan.segments for call in self.calls())
+
+    def await_readers(self, segment: Segment) -> None:
+        """Wait for the calls that read a segment, because it is about to change."""
+        if not self.flight or not self.is_read(segment) or self.is_mine():
+            return
+        with holding(), self.entered("change Data"):
+            self.settle_torn()
+            for call in self.calls():
+                if segment.id in call.plan.segments:
+                    call.settle()
 
     def reclaim(self) -> None:
         """Free what finalizers dropped if nothing is running."""

@@ -9,7 +9,6 @@ import numpy as np
 from synk._code.handles import Handle
 from synk._engine import variables as collectives
 from synk._pure.read_only import read_only
-from synk._pure.show import table
 from synk._pure.tracebacks import verb
 from synk._wire.variables import resolve_variable, value_as_array
 
@@ -126,10 +125,6 @@ class Shared(Handle):
             f"cannot pickle variable {self.name!r}: it lives on the workers. Pass it as an argument, or close over it; "
             "synk.Program keeps it together with the functions that use it."
         )
-
-    def _repr_html_(self) -> str:
-        kind = f"sharded, {self._referent.lengths} rows on the ranks" if self.is_sharded else "replicated"
-        return table(f"synk.Shared {self.name}", [("kind", kind), ("shape", self.shape), ("dtype", self.dtype)])
 
     def __repr__(self) -> str:
         kind = "sharded" if self.is_sharded else "replicated"

@@ -21,12 +21,11 @@ from synk._engine.collectives import check_rank, check_reduction, check_rows, ch
 from synk._engine.things import Thing
 from synk._engine.variable_value import VariableValue
 from synk._pure.arrays import copy_into
-from synk._pure.interrupts import deferred
 from synk._pure.ops import REDUCTIONS
 from synk._pure.ranges import LINE_NBYTES, round_up
 from synk._pure.shards import Selection, shard_bounds
 from synk._wire.looks import COMMON_A, COMMON_B, ON_DEVICE, OWN_A, spare_of
-from synk._wire.memory import PAGE_NBYTES, Segment, create_fd
+from synk._wire.memory import PAGE_NBYTES, Segment
 from synk._wire.variables import Shapes, leaf_offsets, shapes_of
 
 SMALL_NBYTES = 1 << 18
@@ -116,7 +115,7 @@ class Variable(VariableValue, Thing):
         if total <= SMALL_NBYTES and variables.engine.has_shared_memory:
             self.memory = variables.engine.memory.arenas.create(total, is_worker_writable=True)
         else:  # reserved in pieces: most places are never written
-            self.memory = sparse(total)
+            self.memory = Segment.create(total, is_worker_writable=True, is_arena=True)
             self.memory.create_part(0, 0, first)
         if self.memory.arena is not None:
             self.needs = (self.memory,)
@@ -271,14 +270,6 @@ class Variable(VariableValue, Thing):
         """Make the spare common place the value of all ranks."""
         which = self.spare_common()
         self.variables.engine.commit([(self, rank, which, found) for rank in range(self.variables.world_size)])
-
-
-def sparse(nbytes: int) -> Segment:
-    """Return memory of which the parts are reserved when they are first written."""
-    with deferred():
-        segment = Segment(create_fd(nbytes, is_reserved=False), nbytes, is_writable=True, segment_id=0)
-        segment.is_worker_writable = segment.is_arena = True
-    return segment
 
 
 # -- collectives, called by the program --------------------------------------------------------------------------------

@@ -16,3 +16,13 @@ class CallOptions:
     timeout: float | None = None
     num_ranks: int | None = None  # among how many ranks, the first ones, the rows are divided; None for all
     is_submitted: bool = False
+
+    @property
+    def of_user(self) -> dict[str, Any]:
+        """The four that a user can give, to be passed on by name."""
+        return {
+            "batch": self.batch,
+            "num_slices": self.num_slices,
+            "output_subset": self.output_subset,
+            "timeout": self.timeout,
+        }

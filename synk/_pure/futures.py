@@ -8,7 +8,6 @@ from collections.abc import Callable, Generator
 from typing import Any, Generic, TypeVar
 
 from synk._pure.arrivals import wait_readable
-from synk._pure.show import table
 from synk._pure.tracebacks import verb
 from synk._pure.words import Hinting
 from synk.errors import CallCancelled, ClosedError
@@ -186,10 +185,6 @@ class Future(Hinting, Generic[R]):
 
     def __repr__(self) -> str:
         return f"<synk.PendingCall of {self.name!r}, {self._state}>"
-
-    def _repr_html_(self) -> str:
-        rows = [("function", self.name), ("state", self._state), ("ranks", ", ".join(map(str, self.ranks)))]
-        return table("synk.PendingCall", rows)
 
 
 class _Unasked:

@@ -1,4 +1,4 @@
-"""Short texts of the user's objects, for errors."""
+"""Texts that are shown: short ones of the user's objects, for errors, and those of several lines."""
 
 from __future__ import annotations
 
@@ -8,6 +8,15 @@ _MAX_LENGTH = 80
 
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = 60
+
+
+class Text(str):
+    """A text of several lines that a REPL and a notebook show without quotes and escapes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 def short_repr(value: object) -> str:

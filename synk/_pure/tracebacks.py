@@ -7,10 +7,10 @@ import linecache
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from itertools import chain
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 from synk import errors
 from synk._pure.interrupts import holding
@@ -57,41 +57,34 @@ def outlined(fn: Callable[P, R]) -> Callable[P, R]:
     return told
 
 
-class Results(Iterator[R]):
+class Results(chain[R]):
     """The results of a verb, one by one. An exception that ends them shows only the program's lines, as one of a
     :func:`verb` does.
 
-    None of them is kept once it was given.
-
-    Parameters
-    ----------
-    runs : iterator of lists
-        The results, as they become known. The lists are used up.
-    verb, name : str
-        What it is, and of which function, for ``repr``.
+    None of them is kept once it was given. It is a :class:`chain` of the lists, so that no line of Python runs for a
+    result that is there.
     """
 
-    def __init__(self, runs: Iterator[list[R]], verb: str, name: str) -> None:
-        self._verb = verb
-        self._name = name
-        self._now = _Run()
-        self._each: Iterator[R] = chain.from_iterable(_used_up(runs, self._now))
+    _verb: str
+    _name: str
+    _now: _Run
+    _runs: Generator[Iterator[Any], None, None]
 
-    def __next__(self) -> R:
-        try:
-            return next(self._each)
-        except StopIteration:
-            raise
-        except BaseException as error:
-            __tracebackhide__ = True
-            outline(error)
-            if sys.version_info < (3, 11):
-                raise error
-            raise
+    @classmethod
+    def of(cls, runs: Iterator[list[R]], verb: str, name: str) -> Results[R]:
+        """Return the results that come in lists, as they become known. The lists are used up.
+
+        ``verb`` and ``name`` say for ``repr`` what it is, and of which function.
+        """
+        now = _Run()
+        used_up = _used_up(runs, now)
+        results = cast("Results[R]", cls.from_iterable(used_up))
+        results._verb, results._name, results._now, results._runs = verb, name, now, used_up
+        return results
 
     def close(self) -> None:
         """End it: no more results are computed."""
-        self._each = iter(())
+        self._runs.close()
         self._now.takes.clear()
 
     def __repr__(self) -> str:
@@ -118,13 +111,20 @@ class _Run:
         self.count = 0
 
 
-def _used_up(runs: Iterator[list[R]], now: _Run) -> Iterator[Iterator[R]]:
+def _used_up(runs: Iterator[list[R]], now: _Run) -> Generator[Iterator[R], None, None]:
     """Yield an iterator over each list, which uses it up. It does not hold the :class:`Results`: they end at once."""
-    for run in runs:
-        run.reverse()
-        now.results, now.takes = run, [-1] * len(run)
-        now.count += len(run)
-        yield map(run.pop, now.takes)
+    try:
+        for run in runs:
+            run.reverse()
+            now.results, now.takes = run, [-1] * len(run)
+            now.count += len(run)
+            yield map(run.pop, now.takes)
+    except BaseException as error:
+        __tracebackhide__ = True
+        outline(error)
+        if sys.version_info < (3, 11):
+            raise error
+        raise
 
 
 def outline(error: BaseException) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,10 @@ from synk.errors import SerializationError
 
 LARGE_NBYTES = 1 << 20
 
-_PHASE, _ITEM, _ITEM_NS, _FUNCTION = int(Up.PHASE), int(Up.ITEM), int(Up.ITEM_NS), int(Phase.FUNCTION)
+_TOGETHER, _QUICK_NS = 16, 200_000
+"""So many items are timed together as long as they take less than this: it may cost more than a tiny item."""
+
+_PHASE, _ITEM, _FUNCTION = int(Up.PHASE), int(Up.ITEM), int(Phase.FUNCTION)
 
 
 class RankItems:
@@ -70,23 +74,16 @@ class RankItems:
         return wire.TOLD, content, results.segments, None
 
     def _run(self, rank: Any, place: int, function: Any, results: _Results) -> tuple[int, int]:
-        """Return the longest time that an item took, in ns, and which one it was."""
+        """Return the longest time that an item took, in ns, and which one it was, if all were timed."""
         up, variables, fn, clock = rank.own_up, rank.variables, function.fn, time.monotonic_ns
         plain, add = results.plain, results.add
-        index = slowest = at = 0
-        most_ns = -1
+        together = 1 if self.order.is_timed else _TOGETHER
+        look_at, slowest, most_ns = 0, 0, -1
         began = clock()
-        for count, nbytes in self.order.parts:
-            data = self.order.stream[at : at + nbytes]
-            at += nbytes
-            up[_ITEM_NS], up[_ITEM] = began, place + index
-            items = _loaded(rank, data, count, results)
-            if not items:
-                if not self.order.goes_on:
-                    return most_ns, slowest
-                index += 1
-            for item in items:
-                up[_ITEM_NS], up[_ITEM] = began, place + index
+        until = began + self.order.most_ns if self.order.most_ns else sys.maxsize
+        for first, items in self._parts(rank, place, results):
+            for index, item in enumerate(items, first):
+                up[_ITEM] = place + index
                 try:
                     result = fn(item)
                     if rank.is_copy or variables.given or variables.assigned:
@@ -98,19 +95,39 @@ class RankItems:
                 except rank.interrupts:
                     raise
                 except BaseException as error:  # not even SystemExit may end a rank
-                    if rank.is_copy:
-                        os._exit(0)
-                    variables.abandon()
-                    rank.recover("")
-                    results.fail(rank._failure(error), short_repr(item))
+                    self._fail(rank, item, error, results)
                     if not self.order.goes_on:
                         return most_ns, slowest
-                now = clock()
-                if now - began > most_ns:
-                    most_ns, slowest = now - began, index
-                began = now
-                index += 1
+                if index >= look_at:
+                    now = clock()
+                    spent_ns = now - began
+                    if spent_ns > most_ns:
+                        most_ns, slowest = spent_ns, index
+                    if now >= until:
+                        return most_ns, slowest
+                    began, look_at = now, index + (together if spent_ns < _QUICK_NS else 1)
         return most_ns, slowest
+
+    def _parts(self, rank: Any, place: int, results: _Results) -> Iterator[tuple[int, Sequence[Any]]]:
+        """Yield the items in lists, each with the position of its first one. One that cannot be loaded has failed."""
+        index = at = 0
+        for count, nbytes in self.order.parts:
+            rank.own_up[_ITEM] = place + index
+            items = _loaded(rank, self.order.stream[at : at + nbytes], count, results)
+            if not items and not self.order.goes_on:
+                return
+            yield index, items
+            index += max(count, 1)
+            at += nbytes
+
+    @staticmethod
+    def _fail(rank: Any, item: Any, error: BaseException, results: _Results) -> None:
+        """Note what an item has raised."""
+        if rank.is_copy:
+            os._exit(0)
+        rank.variables.abandon()
+        rank.recover("")
+        results.fail(rank._failure(error), short_repr(item))
 
     def leave(self, rank: Any) -> None:
         rank.mapped = rank.items = None

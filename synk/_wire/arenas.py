@@ -27,7 +27,9 @@ class _Arena:
     """One arena. Taking or returning a place is a single step of the interpreter, so any thread may do it."""
 
     def __init__(self, place_nbytes: int, is_worker_writable: bool, segment_id: int) -> None:
-        self.segment = Segment.create_arena(ARENA_NBYTES, is_worker_writable=is_worker_writable, segment_id=segment_id)
+        self.segment = Segment.create(
+            ARENA_NBYTES, is_worker_writable=is_worker_writable, segment_id=segment_id, is_arena=True
+        )
         self.free = deque(range(0, ARENA_NBYTES, place_nbytes))
         self.num_places = len(self.free)
         self.retired: list[int] = []  # places that are never used again, because a forked child may read there

@@ -36,7 +36,6 @@ class Up(IntEnum):
     D2H_NBYTES = 4
     PAGEABLE_NBYTES = 5  # those of both that went by way of memory which the driver does not know
     ITEM = 6  # the number of a chunk of a map, and at which of its items this rank is; see ``ITEM_BITS``
-    ITEM_NS = 7  # since when; written before ITEM
 
 
 class Phase(IntEnum):

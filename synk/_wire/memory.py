@@ -188,57 +188,36 @@ class Segment:
         self.buffer = self.root()
 
     @classmethod
-    def create(cls, nbytes: int, *, is_worker_writable: bool = False, segment_id: int = 0) -> Segment:
+    def create(
+        cls, nbytes: int, *, is_worker_writable: bool = False, segment_id: int = 0, is_arena: bool = False
+    ) -> Segment:
         """Allocate a new segment of at least ``nbytes`` bytes, filled with zeros.
 
         ``is_worker_writable`` says how workers map it: they cannot damage what they map read-only. ``segment_id`` is
-        unique within the runtime, or 0 if no message refers to the segment.
+        unique within the runtime, or 0 if no message refers to the segment. The memory of an arena is reserved in parts
+        (:meth:`create_part`).
 
         Raises
         ------
         SharedMemoryError
             If the memory, the file size limit or the number of descriptors does not suffice.
         """
+        nbytes = round_up(max(nbytes, 1), PAGE_NBYTES)
         with deferred():  # between two system calls the descriptor has no owner
-            nbytes = round_up(max(nbytes, 1), PAGE_NBYTES)
-            return cls._create(nbytes, is_worker_writable, segment_id)
-
-    @classmethod
-    def create_arena(cls, nbytes: int, *, is_worker_writable: bool, segment_id: int) -> Segment:
-        """Allocate a segment for :meth:`part`. The memory of each part is reserved when the part is made.
-
-        Raises
-        ------
-        SharedMemoryError
-        """
-        with deferred():
-            arena = cls._create(nbytes, is_worker_writable, segment_id, is_reserved=False)
-        arena.is_arena = True
-        return arena
-
-    @classmethod
-    def _create(
-        cls,
-        nbytes: int,
-        is_worker_writable: bool,
-        segment_id: int,
-        *,
-        is_reserved: bool = True,
-    ) -> Segment:
-        free = available_nbytes() if nbytes > (1 << 24) else nbytes  # the check reads a file: for large segments only
-        try:
-            if nbytes > free:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            fd = create_fd(nbytes, is_reserved=is_reserved)
-        except OSError as error:
-            raise _no_memory(nbytes, error) from error
-        try:
-            segment = cls(fd, nbytes, is_writable=True, segment_id=segment_id)
-        except SharedMemoryError:
-            os.close(fd)
-            raise
-        segment.is_worker_writable = is_worker_writable
-        return segment
+            try:
+                # the check reads a file: for large segments only
+                if nbytes > (1 << 24) and not is_arena and nbytes > available_nbytes():
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                fd = create_fd(nbytes, is_reserved=not is_arena)
+            except OSError as error:
+                raise _no_memory(nbytes, error) from error
+            try:
+                segment = cls(fd, nbytes, is_writable=True, segment_id=segment_id)
+            except SharedMemoryError:
+                os.close(fd)
+                raise
+            segment.is_worker_writable, segment.is_arena = is_worker_writable, is_arena
+            return segment
 
     def create_part(self, segment_id: int, offset: int, nbytes: int) -> Segment:
         """Reserve memory in this arena and return the segment there, filled with zeros.

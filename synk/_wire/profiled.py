@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import marshal
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from synk._pure.environment import imported_late
+from synk._wire.apart import Around
 
 if TYPE_CHECKING:
     import pstats
 
 
-class Profiled:
-    """Calls a function under cProfile. The statistics come as bytes, so that they are one output.
-
-    It has the parameters of the function, for :func:`inspect.signature`.
-    """
-
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        self._fn = fn
-        functools.update_wrapper(self, fn, updated=())
+class Profiled(Around):
+    """Calls a function under cProfile. The statistics come as bytes, so that they are one output."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> bytes:
         profile = imported_late("cProfile").Profile()

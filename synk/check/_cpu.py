@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 import synk
-from synk._wire.process_memory import read_memory
 from synk.check._found import Broken, Figure, Found
 
 _NBYTES = 64 << 20
@@ -69,24 +68,6 @@ def shared_memory() -> Found:
     facts = {"dev_shm_nbytes": room.f_blocks * room.f_frsize if room is not None else 0}
     figure = Figure("a call with 64 MB takes as long as", call_s / copy_s, "copies of them", 6.0)
     return Found(f"rows go through shared memory at {_NBYTES / call_s / 1e9:.1f} GB/s", (figure,), facts=facts)
-
-
-def _reads_the_next(x: Any) -> bool:
-    comm = synk.comm
-    own = np.full(1000, comm.rank, np.uint8)
-    places = comm.all_gather(np.array([os.getpid(), own.ctypes.data]))
-    peer = (comm.rank + 1) % comm.world_size
-    found = np.empty_like(own)
-    can_read = read_memory(int(places[peer][0]), int(places[peer][1]), found)
-    comm.barrier()  # ``own`` must live until the other rank has read it
-    return bool(can_read and (found == peer).all())
-
-
-def process_memory() -> Found:
-    with synk.fork(2, backend="numpy") as rt:
-        can_read = all(rt.function(_reads_the_next, outputs=None)(np.ones(2)))
-    text = "workers may read one another's memory"
-    return Found(text if can_read else "", slow="" if can_read else "workers may not read one another's memory")
 
 
 def _interrupt_and_wait(x: Any, program: int) -> None:

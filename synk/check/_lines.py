@@ -60,8 +60,6 @@ LINES = (
          "See the page on errors for what is quoted; else report it, with synk-check.json."),
     Line("shared memory", "Do rows go through shared memory at its speed?", _cpu.shared_memory, 30, _LOAD,
          "Give the container more memory; if that does not help, report it, with synk-check.json."),
-    Line("process memory", "May workers read one another's memory?", _cpu.process_memory, 20,
-         "Long messages take one more copy. In a container, allow process_vm_readv (SYS_PTRACE).", _REPORT),
     Line("signals", "Does Ctrl-C end a call?", _cpu.signals, 20, _LOAD, _REPORT),
     Line("recovery", "Is a worker that dies an error, and replaced?", _cpu.recovery, 30, _LOAD, _REPORT),
     Line("calls on GPUs", "Does each GPU compute, and what does a small call cost?", _gpu.overhead, 45, _LOAD,

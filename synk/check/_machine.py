@@ -9,9 +9,8 @@ from importlib import metadata
 from synk._pure.cores import num_cores
 from synk._version import __version__
 from synk.check._found import Broken, Found
-from synk.cuda._devices import explain_absence, visible_gpus
+from synk.cuda._devices import explain_absence, gpu_lines, visible_gpus
 from synk.cuda._placement import has_cupy
-from synk.cuda._report import gpu_lines
 
 _NEEDED = ("numpy", "cloudpickle", "optree")
 _OPTIONAL = (

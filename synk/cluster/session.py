@@ -22,7 +22,7 @@ from synk._engine.lanes import Lane
 from synk._engine.processes import Worker
 from synk._engine.session import Session
 from synk._engine.things import Once, Thing
-from synk._engine.variables import Variable, sparse
+from synk._engine.variables import Variable
 from synk._engine.workers import Owed
 from synk._rank.failpoints import nothing
 from synk._rank.nodes import Wiring
@@ -30,6 +30,7 @@ from synk._rank.outputs import RankReduction
 from synk._wire import orders as wire
 from synk._wire.control import Down
 from synk._wire.looks import COMMON_B
+from synk._wire.memory import Segment
 from synk._wire.variables import leaf_offsets
 from synk.cluster.nodes import Node, NodePlacement, NodeProcesses, RankOfNode
 from synk.communicators._layout import required_nbytes
@@ -47,8 +48,8 @@ class NodeJoint(Thing):
     kind = "lane"
 
     def __init__(self, engine: Any, index: int) -> None:
-        self.segment = sparse(required_nbytes(engine.world_size, _COLLECTIVE_RANK_NBYTES))
-        self.segment.id = next(engine.numbers)
+        nbytes = required_nbytes(engine.world_size, _COLLECTIVE_RANK_NBYTES)
+        self.segment = Segment.create(nbytes, is_worker_writable=True, is_arena=True, segment_id=next(engine.numbers))
         self._index, self._nodes = index, engine.processes.nodes
         super().__init__(engine, [self.segment])
 

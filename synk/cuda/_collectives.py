@@ -23,9 +23,8 @@ from synk.communicators._collectives import Collectives
 from synk.communicators._schedule import Steps
 from synk.communicators._shm import ShmCommunicator
 from synk.communicators._user_arrays import UserArrays
-from synk.cuda._buffers import Buffer
 from synk.cuda._group import WorkerGroup
-from synk.cuda._nccl import NcclCommunicator
+from synk.cuda._nccl import Buffer, NcclCommunicator
 
 # The dtypes that NCCL lacks, or in which it would round too much, and the dtypes in which they are reduced instead.
 WIDENED = {"float16": "float32", "bfloat16": "float32", "int16": "int32", "uint16": "uint32"}

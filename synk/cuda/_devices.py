@@ -167,6 +167,25 @@ def explain_absence(gpus: Gpus, *, has_cupy: bool) -> str:
     return ""
 
 
+def _peer_line(devices: Sequence[Device]) -> str:
+    """Return a line about GPUs that can read each other's memory directly; empty for one."""
+    pairs = [(a, b) for a in devices for b in devices[a.number + 1 :] if a.bus != b.bus]
+    without = ", ".join(f"{a.number}-{b.number}" for a, b in pairs if b.number not in a.peers)
+    return "peer access: " + (f"none between {without}" if without else "between all of them") if pairs else ""
+
+
+def gpu_lines(*, has_cupy: bool) -> list[str]:
+    """Return the lines of ``synk.info()`` about this machine's GPUs."""
+    gpus = visible_gpus()
+    problem = explain_absence(gpus, has_cupy=has_cupy)
+    lines = [f"GPU: {problem.removeprefix('no GPU: ')}"] if problem else []
+    if gpus.devices:
+        lines.append("GPU: a driver for CUDA {}.{}".format(*gpus.cuda_version))
+        lines += [f"  {each}  {each.name}, {each.memory_nbytes / 2**30:.1f} GiB, {each.uuid}" for each in gpus.devices]
+        lines += [f"  {line}" for line in [_peer_line(gpus.devices)] if line]
+    return lines
+
+
 def install_command(gpus: Gpus) -> str:
     """Return the command that installs the GPU packages for the driver that is here."""
     return f'pip install "synkhronos[cuda{min(gpus.cuda_version[0], _MAX_CUDA_MAJOR)}]"'

@@ -18,8 +18,7 @@ import numpy as np
 
 from synk._wire.control import Down, Up
 from synk.backends import NcclBackend
-from synk.cuda._buffers import Buffer
-from synk.cuda._nccl import INTERNAL_ERROR, REMOTE_ERROR, NcclCommunicator, NcclError, load_nccl, version_text
+from synk.cuda._nccl import INTERNAL_ERROR, REMOTE_ERROR, Buffer, NcclCommunicator, NcclError, load_nccl, version_text
 
 PROOF_TIMEOUT_S = 30.0
 """How long the first collective of a group may take. Between the GPUs of a machine it takes less than one second."""

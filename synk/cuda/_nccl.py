@@ -16,10 +16,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from synk.communicators._checks import check_reduction
-from synk.cuda._buffers import Buffer, check_buffers, check_rank, dtype_nbytes
+import numpy as np
+
 from synk.errors import SynkError, UnsupportedError
 
 logger = logging.getLogger("synk")
@@ -56,6 +57,30 @@ class NcclError(SynkError):
 
     def __str__(self) -> str:
         return f"cannot {self.args[2]}: got {self.args[1]}."
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A contiguous piece of device memory that NCCL may read or write.
+
+    Attributes
+    ----------
+    ptr : int
+        Address of the first element.
+    count : int
+        Number of elements.
+    dtype : str
+        The name as in ``numpy.dtype(...).name``, or ``"bfloat16"``.
+    """
+
+    ptr: int
+    count: int
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        # NumPy knows bfloat16 only while ml_dtypes is imported.
+        return self.count * (2 if self.dtype == "bfloat16" else np.dtype(self.dtype).itemsize)
 
 
 def load_nccl(environ: Mapping[str, str] = os.environ) -> Any:
@@ -147,8 +172,8 @@ class NcclCommunicator:
     Buffers are device memory of this rank. Methods with a ``stream`` return when NCCL has queued the operation there,
     and the memory must stay allocated until the stream has passed it. ``all_gather`` in place means that ``send`` is
     the rank's own block of ``recv``; ``reduce_scatter`` in place means that ``recv`` is the rank's own block of
-    ``send``. NCCL does not compare counts and dtypes between ranks, so the caller must have done so. One thread of the
-    process launches collectives; any may call ``abort``.
+    ``send``. NCCL compares nothing between ranks, and refuses few dtypes and ops by name: the caller must have done so.
+    One thread of the process launches collectives; any may call ``abort``.
 
     Parameters
     ----------
@@ -187,8 +212,6 @@ class NcclCommunicator:
         timeout_s: float = 60.0,
         end_timeout_s: float = 5.0,
     ) -> None:
-        action = f"join an NCCL group as rank {rank} of {world_size}"
-        check_rank(action, "rank", rank, world_size)
         self.rank, self.world_size = rank, world_size
         self._nccl, self._is_broken, self._give_up = nccl, is_broken, give_up
         self._end_timeout_s = end_timeout_s
@@ -199,6 +222,7 @@ class NcclCommunicator:
         self._joined, self._end = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._live, args=(unique_id,), name="synk-nccl", daemon=True)
         self._thread.start()
+        action = f"join an NCCL group as rank {rank} of {world_size}"
         self.wait(self._joined.is_set, timeout_s=timeout_s, action=action)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
@@ -314,45 +338,38 @@ class NcclCommunicator:
                 raise
             self._nccl.groupEnd()
 
-    def _reduce(self, kind: str, name: str, send: Buffer, recv: Buffer, op: str, num_blocks: int, *others: int) -> None:
-        action = f"{kind} {send.count} {send.dtype} by {op!r}"
-        check_reduction(op, send.dtype)
-        check_buffers(action, send, recv, send_count=num_blocks * recv.count, recv_count=recv.count)
-        stored_as, factor = _STORED_AS.get(send.dtype, (send.dtype, 1))
-        if stored_as not in _DTYPES or op not in _OPS or (factor > 1 and op == "prod"):
-            raise UnsupportedError(f"cannot {action}: NCCL does not have it. Cast the array, or reduce it on the host.")
-        self._run(action, name, send.ptr, recv.ptr, recv.count * factor, _DTYPES[stored_as], _OPS[op], *others)
-
     def _run(self, action: str, name: str, send: int, recv: int, count: int, *others: int) -> None:
         if count:
             with self._launching(action) as comm:
                 getattr(comm, name)(send, recv, count, *others)
 
+    def _reduce(self, kind: str, name: str, send: Buffer, recv: Buffer, op: str, *others: int) -> None:
+        stored_as, factor = _STORED_AS.get(send.dtype, (send.dtype, 1))
+        numbers = _DTYPES[stored_as], _OPS[op], *others
+        self._run(
+            f"{kind} {send.count} {send.dtype} by {op!r}", name, send.ptr, recv.ptr, recv.count * factor, *numbers
+        )
+
     def all_reduce(self, send: Buffer, recv: Buffer, op: str, *, stream: int = 0) -> None:
         """Reduce ``send`` of all ranks into ``recv`` of every rank; ``avg`` weights them equally."""
-        self._reduce("all_reduce", "allReduce", send, recv, op, 1, stream)
+        self._reduce("all_reduce", "allReduce", send, recv, op, stream)
 
     def reduce(self, send: Buffer, recv: Buffer, op: str, root: int, *, stream: int = 0) -> None:
         """Reduce ``send`` of all ranks into ``recv`` of rank ``root``."""
-        check_rank("reduce", "root", root, self.world_size)
-        self._reduce("reduce", "reduce", send, recv, op, 1, root, stream)
+        self._reduce("reduce", "reduce", send, recv, op, root, stream)
 
     def reduce_scatter(self, send: Buffer, recv: Buffer, op: str, *, stream: int = 0) -> None:
         """Reduce ``send`` (``world_size * recv.count``) and leave this rank's block in ``recv``."""
-        self._reduce("reduce_scatter", "reduceScatter", send, recv, op, self.world_size, stream)
+        self._reduce("reduce_scatter", "reduceScatter", send, recv, op, stream)
 
     # For copies NCCL's dtype does not matter, so every dtype travels as uint8.
 
     def broadcast(self, buffer: Buffer, root: int, *, stream: int = 0) -> None:
         """Copy ``buffer`` of rank ``root`` into ``buffer`` of every rank."""
         action = f"broadcast {buffer.count} {buffer.dtype}"
-        check_rank(action, "root", root, self.world_size)
-        nbytes = buffer.count * dtype_nbytes(buffer.dtype)
-        self._run(action, "broadcast", buffer.ptr, buffer.ptr, nbytes, _BYTE, root, stream)
+        self._run(action, "broadcast", buffer.ptr, buffer.ptr, buffer.nbytes, _BYTE, root, stream)
 
     def all_gather(self, send: Buffer, recv: Buffer, *, stream: int = 0) -> None:
         """Concatenate ``send`` of all ranks, in rank order, into ``recv`` (``world_size * send.count``)."""
         action = f"all_gather {send.count} {send.dtype}"
-        check_buffers(action, send, recv, send_count=send.count, recv_count=self.world_size * send.count)
-        nbytes = send.count * dtype_nbytes(send.dtype)
-        self._run(action, "allGather", send.ptr, recv.ptr, nbytes, _BYTE, stream)
+        self._run(action, "allGather", send.ptr, recv.ptr, send.nbytes, _BYTE, stream)

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from synk.backends._assignment import DeviceAssignment
-from synk.cuda._devices import VISIBLE_VARIABLE, choose_devices, cpus_near, explain_absence, visible_gpus
+from synk.cuda._devices import VISIBLE_VARIABLE, choose_devices, cpus_near, explain_absence, gpu_lines, visible_gpus
 from synk.cuda._nccl import nccl_environment
-from synk.cuda._report import gpu_lines
 from synk.errors import UnsupportedError
 
 if TYPE_CHECKING:

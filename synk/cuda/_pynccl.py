@@ -23,23 +23,6 @@ class _UniqueId(ctypes.Structure):
     _fields_ = (("internal", ctypes.c_byte * 128),)  # bytes: reading characters stops at the first zero
 
 
-_ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    "ncclGetVersion": (c_void_p,),
-    "ncclGetUniqueId": (c_void_p,),
-    "ncclGroupStart": (),
-    "ncclGroupEnd": (),
-    "ncclCommInitRank": (c_void_p, c_int, _UniqueId, c_int),
-    "ncclCommDestroy": (c_void_p,),
-    "ncclCommAbort": (c_void_p,),
-    "ncclCommGetAsyncError": (c_void_p, c_void_p),
-    "ncclAllReduce": (c_void_p, c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
-    "ncclReduce": (c_void_p, c_void_p, c_size_t, c_int, c_int, c_int, c_void_p, c_void_p),
-    "ncclBroadcast": (c_void_p, c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
-    "ncclReduceScatter": (c_void_p, c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
-    "ncclAllGather": (c_void_p, c_void_p, c_size_t, c_int, c_void_p, c_void_p),
-}
-
-
 class Nccl:
     """What ``_nccl`` uses of CuPy's module, over a library that ctypes has loaded. ctypes releases the GIL."""
 
@@ -48,13 +31,14 @@ class Nccl:
 
     def __init__(self, dll: ctypes.CDLL) -> None:
         self._dll = dll
-        for name, types in _ARGUMENTS.items():
-            getattr(dll, name).argtypes, getattr(dll, name).restype = types, c_int
-        dll.ncclGetErrorString.argtypes, dll.ncclGetErrorString.restype = (c_int,), c_char_p
 
     def call(self, name: str, *arguments: Any) -> None:
-        if status := getattr(self._dll, name)(*arguments):
-            text = self._dll.ncclGetErrorString(status).decode(errors="replace")
+        # Linux passes each number in 64 bits, and C takes the lower ones of those that it declares as an int.
+        wide = [c_size_t(each) if isinstance(each, int) else each for each in arguments]
+        if status := self._dll[name](*wide):  # a function object of its own, without pynccl's declarations
+            describe = self._dll["ncclGetErrorString"]
+            describe.restype = c_char_p
+            text = describe(status).decode(errors="replace")
             raise NcclError(status, f"NCCL's status {status}: {text}")
 
     def get_version(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from synk._api.options import name_of
+from synk.torch._state import names_of
 
 
 def body_of(
@@ -33,7 +34,7 @@ def body_of(
     if len(own) < len(objects) and not any(each.kind is each.VAR_POSITIONAL for each in parameters):
         raise TypeError(
             f"cannot build {body.__name__!r}: it has {len(own)} parameters, expected one for each of the "
-            f"{len(objects)} replicated objects first ({', '.join(type(obj).__name__ for obj in objects)})."
+            f"{len(objects)} replicated objects first ({names_of(objects)})."
         )
     body.__signature__ = signature.replace(parameters=parameters[min(len(objects), len(own)) :])  # type: ignore[attr-defined]
     return body

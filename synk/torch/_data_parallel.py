@@ -17,8 +17,7 @@ from synk._api.runtime import Runtime
 from synk._pure.nested import check_no_list, paths, take_apart
 from synk.errors import ClosedError, UnsupportedError
 from synk.torch import _passes as ranks
-from synk.torch._apart import load_joined
-from synk.torch._module_parts import dump_apart, numbers_of
+from synk.torch._module_parts import dump_apart, load_joined, numbers_of
 
 
 class DataParallel(torch.nn.Module):
@@ -35,20 +34,17 @@ class DataParallel(torch.nn.Module):
     module : torch.nn.Module
         A module on the CPU. Its forward pass must treat each row by itself, and return tensors with a row for each row
         of its inputs; what else it returns must not depend on the rows. A loss is computed from them in the program.
-    bcast_inputs : str or sequence of str
-        Parameters of ``forward`` that every worker gets whole. Tensors without axes are always whole.
+        Tensors without axes, parameters and buffers are whole on every worker.
     runtime : Runtime, optional
         By default the current one.
 
     Raises
     ------
     TypeError
-        If ``module`` is not a module, or is parallel already. From a call with a module among its arguments, unless it
-        is in ``bcast_inputs``.
+        If ``module`` is not a module, or is parallel already. From a call with a module among its arguments.
     ValueError
-        If the module has lazy parameters without a shape, or ``bcast_inputs`` names no parameter of ``forward``. A call
-        raises it if the tensors to divide have different numbers of rows, an output has no row for each of them, or an
-        output that is no tensor differs between the workers.
+        From a call if its tensors have different numbers of rows, an output has no row for each of them, or an output
+        that is no tensor differs between the workers.
     UnsupportedError
         If the module is on a GPU: it stays on the CPU, and the workers bring its parameters to their devices. Also if
         the runtime's workers are on other nodes.
@@ -87,8 +83,8 @@ class DataParallel(torch.nn.Module):
     (True, ['weight', 'bias'])
     """
 
-    __slots__ = ("_synk_passes",)
-    _synk_passes: _Passes
+    __slots__ = ("_synk_calls",)
+    _synk_calls: _Calls
 
     def __new__(cls, module: Any, *args: Any, **kwargs: Any) -> DataParallel:
         if not isinstance(module, torch.nn.Module) or isinstance(module, DataParallel):
@@ -106,19 +102,16 @@ class DataParallel(torch.nn.Module):
         self.__dict__ = module.__dict__  # both are one object in everything except the class
         return self
 
-    def __init__(
-        self, module: torch.nn.Module, *, bcast_inputs: str | Sequence[str] = (), runtime: Runtime | None = None
-    ) -> None:
-        names = (bcast_inputs,) if isinstance(bcast_inputs, str) else tuple(bcast_inputs)
+    def __init__(self, module: torch.nn.Module, *, runtime: Runtime | None = None) -> None:
         runtime = current() if runtime is None else runtime
         what = f"wrap a {type(module).__name__} in DataParallel"
         runtime._session.check_here(what, "Train with synk.torch.replicate, which keeps the modules on the ranks.")
-        object.__setattr__(self, "_synk_passes", _Passes(module, names, runtime))
+        object.__setattr__(self, "_synk_calls", _Calls(module, runtime))
 
     @property
     def forward(self) -> Callable[..., Any]:
-        run = functools.partial(self._synk_passes.run)
-        return functools.wraps(self._synk_passes.module.forward)(run)
+        run = functools.partial(self._synk_calls.run)
+        return functools.wraps(self._synk_calls.module.forward)(run)
 
     @forward.setter
     def forward(self, fn: Callable[..., Any]) -> None:
@@ -126,213 +119,159 @@ class DataParallel(torch.nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         if name == "module":
-            return self._synk_passes.module
+            return self._synk_calls.module
         return super().__getattr__(name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._synk_passes.module.__reduce_ex__(protocol)
+        return self._synk_calls.module.__reduce_ex__(protocol)
 
 
 _owners = itertools.count()
 
 
-class _Passes:
-    """The forward and backward passes of one ``DataParallel``.
+class _Calls:
+    """The two calls of one ``DataParallel``.
 
     Attributes
     ----------
     module : torch.nn.Module
     name : str
     forward, backward : Function
-        The calls of the workers.
     """
 
-    def __init__(self, module: torch.nn.Module, bcast_inputs: tuple[str, ...], runtime: Runtime) -> None:
-        self.module, self.name = module, type(module).__name__
-        self._runtime, self._bcast_inputs = runtime, bcast_inputs
+    def __init__(self, module: torch.nn.Module, runtime: Runtime) -> None:
+        self.module, self.name, self._runtime = module, type(module).__name__, runtime
         self._owner, self._numbers = next(_owners), itertools.count(1)
-        self._check()
-        of_calls = "tensors", "whole", "order"
-        self.forward = self._function(ranks.forward, of_calls, ("gather", "first", None))
-        self.backward = self._function(ranks.backward, (*of_calls, "of"), ("sum", "gather", None))
-
-    def _function(self, fn: Any, bcast_inputs: Sequence[str], outputs: tuple[Any, ...]) -> Any:
-        return self._runtime.function(fn, bcast_inputs=bcast_inputs, outputs=outputs, framework="torch")
-
-    def _check(self) -> None:
-        what, tensors = f"make DataParallel of {self.name!r}", [*self.module.parameters(), *self.module.buffers()]
-        known = inspect.signature(self.module.forward).parameters if self._bcast_inputs else {}
-        for name in self._bcast_inputs:
-            if name not in known:
-                raise ValueError(
-                    f"cannot {what}: got {name!r} in bcast_inputs, expected one of the parameters of its forward "
-                    f"({', '.join(known)})."
-                )
-        if any(
-            isinstance(tensor, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)) for tensor in tensors
-        ):
-            raise ValueError(
-                f"cannot {what}: it has lazy parameters without a shape, expected a model that has run once. Call it "
-                "with a batch first."
-            )
-        places = sorted({str(tensor.device) for tensor in tensors if tensor.device.type != "cpu"})
+        places = {str(each.device) for each in (*module.parameters(), *module.buffers()) if each.device.type != "cpu"}
         if places:
             raise UnsupportedError(
-                f"cannot {what}: got tensors on {', '.join(places)}, expected a module on the CPU: the workers bring "
-                "its parameters to their own devices. Make it before .to(device), or use "
-                "synk.torch.replicate(model, optimizer)."
+                f"cannot make DataParallel of {self.name!r}: got tensors on {', '.join(sorted(places))}, expected a "
+                "module on the CPU: the workers bring its parameters to their own devices. Make it before "
+                ".to(device), or use synk.torch.replicate(model, optimizer)."
             )
+        make = functools.partial(runtime.function, bcast_inputs=("tensors", "order"), framework="torch")
+        self.forward = make(ranks.forward, outputs=("gather", "first", None))
+        self.backward = make(ranks.backward, outputs=("sum", "gather", None))
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run a forward pass on the workers. It runs in the program if they are gone or there are no rows to divide."""
         session = self._runtime._session
-        if self._runtime.is_closed or not session.is_own_process or session.workers.is_inline:
+        if self._runtime.is_closed or not session.is_own_process or session.is_inline:
             return self.module.forward(*args, **kwargs)
-        parameters, whole, rows = list(self.module.parameters()), list[torch.Tensor](), list[torch.Tensor]()
-        arguments = self._arguments(args, kwargs, whole, rows)
+        self._check(args, kwargs)
+        whole, rows = list[torch.Tensor](), list[torch.Tensor]()
+
+        def place(tensor: torch.Tensor) -> tuple[bool, int]:
+            tensors = rows if tensor.ndim else whole
+            tensors.append(tensor)
+            return tensors is rows, len(tensors) - 1
+
+        arguments, _ = dump_apart(f"the inputs of {self.name!r}", (args, kwargs), place)
         lengths = [len(row) for row in rows]
-        if len(set(lengths)) > 1:
+        if len({*lengths}) > 1:
             raise ValueError(
                 f"cannot scatter the inputs of {self.name!r}: got tensors with {', '.join(map(str, lengths))} rows, "
-                "expected equal axis-0 lengths. Name what every worker needs whole in DataParallel(..., bcast_inputs=)."
+                "expected equal axis-0 lengths. What every worker needs whole belongs in a buffer of the module."
             )
         if not any(lengths):
             return self.module.forward(*args, **kwargs)
-        call = _Call(self, (parameters, whole, rows), arguments)
-        outputs = _Autograd.apply(call, *parameters, *whole, *rows)
-        return load_joined(call.nesting, outputs.__getitem__)
+        inputs = *self.module.parameters(), *whole, *rows
+        order = self._order(arguments, tuple(each.requires_grad for each in inputs))
+        nesting, *outputs = _TwoCalls.apply(self, order, len(rows), *inputs)
+        return load_joined(nesting, outputs.__getitem__)
 
-    def _arguments(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], whole: list[torch.Tensor], rows: list[torch.Tensor]
-    ) -> list[bytes]:
-        """Return the arguments by the names of ``forward``, pickled without their tensors, which go into the lists."""
+    def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse arguments of which nobody knows which rows a worker needs."""
         try:
             arguments = inspect.signature(self.module.forward).bind(*args, **kwargs).arguments
         except TypeError as error:
             raise TypeError(f"cannot call {self.name!r}: {error}.") from None
-        divided = {name: value for name, value in arguments.items() if name not in self._bcast_inputs}
-        for name, value in divided.items():
+        for name, value in arguments.items():
             leaves, structure = take_apart(value)
             for leaf, path in zip(leaves, paths(structure)):
                 label = f"{name}{path}"
                 if isinstance(leaf, torch.nn.Module):
                     raise TypeError(
-                        f"cannot scatter {label} of {self.name!r}: got a module, expected tensors with rows. Name what "
-                        f"every worker needs whole: DataParallel(..., bcast_inputs={name!r})."
+                        f"cannot scatter {label} of {self.name!r}: got a module, expected tensors with rows. Make it a "
+                        "part of the module."
                     )
                 check_no_list(leaf, "scatter", f"{label} of {self.name!r}", label, "" if path else "model")
 
-        def place(tensors: list[torch.Tensor], tensor: torch.Tensor) -> tuple[bool, int]:
-            tensors = whole if tensor.ndim == 0 else tensors
-            tensors.append(tensor)
-            return tensors is whole, len(tensors) - 1
-
-        others = {name: value for name, value in arguments.items() if name not in divided}
-        parts = (rows, divided), (whole, others)
-        what = f"the inputs of {self.name!r}"
-        return [dump_apart(what, part, functools.partial(place, tensors))[0] for tensors, part in parts if part]
-
-    def order(self, wants: list[tuple[int, ...]], num_parameters: int, arguments: list[bytes]) -> ranks.Order:
+    def _order(self, arguments: bytes, wants: tuple[bool, ...]) -> ranks.Order:
         """Return what the ranks need to know of a call besides its tensors."""
         names, tensors = zip(*self.module.named_parameters(), *self.module.named_buffers(), ("", None))
         pickled, classes = dump_apart(f"module {self.name!r}", self.module, numbers_of(tensors[:-1]))
         kind = self._runtime._session.assignment.torch_device
         order = ranks.Pass(
-            self._owner, pickled, names[:-1], num_parameters, arguments, wants,
+            self._owner, pickled, names[:-1], len([*self.module.parameters()]), arguments, wants,
             torch.is_grad_enabled(),
             torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
             (torch.initial_seed(), next(self._numbers)),
         )  # fmt: skip
         return ranks.Order(classes, pickle.dumps(order))
 
-
-class _Call:
-    """One call: its first pass, and what the second one must begin with.
-
-    Attributes
-    ----------
-    nesting : bytes
-        How the outputs are nested: a pickle without them.
-    flags : list of bool
-        Whether each output has a gradient.
-    """
-
-    nesting: bytes
-    flags: list[bool]
-
-    def __init__(self, passes: _Passes, inputs: Sequence[Sequence[torch.Tensor]], arguments: list[bytes]) -> None:
-        self._passes, self._sizes = passes, [len(part) for part in inputs]
-        has_grad = torch.is_grad_enabled()
-        wants = [tuple(k for k, each in enumerate(part) if has_grad and each.requires_grad) for part in inputs]
-        self._wants = [k in wanted for wanted, part in zip(wants, inputs) for k in range(len(part))]
-        self._order = passes.order(wants, self._sizes[0], arguments)
-        self._buffers = {name: buffer.detach().clone() for name, buffer in passes.module.named_buffers()}
-
-    def _parts(self, inputs: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
-        """Return the rows, then parameters and buffers, then whole tensors: as the ranks take them."""
-        each = (tensor.detach() for tensor in inputs)
-        parameters, whole, rows = (tuple(itertools.islice(each, size)) for size in self._sizes)
-        return [rows, (*parameters, *self._buffers.values()), whole]
-
-    def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Run the first pass, and take over the buffers that it has changed."""
-        rows, tensors, whole = self._parts(inputs)
-        outputs, buffers, notes = self._passes.forward(rows, tensors, whole, self._order)
+    def agreed(self, notes: Sequence[Any]) -> tuple[bytes, list[bool]]:
+        """Return how the outputs are nested, and which of them have a gradient on some worker."""
         nestings, flags = zip(*(note for note in notes if note is not None))
         if len({*nestings}) > 1:
             raise ValueError(
-                f"cannot gather the outputs of {self._passes.name!r}: got numbers, arrays or other objects that differ "
-                "between the workers, expected tensors, which are gathered, and what is the same for all rows. Return "
-                "tensors with one row for each row of the inputs."
+                f"cannot gather the outputs of {self.name!r}: got numbers, arrays or other objects that differ between "
+                "the workers, expected tensors, which are gathered, and what is the same for all rows. Return tensors "
+                "with one row for each row of the inputs."
             )
-        self.nesting, self.flags = nestings[0], [any(each) for each in zip(*flags)]
-        for (name, before), after in zip(self._buffers.items(), buffers):
+        return nestings[0], [any(each) for each in zip(*flags)]
+
+    def take(self, buffers: dict[str, torch.Tensor], after: Sequence[torch.Tensor]) -> None:
+        """Take over the buffers that a pass has changed."""
+        for (name, before), now in zip(buffers.items(), after):
             path, _, key = name.rpartition(".")
-            own: Any = self._passes.module.get_submodule(path)._buffers
-            if (before.shape, before.dtype) != (after.shape, after.dtype):
-                own[key] = after.clone()
-            elif not torch.equal(before, after):
+            own: Any = self.module.get_submodule(path)._buffers
+            if (before.shape, before.dtype) != (now.shape, now.dtype):
+                own[key] = now.clone()
+            elif not torch.equal(before, now):
                 with torch.no_grad():
-                    own[key].copy_(after)
-        return tuple(outputs)
-
-    def backward(self, inputs: Sequence[torch.Tensor], gradients: Sequence[Any]) -> list[Any]:
-        """Run the second pass. Return the gradients of the inputs; None where there is none."""
-        of = tuple(k for k, gradient in enumerate(gradients) if gradient is not None and self.flags[k])
-        rows, *others = self._parts(inputs)
-        try:
-            summed, by_rows, used = self._passes.backward(
-                rows, tuple(gradients[k] for k in of), *others, self._order, of
-            )
-        except ClosedError as error:
-            raise ClosedError(
-                f"cannot compute the gradients of {self._passes.name!r}: the runtime was closed since the forward "
-                "pass. Run the forward pass of this batch again, in the program; parameters and optimizer are as they "
-                "were."
-            ) from error
-        is_used = [any(flags) for flags in zip(*(each for each in used if each is not None))]
-        found = iter([value if flag else None for value, flag in zip([*summed, *by_rows], is_used)])
-        return [next(found) if is_wanted else None for is_wanted in self._wants]
+                    own[key].copy_(now)
 
 
-class _Autograd(torch.autograd.Function):
-    """Two calls of the workers as one step of autograd."""
+class _TwoCalls(torch.autograd.Function):
+    """Two calls of the workers as one step of autograd. The second one begins with what the first one began with."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, *inputs: torch.Tensor) -> Any:
-        outputs = call.forward(inputs)
-        ctx.call = call
+    def forward(ctx: Any, calls: _Calls, order: ranks.Order, num_rows: int, *inputs: torch.Tensor) -> Any:
+        ctx.calls, ctx.order, ctx.num_rows = calls, order, num_rows
+        ctx.buffers = {name: buffer.detach().clone() for name, buffer in calls.module.named_buffers()}
+        outputs, buffers, notes = calls.forward(*_TwoCalls.given(ctx, inputs), order)
+        nesting, ctx.flags = calls.agreed(notes)
+        calls.take(ctx.buffers, buffers)
         ctx.save_for_backward(*inputs)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(each for each, flag in zip(outputs, call.flags) if not flag))
-        return outputs
+        ctx.mark_non_differentiable(*(each for each, flag in zip(outputs, ctx.flags) if not flag))
+        return nesting, *outputs
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+    def given(ctx: Any, inputs: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], ...]:
+        """Return the tensors with rows; and parameters, tensors without axes and buffers, which all workers get."""
+        each = tuple(tensor.detach() for tensor in inputs)
+        num_whole = len(each) - ctx.num_rows
+        return each[num_whole:], (*each[:num_whole], *ctx.buffers.values())
+
+    @staticmethod
+    def backward(ctx: Any, _: Any, *gradients: torch.Tensor | None) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "cannot differentiate the gradients of DataParallel: got create_graph=True, expected False. Use "
                 "synk.torch.replicate, whose function computes them itself."
             )
-        # Reading them raises if one was changed in place since, or if the graph was freed.
-        return None, *ctx.call.backward(ctx.saved_tensors, gradients)
+        # Reading the saved tensors raises if one was changed in place since, or if the graph was freed.
+        rows, tensors = _TwoCalls.given(ctx, ctx.saved_tensors)
+        of = tuple(k for k, gradient in enumerate(gradients) if gradient is not None and ctx.flags[k])
+        try:
+            summed, by_rows, used = ctx.calls.backward(rows, tuple(gradients[k] for k in of), tensors, (ctx.order, of))
+        except ClosedError as error:
+            raise ClosedError(
+                f"cannot compute the gradients of {ctx.calls.name!r}: the runtime was closed since the forward pass. "
+                "Run the forward pass of this batch again, in the program; parameters and optimizer are as they were."
+            ) from error
+        is_used = [any(flags) for flags in zip(*(each for each in used if each is not None))]
+        found = iter([value if flag else None for value, flag in zip([*summed, *by_rows], is_used)])
+        return None, None, None, *(next(found) if is_wanted else None for is_wanted in ctx.needs_input_grad[3:])

@@ -9,15 +9,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any, NoReturn
 
 import torch
 
 from synk.torch import _state as states
-
-_MARK = attrgetter("_version", "requires_grad")
-"""Changes when a tensor is written into or frozen."""
 
 
 class Guard:
@@ -31,19 +28,19 @@ class Guard:
 
     def __init__(self, objects: Sequence[Any]) -> None:
         self._objects, self._hooks = objects, list[Any]()
-        self._names = ", ".join(type(obj).__name__ for obj in objects)
         self.note_alike()
 
     def note_alike(self) -> None:
         """Note that the program's objects are like those of the workers now."""
         self.set_behind(False)
         self._owners = [(name, own, {**own}) for name, own in _owners(self._objects)]
-        self._values = [value for _, _, before in self._owners for value in before.values()]
-        self._tensors = [each for obj in self._objects if states.is_module(obj) for each in states.tensors_of(obj)]
-        rates = [pair for group in self._groups() for pair in group.items() if isinstance(pair[1], torch.Tensor)]
-        self._tensors += rates
-        self._sizes = [len(group["params"]) for group in self._groups()]
-        self._marks = [_MARK(tensor) for _, tensor in self._tensors]
+        self._values = [value for *_, before in self._owners for value in before.values()]
+        self._watched = [
+            (f"{key!r} of {name}", value, _mark(value))
+            for name, _, before in self._owners
+            for key, value in before.items()
+            if isinstance(value, (torch.Tensor, list))
+        ]
 
     def set_behind(self, is_behind: bool) -> None:
         """Refuse the use of the program's objects from now on, or allow it."""
@@ -73,40 +70,40 @@ class Guard:
                 for key in {**before, **own}:
                     if key != "_opt_called" and not _is_same(own.get(key, self), before.get(key, self)):
                         return f"{key!r} of {name}"
-        if [len(group["params"]) for group in self._groups()] != self._sizes:
-            return "the parameters of an optimizer's groups"
-        changed = [repr(name) for (name, tensor), mark in zip(self._tensors, self._marks) if _MARK(tensor) != mark]
-        return changed[0] if changed else ""
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return [group for obj in self._objects if states.is_optimizer(obj) for group in obj.param_groups]
+        return next((name for name, value, mark in self._watched if _mark(value) != mark), "")
 
     def __call__(self, *args: Any) -> NoReturn:
         """Refuse the use of an object, as its hook."""
         raise ValueError(
-            f"cannot use {self._names} in the program: the workers' copies "
-            "are newer. Call rep.pull() first, where rep is what replicate() has returned; `with rep.here():` also "
-            "sends what you change."
+            f"cannot use {states.names_of(self._objects)} in the program: the workers' copies are newer. Call "
+            "rep.pull() first, where rep is what replicate() has returned; `with rep.here():` also sends what you "
+            "change."
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         # Hooks travel in pickles and copies of their modules.
         raise ValueError(
-            f"cannot pickle or copy {self._names}: the workers' copies are newer. In the body of a step use its own "
-            "parameters instead of the program's objects; elsewhere call rep.pull() first."
+            f"cannot pickle or copy {states.names_of(self._objects)}: the workers' copies are newer. In the body of a "
+            "step use its own parameters instead of the program's objects; elsewhere call rep.pull() first."
         )
 
 
 def _owners(objects: Sequence[Any]) -> Iterator[tuple[str, dict[Any, Any]]]:
     """Yield the dicts that hold what a program may replace, each with the name of what it belongs to."""
-    for part in states.parts_of(objects):
-        for own in (vars(part), part._parameters, part._buffers, part._modules):
-            yield type(part).__name__, own
     for obj in objects:
-        yield type(obj).__name__, vars(obj)
-        if states.is_optimizer(obj):
-            yield from ((f"group {k} of {type(obj).__name__}", group) for k, group in enumerate(obj.param_groups))
+        name = type(obj).__name__
+        yield name, vars(obj)
+        for path, part in obj.named_modules() if states.is_module(obj) else ():
+            for own in (vars(part), part._parameters, part._buffers, part._modules):
+                yield f"{name}.{path}" if path else name, own
+        for number, group in enumerate(obj.param_groups if states.is_optimizer(obj) else ()):
+            yield f"group {number} of {name}", group
 
 
 def _is_same(one: Any, other: Any) -> bool:
     return one is other or (type(one) is type(other) and (states.is_plain(one) or type(one) is tuple) and one == other)
+
+
+def _mark(value: Any) -> Any:
+    """Return what changes when a tensor is written into or frozen, or a list grows, such as that of the groups."""
+    return (value._version, value.requires_grad) if isinstance(value, torch.Tensor) else len(value)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import pickle
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,8 +18,7 @@ import torch
 
 from synk._rank.pickling import HostPickler
 from synk.communicators._comm import comm
-from synk.torch._apart import Apart, load_joined
-from synk.torch._module_parts import dump_apart
+from synk.torch._module_parts import Apart, dump_apart, load_joined
 from synk.torch._rank import seed_generators
 
 
@@ -36,10 +34,10 @@ class Pass(NamedTuple):
     names : tuple of str
         The names of its parameters and then of its buffers, in the order in which they come.
     num_parameters : int
-    arguments : list of bytes
-        Pickled dicts of the arguments by the names of ``forward``, without their tensors.
-    wants : list of tuple of int
-        The parameters, the whole tensors and the tensors with rows that need gradients, by their numbers.
+    arguments : bytes
+        The arguments, pickled without their tensors.
+    wants : tuple of bool
+        Which parameters, tensors without axes and tensors with rows need gradients.
     has_grad : bool
         Whether autograd is on in the program.
     autocast : torch.dtype or None
@@ -52,8 +50,8 @@ class Pass(NamedTuple):
     module: bytes
     names: tuple[str, ...]
     num_parameters: int
-    arguments: list[bytes]
-    wants: list[tuple[int, ...]]
+    arguments: bytes
+    wants: tuple[bool, ...]
     has_grad: bool
     autocast: torch.dtype | None
     seed: tuple[int, int]
@@ -97,27 +95,22 @@ class _Outputs(Apart, HostPickler):
 
 
 class _Run:
-    """One run of the module: its ``result``, the ``leaves`` that need gradients, the ``buffers`` after it."""
+    """One run of the module: its ``outputs``, the ``leaves`` that need gradients, the ``buffers`` after it."""
 
-    def __init__(
-        self,
-        order: Pass,
-        rows: Sequence[torch.Tensor],
-        tensors: Sequence[torch.Tensor],
-        whole: Sequence[torch.Tensor],
-    ) -> None:
-        pairs = zip((tensors, whole, rows), order.wants)
-        self.leaves = [given[number].requires_grad_() for given, numbers in pairs for number in numbers]
+    def __init__(self, order: Pass, rows: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+        num_whole = len(order.wants) - len(rows)  # the parameters, and the tensors without axes
+        parameters, whole = tensors[: order.num_parameters], tensors[order.num_parameters : num_whole]
+        wants = zip((*tensors[:num_whole], *rows), order.wants)
+        self.leaves = [tensor.requires_grad_() for tensor, is_wanted in wants if is_wanted]
         module = _loaded(order.owner, order.module, order.num_parameters)
-        call = inspect.signature(module.module.forward).bind_partial()
-        for part in order.arguments:
-            call.arguments.update(load_joined(part, lambda place: (whole if place[0] else rows)[place[1]]))
-        values = {f"module.{name}": tensor for name, tensor in zip(order.names, tensors)}
+        args, kwargs = load_joined(order.arguments, lambda place: (rows if place[0] else whole)[place[1]])
+        named = zip(order.names, (*parameters, *tensors[num_whole:]))
+        values = {f"module.{name}": tensor for name, tensor in named}
         seed_generators(*order.seed, comm.ranks[comm.rank])
         is_cast = order.autocast is not None
         cast = torch.autocast(rows[0].device.type, order.autocast) if is_cast else contextlib.nullcontext()
         with torch.set_grad_enabled(order.has_grad), cast:
-            result = torch.func.functional_call(module, values, call.args, call.kwargs)
+            result = torch.func.functional_call(module, values, args, kwargs)
         self.buffers = tuple(value.detach() for value in list(values.values())[order.num_parameters :])
         self.outputs: list[torch.Tensor] = []
 
@@ -128,23 +121,23 @@ class _Run:
         self.nesting, _ = dump_apart("the outputs of DataParallel", result, place, _Outputs)
 
 
-def forward(rows: Any, tensors: Any, whole: Any, order: Order) -> Any:
+def forward(rows: Any, tensors: Any, order: Order) -> Any:
     """Return the outputs for this rank's rows, the buffers after the pass, and how the outputs are nested."""
-    run = _Run(pickle.loads(order.data), rows, tensors, whole)
+    run = _Run(pickle.loads(order.data), rows, tensors)
     for output in run.outputs:
         _check_rows(output, len(rows[0]))
     flags = [output.requires_grad for output in run.outputs]
     return tuple(output.detach() for output in run.outputs), run.buffers, (run.nesting, flags)
 
 
-def backward(rows: Any, gradients: Any, tensors: Any, whole: Any, order: Order, of: tuple[int, ...]) -> Any:
+def backward(rows: Any, gradients: Any, tensors: Any, order: tuple[Order, tuple[int, ...]]) -> Any:
     """Return this rank's part of the sums, the gradients of its rows, and which leaves were used.
 
-    ``of`` are the numbers of the outputs that ``gradients`` belong to.
+    The numbers behind the order are those of the outputs that ``gradients`` belong to.
     """
-    given: Pass = pickle.loads(order.data)
-    run = _Run(given, rows, tensors, whole)
-    pairs = [(run.outputs[k], gradient) for k, gradient in zip(of, gradients) if run.outputs[k].requires_grad]
+    given: Pass = pickle.loads(order[0].data)
+    run = _Run(given, rows, tensors)
+    pairs = [(run.outputs[k], gradient) for k, gradient in zip(order[1], gradients) if run.outputs[k].requires_grad]
     found: Sequence[Any] = [None] * len(run.leaves)
     if pairs:
         outputs, own = zip(*pairs)
@@ -157,7 +150,7 @@ def backward(rows: Any, gradients: Any, tensors: Any, whole: Any, order: Order, 
     values = tuple(
         torch.zeros_like(leaf) if gradient is None else gradient for leaf, gradient in zip(run.leaves, found)
     )
-    num_summed = len(run.leaves) - len(given.wants[2])
+    num_summed = sum(given.wants[: len(given.wants) - len(rows)])
     used = np.array([gradient is not None for gradient in found], np.uint8)
     return values[:num_summed], values[num_summed:], used
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import importlib
@@ -17,20 +16,18 @@ import optree
 import torch
 
 from synk._wire.cell import cell
-from synk._wire.residents import resolve_resident
 from synk.communicators._comm import comm
 from synk.torch import _checkpoint as checkpoints
 from synk.torch import _state as states
 from synk.torch._adjoints import losses
 from synk.torch._batchnorm import synchronize
-from synk.torch._reduction import LOST, GradientSum, Options
+from synk.torch._reduction import GradientSum, Options
 from synk.torch._undo import Undo
-from synk.torch._without_draws import SeenFromOutside, modes_kept
 
 _MASK = (1 << 64) - 1
 
 
-class RankReplica(SeenFromOutside):
+class RankReplica:
     """The replicated objects of one rank, loaded from one pickle.
 
     Attributes
@@ -45,11 +42,10 @@ class RankReplica(SeenFromOutside):
         self.objects = tuple(objects)
         self.options = options
         self.num_steps = num_steps
-        self._hooks = gradient_hooks(states.parameters_of(objects))
 
     def __getstate__(self) -> dict[str, Any]:
         return {
-            **{name: getattr(self, name) for name in ("objects", "options", "num_steps", "_hooks")},
+            **{name: getattr(self, name) for name in ("objects", "options", "num_steps")},
             "others": {k: left_out_of(obj) for k, obj in enumerate(self.objects) if states.is_optimizer(obj)},
             "gradients": [parameter.grad for parameter in states.parameters_of(self.objects)],
         }
@@ -61,9 +57,7 @@ class RankReplica(SeenFromOutside):
             vars(self.objects[index]).update(attributes)
         for parameter, gradient in zip(states.parameters_of(self.objects), gradients):
             parameter.grad = gradient
-        _load_torch(is_worker=cell.worker is not None and self.options.is_own_process)
         _bring_to_device(self.objects)
-        _hook_gradients(states.parameters_of(self.objects), self._hooks)
         self._reduction = GradientSum(self.objects, self.options)
         self._undo = Undo(self.objects, self._reduction)
         for obj in self.objects:
@@ -79,13 +73,19 @@ class RankReplica(SeenFromOutside):
         if trains and self.num_steps and not self.num_steps & (self.num_steps - 1):
             self._check_alike()
         seed_generators(self.options.seed, self.num_steps if trains else -1 - self.num_steps, cell.worker.number)
-        return self._run(fn, trains, args, kwargs)
+        return self.run_as_is(fn, trains, args, kwargs)
 
-    def _run(self, fn: Callable[..., Any], trains: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_as_is(self, fn: Callable[..., Any], trains: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do the same with the process's random numbers as they are."""
         try:
             if not trains:
-                with torch.no_grad(), modes_kept(self.objects):
-                    return _detached(fn(*self.objects, *args, **kwargs))
+                flags = [(part, part.training) for part in states.parts_of(self.objects)]
+                try:
+                    with torch.no_grad():
+                        return _detached(fn(*self.objects, *args, **kwargs))
+                finally:
+                    for part, flag in flags:
+                        part.training = flag
             # An interrupt may have broken off the exit of a no_grad() in an earlier call, and left grad mode off.
             torch.set_grad_enabled(cell.worker.settings.told("grad mode", torch.is_grad_enabled()))
             self._reduction.begin()
@@ -97,6 +97,29 @@ class RankReplica(SeenFromOutside):
         self.num_steps += 1
         self._undo.notice_end()
         return _detached(result)
+
+    def run_shown(self, fn: Callable[..., Any], *call: Any) -> Any:
+        """Run with the process's random numbers as they are. Return the result and the gradients.
+
+        If the step leaves none: how far it has moved the parameters.
+        """
+        parameters = states.parameters_of(self.objects)
+        before = [each.detach().clone() for each in parameters]
+        result = self.run_as_is(fn, *call)
+        moves = [each.grad for each in parameters if each.grad is not None]
+        moves = moves or [now.detach() - old for now, old in zip(parameters, before)]
+        flat = [each.to("cpu", torch.float64).reshape(-1) for each in moves]
+        return result, torch.cat([*flat, torch.zeros(0, dtype=torch.float64)]).numpy()
+
+    def run_shown_in_eval(self, fn: Callable[..., Any], *call: Any) -> Any:
+        """Do the same with all modules in ``eval()``, now and later, also if the function calls ``train()``.
+
+        Then neither draws nor a batch's statistics decide what they return.
+        """
+        for part in states.parts_of(self.objects):
+            part.training = False
+            part.__dict__["train"] = functools.partial(_stay, part)
+        return self.run_shown(fn, *call)
 
     def __synk_keep__(self) -> Callable[[], bytes | None]:
         """Return a function that undoes the step that is about to begin; see ``synk.torch._undo``."""
@@ -133,16 +156,11 @@ class RankReplica(SeenFromOutside):
         return dump(self) if comm.rank == 0 else None
 
     def take(self, state: bytes) -> None:
-        """Take over the state of the program's objects. Gradients that this rank has kept back are gone."""
-        load(self, {**pickle.loads(state), "share": self._reduction.share})
+        """Take over the state of the program's objects."""
+        load(self, pickle.loads(state))
 
     def checkpoint(self) -> Any:
         """Return this rank's part of a checkpoint."""
-        if self._reduction.share is not None:
-            raise ValueError(
-                "cannot save: gradients are kept back by no_sync(), and no state_dict has them. Save after the step "
-                "that reduces them."
-            )
         generators = checkpoints.plain(checkpoints.rank_generators())
         own = [obj.state_dict() for obj in self.objects] if comm.rank == 0 else []
         numbers = {"num_steps": self.num_steps, "seed": self.options.seed}
@@ -155,69 +173,15 @@ class RankReplica(SeenFromOutside):
     def tell_steps(self) -> int:
         return self.num_steps
 
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which gradients are not reduced: each rank keeps its own."""
-        return self._reduction.postponed()
-
-
-class OnRank:
-    """The object that stands for a ``Replicated`` inside the body."""
-
-    def __init__(self, resident: Any) -> None:
-        self._resident = resident
-
-    def no_sync(self) -> Any:
-        return self._resident.value.no_sync()
-
-    @property
-    def num_steps(self) -> int:
-        return int(self._resident.value.num_steps)
-
-
-def on_rank(resident_id: int) -> OnRank:
-    """Return the object that a pickled ``Replicated`` becomes on a worker."""
-    return OnRank(resolve_resident(resident_id))
-
-
-def gradient_hooks(parameters: Sequence[torch.Tensor]) -> dict[int, tuple[list[Any], list[Any]]]:
-    """Return the hooks of parameters by position: those that run before a gradient is accumulated, and those after.
-
-    Pickles of parameters leave hooks out, so they travel beside the parameters.
-    """
-    hooks: dict[int, tuple[list[Any], list[Any]]] = {}
-    for index, parameter in enumerate(parameters):
-        before = list((parameter._backward_hooks or {}).values())
-        after = list((parameter._post_accumulate_grad_hooks or {}).values())
-        if before or after:
-            hooks[index] = before, after
-    return hooks
-
-
-def _hook_gradients(parameters: Sequence[torch.Tensor], hooks: dict[int, tuple[list[Any], list[Any]]]) -> None:
-    """Register hooks that ``gradient_hooks`` returned."""
-    for index, (before, after) in hooks.items():
-        parameter = parameters[index]
-        is_trained = parameter.requires_grad
-        parameter.requires_grad_()  # torch accepts hooks only on tensors that require grad
-        for hook in before:
-            parameter.register_hook(hook)
-        for hook in after:
-            parameter.register_post_accumulate_grad_hook(hook)
-        parameter.requires_grad_(is_trained)
-
 
 def _is_apart(parameter: torch.Tensor, num_steps: int) -> bool:
     """Whether the ranks' values differ by more than rounding, which depends on the alignment of memory."""
-    if not (parameter.is_floating_point() or parameter.is_complex()):
-        return True
-    values = torch.view_as_real(parameter) if parameter.is_complex() else parameter
-    values = values.double()
-    others = values.where(~values.isfinite(), 0).nan_to_num(1, 2, 3)  # which of them are no numbers, and in which way
-    pair = torch.stack([values.where(values.isfinite(), 0), others])
-    highest, lowest = comm.all_reduce(pair, "max"), comm.all_reduce(pair, "min")
-    size = torch.maximum(highest[0].abs(), lowest[0].abs()).max()
-    apart, otherwise = (highest - lowest).reshape(2, -1).amax(1)
-    return bool(otherwise or apart > 8 * num_steps * torch.finfo(parameter.dtype).eps * size)
+    first = torch.as_tensor(comm.broadcast(parameter))
+    bound = 0.0
+    if parameter.is_floating_point() or parameter.is_complex():
+        bound = 8 * num_steps * torch.finfo(parameter.dtype).eps * float(first.abs().nan_to_num(0, 0, 0).max())
+    is_near = torch.allclose(parameter, first, rtol=0, atol=bound, equal_nan=True)
+    return bool(comm.all_reduce(np.array([not is_near]), "max")[0])
 
 
 def _digest(parameter: torch.Tensor) -> int:
@@ -234,22 +198,20 @@ def left_out_of(optimizer: Any) -> dict[str, Any]:
     }
 
 
-@functools.cache
-def _load_torch(*, is_worker: bool) -> None:
+def _prepare_worker() -> None:
     """Load what optimizers import at their first use, where an interrupt could break the import off.
 
-    In a worker all objects that there are now are taken from the garbage collector, which would look through the
-    hundreds of thousands of them in the first step.
+    All objects that there are then, hundreds of thousands, are taken from the garbage collector, which would look
+    through them in the first step. Replicas come later, so those that are dropped are freed.
     """
     with cell.uninterrupted():
         importlib.import_module("torch._dynamo")
-    if is_worker:
-        gc.freeze()
+    gc.freeze()
 
 
 def dump(replica: RankReplica) -> dict[str, Any]:
     """Return the state of all objects."""
-    numbers = {"num_steps": replica.num_steps, "seed": replica.options.seed, "share": replica._reduction.share}
+    numbers = {"num_steps": replica.num_steps, "seed": replica.options.seed}
     return {**numbers, "objects": states.dump(replica.objects)}
 
 
@@ -257,9 +219,6 @@ def load(replica: RankReplica, state: dict[str, Any]) -> None:
     """Bring the objects into a state that another rank or the program had."""
     replica.num_steps = state["num_steps"]
     replica.options = replace(replica.options, seed=state["seed"])
-    # The state comes from elsewhere, and gradients that were kept back belong to the rank that computed them. So this
-    # rank's are lost, and the next reduction of them raises an error.
-    replica._reduction.share = None if state["share"] is None else LOST
     states.load(replica.objects, state["objects"])
     _wait_for_device()
 
@@ -293,6 +252,11 @@ def seed_generators(seed: int, step: int, stream: int) -> None:
     torch.default_generator.manual_seed(mixed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(mixed)
+
+
+def _stay(module: torch.nn.Module, mode: bool = True) -> torch.nn.Module:
+    """Take the place of ``module.train``."""
+    return module
 
 
 def _detached(value: Any) -> Any:
@@ -382,3 +346,7 @@ def total(value: torch.Tensor) -> torch.Tensor:
         ``value * all_rows / rows``.
     """
     return value * (comm.total_rows / comm.rows)
+
+
+if cell.worker is not None:  # a worker imports this for its first replica, before it loads the objects
+    _prepare_worker()

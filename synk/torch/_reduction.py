@@ -18,10 +18,10 @@ communicator drops them when the next call begins, and that call expects all gra
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -29,9 +29,6 @@ import torch
 from synk._wire.cell import cell
 from synk.communicators._comm import comm
 from synk.torch import _state as states
-
-LOST = -1.0
-"""Stands for the share of rows of a rank whose kept-back gradients are lost."""
 
 
 @dataclass(frozen=True)
@@ -42,18 +39,6 @@ class Options:
     sync_batchnorm: bool
     bucket_nbytes: int
     overlap: bool | str
-    is_own_process: bool
-    """Whether ranks are processes of their own."""
-
-    def is_overlapping(self) -> bool:
-        """Whether this rank reduces gradients while the backward pass goes on.
-
-        By default it does not if batch norms communicate during the backward pass: ranks that use different parameters
-        would then begin collectives of both kinds in different orders.
-        """
-        if self.overlap == "auto":
-            return bool(cell.worker.backend.is_device) and not self.sync_batchnorm
-        return bool(self.overlap)
 
 
 def _weakly(method: Callable[..., None], index: int) -> Callable[..., None]:
@@ -72,13 +57,7 @@ def _weakly(method: Callable[..., None], index: int) -> Callable[..., None]:
 
 
 class GradientSum:
-    """Sums the gradients of the parameters of some modules over the ranks of a call.
-
-    Attributes
-    ----------
-    share : float or None
-        The share of the rows with which gradients are kept back; None if none are, ``LOST`` if they are gone.
-    """
+    """Sums the gradients of the parameters of some modules over the ranks of a call."""
 
     def __init__(self, objects: Sequence[Any], options: Options) -> None:
         self._parameters = states.parameters_of(objects)
@@ -86,15 +65,11 @@ class GradientSum:
         self._hooked: set[int] = set()  # positions of the parameters that have hooks
         self._fired: set[int] = set()  # positions of those with a gradient that was not reduced yet
         self._is_running = False
-        self._is_postponed = False
         self._pass = -1  # the backward pass at whose end gradients will be reduced
         self._buckets: list[Bucket] = []
-        self._num_ranks, self._call_share = 1, 1.0  # in this call
+        self._bucket_of: dict[int, Bucket] = {}
+        self._num_ranks, self._share = 1, 1.0  # in this call: how many there are, and this one's share of the rows
         self._is_overlapping = False
-        self._missing: list[set[int]] = []  # by bucket, the parameters whose gradients this pass has not brought yet
-        self._bucket_of: dict[int, int] = {}
-        self._num_started = 0
-        self.share: float | None = None
         self.notice_reduction: Callable[[], None] = lambda: None  # called before the ranks communicate
         # The gradients at the start of the call, as weak references with versions. The user may free one in the call.
         self._found: list[Any] = []
@@ -120,8 +95,6 @@ class GradientSum:
     def _keep(self, index: int, *_: Any) -> None:
         """Save a gradient that is about to be added to."""
         if self._is_running and index not in self._kept:
-            if self.share == LOST and all(parameter.grad is None for parameter in self._parameters):
-                self.share = None  # the user has called zero_grad(), so nothing that was lost can be reduced any more
             gradient = self._parameters[index].grad
             self._kept[index] = None if gradient is None else gradient.clone(), self._is_as_found(index)
 
@@ -138,29 +111,23 @@ class GradientSum:
                 parameter.register_hook(_weakly(self._keep, index))
                 parameter.register_post_accumulate_grad_hook(_weakly(self._note, index))
                 self._hooked.add(index)
-        self._is_running, self._is_postponed, self._pass = True, False, -1
-        # What an earlier call kept back is reduced now, too. A sum among it stays the same: the shares sum to 1.
-        kept_back = [] if self.share is None else self._parameters
-        self._fired = {index for index, each in enumerate(kept_back) if each.grad is not None}
+        self._is_running, self._pass = True, -1
+        self._fired.clear()
         self._num_ranks = comm.world_size
-        self._call_share = comm.rows / comm.total_rows if comm.total_rows else 1 / self._num_ranks
-        self._is_overlapping = self._num_ranks > 1 and self._options.is_overlapping()
-        if self._is_overlapping:
-            self._make_buckets()
-            self._expect_all()
+        self._share = comm.rows / comm.total_rows if comm.total_rows else 1 / self._num_ranks
+        is_overlapping = self._options.overlap
+        if is_overlapping == "auto":
+            # Batch norms that communicate meanwhile would mix two kinds of collectives, in other orders on other ranks.
+            is_overlapping = cell.worker.backend.is_device and not self._options.sync_batchnorm
+        self._is_overlapping = self._num_ranks > 1 and bool(is_overlapping)
+        if self._num_ranks > 1 and not self._buckets:
+            self._buckets = Bucket.split(self._parameters, self._options.bucket_nbytes)
+            self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.indices}
+        self._expect_all()
 
     def end(self) -> None:
         """End the call: the hooks, which stay registered, do nothing until the next one."""
         self._is_running = False
-
-    @contextlib.contextmanager
-    def postponed(self) -> Iterator[None]:
-        """Leave gradients as they are while the body runs. The next backward pass outside of it reduces them."""
-        before, self._is_postponed = self._is_postponed, True
-        try:
-            yield
-        finally:
-            self._is_postponed = before
 
     def _note(self, index: int, parameter: torch.Tensor) -> None:
         """Note that a gradient is there. The first one of a pass makes autograd call ``_reduce`` at the end of it."""
@@ -182,95 +149,56 @@ class GradientSum:
         if current != self._pass:
             self._pass = current
             torch.autograd.Variable._execution_engine.queue_callback(self._reduce)
-        if self._is_overlapping and not self._is_postponed:
+        if self._is_overlapping:
             self._start_full(index)
 
     def _expect_all(self) -> None:
         """Begin a pass, which may bring the gradients of all parameters that have hooks."""
-        self._num_started = 0
-        self._missing = [bucket.indices & self._hooked for bucket in self._buckets]
+        for bucket in self._buckets:
+            bucket.expect(self._hooked)
 
     def _start_full(self, index: int) -> None:
-        """Note a gradient, and start the buckets that are full now, which also advances those that were started.
+        """Note a gradient, and start the buckets that are full now.
 
         A bucket starts after all buckets before it, so that all ranks begin the collectives in one order.
         """
-        position = self._bucket_of[index]
-        if position < self._num_started:
+        bucket = self._bucket_of[index]
+        if bucket.is_started:
             raise ValueError(
                 "cannot overlap the reduction with the backward pass: got the gradient of a parameter twice, expected "
                 "once, because its sum over the ranks has been started (a layer used inside and outside of "
                 "torch.utils.checkpoint, or a backward pass that was broken off). Use replicate(..., overlap=False)."
             )
-        self._missing[position].discard(index)
-        while self._num_started < len(self._buckets) and not self._missing[self._num_started]:
-            for bucket in self._buckets[: self._num_started]:
-                bucket.test()
-            self._buckets[self._num_started].start(self._own_share(), self._fired)
-            self._num_started += 1
-
-    def _make_buckets(self) -> None:
-        if not self._buckets:
-            self._buckets = Bucket.split(self._parameters, self._options.bucket_nbytes)
-            self._bucket_of = {index: k for k, bucket in enumerate(self._buckets) for index in bucket.indices}
-
-    def _own_share(self) -> float:
-        """Return this rank's share of the rows, which must be that of the call that kept gradients back, if any.
-
-        Raises
-        ------
-        ValueError
-            If the shares differ, or the gradients are lost.
-        """
-        share = self._call_share
-        if self.share == LOST:
-            raise ValueError(
-                "cannot reduce gradients that were kept back by no_sync(): those of this rank are gone with a worker "
-                "that died, a batch in which the rank had no rows, or a push(). Call zero_grad() and begin with the "
-                "first of these batches again."
-            )
-        if self.share is not None and self.share != share:
-            raise ValueError(
-                f"cannot reduce gradients that were kept back by no_sync(): this rank had {self.share:.4g} of the rows "
-                f"then and has {share:.4g} now, expected the same share, because the sum would weigh rows differently. "
-                "Accumulate over batches of one size."
-            )
-        return share
+        bucket.missing.discard(index)
+        for bucket in takewhile(lambda each: not each.missing, self._buckets):
+            if not bucket.is_started:
+                bucket.start(self._share, self._fired)
 
     def _reduce(self) -> None:
-        """End a backward pass: reduce the gradients, or note that they are kept back. Called by autograd."""
+        """End a backward pass: reduce the gradients. Called by autograd."""
         self._pass = -1
-        share = self._own_share()
-        if self._is_postponed:
-            self.share = share
-            return
-        self.share = None
         # While ranks communicate an interrupt is raised at once, because a rank that waits for a dead one must stop.
         cell.worker.hold_back(False)
-        self._sum_up(share)
+        self._sum_up()
         # From here on this rank can finish the step by itself. A fault on another rank must not leave the step half
         # done, so an interrupt is held back until the step ends or the ranks communicate again.
         cell.worker.hold_back(True)
 
-    def _sum_up(self, share: float) -> None:
+    def _sum_up(self) -> None:
         """Sum the gradients over the ranks."""
         self.notice_reduction()
         for index in range(len(self._parameters)):
             self._keep(index)  # before a sum replaces it: parameters that only other ranks used had no hook called
-        if self._is_overlapping:
-            for bucket in self._buckets[self._num_started :]:
-                bucket.start(share, self._fired)
-            for bucket in self._buckets:
-                bucket.finish()
-            self._expect_all()
-        elif self._num_ranks > 1:
-            self._make_buckets()
-            for bucket in self._buckets:
-                bucket.reduce(share, self._fired)
+        for bucket in self._buckets if self._is_overlapping else ():
+            if not bucket.is_started:
+                bucket.start(self._share, self._fired)
+        for bucket in self._buckets if self._num_ranks > 1 else ():
+            bucket.finish(self._share, self._fired)
         used = self._buckets[-1].flags() if self._num_ranks > 1 and self._buckets else []
         for bucket in self._buckets if used else ():
             bucket.give_back(used)
         self._fired.clear()
+        self._expect_all()
 
 
 class Bucket:
@@ -278,7 +206,16 @@ class Bucket:
 
     The buffer is made once and lives as long as the bucket. Gradients are copied in and out, so ``parameter.grad`` is
     never a view of it.
+
+    Attributes
+    ----------
+    indices : set of int
+        The positions of its parameters.
+    missing : set of int
+        Those whose gradients the pass has not brought yet.
     """
+
+    missing: set[int]
 
     def __init__(self, parameters: Sequence[tuple[int, torch.Tensor]], num_flags: int) -> None:
         self.indices = {index for index, _ in parameters}
@@ -291,7 +228,7 @@ class Bucket:
         self._parts = [part.view(parameter.shape) for part, (_, parameter) in zip(parts, parameters)]
         # The whole buffer. On the CPU it is an array, because small operations on arrays cost less.
         self._memory: Any = flat.numpy() if first.device.type == "cpu" else flat
-        self._request: Any = None
+        self._request: Any = None  # of a sum that was started
 
     @staticmethod
     def split(parameters: Sequence[torch.Tensor], nbytes: int) -> list[Bucket]:
@@ -310,24 +247,26 @@ class Bucket:
         found += kinds.values()
         return [Bucket(each, len(parameters) if each is found[-1] else 0) for each in found]
 
-    def reduce(self, share: float, fired: set[int]) -> None:
-        """Sum the gradients over the ranks, weighted by their shares of the rows."""
-        self._fill(share, fired)
-        comm.all_reduce(self._memory, "sum", out=self._memory)
+    @property
+    def is_started(self) -> bool:
+        return self._request is not None
+
+    def expect(self, hooked: set[int]) -> None:
+        """Begin a pass, which may bring the gradients of these parameters."""
+        self._request, self.missing = None, self.indices & hooked
 
     def start(self, share: float, fired: set[int]) -> None:
-        """Start the sum; ``finish`` completes it. Until then the buffer belongs to the communicator."""
+        """Start to sum the gradients over the ranks. Until the end the buffer belongs to the communicator."""
         self._fill(share, fired)
         self._request = comm.all_reduce(self._memory, "sum", out=self._memory, async_op=True)
 
-    def test(self) -> None:
-        """Advance the sum as far as the other ranks have come. On the CPU nothing else advances it."""
-        self._request.test()
-
-    def finish(self) -> None:
-        """Wait for the sum."""
-        self._request.wait()
-        self._request = None
+    def finish(self, share: float, fired: set[int]) -> None:
+        """Sum the gradients over the ranks, weighted by their shares of the rows, or wait for what was started."""
+        if self._request is not None:
+            self._request.wait()
+        else:
+            self._fill(share, fired)
+            comm.all_reduce(self._memory, "sum", out=self._memory)
 
     def _fill(self, share: float, fired: set[int]) -> None:
         """Copy the gradients into the buffer, multiplied by this rank's share of the rows, and set the flags."""

@@ -19,14 +19,12 @@ import torch
 
 from synk._api.current import current
 from synk._api.runtime import Runtime
-from synk._code.handles import Handle
 from synk._processes.output import warn_at_users_line
 from synk._pure import files
 from synk._pure.generators import generator_states
 from synk._pure.output_ops import DEFAULT_OP
 from synk._pure.tracebacks import verb
 from synk._wire.parcels import dumps
-from synk.errors import ReentrancyError
 from synk.torch import _checkpoint, _rank, _state
 from synk.torch._guard import Guard
 from synk.torch._module_parts import check_memory, makings_of
@@ -76,7 +74,8 @@ def replicate(
         If there are no objects, or one has no ``state_dict``.
     ValueError
         If an optimizer has a parameter that belongs to no given module, a module has lazy parameters without a shape,
-        parameters or buffers that are different tensors share memory, or an option has a value that is not listed.
+        a parameter has a hook, parameters or buffers that are different tensors share memory, or an option has a value
+        that is not listed.
     SerializationError
         If the objects cannot be pickled.
 
@@ -108,8 +107,7 @@ def replicate(
     if not (isinstance(overlap, bool) or overlap == "auto"):
         raise ValueError(f"cannot replicate: got overlap={overlap!r}, expected 'auto', True or False.")
     runtime = current() if runtime is None else runtime
-    is_own_process = not runtime._session.workers.is_inline
-    options = Options(int(seed), bool(sync_batchnorm), int(bucket_mb * 1e6), overlap, is_own_process)
+    options = Options(int(seed), bool(sync_batchnorm), int(bucket_mb * 1e6), overlap)
     return Replicated(objects, options, runtime)
 
 
@@ -127,9 +125,15 @@ def _check_objects(objects: Sequence[Any]) -> None:
                 f"cannot replicate {type(obj).__name__}: it has lazy parameters without a shape, expected a model that "
                 "has run once. Call it with a batch first."
             )
+        for name, each in obj.named_parameters() if _state.is_module(obj) else ():
+            if each._backward_hooks or each._post_accumulate_grad_hooks:
+                raise ValueError(
+                    f"cannot replicate {type(obj).__name__}: its parameter {name!r} has a hook, expected none, because "
+                    "a pickle leaves it out and it would see the gradient of a worker's rows only. Remove it, and "
+                    "change the gradient in the body, after backward()."
+                )
     modules = [obj for obj in objects if _state.is_module(obj)]
-    names = ", ".join(type(obj).__name__ for obj in modules)
-    check_memory(f"replicate {names}", (pair for obj in modules for pair in _state.tensors_of(obj)))
+    check_memory(f"replicate {_state.names_of(modules)}", (pair for obj in modules for pair in _state.tensors_of(obj)))
     known = {id(parameter) for parameter in _state.parameters_of(objects)}
     for obj in filter(_state.is_optimizer, objects):
         for number, group in enumerate(obj.param_groups):
@@ -142,7 +146,7 @@ def _check_objects(objects: Sequence[Any]) -> None:
                 )
 
 
-class Replicated(Handle):
+class Replicated:
     """Objects with a copy on every rank, all alike. Made by :func:`synk.torch.replicate`.
 
     The program's own objects stay as they are until :meth:`pull`. A program that uses them while they are behind, or
@@ -167,17 +171,11 @@ class Replicated(Handle):
         self._num_steps: int | None = 0  # None: a step has failed, and the ranks know whether it counted
         self._num_here = 0  # the steps that the program's objects have seen
         self._resident = runtime.resident(
-            _rank.RankReplica(objects, options), name=self._names, dump=_rank.dump, load=_rank.load
+            _rank.RankReplica(objects, options), name=_state.names_of(self._objects), dump=_rank.dump, load=_rank.load
         )
-        self._referent = None
-        self._reference = (_rank.on_rank, (self._resident._reference[1][0],))
         self._guard = Guard(self._objects)
         self._note_alike(0)
         runtime._session.guests[self] = None
-
-    @property
-    def _names(self) -> str:
-        return ", ".join(type(obj).__name__ for obj in self._objects)
 
     # -- functions ----------------------------------------------------------------------------------------------------
 
@@ -220,21 +218,6 @@ class Replicated(Handle):
             raise TypeError(f"cannot build a function: got {type(fn).__name__}, expected a callable.")
         return StepFunction(self, fn, outputs=outputs, bcast_inputs=bcast_inputs, trains=trains)
 
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context, inside the body, in which backward passes do not reduce gradients.
-
-        Each rank accumulates its own. The next backward pass outside of the context, in this call or a later one,
-        reduces the accumulated gradients.
-
-        Raises
-        ------
-        ReentrancyError
-            In the program.
-        """
-        raise ReentrancyError(
-            "cannot keep gradients back in the program: no_sync() can only be used in the function, around backward()."
-        )
-
     # -- the program's objects ----------------------------------------------------------------------------------------
 
     @property
@@ -275,12 +258,12 @@ class Replicated(Handle):
         """Send the program's objects to all ranks.
 
         Attributes that :meth:`pull` leaves to the workers stay as they are there, unless the program has changed one,
-        or a hook, or what the objects are made of. Then all of them begin again as the program has them.
+        or what the objects are made of. Then all of them begin again as the program has them.
 
         Raises
         ------
         ValueError
-            If the ranks' objects are newer, so that their steps would be lost.
+            If the ranks' objects are newer, so that their steps would be lost. Or as for ``replicate``.
         """
         with self._lock:
             is_lost = bool(self._resident._referent.lost)
@@ -289,6 +272,7 @@ class Replicated(Handle):
                     f"cannot push: the steps of the workers would be lost, since {self!r}. Call rep.pull() before you "
                     "change the program's objects; `with rep.here():` does both. rep.load(path) goes back to a file."
                 )
+            _check_objects(self._objects)
             num_steps = self._num_here if is_lost else self.num_steps
             if is_lost or self._makings() != self._made_of:
                 self._replace(num_steps)
@@ -310,7 +294,6 @@ class Replicated(Handle):
     def _replace(self, num_steps: int) -> None:
         """Give every rank new objects, made from the program's."""
         with self._guard.lifted():
-            _check_objects(self._objects)
             self._resident.set(_rank.RankReplica(self._objects, self._options, num_steps))
         self._note_alike(num_steps)
 
@@ -328,9 +311,9 @@ class Replicated(Handle):
             for obj in filter(_state.is_optimizer, self._objects)
         ]
         shapes = [(parameter.dtype, tuple(parameter.shape)) for parameter in parameters]
-        made_of = others, optimizers, _rank.gradient_hooks(parameters), shapes
+        made_of = others, optimizers, shapes
         tensors = [pair[1] for obj in filter(_state.is_module, self._objects) for pair in _state.tensors_of(obj)]
-        return makings_of(f"module {self._names!r}", made_of, tensors)
+        return makings_of(f"module {_state.names_of(self._objects)!r}", made_of, tensors)
 
     def _on_ranks(self, method: str, *given: Any) -> list[Any]:
         """Call a method of each rank's ``RankReplica``, and return what the ranks return."""
@@ -443,7 +426,7 @@ class Replicated(Handle):
         Raises
         ------
         ValueError
-            If gradients are kept back by ``no_sync()``, or the program has changed the objects and not sent them.
+            If the program has changed the objects and not sent them.
         """
         self._before_call(trains=False)
         ranks = self._on_ranks("checkpoint")
@@ -468,14 +451,8 @@ class Replicated(Handle):
         """
         _checkpoint.check(state, self._objects)
         with self._lock:
-            was_changed = bool(self._guard.difference())
             with self._guard.lifted():
-                try:
-                    _checkpoint.load_objects(self._objects, state)
-                except ValueError:  # all is as it was, but not what the guard looks at
-                    if not was_changed:
-                        self._guard.note_alike()
-                    raise
+                _checkpoint.load_objects(self._objects, state)
             self._options = replace(self._options, seed=state["seed"])
             self._replace(state["num_steps"])
             if len(state["ranks"]) == self._runtime.world_size:
@@ -492,8 +469,8 @@ class Replicated(Handle):
         except Exception as error:
             self._guard.set_behind(False)
             warn_at_users_line(
-                f"{self._names} could not be brought up to date before the runtime was closed, and holds what it held "
-                f"at the last pull: {error}",
+                f"{_state.names_of(self._objects)} could not be brought up to date before the runtime was closed, and "
+                f"holds what it held at the last pull: {error}",
                 RuntimeWarning,
             )
 
@@ -505,4 +482,4 @@ class Replicated(Handle):
             age = f"is {count} step{'s' * (count > 1)} old"
         else:
             age = "may be older than a step that has failed"
-        return f"<synk.torch.Replicated {self._names}: the program's copy {age}>"
+        return f"<synk.torch.Replicated {_state.names_of(self._objects)}: the program's copy {age}>"

@@ -26,6 +26,11 @@ def is_plain(value: Any) -> bool:
     return type(value) in _PLAIN or isinstance(value, np.generic)
 
 
+def names_of(objects: Sequence[Any]) -> str:
+    """Return the names of the objects' classes."""
+    return ", ".join(type(obj).__name__ for obj in objects)
+
+
 def is_module(obj: Any) -> bool:
     return isinstance(obj, torch.nn.Module)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,8 +21,7 @@ class StepFunction(Function[..., Any]):
     def __init__(self, replicated: Any, fn: Callable[..., Any], *, trains: bool, **options: Any) -> None:
         resident, objects = replicated._resident, replicated._objects
         body = body_of(fn, resident, objects, trains)
-        self._replicated, self._is_new = replicated, True
-        self._trains = trains
+        self._replicated, self._trains = replicated, trains
         updates = [resident] if trains else []
         self._fn = fn
         super().__init__(
@@ -64,15 +62,10 @@ class StepFunction(Function[..., Any]):
     def verify(self, /, *args: Any, **kwargs: Any) -> Any:
         """Compare the step with the serial one. The objects stay as they are, but for what is each worker's own.
 
-        If it draws random numbers, as dropout does, both run with all modules except batch norms in ``eval()``.
+        A step that draws random numbers, as dropout does, cannot be compared: the report says so.
         """
         self._replicated._before_call(trains=False)
-        report = self._by("_run").verify(*args, **kwargs)  # without a seed of its own, so that draws can be seen
-        if all(output.verdict != "random" for output in report.outputs):
-            return report
-        report = self._by("run_without_draws").verify(*args, **kwargs)
-        note = "Compared with all modules but batch norms in eval(): it draws random numbers (as dropout does)."
-        return dataclasses.replace(report, notes=(note, *report.notes))
+        return self._as_is().verify(*args, **kwargs)
 
     @contextlib.contextmanager
     def _counted(self, num_steps: int = 1) -> Iterator[None]:
@@ -93,12 +86,12 @@ class StepFunction(Function[..., Any]):
                 replicated._count(counted)
 
     def _alike(self, fn: Callable[..., Any], **options: Any) -> Function[..., Any]:
-        return self._by("_run")._alike(fn, **options)
+        return self._as_is()._alike(fn, **options)
 
-    def _by(self, method: str) -> Function[..., Any]:
-        """Return an ordinary function that calls another method of the replica."""
+    def _as_is(self) -> Function[..., Any]:
+        """Return an ordinary function that takes the step without seeds of its own, so that draws can be seen."""
         replicated = self._replicated
-        body = body_of(self._fn, replicated._resident, replicated._objects, self._trains, method=method)
+        body = body_of(self._fn, replicated._resident, replicated._objects, self._trains, method="run_as_is")
         return Function(body, self._options, replicated._runtime._session)
 
     def _hold_back(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: Any) -> Callable[[Any], None] | None:

@@ -10,7 +10,6 @@ The first step notices this, and they are kept from the second step on.
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable, Sequence
 from operator import is_
 from typing import Any
@@ -45,9 +44,7 @@ class Undo:
         ]
         self._structure = self._present_structure()
         self._parameters = states.parameters_of(objects)
-        self._draws, self._drawn = False, b""  # whether steps draw from the process's generators; their last states
-        self._early: set[int] = set()  # positions of parameters that steps change before they communicate
-        self._is_early = False  # whether optimizers step before the last communication
+        self._is_early = False  # whether steps change parameters before they communicate for the last time
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor, Any]] = {}
         # How many collectives the call had begun when it first changed a parameter; None if it has not changed one.
         self._num_before: int | None = None
@@ -65,31 +62,29 @@ class Undo:
         self._num_before, self._has_stepped = None, False
         self._before, self._flags = self._marks(), [each.requires_grad for each in self._parameters]
         self._reduction.keep()
-        early, is_early = self._early, self._is_early
-        tables = [(table, table.copy()) for table in self._tables]
-        buffers = [each for part in self._parts for each in part._buffers.values() if each is not None]
-        copies = self._copied([*buffers, *(self._parameters[index] for index in sorted(early))])
-        groups = [[*map(_copied_group, obj.param_groups)] for obj in self._optimizers]
+        is_early = self._is_early
+        lists = [(obj.param_groups, [*obj.param_groups]) for obj in self._optimizers]
+        groups = [group for _, kept in lists for group in kept]
+        tables = [(table, table.copy()) for table in (*self._tables, *groups)]
+        tensors = [each for part in self._parts for each in part._buffers.values() if each is not None]
+        tensors += [rate for group in groups for rate in group.values() if isinstance(rate, torch.Tensor)]
+        copies = self._copied([*tensors, *(self._parameters if is_early else ())])
         slots = [{key: copy.deepcopy(each) for key, each in obj.state.items()} for obj in self._optimizers if is_early]
         others = [copy.deepcopy(obj.state_dict()) for obj in self._others]
-        num_steps, share = replica.num_steps, self._reduction.share
-        generators = self._generators(num_steps)
+        num_steps, generators = replica.num_steps, rank_generators()
 
         def put_back() -> bytes | None:
             # The step may have been broken off at any line, and this runs later, when the master asks for a report. So
             # the parameters' versions and addresses decide whether the step has changed more than was kept.
-            if (self._has_stepped and not is_early) or self._changed() - early:
+            if not is_early and (self._has_stepped or self._has_changed()):
                 return None
-            for table, copied in tables:
+            for held, kept in lists:
+                held[:] = kept
+            for table, entries in tables:
                 table.clear()
-                table.update(copied)
-            for tensor, kept in copies:
-                self._write(tensor, kept)
-            for obj, its_groups in zip(self._optimizers, groups):
-                obj.param_groups[len(its_groups) :] = []
-                for group, copied in zip(obj.param_groups, its_groups):
-                    group.clear()
-                    group.update(_copied_group(copied))
+                table.update(entries)
+            for tensor, copied in copies:
+                self._write(tensor, copied)
             for obj, its_slots in zip(self._optimizers, slots):
                 obj.state.clear()
                 obj.state.update({key: copy.deepcopy(each) for key, each in its_slots.items()})
@@ -97,24 +92,11 @@ class Undo:
                 obj.load_state_dict(copy.deepcopy(state))
             for parameter, flag in zip(self._parameters, self._flags):
                 parameter.requires_grad_(flag)
-            replica.num_steps, self._reduction.share = num_steps, share
+            replica.num_steps = num_steps
             load_generators(generators)
             return self._reduction.put_back()
 
         return put_back
-
-    def _generators(self, num_steps: int) -> dict[str, Any]:
-        """Return the states of this process's generators if steps draw from them.
-
-        Whether they do is checked before steps 1, 2, 4, 8 and so on.
-        """
-        if not self._draws and num_steps & (num_steps - 1):
-            return {}
-        now = rank_generators()
-        seen = pickle.dumps(now)
-        self._draws = self._draws or self._drawn not in (b"", seen)
-        self._drawn = seen
-        return now
 
     def _copied(self, tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return tensors with copies of them: those of the last step where nobody has written since."""
@@ -146,15 +128,14 @@ class Undo:
     def notice_reduction(self) -> None:
         """Note that the ranks are about to communicate. Parameters that have changed by now are kept in later steps."""
         self._check_structure()
-        if self._num_before is None and self._changed():
+        if self._num_before is None and self._has_changed():
             self._num_before = -1
 
     def notice_end(self) -> None:
         """Note that the step has completed on this rank, and learn what later steps must keep."""
         self._check_structure()
         if self._num_before is not None and cell.worker.num_collectives > self._num_before:
-            self._early |= self._changed()
-            self._is_early = self._is_early or self._has_stepped
+            self._is_early = True
 
     def _present_structure(self) -> list[Any]:
         return [each for part in self._parts for own in (part._modules, part._parameters) for each in own.values()]
@@ -169,15 +150,9 @@ class Undo:
                 "`with rep.here():`."
             )
 
-    def _changed(self) -> set[int]:
-        """Return which parameters were written or moved since the step began."""
-        return {index for index, (now, was) in enumerate(zip(self._marks(), self._before)) if now != was}
+    def _has_changed(self) -> bool:
+        """Whether a parameter was written or moved since the step began."""
+        return self._marks() != self._before
 
     def _marks(self) -> list[Any]:
         return [(each._version, states.address(each)) for each in self._parameters]
-
-
-def _copied_group(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a group of an optimizer, with its parameters and with copies of other tensors, such as rates."""
-    copied = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
-    return {**copied, "params": [*group["params"]]}

@@ -22,15 +22,21 @@ def streams(seed: int, count: int) -> list[np.random.Generator]:
     return [np.random.default_rng(each) for each in np.random.SeedSequence(seed).spawn(count)]
 
 
-def test_ranks_draw_from_spawned_streams_which_go_on(runtime: Fork) -> None:
-    """Also after a trial, which puts the generators back."""
-    function = runtime(3, seed=11).function(draws, outputs="gather")
+@pytest.mark.parametrize("kind", [{}, {"cluster": "here", "nodes": 2}])
+def test_ranks_draw_from_spawned_streams_which_go_on(runtime: Fork, kind: dict[str, Any]) -> None:
+    """Whoever takes part, on nodes too, and after a trial, which puts the generators back."""
+    rt = runtime((1, 2) if kind else 3, seed=11, backend="numpy", **kind)
+    function = rt.function(draws, outputs="gather")
     ways = (function, lambda x: function.submit(x).result(), function)
     expected = streams(11, 3)
     for way in ways:
         np.testing.assert_array_equal(way(np.zeros(6)), np.concatenate([each.random(2) for each in expected]))
         report = function.verify(np.zeros(6))
         assert not report and "random" in str(report)
+    shards, each_draws = rt.shared(np.arange(3.0), sharded=True), rt.function(draws, outputs=None)
+    for ranks in ([2], [1, 2], [0, 1, 2], [0, 2]):
+        drawn = each_draws(shards, batch=ranks)
+        assert drawn == [expected[rank].random(1) if rank in ranks else None for rank in range(3)]
 
 
 @pytest.mark.filterwarnings("ignore:rank . .pid:RuntimeWarning")

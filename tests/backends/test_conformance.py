@@ -55,16 +55,26 @@ KINDS = {"avg": "fc", "sum": "iufc", "prod": "iufc", "min": "biuf", "max": "biuf
 with_torch = pytest.mark.parametrize("here", [each for each in PARAMETERS if each.values[0] == "dpnp"], indirect=True)
 
 
-@pytest.fixture(params=[*PARAMETERS, pytest.param("gpu", marks=pytest.mark.gpu)])
+GPU = [pytest.param(name, marks=pytest.mark.gpu) for name in ("gpu", "gpu by NCCL")]
+
+
+@pytest.fixture(params=[*PARAMETERS, "cupy by NCCL", *GPU])
 def here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, reuse: Any) -> Iterator[Here]:
     """A runtime of two workers that serves all tests of its backend; or both on the first GPU."""
-    name = request.param
+    name, _, by_nccl = request.param.partition(" by ")
     if name == "gpu":
-        yield Here("cupy", reuse(name, lambda: synk.Runtime(devices=[0, 0], backend="cupy", max_restarts=10**9)))
+        monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", str(int(bool(by_nccl))))
+        made = reuse(request.param, lambda: synk.Runtime(devices=[0, 0], backend="cupy", max_restarts=10**9))
+        made.distribute()
+        if by_nccl and "NCCL" not in made.info():
+            pytest.skip("ranks can share a GPU from NCCL 2.30.3 on")
+        yield Here("cupy", made)
         return
     each_backend.require(name, monkeypatch)
+    if by_nccl:
+        monkeypatch.setenv("SYNK_FAKE_NCCL", "1")
     options: dict[str, Any] = {"backend": name, "max_restarts": 10**9, **each_backend.devices(name, 2)}
-    yield Here(name, reuse(("conformance", name), lambda: synk.Runtime(2, **options)))
+    yield Here(name, reuse(("conformance", request.param), lambda: synk.Runtime(2, **options)))
 
 
 # -- arguments -------------------------------------------------------------------------------------------------------
@@ -363,7 +373,8 @@ def test_what_has_no_meaning_is_refused(here: Here, subtests: Any) -> None:
 def test_after_a_death_values_that_agreed_are_back(here: Here) -> None:
     """Rows that only the dead worker's device had are lost: calls that use them refuse until they are set."""
     runtime = here.runtime
-    alike, shard = runtime.shared(np.ones(4), name="alike"), runtime.shared(np.ones(4), sharded=True, name="shard")
+    alike, own = runtime.shared(np.ones(4), name="alike"), runtime.shared(np.ones(4), name="own")
+    shard, untouched = runtime.shared(np.ones(4), sharded=True, name="shard"), runtime.shared(np.arange(3.0))
 
     def step(x: Any) -> Any:
         alike.value = alike.value + 1
@@ -371,6 +382,7 @@ def test_after_a_death_values_that_agreed_are_back(here: Here) -> None:
 
     def scale(x: Any) -> Any:
         shard.value = shard.value * (synk.comm.rank + 2)
+        own.value = own.value * (synk.comm.rank + 2)
         return x.sum(0)
 
     def die(x: Any) -> Any:
@@ -383,12 +395,15 @@ def test_after_a_death_values_that_agreed_are_back(here: Here) -> None:
     g(ROWS)
     with pytest.raises(synk.errors.WorkerDied, match="rank 1 of 2"):
         runtime.function(die, outputs="first")(ROWS)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of what the dead rank held
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", RuntimeWarning)
         np.testing.assert_allclose(host(f(ROWS)), ROWS.sum(axis=0), rtol=1e-12)
     np.testing.assert_array_equal(synk.gather(alike), np.full((2, 4), 3.0))
+    assert ["'alike' of rank 1; 'own' of rank 1" in str(each.message) for each in told] == [True] * here.has_devices
+    np.testing.assert_array_equal(synk.gather(own), 2.0 if here.has_devices else [[2.0] * 4, [3.0] * 4])
+    np.testing.assert_array_equal(synk.gather(untouched), np.stack([np.arange(3.0)] * 2))
     if here.has_devices:
-        with pytest.raises(synk.errors.WorkerDied, match="'shard'"):
+        with pytest.raises(synk.errors.WorkerDied, match="the value of 'shard' of rank 1"):
             g(ROWS)
         shard.value = np.array([2.0, 2.0, 3.0, 3.0])
     g(ROWS)

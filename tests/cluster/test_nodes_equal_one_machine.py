@@ -228,13 +228,6 @@ def test_programs_give_what_they_give_on_one_machine(shared_runtimes: Any, subte
                 assert_same(found, expected)
 
 
-def test_random_numbers_are_those_of_one_machine() -> None:
-    streams = [np.random.default_rng(each) for each in np.random.SeedSequence(7).spawn(4)]
-    with synk.Runtime((1, 3), cluster="here", nodes=2, seed=7) as rt:
-        draw = rt.function(lambda: synk.comm.rng.random(3), outputs="gather", per_rank=True)
-        np.testing.assert_array_equal(draw(), np.concatenate([each.random(3) for each in streams]))
-
-
 def test_tensors(nodes: synk.Runtime) -> None:
     torch = pytest.importorskip("torch")
     x = torch.arange(12.0, dtype=torch.bfloat16).reshape(6, 2)

@@ -42,34 +42,12 @@ def are_at(gate: Path, num_items: int) -> Callable[[], bool]:
     return lambda: len(list(gate.glob("* at *"))) >= num_items
 
 
-def stay_but_for_the_first(gate: Path) -> Callable[[int], int]:
-    """Return a function that stays, but for item 0, which ends as soon as all other ranks are at items."""
-    wait, are_all_at = stay(gate), are_at(gate, 3)
-
-    def step(n: int) -> int:
-        while n == 0 and not are_all_at():
-            time.sleep(0.005)
-        return wait(n) if n else n
-
-    return step
-
-
 def rank_of(gate: Path, item: int) -> int:
     (path,) = gate.glob(f"{item} at *")
     return int(path.name.rsplit(" ", 1)[1])
 
 
 # -- one rank ---------------------------------------------------------------------------------------------------------
-
-
-def test_items_go_to_the_next_free_rank_of_any_node(nodes: synk.Runtime, tmp_path: Path) -> None:
-    """One item stays; the others pass it by on the other ranks."""
-    step = stay(tmp_path, but=lambda n: n != 1)
-    results = nodes.map(step, range(12), batch_size=1, ordered=False)
-    got = list(itertools.islice(results, 10))
-    assert 1 not in got  # one other may wait behind it
-    (tmp_path / "open").touch()
-    assert sorted(got + list(results)) == list(range(12))
 
 
 def test_results_before_an_exception_on_another_node_are_given(nodes: synk.Runtime, tmp_path: Path) -> None:
@@ -126,17 +104,6 @@ def test_a_replacement_dies_at_its_first_item(reused: Any) -> None:
 
 
 # -- interrupts -------------------------------------------------------------------------------------------------------
-
-
-def test_an_iterator_that_is_dropped_ends_its_items(nodes: synk.Runtime, tmp_path: Path) -> None:
-    with same_workers(nodes):
-        for k in range(3):
-            gate = tmp_path / str(k)
-            gate.mkdir()
-            results = nodes.map(stay_but_for_the_first(gate), range(30), batch_size=1)
-            assert next(results) == 0
-            del results
-            assert_maps(nodes)
 
 
 # -- beside other things ----------------------------------------------------------------------------------------------

@@ -156,7 +156,7 @@ def train_among_faults(rt: synk.Runtime, data: list[torch.Tensor], num_faults: i
     while number < len(data):
         if num_faults and (timer is None or timer.finished.is_set()):
             num_faults -= 1
-            agents = [worker.process.pid for worker in rt._session.workers.by_rank]
+            agents = [worker.process.pid for worker in rt._session.by_rank]
             victims = [*agents, *(pid for agent in agents for pid in children(agent))]
             kind = chance.choices([signal.SIGKILL, signal.SIGSTOP], [9, 1])[0]
             timer = kill_in(chance.expovariate(100), chance.choice(victims), kind)

@@ -22,6 +22,7 @@ BATCHES = st.one_of(
 )
 
 
+@examples(60)
 @given(counts=COUNTS)
 def test_nodes_play_all_ranks_once(counts: tuple[int, ...]) -> None:
     topology = Topology(counts)

@@ -10,7 +10,6 @@ import gc
 import random
 import textwrap
 import time
-import warnings
 import weakref
 from collections import namedtuple
 from collections.abc import Callable, Sequence
@@ -278,19 +277,6 @@ def test_what_cannot_be_sent_is_an_error_and_the_next_call_is_right(shared_runti
     np.testing.assert_array_equal(f(X), X + 5)
     main["rate"] = 5.0
     np.testing.assert_array_equal(f(X), X * 5 + 5)
-
-
-def test_a_large_object_that_changes_at_each_call_is_told_once(shared_runtimes: Any) -> None:
-    main = namespace("weights = np.zeros(200_000)\ndef f(x): return x + weights[0]")
-    f = shared_runtimes[2].function(main["f"], outputs="gather")
-    f(X)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for k in range(5):
-            main["weights"] = np.full(200_000, float(k))
-            np.testing.assert_array_equal(f(X), X + k)
-    assert [str(w.message).partition(" (")[0] for w in caught] == ["'f' uses 'weights'"]
-    assert "bcast_inputs" in str(caught[0].message)
 
 
 def test_objects_are_let_go_of_with_the_last_function_that_needs_them(shared_runtimes: Any) -> None:

@@ -94,16 +94,6 @@ def test_a_serial_call_and_one_row_have_one_rank(at: Any, place: Any) -> None:
         assert found[0] == 1 and not any(found[1:])
 
 
-def test_each_rank_draws_from_its_own_stream_whoever_takes_part() -> None:
-    streams = [np.random.default_rng(each) for each in np.random.SeedSequence(7).spawn(3)]
-    with synk.Runtime(3, backend="numpy", seed=7) as rt:
-        x = rt.shared(np.arange(6.0), sharded=True)
-        draw = rt.function(lambda x: float(synk.comm.rng.random()), outputs=None)
-        for ranks in ((2,), (1, 2), (0, 1, 2), (0, 2)):
-            expected = [streams[rank].random() if rank in ranks else None for rank in range(3)]
-            assert draw(x, batch=rows_of(ranks)) == expected
-
-
 def test_outside_of_a_call_a_rank_is_that_of_the_runtime() -> None:
     """In ``on_restart`` of a worker whose place was the first one in the call that ended it."""
     seen: list[Any] = []

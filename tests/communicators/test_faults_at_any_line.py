@@ -152,18 +152,23 @@ FAULTS: dict[str, tuple[Callable[[list[np.ndarray]], None], tuple[type[BaseExcep
 def test_no_number_is_wrong_and_the_next_call_is_right(
     reused: Any, place: Any, fault: str, subtests: Any, storm_count: Any
 ) -> None:
-    """Half of the operations for each fault at each place; all of them in the storm."""
+    """Half of the operations for each fault at each place; all of them in the storm.
+
+    What a run executes depends on who comes first. So a line that is not reached this time is followed by another.
+    """
     runtime, rng = reused(place), random.Random(f"{place} {fault}")
     size, (act, errors) = runtime.world_size, FAULTS[fault]
     names = ("name", "victim", "line")
     call = runtime.function(
         lambda x, name, victim, line: repr(run(name, victim, act, line)), bcast_inputs=names, outputs=None
     )
-    num_acted = 0
     for name in rng.sample([*operations(synk_comm_of(size), [np.zeros(1)] * 3)], min(10, storm_count(5))):
         victim = rng.randrange(size)
         lines = eval(call(np.zeros(size), name, victim, None)[victim])
-        for line in rng.sample(lines, min(len(lines), storm_count(1))):
+        num_acted, num_wanted = 0, min(len(lines), storm_count(1))
+        for line in rng.sample(lines, len(lines)):
+            if num_acted == num_wanted:
+                break
             with subtests.test(case=f"rank {victim} {fault} at {Path(line[0]).name}:{line[1]} in {name}"):
                 before = pids(runtime)
                 try:
@@ -172,7 +177,7 @@ def test_no_number_is_wrong_and_the_next_call_is_right(
                     num_acted += 1
                 assert [mine == his for mine, his in zip(pids(runtime), before)].count(False) <= (fault == "dies")
                 assert call(np.zeros(size), name, -1, None) == ["[]"] * size
-    assert num_acted >= 2
+        assert num_acted, f"{fault} at none of {len(lines)} lines in {name}"
 
 
 def synk_comm_of(size: int) -> Any:

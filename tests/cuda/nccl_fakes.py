@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synk.cuda._buffers import Buffer
-from synk.cuda._nccl import NcclCommunicator
+from synk.cuda._nccl import Buffer, NcclCommunicator
 
 STUB_SOURCE = Path(__file__).with_name("stub_nccl.c")
 

@@ -6,7 +6,6 @@ Both work on host memory with threads as ranks; ``test_gpu_calls.py`` runs colle
 from __future__ import annotations
 
 import ctypes
-import functools
 import itertools
 import pickle
 import threading
@@ -19,9 +18,8 @@ import pytest
 from nccl_cases import NUMPY_REDUCTIONS, SUPPORTED, random_array
 from nccl_fakes import Stub, as_buffer, run_ranks
 
-from synk.cuda._buffers import Buffer
-from synk.cuda._nccl import NcclCommunicator, NcclError, load_nccl, nccl_environment
-from synk.errors import SynkError, UnsupportedError
+from synk.cuda._nccl import Buffer, NcclCommunicator, NcclError, load_nccl, nccl_environment
+from synk.errors import SynkError
 
 # ----- results
 
@@ -124,41 +122,6 @@ def test_pynccl_is_chosen_by_the_environment(stub: Stub, monkeypatch: pytest.Mon
     assert (call.count, call.dtype, call.stream) == (2**40 + 5, 7, 3)
     with pytest.raises(ValueError, match="got SYNK_NCCL_BINDING='torch', expected cupy or pynccl"):
         load_nccl({"SYNK_NCCL_BINDING": "torch"})
-
-
-# ----- refusals, before anything is launched
-
-
-REFUSED = [
-    ("avg", "int32", TypeError),
-    ("max", "complex64", TypeError),
-    ("prod", "complex64", UnsupportedError),
-    ("sum", "int16", UnsupportedError),
-    ("median", "float32", ValueError),
-]
-
-
-def test_what_nccl_does_not_have_is_refused(over_stub: Any, stub: Stub) -> None:
-    def body(communicator: NcclCommunicator) -> None:
-        for op, dtype, error in REFUSED:
-            data = as_buffer(np.zeros(2, dtype))
-            for reduce in (communicator.all_reduce, functools.partial(communicator.reduce, root=0)):
-                with pytest.raises(error, match="cannot"):
-                    reduce(data, data, op)
-        x, y = Buffer(64, 4, "float32"), Buffer(64, 5, "float32")
-        for call in (
-            lambda: communicator.all_reduce(x, y, "sum"),
-            lambda: communicator.all_gather(x, x),
-            lambda: communicator.reduce_scatter(y, y, "sum"),
-            lambda: communicator.broadcast(x, 2),
-        ):
-            with pytest.raises(ValueError, match=r"cannot .*: got"):
-                call()
-
-    run_ranks(over_stub, 2, body)
-    assert not stub.calls("all_reduce", "reduce", "abort")
-    with pytest.raises(ValueError, match="cannot join an NCCL group"):
-        NcclCommunicator(over_stub, b"x" * 128, 2, 2)
 
 
 # ----- joining, failing, ending

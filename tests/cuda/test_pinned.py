@@ -60,7 +60,7 @@ def test_a_segment_is_registered_when_it_is_used(cupy: Any, segment: Segment) ->
 def test_a_segment_that_lies_where_another_lay_is_registered_anew(cupy: Any) -> None:
     """The pages that the driver knows are no longer those of the file."""
     pinned = PinnedSegments(cupy.cuda.runtime)
-    arena = Segment.create_arena(8 * PAGE_NBYTES, is_worker_writable=True, segment_id=1)
+    arena = Segment.create(8 * PAGE_NBYTES, is_worker_writable=True, segment_id=1, is_arena=True)
     for nbytes in (PAGE_NBYTES, 2 * PAGE_NBYTES):
         part = arena.create_part(1 + nbytes, 0, nbytes)
         pinned.add(part)

@@ -66,24 +66,6 @@ def test_nan_infinity_and_overflow_are_numpys(shared_runtimes: Any, op: str) -> 
         assert_same(n.value, reduced(op, counts))  # wraps
 
 
-def test_any_dtype_is_moved(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
-    for where, dtype in combinations(12, EVERYWHERE, ANY_DTYPE):
-        rt = shared_runtimes[where]
-        with subtests.test(where=where, dtype=dtype):
-            w, values = differing(rt, (4, 2), dtype)
-            assert_same([w[rank] for rank in range(rt.world_size)], values)
-            assert_same([synk.gather(w), synk.gather(w, nd_up=1)], [np.stack(values)] * 2)
-            assert_same(synk.gather(w, nd_up=0), np.concatenate(values))
-            synk.all_gather(w)
-            assert_same(everywhere(rt, w), [np.concatenate(values)] * rt.world_size)
-            new = numbers(dtype, (6, 2), 9)
-            synk.broadcast(w, new)
-            assert_same(everywhere(rt, w), [new] * rt.world_size)
-            for rows in (new, new[:0], new[::-2], rt.data(new), new.tolist() if dtype == "f8" else new):
-                synk.scatter(w, rows)
-                assert_same(everywhere(rt, w), np.array_split(np.asarray(rows), rt.world_size))
-
-
 # ----- several variables and nestings
 
 

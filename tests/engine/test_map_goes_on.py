@@ -157,6 +157,29 @@ def test_numbers_of_items(subtests: pytest.Subtests, tmp_path: Path) -> None:
             del results  # closes the file
 
 
+def test_items_that_take_long_are_left_to_the_next_chunk(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    """A rank answers after some time, whatever it has been sent: each item is run once, as the item that it is."""
+
+    def slow(n: int) -> tuple[int, float]:
+        with open(ran, "a") as file:
+            file.write(f"{n}\n")
+        time.sleep(0.03 if n % 3 else 0)
+        return 1 // (n - 7) and n, synk.comm.rng.random()
+
+    seeds = [np.random.SeedSequence(7, spawn_key=(0, n)) for n in range(31)]
+    expected = {n: (1 // (n - 7) and n, np.random.default_rng(seeds[n]).random()) for n in range(31) if n != 7}
+    makers: list[Any] = [range, lambda n: iter([*range(n)]), lambda n: (each for each in range(n))]
+    for number, make in enumerate(makers):
+        ran = tmp_path / f"ran {number}"
+        with subtests.test(make=number), synk.fork(2, seed=7) as rt:
+            found = list(rt.map(slow, make(31), on_error="return"))
+            assert found[7].item == 7 and isinstance(found[7].exception, ZeroDivisionError)
+            assert {n: each for n, each in enumerate(found) if n != 7} == expected
+            assert sorted(map(int, ran.read_text().split())) == [*range(31)]
+            with pytest.raises(ZeroDivisionError):
+                list(rt.map(slow, make(31)))
+
+
 def test_nothing_is_kept_after_a_map(shared_runtimes: Any) -> None:
     class Held:
         array = np.ones(1 << 18)

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from support.names import named
 from support.rank_arrays import assert_same, assigner, everywhere, numbers
-from support.tables import combinations
 
 import synk
 
@@ -35,29 +34,6 @@ def rows_of(rt: Any, x: np.ndarray) -> list[np.ndarray]:
 
 
 # ----- values
-
-
-def test_a_replica_is_the_same_array_on_every_rank(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
-    for where, dtype in combinations(30, EVERYWHERE, DTYPES):
-        rt, value = shared_runtimes[where], numbers(dtype, (4, 3), 0)
-        with subtests.test(where=where, dtype=dtype):
-            w = rt.shared(value, name="w")
-            assert_same(everywhere(rt, w), [value] * rt.world_size)
-            assert_same(w.value, value)
-            assert (w.shape, w.dtype, w.name, w.is_sharded) == (value.shape, value.dtype, "w", False)
-            assert_same(rt.function(lambda: (w.value, w.shape, w.dtype, w.name), outputs="first")()[0], value)  # noqa: B023
-
-
-def test_shards_are_what_array_split_gives(subtests: pytest.Subtests, shared_runtimes: Any) -> None:
-    for where, num_rows, dtype in combinations(30, EVERYWHERE, (0, 1, 3, 8), DTYPES):
-        rt, value = shared_runtimes[where], numbers(dtype, (num_rows, 2), 1)
-        with subtests.test(where=where, num_rows=num_rows, dtype=dtype):
-            x = rt.shared(value, sharded=True)
-            assert_same(everywhere(rt, x), rows_of(rt, value))
-            assert_same(x.value, value)
-            assert x.shape == value.shape
-            assert x.lengths == [len(part) for part in rows_of(rt, value)]
-            assert x.shapes == [part.shape for part in rows_of(rt, value)]
 
 
 def test_the_program_gives_copies_gets_copies_and_assigns(rt: Any) -> None:
@@ -100,27 +76,6 @@ def test_axis_0_may_change_on_each_rank_by_its_own(rt: Any) -> None:
             expected = [resize(value, rows) for value, rows in zip(expected, rows_of(rt, x), strict=True)]
             assert_same(everywhere(rt, w), expected)
         assert w.lengths == [1, 2, 3, 4][: rt.world_size]
-
-
-def test_rows_that_come_back(rt: Any) -> None:
-    """What the program assigns has as many rows as what the ranks assigned, or a failed call would have."""
-    x = rt.shared(np.zeros((8, 2)), sharded=True)
-
-    def step(num_rows: int, fails: bool) -> None:
-        x.value = np.ones((num_rows, 2))
-        if fails:
-            raise ArithmeticError
-
-    f = rt.function(step, bcast_inputs=["num_rows", "fails"], outputs=None)
-    for num_rows in (1, 2, 1, 3, 2):
-        f(num_rows, False)
-        synk.broadcast(x, np.zeros((num_rows, 2)))
-        assert_same(everywhere(rt, x), [np.zeros((num_rows, 2))] * rt.world_size)
-        for _ in range(2):
-            with pytest.raises(ArithmeticError):
-                f(num_rows + 1, True)
-            x[0] = np.full((num_rows, 2), 2.0)
-            assert_same(everywhere(rt, x)[0], np.full((num_rows, 2), 2.0))
 
 
 def test_values_without_axes_keep_none(rt: Any) -> None:

@@ -23,7 +23,7 @@ from support.rank_arrays import OPS, assert_same, is_reducible, numbers, picked,
 import synk
 
 EVERYWHERE = (1, 2, 3, 4, 0, "1+3")
-DTYPES = ("f2", "f4", "f8", "i1", "i8", "c16", "?", "S2")
+DTYPES = ("f2", "f4", "f8", "i1", "i8", "c16", "?", "S2", "U2", "i4,f8", "M8[s]")
 MAX_ROWS = 40
 
 seeds = st.integers(0, 99)
@@ -236,7 +236,7 @@ class Sequences(RuleBasedStateMachine):
         variable, shared = self.variables[which], self.variables[which].shared
 
         def new(value: np.ndarray, x: np.ndarray) -> np.ndarray:
-            if value.dtype.kind in "S?":
+            if value.dtype.kind in "SU?VM":
                 return value[::-1]
             return np.clip(value.real, -9, 9).astype(value.dtype) + value.dtype.type(len(x))
 
@@ -285,6 +285,8 @@ class Sequences(RuleBasedStateMachine):
         on_workers = self.look()
         for position, variable in enumerate(self.variables):
             got = [variable.shared[rank] for rank in range(rt.world_size)]
+            assert variable.shared.dtype == variable.dtype
+            assert variable.shared.shapes == [value.shape for value in variable.values]
             assert_same([values[position] for values in on_workers], got)
             assert_same(got, variable.values, is_rounded=self.is_rounded)
             variable.values = got  # rounding errors must not add up over a sequence

@@ -168,28 +168,6 @@ def test_functions_communicate_while_calls_overlap(reused: Any, where: Any) -> N
             np.testing.assert_array_equal(gathered[:, 0], np.arange(rt.world_size) + 10.0 * k)
 
 
-def test_large_outputs_are_right_and_stay_so(reused: Any) -> None:
-    """Also where they change their look, which makes the ranks publish again while others wait."""
-    rt = reused(2)
-    scale = rt.function(lambda x, w: (x * w, x.sum(axis=0) * w), bcast_inputs="w", outputs=("gather", "sum"))
-    for sizes in ([LARGE] * 12, [3, LARGE, 5, 2 * LARGE, LARGE, 10, 3 * LARGE]):
-        pending = [scale.submit(np.ones((7, size)), np.float64(k)) for k, size in enumerate(sizes)]
-        results = [call.result() for call in pending]
-        for k, (size, (gathered, summed)) in enumerate(zip(sizes, results)):
-            assert gathered.shape == (7, size) and (gathered == k).all() and (summed == 7 * k).all()
-
-    def work(x: Any, n: Any) -> Any:
-        return {"a": np.full(int(n), x.sum()), "b": [str(n)] if n % 2 else None} if n % 3 else np.full(int(n), 1.0)
-
-    f = rt.function(work, bcast_inputs="n", outputs=None)
-    lengths = [1, 2, 3, 100_000, 4, 200_001, 5, 300_000, 6, 100_000, 1]
-    for n, call in zip(lengths, [f.submit(np.ones(4), np.int64(n)) for n in lengths]):
-        for result in call.result():
-            array = result["a"] if n % 3 else result
-            assert array.shape == (n,) and (array == (2.0 if n % 3 else 1.0)).all()
-            assert n % 3 == 0 or result["b"] == ([str(n)] if n % 2 else None)
-
-
 def test_threads_call_submit_and_wait_for_their_own(reused: Any) -> None:
     rt = reused(2)
     total = rt.function(lambda x: x.sum(), outputs="sum")

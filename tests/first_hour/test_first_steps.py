@@ -63,7 +63,7 @@ def test_ranks_that_return_different_structures_are_told_what_to_do(shared_runti
 
 def test_limits_and_ctrl_c_while_the_workers_start_lose_none_of_them(runtime: Callable[..., Any]) -> None:
     rt = runtime(2, failpoint("start.ready", 1, action="stop"))
-    slow = rt._session.workers.by_rank[1].process.pid
+    slow = rt._session.by_rank[1].process.pid
     f = rt.function(lambda x: x.sum(), outputs="sum")
     with pytest.raises(synk.errors.CallTimeout, match="still starting"):
         f(X, timeout=0.1)

@@ -5,7 +5,6 @@ The oracle is the same training without an end, and for other numbers of workers
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 import pickle
@@ -135,25 +134,6 @@ def test_another_number_of_workers_is_exact_without_random_numbers(
             assert differences(serial, losses, 1e-12) == []
             assert differences(state_of(plain), states[0], 1e-12) == []
             assert all(differences(states[0], other) == [] for other in states[1:])
-
-
-def test_gradients_that_are_kept_back_are_in_no_file(shared_runtimes: Any) -> None:
-    model = mlp()
-    rep = synk.torch.replicate(model, runtime=shared_runtimes[2])
-
-    @rep.function(outputs="avg", bcast_inputs="is_last")
-    def body(model: Any, x: Any, y: Any, is_last: bool) -> Any:
-        with contextlib.nullcontext() if is_last else rep.no_sync():
-            loss = F.mse_loss(model(x), y)
-            loss.backward()
-        return loss
-
-    rows = batches(1)[0]
-    body(*rows, False)
-    with pytest.raises(ValueError, match=r"cannot save: gradients are kept back by no_sync\(\)"):
-        rep.state_dict()
-    body(*rows, True)
-    assert rep.state_dict()["num_steps"] == 2
 
 
 # ----- files

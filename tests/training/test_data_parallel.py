@@ -139,18 +139,17 @@ class Nested(torch.nn.Module):
 
     def forward(self, batch: Any, pair: Any, *tables: Any, scale: Any, label: str = "", **more: Any) -> Any:
         out = self.linear(batch["x"].keys) * scale + self.offset
-        out = out + sum(table.sum(0) for table in (*tables, *more.values()))
+        out = out + sum(table * scale for table in (*tables, *more.values()))
         return Outcome(out, ([pair.left * 2, {"count": batch["ids"][0] + 1}], None, Cache(out * 3)), label)
 
 
 def test_nested_inputs_and_outputs_with_gradients_for_all_that_want_them(shared_runtimes: Any) -> None:
     plain = Nested().double()
-    names = ("tables", "more")
-    parallel = synk.torch.DataParallel(copy.deepcopy(plain), bcast_inputs=names, runtime=shared_runtimes[2])
+    parallel = synk.torch.DataParallel(copy.deepcopy(plain), runtime=shared_runtimes[2])
     found = []
     for model in (plain, parallel):
         generator = torch.Generator().manual_seed(1)
-        shapes = (7, 5), (7, 5), (), (3, 2), (4, 2)
+        shapes = (7, 5), (7, 5), (), (7, 2), (7, 2)
         leaves = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
         x, left, scale, table, other = leaves
         batch = {"x": Cache(x * 2), "ids": (torch.arange(7), "a text")}  # not a leaf itself
@@ -380,7 +379,6 @@ def test_what_is_refused(subtests: Any, shared_runtimes: Any) -> None:
     x = batches(1)[0][0].requires_grad_()
     cases: dict[str, tuple[type[Exception], Callable[[], Any]]] = {
         r"expected a torch\.nn\.Module that is not parallel yet": (TypeError, lambda: parallel(model)),
-        r"got 'mask' in bcast_inputs.*\(input\)": (ValueError, lambda: parallel(mlp(), bcast_inputs="mask")),
         "got tensors on meta, expected a module on the CPU": (
             synk.errors.UnsupportedError, lambda: parallel(mlp().to("meta"))
         ),
@@ -396,7 +394,7 @@ def test_what_is_refused(subtests: Any, shared_runtimes: Any) -> None:
             synk.errors.SerializationError, lambda: parallel(Applied(lambda x, _: (row for row in x)))(bad)
         ),
         "differ between the workers": (ValueError, lambda: parallel(Applied(lambda x, _: (x, float(x.sum()))))(bad)),
-        "cannot scatter other of 'Applied': got a module.*bcast_inputs='other'": (
+        "cannot scatter other of 'Applied': got a module.*a part of the module": (
             TypeError, lambda: parallel(Applied(lambda x, other: other(x)))(bad, mlp())
         ),
     }  # fmt: skip

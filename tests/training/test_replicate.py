@@ -6,7 +6,6 @@ same bits. Combinations of models, optimizers, schedulers, losses, workers and b
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -154,47 +153,6 @@ def test_scaled_gradients_of_half_precision(subtests: Any, shared_runtimes: Any)
             assert all(state[2]["scale"] == plain[2].get_scale() for state in rank_states(rep))
 
 
-# ----- gradients that are kept back
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-def test_no_sync_keeps_gradients_back_until_a_pass_outside(shared_runtimes: Any, overlap: bool) -> None:
-    """Of the same parameters in three calls, and of some that only the calls in ``no_sync`` use."""
-    model = torch.nn.ModuleList([mlp(), mlp(2)])
-    objects = model, torch.optim.Adam(model.parameters(), lr=0.01)
-    plain = copy.deepcopy(objects[0])
-    optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
-    rep = synk.torch.replicate(*objects, runtime=shared_runtimes[2], overlap=overlap)
-
-    @rep.function(bcast_inputs=("part", "is_last"))
-    def step(model: Any, optimizer: Any, x: Any, y: Any, part: int, is_last: bool) -> Any:
-        loss = F.mse_loss(model[part](x), y)
-        if not is_last:
-            with rep.no_sync():
-                loss.backward()
-            return loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    for number, (x, y) in enumerate(batches(18, (7,))):
-        part, is_last = int(number % 6 == 1), number % 3 == 2
-        loss = F.mse_loss(plain[part](x), y)
-        loss.backward()
-        if is_last:
-            optimizer.step()
-            optimizer.zero_grad()
-        assert abs(float(step(x, y, part, is_last)) - float(loss.detach())) < 1e-12
-    assert all(differences(state_of((plain, optimizer)), state, 1e-12) == [] for state in rank_states(rep))
-    (x, y), *_ = batches(1)
-    step(x[:4], y[:4], 0, False)
-    with pytest.raises(ValueError, match=r"kept back by no_sync\(\): this rank had 0.5 of the rows"):
-        step(x[:3], y[:3], 0, True)
-    with pytest.raises(synk.errors.ReentrancyError, match="no_sync"):
-        rep.no_sync()
-
-
 # ----- calls
 
 
@@ -266,6 +224,10 @@ def test_what_is_refused(subtests: Any, shared_runtimes: Any) -> None:
     optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
     sparse = torch.nn.Sequential(torch.nn.EmbeddingBag(9, 4, sparse=True, mode="sum"), torch.nn.Linear(4, 2))
     x, ids = torch.ones(4, 5, dtype=torch.float64), torch.ones(6, 3, dtype=torch.long)
+    masked, pruned = mlp(), mlp()
+    masked[0].weight.register_hook(lambda gradient: gradient * 0)
+    of_pruned = synk.torch.replicate(pruned, runtime=rt)
+    pruned[2].bias.register_post_accumulate_grad_hook(lambda parameter: None)
     rep, of_sparse = synk.torch.replicate(model, runtime=rt), synk.torch.replicate(sparse, runtime=rt)
 
     def autocast() -> None:
@@ -278,6 +240,10 @@ def test_what_is_refused(subtests: Any, shared_runtimes: Any) -> None:
         ),
         "got no objects": (TypeError, lambda: synk.torch.replicate(runtime=rt)),
         "lazy parameters": (ValueError, lambda: synk.torch.replicate(torch.nn.LazyLinear(3), runtime=rt)),
+        r"its parameter '0\.weight' has a hook.*in the body, after backward\(\)": (
+            ValueError, lambda: synk.torch.replicate(masked, runtime=rt)
+        ),
+        r"its parameter '2\.bias' has a hook": (ValueError, of_pruned.push),
         "it has 0 parameters, expected one for each of the 1 replicated objects": (
             TypeError, lambda: rep.function(lambda: None)
         ),

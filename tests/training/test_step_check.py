@@ -149,8 +149,7 @@ def test_dropout_and_batch_norms_are_switched_off(subtests: Any, shared_runtimes
                 assert len(told(lambda loss=loss: new(loss)(X, Y))) == count  # type: ignore[misc]
             report = new(MEAN).verify(X, Y)
             if isinstance(part, nn.Dropout):
-                assert report and "with all modules but batch norms in eval()" in repr(report)
-                assert new(SUM).verify(X, Y).outputs[0].verdict == "different"
+                assert report.outputs[0].verdict == "random"
             else:
                 assert report.outputs[0].verdict == ("equal" if sync else "different")  # each rank's own rows
 

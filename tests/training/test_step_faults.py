@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.harness import kill_and_wait, pids
 from trainings import (
@@ -173,6 +174,36 @@ def test_what_changes_before_the_ranks_communicate_is_put_back(
             assert differences(*outcomes) == []
 
 
+def test_a_repeated_step_draws_what_it_drew(reused: Callable[..., Any]) -> None:
+    """From the process's generators, also if it is among the first steps that draw from them."""
+    rt = reused(2)
+
+    def seed() -> None:
+        random.seed(3)
+        np.random.seed(3)
+
+    def body(model: Any, optimizer: Any, x: Any, y: Any, number: int, is_failing: bool) -> Any:
+        noise = random.random() + np.random.random() if number > 4 else 0.0
+        if is_failing and synk.comm.rank == 1:
+            raise ArithmeticError
+        return plain_step(model, optimizer, x * (1 + noise), y)
+
+    found = []
+    for failing in (None, 5, 6):
+        rt.function(seed, per_rank=True, outputs=None)()
+        model = mlp()
+        rep = synk.torch.replicate(model, torch.optim.SGD(model.parameters(), 0.05), runtime=rt)
+        step = rep.function(body, outputs="avg", bcast_inputs=("number", "is_failing"))
+        losses = []
+        for number, (x, y) in enumerate(batches(8, (8,))):
+            if number == failing:
+                with pytest.raises(ArithmeticError):
+                    step(x, y, number, True)
+            losses.append(float(step(x, y, number, False)))
+        found.append(losses)
+    assert found[0] == found[1] == found[2]
+
+
 class Mortal(torch.nn.Module):
     """One worker dies where it reads or sets the state of this module, if there is a file that says so."""
 
@@ -228,33 +259,3 @@ def test_deaths_while_objects_move(subtests: Any, reused: Callable[..., Any], tm
     assert differences(*states) == [] and rep.num_steps == 9
     own = {name.removeprefix("inner."): each for name, each in model.named_parameters()}
     assert differences(dict(plain.named_parameters()), own, 1e-12) == []
-
-
-def test_gradients_that_were_kept_back_on_a_worker_that_died_are_not_made_up(reused: Callable[..., Any]) -> None:
-    rt, model = reused(2), mlp()
-    rep = synk.torch.replicate(model, runtime=rt)
-
-    @rep.function(outputs="first", bcast_inputs="is_last")
-    def gather(model: Any, x: Any, y: Any, is_last: bool) -> Any:
-        if is_last:
-            F.mse_loss(model(x), y).backward()
-        else:
-            with rep.no_sync():
-                F.mse_loss(model(x), y).backward()
-        return 0.0
-
-    x, y = batches(1)[0]
-    gather(x, y, False)
-    kill_and_wait(pids(rt)[1])
-    with pytest.raises(ValueError, match="gone with a worker"):
-        gather(x, y, True)
-    rep.pull()
-    model.zero_grad()
-    rep.push()
-    gather(x, y, True)
-    rep.pull()
-    own = copy.deepcopy(model)
-    own.zero_grad()
-    F.mse_loss(own(x), y).backward()
-    pairs = zip(model.parameters(), own.parameters())
-    assert all(torch.allclose(one.grad, other.grad, rtol=0, atol=1e-12) for one, other in pairs)

@@ -131,15 +131,10 @@ class Blocks(torch.nn.Module):
 
 
 def hooked() -> Any:
-    """Hooks of a forward pass, of gradients, of gradients that were accumulated, and of a frozen parameter."""
-
-    def halve(parameter: Any) -> None:
-        parameter.grad.mul_(0.5)
-
+    """Hooks of a forward and a backward pass, and a frozen parameter."""
     model = mlp()
     model[0].register_forward_hook(lambda module, args, out: out * 1.5)
-    model[0].weight.register_hook(lambda gradient: gradient * torch.arange(5.0))
-    model[2].weight.register_post_accumulate_grad_hook(halve)
+    model[2].register_full_backward_hook(lambda module, of_inputs, of_outputs: (of_inputs[0] * 0.5,))
     model[2].bias.requires_grad_(False)
     return model
 

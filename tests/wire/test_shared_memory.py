@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import saboteurs
-from support.harness import descriptors, mapped_memfds, pids
+from support.harness import descriptors, mapped_memfds, pids, script
 from support.rank_arrays import assert_same
 
 import synk
@@ -155,3 +155,18 @@ def test_many_steps_hold_no_more_than_ten(runtime: Callable[..., Any], num_steps
     assert max(np.subtract(after, before)) < 1024
     assert mine_after - mine_before < 2048
     assert_same(params.value["w"], np.full((64, 8), -30.0 - num_steps), is_rounded=True)
+
+
+def test_a_variable_for_which_there_is_no_memory_is_refused() -> None:
+    script(
+        """
+        import resource
+        rt = synk.fork(1, backend="numpy")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 22, 1 << 22))
+        try:
+            rt.shared(np.ones(1 << 20))
+        except synk.errors.SharedMemoryError as error:
+            print(str(error).partition(":")[0])
+        rt.close()
+        """
+    ).check("cannot allocate a shared segment\n")
