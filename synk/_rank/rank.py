@@ -162,7 +162,8 @@ class Rank:
         outer, cell.worker = cell.worker, self
         try:
             try:
-                self.changes.settle(committed, ended)
+                if self.changes.undo:
+                    self.changes.settle(committed, ended)
                 if body is not None:
                     try:
                         self._learn(number, body, fds)
@@ -539,10 +540,6 @@ class Rank:
                 "the others are at other items, expected a function that needs no other rank. Use synk.function for "
                 "one that all ranks run together."
             )
-
-    def tidy(self) -> None:
-        """After the reply, wake peers that are asleep."""
-        self.lane.wake_sleepers()
 
     def close(self) -> None:
         """Release the device and all memory. A process that ends anyway need not call this."""
