@@ -160,7 +160,7 @@ def tried(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 def _assignments(function: Any) -> list[Any]:
     """Return what changes when a call assigns variables that the function refers to."""
-    return [list(variable.front) for variable in function._callee.variables]
+    return [variable.fronts.tolist() for variable in function._callee.variables]
 
 
 # -- a few rows -------------------------------------------------------------------------------------------------------

@@ -25,8 +25,8 @@ from synk._engine.outputs import Outputs
 from synk._engine.plan import Plan, pickled
 from synk._engine.residents import Residents, note_outcome
 from synk._engine.rows import Division
-from synk._engine.things import Once, Thing
-from synk._engine.variables import Variables
+from synk._engine.things import Living, Once, Thing
+from synk._engine.variables import Variable
 from synk._engine.workers import Owed, Workers
 from synk._pure.interrupts import deferred
 from synk._pure.places import nbytes_in_place
@@ -223,7 +223,7 @@ class Call(Owed):
         for number, which, nbytes in news.places:
             segment = Segment(fds.pop(0), nbytes, is_writable=True, segment_id=0)
             segment.is_worker_writable = True
-            variable = self.engine.variable(number)
+            variable = self.engine.variables.get(number)
             if variable is not None:
                 variable.note_made(rank, which, segment)
         if news.layout is not None:
@@ -367,7 +367,7 @@ class Engine(Workers):
         super().__init__(processes, max_restarts=max_restarts, counters=counters)
         self.functions = Functions(self, on_restart)
         self.parcels = self.functions
-        self.variables = Variables(self)
+        self.variables: Living[Variable] = Living(self)
         self.residents = Residents(self)
         self.lanes: list[Lane] = []
 
@@ -450,7 +450,7 @@ class Engine(Workers):
             lane.shares = None
         # A rank that was asked has forgotten which places it has made, and takes those that the program knows.
         ranks = {rank for owed in self.flight.values() for rank in owed.ranks}
-        for variable in self.variables.living():
+        for variable in self.variables:
             self.retell(variable.number, ranks)
         for owed in self.flight.values():
             for rank, news in owed.news.items():
@@ -554,16 +554,12 @@ class Engine(Workers):
 
     # -- state --------------------------------------------------------------------------------------------------------
 
-    def variable(self, number: int) -> Any:
-        """Return a variable by its number, if it still exists."""
-        return next((each for each in self.variables.living() if each.number == number), None)
-
     def moves(self, assigned: Sequence[Any], ranks: Sequence[int]) -> list[Any]:
         """Return what turns when a call is committed: (variable, rank, place, shapes)."""
         moves: list[Any] = []
         if not any(assigned):
             return moves
-        by_number = {each.number: each for each in self.variables.living()}
+        by_number: dict[int, Any] = {each.number: each for each in self.variables}
         for rank, own in zip(ranks, assigned):
             for number, is_on_device, found in own:
                 variable = by_number[number]

@@ -301,7 +301,7 @@ class Session(Entrance, Engine):
         """Replace all workers by new ones, which learn everything as it is now. Called inside an operation."""
         deadline = self.deadline(None)
         self.settle_all()
-        for variable in self.variables.living():
+        for variable in self.variables:
             self.device_values.fetch(variable, set(range(self.world_size)) - variable.lost)
         self.residents.back_up(deadline)
         self.start_anew()
@@ -370,7 +370,9 @@ class Session(Entrance, Engine):
             lane.slots, lane.staging, lane.call, lane.joint = {}, None, None, None
             lane.down = lane.up = lane.first_down = np.empty((0, 0), np.int64)
         self.functions.close()
-        self.variables.close()
+        self.variables.is_closed = self.residents.is_closed = True
+        for variable in self.variables:
+            variable.close()
         self.pool.close()
         self.memory.close()
         _open_sessions.pop(id(self), None)
