@@ -122,10 +122,7 @@ class Call(Owed):
         self._brings = bool(engine.functions.unsettled)
         if engine.tracer is not None:
             self.sent_ns = time.monotonic_ns()
-        engine.carry(self)
-        for rank in division.ranks:
-            engine.send(self, rank, target, len(objects), division.packed[rank], things, numbers)
-        engine.processes.flush()
+        engine.send(self, division.ranks, target, len(objects), division.packed, things, numbers)
         engine.is_sure = True
 
     def _lease_result(self, outputs: Outputs) -> bool:
@@ -477,9 +474,6 @@ class Engine(Workers):
 
     # -- memory that ranks do not share; see ``synk.cluster.session`` --------------------------------------------------
 
-    def carry(self, call: Call) -> None:
-        """Bring what a call reads to ranks that do not map the program's memory: all of them do."""
-
     def note_written(self, number: int, key: tuple[int, int]) -> None:
         """Note that the program writes into the place of a variable."""
 
@@ -511,7 +505,7 @@ class Engine(Workers):
         for rank, thing in things.items():
             numbers = () if thing is None else thing.numbers()
             plan = wire.LOAD if thing is None or thing.kind == "resident" else thing.number
-            self.send(question, rank, plan, 0, rows, () if thing is None else (thing,), numbers)
+            self.send(question, [rank], plan, 0, {rank: rows}, () if thing is None else (thing,), numbers)
         self.wait(question)
         for rank, (status, _, _) in question.replies.items():
             if status == wire.UNREAD:

@@ -357,14 +357,6 @@ def pickled(values: Sequence[Any], labels: Sequence[str], name: str) -> tuple[li
     return [data, *buffers], classes
 
 
-def found_plan(engine: Any, callee: Any, key: Any) -> Plan | None:
-    """Return the plan with a key, if it is still good."""
-    plan: Plan | None = callee.plans_by_key.get(key)
-    if plan is None or plan.is_outgrown or (plan.staging is not None and plan.staging is not plan.lane.staging):
-        return None
-    return plan
-
-
 def keep(callee: Any, key: Any, plan: Plan) -> None:
     """Note a plan that was made. The oldest of many goes."""
     plans = callee.plans_by_key
