@@ -183,9 +183,31 @@ class Session(Entrance, Engine):
             return act(*args)
 
     def enter_call(self, verb: str, deadline: float | None) -> None:
-        """Begin a call, which may join those in flight: ranks that replace others have run ``on_restart``."""
-        self.join(verb, deadline)
-        self.prepare_restarted(deadline)
+        """Begin a call, which may join those in flight: ranks that replace others have run ``on_restart``.
+
+        Most calls find nothing that has to be done before.
+        """
+        is_quiet = self.is_sure and self.all_ready and self.redo is None and not self.has_devices
+        functions, memory = self.functions, self.memory
+        if (
+            not is_quiet
+            or self.processes.is_closed
+            or self.is_closing
+            or self.is_interrupted
+            or self.pool.is_open
+            or self.residents.may_lag
+            or functions.is_torn
+            or functions.on_restart is not None
+            or functions.dropped
+            or memory.released
+            or orphans.ended
+            or self.dropped
+            or self.processes.events()
+        ):
+            self.join(verb, deadline)
+            self.prepare_restarted(deadline)
+        elif not self.is_inline and self.settings.may_differ():
+            self.note_news()
 
     def join(self, verb: str, deadline: float | None) -> None:
         """Begin an operation that may join calls in flight."""
