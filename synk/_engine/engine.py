@@ -29,6 +29,7 @@ from synk._engine.things import Living, Once, Thing
 from synk._engine.variables import Variable
 from synk._engine.workers import Owed, Workers
 from synk._pure.interrupts import deferred
+from synk._pure.places import nbytes_in_place
 from synk._pure.ranges import round_up
 from synk._wire import orders as wire
 from synk._wire.combining import loaded_objects
@@ -587,7 +588,7 @@ class Engine(Workers):
 
 def room_for_objects(parts: Sequence[Any], before: int) -> int:
     """Return the room to give to objects: the next ones may be longer."""
-    needed = wire.nbytes_in_place(parts)
+    needed = nbytes_in_place(parts)
     return before if needed <= before else round_up(needed + needed // 4, 1 << 10)
 
 

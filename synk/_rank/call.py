@@ -12,6 +12,7 @@ import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
 from synk._pure.exact import as_recarray
+from synk._pure.places import taken_from_place
 from synk._pure.shards import shard_bounds
 from synk._pure.tables import taken_rows, unpacked
 from synk._pure.tensors import as_dtype
@@ -118,7 +119,7 @@ class RankPlan:
         """Unpickle the broadcast objects of the call. This runs code of the user's classes."""
         try:
             assert self._root is not None
-            data, *buffers = wire.taken_from_place(self._root[self.look.object_at :], count)
+            data, *buffers = taken_from_place(self._root[self.look.object_at :], count)
             last = buffers[-1] if buffers else data
             self._object_stop = byte_bounds(last)[1] - byte_bounds(self._root)[0]
             for buffer in buffers:

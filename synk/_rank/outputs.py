@@ -12,6 +12,7 @@ import numpy as np
 from synk._pure.nested import PLAIN_TYPES
 from synk._pure.ops import REDUCTIONS
 from synk._pure.output_ops import match_ops, wanted_leaves
+from synk._pure.places import places_of
 from synk._pure.trees import flatten, key_orders, output_names, skeleton_of
 from synk._rank.functions import LoadedFunction
 from synk._rank.pickling import dumps
@@ -133,7 +134,7 @@ class RankOutputs:
     def _lay_out_anew(self, rank: Any, leaves: tuple[Leaf, ...], assigned: Any, memory: Segment | None) -> None:
         layout = self._layout
         kept = self._kept
-        places, end = wire.places_of([0 if k in kept else leaf.nbytes for k, leaf in enumerate(leaves)])
+        places, end = places_of([0 if k in kept else leaf.nbytes for k, leaf in enumerate(leaves)])
         places = [-1 if k in kept else at for k, at in enumerate(places)]
         if memory is None or memory.nbytes < end:
             room = max(2 * end if end < LARGE_NBYTES else end, 1 << 16)
