@@ -29,6 +29,7 @@ from synk._engine.things import Living, Once, Thing
 from synk._engine.variables import Variable
 from synk._engine.workers import Owed, Workers
 from synk._pure.interrupts import deferred
+from synk._pure.places import nbytes_in_place
 from synk._pure.ranges import round_up
 from synk._wire import orders as wire
 from synk._wire.combining import loaded_objects
@@ -121,10 +122,7 @@ class Call(Owed):
         self._brings = bool(engine.functions.unsettled)
         if engine.tracer is not None:
             self.sent_ns = time.monotonic_ns()
-        engine.carry(self)
-        for rank in division.ranks:
-            engine.send(self, rank, target, len(objects), division.packed[rank], things, numbers)
-        engine.processes.flush()
+        engine.send(self, division.ranks, target, len(objects), division.packed, things, numbers)
         engine.is_sure = True
 
     def _lease_result(self, outputs: Outputs) -> bool:
@@ -476,9 +474,6 @@ class Engine(Workers):
 
     # -- memory that ranks do not share; see ``synk.cluster.session`` --------------------------------------------------
 
-    def carry(self, call: Call) -> None:
-        """Bring what a call reads to ranks that do not map the program's memory: all of them do."""
-
     def note_written(self, number: int, key: tuple[int, int]) -> None:
         """Note that the program writes into the place of a variable."""
 
@@ -510,7 +505,7 @@ class Engine(Workers):
         for rank, thing in things.items():
             numbers = () if thing is None else thing.numbers()
             plan = wire.LOAD if thing is None or thing.kind == "resident" else thing.number
-            self.send(question, rank, plan, 0, rows, () if thing is None else (thing,), numbers)
+            self.send(question, [rank], plan, 0, {rank: rows}, () if thing is None else (thing,), numbers)
         self.wait(question)
         for rank, (status, _, _) in question.replies.items():
             if status == wire.UNREAD:
@@ -593,7 +588,7 @@ class Engine(Workers):
 
 def room_for_objects(parts: Sequence[Any], before: int) -> int:
     """Return the room to give to objects: the next ones may be longer."""
-    needed = wire.nbytes_in_place(parts)
+    needed = nbytes_in_place(parts)
     return before if needed <= before else round_up(needed + needed // 4, 1 << 10)
 
 

@@ -200,8 +200,7 @@ class Pool:
         engine.counters["bytes_pickled"] += len(news.payload[-1])
         engine.is_sure = False
         engine.flight[chunk.number] = chunk
-        engine.send(chunk, rank, news.number, 0, wire.NO_ROWS, [news], news.numbers())
-        engine.processes.flush()
+        engine.send(chunk, [rank], news.number, 0, {rank: wire.NO_ROWS}, [news], news.numbers())
         engine.is_sure = True
 
     # -- answers ------------------------------------------------------------------------------------------------------

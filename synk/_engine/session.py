@@ -13,7 +13,8 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -42,6 +43,8 @@ from synk.errors import CallCancelled, ClosedError, ReentrancyError, StartupErro
 _COUNTERS = (
     "messages_down", "messages_up", "bytes_down", "bytes_up", "bytes_pickled", "bytes_staged", "calls", "restarts",
 )  # fmt: skip
+
+T = TypeVar("T")
 
 _open_sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
 
@@ -173,10 +176,38 @@ class Session(Entrance, Engine):
         self.settle_first(self.calls(), verb, deadline)
         self.join(verb, deadline)
 
+    def run(self, verb: str, act: Callable[..., T], *args: Any) -> T:
+        """Return what ``act(*args)`` returns as an operation that no call may run beside."""
+        with self.entered(verb):
+            self.begin(verb)
+            return act(*args)
+
     def enter_call(self, verb: str, deadline: float | None) -> None:
-        """Begin a call, which may join those in flight: ranks that replace others have run ``on_restart``."""
-        self.join(verb, deadline)
-        self.prepare_restarted(deadline)
+        """Begin a call, which may join those in flight: ranks that replace others have run ``on_restart``.
+
+        Most calls find nothing that has to be done before.
+        """
+        is_quiet = self.is_sure and self.all_ready and self.redo is None and not self.has_devices
+        functions, memory = self.functions, self.memory
+        if (
+            not is_quiet
+            or self.processes.is_closed
+            or self.is_closing
+            or self.is_interrupted
+            or self.pool.is_open
+            or self.residents.may_lag
+            or functions.is_torn
+            or functions.on_restart is not None
+            or functions.dropped
+            or memory.released
+            or orphans.ended
+            or self.dropped
+            or self.processes.events()
+        ):
+            self.join(verb, deadline)
+            self.prepare_restarted(deadline)
+        elif not self.is_inline and self.settings.may_differ():
+            self.note_news()
 
     def join(self, verb: str, deadline: float | None) -> None:
         """Begin an operation that may join calls in flight."""
