@@ -313,7 +313,7 @@ class Session(Entrance, Engine):
             ranks = self.processes.placement.among_all(worker.rank for worker in waiting_ranks)
             raise StartupError(
                 f"cannot use the worker that was started again as {ranks}: on_restart ended with "
-                f"{type(error).__name__}: {error}. The next call runs it again."
+                f"{type(error).__name__}: {str(error).rstrip('.')}. The next call runs it again."
             ) from error
         self.functions.settle(is_taken_in=True)
         for worker in waiting_ranks:
