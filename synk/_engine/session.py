@@ -13,7 +13,8 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -41,6 +42,8 @@ from synk.errors import CallCancelled, ClosedError, ReentrancyError, StartupErro
 _COUNTERS = (
     "messages_down", "messages_up", "bytes_down", "bytes_up", "bytes_pickled", "bytes_staged", "calls", "restarts",
 )  # fmt: skip
+
+T = TypeVar("T")
 
 _open_sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
 
@@ -169,6 +172,12 @@ class Session(Entrance, Engine):
         self.settle_torn()
         self.settle_first(self.calls(), verb, deadline)
         self.join(verb, deadline)
+
+    def run(self, verb: str, act: Callable[..., T], *args: Any) -> T:
+        """Return what ``act(*args)`` returns as an operation that no call may run beside."""
+        with self.entered(verb):
+            self.begin(verb)
+            return act(*args)
 
     def enter_call(self, verb: str, deadline: float | None) -> None:
         """Begin a call, which may join those in flight: ranks that replace others have run ``on_restart``.
