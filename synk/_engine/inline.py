@@ -47,7 +47,7 @@ class InlineLink:
         if status in wire.WITH_BODY:
             self._bodies[number] = content, wire.Fds([above_streams(os.dup(segment.fd)) for segment in segments])
         self._replies.append(wire.REPLY.pack(number, status, *self._rank.times()))
-        self._rank.tidy()
+        self._rank.lane.wake_sleepers()
 
     def say(self, number: int, status: int, content: Any) -> None:
         self._bodies[number] = content, wire.Fds()

@@ -65,8 +65,8 @@ class RankPlan:
             rank.backend.is_device or self.function.to_framework
             or any(kind not in ("picked", "whole") for kind in self._kinds)
         )  # fmt: skip
-        is_flat = self._takes_views and not self.nests and not self._keywords
-        self._is_plain = is_flat and look.num_slices == 1 and not self.function.updates
+        self._is_simple = look.num_slices == 1 and not self.function.updates
+        self._is_plain = self._is_simple and self._takes_views and not self.nests and not self._keywords
         self._files = {k: as_recarray(map_again(*each.file)) for k, each in inputs if each.file is not None}
         self.outputs = self.outputs_type(self.function, look.lane, look.subset)
         self.bases: list[np.ndarray | None] = []
@@ -238,6 +238,10 @@ class RankPlan:
             ]
             result = function.fn(*arguments)
             del arguments
+        elif self._is_simple:
+            args, kwargs = self._arguments(rank, objects, Part(low, high), numbers)
+            result = self._called(rank, args, kwargs)
+            del args, kwargs
         else:
             result = self._run(rank, objects, numbers)
         rank.ended_ns = time.monotonic_ns()

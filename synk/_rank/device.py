@@ -17,7 +17,7 @@ import numpy as np
 
 from synk._pure.ops import REDUCTIONS, Reduction
 from synk._pure.ranges import LINE_NBYTES
-from synk._rank.call import Part, RankPlan, RankQuestion
+from synk._rank.call import Part, RankPlan
 from synk._rank.outputs import Published, RankOutputs, RankReduction
 from synk._rank.rank import Answer, Rank
 from synk._rank.variables import Replica
@@ -279,6 +279,11 @@ class DeviceRank(Rank):
     """A rank whose arrays lie in the memory of a device."""
 
     plan_type, reduction_type, replica_type = DevicePlan, DeviceReduction, DeviceReplica
+    questions = Rank.questions | {
+        "fetch": lambda rank, variable: rank.variables.get(variable).fetch(),
+        "collective": lambda rank, asked: rank.variables.get(asked[0]).collective(*asked[1:], rank.by_group),
+        "join": lambda rank, asked: rank.join(*asked),
+    }
 
     ahead: Ahead | None = None
     num_ahead = 0
@@ -290,19 +295,6 @@ class DeviceRank(Rank):
     def answer(self, order: bytes, body: Any, fds: list[int]) -> Answer:
         with self.backend.running():
             return super().answer(order, body, fds)
-
-    def _make(self, kind: str, number: int, payload: Any, fds: list[int]) -> None:
-        if kind == "fetch":
-            self.held[number] = RankQuestion(lambda rank: rank.variables.get(payload[0]).fetch())
-        elif kind == "collective":
-            variable, *order = payload[0]
-            self.held[number] = RankQuestion(
-                lambda rank: rank.variables.get(variable).collective(*order, rank.by_group)
-            )
-        elif kind == "join":
-            self.held[number] = RankQuestion(lambda rank: rank.join(*payload[0]))
-        else:
-            super()._make(kind, number, payload, fds)
 
     def begin_call(self, plan: Any, number: int) -> None:
         super().begin_call(plan, number)

@@ -115,7 +115,7 @@ def _serve(rank: Rank, link: wire.Link, master_fd: int, spin_s: float) -> None:
             return
         if rank.failpoint is not nothing:
             rank.failpoint("call.after_reply")
-        rank.tidy()
+        rank.lane.wake_sleepers()
         count += 1
         if count % _RSS_INTERVAL == 1:
             rank.own_up[Up.RSS] = process.resident_nbytes()

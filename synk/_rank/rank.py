@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -45,15 +45,6 @@ _IDLE, _FUNCTION, _PUBLISHING, _LOADING = (
     int(each) for each in (Phase.IDLE, Phase.FUNCTION, Phase.PUBLISHING, Phase.LOADING)
 )
 _BEFORE_PARCELS = ("memory", "variable", "resident")
-
-_QUESTIONS: dict[str, Callable[[Any, Any], Any]] = {
-    "dump": lambda rank, asked: rank.dumped(*asked),
-    "wires": lambda rank, wires: rank.peers.wire(wires),
-    "outcomes": lambda rank, number: rank.changes.outcomes(number),
-    "prepare": lambda rank, function: rank.prepare(rank.functions[function]),
-    "back": lambda rank, destination: rank.held[destination].bring_back(rank),
-}
-"""What answers each kind of question, from what it brings."""
 
 Answer = tuple[int, Any, Sequence[Segment]]
 """The status of a reply, its body, and the memory that goes with it."""
@@ -94,6 +85,15 @@ class Rank:
     plan_type: type[RankPlan] = RankPlan
     reduction_type: type[RankReduction] = RankReduction
     replica_type: type[Replica] = Replica
+
+    questions: ClassVar[dict[str, Callable[[Any, Any], Any]]] = {
+        "dump": lambda rank, asked: rank.dumped(*asked),
+        "wires": lambda rank, wires: rank.peers.wire(wires),
+        "outcomes": lambda rank, number: rank.changes.outcomes(number),
+        "prepare": lambda rank, function: rank.prepare(rank.functions[function]),
+        "back": lambda rank, destination: rank.held[destination].bring_back(rank),
+    }
+    """What answers each kind of question, from what it brings."""
 
     peek: Callable[[], bytes] = staticmethod(lambda: b"")
     """Returns the next order if it has come, and leaves it where it is."""
@@ -162,7 +162,8 @@ class Rank:
         outer, cell.worker = cell.worker, self
         try:
             try:
-                self.changes.settle(committed, ended)
+                if self.changes.undo:
+                    self.changes.settle(committed, ended)
                 if body is not None:
                     try:
                         self._learn(number, body, fds)
@@ -318,7 +319,7 @@ class Rank:
         elif kind == "lane":
             self.peers.connect(self.lanes[payload[0]], self.held[payload[1]])
         else:
-            ask = _QUESTIONS[kind]
+            ask = self.questions[kind]
             self.held[number] = RankQuestion(lambda rank: ask(rank, payload))
 
     def _map(self, number: int, described: tuple[int, bool, bool, bool, int, int], fds: list[int]) -> None:
@@ -539,10 +540,6 @@ class Rank:
                 "the others are at other items, expected a function that needs no other rank. Use synk.function for "
                 "one that all ranks run together."
             )
-
-    def tidy(self) -> None:
-        """After the reply, wake peers that are asleep."""
-        self.lane.wake_sleepers()
 
     def close(self) -> None:
         """Release the device and all memory. A process that ends anyway need not call this."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import array
 import contextlib
-import functools
 import os
 import pickle
 import select
 import socket
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -61,18 +60,16 @@ class Link:
     ----------
     sock : socket.socket
     read_fd, write_fd : Descriptor
-
-    Attributes
-    ----------
-    write : callable
-        Sends an order or a reply.
     """
 
     def __init__(self, sock: socket.socket, read_fd: Descriptor, write_fd: Descriptor) -> None:
-        self._sock, self.read_fd = sock, read_fd
-        self.write: Callable[[bytes], int] = functools.partial(os.write, write_fd)
+        self._sock, self.read_fd, self._write_fd = sock, read_fd, write_fd
         self.is_open = True
         self.ahead = b""
+
+    def write(self, message: bytes) -> None:
+        """Send an order or a reply."""
+        os.write(self._write_fd, message)
 
     def read(self, nbytes: int) -> bytes:
         """Return the next order or reply that is there; nothing if there is none, or the other side is gone."""
@@ -161,8 +158,7 @@ class Link:
 
     def close(self) -> None:
         self.is_open = False
-        self.read_fd = NONE  # type: ignore[assignment]
-        self.write = functools.partial(os.write, NONE)
+        self.read_fd = self._write_fd = NONE  # type: ignore[assignment]
         self._sock.close()
 
 
