@@ -26,13 +26,11 @@ def call_serially(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
             variable = each[0] if isinstance(each, tuple) else each
             if isinstance(variable, Shared) and variable.is_sharded:
                 raise unassignable(variable.name, callee.name)
-        positional, named = [], {}
-        for label, keyword, is_broadcast, value in callee.signature.bind(args, kwargs):
-            given = value if is_broadcast else _whole(session, value, label, callee.name)
-            if keyword:
-                named[keyword] = given
-            else:
-                positional.append(given)
+        given = [
+            value if is_broadcast else _whole(session, value, label, callee.name)
+            for label, _, is_broadcast, value in callee.signature.bind(args, kwargs)
+        ]
+        positional, named = given[: len(args)], dict(zip(kwargs, given[len(args) :]))
         values = [collectives.gather(variable, 0) for variable in shards]
     if not shards:
         return function._run(positional, named, options)

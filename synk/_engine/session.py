@@ -36,7 +36,6 @@ from synk._processes.placement import Placement
 from synk._pure.interrupts import deferred, holding
 from synk._wire.arenas import Arenas
 from synk._wire.cell import cell, refuse_inside_worker
-from synk._wire.descriptors import orphans
 from synk._wire.memory import Segment
 from synk.errors import CallCancelled, ClosedError, ReentrancyError, StartupError, SynkError, UnsupportedError
 
@@ -66,8 +65,6 @@ class Memory:
 
     def free_dropped(self) -> None:
         """Free what finalizers dropped. No call may be in flight that could read it."""
-        if orphans.ended:
-            orphans.close_all()
         while self.released:
             self._engine.free(self.released[0])
             self.released.popleft()  # last: a signal may break this off, and then it is done again
@@ -200,7 +197,6 @@ class Session(Entrance, Engine):
             or functions.on_restart is not None
             or functions.dropped
             or memory.released
-            or orphans.ended
             or self.dropped
             or self.processes.events()
         ):
@@ -220,7 +216,7 @@ class Session(Entrance, Engine):
         self.enter(deadline)
         if not self.flight:
             self.is_interrupted = False
-            if self.memory.released or orphans.ended or self.functions.dropped:
+            if self.memory.released or self.functions.dropped:
                 self._free_dropped()
         if self.has_devices:
             self.nccl.prepare(deadline)
@@ -275,7 +271,7 @@ class Session(Entrance, Engine):
 
     def reclaim(self) -> None:
         """Free what finalizers dropped if nothing is running."""
-        if self.memory.released or orphans.ended or self.functions.dropped:
+        if self.memory.released or self.functions.dropped:
             self.if_free(self._free_if_idle)
 
     def _free_if_idle(self) -> None:
@@ -283,7 +279,7 @@ class Session(Entrance, Engine):
             self._free_dropped()
 
     def _free_dropped(self) -> None:
-        if self.memory.released or orphans.ended:
+        if self.memory.released:
             self.memory.free_dropped()
         if self.functions.dropped:
             self.settle_unsettled()

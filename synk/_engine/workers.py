@@ -32,7 +32,6 @@ from synk._pure.interrupts import deferred
 from synk._version import __version__
 from synk._wire import orders as wire
 from synk._wire.control import Down
-from synk._wire.descriptors import orphans
 from synk._wire.logs import levels
 from synk._wire.memory import Segment
 from synk._wire.parcels import dumps
@@ -701,7 +700,6 @@ class Workers:
         self._refs.clear()
         self.parts.clear()
         self.dropped.clear()
-        orphans.close_all()
 
 
 def interrupted() -> CallCancelled:

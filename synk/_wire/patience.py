@@ -12,30 +12,6 @@ _MIN_PENALTY, _MAX_PENALTY = 32, 4096
 _MAX_WINDOW_S = 3600.0
 
 
-class Looked:
-    """Waits for a condition in shared memory.
-
-    Parameters
-    ----------
-    look : callable
-        Returns whether the condition holds.
-    sleep : callable
-        Sleeps until the condition holds and returns True, or returns False at once if this process must not sleep.
-    """
-
-    def __init__(self, look: Callable[[], bool], sleep: Callable[[], bool]) -> None:
-        self._look = look
-        self._sleep = sleep
-
-    def awaited(self, patience: Patience) -> bool:
-        """Wait until the condition holds, awake at first; return False if this process must not sleep."""
-        began = time.monotonic_ns()
-        try:
-            return bool(patience.wait(lambda _: self._look(), lambda _: self._sleep()))
-        finally:
-            patience.waited_ns += time.monotonic_ns() - began
-
-
 class Patience:
     """Waits for messages, awake at first if that pays: waking a sleeping process can take 50 us and more.
 
@@ -88,3 +64,14 @@ class Patience:
         events = sleep(timeout_ms)
         self._was_short = time.monotonic_ns() - began < self._window_ns
         return events
+
+    def wait_for(self, is_ready: Callable[[], bool], sleep: Callable[[], bool]) -> bool:
+        """Wait for a condition in shared memory; return False if this process must not sleep.
+
+        ``sleep`` sleeps until the condition holds and returns True, or returns False at once.
+        """
+        began = time.monotonic_ns()
+        try:
+            return bool(self.wait(lambda _: is_ready(), lambda _: sleep()))
+        finally:
+            self.waited_ns += time.monotonic_ns() - began
