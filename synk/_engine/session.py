@@ -153,6 +153,8 @@ class Session(Entrance, Engine):
         """Raise ClosedError or ReentrancyError if ``verb`` can no longer work."""
         self.check_process(verb)
         if self.processes.is_closed or self.is_closing:
+            if self.is_exiting and threading.current_thread().daemon:
+                raise SystemExit  # silently, as if it had begun its call before the program was over
             raise ClosedError(f"cannot {verb}: the runtime is closed. Call synk.fork() again.") from self.cause
 
     def entered(self, verb: str) -> threading.RLock:
