@@ -11,7 +11,6 @@ import io
 import itertools
 import pickle
 import weakref
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,44 +49,19 @@ class ArrayCopy:
         return nbytes
 
 
-class Ended(weakref.ref[Any]):
-    """Reports that an object has ended. It runs in C: an exception by Ctrl-C in a Python finalizer would be lost.
-
-    Attributes
-    ----------
-    owner : ArrayCopies
-        The table that must forget the object.
-    held : ArrayCopy, Segment or None
-        What is no longer needed then: the copy of an array, the segment of a copy.
-    key : int
-        The object's key in that table.
-    """
-
-    __slots__ = ("held", "key", "owner")
-    owner: Any
-    held: Any
-    key: int
-
-
 class ArrayCopies:
     """The array copies of one runtime.
 
     Parameters
     ----------
-    released : deque
-        Receives an :class:`Ended` for each array and each copy that is gone, at any time and in any thread.
     new_ids : iterator of int
         Numbers for segments.
     """
 
-    def __init__(self, released: deque[Any], new_ids: Iterator[int]) -> None:
-        self._released = released
+    def __init__(self, new_ids: Iterator[int]) -> None:
         self._new_ids = new_ids
-        self._by_array: dict[int, Ended] = {}  # by ``id()``
-        self._by_segment: dict[int, Ended] = {}
-
-    def __len__(self) -> int:
-        return len(self._by_segment)
+        self._by_array: dict[int, tuple[weakref.ref[np.ndarray], ArrayCopy]] = {}  # by ``id()``
+        self._segments: dict[int, tuple[weakref.ref[ArrayCopy], Segment]] = {}
 
     def copy_of(self, array: np.ndarray) -> ArrayCopy:
         """Return a copy of what a contiguous array holds now.
@@ -97,40 +71,34 @@ class ArrayCopies:
         SharedMemoryError
         """
         source = _bytes_of(array)
-        known = self._by_array.get(id(array))
-        copy: ArrayCopy | None = known.held if known is not None and known() is array else None
-        if copy is not None and _holds(copy.segment, source):
+        known, copy = self._by_array.get(id(array), (None, None))
+        if known is not None and copy is not None and known() is array and _holds(copy.segment, source):
             return copy
         with deferred():  # until it is noted below, the segment has no owner
             segment = Segment.create(source.nbytes, segment_id=next(self._new_ids))
             copy = ArrayCopy(segment)
-            self._by_segment[segment.id] = self._watched(copy, segment, segment.id)
+            self._segments[segment.id] = weakref.ref(copy), segment
         # Noted under its array only when it is complete. Broken off before, the copy is unknown to later items, and is
         # freed with this frame.
         segment.buffer[: source.nbytes] = source
-        self._by_array[id(array)] = self._watched(array, copy, id(array))
+        self._by_array[id(array)] = weakref.ref(array), copy
         return copy
 
-    def _watched(self, obj: Any, held: Any, key: int) -> Ended:
-        ended = Ended(obj, self._released.append)
-        ended.owner, ended.held, ended.key = self, held, key
+    def sweep(self) -> list[Segment]:
+        """Return the segments that are no longer needed: their array is gone, or has changed, and all items are."""
+        for key, (array, _) in list(self._by_array.items()):
+            if array() is None:
+                self._by_array.pop(key, None)
+        ended = [segment for copy, segment in list(self._segments.values()) if copy() is None]
+        for segment in ended:
+            del self._segments[segment.id]
         return ended
-
-    def forget(self, ended: Ended) -> Segment | None:
-        """Forget an object that has ended. Return the segment that is no longer needed, if there is one."""
-        held, ended.held = ended.held, None
-        if isinstance(held, Segment):
-            self._by_segment.pop(ended.key, None)
-            return held
-        if self._by_array.get(ended.key) is ended:  # otherwise another array has the same id by now
-            del self._by_array[ended.key]
-        return None
 
     def close(self) -> None:
         """Release all memory: the runtime is closed."""
-        for ended in self._by_segment.values():
-            ended.held.close()
-        self._by_segment.clear()
+        for _, segment in self._segments.values():
+            segment.close()
+        self._segments.clear()
         self._by_array.clear()
 
 

@@ -77,18 +77,15 @@ def load_objects(objects: Sequence[Any], state: dict[str, Any]) -> None:
     ValueError
         If an object and its state do not fit.
     """
-    before = copy.deepcopy([obj.state_dict() for obj in objects])
-    obj: Any = None
-    try:
-        for obj, saved in zip(objects, copy.deepcopy(state["objects"])):
-            obj.load_state_dict(saved)
-    except Exception as error:
-        for each, saved in zip(objects, before):
-            each.load_state_dict(saved)
-        raise ValueError(
-            f"cannot load the state of {type(obj).__name__}: {str(error).rstrip('.')}. Replicate the same objects, in "
-            "the same order, as the program that has saved them."
-        ) from error
+    for those in (copy.deepcopy(objects), objects):  # copies come first
+        for obj, saved in zip(those, copy.deepcopy(state["objects"])):
+            try:
+                obj.load_state_dict(saved)
+            except Exception as error:
+                raise ValueError(
+                    f"cannot load the state of {type(obj).__name__}: {str(error).rstrip('.')}. Replicate the same "
+                    "objects, in the same order, as the program that has saved them."
+                ) from error
 
 
 def write(state: dict[str, Any], file: Any) -> None:

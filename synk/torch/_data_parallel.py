@@ -17,8 +17,7 @@ from synk._api.runtime import Runtime
 from synk._pure.nested import check_no_list, paths, take_apart
 from synk.errors import ClosedError, UnsupportedError
 from synk.torch import _passes as ranks
-from synk.torch._apart import load_joined
-from synk.torch._module_parts import dump_apart, numbers_of
+from synk.torch._module_parts import dump_apart, load_joined, numbers_of
 
 
 class DataParallel(torch.nn.Module):

@@ -1,8 +1,9 @@
-"""What must hold of objects before they go to the ranks, and their pickles without tensors."""
+"""What must hold of objects before they go to the ranks, and pickles without tensors, which travel beside them."""
 
 from __future__ import annotations
 
 import io
+import pickle
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -13,7 +14,6 @@ from synk._pure.tensors import array_of
 from synk._wire.parcels import TravelPickler
 from synk.errors import SerializationError
 from synk.torch import _state as states
-from synk.torch._apart import Apart
 
 
 def check_memory(what: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -39,6 +39,41 @@ def check_memory(what: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
                     "the same Parameter (b.weight = a.weight) and transpose or slice it in forward, or .clone() one."
                 )
         before.append((device, start, end, name, tensor))
+
+
+class Apart:
+    """Mixed into a pickler: ``place`` returns what stands for a tensor; None pickles it.
+
+    Examples
+    --------
+    >>> class Pickler(Apart, pickle.Pickler):
+    ...     pass
+    >>> tensors, file = [], io.BytesIO()
+    >>> pickler = Pickler(file)
+    >>> pickler.place = lambda tensor: (tensors.append(tensor), len(tensors) - 1)[1]
+    >>> pickler.dump({"x": [torch.ones(2), "text"], "n": 3})
+    >>> len(tensors), load_joined(file.getvalue(), [torch.zeros(1)].__getitem__)
+    (1, {'x': [tensor([0.]), 'text'], 'n': 3})
+    """
+
+    place: Callable[[torch.Tensor], Any]
+
+    def persistent_id(self, obj: Any) -> Any:
+        return self.place(obj) if isinstance(obj, torch.Tensor) else None
+
+
+class _Joining(pickle.Unpickler):
+    def __init__(self, data: bytes, tensor_of: Callable[[Any], torch.Tensor]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._tensor_of = tensor_of
+
+    def persistent_load(self, place: Any) -> torch.Tensor:
+        return self._tensor_of(place)
+
+
+def load_joined(data: bytes, tensor_of: Callable[[Any], torch.Tensor]) -> Any:
+    """Return what a pickle holds, with the tensors that ``tensor_of`` returns for their places."""
+    return _Joining(data, tensor_of).load()
 
 
 class _Pickler(Apart, TravelPickler):

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -451,14 +451,8 @@ class Replicated:
         """
         _checkpoint.check(state, self._objects)
         with self._lock:
-            was_changed = bool(self._guard.difference())
             with self._guard.lifted():
-                try:
-                    _checkpoint.load_objects(self._objects, state)
-                except ValueError:  # all is as it was, but not what the guard looks at
-                    if not was_changed:
-                        self._guard.note_alike()
-                    raise
+                _checkpoint.load_objects(self._objects, state)
             self._options = replace(self._options, seed=state["seed"])
             self._replace(state["num_steps"])
             if len(state["ranks"]) == self._runtime.world_size:
@@ -479,6 +473,12 @@ class Replicated:
                 f"holds what it held at the last pull: {error}",
                 RuntimeWarning,
             )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "cannot pickle what replicate() has returned: it belongs to the program. In the body of a step use its own "
+            "parameters, which are the worker's objects."
+        )
 
     def __repr__(self) -> str:
         count = (self._num_steps or 0) - self._num_here

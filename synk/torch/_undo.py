@@ -10,7 +10,6 @@ The first step notices this, and they are kept from the second step on.
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable, Sequence
 from operator import is_
 from typing import Any
@@ -45,7 +44,6 @@ class Undo:
         ]
         self._structure = self._present_structure()
         self._parameters = states.parameters_of(objects)
-        self._draws, self._drawn = False, b""  # whether steps draw from the process's generators; their last states
         self._is_early = False  # whether steps change parameters before they communicate for the last time
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor, Any]] = {}
         # How many collectives the call had begun when it first changed a parameter; None if it has not changed one.
@@ -67,14 +65,14 @@ class Undo:
         is_early = self._is_early
         lists = [(obj.param_groups, [*obj.param_groups]) for obj in self._optimizers]
         groups = [group for _, kept in lists for group in kept]
+        lists += [(group["params"], [*group["params"]]) for group in groups]
         tables = [(table, table.copy()) for table in (*self._tables, *groups)]
         tensors = [each for part in self._parts for each in part._buffers.values() if each is not None]
         tensors += [rate for group in groups for rate in group.values() if isinstance(rate, torch.Tensor)]
         copies = self._copied([*tensors, *(self._parameters if is_early else ())])
         slots = [{key: copy.deepcopy(each) for key, each in obj.state.items()} for obj in self._optimizers if is_early]
         others = [copy.deepcopy(obj.state_dict()) for obj in self._others]
-        num_steps = replica.num_steps
-        generators = self._generators(num_steps)
+        num_steps, generators = replica.num_steps, rank_generators()
 
         def put_back() -> bytes | None:
             # The step may have been broken off at any line, and this runs later, when the master asks for a report. So
@@ -100,19 +98,6 @@ class Undo:
             return self._reduction.put_back()
 
         return put_back
-
-    def _generators(self, num_steps: int) -> dict[str, Any]:
-        """Return the states of this process's generators if steps draw from them.
-
-        Whether they do is checked before steps 1, 2, 4, 8 and so on.
-        """
-        if not self._draws and num_steps & (num_steps - 1):
-            return {}
-        now = rank_generators()
-        seen = pickle.dumps(now)
-        self._draws = self._draws or self._drawn not in (b"", seen)
-        self._drawn = seen
-        return now
 
     def _copied(self, tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return tensors with copies of them: those of the last step where nobody has written since."""

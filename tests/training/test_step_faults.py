@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.harness import kill_and_wait, pids
 from trainings import (
@@ -170,6 +172,36 @@ def test_what_changes_before_the_ranks_communicate_is_put_back(
                 assert differences(*states) == []
                 outcomes.append((losses, states[0]))
             assert differences(*outcomes) == []
+
+
+def test_a_repeated_step_draws_what_it_drew(reused: Callable[..., Any]) -> None:
+    """From the process's generators, also if it is among the first steps that draw from them."""
+    rt = reused(2)
+
+    def seed() -> None:
+        random.seed(3)
+        np.random.seed(3)
+
+    def body(model: Any, optimizer: Any, x: Any, y: Any, number: int, is_failing: bool) -> Any:
+        noise = random.random() + np.random.random() if number > 4 else 0.0
+        if is_failing and synk.comm.rank == 1:
+            raise ArithmeticError
+        return plain_step(model, optimizer, x * (1 + noise), y)
+
+    found = []
+    for failing in (None, 5, 6):
+        rt.function(seed, per_rank=True, outputs=None)()
+        model = mlp()
+        rep = synk.torch.replicate(model, torch.optim.SGD(model.parameters(), 0.05), runtime=rt)
+        step = rep.function(body, outputs="avg", bcast_inputs=("number", "is_failing"))
+        losses = []
+        for number, (x, y) in enumerate(batches(8, (8,))):
+            if number == failing:
+                with pytest.raises(ArithmeticError):
+                    step(x, y, number, True)
+            losses.append(float(step(x, y, number, False)))
+        found.append(losses)
+    assert found[0] == found[1] == found[2]
 
 
 class Mortal(torch.nn.Module):
