@@ -7,18 +7,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from synk._api.current import current
-from synk._engine import variables as collectives
-from synk._engine.session import Session
+from synk._engine import collectives
 from synk._engine.shared import Shared
-from synk._engine.variable_value import check_owner
+from synk._engine.things import check_owner
 from synk._engine.variables import Variable
 from synk._pure.tracebacks import verb
 from synk._wire.cell import refuse_inside_worker
 
 
 @contextlib.contextmanager
-def _begun(verb: str, variables: Any) -> Iterator[tuple[Session, list[Variable]]]:
-    """Begin a verb on one ``Shared`` or a sequence of them: yield the session of their runtime, and the variables."""
+def _begun(verb: str, variables: Any) -> Iterator[list[Variable]]:
+    """Begin a verb on one ``Shared`` or a sequence of them: yield the variables."""
     refuse_inside_worker(verb)
     listed = [variables] if isinstance(variables, Shared) else variables
     if not isinstance(listed, (list, tuple)):
@@ -28,10 +27,10 @@ def _begun(verb: str, variables: Any) -> Iterator[tuple[Session, list[Variable]]
             raise TypeError(f"cannot {verb}: got {type(shared).__name__}, expected a Shared or several.")
     session = listed[0]._session if listed else current()._session
     for shared in listed:
-        check_owner(shared._referent, session.variables, f"{verb} argument")
+        check_owner(shared._referent.owner, session.variables, shared._referent.label, f"{verb} argument")
     with session.entered(verb):
         session.begin(verb)
-        yield session, [shared._referent for shared in listed]
+        yield [shared._referent for shared in listed]
 
 
 @verb
@@ -49,9 +48,9 @@ def broadcast(variables: Any, values: Any = None) -> None:
     TypeError, ValueError
         If a value does not fit its variable. Nothing has changed then.
     """
-    with _begun("broadcast", variables) as (session, listed):
+    with _begun("broadcast", variables) as listed:
         for variable, value in collectives.pair(variables, listed, values):
-            collectives.broadcast(session, variable, value)
+            collectives.broadcast(variable, value)
 
 
 @verb
@@ -71,13 +70,13 @@ def scatter(variables: Any, values: Any, batch: Any = None) -> None:
     TypeError, ValueError, IndexError
         If a value does not fit its variable, or ``batch`` does not fit the rows. Nothing has changed then.
     """
-    with _begun("scatter", variables) as (session, listed):
+    with _begun("scatter", variables) as listed:
         parts = [
-            (variable, *collectives.check_scatter(variable, value, batch))
+            (variable, variable.split(variable.check(value), batch))
             for variable, value in collectives.pair(variables, listed, values)
         ]
-        for variable, arrays, selection in parts:
-            collectives.scatter(session, variable, arrays, selection)
+        for variable, own in parts:
+            collectives.scatter(variable, own)
 
 
 @verb
@@ -101,8 +100,8 @@ def gather(variables: Any, nd_up: int = 1) -> Any:
     ValueError
         If the shapes do not allow it, or ``nd_up`` is neither 0 nor 1.
     """
-    with _begun("gather", variables) as (session, listed):
-        results = [collectives.gather(session, variable, nd_up) for variable in listed]
+    with _begun("gather", variables) as listed:
+        results = [collectives.gather(variable, nd_up) for variable in listed]
     return results[0] if isinstance(variables, Shared) else results
 
 
@@ -119,11 +118,11 @@ def all_gather(variables: Any) -> None:
     ValueError
         If a variable has no axis 0. Nothing has changed then.
     """
-    with _begun("all_gather", variables) as (session, listed):
+    with _begun("all_gather", variables) as listed:
         for variable in listed:
             collectives.check_rows(variable)
         for variable in listed:
-            collectives.all_gather(session, variable)
+            collectives.all_gather(variable)
 
 
 @verb
@@ -148,10 +147,10 @@ def reduce(variables: Any, op: str = "avg", in_place: bool = True) -> Any:
     ValueError, TypeError
         If the op is unknown or does not fit the dtype, or the shapes differ. Nothing has changed then.
     """
-    with _begun("reduce", variables) as (session, listed):
+    with _begun("reduce", variables) as listed:
         for variable in listed:
-            collectives.check_reduction(session, variable, op)
-        results = [collectives.reduce(session, variable, op, in_place) for variable in listed]
+            collectives.check_reduction(variable, op)
+        results = [collectives.reduce(variable, op, in_place) for variable in listed]
     return results[0] if isinstance(variables, Shared) else results
 
 
@@ -169,8 +168,8 @@ def all_reduce(variables: Any, op: str = "avg") -> None:
     ValueError, TypeError
         As for :func:`reduce`.
     """
-    with _begun("all_reduce", variables) as (session, listed):
+    with _begun("all_reduce", variables) as listed:
         for variable in listed:
-            collectives.check_reduction(session, variable, op)
+            collectives.check_reduction(variable, op)
         for variable in listed:
-            collectives.all_reduce(session, variable, op)
+            collectives.all_reduce(variable, op)

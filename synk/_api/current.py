@@ -142,7 +142,7 @@ def fork(num_workers: int | Sequence[int] | None = None, **options: Any) -> Runt
 
 
 def _close_to_begin_anew() -> None:
-    names = [repr(variable.name) for variable in cell.session.variables.living()]
+    names = [repr(variable.name) for variable in cell.session.variables]
     close()
     if names:
         report(

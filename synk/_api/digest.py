@@ -10,7 +10,7 @@ import collections
 import hashlib
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -54,10 +54,10 @@ class ItemDigests:
         ------
         Undigested
         """
-        values = _ItemValues(self._codes)
+        values = _Values(self._codes)
         digest = values.part("it", item)
         if not values.kinds <= self._kinds:
-            _check_stable({"it": digest}, {"it": _ItemValues(self._codes).part("it", copied(item).fn)})
+            _check_stable({"it": digest}, {"it": _Values(self._codes).part("it", copied(item).fn)})
             self._kinds |= values.kinds
         return digest
 
@@ -78,7 +78,12 @@ def _hashed(kind: str, *parts: bytes | memoryview | str) -> bytes:
 
 
 class _Values:
-    """The digests of values.
+    """The digests of values. Each function and class of the program that they refer to is looked at once.
+
+    Parameters
+    ----------
+    codes : mapping
+        The digests of those that were looked at.
 
     Attributes
     ----------
@@ -86,7 +91,8 @@ class _Values:
         The classes of the objects it has met that are digested by what their pickles are made of.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, codes: MutableMapping[Any, bytes]) -> None:
+        self._codes = codes
         self.kinds: set[type] = set()
         self._path: list[int] = []  # the objects that are being looked at, outermost first
 
@@ -164,7 +170,9 @@ class _Values:
 
     def _of_own(self, obj: Any) -> bytes:
         """Return the digest of a function or a class of the program."""
-        raise NotImplementedError
+        if obj not in self._codes:
+            self._codes[obj] = _hashed("own", *_Parts(obj).digests.values())
+        return self._codes[obj]
 
     def _of_object(self, obj: Any) -> bytes:
         """Return the digest of any other object: of what its pickle is made of."""
@@ -178,25 +186,6 @@ class _Values:
         return _hashed("object", *parts, self._of(list(items or ())) if is_ordered else self._of_items(items or ()))
 
 
-class _ItemValues(_Values):
-    """The digests of items. Each function and class of the program is looked at once, for all items.
-
-    Parameters
-    ----------
-    codes : mapping
-        Their digests.
-    """
-
-    def __init__(self, codes: weakref.WeakKeyDictionary[Any, bytes]) -> None:
-        super().__init__()
-        self._codes = codes
-
-    def _of_own(self, obj: Any) -> bytes:
-        if obj not in self._codes:
-            self._codes[obj] = _hashed("own", *_Parts(obj).digests.values())
-        return self._codes[obj]
-
-
 class _Parts(_Values):
     """The digests of the parts of a function, by their names. A part that refers to another one contains its name.
 
@@ -206,7 +195,7 @@ class _Parts(_Values):
     """
 
     def __init__(self, fn: Any) -> None:
-        super().__init__()
+        super().__init__({})
         self.digests: dict[str, bytes] = {}
         self._titles: dict[int, str] = {}
         self._add("the function", fn)

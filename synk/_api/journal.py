@@ -101,34 +101,27 @@ class Journal:
     def _row(self, number: int) -> Any:
         return self._db.execute(_SELECT, (number,)).fetchone()
 
-    def digest(self, number: int, item: Any) -> bytes:
-        """Return the digest of an item.
+    def missing(self, number: int, item: Any) -> bytes | None:
+        """Return the digest of an item whose result is to be written; None if it is there.
 
         Raises
         ------
         TypeError
             If it has none that stays the same.
+        ValueError
+            If it has the result of another item under this number.
         """
         try:
-            return self._digest(item if self._key is None else self._key(item))
+            digest = self._digest(item if self._key is None else self._key(item))
         except Undigested as error:
             got = f"item {number} ({short_repr(item)}), which {error.args[1]}"
             cure = "Pass key=, a function of the item that returns a name"
             raise self._error(got, f"what is the same in each run of the program. {cure}", TypeError) from error
-
-    def has(self, number: int, digest: bytes) -> bool:
-        """Whether it has the result of an item.
-
-        Raises
-        ------
-        ValueError
-            If it has the result of another item under this number.
-        """
         row = self._row(number)
         if row is not None and row[0] != digest:
             got = f"another item {number} than the one whose result is in the file"
             raise self._error(got, "the same items in the same order. Name another file, or change the items back")
-        return row is not None
+        return digest if row is None else None
 
     def write(self, number: int, digest: bytes, result: Any) -> None:
         """Append the result of an item.
@@ -199,8 +192,7 @@ class _Items:
     def missing(self) -> Pairs:
         """Yield the items whose results the journal does not have."""
         for number, item in self._pairs:
-            digest = self._journal.digest(number, item)
-            if self._journal.has(number, digest):
+            if (digest := self._journal.missing(number, item)) is None:
                 self._ready[number] = None
             else:
                 self._digests[number] = digest
@@ -211,7 +203,7 @@ class _Items:
         error = None
         with contextlib.closing(self._journal), contextlib.closing(found):
             for number, item in self._pairs:  # what comes before the first that is missing
-                if not self._journal.has(number, self._journal.digest(number, item)):
+                if self._journal.missing(number, item) is not None:
                     self._pairs, self._next = itertools.chain([(number, item)], self._pairs), number
                     break
                 yield number, self._journal.read(number)

@@ -160,7 +160,7 @@ def tried(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 def _assignments(function: Any) -> list[Any]:
     """Return what changes when a call assigns variables that the function refers to."""
-    return [list(variable.front) for variable in function._callee.variables]
+    return [variable.fronts.tolist() for variable in function._callee.variables]
 
 
 # -- a few rows -------------------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def few_rows(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], optio
             rows = None if selection is None else selection.positions()[spread]
         if count <= check.num_rows:
             return None
-        whole = [value for _, is_broadcast, value in scattered.bound if is_broadcast]
+        whole = [value for is_broadcast, value in scattered.bound if is_broadcast]
         leaves = [leaf for leaf in flatten([scattered.sampled(rows), whole])[0] if not isinstance(leaf, Data)]
         if sum(getattr(leaf, "nbytes", 0) for leaf in leaves) > MAX_NBYTES:
             raise NotComparable("its arguments are large")

@@ -107,19 +107,15 @@ def _arguments(
             value = np.asarray(value)
         return in_framework(value, into, is_column=True)
 
-    positional: list[Any] = []
-    by_name: dict[str, Any] = {}
-    for keyword, is_broadcast, value in scattered.bound:
+    made: list[Any] = []
+    for is_broadcast, value in scattered.bound:
         if is_broadcast:
-            new = in_framework(as_plain(value), into)
+            made.append(in_framework(as_plain(value), into))
         else:
             leaves, structure = take_apart(value)
-            new = build(structure, map(plain, leaves))
-        if keyword:
-            by_name[keyword] = new
-        else:
-            positional.append(new)
-    return positional, by_name
+            made.append(build(structure, map(plain, leaves)))
+    count = len(made) - len(scattered.names)
+    return made[:count], dict(zip(scattered.names, made[count:]))
 
 
 class ScatteredArguments:
@@ -127,8 +123,10 @@ class ScatteredArguments:
 
     Attributes
     ----------
-    bound : list of (str, bool, object)
-        Of each argument the keyword, empty if it is given by position, whether it is broadcast, and its value.
+    bound : list of (bool, object)
+        Of each argument whether it is broadcast, and its value.
+    names : list of str
+        Those of the last arguments, which are given by name.
     leaves : list
         The scattered leaves of all arguments.
     shards : list of Shared
@@ -137,8 +135,9 @@ class ScatteredArguments:
 
     def __init__(self, callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._name = callee.name
-        self.bound = [each[1:] for each in callee.signature.bind(args, kwargs)]
-        scattered = [value for _, is_broadcast, value in self.bound if not is_broadcast]
+        self.bound = [each[2:] for each in callee.signature.bind(args, kwargs)]
+        self.names = list(kwargs)
+        scattered = [value for is_broadcast, value in self.bound if not is_broadcast]
         self.leaves = [leaf for value in scattered for leaf in take_apart(value)[0]]
         self.shards = [leaf for leaf in self.leaves if isinstance(leaf, Shared) and leaf.is_sharded]
 

@@ -17,7 +17,7 @@ import shutil
 import sys
 from collections.abc import Callable, Generator, Iterator
 from types import SimpleNamespace
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -149,15 +149,11 @@ def _writing(folder: str, fn: Any, what: str, error: Any) -> Iterator[dict[str, 
         text = f"{_MAGIC}\n{what}: {type(error).__name__}: {' '.join(str(error).split())}\n{_SAID}"
         data = text.encode() + dumps({**body, "code": code.getvalue()})
         os.makedirs(folder, exist_ok=True)
-        files.save(path, lambda: data, _write, wait=True)
+        files.save(path, lambda: data, lambda data, file: file.write(data), wait=True)
     except Exception as problem:
         report("%s, which cannot be written for synk.replay: %s: %s", what, type(problem).__name__, problem)
     else:
         add_note(error, f"synk.replay({path!r}) runs it again.")
-
-
-def _write(data: bytes, file: BinaryIO) -> None:
-    file.write(data)
 
 
 @verb

@@ -505,9 +505,7 @@ class Runtime(Hinting):
         SerializationError
             If a function cannot be pickled, or cannot be loaded on the workers. Then no rank has it.
         """
-        with self._session.entered("distribute"):
-            self._session.begin("distribute")
-            self._session.distribute()
+        self._session.run("distribute", self._session.distribute)
 
     @verb
     def where(self) -> str:

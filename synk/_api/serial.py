@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from synk._engine import variables as collectives
+from synk._engine import collectives
 from synk._engine.rows import closed_over_shards
 from synk._engine.session import Session
 from synk._engine.shared import Shared
-from synk._engine.variable_value import check_owner
+from synk._engine.things import check_owner
 from synk._pure.call_options import CallOptions
 from synk._pure.nested import build, holds, is_nested, take_apart
 from synk._wire.apart import Whole, unassignable
@@ -26,14 +26,12 @@ def call_serially(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
             variable = each[0] if isinstance(each, tuple) else each
             if isinstance(variable, Shared) and variable.is_sharded:
                 raise unassignable(variable.name, callee.name)
-        positional, named = [], {}
-        for label, keyword, is_broadcast, value in callee.signature.bind(args, kwargs):
-            given = value if is_broadcast else _whole(session, value, label, callee.name)
-            if keyword:
-                named[keyword] = given
-            else:
-                positional.append(given)
-        values = [collectives.gather(session, variable, 0) for variable in shards]
+        given = [
+            value if is_broadcast else _whole(session, value, label, callee.name)
+            for label, _, is_broadcast, value in callee.signature.bind(args, kwargs)
+        ]
+        positional, named = given[: len(args)], dict(zip(kwargs, given[len(args) :]))
+        values = [collectives.gather(variable, 0) for variable in shards]
     if not shards:
         return function._run(positional, named, options)
     whole = function._with_one_more(Whole, tuple(variable.id for variable in shards))
@@ -47,10 +45,11 @@ def _whole(session: Session, value: Any, label: str, name: str) -> Any:
         return build(structure, iter([_whole(session, leaf, label, name) for leaf in leaves]))
     if not isinstance(value, Shared) or not value.is_sharded:
         return value
-    check_owner(value._referent, session.variables, f"{name!r} argument {label!r}")
-    if value._referent.is_nested:
+    variable = value._referent
+    check_owner(variable.owner, session.variables, variable.label, f"{name!r} argument {label!r}")
+    if variable.is_nested:
         raise TypeError(
             f"cannot call {name!r} serially: {label} is a nested sharded variable, whose rows would have to be passed "
             "as several inputs. Call it in parallel, or share its arrays one by one."
         )
-    return collectives.gather(session, value._referent, 0)
+    return collectives.gather(variable, 0)

@@ -39,7 +39,7 @@ def look(
             # One without bytes has no segment, whose number would say its dtype.
             face = (is_whole, number, shape) if number and (is_whole or shape) else None
             values.append(contents)
-        elif kind is Resident and is_whole and value._referent.residents is session.residents:
+        elif kind is Resident and is_whole and value._referent.owner is session.residents:
             face = "resident", value._referent.number
             values.append(value._referent)
         else:

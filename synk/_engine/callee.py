@@ -24,9 +24,8 @@ from synk._code.modules import is_of_program, is_users_module
 from synk._engine.ledger import Record
 from synk._engine.repeated import Repeated
 from synk._engine.resident import Resident
-from synk._engine.resident_value import check_owner as check_owner_of_resident
 from synk._engine.signature import Signature
-from synk._engine.variable_value import check_owner
+from synk._engine.things import check_owner
 from synk._processes.output import warn_at_users_line
 from synk._pure.output_ops import ops_of
 
@@ -326,6 +325,6 @@ def check_referred(session: Any, function: Callee) -> None:
     check_optimizers(function.name, book.optimizers_of(function.id))
     variables, residents = referred(function, book)
     for variable in variables:
-        check_owner(variable, session.variables, repr(function.name))
+        check_owner(variable.owner, session.variables, variable.label, repr(function.name))
     for resident in residents:
-        check_owner_of_resident(resident, session.residents, repr(function.name))
+        check_owner(resident.owner, session.residents, resident.label, repr(function.name))

@@ -15,9 +15,8 @@ from synk._code.handles import Handle
 from synk._engine.argument import NEW_NBYTES, Argument, Nest
 from synk._engine.data import Contents, Data
 from synk._engine.resident import Resident
-from synk._engine.resident_value import check_owner as check_owner_of_resident
 from synk._engine.shared import Shared
-from synk._engine.variable_value import check_owner
+from synk._engine.things import check_owner
 from synk._pure.arrays import as_plain_array, check_shareable
 from synk._pure.dtypes import foreign_name, storage
 from synk._pure.nested import (
@@ -215,17 +214,18 @@ class Checks:
             )
 
     def _data(self, label: str, keyword: str, kind: str, value: Data) -> Argument:
-        value._check_owner(self._session, f"{label} of {self._name!r}")
+        check_owner(value._session, self._session, value._label, f"{label} of {self._name!r}")
         return Argument(label, keyword, kind, data=value, contents=value._contents)
 
     def _owned(self, label: str, value: Shared) -> Any:
         variable = value._referent
-        check_owner(variable, self._session.variables, f"{label} of {self._name!r}")
+        check_owner(variable.owner, self._session.variables, variable.label, f"{label} of {self._name!r}")
         return variable
 
     def _resident(self, label: str, keyword: str, value: Resident) -> Argument:
-        check_owner_of_resident(value._referent, self._session.residents, f"{label} of {self._name!r}")
-        return Argument(label, keyword, "resident", value=value._referent)
+        resident = value._referent
+        check_owner(resident.owner, self._session.residents, resident.label, f"{label} of {self._name!r}")
+        return Argument(label, keyword, "resident", value=resident)
 
     def _check_constants(self, label: str, value: Any) -> None:
         """Raise for tensors that require grad in a broadcast argument and its containers, but not in a module."""

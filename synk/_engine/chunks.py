@@ -77,10 +77,13 @@ class Packed(NamedTuple):
     data : bytes
     copies : list of ArrayCopy
         What it refers to.
+    new_nbytes : int
+        The size of those that were made for it. Others were there, for items before it.
     """
 
     data: bytes
     copies: list[ArrayCopy]
+    new_nbytes: int
 
 
 class Pickled(NamedTuple):
@@ -179,7 +182,9 @@ class Chunk(Owed):
                 data.append(pickle.dumps(plain, protocol=5))
                 parts.append((len(plain), len(data[-1])))
         stream = b"".join(data)
-        self.nbytes = len(stream) + sum(segment.nbytes for segment in self.segments())
+        self.nbytes = len(stream)
+        if job.has_packed:
+            self.nbytes += sum(item.new_nbytes for item in self.items if type(item) is Packed)
         most_ns = AIM_NS if job.rules.batch_size is None else 0
         how = job.rules.returns_errors, most_ns, job.is_timed
         return ItemsOrder(job.function.id, job.number, self.numbers, *how, parts, wire.apart(stream))

@@ -1,4 +1,4 @@
-"""What the collectives over shared variables check before anything is moved."""
+"""The collectives over shared variables that the program calls. All is checked before anything is moved."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from synk._engine.variables import Variable
 from synk._pure.arrays import copy_into
 from synk._pure.ops import REDUCE_OPS, REDUCTIONS
-from synk._pure.shards import Selection, select_rows
-from synk._wire.variables import Shapes
 
 
 def pair(variables: Any, listed: Sequence[Any], values: Any) -> list[tuple[Any, Any]]:
@@ -35,58 +34,138 @@ def _paired(variables: Any, listed: Sequence[Any], values: Any) -> list[tuple[An
     return list(zip(listed, values))
 
 
-def check_rank(session: Any, variable: Any, rank: Any) -> None:
+def check_rank(variable: Variable, rank: Any) -> None:
     if isinstance(rank, bool) or not isinstance(rank, (int, np.integer)):
         raise TypeError(
             f"cannot use {rank!r} as a rank of variable {variable.name!r}: expected an integer. w[rank] is the value "
             "on one rank; the rows are w.value[...]."
         )
-    if not 0 <= rank < session.world_size:
+    if not 0 <= rank < variable.engine.world_size:
         raise IndexError(
-            f"cannot use rank {rank} of variable {variable.name!r}: expected 0 to {session.world_size - 1}."
+            f"cannot use rank {rank} of variable {variable.name!r}: expected 0 to {variable.engine.world_size - 1}."
         )
 
 
-def copied(leaf: np.ndarray) -> np.ndarray:
-    out = np.empty(leaf.shape, leaf.dtype)
-    copy_into(out, leaf)
-    return out
-
-
-def check_scatter(variable: Any, value: Any, batch: Any) -> tuple[list[np.ndarray], Selection]:
-    """Return the arrays to scatter, and which of their rows ``batch`` selects."""
-    arrays = variable.check(value)
-    if any(array.ndim == 0 for array in arrays) or len({len(array) for array in arrays}) > 1:
-        raise ValueError(
-            f"cannot scatter to variable {variable.name!r}: got shapes {[array.shape for array in arrays]}, "
-            "expected equal axis-0 lengths."
-        )
-    return arrays, select_rows(batch, len(arrays[0]), f"the value of {variable.name!r}")
-
-
-def check_rows(variable: Any) -> None:
+def check_rows(variable: Variable) -> None:
     """Raise ValueError if a variable has no axis 0."""
     if any(not shape for shape in variable.value_shapes[0]):
         raise ValueError(f"cannot concatenate variable {variable.name!r}: it has no axis 0.")
 
 
-def check_reduction(session: Any, variable: Any, op: str) -> Shapes:
-    """Return the shapes that all ranks have in common."""
+def check_reduction(variable: Variable, op: str) -> None:
+    """Raise ValueError or TypeError if the values of a variable cannot be reduced by an op."""
     if op not in REDUCE_OPS:
         raise ValueError(
             f"cannot reduce variable {variable.name!r}: got op {op!r}, expected one of "
             f"{', '.join(map(repr, REDUCE_OPS))}."
         )
     for dtype in variable.dtypes:
-        REDUCTIONS[op].check(dtype, f"variable {variable.name!r}")
-    fronts = variable.value_shapes
-    if len(set(fronts)) > 1:
+        REDUCTIONS[op].check(dtype, variable.label)
+    if len(set(variable.value_shapes)) > 1:
         raise ValueError(
             f"cannot reduce variable {variable.name!r}: got shapes {shapes(variable)}, expected the same on all ranks."
         )
-    return fronts[0]
 
 
-def shapes(variable: Any) -> list[Any]:
+def shapes(variable: Variable) -> list[Any]:
     """Return the shape on each rank; for a nested variable, a nesting of shapes."""
     return [variable.build(each) if variable.is_nested else each[0] for each in variable.value_shapes]
+
+
+def broadcast(variable: Variable, value: Any = None) -> None:
+    """Give every rank ``value``, or without one the value of rank 0."""
+    if value is not None or not variable.engine.device_values.collective(variable, "broadcast"):
+        variable.unite(variable.leaves(0) if value is None else variable.check(value))
+
+
+def assign(variable: Variable, value: Any) -> None:
+    """Set the value of all ranks, or divide its rows among them."""
+    if variable.is_sharded:
+        scatter(variable, variable.split(variable.check(value)))
+    else:
+        variable.unite(variable.check(value))
+
+
+def set_value(variable: Variable, value: Any, rank: Any) -> None:
+    """Set the value of one rank."""
+    check_rank(variable, rank)
+    variable.set_ranks({rank: variable.check(value, rank)})
+
+
+def get_value(variable: Variable, rank: Any) -> Any:
+    """Return a copy of the value on ``rank``."""
+    check_rank(variable, rank)
+    return variable.build([_copied(leaf) for leaf in variable.leaves(rank)])
+
+
+def scatter(variable: Variable, parts: Sequence[Sequence[np.ndarray]]) -> None:
+    """Give each rank its part, as ``Variable.split`` has made them."""
+    variable.set_ranks(dict(enumerate(parts)))
+
+
+def gather(variable: Variable, nd_up: int) -> Any:
+    """Return the values of all ranks: concatenated along axis 0 (``nd_up=0``), or stacked on a new one (1)."""
+    if nd_up not in (0, 1):
+        raise ValueError(f"cannot gather variable {variable.name!r}: got nd_up={nd_up!r}, expected 0 or 1.")
+    results, values = [], variable.all_leaves()
+    for leaf in range(len(variable.dtypes)):
+        parts = [value[leaf] for value in values]
+        if nd_up == 1 and len({part.shape for part in parts}) > 1:
+            raise ValueError(
+                f"cannot stack variable {variable.name!r}: got shapes {[part.shape for part in parts]}, expected "
+                "equal ones. Use nd_up=0 to concatenate shards of different length."
+            )
+        if nd_up == 0 and parts[0].ndim == 0:
+            raise ValueError(f"cannot concatenate variable {variable.name!r}: it has no axis 0. Use nd_up=1.")
+        results.append(_joined([part[np.newaxis] for part in parts] if nd_up else parts))
+    return variable.build(results)
+
+
+def _copied(leaf: np.ndarray) -> np.ndarray:
+    out = np.empty(leaf.shape, leaf.dtype)
+    copy_into(out, leaf)
+    return out
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    out = np.empty((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].dtype)
+    start = 0
+    for part in parts:
+        copy_into(out[start : start + len(part)], part)
+        start += len(part)
+    return out
+
+
+def all_gather(variable: Variable) -> None:
+    """Make every rank's value the concatenation of the values of all ranks, along axis 0."""
+    if variable.engine.device_values.collective(variable, "all_gather"):
+        return
+    values = variable.all_leaves()
+    variable.unite([_joined([value[leaf] for value in values]) for leaf in range(len(variable.dtypes))])
+
+
+def _reduced(variable: Variable, op: str) -> list[np.ndarray]:
+    by_rank = variable.all_leaves()
+    found = []
+    with np.errstate(all="ignore"):
+        for leaf, dtype in enumerate(variable.dtypes):
+            values = [value[leaf] for value in by_rank]
+            out = np.empty(values[0].shape, dtype)
+            REDUCTIONS[op].reduce_into(values, [1] * len(values), out)
+            found.append(out)
+    return found
+
+
+def all_reduce(variable: Variable, op: str) -> None:
+    """Reduce the values of all ranks, and give the result to every rank."""
+    if not variable.engine.device_values.collective(variable, "all_reduce", op):
+        variable.unite(_reduced(variable, op))
+
+
+def reduce(variable: Variable, op: str, in_place: bool) -> Any:
+    """Reduce the values of all ranks into rank 0's value, or into new arrays for the caller."""
+    found = _reduced(variable, op)
+    if in_place:
+        variable.set_ranks({0: found})
+        return None
+    return variable.build(found)

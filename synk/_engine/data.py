@@ -21,7 +21,6 @@ from synk._pure.exact import has_own_meaning
 from synk._pure.nested import check_no_list
 from synk._pure.tracebacks import outlined, verb
 from synk._wire.memory import Segment
-from synk.errors import ClosedError
 
 
 class Contents(NamedTuple):
@@ -341,15 +340,6 @@ class Data(ArrayLike):
                 self._session.await_readers(contents.segment)
             if self._contents is contents:
                 return contents
-
-    def _check_owner(self, session: Any, what: str) -> None:
-        """Raise if this object belongs to another runtime."""
-        if self._session is not session:
-            if self._session.is_closed:
-                raise ClosedError(f"cannot pass {what}: its runtime was closed. Make it again with synk.data(...).")
-            raise ValueError(
-                f"cannot pass {what}: it belongs to another runtime. Make it with this runtime's data(...)."
-            )
 
 
 def _check_oversize(oversize: Any, label: str) -> None:

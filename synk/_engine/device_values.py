@@ -81,7 +81,7 @@ class DeviceValues:
         session.settle_all()
         replaced = [rank for rank, count in enumerate(num_starts) if count != self._num_starts[rank]]
         taken: list[str] = []
-        for variable in session.variables.living():
+        for variable in session.variables:
             gone = [rank for rank in replaced if variable.on_device[rank]]
             if not gone:
                 continue

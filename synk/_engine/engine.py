@@ -25,10 +25,11 @@ from synk._engine.outputs import Outputs
 from synk._engine.plan import Plan, pickled
 from synk._engine.residents import Residents, note_outcome
 from synk._engine.rows import Division
-from synk._engine.things import Once, Thing
-from synk._engine.variables import Variables
+from synk._engine.things import Living, Once, Thing
+from synk._engine.variables import Variable
 from synk._engine.workers import Owed, Workers
 from synk._pure.interrupts import deferred
+from synk._pure.places import nbytes_in_place
 from synk._pure.ranges import round_up
 from synk._wire import orders as wire
 from synk._wire.combining import loaded_objects
@@ -121,10 +122,7 @@ class Call(Owed):
         self._brings = bool(engine.functions.unsettled)
         if engine.tracer is not None:
             self.sent_ns = time.monotonic_ns()
-        engine.carry(self)
-        for rank in division.ranks:
-            engine.send(self, rank, target, len(objects), division.packed[rank], things, numbers)
-        engine.processes.flush()
+        engine.send(self, division.ranks, target, len(objects), division.packed, things, numbers)
         engine.is_sure = True
 
     def _lease_result(self, outputs: Outputs) -> bool:
@@ -222,7 +220,7 @@ class Call(Owed):
         for number, which, nbytes in news.places:
             segment = Segment(fds.pop(0), nbytes, is_writable=True, segment_id=0)
             segment.is_worker_writable = True
-            variable = self.engine.variable(number)
+            variable = self.engine.variables.get(number)
             if variable is not None:
                 variable.note_made(rank, which, segment)
         if news.layout is not None:
@@ -366,7 +364,7 @@ class Engine(Workers):
         super().__init__(processes, max_restarts=max_restarts, counters=counters)
         self.functions = Functions(self, on_restart)
         self.parcels = self.functions
-        self.variables = Variables(self)
+        self.variables: Living[Variable] = Living(self)
         self.residents = Residents(self)
         self.lanes: list[Lane] = []
 
@@ -449,7 +447,7 @@ class Engine(Workers):
             lane.shares = None
         # A rank that was asked has forgotten which places it has made, and takes those that the program knows.
         ranks = {rank for owed in self.flight.values() for rank in owed.ranks}
-        for variable in self.variables.living():
+        for variable in self.variables:
             self.retell(variable.number, ranks)
         for owed in self.flight.values():
             for rank, news in owed.news.items():
@@ -475,9 +473,6 @@ class Engine(Workers):
         worker.parcels_state = worker.settings_state = -1
 
     # -- memory that ranks do not share; see ``synk.cluster.session`` --------------------------------------------------
-
-    def carry(self, call: Call) -> None:
-        """Bring what a call reads to ranks that do not map the program's memory: all of them do."""
 
     def note_written(self, number: int, key: tuple[int, int]) -> None:
         """Note that the program writes into the place of a variable."""
@@ -510,7 +505,7 @@ class Engine(Workers):
         for rank, thing in things.items():
             numbers = () if thing is None else thing.numbers()
             plan = wire.LOAD if thing is None or thing.kind == "resident" else thing.number
-            self.send(question, rank, plan, 0, rows, () if thing is None else (thing,), numbers)
+            self.send(question, [rank], plan, 0, {rank: rows}, () if thing is None else (thing,), numbers)
         self.wait(question)
         for rank, (status, _, _) in question.replies.items():
             if status == wire.UNREAD:
@@ -553,16 +548,12 @@ class Engine(Workers):
 
     # -- state --------------------------------------------------------------------------------------------------------
 
-    def variable(self, number: int) -> Any:
-        """Return a variable by its number, if it still exists."""
-        return next((each for each in self.variables.living() if each.number == number), None)
-
     def moves(self, assigned: Sequence[Any], ranks: Sequence[int]) -> list[Any]:
         """Return what turns when a call is committed: (variable, rank, place, shapes)."""
         moves: list[Any] = []
         if not any(assigned):
             return moves
-        by_number = {each.number: each for each in self.variables.living()}
+        by_number: dict[int, Any] = {each.number: each for each in self.variables}
         for rank, own in zip(ranks, assigned):
             for number, is_on_device, found in own:
                 variable = by_number[number]
@@ -597,7 +588,7 @@ class Engine(Workers):
 
 def room_for_objects(parts: Sequence[Any], before: int) -> int:
     """Return the room to give to objects: the next ones may be longer."""
-    needed = wire.nbytes_in_place(parts)
+    needed = nbytes_in_place(parts)
     return before if needed <= before else round_up(needed + needed // 4, 1 << 10)
 
 

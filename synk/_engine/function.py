@@ -10,7 +10,7 @@ from synk._engine.arguments import classified, look
 from synk._engine.callee import Callee
 from synk._engine.engine import Call, room_for_objects
 from synk._engine.pending import PendingCall
-from synk._engine.plan import Plan, found_plan, keep, packed_tables, pickled
+from synk._engine.plan import Plan, keep, packed_tables, pickled
 from synk._engine.residents import ResidentObject
 from synk._engine.rows import divided
 from synk._engine.session import Session
@@ -61,7 +61,9 @@ def _begin(
     if callee.capture is None or not callee.capture.is_current():
         function = function._renewed()
         callee = function._callee
-    session: Any = callee.fixed_session or function._bound_session()
+    session: Any = callee.fixed_session or callee.session
+    if session is None or session.processes.is_closed:
+        session = function._bound_session()
     made: Call | None = None
     with session.entered(verb):
         try:
@@ -70,7 +72,10 @@ def _begin(
             session.enter_call(verb, deadline)
             made = _sent(session, callee, verb, tuple(args), kwargs, options, deadline, started_ns, is_submitted)
             if not is_submitted or session.is_inline:
-                session.settle_to(made)
+                if len(session.flight) == 1:
+                    made.settle()
+                else:
+                    session.settle_to(made)
         except BaseException as error:
             if not session.is_closed and (not session.is_sure or (made is not None and not made.has_ended)):
                 session.recover(error)
@@ -99,8 +104,10 @@ def _sent(
     if session.has_dead:  # a call before has ended with a death
         session.enter_call(verb, deadline)
     key = lane.index, face, options.num_slices, options.output_subset
-    plan = before = found_plan(session, callee, key)
-    objects: list[Any] | None = None
+    plan: Plan | None = callee.plans_by_key.get(key)
+    if plan is not None and (plan.is_outgrown or (plan.staging is not None and plan.staging is not lane.staging)):
+        plan = None
+    before, objects = plan, None
     if plan is not None:
         division = plan.choose(session, callee, values, options.batch, options.num_ranks)
         if plan.objects:
@@ -116,10 +123,8 @@ def _sent(
         plan, division, objects, values = _made(
             session, callee, args, kwargs, options, key, arguments, lane, before, is_submitted
         )
-    if residents := [*plan.residents, *plan.changes]:
-        session.residents.bring_into_line(residents)
-        for resident in residents:
-            resident.check(f"call {callee.name!r}")
+    if plan.residents or plan.changes:
+        _bring_into_line(session, [*plan.residents, *plan.changes], callee.name)
     made = Call(session, callee, plan, values, division, objects, deadline, started_ns)
     refused = session.after_failed_step(callee) if is_submitted and plan.changes else None
     if refused is None:
@@ -161,6 +166,13 @@ def _made(
     keep(callee, key, plan)
     values = [a.contents if a.contents is not None else a.value if a.array is None else a.array for a in arguments]
     return plan, division, objects, values
+
+
+def _bring_into_line(session: Session, residents: list[ResidentObject], name: str) -> None:
+    """See that all ranks can get the resident objects of a call as they are now."""
+    session.residents.bring_into_line(residents)
+    for resident in residents:
+        resident.check(f"call {name!r}")
 
 
 def _pack_again(plan: Plan, values: list[Any], arguments: list[Argument], division: Any, name: str) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-from synk._processes.no_process import NoProcess
 from synk._pure.interrupts import waiting
 from synk._rank import failpoints as _failpoints
 from synk._rank.loop import hello_of
@@ -47,7 +46,7 @@ class InlineLink:
         if status in wire.WITH_BODY:
             self._bodies[number] = content, wire.Fds([above_streams(os.dup(segment.fd)) for segment in segments])
         self._replies.append(wire.REPLY.pack(number, status, *self._rank.times()))
-        self._rank.tidy()
+        self._rank.lane.wake_sleepers()
 
     def say(self, number: int, status: int, content: Any) -> None:
         self._bodies[number] = content, wire.Fds()
@@ -75,13 +74,16 @@ class InlineLink:
         self.is_open, self._rank = False, None
 
 
-class InlineProcess(NoProcess):
-    """Plays a rank without a process of its own."""
+class InlineProcess:
+    """Plays a rank without a process of its own: what the program does with processes has nothing to do here."""
 
+    is_inline: ClassVar[bool] = True
+    exit_text = ""
+    started = 0.0
     link: InlineLink
 
     def __init__(self, rank: int) -> None:
-        super().__init__(rank)
+        self.rank, self.pid = rank, os.getpid()
         self._half: Rank | None = None
 
     def start(self, setup: dict[str, Any], environment: dict[str, str], control_fd: int, extra: dict[str, int]) -> None:
@@ -99,8 +101,33 @@ class InlineProcess(NoProcess):
     def watched(self) -> list[tuple[int, str]]:
         return []
 
+    def interrupt(self) -> None:
+        """Do nothing: a call runs in the thread that sends it, so it has ended when anybody can interrupt it."""
+
+    def forward_output(self, fd: int) -> bool:
+        """Do nothing: the rank prints to the streams of this process."""
+        return True
+
+    def stderr_since(self, began: float) -> list[str]:
+        return []
+
+    def stacks(self) -> str:
+        """Return a text in place of stacks: the rank's stack is in the thread that called, where a debugger sees it."""
+        return "inline: see the master's own stack"
+
+    def kill(self) -> None:
+        """Do nothing: there is no process to kill."""
+
+    def reap(self) -> str:
+        """Drop the rank's state."""
+        self.close()
+        return ""
+
+    def disown(self) -> None:
+        """Do nothing: the rank is a part of the forked child, where the function that forked may go on."""
+
     def close(self) -> None:
-        """Drop the rank. A second call does nothing."""
+        """Drop the rank, and unmap its memory even if closures still refer to it. A second call does nothing."""
         half, self._half = self._half, None
         if half is not None:
             half.close()

@@ -1,6 +1,6 @@
 """Items in the form in which they travel to the workers: pickles, and copies of their large arrays in shared memory.
 
-An array that many items hold crosses only once. Its copy is remembered as long as the array lives, and used again if
+An array that many items hold is copied only once. Its copy is remembered as long as the array lives, and used again if
 the array still holds what was copied. To other nodes, which share no memory, an array travels with each item.
 """
 
@@ -11,7 +11,6 @@ import io
 import itertools
 import pickle
 import weakref
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,29 +31,22 @@ _BLOCK_NBYTES = 1 << 20
 
 
 class ArrayCopy:
-    """The copy of one array. The array holds it, and so do items that refer to it until they are answered."""
-
-    def __init__(self, segment: Segment) -> None:
-        self.segment = segment
-
-
-class Ended(weakref.ref[Any]):
-    """Reports that an object has ended. It runs in C: an exception by Ctrl-C in a Python finalizer would be lost.
+    """The copy of one array. The array holds it, and so do items that refer to it until they are answered.
 
     Attributes
     ----------
-    owner : ArrayCopies
-        The table that must forget the object.
-    held : ArrayCopy, Segment or None
-        What is no longer needed then: the copy of an array, the segment of a copy.
-    key : int
-        The object's key in that table.
+    segment : Segment
+    new_nbytes : int
+        Its size, until the first item that refers to it takes that over into its own.
     """
 
-    __slots__ = ("held", "key", "owner")
-    owner: Any
-    held: Any
-    key: int
+    def __init__(self, segment: Segment) -> None:
+        self.segment, self.new_nbytes = segment, segment.nbytes
+
+    def take_new(self) -> int:
+        """Return its size, the first time."""
+        nbytes, self.new_nbytes = self.new_nbytes, 0
+        return nbytes
 
 
 class ArrayCopies:
@@ -62,20 +54,14 @@ class ArrayCopies:
 
     Parameters
     ----------
-    released : deque
-        Receives an :class:`Ended` for each array and each copy that is gone, at any time and in any thread.
     new_ids : iterator of int
         Numbers for segments.
     """
 
-    def __init__(self, released: deque[Any], new_ids: Iterator[int]) -> None:
-        self._released = released
+    def __init__(self, new_ids: Iterator[int]) -> None:
         self._new_ids = new_ids
-        self._by_array: dict[int, Ended] = {}  # by ``id()``
-        self._by_segment: dict[int, Ended] = {}
-
-    def __len__(self) -> int:
-        return len(self._by_segment)
+        self._by_array: dict[int, tuple[weakref.ref[np.ndarray], ArrayCopy]] = {}  # by ``id()``
+        self._segments: dict[int, tuple[weakref.ref[ArrayCopy], Segment]] = {}
 
     def copy_of(self, array: np.ndarray) -> ArrayCopy:
         """Return a copy of what a contiguous array holds now.
@@ -85,40 +71,34 @@ class ArrayCopies:
         SharedMemoryError
         """
         source = _bytes_of(array)
-        known = self._by_array.get(id(array))
-        copy: ArrayCopy | None = known.held if known is not None and known() is array else None
-        if copy is not None and _holds(copy.segment, source):
+        known, copy = self._by_array.get(id(array), (None, None))
+        if known is not None and copy is not None and known() is array and _holds(copy.segment, source):
             return copy
         with deferred():  # until it is noted below, the segment has no owner
             segment = Segment.create(source.nbytes, segment_id=next(self._new_ids))
             copy = ArrayCopy(segment)
-            self._by_segment[segment.id] = self._watched(copy, segment, segment.id)
+            self._segments[segment.id] = weakref.ref(copy), segment
         # Noted under its array only when it is complete. Broken off before, the copy is unknown to later items, and is
         # freed with this frame.
         segment.buffer[: source.nbytes] = source
-        self._by_array[id(array)] = self._watched(array, copy, id(array))
+        self._by_array[id(array)] = weakref.ref(array), copy
         return copy
 
-    def _watched(self, obj: Any, held: Any, key: int) -> Ended:
-        ended = Ended(obj, self._released.append)
-        ended.owner, ended.held, ended.key = self, held, key
+    def sweep(self) -> list[Segment]:
+        """Return the segments that are no longer needed: their array is gone, or has changed, and all items are."""
+        for key, (array, _) in list(self._by_array.items()):
+            if array() is None:
+                self._by_array.pop(key, None)
+        ended = [segment for copy, segment in list(self._segments.values()) if copy() is None]
+        for segment in ended:
+            del self._segments[segment.id]
         return ended
-
-    def forget(self, ended: Ended) -> Segment | None:
-        """Forget an object that has ended. Return the segment that is no longer needed, if there is one."""
-        held, ended.held = ended.held, None
-        if isinstance(held, Segment):
-            self._by_segment.pop(ended.key, None)
-            return held
-        if self._by_array.get(ended.key) is ended:  # otherwise another array has the same id by now
-            del self._by_array[ended.key]
-        return None
 
     def close(self) -> None:
         """Release all memory: the runtime is closed."""
-        for ended in self._by_segment.values():
-            ended.held.close()
-        self._by_segment.clear()
+        for _, segment in self._segments.values():
+            segment.close()
+        self._segments.clear()
         self._by_array.clear()
 
 
@@ -129,10 +109,16 @@ class ItemPickler:
     ----------
     copies : ArrayCopies or None
         None where no memory is shared: large arrays lie in the pickle then.
+
+    Attributes
+    ----------
+    current : dict of int to (ndarray, ArrayCopy)
+        By ``id()``, arrays whose copies are known to hold what the arrays do. To be cleared when code of the user runs.
     """
 
     def __init__(self, copies: ArrayCopies | None) -> None:
         self._copies = copies
+        self.current: dict[int, tuple[np.ndarray, ArrayCopy]] = {}
 
     def dumps(self, item: Any) -> tuple[bytes, list[ArrayCopy], list[type]]:
         """Return an item pickled, the copies that it refers to, and the classes that it names.
@@ -147,7 +133,7 @@ class ItemPickler:
         if type(item) in PLAIN_TYPES:
             return pickle.dumps(item, protocol=5), [], []
         file = io.BytesIO()
-        pickler = _Pickler(file, self._copies)
+        pickler = _Pickler(file, self._copies, self.current)
         pickler.dump(item)
         if pickler.handles:
             raise TypeError(
@@ -160,9 +146,9 @@ class ItemPickler:
 class _Pickler(HandlePickler):
     has_word = True  # an item may come while others are in flight, when no parcel can be sent
 
-    def __init__(self, file: Any, copies: ArrayCopies | None) -> None:
+    def __init__(self, file: Any, copies: ArrayCopies | None, current: dict[int, tuple[np.ndarray, ArrayCopy]]) -> None:
         super().__init__(file)
-        self._copies = copies
+        self._copies, self._current = copies, current
         self.used: list[ArrayCopy] = []
 
     def reducer_override(self, obj: Any) -> Any:
@@ -177,9 +163,12 @@ class _Pickler(HandlePickler):
                     data = pickle.PickleBuffer(_bytes_of(obj).data.toreadonly())
                     return array_in_pickle, (data, shape, obj.dtype, is_transposed)
                 with contextlib.suppress(SharedMemoryError):  # the pickle may still find room
-                    copy = self._copies.copy_of(obj)
+                    _, copy = self._current.get(id(obj)) or (obj, self._copies.copy_of(obj))
+                    self._current[id(obj)] = obj, copy
                     self.used.append(copy)
                     return array_in_segment, (copy.segment.id, shape, obj.dtype, is_transposed)
+        elif type(obj).__module__.partition(".")[0] not in ("builtins", "numpy"):
+            self._current.clear()  # the methods by which an object is pickled may change arrays
         return super().reducer_override(obj)
 
 

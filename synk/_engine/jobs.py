@@ -187,7 +187,7 @@ class Job:
         data, copies, classes = self._pickler.dumps(item)
         self._classes += classes
         self.has_packed = True
-        return Packed(data, copies)
+        return Packed(data, copies, sum(copy.take_new() for copy in copies))
 
     def runs_of(self, chunk: Chunk) -> Iterator[Run]:
         """Yield the results of a chunk that is done, in lists.
@@ -260,7 +260,7 @@ class MapJob(Job):
         **options: Any,
     ) -> None:
         super().__init__(session, function, rules, **options)
-        self._items, self._numbers = items, numbers
+        self._items, self._numbers, self._is_quiet = items, numbers, type(items) in _QUIET
         self._position, self._length = 0, operator.length_hint(items)
         self._is_at_end = False
         self._error: Exception | None = None  # what comes after the results
@@ -320,9 +320,11 @@ class MapJob(Job):
                 self._is_at_end = len(items) < most
                 return [self._numbered(items)] if items else []
             self._items, items = itertools.chain(items, self._items), []
-        began, nbytes = time.monotonic(), 0
+        began, nbytes, known = time.monotonic(), 0, self._pickler.current
         try:
             for item in itertools.islice(self._items, most):
+                if not self._is_quiet:
+                    known.clear()
                 try:
                     items.append(self._packed(item))
                 except Exception as error:
@@ -335,6 +337,8 @@ class MapJob(Job):
                 self._is_at_end = len(items) < most
         except Exception as error:
             self._is_at_end, self._error = True, error
+        finally:
+            known.clear()
         pulled = [self._numbered(items)] if items else []
         if unsent is not None and self.rules.returns_errors:
             lost = self._numbered([None])
@@ -376,5 +380,5 @@ class MapJob(Job):
 
 def _nbytes_of(item: Any) -> int:
     if type(item) is Packed:
-        return len(item.data) + sum(copy.segment.nbytes for copy in item.copies)
+        return len(item.data) + item.new_nbytes
     return sys.getsizeof(item)

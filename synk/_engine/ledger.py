@@ -88,26 +88,6 @@ class RankTotal(NamedTuple):
     share: float
 
 
-class Part(NamedTuple):
-    """A part of the time of all calls.
-
-    Attributes
-    ----------
-    function : str
-    kind : str
-        ``"work"`` of the rank that worked longest in each call, its ``"waits"`` in ``synk.comm``, the ``"copy"`` of
-        arrays into shared memory, or the rest: the ``"way"`` to the workers and back.
-    about : str
-        Which rank has most of the work, or which argument most of the copies.
-    seconds : float
-    """
-
-    function: str
-    kind: str
-    about: str
-    seconds: float
-
-
 Totals = dict[tuple[str, str], tuple[int, int]]
 """Calls and bytes by argument and kind."""
 
@@ -228,17 +208,6 @@ class Record:
     def way_ns(self) -> int:
         """The rest of the time: the way to the workers and back."""
         return self.wall_ns - self.function_ns - self.wait_ns - self.staged_ns
-
-    def parts(self, title: str) -> list[Part]:
-        """Return what the time of its calls went to."""
-        found = [Part(title, "waits", "", self.wait_ns / 1e9), Part(title, "way", "", self.way_ns / 1e9)]
-        if staged := [each for each in self.totals(title) if each.kind == "staged"]:
-            largest = max(staged, key=lambda each: each.nbytes)
-            found.append(Part(title, "copy", largest.argument, largest.seconds))
-        if ranks := self.rank_totals(title):
-            busiest = max(ranks, key=lambda each: each.share)
-            found.append(Part(title, "work", str(busiest.rank), self.function_ns / 1e9))
-        return found
 
 
 def _added(totals: Totals, argument: str, kind: str, calls: int, nbytes: int) -> Totals:

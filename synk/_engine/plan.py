@@ -13,8 +13,8 @@ from synk._engine.ledger import Transfer
 from synk._engine.rows import Division, divide
 from synk._engine.things import Thing
 from synk._pure.arrays import copy_into
+from synk._pure.places import places_of, put_in_place
 from synk._pure.ranges import round_up
-from synk._wire import orders as wire
 from synk._wire.looks import Look
 from synk._wire.memory import Segment
 from synk._wire.messages import Input
@@ -175,7 +175,7 @@ class Plan(Thing):
             sizes.append(nbytes)
             shapes.append(shape)
         self._shapes = shapes
-        self._places, end = wire.places_of(sizes)
+        self._places, end = places_of(sizes)
         self._object_at, self._indices_at = end, end + (object_nbytes if self.objects else 0)
         self._indices_at = round_up(self._indices_at, 64)
         self._local_at = self._indices_at + (8 * self.row_room if self.has_indices else 0)
@@ -304,7 +304,7 @@ class Plan(Thing):
         if self.has_local:
             self._local_place[: division.count] = division.local_indices  # type: ignore[index]
         if objects:
-            wire.put_in_place(self.object_place, objects)
+            put_in_place(self.object_place, objects)
         return nbytes
 
     def varying(self, values: Sequence[Any], objects: Sequence[Any]) -> tuple[Transfer, ...]:
@@ -355,14 +355,6 @@ def pickled(values: Sequence[Any], labels: Sequence[str], name: str) -> tuple[li
     """Return the parts that the objects of a call are sent as: a pickle and its buffers; and the classes in it."""
     (data, buffers), classes = pickle_objects(list(values), list(labels), name)
     return [data, *buffers], classes
-
-
-def found_plan(engine: Any, callee: Any, key: Any) -> Plan | None:
-    """Return the plan with a key, if it is still good."""
-    plan: Plan | None = callee.plans_by_key.get(key)
-    if plan is None or plan.is_outgrown or (plan.staging is not None and plan.staging is not plan.lane.staging):
-        return None
-    return plan
 
 
 def keep(callee: Any, key: Any, plan: Plan) -> None:

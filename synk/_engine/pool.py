@@ -14,7 +14,6 @@ import itertools
 import math
 import time
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,8 +55,7 @@ class Pool:
         self.is_open = False
         self._leaving: set[int] = set()  # ranks that were killed to be replaced, and are not buried yet
         self._served: dict[int, tuple[int, int]] = {}  # by rank: which of its processes, and how many items it has run
-        self._released: deque[Any] = deque()
-        self.copies = ArrayCopies(self._released, engine.numbers)
+        self.copies = ArrayCopies(engine.numbers)
 
     def _chunks(self) -> list[Chunk]:
         """Return the chunks in flight, in the order in which they were sent."""
@@ -100,11 +98,9 @@ class Pool:
                     self._take(self._seconds(until))
                     self._tend(job)
                     done = job.take_done()
-                while self._released:
-                    segment = self.copies.forget(self._released.popleft())
-                    if segment is not None:  # a function may have kept the array
-                        engine.forget(segment.id)
-                        segment.close()
+                for segment in self.copies.sweep():
+                    engine.forget(segment.id)  # a function may have kept the array
+                    segment.close()
                 return done
             except BaseException as error:
                 if not engine.is_closed and not engine.is_sure:
@@ -204,8 +200,7 @@ class Pool:
         engine.counters["bytes_pickled"] += len(news.payload[-1])
         engine.is_sure = False
         engine.flight[chunk.number] = chunk
-        engine.send(chunk, rank, news.number, 0, wire.NO_ROWS, [news], news.numbers())
-        engine.processes.flush()
+        engine.send(chunk, [rank], news.number, 0, {rank: wire.NO_ROWS}, [news], news.numbers())
         engine.is_sure = True
 
     # -- answers ------------------------------------------------------------------------------------------------------

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import select
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -67,19 +68,6 @@ class Worker:
         self.is_dead = self.is_ready = False
 
 
-class _Poll:
-    """What the patience waits for: Ctrl-C may be raised where it sleeps."""
-
-    def __init__(self) -> None:
-        self.poll_object = select.poll()
-        self._look = self.poll_object.poll
-
-    def poll(self, timeout_ms: int | None = None, /) -> list[tuple[int, int]]:
-        if timeout_ms == 0:
-            return self._look(0)
-        return waiting(self._look, _LOOK_MS if timeout_ms is None else min(timeout_ms, _LOOK_MS))
-
-
 class Processes:
     """The processes of one runtime. Nothing is opened before :meth:`start`.
 
@@ -89,6 +77,8 @@ class Processes:
     down, up : ndarray of int64, shape (world_size, BLOCK_LENGTH)
         The words of lane 0; see ``synk._wire.control``.
     is_inline : bool
+    events : callable
+        Returns what has happened, without waiting.
     """
 
     def __init__(self, placement: Placement, *, process_type: Any, seed: int) -> None:
@@ -107,7 +97,11 @@ class Processes:
         self._spin_s = spin_s()
         self._control: Segment | None = None
         self._watched: dict[int, tuple[str, Worker | None]] = {}
-        self._poll = _Poll()
+        self._poll = select.poll()
+        self._sleep: Callable[[int | None], Any] = functools.partial(
+            waiting, self._poll.poll
+        )  # Ctrl-C may be raised there
+        self.events: Callable[[], list[tuple[int, int]]] = functools.partial(self._poll.poll, 0)
         self._patience = Patience(self._spin_s)
         self._wake_fd: int = NONE
 
@@ -168,25 +162,18 @@ class Processes:
 
     def _watch(self, fd: int, kind: str, worker: Worker | None) -> None:
         self._watched[int(fd)] = kind, worker
-        self._poll.poll_object.register(fd, select.POLLIN)
+        self._poll.register(fd, select.POLLIN)
 
     def _unwatch(self, fd: int) -> None:
         if self._watched.pop(int(fd), None) is not None:
-            self._poll.poll_object.unregister(fd)
-
-    def flush(self) -> None:
-        """Send what waits to be sent together: nothing does."""
-
-    def events(self) -> list[tuple[int, int]]:
-        """Return what has happened, without waiting."""
-        return self._poll.poll_object.poll(0)
+            self._poll.unregister(fd)
 
     def wait(self, seconds: float | None, *, awake: bool = True) -> list[tuple[int, int]]:
         """Return what happens within a time limit: awake at first, if that pays."""
-        timeout_ms = None if seconds is None else poll_ms(seconds)
+        timeout_ms = _LOOK_MS if seconds is None else min(poll_ms(seconds), _LOOK_MS)
         if not awake:
-            return self._poll.poll(timeout_ms)
-        events: list[tuple[int, int]] = self._patience.wait(self._poll, timeout_ms)
+            return self._sleep(timeout_ms)
+        events: list[tuple[int, int]] = self._patience.wait(self._poll.poll, self._sleep, timeout_ms)
         return events
 
     def sort(self, events: Sequence[tuple[int, int]]) -> tuple[list[Worker], list[Worker], bool]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from synk._engine.advice import advice
-from synk._engine.ledger import Part, RankTotal, Record, TransferTotal
+from synk._engine.ledger import RankTotal, Record, TransferTotal
 from synk._pure.ranges import round_up
 from synk._pure.texts import Text
 from synk._pure.words import Hinting
@@ -16,13 +16,6 @@ _SHOWN_NBYTES = 1 << 16
 """An argument of at least this size, in all calls together, is shown in the table."""
 
 _NUM_SHOWN = 8
-
-_SENTENCES = {
-    "work": "the work of {function!r}, most of it on rank {about}",
-    "waits": "waits of {function!r} in synk.comm",
-    "copy": "the copy of {about} for {function!r}: keep it in synk.data",
-    "way": "the way of {function!r} to the workers and back: give each call more to do",
-}
 
 
 class Profile(Hinting):
@@ -41,7 +34,6 @@ class Profile(Hinting):
         By the name of the function. Functions with the same name are distinguished by where they were written.
     transfers : list of TransferTotal
     ranks : list of RankTotal
-    parts : list of Part
 
     Examples
     --------
@@ -104,10 +96,6 @@ class Profile(Hinting):
     def ranks(self) -> list[RankTotal]:
         return [total for title, record in self.records.items() for total in record.rank_totals(title)]
 
-    @property
-    def parts(self) -> list[Part]:
-        return [part for title, record in self.records.items() for part in record.parts(title)]
-
     def advice(self) -> Text:
         """Return at most five lines, each with a change of the program and what it would save, as far as measured.
 
@@ -148,12 +136,24 @@ class Profile(Hinting):
 
     def _dominating(self) -> list[str]:
         """Return the line that says what most of all time was spent on, if there were calls."""
-        if not (parts := self.parts):
+        records = self.records
+        if not (parts := [part for title, record in records.items() for part in _parts_of_time(title, record)]):
             return []
-        most = max(parts, key=lambda each: each.seconds)
-        whole_s = max(sum(each.wall_ns for each in self.records.values()), 1) / 1e9
-        what = _SENTENCES[most.kind].format(function=most.function, about=most.about)
-        return [f"{most.seconds / whole_s:.0%} of the time of all calls went to {what}."]
+        most_ns, what = max(parts)
+        whole_ns = max(sum(each.wall_ns for each in records.values()), 1)
+        return [f"{most_ns / whole_ns:.0%} of the time of all calls went to {what}."]
+
+
+def _parts_of_time(title: str, record: Record) -> Iterator[tuple[float, str]]:
+    """Yield what the time of a function's calls went to: nanoseconds, and a text."""
+    if ranks := record.rank_totals(title):
+        busiest = max(ranks, key=lambda each: each.share)
+        yield record.function_ns, f"the work of {title!r}, most of it on rank {busiest.rank}"
+    yield record.wait_ns, f"waits of {title!r} in synk.comm"
+    if staged := [each for each in record.totals(title) if each.kind == "staged"]:
+        largest = max(staged, key=lambda each: each.nbytes)
+        yield 1e9 * largest.seconds, f"the copy of {largest.argument} for {title!r}: keep it in synk.data"
+    yield record.way_ns, f"the way of {title!r} to the workers and back: give each call more to do"
 
 
 _HEADS = ["function", "calls", "total s", "ms/call", "share", "wait", "in B/call", "out B/call"]

@@ -88,8 +88,8 @@ class Resident(Handle):
         verb = f"set resident object {self.name!r}"
         with session.entered(verb):
             session.begin(verb)
-            self._referent.replace(value, next(session.numbers))
-            session.residents.settle(session.deadline(None))
+            self._referent.replace(value)
+            session.residents.settle()
 
     def save(self, path: files.Path, *, wait: bool = True) -> Future[None] | None:
         """Write the state of rank 0's object, as its ``dump`` returns it, to a file: as a whole or not at all.
@@ -143,7 +143,7 @@ class Resident(Handle):
         session = self._session
         with session.entered(verb):
             session.begin(verb)
-            session.residents.restore(self._referent, state, next(session.numbers), session.deadline(None))
+            session.residents.restore(self._referent, state, session.deadline(None))
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -170,5 +170,5 @@ def make_resident(
     with session.entered(verb):
         session.begin(verb)
         resident = ResidentObject(session.residents, value, name, dump, load)
-        session.residents.settle(session.deadline(None))
+        session.residents.settle()
     return Resident(session, resident)

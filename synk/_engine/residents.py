@@ -11,19 +11,19 @@ its error, and all get that state. Otherwise all get the state of a rank that co
 
 from __future__ import annotations
 
+import io
 import pickle
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from synk._engine.resident_value import ResidentValue
-from synk._engine.things import Once, Thing
+from synk._code.handles import HandlePickler
+from synk._engine.things import Living, Once, Thing
 from synk._wire.memory import Segment
-from synk._wire.residents import COUNTED, TORN
-from synk.errors import SerializationError, add_note
+from synk._wire.residents import COUNTED, TORN, methods_of
+from synk.errors import SerializationError, WorkerDied, add_note
 
 
-class ResidentObject(ResidentValue, Thing):
+class ResidentObject(Thing):
     """One object on every rank.
 
     Attributes
@@ -38,14 +38,14 @@ class ResidentObject(ResidentValue, Thing):
     has_changed : bool
         Whether calls have changed it since ``state`` was read.
     classes : list of type
-        The classes that its pickle names.
+        The classes that its pickle names. Functions that use the object capture those of the program.
     """
 
     kind = "resident"
 
-    def __init__(self, residents: Residents, value: Any, name: str | None, dump: Any, load: Any) -> None:
-        Thing.__init__(self, residents.engine)
-        self.residents = residents
+    def __init__(self, owner: Residents, value: Any, name: str | None, dump: Any, load: Any) -> None:
+        super().__init__(owner.engine)
+        self.owner = owner
         self.name = name or type(value).__name__
         self._dump, self._load = dump, load
         self.lost = ""
@@ -53,31 +53,72 @@ class ResidentObject(ResidentValue, Thing):
         self.has_changed = False
         self.version = 0  # how often it was set
         self.pickle = self._pickled(value)
-        residents.add(self)
+        owner.add(self)
 
     @property
     def id(self) -> int:
         return self.number
 
     @property
+    def label(self) -> str:
+        """Its name, for errors."""
+        return f"resident object {self.name!r}"
+
+    @property
     def is_current(self) -> bool:  # type: ignore[override]
         """Whether ``state`` is the one after the last call. Captured functions need the object, in whatever state."""
         return not self.has_changed
 
-    def _note_handles(self, handles: Sequence[Any]) -> None:
-        self.needs = tuple(each._referent for each in handles if isinstance(each._referent, Thing))
-
     def told(self, rank: int) -> tuple[Any, Sequence[Segment]]:
         return (self.name, self.version, self.pickle, self.state), ()
 
-    def replace(self, value: Any, version: int) -> None:
+    def replace(self, value: Any) -> None:
         """Give every rank ``value`` as its object, with the next message."""
         self.pickle, self.lost, self.state, self.has_changed = self._pickled(value), "", None, False
         self.version += 1
-        self.residents.engine.retell(self.number)
+        self.owner.engine.retell(self.number)
+
+    def _pickled(self, value: Any) -> bytes:
+        dump, load = (self._dump, self._load) if self._load is not None else methods_of(value)
+        self.has_dump = load is not None
+        file = io.BytesIO()
+        try:
+            pickler = HandlePickler(file)
+            pickler.dump((value, dump, load))
+        except Exception as error:
+            raise SerializationError(
+                f"cannot send resident object {self.name!r} to the workers: {type(error).__name__}: "
+                f"{str(error).rstrip('.')}. Make it of what can be pickled."
+            ) from error
+        self.classes = pickler.named
+        self.needs = tuple(each._referent for each in pickler.handles if isinstance(each._referent, Thing))
+        return file.getvalue()
+
+    def check(self, verb: str) -> None:
+        """Raise if the state is lost.
+
+        Raises
+        ------
+        WorkerDied
+        """
+        if self.lost:
+            raise WorkerDied(f"cannot {verb}: {self.lost} Give it a new one with its set(...).", phase="idle")
+
+    def check_has_dump(self, verb: str) -> None:
+        """Raise if the state is a pickle, which would run code when it is loaded.
+
+        Raises
+        ------
+        TypeError
+        """
+        if not self.has_dump:
+            raise TypeError(
+                f"cannot {verb}: got an object without dump and load, expected one with them, because the pickle of an "
+                "object runs code when it is loaded. Make it by synk.resident(obj, dump=..., load=...)."
+            )
 
 
-class Residents:
+class Residents(Living[ResidentObject]):
     """All resident objects of a runtime.
 
     Attributes
@@ -87,18 +128,9 @@ class Residents:
     """
 
     def __init__(self, engine: Any) -> None:
-        self.engine = weakref.proxy(engine)
-        self._living: weakref.WeakSet[ResidentObject] = weakref.WeakSet()
+        super().__init__(engine)
+        self.may_lag = False
         self._failed: list[tuple[int, Sequence[ResidentObject], BaseException]] = []  # whose outcome is not known yet
-
-    @property
-    def is_closed(self) -> bool:
-        return bool(self.engine.processes.is_closed)
-
-    may_lag = False
-
-    def add(self, resident: ResidentObject) -> None:
-        self._living.add(resident)
 
     def bring_into_line(self, residents: Sequence[ResidentObject]) -> None:
         """Read the state of objects that some rank lacks from the lowest rank that has it.
@@ -125,7 +157,7 @@ class Residents:
     def catch_up(self) -> None:
         """Read the states that some rank lacks before anything else is done: those that have them might die."""
         self.may_lag = False  # first: an object that cannot be read must not end every operation
-        self.bring_into_line(sorted(self._living, key=lambda resident: resident.number))
+        self.bring_into_line([*self])
 
     def note_changed(self, residents: Sequence[ResidentObject], ranks: Sequence[int]) -> None:
         """Note that a committed call has changed objects on ``ranks``: the others lag behind."""
@@ -174,11 +206,10 @@ class Residents:
             self.engine.retell(resident.number, others)
         return best
 
-    def settle(self, deadline: float | None) -> None:
+    def settle(self) -> None:
         """Have all ranks load the objects that they lack now, so that an object that cannot be loaded raises here."""
-        residents = sorted(self._living, key=lambda resident: resident.number)
-        self.bring_into_line(residents)
-        for resident in residents:
+        self.bring_into_line([*self])
+        for resident in self:
             lacking = [w.rank for w in self.engine.by_rank if resident.number not in w.known and not resident.lost]
             if lacking:
                 self.engine.ask(dict.fromkeys(lacking, resident), f"resident object {resident.name!r}", "resident")
@@ -209,7 +240,7 @@ class Residents:
                 f"cannot load resident object {resident.name!r} from rank {rank}: {type(error).__name__}: {error}."
             ) from error
 
-    def restore(self, resident: ResidentObject, state: bytes, version: int, deadline: float | None) -> None:
+    def restore(self, resident: ResidentObject, state: bytes, deadline: float | None) -> None:
         """Bring every rank's object into a state."""
         resident.state, resident.lost, resident.has_changed = state, "", False
         self.engine.retell(resident.number)
@@ -218,7 +249,7 @@ class Residents:
 
     def back_up(self, deadline: float | None) -> None:
         """Keep the state of all objects in the program: all ranks are about to be replaced."""
-        for resident in sorted(self._living, key=lambda resident: resident.number):
+        for resident in self:
             having = [worker.rank for worker in self.engine.by_rank if resident.number in worker.known]
             if resident.has_changed and having:
                 resident.state, resident.has_changed = self.fetch(resident, having[0], deadline), False

@@ -13,7 +13,8 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -35,13 +36,14 @@ from synk._processes.placement import Placement
 from synk._pure.interrupts import deferred, holding
 from synk._wire.arenas import Arenas
 from synk._wire.cell import cell, refuse_inside_worker
-from synk._wire.descriptors import orphans
 from synk._wire.memory import Segment
 from synk.errors import CallCancelled, ClosedError, ReentrancyError, StartupError, SynkError, UnsupportedError
 
 _COUNTERS = (
     "messages_down", "messages_up", "bytes_down", "bytes_up", "bytes_pickled", "bytes_staged", "calls", "restarts",
 )  # fmt: skip
+
+T = TypeVar("T")
 
 _open_sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
 
@@ -63,8 +65,6 @@ class Memory:
 
     def free_dropped(self) -> None:
         """Free what finalizers dropped. No call may be in flight that could read it."""
-        if orphans.ended:
-            orphans.close_all()
         while self.released:
             self._engine.free(self.released[0])
             self.released.popleft()  # last: a signal may break this off, and then it is done again
@@ -153,6 +153,8 @@ class Session(Entrance, Engine):
         """Raise ClosedError or ReentrancyError if ``verb`` can no longer work."""
         self.check_process(verb)
         if self.processes.is_closed or self.is_closing:
+            if self.is_exiting and threading.current_thread().daemon:
+                raise SystemExit  # silently, as if it had begun its call before the program was over
             raise ClosedError(f"cannot {verb}: the runtime is closed. Call synk.fork() again.") from self.cause
 
     def entered(self, verb: str) -> threading.RLock:
@@ -173,10 +175,37 @@ class Session(Entrance, Engine):
         self.settle_first(self.calls(), verb, deadline)
         self.join(verb, deadline)
 
+    def run(self, verb: str, act: Callable[..., T], *args: Any) -> T:
+        """Return what ``act(*args)`` returns as an operation that no call may run beside."""
+        with self.entered(verb):
+            self.begin(verb)
+            return act(*args)
+
     def enter_call(self, verb: str, deadline: float | None) -> None:
-        """Begin a call, which may join those in flight: ranks that replace others have run ``on_restart``."""
-        self.join(verb, deadline)
-        self.prepare_restarted(deadline)
+        """Begin a call, which may join those in flight: ranks that replace others have run ``on_restart``.
+
+        Most calls find nothing that has to be done before.
+        """
+        is_quiet = self.is_sure and self.all_ready and self.redo is None and not self.has_devices
+        functions, memory = self.functions, self.memory
+        if (
+            not is_quiet
+            or self.processes.is_closed
+            or self.is_closing
+            or self.is_interrupted
+            or self.pool.is_open
+            or self.residents.may_lag
+            or functions.is_torn
+            or functions.on_restart is not None
+            or functions.dropped
+            or memory.released
+            or self.dropped
+            or self.processes.events()
+        ):
+            self.join(verb, deadline)
+            self.prepare_restarted(deadline)
+        elif not self.is_inline and self.settings.may_differ():
+            self.note_news()
 
     def join(self, verb: str, deadline: float | None) -> None:
         """Begin an operation that may join calls in flight."""
@@ -189,7 +218,7 @@ class Session(Entrance, Engine):
         self.enter(deadline)
         if not self.flight:
             self.is_interrupted = False
-            if self.memory.released or orphans.ended or self.functions.dropped:
+            if self.memory.released or self.functions.dropped:
                 self._free_dropped()
         if self.has_devices:
             self.nccl.prepare(deadline)
@@ -244,7 +273,7 @@ class Session(Entrance, Engine):
 
     def reclaim(self) -> None:
         """Free what finalizers dropped if nothing is running."""
-        if self.memory.released or orphans.ended or self.functions.dropped:
+        if self.memory.released or self.functions.dropped:
             self.if_free(self._free_if_idle)
 
     def _free_if_idle(self) -> None:
@@ -252,7 +281,7 @@ class Session(Entrance, Engine):
             self._free_dropped()
 
     def _free_dropped(self) -> None:
-        if self.memory.released or orphans.ended:
+        if self.memory.released:
             self.memory.free_dropped()
         if self.functions.dropped:
             self.settle_unsettled()
@@ -282,7 +311,7 @@ class Session(Entrance, Engine):
             ranks = self.processes.placement.among_all(worker.rank for worker in waiting_ranks)
             raise StartupError(
                 f"cannot use the worker that was started again as {ranks}: on_restart ended with "
-                f"{type(error).__name__}: {error}. The next call runs it again."
+                f"{type(error).__name__}: {str(error).rstrip('.')}. The next call runs it again."
             ) from error
         self.functions.settle(is_taken_in=True)
         for worker in waiting_ranks:
@@ -301,7 +330,7 @@ class Session(Entrance, Engine):
         """Replace all workers by new ones, which learn everything as it is now. Called inside an operation."""
         deadline = self.deadline(None)
         self.settle_all()
-        for variable in self.variables.living():
+        for variable in self.variables:
             self.device_values.fetch(variable, set(range(self.world_size)) - variable.lost)
         self.residents.back_up(deadline)
         self.start_anew()
@@ -370,7 +399,9 @@ class Session(Entrance, Engine):
             lane.slots, lane.staging, lane.call, lane.joint = {}, None, None, None
             lane.down = lane.up = lane.first_down = np.empty((0, 0), np.int64)
         self.functions.close()
-        self.variables.close()
+        self.variables.is_closed = self.residents.is_closed = True
+        for variable in self.variables:
+            variable.close()
         self.pool.close()
         self.memory.close()
         _open_sessions.pop(id(self), None)

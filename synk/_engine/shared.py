@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from synk._code.handles import Handle
-from synk._engine import variables as collectives
+from synk._engine import collectives
+from synk._engine.variables import Variable
 from synk._pure.read_only import read_only
 from synk._pure.tracebacks import verb
 from synk._wire.variables import resolve_variable, value_as_array
@@ -28,7 +29,7 @@ class Shared(Handle):
 
     __slots__ = ("__weakref__", "_session")  # so that a misspelt ``w.vlaue = ...`` is an error
 
-    def __init__(self, session: Any, variable: collectives.Variable) -> None:
+    def __init__(self, session: Any, variable: Variable) -> None:
         self._session = session
         self._referent = variable
         self._reference = (resolve_variable, (variable.id,))
@@ -51,23 +52,17 @@ class Shared(Handle):
     @value.setter
     @verb
     def value(self, value: Any) -> None:
-        with self._session.entered("assign"):
-            self._session.begin("assign")
-            collectives.assign(self._session, self._referent, value)
+        self._session.run("assign", collectives.assign, self._referent, value)
 
     @verb
     def __getitem__(self, rank: int) -> Any:
         """Return a read-only copy of the value on one rank."""
-        with self._session.entered("read"):
-            self._session.begin("read")
-            return read_only(collectives.get_value(self._session, self._referent, rank))
+        return read_only(self._session.run("read", collectives.get_value, self._referent, rank))
 
     @verb
     def __setitem__(self, rank: int, value: Any) -> None:
         """Set the value of one rank."""
-        with self._session.entered("assign"):
-            self._session.begin("assign")
-            collectives.set_value(self._session, self._referent, value, rank)
+        self._session.run("assign", collectives.set_value, self._referent, value, rank)
 
     __iter__ = None  # ranks are no elements: a loop over ``w`` would be meant for its rows
 
@@ -101,24 +96,19 @@ class Shared(Handle):
         ValueError
             If the variable has no axis 0.
         """
-        with self._session.entered("count rows"):
-            self._session.begin("count rows")
-            return self._referent.lengths
+        variable: Variable = self._referent
+        return self._session.run("count rows", lambda: variable.lengths)
 
     @property
     @verb
     def shapes(self) -> list[Any]:
         """The shape of each rank's value; of a nested value a nesting of shapes."""
-        with self._session.entered("look at shapes"):
-            self._session.begin("look at shapes")
-            return collectives.shapes(self._referent)
+        return self._session.run("look at shapes", collectives.shapes, self._referent)
 
     def _read(self) -> Any:
         """Return a copy of rank 0's value, or of all shards together."""
-        with self._session.entered("read"):
-            self._session.begin("read")
-            read = collectives.gather if self.is_sharded else collectives.get_value
-            return read(self._session, self._referent, 0)
+        read = collectives.gather if self.is_sharded else collectives.get_value
+        return self._session.run("read", read, self._referent, 0)
 
     def __reduce__(self) -> Any:
         raise TypeError(

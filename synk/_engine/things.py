@@ -6,10 +6,12 @@ has the ranks forget its number.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from synk._wire.memory import Segment
+from synk.errors import ClosedError
 
 
 class Registry(Protocol):
@@ -66,6 +68,48 @@ class Once(Thing):
 
     def told(self, rank: int) -> tuple[Any, Sequence[Segment]]:
         return self.payload, ()
+
+
+T = TypeVar("T", bound=Thing)
+
+
+class Living(Generic[T]):
+    """The things of one kind of a runtime that the program still refers to, in the order in which they were made.
+
+    Attributes
+    ----------
+    engine : Engine
+    is_closed : bool
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = weakref.proxy(engine)
+        self.is_closed = False
+        self._by_number: weakref.WeakValueDictionary[int, T] = weakref.WeakValueDictionary()
+
+    def add(self, thing: T) -> None:
+        self._by_number[thing.number] = thing
+
+    def get(self, number: int) -> T | None:
+        return self._by_number.get(number)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(sorted(self._by_number.values(), key=lambda thing: thing.number))
+
+
+def check_owner(owner: Any, wanted: Any, label: str, what: str) -> None:
+    """Raise if something, whose name is ``label``, belongs to another runtime than that of ``what``.
+
+    ``owner`` and ``wanted`` are the sessions, or what they have of a kind.
+
+    Raises
+    ------
+    ClosedError, ValueError
+    """
+    if owner is not wanted:
+        if owner.is_closed:
+            raise ClosedError(f"cannot use {what}: the runtime of {label} was closed. Make it again.")
+        raise ValueError(f"cannot use {what}: {label} belongs to another runtime. Make it with this one.")
 
 
 def described(segment: Segment) -> tuple[int, bool, bool, bool, int, int]:

@@ -18,7 +18,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -32,7 +32,6 @@ from synk._pure.interrupts import deferred
 from synk._version import __version__
 from synk._wire import orders as wire
 from synk._wire.control import Down
-from synk._wire.descriptors import orphans
 from synk._wire.logs import levels
 from synk._wire.memory import Segment
 from synk._wire.parcels import dumps
@@ -167,10 +166,10 @@ class Workers:
         """Note what ranks are to be told with their next message: things that have gone, settings that have changed."""
         if self.dropped:
             self.note_drops()
-        if not self.is_inline:
+        if not self.is_inline and self.settings.may_differ():
             values = self.settings.read()
             if values != self.settings_values:
-                self.settings_values = [*values]
+                self.settings_values = values
                 self.settings_state += 1
 
     # -- sending ------------------------------------------------------------------------------------------------------
@@ -178,36 +177,50 @@ class Workers:
     def send(
         self,
         owed: Owed,
-        rank: int,
+        ranks: Iterable[int],
         plan: int,
         in_place: int,
-        rows: bytes,
+        rows: Sequence[bytes] | Mapping[int, bytes],
         things: Sequence[Thing],
         numbers: Iterable[int],
     ) -> None:
-        """Send an order to a rank, and with it whatever the rank lacks. ``things`` are told with all they need."""
-        worker = self.by_rank[rank]
-        if worker.is_dead:  # the wait for its reply finds that
-            return
-        has_news = (
-            not worker.known.issuperset(numbers)
-            or worker.parcels_state != self.parcels.state
-            or worker.settings_state != self.settings_state
-            or bool(worker.forgets)
-        )
-        self.counters["messages_down"] += 1
-        if not has_news:
-            order = wire.ORDER.pack(owed.number, plan, worker.committed, self.ended, in_place, 0)
-            worker.link.write(order + rows)
-            return
+        """Send an order to ranks, and with it whatever they lack.
+
+        Parameters
+        ----------
+        rows : sequence or mapping of bytes
+            By rank, what the order says of its rows.
+        things : sequence of Thing
+            They are told with all they need, whose ``numbers`` are these.
+        """
+        for rank in ranks:
+            worker = self.by_rank[rank]
+            if worker.is_dead:  # the wait for its reply finds that
+                continue
+            self.counters["messages_down"] += 1
+            if (
+                worker.known.issuperset(numbers)
+                and worker.parcels_state == self.parcels.state
+                and worker.settings_state == self.settings_state
+                and not worker.forgets
+            ):
+                order = wire.ORDER.pack(owed.number, plan, worker.committed, self.ended, in_place, 0)
+                worker.link.write(order + rows[rank])
+            else:
+                order = wire.ORDER.pack(owed.number, plan, worker.committed, self.ended, in_place, 1)
+                self._send_news(owed, worker, order + rows[rank], things)
+
+    def _send_news(self, owed: Owed, worker: Worker, order: bytes, things: Sequence[Thing]) -> None:
+        """Send a rank what it lacks, then the order that says so."""
         content, segments, told = self._news(worker, things)
-        owed.news[rank] = told, {parcel[0] for parcel in content[1]}, content[0]
+        parcels = {parcel[0] for parcel in content[1]}
+        owed.news[worker.rank] = told, parcels, content[0]
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the wait finds the death
             self.counters["bytes_down"] += worker.link.send_body(owed.number, content, segments)
-        worker.link.write(wire.ORDER.pack(owed.number, plan, worker.committed, self.ended, in_place, 1) + rows)
+        worker.link.write(order)
         worker.known |= told
         worker.stale -= told
-        worker.parcels |= {parcel[0] for parcel in content[1]}
+        worker.parcels |= parcels
         worker.forgets = []
         worker.parcels_state, worker.settings_state = self.parcels.state, self.settings_state
 
@@ -687,7 +700,6 @@ class Workers:
         self._refs.clear()
         self.parts.clear()
         self.dropped.clear()
-        orphans.close_all()
 
 
 def interrupted() -> CallCancelled:

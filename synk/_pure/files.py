@@ -55,7 +55,7 @@ class _Part:
         except FileNotFoundError:
             return False
 
-    def complete(self, write: Callable[[BinaryIO], None]) -> None:
+    def complete(self, write: Callable[[BinaryIO], object]) -> None:
         """Write the part and give it the file's name, or remove it if that fails."""
         try:
             with os.fdopen(self._descriptor, "wb", closefd=False) as file:
@@ -93,7 +93,7 @@ def _lock(descriptor: int) -> None:
 
 
 def save(
-    path: Path, take: Callable[[], State], write: Callable[[State, BinaryIO], None], *, wait: bool
+    path: Path, take: Callable[[], State], write: Callable[[State, BinaryIO], object], *, wait: bool
 ) -> Future[None] | None:
     """Write what ``take`` returns to a file, as a whole or not at all.
 

@@ -348,7 +348,7 @@ def build(structure: Any, leaves: Iterator[Any]) -> Any:
     if structure is None:
         return None
     kind, make, keys, parts, _ = structure
-    built = [build(part, leaves) for part in parts]
+    built = [next(leaves) if part == LEAF else build(part, leaves) for part in parts]
     if kind == "mapping":
         items = dict(zip(keys, built))
         return items if make is dict else make(items)

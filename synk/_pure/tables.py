@@ -16,8 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from synk._pure.places import nbytes_in_place, put_in_place, taken_from_place
+from synk._pure.ranges import LINE_NBYTES, round_up
+
 _MODULES = {"pandas": "synk._pure.pandas_tables", "polars": "synk._pure.polars_tables"}
-_ALIGNMENT = 64
 _ROUNDING = 8
 """A place for rows is at most this fraction larger than they are, so that rows of about the same size fit one plan."""
 
@@ -96,29 +98,17 @@ def packed(pickles: Sequence[list[Any]]) -> np.ndarray:
     >>> [unpacked(own) for own in packed([[pickle.dumps("a")], [pickle.dumps((1, "b"))]])]
     ['a', (1, 'b')]
     """
-    places = [_places([memoryview(part).nbytes for part in parts]) for parts in pickles]
-    largest = max(ends[-1] for ends in places)
+    largest = LINE_NBYTES + max(map(nbytes_in_place, pickles))
     step = max(1 << 10, (1 << largest.bit_length()) // (2 * _ROUNDING))
-    room = np.empty((len(pickles), -(-largest // step) * step), np.uint8)
-    for own, parts, ends in zip(room, pickles, places):
-        head = np.array([len(parts), *(memoryview(part).nbytes for part in parts)], np.int64)
-        own[: head.nbytes] = head.view(np.uint8)
-        for part, start in zip(parts, ends):
-            own[start : start + memoryview(part).nbytes] = np.frombuffer(part, np.uint8)
+    room = np.empty((len(pickles), round_up(largest, step)), np.uint8)
+    for own, parts in zip(room, pickles):
+        own[:8].view(np.int64)[0] = len(parts)
+        put_in_place(own[LINE_NBYTES:], parts)
     return room
 
 
 def unpacked(memory: np.ndarray) -> Any:
     """Load what one rank has of :func:`packed`. Its arrays are views of ``memory``."""
     count = int(memory[:8].view(np.int64)[0])
-    sizes = memory[8 : 8 * (count + 1)].view(np.int64).tolist()
-    data, *buffers = [memory[start : start + size] for start, size in zip(_places(sizes), sizes)]
+    data, *buffers = taken_from_place(memory[LINE_NBYTES:], count)
     return pickle.loads(data.data, buffers=buffers)
-
-
-def _places(sizes: Sequence[int]) -> list[int]:
-    """Return where each part starts, and the end of the last."""
-    ends = [-(-8 * (len(sizes) + 1) // _ALIGNMENT) * _ALIGNMENT]
-    for size in sizes:
-        ends.append(-(-(ends[-1] + size) // _ALIGNMENT) * _ALIGNMENT)
-    return ends

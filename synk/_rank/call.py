@@ -12,6 +12,7 @@ import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
 from synk._pure.exact import as_recarray
+from synk._pure.places import taken_from_place
 from synk._pure.shards import shard_bounds
 from synk._pure.tables import taken_rows, unpacked
 from synk._pure.tensors import as_dtype
@@ -64,8 +65,8 @@ class RankPlan:
             rank.backend.is_device or self.function.to_framework
             or any(kind not in ("picked", "whole") for kind in self._kinds)
         )  # fmt: skip
-        is_flat = self._takes_views and not self.nests and not self._keywords
-        self._is_plain = is_flat and look.num_slices == 1 and not self.function.updates
+        self._is_simple = look.num_slices == 1 and not self.function.updates
+        self._is_plain = self._is_simple and self._takes_views and not self.nests and not self._keywords
         self._files = {k: as_recarray(map_again(*each.file)) for k, each in inputs if each.file is not None}
         self.outputs = self.outputs_type(self.function, look.lane, look.subset)
         self.bases: list[np.ndarray | None] = []
@@ -118,7 +119,7 @@ class RankPlan:
         """Unpickle the broadcast objects of the call. This runs code of the user's classes."""
         try:
             assert self._root is not None
-            data, *buffers = wire.taken_from_place(self._root[self.look.object_at :], count)
+            data, *buffers = taken_from_place(self._root[self.look.object_at :], count)
             last = buffers[-1] if buffers else data
             self._object_stop = byte_bounds(last)[1] - byte_bounds(self._root)[0]
             for buffer in buffers:
@@ -237,6 +238,10 @@ class RankPlan:
             ]
             result = function.fn(*arguments)
             del arguments
+        elif self._is_simple:
+            args, kwargs = self._arguments(rank, objects, Part(low, high), numbers)
+            result = self._called(rank, args, kwargs)
+            del args, kwargs
         else:
             result = self._run(rank, objects, numbers)
         rank.ended_ns = time.monotonic_ns()

@@ -17,7 +17,7 @@ import numpy as np
 
 from synk._pure.ops import REDUCTIONS, Reduction
 from synk._pure.ranges import LINE_NBYTES
-from synk._rank.call import Part, RankPlan, RankQuestion
+from synk._rank.call import Part, RankPlan
 from synk._rank.outputs import Published, RankOutputs, RankReduction
 from synk._rank.rank import Answer, Rank
 from synk._rank.variables import Replica
@@ -27,7 +27,6 @@ from synk._wire.looks import ON_DEVICE, Share, spare_of
 from synk._wire.memory import Segment
 from synk._wire.messages import DEVICE_DTYPES, LARGE_NBYTES, Leaf
 from synk._wire.variables import Shapes, shapes_of
-from synk.backends import Backend
 
 if TYPE_CHECKING:
     from synk.cuda._collectives import NcclCollectives
@@ -225,7 +224,11 @@ class DeviceReplica(Replica):
         super().note_written(which % ON_DEVICE, found, made)
 
     def _is_shown(self) -> bool:
-        """Whether ranks that are absent from the call take their value from this one: the lowest that takes part."""
+        """Whether the value is needed in shared memory: by a program that is far and cannot ask for it, or by ranks
+        that are absent from the call. These take the value of the lowest that takes part.
+        """
+        if self._store.is_far:
+            return True
         participates = self._store.call_down[:, Down.PARTICIPATES]
         if self._known.is_sharded or participates.all():
             return False
@@ -272,19 +275,15 @@ class DeviceReplica(Replica):
         self._parts = []
 
 
-class FarReplica(DeviceReplica):
-    """One variable on a rank of another node, which the program cannot ask: a new value is in shared memory, too."""
-
-    __slots__ = ()
-
-    def _is_shown(self) -> bool:
-        return True
-
-
 class DeviceRank(Rank):
     """A rank whose arrays lie in the memory of a device."""
 
     plan_type, reduction_type, replica_type = DevicePlan, DeviceReduction, DeviceReplica
+    questions = Rank.questions | {
+        "fetch": lambda rank, variable: rank.variables.get(variable).fetch(),
+        "collective": lambda rank, asked: rank.variables.get(asked[0]).collective(*asked[1:], rank.by_group),
+        "join": lambda rank, asked: rank.join(*asked),
+    }
 
     ahead: Ahead | None = None
     num_ahead = 0
@@ -293,37 +292,9 @@ class DeviceRank(Rank):
     by_group: NcclCollectives
     """The collectives by NCCL for large outputs, while the rank is in a group."""
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        backend: Backend,
-        control: Segment,
-        eventfds: Sequence[int],
-        nodes: Sequence[int] = (),
-        host: str = "",
-    ) -> None:
-        self.is_far = bool(nodes)
-        if self.is_far:
-            self.replica_type = FarReplica
-        super().__init__(rank, world_size, backend, control, eventfds, nodes, host)
-
     def answer(self, order: bytes, body: Any, fds: list[int]) -> Answer:
         with self.backend.running():
             return super().answer(order, body, fds)
-
-    def _make(self, kind: str, number: int, payload: Any, fds: list[int]) -> None:
-        if kind == "fetch":
-            self.held[number] = RankQuestion(lambda rank: rank.variables.get(payload[0]).fetch())
-        elif kind == "collective":
-            variable, *order = payload[0]
-            self.held[number] = RankQuestion(
-                lambda rank: rank.variables.get(variable).collective(*order, rank.by_group)
-            )
-        elif kind == "join":
-            self.held[number] = RankQuestion(lambda rank: rank.join(*payload[0]))
-        else:
-            super()._make(kind, number, payload, fds)
 
     def begin_call(self, plan: Any, number: int) -> None:
         super().begin_call(plan, number)

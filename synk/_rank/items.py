@@ -211,7 +211,7 @@ class _Results:
     def _take(self, buffer: pickle.PickleBuffer) -> bool:
         """Copy a large buffer. Return whether it is to lie in the pickle."""
         raw = buffer.raw()
-        if raw.nbytes < LARGE_NBYTES or self._rank.has_other_nodes:  # the program may be on another machine
+        if raw.nbytes < LARGE_NBYTES or self._rank.is_far:  # the program may be on another machine
             return True
         segment = Segment.create(raw.nbytes)
         segment.buffer[: raw.nbytes] = np.frombuffer(raw, np.uint8)

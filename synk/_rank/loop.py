@@ -104,7 +104,7 @@ def _serve(rank: Rank, link: wire.Link, master_fd: int, spin_s: float) -> None:
     count = 0
     while True:
         if not link.ahead:
-            events = patience.wait(waiting)
+            events = patience.wait(waiting.poll, waiting.poll)
             if len(events) == 1 and events[0][0] != link.read_fd:
                 os.killpg(0, signal.SIGKILL)  # only the program's pidfd is ready: it is dead, and no order is left
         order = link.read(wire.ORDER_NBYTES)
@@ -115,7 +115,7 @@ def _serve(rank: Rank, link: wire.Link, master_fd: int, spin_s: float) -> None:
             return
         if rank.failpoint is not nothing:
             rank.failpoint("call.after_reply")
-        rank.tidy()
+        rank.lane.wake_sleepers()
         count += 1
         if count % _RSS_INTERVAL == 1:
             rank.own_up[Up.RSS] = process.resident_nbytes()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import pickle
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
 
+from synk._pure.nested import PLAIN_TYPES
 from synk._pure.ops import REDUCTIONS
 from synk._pure.output_ops import match_ops, wanted_leaves
+from synk._pure.places import places_of
 from synk._pure.trees import flatten, key_orders, output_names, skeleton_of
-from synk._rank.functions import LoadedFunction, OutputSlots, is_plain_output, is_single_value
+from synk._rank.functions import LoadedFunction
 from synk._rank.pickling import dumps
 from synk._rank.values import take_whole, taken
 from synk._wire import orders as wire
@@ -21,6 +25,10 @@ from synk.errors import SerializationError
 
 Published = tuple[int, Any, list[Segment], Callable[[], None] | None]
 """The status of a reply, its body, the memory that goes with it, and a step that notes that it was told."""
+
+
+FIXED_TYPES = (float, complex, bool)
+"""Python's numbers whose dtype does not depend on their value."""
 
 
 class RankOutputs:
@@ -126,7 +134,7 @@ class RankOutputs:
     def _lay_out_anew(self, rank: Any, leaves: tuple[Leaf, ...], assigned: Any, memory: Segment | None) -> None:
         layout = self._layout
         kept = self._kept
-        places, end = wire.places_of([0 if k in kept else leaf.nbytes for k, leaf in enumerate(leaves)])
+        places, end = places_of([0 if k in kept else leaf.nbytes for k, leaf in enumerate(leaves)])
         places = [-1 if k in kept else at for k, at in enumerate(places)]
         if memory is None or memory.nbytes < end:
             room = max(2 * end if end < LARGE_NBYTES else end, 1 << 16)
@@ -161,10 +169,112 @@ class RankOutputs:
         layout, function = self._layout, self._function
         assert layout is not None
         for value, leaf in zip(values, layout.leaves):
-            is_single = leaf.dtype is None and is_single_value(value)
-            if not (is_single or (leaf.dtype is not None and leaf.dtype.kind != "V" and is_plain_output(value))):
+            if leaf.dtype is None:
+                is_alike = is_single_value(value)
+            else:
+                is_alike = leaf.dtype.kind != "V" and (is_plain_output(value) or function.is_tensor(value))
+            if not is_alike:
                 return None
         return OutputSlots(result, values, self._skeleton, layout.leaves, self._views, self._structure, function)
+
+
+class OutputSlots:
+    """Where the outputs go as long as they have the form of the last call's.
+
+    It exists only if all outputs are small arrays, tensors, numbers or texts, or tuples, lists and dicts of these. That
+    is what most functions return.
+    """
+
+    def __init__(
+        self,
+        result: Any,
+        values: Sequence[Any],
+        skeleton: Any,
+        leaves: Sequence[Leaf],
+        views: Sequence[np.ndarray],
+        structure: Any,
+        function: LoadedFunction,
+    ) -> None:
+        self._kind = type(result)
+        is_dict = type(skeleton) is dict and set(map(type, skeleton)) == {str}
+        parts = list(skeleton.values()) if is_dict else skeleton if type(skeleton) is tuple else [skeleton]
+        # None for a single value, a tuple of values, or a dict of values: then the slots are in the order of the dict.
+        is_flat = all(type(part) is int for part in parts)
+        self._structure = None if is_flat else structure
+        self._orders = None if is_flat else key_orders(result)
+        self._keys: tuple[str, ...] = ()
+        if is_flat and is_dict:
+            self._keys = tuple(skeleton)
+            values, views = [values[k] for k in parts], [views[k] for k in parts]
+            leaves = tuple(leaves[k] for k in parts)
+        self._slots = [
+            (type(value), _conversion(value, leaf, function), view.dtype, view.shape, view)
+            for value, leaf, view in zip(values, leaves, views)
+        ]
+
+    def moved(self, views: dict[int, Any]) -> OutputSlots:
+        """Return slots for the same outputs, of which some lie elsewhere: by the ``id()`` of the slot's view."""
+        other = copy.copy(self)
+        other._slots = [(*slot[:-1], views.get(id(slot[-1]), slot[-1])) for slot in self._slots]
+        return other
+
+    def fill(self, result: Any) -> bool:
+        """Write ``result`` into the slots. Return False if its form differs.
+
+        The slots may be torn then: partly overwritten. Nobody reads them, because the program has not been told.
+        """
+        if type(result) is not self._kind:
+            return False
+        values: Collection[Any] = result if self._kind is tuple else (result,)
+        if self._keys:
+            if tuple(result) != self._keys:
+                return False
+            values = result.values()
+        elif self._structure is not None:
+            values, structure = flatten(result)
+            if structure != self._structure or key_orders(result) != self._orders:
+                return False
+        if len(values) != len(self._slots):
+            return False
+        for value, (kind, as_array, dtype, shape, view) in zip(values, self._slots):
+            if type(value) is not kind or (as_array is put_pickle and not put_pickle(value, view)):
+                return False
+            if as_array is put_pickle:
+                continue
+            if as_array is not None:
+                value = as_array(value)
+            if kind not in FIXED_TYPES and (value.dtype != dtype or value.shape != shape):
+                return False
+            view[...] = value
+        return True
+
+
+def _conversion(value: Any, leaf: Leaf, function: LoadedFunction) -> Callable[..., Any] | None:
+    """Return what makes the array that lies in the slot of an output like ``value``; None if it is that already."""
+    if leaf.dtype is None:
+        return put_pickle
+    return None if is_plain_output(value) else function.from_framework
+
+
+def is_single_value(value: Any) -> bool:
+    """Whether an output is a text, a number or None."""
+    return type(value) in PLAIN_TYPES
+
+
+def put_pickle(value: Any, view: np.ndarray) -> bool:
+    """Write the pickle of a single value to its place in the slot. Return False if that cannot be."""
+    if not is_single_value(value):
+        return False
+    pickled = pickle.dumps(value, protocol=5)
+    if len(pickled) > view.size:
+        return False
+    view.data[: len(pickled)] = pickled
+    return True
+
+
+def is_plain_output(value: Any) -> bool:
+    """Whether an output is a NumPy array or a number whose dtype does not depend on its value."""
+    return type(value) is np.ndarray or type(value) in FIXED_TYPES or isinstance(value, np.generic)
 
 
 class RankDestination:

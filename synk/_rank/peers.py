@@ -95,7 +95,7 @@ class Peers:
         return lane.ranks
 
     def leave_call(self, lane: Any) -> None:
-        """Say that this rank has left the call, so that no rank waits for it. ``Worker.tidy`` wakes sleepers."""
+        """Say that this rank has left the call, so that no rank waits for it. Sleepers are woken after the reply."""
         rank, call = self._rank, lane.first_down[_CALL]
         if self.is_communicating:
             assert lane.communicator is not None

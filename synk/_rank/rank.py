@@ -6,11 +6,12 @@ In one file because it is one object: functions, ``synk.comm`` and the wings fin
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -21,7 +22,6 @@ from synk._rank.failures import pack_failure
 from synk._rank.functions import LoadedFunction
 from synk._rank.items import RankItems
 from synk._rank.lane import RankLane
-from synk._rank.member import Interrupted, Member
 from synk._rank.outputs import RankDestination, RankReduction
 from synk._rank.pages import own_bytes
 from synk._rank.peers import Peers
@@ -36,7 +36,9 @@ from synk._wire.cell import cell
 from synk._wire.control import NUM_LANES, Down, Phase, Up
 from synk._wire.logs import set_levels
 from synk._wire.memory import Segment
-from synk.backends import Backend
+from synk.backends import Backend, DeviceBackend
+from synk.communicators._collectives import Collectives
+from synk.errors import ReentrancyError
 
 _INTERRUPT, _PHASE = int(Down.INTERRUPT), int(Up.PHASE)
 _IDLE, _FUNCTION, _PUBLISHING, _LOADING = (
@@ -44,20 +46,15 @@ _IDLE, _FUNCTION, _PUBLISHING, _LOADING = (
 )
 _BEFORE_PARCELS = ("memory", "variable", "resident")
 
-_QUESTIONS: dict[str, Callable[[Any, Any], Any]] = {
-    "dump": lambda rank, asked: rank.dumped(*asked),
-    "wires": lambda rank, wires: rank.peers.wire(wires),
-    "outcomes": lambda rank, number: rank.changes.outcomes(number),
-    "prepare": lambda rank, function: rank.prepare(rank.functions[function]),
-    "back": lambda rank, destination: rank.held[destination].bring_back(rank),
-}
-"""What answers each kind of question, from what it brings."""
-
 Answer = tuple[int, Any, Sequence[Segment]]
 """The status of a reply, its body, and the memory that goes with it."""
 
 
-class Rank(Member):
+class Interrupted(KeyboardInterrupt):
+    """The master asked this worker to end its call."""
+
+
+class Rank:
     """What a rank holds, and how it answers.
 
     Attributes
@@ -69,13 +66,34 @@ class Rank(Member):
         By lane: the memory of its outputs, and that of which the program knows.
     changes : Changes
         What the last call that changes resident objects has done to them.
+    lane : RankLane
+        That of the current call.
+    mapped : LoadedFunction or None
+        The function of a map, while this rank runs some of its items.
+    seed : sequence of int
+        The runtime's seed, then the key of this rank's own stream.
+    is_far, has_other_nodes : bool
+        Whether it runs on a node, which may be another machine than the program's, and whether there are others.
     running : int
         The number of the order whose user code runs: only that may be interrupted.
+    is_copy : bool
+        Whether a function has forked this process: the child is no rank.
+    is_held, is_due : bool
+        Whether a first interrupt waits for the end of a step (see ``hold_back``), and whether one waits now.
     """
 
     plan_type: type[RankPlan] = RankPlan
     reduction_type: type[RankReduction] = RankReduction
     replica_type: type[Replica] = Replica
+
+    questions: ClassVar[dict[str, Callable[[Any, Any], Any]]] = {
+        "dump": lambda rank, asked: rank.dumped(*asked),
+        "wires": lambda rank, wires: rank.peers.wire(wires),
+        "outcomes": lambda rank, number: rank.changes.outcomes(number),
+        "prepare": lambda rank, function: rank.prepare(rank.functions[function]),
+        "back": lambda rank, destination: rank.held[destination].bring_back(rank),
+    }
+    """What answers each kind of question, from what it brings."""
 
     peek: Callable[[], bytes] = staticmethod(lambda: b"")
     """Returns the next order if it has come, and leaves it where it is."""
@@ -94,6 +112,7 @@ class Rank(Member):
         host: str = "",
     ) -> None:
         self.rank, self.world_size, self.device = rank, world_size, backend.device
+        self.is_far, self.has_other_nodes, self.host = bool(nodes), len(nodes) > 1, host
         self.backend: Any = backend
         self.lanes = [RankLane(index, rank, world_size, control) for index in range(NUM_LANES)]
         self.lane = self.lanes[0]
@@ -104,11 +123,10 @@ class Rank(Member):
         self.functions: dict[int, LoadedFunction] = {}
         self._received = Received(self._own_memory)
         self._parcels: set[int] = set()
-        self.variables = VariableStore(rank, self.down, self.backend, self.replica_type)
+        self.variables = VariableStore(rank, self.down, self.backend, self.replica_type, is_far=self.is_far)
         self.residents = RankResidents()
         self.settings = Settings()
         of_all = rank, world_size, self.backend, self.down, self.up, eventfds
-        self.has_other_nodes, self.host = len(nodes) > 1, host
         if self.has_other_nodes:
             from synk._rank.nodes import FarPeers  # ranks of one machine need no wires
 
@@ -144,7 +162,8 @@ class Rank(Member):
         outer, cell.worker = cell.worker, self
         try:
             try:
-                self.changes.settle(committed, ended)
+                if self.changes.undo:
+                    self.changes.settle(committed, ended)
                 if body is not None:
                     try:
                         self._learn(number, body, fds)
@@ -300,7 +319,7 @@ class Rank(Member):
         elif kind == "lane":
             self.peers.connect(self.lanes[payload[0]], self.held[payload[1]])
         else:
-            ask = _QUESTIONS[kind]
+            ask = self.questions[kind]
             self.held[number] = RankQuestion(lambda rank: ask(rank, payload))
 
     def _map(self, number: int, described: tuple[int, bool, bool, bool, int, int], fds: list[int]) -> None:
@@ -410,6 +429,24 @@ class Rank(Member):
         self.interrupt()
         return True
 
+    def interrupt(self) -> None:
+        """End the current call now, or at the end of its step if ``hold_back`` says so."""
+        if self.is_held and not self.is_due:
+            self.is_due = True
+            return
+        raise Interrupted
+
+    def hold_back(self, is_held: bool) -> None:
+        """Begin or end a step that this rank can finish by itself: an interrupt in it is raised only at its end.
+
+        This is weaker than :meth:`uninterrupted`: the master sends a second interrupt to a rank that has not answered
+        the first one, and that one is raised at once. So even code that never ends can be ended.
+        """
+        was_due = self.is_due
+        self.is_held, self.is_due = is_held, False
+        if was_due:
+            raise Interrupted
+
     @contextlib.contextmanager
     def uninterrupted(self) -> Iterator[None]:
         """Hold back an interrupt of the current call while the body runs."""
@@ -431,7 +468,25 @@ class Rank(Member):
     @property
     def rng(self) -> np.random.Generator:
         """The generator of the present item of a map; else this rank's own."""
-        return super().rng if self.items is None else self.items.rng(self)
+        return self._own_rng if self.items is None else self.items.rng(self)
+
+    @functools.cached_property
+    def _own_rng(self) -> np.random.Generator:
+        """This rank's own generator of random numbers."""
+        seed, *key = self.seed
+        return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=tuple(key)))
+
+    @property
+    def num_rows(self) -> int:
+        """This rank's rows in the call."""
+        return int(self.lane.down[self.rank, Down.ROWS])
+
+    @property
+    def function_name(self) -> str:
+        if self.mapped is not None:
+            return self.mapped.name
+        called = self.lane.called
+        return called.function.name if called is not None else ""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -445,9 +500,46 @@ class Rank(Member):
         """The rows of all ranks in the call."""
         return sum(self.lane.rows().values())
 
-    def tidy(self) -> None:
-        """After the reply, wake peers that are asleep."""
-        self.lane.wake_sleepers()
+    def disown(self) -> None:
+        """In a child that the function has forked: it is no rank, and ``synk.comm`` refuses it."""
+        self.is_copy = True
+        self.peers.short_path = self.peers.current = None
+        for lane in self.lanes:
+            if lane.communicator is not None:
+                lane.communicator.disown()
+
+    def collectives(self) -> Collectives:
+        """Return the collectives of the current call, for ``synk.comm``."""
+        if self.is_copy:
+            raise ReentrancyError(
+                f"cannot communicate in a process that {self.function_name!r} has forked: its parent is the rank. Send "
+                "its results to the parent, which communicates."
+            )
+        self.check_called()
+        if self.variables.is_sliced:
+            raise ValueError(
+                f"cannot communicate in {self.function_name!r}: the call has num_slices above 1, so each rank runs the "
+                "function several times, and not all of them equally often. Call it with num_slices=1."
+            )
+        called = self.lane.called
+        if called is None or self.own_up[_PHASE] != _FUNCTION:
+            # To join the lane's last call once more would be worse: no rank would be there, and nobody would leave it.
+            raise ValueError(
+                "cannot communicate outside of a call: got a collective or a message in on_restart, or in code that "
+                "runs while an object is loaded or sent, expected one in a function that all ranks run together."
+            )
+        if self.backend.is_device:
+            cast(DeviceBackend, self.backend).enter_thread()
+        return self.peers.collectives(self.lane, called.function)
+
+    def check_called(self) -> None:
+        """Raise in an item of a map, which runs on one rank: what follows is for calls that all ranks run together."""
+        if self.mapped is not None:
+            raise ValueError(
+                f"cannot communicate in {self.function_name!r}: synk.map runs it for each item on one worker, while "
+                "the others are at other items, expected a function that needs no other rank. Use synk.function for "
+                "one that all ranks run together."
+            )
 
     def close(self) -> None:
         """Release the device and all memory. A process that ends anyway need not call this."""

@@ -87,18 +87,24 @@ class RankResidents:
 
 
 class Changes:
-    """What the last call that was to change resident objects has done to them, until the program says if it counts."""
+    """What the last call that was to change resident objects has done to them, until the program says if it counts.
+
+    Attributes
+    ----------
+    undo : dict of int to callable
+        By object, what puts it back; empty if the program has said whether the call counts.
+    """
 
     def __init__(self) -> None:
         self._number = 0
         self._has_finished = False
-        self._undo: dict[int, Callable[[], bytes | None]] = {}
+        self.undo: dict[int, Callable[[], bytes | None]] = {}
         self._outcomes: dict[int, int] = {}
 
     def begin(self, number: int, residents: RankResidents, changed: Sequence[int]) -> None:
         """Mark the objects that a call is about to change."""
         self._number, self._has_finished, self._outcomes = number, False, {}
-        self._undo = {each: residents.get(each).mark() for each in changed}
+        self.undo = {each: residents.get(each).mark() for each in changed}
 
     def finish(self) -> None:
         """Note that the function of the call has come to its end."""
@@ -106,16 +112,16 @@ class Changes:
 
     def settle(self, committed: int, ended: int) -> None:
         """Take the changes back if their call has ended and does not count."""
-        if self._undo and self._number <= ended:
+        if self._number <= ended:
             if self._number > committed:
                 self.take_back(self._number)
-            self._undo = {}
+            self.undo = {}
 
     def take_back(self, number: int) -> None:
         """Put the objects back as they were before call ``number``, as far as that can be."""
         if number != self._number:
             return  # what an earlier one did, whose end is not known here yet, stays
-        undo, self._undo = self._undo, {}
+        undo, self.undo = self.undo, {}
         for each in reversed(undo):
             self._outcomes[each] = TORN
             try:

@@ -50,16 +50,14 @@ class Replica:
 
     # Without a dictionary a misspelt ``w.vlaue = ...`` is an error.
     __slots__ = (
-        "_buffers", "_declaration", "_is_reserved", "_kept", "_places", "_seen", "_shapes", "_store", "_structure",
-        "_views", "_word",
+        "_declaration", "_is_reserved", "_kept", "_places", "_shapes", "_store", "_structure", "_views", "_word",
     )  # fmt: skip
 
     def __init__(self, store: VariableStore) -> None:
         self._store = store
         self._declaration: Declaration | None = None
         self._shapes: list[Shapes] = [()] * 4
-        self._views: list[np.ndarray] | None = None
-        self._buffers: list[tuple[Shapes, list[np.ndarray]] | None] = [None] * 4
+        self._views: list[list[np.ndarray] | None] = [None] * 4
         self._structure: Any = None
 
     def told(self, number: int, payload: Any, segments: Sequence[Segment], rank: int) -> None:
@@ -68,9 +66,9 @@ class Replica:
         self._declaration = Declaration(number, name, skeleton, dtypes, is_sharded)
         self._word = memoryview(segments[0].view(rank * LINE_NBYTES, (1,), np.dtype(np.int64)).data)
         self._places = [(segments[k], at, nbytes) for k, at, nbytes in places]
-        self._shapes, self._buffers, self._views = [found] * 4, [None] * 4, None
+        self._shapes, self._views = [found] * 4, [None] * 4
         self._kept = segments[0]
-        self._is_reserved, self._seen = segments[0].arena is not None, -1
+        self._is_reserved = segments[0].arena is not None
         self._structure = None
         del self._structure  # so that the next use calls __getattr__, which loads the new one
 
@@ -94,18 +92,14 @@ class Replica:
     def _front(self) -> int:
         return self._word[0]
 
-    def _arrays(self, index: int) -> list[np.ndarray]:
-        known = self._buffers[index]
-        if known is not None and known[0] == self._shapes[index]:
-            return known[1]
-        dtypes, (segment, at, _) = self._known.dtypes, self._places[index]
-        offsets, _ = leaf_offsets(dtypes, self._shapes[index])
-        arrays = [
+    def _arrays(self, which: int) -> list[np.ndarray]:
+        """Return views of the value in a place."""
+        dtypes, (segment, at, _) = self._known.dtypes, self._places[which]
+        offsets, _ = leaf_offsets(dtypes, self._shapes[which])
+        return [
             segment.view(at + offset, shape, dtype)
-            for offset, shape, dtype in zip(offsets, self._shapes[index], dtypes)
+            for offset, shape, dtype in zip(offsets, self._shapes[which], dtypes)
         ]
-        self._buffers[index] = self._shapes[index], arrays
-        return arrays
 
     def leaves(self) -> list[np.ndarray]:
         """Return the arrays of the value as this call sees it, read-only."""
@@ -113,14 +107,12 @@ class Replica:
         if current is not None:
             return current
         front = self._front
-        if self._views is None or front != self._seen:
-            views = []
-            for array in self._arrays(front):
-                view = array[...]
+        views = self._views[front]
+        if views is None:
+            views = self._views[front] = self._arrays(front)
+            for view in views:
                 view.flags.writeable = False
-                views.append(view)
-            self._views, self._seen = views, front
-        return self._views
+        return views
 
     @property
     def value(self) -> Any:
@@ -206,16 +198,14 @@ class Replica:
         """Note where a new value lies. It becomes the value when the program says so."""
         if made is not None:
             self._places[which] = made, 0, made.nbytes
-            self._buffers[which] = None
         self._shapes[which] = found
-        self._views = None  # they may be of an earlier value in this place
+        self._views[which] = None
 
     def fetch(self) -> None:
         """Do nothing: the value lies in shared memory already."""
 
     def close(self) -> None:
-        self._views = None
-        self._buffers = [None] * 4
+        self._views = [None] * 4
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return value_as_array(self, self._structure, dtype, copy)
@@ -248,10 +238,14 @@ class VariableStore:
     backend : Backend
     replica_type : type
         The class of variables here: :class:`Replica`, or its subclass for devices.
+    is_far : bool
+        Whether the program is on another machine, and shares no memory with this rank.
     """
 
-    def __init__(self, rank: int, down: np.ndarray, backend: Backend, replica_type: type[Replica]) -> None:
-        self.rank = rank
+    def __init__(
+        self, rank: int, down: np.ndarray, backend: Backend, replica_type: type[Replica], *, is_far: bool
+    ) -> None:
+        self.rank, self.is_far = rank, is_far
         self._replica_type = replica_type
         self.backend = backend
         self.call_down = down  # the control block of the current call's lane

@@ -13,7 +13,7 @@ import os
 
 import numpy as np
 
-from synk._wire.descriptors import orphans
+from synk._wire.descriptors import NONE, Descriptor
 
 MAP_FIXED = 0x10
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named since Python 3.13; the value on x86-64 and AArch64
@@ -32,7 +32,7 @@ FAILED = ctypes.c_void_p(-1).value
 
 
 class MappedFile(mmap.mmap):
-    """A mapping of a file, which owns the file's one descriptor.
+    """A mapping of a file, which owns the file's one descriptor: they go together.
 
     An anonymous mapping of the standard library reserves the addresses, and the file is mapped in its place. So C code
     unmaps it when the last view is gone, and it cannot be closed before.
@@ -48,15 +48,15 @@ class MappedFile(mmap.mmap):
 
     Attributes
     ----------
-    fd : int
-        -1 after it was closed.
+    fd : Descriptor or int
+        ``NONE`` after it was given up.
 
     Raises
     ------
     OSError
     """
 
-    fd = -1
+    fd: int = NONE
     _is_private = False
 
     def __new__(cls, fd: int, nbytes: int, *, is_writable: bool, is_private: bool = False) -> MappedFile:
@@ -69,8 +69,7 @@ class MappedFile(mmap.mmap):
         if libc.mmap(self.address, nbytes, protection, kind | MAP_FIXED, fd, 0) == FAILED:
             raise last_error()
         self._is_private = is_private
-        orphans.watch(fd, self)
-        self.fd = fd  # last: until here the caller owns it
+        self.fd = Descriptor(fd)  # last: until here the caller owns it
         return self
 
     @property
@@ -101,13 +100,7 @@ class MappedFile(mmap.mmap):
             return
         aside = libc.mmap(None, nbytes, protection, mmap.MAP_PRIVATE | _MAP_NORESERVE, fd, 0)
         if aside == FAILED:
-            if self.fd != fd:  # another thread has closed the descriptor: the segment is given up, and no longer shared
-                return
             raise last_error()
-        # Another thread may have closed the descriptor in the meantime, and its number may now be another file.
-        if self.fd != fd:
-            libc.munmap(aside, nbytes)
-            return
         if libc.mremap(aside, nbytes, nbytes, _MREMAP_MAYMOVE_FIXED, self.address) == FAILED:
             error = last_error()
             libc.munmap(aside, nbytes)
@@ -116,19 +109,12 @@ class MappedFile(mmap.mmap):
 
     def take_fd(self) -> int:
         """Return the descriptor, which then belongs to the caller."""
-        fd, self.fd = self.fd, -1
+        fd, self.fd = self.fd, NONE
         return fd
 
     def close_fd(self) -> None:
         """Close the descriptor. The mapping stays."""
-        fd = self.take_fd()  # first: an exception after this line must not lead to a second close of the number
-        if fd >= 0:
-            orphans.close(fd)
-
-    def __del__(self) -> None:
-        # No lock and no message, so this is safe in a finalizer. If a signal handler breaks it off, the next operation
-        # closes the descriptor.
-        self.close_fd()
+        self.fd = NONE
 
 
 def punch(fd: int, offset: int, nbytes: int) -> None:

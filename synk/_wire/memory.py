@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from synk._pure.interrupts import deferred
 from synk._pure.ranges import round_up
-from synk._wire.descriptors import above_streams, orphans
+from synk._wire.descriptors import NONE, above_streams
 from synk._wire.mapping import MappedFile, punch
 from synk.errors import SharedMemoryError
 
@@ -170,8 +170,7 @@ class Segment:
         assert self.mapping is not None
         with deferred():  # the descriptor changes hands
             again = _map(self.mapping.fd, self.nbytes, False, self.is_private)
-            # The old mapping goes on without a descriptor. Its finalizer must not close the one that is in use.
-            self.mapping.fd, self.mapping = -1, again
+            self.mapping.fd, self.mapping = NONE, again  # the old mapping goes on without a descriptor
             self.buffer = self.root()
 
     def _lie_at(self, mapping: MappedFile, segment_id: int, offset: int, nbytes: int, arena: Segment | None) -> None:
@@ -242,7 +241,7 @@ class Segment:
     @property
     def fd(self) -> int:
         """The descriptor to pass on; -1 if there is none."""
-        return self.mapping.fd if self.is_owner and self.mapping is not None else -1
+        return self.mapping.fd if self.is_owner and self.mapping is not None else NONE
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Return an array of ``shape`` and ``dtype`` over the bytes from ``offset`` on. No copy."""
@@ -290,8 +289,6 @@ class Segment:
                 punch(fd, 0, self.nbytes)
         except (BufferError, OSError):  # views exist, or the file cannot be punched
             pass
-        finally:
-            orphans.close(fd)
 
 
 def _map(fd: int, nbytes: int, is_writable: bool, is_private: bool) -> MappedFile:

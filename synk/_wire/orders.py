@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from synk._pure.ranges import LINE_NBYTES, round_up
+from synk._pure.places import nbytes_in_place, put_in_place, taken_from_place
 from synk._wire.descriptors import NONE, Descriptor, above_streams
-from synk._wire.memory import PAGE_NBYTES, Segment
+from synk._wire.memory import Segment
 from synk.errors import SharedMemoryError
 
 ORDER = struct.Struct("<6q")
@@ -41,6 +41,7 @@ SYNC, LOAD, CLOSE = 0, -1, -2
 """Instead of a plan: answer and tell anew; take the news and answer; end."""
 
 _PACKET = struct.Struct("<3q")  # number, whether it is the last packet, whether its body lies in memory
+_LONG = struct.Struct("<2q")  # of a body in memory: how many parts, and the size of the memory
 _INLINE, _MAX_FDS, _OUT_OF_BAND = 1 << 15, 200, 1 << 14
 
 
@@ -184,63 +185,22 @@ def apart(data: bytes) -> Any:
     return data if len(data) < _OUT_OF_BAND else np.frombuffer(data, np.uint8)
 
 
-def places_of(sizes: Sequence[int], end: int = 0) -> tuple[list[int], int]:
-    """Return where parts of these sizes lie one after the other, and where the last one ends.
-
-    Examples
-    --------
-    >>> places_of([8, 100, 1])
-    ([0, 64, 192], 256)
-    """
-    places = []
-    for nbytes in sizes:
-        places.append(end)
-        end += round_up(nbytes, LINE_NBYTES)
-    return places, end
-
-
 def _in_memory(data: bytes, buffers: Sequence[np.ndarray]) -> tuple[bytes, Segment]:
     """Return the head of a long body, and the memory in which it lies."""
-    parts = [np.frombuffer(data, np.uint8), *buffers]
-    sizes = [part.nbytes for part in parts]
-    places, end = places_of(sizes)
-    memory = Segment.create(end)
-    for at, part in zip(places, parts):
-        memory.buffer[at : at + part.nbytes] = part
-    return struct.pack(f"<{len(sizes)}q", *sizes), memory
+    parts = [data, *buffers]
+    memory = Segment.create(nbytes_in_place(parts))
+    put_in_place(memory.buffer, parts)
+    return _LONG.pack(len(parts), memory.nbytes), memory
 
 
 def loaded_from(head: bytes, fd: int) -> Any:
     """Load a long body. Its buffers lie in memory that is private to this process."""
-    sizes = struct.unpack(f"<{len(head) // 8}q", head)
-    places, end = places_of(sizes)
+    count, nbytes = _LONG.unpack(head)
     try:
-        memory = Segment(fd, round_up(max(end, 1), PAGE_NBYTES), is_writable=True, segment_id=0, is_private=True)
+        memory = Segment(fd, nbytes, is_writable=True, segment_id=0, is_private=True)
     except BaseException:
         os.close(fd)
         raise
     memory.close_fd()
-    data, *buffers = [memory.buffer[at : at + size] for at, size in zip(places, sizes)]
+    data, *buffers = taken_from_place(memory.buffer, count)
     return pickle.loads(data.data, buffers=buffers)
-
-
-def nbytes_in_place(parts: Sequence[Any]) -> int:
-    """Return how much room :func:`put_in_place` needs."""
-    sizes = [memoryview(part).nbytes for part in parts]
-    return places_of(sizes, places_of([8 * len(parts)])[1])[1]
-
-
-def put_in_place(place: np.ndarray, parts: Sequence[Any]) -> None:
-    """Write parts behind their lengths."""
-    arrays = [np.frombuffer(part, np.uint8) for part in parts]
-    places, _ = places_of([each.nbytes for each in arrays], places_of([8 * len(parts)])[1])
-    place[: 8 * len(parts)].view(np.int64)[:] = [each.nbytes for each in arrays]
-    for at, part in zip(places, arrays):
-        place[at : at + part.nbytes] = part
-
-
-def taken_from_place(place: np.ndarray, count: int) -> list[np.ndarray]:
-    """Return the parts: views of the place."""
-    sizes = place[: 8 * count].view(np.int64).tolist()
-    places, _ = places_of(sizes, places_of([8 * count])[1])
-    return [place[at : at + size] for at, size in zip(places, sizes)]

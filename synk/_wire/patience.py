@@ -5,45 +5,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 _LATE_NS = 1_000_000
 _MIN_PENALTY, _MAX_PENALTY = 32, 4096
 _MAX_WINDOW_S = 3600.0
-
-
-class Polled(Protocol):
-    """Anything that :class:`Patience` can wait for: a ``select.poll``, or a :class:`Looked`."""
-
-    def poll(self, timeout_ms: int | None = None, /) -> Any:
-        """Return what has arrived, after sleeping for at most ``timeout_ms``."""
-
-
-class Looked:
-    """Waits for a condition in shared memory.
-
-    Parameters
-    ----------
-    look : callable
-        Returns whether the condition holds.
-    sleep : callable
-        Sleeps until the condition holds and returns True, or returns False at once if this process must not sleep.
-    """
-
-    def __init__(self, look: Callable[[], bool], sleep: Callable[[], bool]) -> None:
-        self._look = look
-        self._sleep = sleep
-
-    def poll(self, timeout_ms: int | None = None, /) -> bool:
-        return self._look() if timeout_ms == 0 else self._sleep()
-
-    def awaited(self, patience: Patience) -> bool:
-        """Wait until the condition holds, awake at first; return False if this process must not sleep."""
-        began = time.monotonic_ns()
-        try:
-            return bool(patience.wait(self))
-        finally:
-            patience.waited_ns += time.monotonic_ns() - began
 
 
 class Patience:
@@ -77,17 +43,16 @@ class Patience:
         """Whether the next wait starts awake."""
         return self._was_short and not self._num_asleep
 
-    def wait(self, poll: Polled, timeout_ms: int | None = None, is_near: bool = False) -> Any:
-        """Return what ``poll`` reports. The time limit starts when the wait falls asleep.
-
-        ``is_near`` says that something will probably come soon, however long the last wait was.
-        """
+    def wait(
+        self, look: Callable[[int], Any], sleep: Callable[[int | None], Any], timeout_ms: int | None = None
+    ) -> Any:
+        """Return what has arrived: ``look(0)`` returns it, or ``sleep(timeout_ms)`` after sleeping."""
         began = now = time.monotonic_ns()
         if self._num_asleep:
             self._num_asleep -= 1
-        elif self._was_short or is_near:
+        elif self._was_short:
             while now - began < self._window_ns:
-                events = poll.poll(0)
+                events = look(0)
                 if events:
                     self._penalty = max(self._penalty - 1, _MIN_PENALTY)
                     return events
@@ -96,6 +61,17 @@ class Patience:
                 if now - last > _LATE_NS:
                     self._num_asleep, self._penalty = self._penalty, min(2 * self._penalty, _MAX_PENALTY)
                     break
-        events = poll.poll(timeout_ms)
+        events = sleep(timeout_ms)
         self._was_short = time.monotonic_ns() - began < self._window_ns
         return events
+
+    def wait_for(self, is_ready: Callable[[], bool], sleep: Callable[[], bool]) -> bool:
+        """Wait for a condition in shared memory; return False if this process must not sleep.
+
+        ``sleep`` sleeps until the condition holds and returns True, or returns False at once.
+        """
+        began = time.monotonic_ns()
+        try:
+            return bool(self.wait(lambda _: is_ready(), lambda _: sleep()))
+        finally:
+            self.waited_ns += time.monotonic_ns() - began

@@ -1,8 +1,8 @@
 """Settings of libraries that change what a function computes: how the program reads them, and how a rank follows.
 
-The program reads all of them at each call, which takes about a microsecond. If they differ from what a rank was told,
-the next message tells it, and the rank sets those that differ. A library that is not imported has no settings: the
-program does not ask for them, and on a rank they wait until it is imported.
+The program asks at each call whether one has changed, which takes about a microsecond. If they differ from what a rank
+was told, the next message tells it, and the rank sets those that differ. A library that is not imported has no
+settings: the program does not ask for them, and on a rank they wait until it is imported.
 """
 
 from __future__ import annotations
@@ -25,15 +25,18 @@ class Setting(NamedTuple):
     library : str
         The module.
     reader : callable
-        ``reader(module)`` returns a function that reads this thread's value: an object that is never changed in place
-        and is compared by ``==``.
+        ``reader(module)`` returns a function that reads this thread's value: an object that is compared by ``==``, and
+        is never changed in place unless it is a list.
     set : callable
         ``set(module, value)`` sets it for this thread.
+    meaning : callable
+        ``meaning(read)`` returns the value of what was read.
     """
 
     library: str
     reader: Callable[[Any], Callable[[], Any]]
     set: Callable[[Any, Any], Any]
+    meaning: Callable[[Any], Any] = lambda read: read
 
 
 def _set_filters(warnings: Any, filters: tuple[Any, ...]) -> None:
@@ -98,8 +101,10 @@ SETTINGS: dict[str, Setting] = {
     "recursion limit": Setting(
         "sys", lambda sys: sys.getrecursionlimit, lambda sys, value: sys.setrecursionlimit(value)
     ),
-    "warning filters": Setting("warnings", lambda warnings: lambda: tuple(warnings.filters), _set_filters),
-    "floating-point errors": Setting("numpy", lambda _: lambda: _float_errors(_float_object()), _set_float_errors),
+    "warning filters": Setting(
+        "warnings", lambda warnings: functools.partial(getattr, warnings, "filters"), _set_filters, tuple
+    ),
+    "floating-point errors": Setting("numpy", lambda _: _float_object, _set_float_errors, _float_errors),
     "decimal context": Setting(
         "decimal", lambda decimal: functools.partial(_decimal_context, decimal.getcontext), _set_decimal
     ),
@@ -155,13 +160,26 @@ class Reader:
     def __init__(self) -> None:
         self._num_modules = 0
         self.names: list[str] = []
-        self._readers: list[Callable[[], Any]] = []
+        self._readers: list[tuple[Callable[[], Any], Any]] = []  # each with what it has read last
+
+    def may_differ(self) -> bool:
+        """Whether a setting may have changed in this thread since :meth:`read`."""
+        if len(sys.modules) != self._num_modules:
+            return True
+        for read, last in self._readers:  # noqa: SIM110  # a generator would cost a third more
+            if read() != last:
+                return True
+        return False
 
     def read(self) -> list[Any]:
         """Return the values of the settings for this thread."""
         if len(sys.modules) != self._num_modules:
             self._find()
-        return [read() for read in self._readers]
+        found = [read() for read, _ in self._readers]
+        self._readers = [
+            (read, [*value] if type(value) is list else value) for (read, _), value in zip(self._readers, found)
+        ]
+        return [SETTINGS[name].meaning(value) for name, value in zip(self.names, found)]
 
     def _find(self) -> None:
         num_modules, found = len(sys.modules), {}
@@ -173,7 +191,8 @@ class Reader:
                 except AttributeError:  # another thread is importing it
                     found.pop(name, None)
                     num_modules = 0
-        self.names, self._readers, self._num_modules = list(found), list(found.values()), num_modules
+        self.names, self._num_modules = list(found), num_modules
+        self._readers = [(read, None) for read in found.values()]
 
 
 def apply(settings: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ from synk._wire.messages import DEVICE_DTYPES
 from synk.backends._assignment import DeviceAssignment, choose
 from synk.backends._device_arrays import DeviceArrays
 from synk.backends._frameworks import Converter, host_converters
-from synk.backends._listing import list_devices, version_line
+from synk.backends._listing import list_devices
 from synk.errors import UnsupportedError
 
 _DTYPES = DEVICE_DTYPES - {"bfloat16"}
@@ -102,7 +102,7 @@ def on_host(obj: Any) -> Any:
 
 
 def report() -> list[str]:
-    return version_line("dpnp")
+    return ["backend 'dpnp': installed"] if is_usable() else []
 
 
 class DpnpBackend(DeviceArrays):

@@ -1,33 +1,17 @@
-"""Facts about an array library that the master gets without importing it: its version, and the devices by a child."""
+"""The devices of an array library, of which a child process is asked: the master does not import it."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import subprocess
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from synk.errors import UnsupportedError
 
 LIMIT_S = 60.0
-
-
-def version_line(library: str) -> list[str]:
-    """Return the line of ``synk.info()`` about a library; no line if it is not installed.
-
-    The version is taken from the name of the folder that pip writes beside the library. ``importlib.metadata`` would
-    import ``csv`` and other modules, and the user may have files with these names in the current folder.
-    """
-    spec = importlib.util.find_spec(library)
-    if spec is None or spec.origin is None:
-        return []
-    beside = Path(spec.origin).parent.parent
-    versions = [found.name.split("-")[1].removesuffix(".dist") for found in beside.glob(f"{library}-*.dist-info")]
-    return [" ".join([f"backend {library!r}: {library}", *versions[:1]])]
 
 
 def list_devices(code: str, library: str, environment: Mapping[str, str], trial: str = "") -> list[Any]:

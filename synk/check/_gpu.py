@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import synk
-from synk.check._cpu import call_ms, deaths, require, seconds_of, total
+from synk.check._cpu import deaths, first_calls, require, seconds_of, total
 from synk.check._found import Broken, Figure, Found
 from synk.cuda._devices import visible_gpus
 
@@ -31,18 +31,8 @@ def on_two_ranks() -> synk.Runtime:
 
 
 def overhead() -> Found:
-    x = np.arange(10.0)
-    began = time.perf_counter()
-    with on_all_gpus() as rt:
-        f = rt.function(total, outputs="sum")
-        require(float(f(x)) == x.sum(), "the workers on GPUs give a wrong sum")
-        started_s = time.perf_counter() - began
-        small_ms = call_ms(f, x)
-    figures = (
-        Figure("they start and answer in", started_s, "s", 40.0),
-        Figure("a small call takes", small_ms, "ms", 20.0),
-    )
-    return Found(f"a worker on each of {rt.world_size} GPUs computes", figures)
+    figures = first_calls(on_all_gpus, 40.0, 20.0)
+    return Found(f"a worker on each of {len(visible_gpus().devices)} GPUs computes", figures)
 
 
 def _filled_late(x: Any) -> Any:

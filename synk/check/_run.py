@@ -10,7 +10,8 @@ import sys
 import tempfile
 import time
 import traceback
-from typing import IO, Any
+from pathlib import Path
+from typing import Any
 
 from synk.check._found import OK, Broken, broken
 from synk.check._lines import Line
@@ -20,8 +21,8 @@ TOTAL_S = 115.0
 _MAX_TAIL = 4000
 
 
-def answer(line: Line, fd: int) -> None:
-    """Measure, and write the record to a pipe. This is what the process of a line does."""
+def answer(line: Line, path: str) -> None:
+    """Measure, and write the record to a file. This is what the process of a line does."""
     try:
         record = line.measure().record()
     except Broken as problem:
@@ -30,8 +31,7 @@ def answer(line: Line, fd: int) -> None:
         traceback.print_exc()
         first, _, _ = str(error).partition("\n")
         record = broken(f"{type(error).__name__}: {first}")
-    with os.fdopen(fd, "w", encoding="utf-8") as pipe:
-        json.dump(record, pipe)
+    Path(path).write_text(json.dumps(record), encoding="utf-8")
 
 
 def run(line: Line, seconds_left: float) -> dict[str, Any]:
@@ -41,8 +41,9 @@ def run(line: Line, seconds_left: float) -> dict[str, Any]:
     if limit_s < 1:
         record = broken("not measured: the lines before it have taken all the time")
     else:
-        with tempfile.TemporaryFile() as printed:
-            record = _recorded(line, limit_s, printed)
+        with tempfile.TemporaryDirectory() as folder:
+            printed, answered = Path(folder, "printed"), Path(folder, "record")
+            record = _recorded(line, limit_s, printed, answered)
             if record["outcome"] != OK:
                 record["printed"] = _tail(printed)
     seconds = round(time.monotonic() - began, 2)
@@ -50,32 +51,24 @@ def run(line: Line, seconds_left: float) -> dict[str, Any]:
     return {"name": line.name, "question": line.question, **record, "next_step": step, "seconds": seconds}
 
 
-def _recorded(line: Line, limit_s: float, printed: IO[bytes]) -> dict[str, Any]:
-    reader, writer = os.pipe()
-    command = [sys.executable, "-m", "synk.check", "--line", line.name, "--fd", str(writer)]
-    child = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=printed, stderr=printed, pass_fds=(writer,), start_new_session=True
-    )
-    os.close(writer)
+def _recorded(line: Line, limit_s: float, printed: Path, answered: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", "synk.check", "--line", line.name, "--record", str(answered)]
+    with open(printed, "wb") as out:
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
     try:
         child.wait(limit_s)
     except BaseException as error:
         os.killpg(child.pid, signal.SIGKILL)  # not after it was reaped; its workers end with it
         child.wait()
-        os.close(reader)
         if isinstance(error, subprocess.TimeoutExpired):
             return broken(f"no answer in {limit_s:.0f} s: it hangs, or is much slower than expected")
         raise
-    with os.fdopen(reader, encoding="utf-8") as pipe:
-        text = pipe.read()
-    if not text:
+    if not answered.exists():
         return broken(f"its process ended with status {child.returncode} and without an answer")
-    record: dict[str, Any] = json.loads(text)
+    record: dict[str, Any] = json.loads(answered.read_text(encoding="utf-8"))
     return record
 
 
-def _tail(printed: IO[bytes]) -> list[str]:
+def _tail(printed: Path) -> list[str]:
     """Return the last lines that the process has printed."""
-    printed.seek(0, os.SEEK_END)
-    printed.seek(max(printed.tell() - _MAX_TAIL, 0))
-    return printed.read().decode("utf-8", "replace").splitlines()[-40:]
+    return printed.read_bytes()[-_MAX_TAIL:].decode("utf-8", "replace").splitlines()[-40:]

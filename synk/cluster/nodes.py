@@ -437,6 +437,13 @@ class NodeProcesses(Processes):
         topology = placement.topology
         self._process_type = lambda rank: RankOfNode(rank, self.nodes[topology.node_of(rank)])
         self.ended: set[RankOfNode] = set()
+        look = self.events
+
+        def events() -> list[tuple[int, int]]:
+            self.flush()
+            return look() or self._untold()
+
+        self.events = events
         self.token = os.urandom(8).hex()
         self.counters = {"bytes_down": 0}  # the session's, once it is made
         self._by_fd: dict[int, Node] = {}
@@ -469,7 +476,7 @@ class NodeProcesses(Processes):
         fd, is_watched = node.post.fd, node.post.fd in self._watched
         if node.post.unsent and not is_watched:
             self._watched[fd] = "room", None  # whoever waits next sends it
-            self._poll.poll_object.register(fd, select.POLLOUT)
+            self._poll.register(fd, select.POLLOUT)
         elif is_watched and not node.post.unsent:
             self._unwatch(fd)
 
@@ -482,10 +489,6 @@ class NodeProcesses(Processes):
     def flush(self) -> None:
         for node in self.nodes:
             node.flush()
-
-    def events(self) -> list[tuple[int, int]]:
-        self.flush()
-        return super().events() or self._untold()
 
     def wait(self, seconds: float | None, *, awake: bool = True) -> list[tuple[int, int]]:
         self.flush()

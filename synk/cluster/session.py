@@ -142,7 +142,14 @@ class NodeSession(Session):
 
     # -- what calls read ----------------------------------------------------------------------------------------------
 
-    def carry(self, call: Call) -> None:
+    def send(self, owed: Owed, *order: Any) -> None:
+        if isinstance(owed, Call):
+            self._carry(owed)
+        super().send(owed, *order)
+        self.processes.flush()
+
+    def _carry(self, call: Call) -> None:
+        """Bring what a call reads to the nodes."""
         lane, bounds = call.lane, call.division.bounds
         lane.down[0, Down.ALL_GROUP] = self.wires.number
         variables = list({each.number: each for each in _variables(call.plan)}.values())

@@ -28,7 +28,7 @@ import numpy as np
 from synk._pure.ops import REDUCE_OPS
 from synk._pure.ranges import LINE_NBYTES
 from synk._wire.memory import Fence, Segment
-from synk._wire.patience import Looked, Patience
+from synk._wire.patience import Patience
 from synk._wire.process_memory import may_read
 from synk.communicators._checks import DTYPE_NAMES
 from synk.communicators._layout import WORD_NBYTES, ControlLayout
@@ -412,7 +412,7 @@ class Rendezvous:
                 if is_ready():
                     return
                 os.sched_yield()
-            Looked(is_ready, lambda: self._doze(is_ready, is_message)).awaited(self.patience)
+            self.patience.wait_for(is_ready, lambda: self._doze(is_ready, is_message))
         finally:
             self.rouse()
 

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from synk._pure.ranges import LINE_NBYTES
-from synk._wire.patience import Looked
 from synk.communicators._checks import DTYPE_NAMES, named_dtype
 from synk.communicators._mailbox import Mailbox
 from synk.communicators._messages import (
@@ -131,8 +130,8 @@ class ShortPath:
                 break
             os.sched_yield()
         else:
-            message = Looked(lambda: written[rank] != begin, _do_not_sleep)
-            if not (rendezvous.patience.pays and message.awaited(rendezvous.patience)):
+            patience = rendezvous.patience
+            if not (patience.pays and patience.wait_for(lambda: written[rank] != begin, _do_not_sleep)):
                 return None
         rendezvous.fence()  # the bytes must be read after the count that announces them
         ring, start = self._from_peers[sender], begin % self._capacity

@@ -77,15 +77,15 @@ class RankReplica:
 
     def run_as_is(self, fn: Callable[..., Any], trains: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do the same with the process's random numbers as they are."""
+        if not trains:
+            flags = [(part, part.training) for part in states.parts_of(self.objects)]
+            try:
+                with torch.no_grad():
+                    return _detached(fn(*self.objects, *args, **kwargs))
+            finally:
+                for part, flag in flags:
+                    part.training = flag
         try:
-            if not trains:
-                flags = [(part, part.training) for part in states.parts_of(self.objects)]
-                try:
-                    with torch.no_grad():
-                        return _detached(fn(*self.objects, *args, **kwargs))
-                finally:
-                    for part, flag in flags:
-                        part.training = flag
             # An interrupt may have broken off the exit of a no_grad() in an earlier call, and left grad mode off.
             torch.set_grad_enabled(cell.worker.settings.told("grad mode", torch.is_grad_enabled()))
             self._reduction.begin()

@@ -158,7 +158,7 @@ class GradientSum:
             bucket.expect(self._hooked)
 
     def _start_full(self, index: int) -> None:
-        """Note a gradient, and start the buckets that are full now.
+        """Note a gradient, and start the buckets that are full now, which also advances those that were started.
 
         A bucket starts after all buckets before it, so that all ranks begin the collectives in one order.
         """
@@ -170,8 +170,11 @@ class GradientSum:
                 "torch.utils.checkpoint, or a backward pass that was broken off). Use replicate(..., overlap=False)."
             )
         bucket.missing.discard(index)
-        for bucket in takewhile(lambda each: not each.missing, self._buckets):
+        full = takewhile(lambda each: not each.missing, [] if bucket.missing else self._buckets)
+        for number, bucket in enumerate(full):
             if not bucket.is_started:
+                for started in self._buckets[:number]:
+                    started.test()
                 bucket.start(self._share, self._fired)
 
     def _reduce(self) -> None:
@@ -259,6 +262,10 @@ class Bucket:
         """Start to sum the gradients over the ranks. Until the end the buffer belongs to the communicator."""
         self._fill(share, fired)
         self._request = comm.all_reduce(self._memory, "sum", out=self._memory, async_op=True)
+
+    def test(self) -> None:
+        """Advance a sum that was started: the ranks agree on it first, and then it is queued on the device."""
+        self._request.test()
 
     def finish(self, share: float, fired: set[int]) -> None:
         """Sum the gradients over the ranks, weighted by their shares of the rows, or wait for what was started."""

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -473,6 +473,12 @@ class Replicated:
                 f"holds what it held at the last pull: {error}",
                 RuntimeWarning,
             )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "cannot pickle what replicate() has returned: it belongs to the program. In the body of a step use its own "
+            "parameters, which are the worker's objects."
+        )
 
     def __repr__(self) -> str:
         count = (self._num_steps or 0) - self._num_here

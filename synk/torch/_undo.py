@@ -65,6 +65,7 @@ class Undo:
         is_early = self._is_early
         lists = [(obj.param_groups, [*obj.param_groups]) for obj in self._optimizers]
         groups = [group for _, kept in lists for group in kept]
+        lists += [(group["params"], [*group["params"]]) for group in groups]
         tables = [(table, table.copy()) for table in (*self._tables, *groups)]
         tensors = [each for part in self._parts for each in part._buffers.values() if each is not None]
         tensors += [rate for group in groups for rate in group.values() if isinstance(rate, torch.Tensor)]

@@ -264,13 +264,15 @@ def test_the_whole_text_and_each_output_by_its_place(shared_runtimes: Any) -> No
         'and one worker alone 15.0. Use outputs="sum". Naming an op in synk.function(..., outputs=...), also "avg", '
         "ends this check."
     )
-    f = shared_runtimes[2].function(lambda x: {"mean": x.mean(), "parts": (x.sum(), x.max()), "std": x.std()})
+    f = shared_runtimes[2].function(
+        lambda x: {"mean": x.mean(), "parts": (x.sum(), x.max()), "std": x.std(), "three": [x.min()] * 3}
+    )
     with pytest.raises(OpMismatch) as caught:
         f(1 + np.random.default_rng(5).random((13, 3)))
     text = str(caught.value)
     assert """Use op "sum" for output['parts'][0].""" in text
     assert """Use op "max" for output['parts'][1].""" in text
-    assert "for output['std'], and one worker alone" in text
+    assert "for output['std'], and one worker alone" in text and " 3 more outputs differ. Naming" in text
     assert "output['mean']" not in text
 
 

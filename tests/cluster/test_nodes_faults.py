@@ -155,7 +155,7 @@ def check(runtime: Any, doing: str, happening: Fault) -> None:
         assert (error.ranks, error.nodes, error.pids) == ((victim,), (), (workers[victim],))
         assert f"rank {victim} of 4" in str(error) and "SIGKILL" in str(error)
     if fault == "agent dies":
-        assert (error.nodes, error.pids) == ((node,), (masters[node],))
+        assert (error.nodes, error.pids, error.exits) == ((node,), (masters[node],), ("SIGKILL",))
         assert f"node {node} of 2" in str(error) and "SIGKILL" in str(error)
     if fault == "exception":
         assert isinstance(error.__cause__, RemoteError)

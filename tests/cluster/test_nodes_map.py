@@ -47,6 +47,15 @@ def rank_of(gate: Path, item: int) -> int:
     return int(path.name.rsplit(" ", 1)[1])
 
 
+def test_large_results_of_a_single_node() -> None:
+    """No other rank is on another machine, but the program may be."""
+    with synk.fork(2, cluster="here", nodes=1) as rt:
+        found = [*rt.map(lambda n: np.full((1 << 17, 2), n + 0.5), range(3))]
+        for n, each in enumerate(found):
+            np.testing.assert_array_equal(each, np.full((1 << 17, 2), n + 0.5))
+        assert_maps(rt)
+
+
 # -- one rank ---------------------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import harness
+from support.nodes import kill_and_hear
 
 import synk
 
@@ -17,7 +18,10 @@ X = np.arange(6.0)
 
 
 def kill(rt: Any, rank: int) -> None:
-    harness.kill_and_wait(harness.pids(rt)[rank])
+    if rt.devices[0].startswith("node"):
+        kill_and_hear(rt, harness.pids(rt)[rank])
+    else:
+        harness.kill_and_wait(harness.pids(rt)[rank])
 
 
 @pytest.mark.parametrize(

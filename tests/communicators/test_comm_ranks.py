@@ -99,6 +99,9 @@ def test_outside_of_a_call_a_rank_is_that_of_the_runtime() -> None:
     seen: list[Any] = []
 
     def prepare() -> None:
+        for size in (3, 1 << 17):
+            with pytest.raises(ValueError, match="cannot communicate outside of a call: got a collective"):
+                synk.comm.all_reduce(np.ones(size), "sum")
         seen.append((synk.comm.rank, synk.comm.world_size, synk.comm.ranks))
 
     def body(x: np.ndarray, is_last: bool) -> Any:

@@ -289,6 +289,16 @@ def test_any_sequence_of_changes_is_that_of_an_array(shared_runtimes: Any, where
         assert num_rows == len(model)
 
 
+def test_a_large_array_is_there_whole(shared_runtimes: Any) -> None:
+    """Two threads copy what has 16 MB and more."""
+    x, rt = np.arange(float((1 << 21) + 3)), shared_runtimes[2]
+    data = rt.data(x)
+    np.testing.assert_array_equal(data.data, x)
+    data[:] = x[::-1]
+    np.testing.assert_array_equal(rt.function(lambda x: x, outputs="gather")(data), x[::-1])
+    np.testing.assert_array_equal(rt.shared(x)[1], x)
+
+
 def test_data_without_bytes_keep_their_dtype(shared_runtimes: Any) -> None:
     f = shared_runtimes[2].function(lambda x: x * 2, outputs="gather")
     for dtype in ("u2", "f8", "c8"):

@@ -222,6 +222,30 @@ def test_a_large_array_crosses_once_as_long_as_it_is_the_same(rt: Any) -> None:
     for n in range(4):
         x[-1] = n  # what was copied before does not count
         assert list(rt.map(lambda pair: float(pair[0].sum()), [(x, n)])) == [x.size - 1.0 + n]
+    rt.profile.reset()
+    x, before = np.ones(1 << 20), rt.counters["messages_down"]
+    assert list(rt.map(lambda pair: pair[0].size, [(x, n) for n in range(50)])) == [x.size] * 50
+    items = next(each for each in rt.profile.transfers if each.kind == "items")
+    assert x.nbytes <= items.nbytes < 1.1 * x.nbytes
+    assert rt.counters["messages_down"] - before < 25, "an array that was there before makes no item large"
+
+
+class AddsOne:
+    """Changes an array when it is pickled."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array
+
+    def __reduce__(self) -> Any:
+        self._array += 1
+        return int, ()
+
+
+@pytest.mark.parametrize("size", [3, 1 << 17])
+def test_an_array_that_items_change_while_they_are_taken(rt: Any, size: int) -> None:
+    x = np.zeros(size)
+    items = [(x, AddsOne(x)) for _ in range(12)]
+    assert list(rt.map(lambda pair: float(pair[0][-1]), items)) == list(range(12))
 
 
 # ----- beside other things

@@ -94,7 +94,7 @@ def test_what_cannot_be_shared(shared_runtimes: Any) -> None:
         (np.array([None]), False, TypeError, "object"),
         ([[1], [2, 3]], False, TypeError, "cannot share"),
         (np.ma.array([1.0], mask=[True]), False, TypeError, "MaskedArray.*filled"),
-        (1.5, True, ValueError, "single value, expected rows"),
+        (1.5, True, ValueError, r"got shapes \[\(\)\], expected rows on axis 0"),
         ({"x": np.zeros(2), "y": np.zeros(3)}, True, ValueError, r"\(2,\).*\(3,\)"),
     ]
     for value, sharded, error, words in cases:

@@ -194,7 +194,9 @@ def test_what_is_no_checkpoint_is_refused_and_runs_nothing(
 
 
 def test_the_state_of_other_objects_is_refused_and_changes_nothing(subtests: Any, shared_runtimes: Any) -> None:
-    state = synk.torch.replicate(*build(), runtime=shared_runtimes[2]).state_dict()
+    trained = synk.torch.replicate(*build(), runtime=shared_runtimes[2])
+    trained.function(step)(*DATA[0])
+    state = trained.state_dict()
     model, optimizer, scheduler = build()
     wider = build()[0]
     wider.last = torch.nn.Linear(6, 3).double()

@@ -247,6 +247,9 @@ def test_what_is_refused(subtests: Any, shared_runtimes: Any) -> None:
         "it has 0 parameters, expected one for each of the 1 replicated objects": (
             TypeError, lambda: rep.function(lambda: None)
         ),
+        r"cannot pickle what replicate\(\) has returned": (
+            synk.errors.SerializationError, lambda: rep.function(lambda model, x: x * rep.num_steps)
+        ),
         "create_graph=True": (
             ValueError, lambda: rep.function(lambda model, x: model(x).sum().backward(create_graph=True))(x)
         ),
