@@ -503,8 +503,8 @@ class Function(FunctionHandle, Hinting, Generic[P, R]):
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            f"cannot pickle the synk function {self.__name__!r}: it belongs to a runtime. To store or move it, pickle a "
-            f"program: synk.Program({_argument(self.__name__)}={_argument(self.__name__)})."
+            f"cannot pickle the synk function {self.__name__!r}: it belongs to a runtime. To store or move it, pickle "
+            f"a program: synk.Program({_argument(self.__name__)}={_argument(self.__name__)})."
         )
 
     def __repr__(self) -> str:

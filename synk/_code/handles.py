@@ -27,7 +27,7 @@ class Handle:
 
 
 class FunctionHandle:
-    """The base of :class:`synk.Function`, which stays in the program: in a pickle for workers ``Elsewhere`` stands for it.
+    """The base of :class:`synk.Function`, which stays in the program: on workers ``Elsewhere`` stands for it.
 
     A module may hold one under the function's name. Workers that import the module make their own; see
     ``code.modules.is_told_by_import``.

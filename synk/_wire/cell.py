@@ -81,7 +81,7 @@ class Elsewhere:
         """Raise ReentrancyError, also if this has come back to the program."""
         raise ReentrancyError(
             f"cannot call {self.__name__!r} inside a function: got a synk function, which only the program can call, "
-            "expected a plain one. Call the plain function; if it has no name, give it one before: plain = f.__wrapped__."
+            "expected a plain one. Call the plain function; if it has no name, give it one: plain = f.__wrapped__."
         )
 
     serial = submit = stream = repeat = verify = __call__

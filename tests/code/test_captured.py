@@ -295,7 +295,7 @@ def test_an_object_may_keep_the_functions_of_its_methods(shared_runtimes: Any, n
     assert list(rt.map(fitted._mean, [X, X + 1])) == [12.5, 17.5]
     returned, *_ = rt.function(lambda x: fitted, outputs=None)(X)
     for call in (lambda: fitted.nested(X), lambda: fitted.nested.verify(X), lambda: returned.mean.submit(X)):
-        with pytest.raises(synk.errors.ReentrancyError, match="cannot call '_mean' inside a function.*plain function"):
+        with pytest.raises(synk.errors.ReentrancyError, match=r"cannot call '_mean' inside a function.*plain function"):
             call()
 
 
