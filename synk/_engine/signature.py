@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from synk._pure.words import argument_hint
+
 OPTION_NAMES = frozenset({"batch", "num_slices", "output_subset", "timeout"})
 """Keywords that belong to a call. They never reach the function, so no parameter of it may have such a name."""
 
@@ -50,6 +52,7 @@ class Signature:
         reserved: frozenset[str] = frozenset(),
     ) -> None:
         self.name = name
+        self._reserved = reserved
         self.forms: dict[tuple[int, tuple[str, ...]], Form] = {}
         if not isinstance(bcast_inputs, Iterable):
             raise TypeError(
@@ -132,8 +135,11 @@ class Signature:
         except TypeError as error:
             unknown = [key for key in names if key not in self.names]
             if unknown:  # say this first, and not that the argument it was meant for is missing
+                options = sorted(self._reserved)
+                also = f" or an option of the call, {options}" if options else ""
+                told = argument_hint("call", unknown[0], [*self.names, *options])
                 raise TypeError(
                     f"{self.name}() got an unexpected keyword argument {unknown[0]!r}, expected one of "
-                    f"{list(self.names)}"
+                    f"{list(self.names)}{also}.{told}"
                 ) from None
             raise TypeError(f"{self.name}() {error}") from None

@@ -76,6 +76,7 @@ MISTAKES: list[Mistake] = [
     (lambda rt: rt.function(scaled, bcast_inputs=1), TypeError, "expected the name of a parameter"),
     (lambda rt: synk.Runtime(2, backend="numpy", max_restarts=-1), ValueError, "max_restarts"),
     # -- how it is called
+    (lambda rt: rt.function(total)(X, bacth=3), TypeError, r"\['batch', 'num_slices', .*Did you mean 'batch'\?"),
     (lambda rt: rt.function(total)(z=X), TypeError, r"unexpected keyword argument 'z', expected one of \['x'\]"),
     (
         lambda rt: rt.function(lambda x: (1.0, 2.0))(X, output_subset=[2]),
