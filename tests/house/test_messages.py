@@ -23,7 +23,7 @@ PACKAGE = Path(errors.__file__).parent
 OTHERS = {
     # text, with {} for what is filled in: why it has another form
     "len() of {} with no axes": "NumPy's own words for it",
-    "{}() got an unexpected keyword argument {}, expected one of {}{}.{}": "as Python says it of a call that does not fit",
+    "{}() got an unexpected keyword argument {}, expected one of {}{}.{}": "as Python says it of such a call",
     "{}() {}": "as Python says it of a call that does not fit",
     "the other side closed its end": "inside: a death is told by the process's own descriptor",
     "more than {} bytes": "inside: an exception that is too large to travel",
