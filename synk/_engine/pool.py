@@ -121,7 +121,9 @@ class Pool:
             rank = self._free_rank(job)
             if rank is None:
                 return
-            limit = min(self._limit(rank, job), job.size or math.inf)
+            limit = self._limit(rank, job)
+            if job.rules.batch_size is None and job.size is not None:
+                limit = min(limit, job.size)
             if len(chunk.items) > limit:
                 job.replace(chunk, [chunk, chunk.cut(int(limit))])
             self._send(chunk, rank)
@@ -238,7 +240,7 @@ class Pool:
                 other.began_ns = time.monotonic_ns()
                 other.deadline = other.deadline or engine.deadline(None)
                 break
-        if status == wire.UNREAD:
+        if status in (wire.UNREAD, wire.INTERRUPTED):  # the signal may have come before the rank took in the news
             engine.note_unread(rank, chunk.news.get(rank))
         if chunk.is_done or job.is_abandoned:
             return
