@@ -112,7 +112,7 @@ def classified(
     callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any], session: Any, is_submitted: bool
 ) -> list[Argument]:
     """Return the arguments of a call, leaf by leaf, after all checks."""
-    checks = Checks(callee.name, callee.framework, session, is_submitted=is_submitted)
+    checks = Checks(callee, session, is_submitted=is_submitted)
     arguments = checks.arguments(callee.signature.bind(args, kwargs))
     if not session.has_shared_memory:  # the rows of ``Data`` and of files travel as those of arrays do
         arguments = [each if each.contents is None else _by_value(each) for each in arguments]

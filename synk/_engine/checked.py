@@ -42,17 +42,15 @@ class Checks:
 
     Parameters
     ----------
-    function_name : str
-    framework : str or None
-        The library whose arrays the function gets.
-    session : Any
+    callee : Callee
+    session : Session
     is_submitted : bool
         Whether the call is submitted: it uses what the arguments hold now, whatever is written into them later.
     """
 
-    def __init__(self, function_name: str, framework: str | None, session: Any, *, is_submitted: bool) -> None:
-        self._name = function_name
-        self._framework = framework
+    def __init__(self, callee: Any, session: Any, *, is_submitted: bool) -> None:
+        self._name, self._framework = callee.name, callee.framework
+        self._named = callee.signature.broadcast
         self._session = session
         self._is_submitted = is_submitted
 
@@ -255,7 +253,8 @@ class Checks:
         return ValueError(f"cannot pass {label} of {self._name!r}: {what}; {hint}.")
 
     def _no_rows(self, label: str, got: str) -> str:
+        names = (*sorted(self._named), label) if self._named else label
         return (
             f"cannot scatter {label} of {self._name!r}: got {got}, expected an array with rows on axis 0. "
-            f"Pass it as a broadcast input: bcast_inputs={label!r}."
+            f"Pass it as a broadcast input: bcast_inputs={names!r}."
         )

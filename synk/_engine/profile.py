@@ -17,6 +17,9 @@ _SHOWN_NBYTES = 1 << 16
 
 _NUM_SHOWN = 8
 
+_FEW_CALLS = 10
+"""With fewer calls than this, the start of the workers may be most of the time."""
+
 
 class Profile(Hinting):
     """The records of a runtime. Made by :func:`synk.profile`. It prints as a table, the most expensive function first.
@@ -153,7 +156,9 @@ def _parts_of_time(title: str, record: Record) -> Iterator[tuple[float, str]]:
     if staged := [each for each in record.totals(title) if each.kind == "staged"]:
         largest = max(staged, key=lambda each: each.nbytes)
         yield 1e9 * largest.seconds, f"the copy of {largest.argument} for {title!r}: keep it in synk.data"
-    yield record.way_ns, f"the way of {title!r} to the workers and back: give each call more to do"
+    is_early = record.num_calls < _FEW_CALLS
+    cure = "give each call more to do" if not is_early else "it includes the workers' start, so look after more calls"
+    yield record.way_ns, f"the way of {title!r} to the workers and back: {cure}"
 
 
 _HEADS = ["function", "calls", "total s", "ms/call", "share", "wait", "in B/call", "out B/call"]

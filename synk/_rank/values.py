@@ -155,7 +155,9 @@ def as_returned(value: Any, was_tensor: bool) -> Any:
 def _way_out(value: Any, op: Op) -> str:
     if has_own_meaning(value):
         return f"Return {plain_form(value)} where you mean a plain array. "
-    return "Return a list with an object for each row, or np.array(list). " if op.concatenates else ""
+    if op.concatenates:
+        return "Return a list with an object for each row, or np.array(list). "
+    return "Use a callable such as operator.add if two of them can be combined. "
 
 
 def _kind_of(value: Any) -> str:

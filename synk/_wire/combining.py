@@ -143,7 +143,7 @@ class Combining:
                 f"cannot combine the outputs of {self.name!r}: got {got}, expected one structure on all ranks. Give "
                 "op None to what differs, which returns what each rank has returned. A list with an object for each "
                 'row is joined with those of the other ranks under outputs="gather"; of numbers np.array(list) is an '
-                "array, under any op."
+                "array, under any op. Counts by key are added as collections.Counter under outputs=operator.add."
             )
         return found
 

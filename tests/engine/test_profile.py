@@ -172,17 +172,20 @@ def test_other_threads_may_read_and_reset_it_at_any_moment(shared_runtimes: Any)
 def test_one_line_says_what_dominates(shared_runtimes: Any, subtests: Any) -> None:
     """Of 10 s, which are set here: copies, work and the rank that has most of it, waits, or what it costs to divide."""
     rt = shared_runtimes[2]
-    f = rt.function(named("uneven", lambda x, y: time.sleep(0.05 * synk.comm.rank)), outputs=None)
+    f = rt.function(named("uneven", lambda x, y: time.sleep(0.005 * synk.comm.rank)), outputs=None)
     cases = {
         (6, 2, 1): r"60% .* went to the copy of y for 'uneven': keep it in synk\.data\.",
         (2, 7, 1): r"70% .* went to the work of 'uneven', most of it on rank 1\.",
         (0, 1, 8): r"80% .* went to waits of 'uneven' in synk\.comm\.",
         (0, 1, 0): r"90% .* went to the way of 'uneven' to the workers and back: give each call more to do\.",
+        (1, 0, 0): r"90% .* went to the way of 'uneven' .*: it includes the workers' start, so look after more calls\.",
     }
     for (staged, worked, waited), expected in cases.items():
         with subtests.test(expected):
             rt.profile.reset()
-            f(np.ones(2), np.ones((2, 200_000)))
+            count = 1 if "start" in expected else 10
+            for _ in range(count):
+                f(np.ones(2), np.ones((2, 200_000)))
             record = rt.profile.records["uneven"]
             record.wall_ns, record.staged_ns = 10 * 10**9, staged * 10**9
             record.function_ns, record.wait_ns = worked * 10**9, waited * 10**9
@@ -190,4 +193,4 @@ def test_one_line_says_what_dominates(shared_runtimes: Any, subtests: Any) -> No
             assert re.fullmatch(expected, last), last
             heads = ["function", "rank", "calls", "work", "s", "wait", "s", "share"]
             (place,) = (k for k, each in enumerate(lines) if each.split() == heads)
-            assert [each.split()[:3] for each in lines[place + 1 :]] == [["uneven", rank, "1"] for rank in "01"]
+            assert [each.split()[:3] for each in lines[place + 1 :]] == [["uneven", rank, str(count)] for rank in "01"]

@@ -27,6 +27,16 @@ PROGRAMS = {
     "fork": "assert synk.fork",
     "function": "assert synk.function",
     "synk.distribute()": "synk.distribute()",
+    "synk.fork(check=True)": """
+        from synk._wire.cell import cell
+        cell.runtime = cell.session = None
+        runtime = synk.fork(check=True)
+        try:
+            with pytest.warns(RuntimeWarning, match="differ"):
+                synk.function(np.mean, outputs="sum")(x)
+        finally:
+            runtime.close()
+        """,
     "Data": "assert isinstance(synk.data(x), synk.Data)",
     '"avg"': 'assert np.isclose(synk.function(np.mean, outputs="avg")(x), x.mean())',
     '"sum"': 'assert synk.function(np.sum, outputs="sum")(x) == x.sum()',
