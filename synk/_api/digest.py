@@ -36,7 +36,7 @@ def digests_of(fn: Any) -> dict[str, str]:
     Undigested
     """
     found = _Parts(fn).digests
-    _check_stable(found, _Parts(copied(fn).fn).digests)
+    _check_stable(found, _Parts(copied(fn, methods_by_name=True).fn).digests)
     return {part: digest.hex() for part, digest in found.items()}
 
 

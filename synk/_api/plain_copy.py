@@ -59,8 +59,12 @@ def copied(
     kwargs: dict[str, Any] = {},  # noqa: B006
     *,
     max_nbytes: float = math.inf,
+    methods_by_name: bool = False,
 ) -> PlainCopy:
     """Return a copy, made by a single pickle.
+
+    With ``methods_by_name`` the copy of a method is the one that the class of the copied object has. Otherwise it has a
+    function of its own where the class is imported, and so not copied.
 
     Raises
     ------
@@ -70,7 +74,7 @@ def copied(
         The exception of pickling.
     """
     file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
-    copier = _Copier(file, buffer_callback=buffers.append)
+    copier = _Copier(file, methods_by_name, buffer_callback=buffers.append)
     # The list of classes is pickled last, when it is complete.
     copier.dump((fn, args, kwargs, copier.copied))
     if file.tell() + sum(buffer.raw().nbytes for buffer in buffers) > max_nbytes:
@@ -92,8 +96,9 @@ class _Copier(ObjectPickler):
         loading would find the originals in this process and write into them.
     """
 
-    def __init__(self, file: Any, **options: Any) -> None:
+    def __init__(self, file: Any, methods_by_name: bool, **options: Any) -> None:
         super().__init__(file, protocol=5, **options)
+        self._methods_by_name = methods_by_name
         self.handles: list[Handle] = []
         self.copied: list[type] = []
 
@@ -106,6 +111,10 @@ class _Copier(ObjectPickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, types.FunctionType) and is_users_module(obj.__module__):
             return self._dynamic_function_reduce(obj)
+        if self._methods_by_name and isinstance(obj, types.MethodType):
+            found = getattr(obj.__self__, obj.__name__, None)
+            if isinstance(found, types.MethodType) and found == obj:
+                return getattr, (obj.__self__, obj.__name__)
         return super().reducer_override(obj)
 
     def class_recipe(self, cls: type, recipe: Any) -> Any:

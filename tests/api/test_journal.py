@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import signal
@@ -177,6 +178,33 @@ def test_a_result_for_which_there_is_no_room(
         ):
             next(results)
     assert [len(each) for each in rt.map(zeros, [0, 0, 1], journal=tmp_path / "journal")] == [0, 0, 10**5]
+
+
+IMPORTED = """
+import synk
+
+class Model:
+    def __init__(self):
+        self.scale = 2.0
+        self.total = synk.function(self._total, outputs="sum")
+    def _total(self, x): return self.scale * x.sum()
+    def one(self, item): return self.scale * item
+    @classmethod
+    def of_class(cls, item): return -item
+"""
+
+
+def test_methods_of_an_imported_class(rt: synk.Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their functions are those that the class holds, in each run. The object may keep synk functions."""
+    (tmp_path / "imported_by_a_journal.py").write_text(IMPORTED)
+    monkeypatch.syspath_prepend(tmp_path)
+    model = __import__("imported_by_a_journal").Model()
+    for name, fn in {"method": model.one, "class": model.of_class, "partial": functools.partial(model.one)}.items():
+        assert list(rt.map(fn, [1, 2], journal=tmp_path / name)) == [fn(1), fn(2)]
+    model.scale = 3.0
+    with pytest.raises(ValueError, match=r"another function \(changed: the function\)"):
+        rt.map(model.one, [1, 2], journal=tmp_path / "method")
+    del sys.modules["imported_by_a_journal"]
 
 
 PROGRAM = """
