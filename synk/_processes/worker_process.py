@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from synk._processes.output import Output, Records
 from synk._processes.program import command, startup_text, write_setup
-from synk._wire.descriptors import NONE, Descriptor, packet_pair, pipe
+from synk._wire.descriptors import NONE, owned, packet_pair, pipe
 from synk._wire.lifeline import Pulse
 from synk._wire.orders import Link
 from synk.errors import StartupError
@@ -162,7 +162,7 @@ class WorkerProcess:
         _running.add(self)  # before the process exists, so that there is no moment in which nobody holds it
         self._popen = self._launch(message, [message, *numbers.values()], stdout, stderr, environment)
         self.pid = self._popen.pid
-        self.pidfd = Descriptor(os.pidfd_open(self.pid))
+        (self.pidfd,) = owned(map(os.pidfd_open, [self.pid]))
 
     def _launch(
         self, message: int, fds: Sequence[int], stdout: int, stderr: int, environment: Mapping[str, str]

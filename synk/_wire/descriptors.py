@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 NONE = -1
 """Takes the place of a descriptor that was given up."""
@@ -49,16 +51,20 @@ def above_streams(fd: int) -> int:
         os.close(fd)
 
 
+def owned(numbers: Iterable[int]) -> list[Descriptor]:
+    """Return descriptors that an iterator opens as it is asked for them, with their owners.
+
+    If the iterator is one of C, such as ``map(os.pidfd_open, [pid])``, all of it is one call into C: no handler of a
+    signal raises in between, when a new descriptor has no owner yet.
+    """
+    found: list[Any] = list(map(int.__new__, itertools.repeat(Descriptor), numbers))
+    return [each if each > 2 else Descriptor(fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 3)) for each in found]
+
+
 def pipe() -> tuple[Descriptor, Descriptor]:
     """Return the two ends ``(read, write)`` of a new pipe."""
-    read_fd, write_fd = os.pipe()
-    try:
-        read = Descriptor(read_fd)
-    except BaseException:
-        # Moving the first end may fail for want of descriptors, and the second end has no owner yet.
-        os.close(write_fd)
-        raise
-    return read, Descriptor(write_fd)
+    read, write = owned(itertools.chain.from_iterable(itertools.starmap(os.pipe, [()])))
+    return read, write
 
 
 def packet_pair() -> tuple[socket.socket, Descriptor]:
@@ -71,4 +77,5 @@ def packet_pair() -> tuple[socket.socket, Descriptor]:
 
 def eventfd() -> Descriptor:
     """Return a new event descriptor, close-on-exec and non-blocking."""
-    return Descriptor(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+    (fd,) = owned(map(os.eventfd, [0], [os.EFD_CLOEXEC | os.EFD_NONBLOCK]))
+    return fd

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import random
 import signal
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.gates import Gate
 from support.harness import assert_right
 
 import synk
@@ -131,6 +133,41 @@ def test_workers_are_replaced_after_so_many_items_or_bytes() -> None:
             assert [type(each) for each in executor.map(lambda n: 1 // n, [0, 1])] == [synk.ItemError, int]
             with pytest.raises(ZeroDivisionError):
                 executor.submit(lambda: 1 // 0).result()
+
+
+class LoadedSlowly:
+    """Waits at a gate in the third process that loads it."""
+
+    def __init__(self, gate: Gate, folder: Path) -> None:
+        self.gate, self.folder, self.power = gate, folder, 2
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ = state
+        for number in itertools.count():
+            with contextlib.suppress(FileExistsError):
+                (self.folder / f"loaded {number}").mkdir()
+                break
+        if number == 2:
+            self.gate.wait("the loading")
+
+
+def test_a_replacement_that_is_interrupted_while_it_loads_a_function(tmp_path: Path) -> None:
+    """What came with the chunk that was ended comes again with the next one."""
+    gate = Gate(tmp_path)
+    slow = LoadedSlowly(gate, tmp_path)
+
+    def square(n: int) -> int:
+        if n >= 2:  # on the other replacement, which has loaded it
+            slow.gate.wait_for("the loading")
+            raise LookupError(n)
+        return int(n**slow.power)
+
+    with synk.fork(2) as rt:
+        with pytest.raises(LookupError):
+            list(rt.map(square, range(6), batch_size=1, max_tasks_per_worker=1, ordered=False))
+        gate.open()
+        for _ in range(3):
+            assert list(rt.map(square, [0, 1, -1, -2], batch_size=1)) == [0, 1, 1, 4]
 
 
 def test_numbers_of_items(subtests: pytest.Subtests, tmp_path: Path) -> None:

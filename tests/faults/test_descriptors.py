@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
 import textwrap
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
 from support.harness import assert_right, script
+
+from synk._wire.descriptors import pipe
 
 pytestmark = pytest.mark.own_start
 
@@ -18,6 +22,39 @@ Count = Callable[[int], int]
 
 
 # ----- a start that is broken off
+
+
+class Raised(Exception):
+    """What a handler of a signal of the program's raises."""
+
+
+def test_a_pipe_has_owners_at_every_instruction() -> None:
+    """An exception at any of them leaves no descriptor behind."""
+    before, outer = set(os.listdir("/proc/self/fd")), sys.gettrace()
+    count = nth = 0
+
+    def look(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        if count == nth:
+            raise Raised
+        return look
+
+    while count >= nth:
+        nth, count = nth + 1, 0
+        sys.settrace(look)
+        ends: Any = None
+        try:
+            ends = pipe()
+        except Raised:
+            pass
+        finally:
+            sys.settrace(outer)
+        del ends
+        assert set(os.listdir("/proc/self/fd")) == before, f"instruction {nth}"
+    assert nth > 20
+
 
 INTERRUPTED_START = """
         import gc, contextlib
