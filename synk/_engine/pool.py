@@ -348,13 +348,11 @@ class Pool:
     def _on_late(self, chunk: Chunk) -> None:
         """Give an outcome to a chunk that was interrupted, or its rank killed, because its time was over."""
         assert chunk.late is not None
-        job, index = chunk.job, self._place(chunk)
+        job = chunk.job
         if chunk.late_item is None and len(chunk.numbers) > 1:  # nobody knows which one took so long
             job.replace(chunk, [chunk.part(k, k + 1) for k in range(len(chunk.numbers))])
-        elif chunk.late_item in (None, index):
-            job.lose(chunk, index or 0, chunk.late)
-        else:  # it has ended when the signal came, which has hit the next one
-            job.replace(chunk, [chunk.part(0, len(chunk.items))])
+        else:  # it has lost its time, even if it ended before the signal came and the rank is at another one by now
+            job.lose(chunk, chunk.late_item or 0, chunk.late)
 
     # -- ranks that end and start -------------------------------------------------------------------------------------
 

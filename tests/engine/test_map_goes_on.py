@@ -116,6 +116,22 @@ def test_a_map_that_raises_names_the_item_whose_time_is_over(reused: Any) -> Non
         list(reused(2).map(lambda n: fate(n, {2: "sleeps"}), range(9), item_timeout=0.2, batch_size=1))
 
 
+def test_an_item_whose_time_is_over_is_given_up_at_once(reused: Any, tmp_path: Path) -> None:
+    """Also if the next chunk waits on the same worker, which is at that one when the program hears of the end."""
+    slow = dict.fromkeys(range(550, 1500, 150), "sleeps")
+
+    def noted(n: int) -> int:
+        if n in slow:
+            with (tmp_path / "runs").open("a") as runs:
+                print(n, file=runs)
+        time.sleep(0.0005)
+        return fate(n, slow)
+
+    found = reused(1).map(noted, iter(range(1500)), item_timeout=0.1, on_error="return")
+    assert [each.item for each in found if isinstance(each, synk.ItemError)] == [*slow]
+    assert Counter(map(int, (tmp_path / "runs").read_text().split())) == dict.fromkeys(slow, 1)
+
+
 def test_workers_are_replaced_after_so_many_items_or_bytes() -> None:
     kept: list[Any] = []
 
