@@ -297,6 +297,10 @@ def test_an_object_may_keep_the_functions_of_its_methods(shared_runtimes: Any, n
     for call in (lambda: fitted.nested(X), lambda: fitted.nested.verify(X), lambda: returned.mean.submit(X)):
         with pytest.raises(synk.errors.ReentrancyError, match=r"cannot call '_mean' inside a function.*plain function"):
             call()
+    reading = rt.function(lambda x: fitted.mean.__wrapped__(x))
+    for call in (lambda: reading(X), lambda: reading.verify(X), lambda: returned.mean.outputs):
+        with pytest.raises(AttributeError, match=r"cannot read '\w+' of '_mean' inside a function.*value = f\.\w+\.$"):
+            call()
 
 
 def test_what_cannot_be_sent_is_an_error_and_the_next_call_is_right(shared_runtimes: Any) -> None:
