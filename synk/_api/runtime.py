@@ -657,6 +657,11 @@ class Runtime(Hinting):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "cannot pickle a runtime: it stays in the program. Keep it outside of the objects that functions refer to."
+        )
+
     def __repr__(self) -> str:
         return repr(self._session)
 

@@ -12,6 +12,7 @@ from synk._engine.item_pickles import ArrayCopy
 from synk._engine.workers import Owed
 from synk._pure.ranges import round_up
 from synk._wire import orders as wire
+from synk._wire.descriptors import Descriptor
 from synk._wire.looks import ItemsOrder
 from synk._wire.memory import PAGE_NBYTES, Segment
 from synk.errors import CallCancelled, SynkError
@@ -206,7 +207,7 @@ class Chunk(Owed):
             what = f"map {self.job.name!r}: its items were ended by an interrupt. Map them again."
             self.finish(error if isinstance(error, SynkError) else CallCancelled(what))
 
-    def take(self, content: Any, fds: list[int]) -> tuple[int, int, tuple[int, int]]:
+    def take(self, content: Any, fds: list[Descriptor]) -> tuple[int, int, tuple[int, int]]:
         """Take the results out of a reply. Return how many items have an outcome, how many of them succeeded, and the
         longest time that one took, with its position.
         """

@@ -34,6 +34,7 @@ from synk._pure.ranges import round_up
 from synk._wire import orders as wire
 from synk._wire.combining import loaded_objects
 from synk._wire.control import NUM_LANES, Down
+from synk._wire.descriptors import Descriptor
 from synk._wire.looks import ON_DEVICE, News
 from synk._wire.memory import Segment
 from synk._wire.residents import COUNTED
@@ -211,7 +212,7 @@ class Call(Owed):
     def release_peers(self) -> None:
         self.lane.abort()
 
-    def _note(self, rank: int, content: tuple[Any, ...], fds: list[int]) -> None:
+    def _note(self, rank: int, content: tuple[Any, ...], fds: list[Descriptor]) -> None:
         news = News(*content)
         self._news[rank] = news.objects
         if news.slot:

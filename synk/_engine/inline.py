@@ -14,7 +14,7 @@ from synk._rank.opening import open_rank
 from synk._rank.rank import Rank
 from synk._wire import orders as wire
 from synk._wire.cell import cell
-from synk._wire.descriptors import above_streams
+from synk._wire.descriptors import Descriptor, owned
 from synk._wire.memory import Segment
 
 
@@ -26,10 +26,10 @@ class InlineLink:
     def __init__(self, rank: Rank) -> None:
         self._rank: Any = rank
         self._replies: deque[bytes] = deque()
-        self._bodies: dict[int, tuple[Any, wire.Fds]] = {}
+        self._bodies: dict[int, tuple[Any, list[Descriptor]]] = {}
 
     def send_body(self, number: int, content: Any, segments: Sequence[Segment] = ()) -> int:
-        self._bodies = {number: (content, wire.Fds([above_streams(os.dup(segment.fd)) for segment in segments]))}
+        self._bodies = {number: (content, owned(map(os.dup, [each.fd for each in segments])))}
         return 0
 
     def write(self, order: bytes) -> None:
@@ -38,24 +38,24 @@ class InlineLink:
 
     def _act(self, order: bytes) -> None:
         number = wire.ORDER.unpack_from(order)[0]
-        body, fds = self._bodies.pop(number, (None, wire.Fds()))
+        body, fds = self._bodies.pop(number, (None, []))
         try:
             status, content, segments = self._rank.answer(order, body, fds)
         finally:
             cell.worker = None  # Ctrl-C may come at any line
         if status in wire.WITH_BODY:
-            self._bodies[number] = content, wire.Fds([above_streams(os.dup(segment.fd)) for segment in segments])
+            self._bodies[number] = content, owned(map(os.dup, [each.fd for each in segments]))
         self._replies.append(wire.REPLY.pack(number, status, *self._rank.times()))
         self._rank.lane.wake_sleepers()
 
     def say(self, number: int, status: int, content: Any) -> None:
-        self._bodies[number] = content, wire.Fds()
+        self._bodies[number] = content, []
         self._replies.append(wire.REPLY.pack(number, status, *wire.NO_TIMES))
 
     def read(self, nbytes: int) -> bytes:
         return self._replies.popleft() if self._replies else b""
 
-    def receive_body(self, number: int) -> tuple[Any, wire.Fds]:
+    def receive_body(self, number: int) -> tuple[Any, list[Descriptor]]:
         return self._bodies.pop(number)
 
     def reset(self) -> None:
@@ -88,7 +88,7 @@ class InlineProcess:
 
     def start(self, setup: dict[str, Any], environment: dict[str, str], control_fd: int, extra: dict[str, int]) -> None:
         """Make the rank, which says hello at once. It uses the environment and the import path of this process."""
-        control = Segment(above_streams(os.dup(control_fd)), setup["control_nbytes"], is_writable=True, segment_id=0)
+        control = Segment(os.dup(control_fd), setup["control_nbytes"], is_writable=True, segment_id=0)
         eventfds = [extra[f"event{rank}"] for rank in range(setup["world_size"])]
         half = open_rank(setup["rank"], setup["world_size"], setup["backend"], setup["device"], control, eventfds)
         control.close_fd()

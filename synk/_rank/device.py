@@ -23,6 +23,7 @@ from synk._rank.rank import Answer, Rank
 from synk._rank.variables import Replica
 from synk._wire import orders as wire
 from synk._wire.control import Down, Up
+from synk._wire.descriptors import Descriptor
 from synk._wire.looks import ON_DEVICE, Share, spare_of
 from synk._wire.memory import Segment
 from synk._wire.messages import DEVICE_DTYPES, LARGE_NBYTES, Leaf
@@ -292,7 +293,7 @@ class DeviceRank(Rank):
     by_group: NcclCollectives
     """The collectives by NCCL for large outputs, while the rank is in a group."""
 
-    def answer(self, order: bytes, body: Any, fds: list[int]) -> Answer:
+    def answer(self, order: bytes, body: Any, fds: list[Descriptor]) -> Answer:
         with self.backend.running():
             return super().answer(order, body, fds)
 

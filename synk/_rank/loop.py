@@ -127,7 +127,7 @@ def _answer(rank: Rank, link: wire.Link, order: bytes) -> bool:
     if plan == wire.CLOSE:
         return False
     body: Any = None
-    fds: list[int] = []
+    fds: list[Descriptor] = []
     if plan == wire.SYNC:
         link.drain()  # bodies whose orders were never sent
     if has_body:

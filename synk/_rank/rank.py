@@ -34,6 +34,7 @@ from synk._rank.variables import Replica, VariableStore
 from synk._wire import orders as wire
 from synk._wire.cell import cell
 from synk._wire.control import NUM_LANES, Down, Phase, Up
+from synk._wire.descriptors import Descriptor
 from synk._wire.logs import set_levels
 from synk._wire.memory import Segment
 from synk.backends import Backend, DeviceBackend
@@ -151,7 +152,7 @@ class Rank:
 
     # -- answering ----------------------------------------------------------------------------------------------------
 
-    def answer(self, order: bytes, body: Any, fds: list[int]) -> Answer:
+    def answer(self, order: bytes, body: Any, fds: list[Descriptor]) -> Answer:
         """Answer an order."""
         number, plan, committed, ended, in_place, _ = wire.ORDER.unpack_from(order)
         self.num_messages += 1
@@ -259,7 +260,7 @@ class Rank:
 
     # -- news ---------------------------------------------------------------------------------------------------------
 
-    def _learn(self, number: int, body: Any, fds: list[int]) -> None:
+    def _learn(self, number: int, body: Any, fds: list[Descriptor]) -> None:
         """Take in what came with an order: first what is to be forgotten, then things, parcels, and plans."""
         forgets, parcels, items, settings, search_path = body
         self.num_messages += 1  # news are a message of their own to whoever looks for changes
@@ -297,7 +298,7 @@ class Rank:
         modules = () if options.pop("changes") else options["modules"]
         self.functions[function_id] = LoadedFunction(**{**options, "modules": modules}, backend=self.backend)
 
-    def _make(self, kind: str, number: int, payload: Any, fds: list[int]) -> None:
+    def _make(self, kind: str, number: int, payload: Any, fds: list[Descriptor]) -> None:
         """Make of a thing what this rank has of it."""
         if kind == "memory":
             self._map(number, payload, fds)
@@ -322,7 +323,7 @@ class Rank:
             ask = self.questions[kind]
             self.held[number] = RankQuestion(lambda rank: ask(rank, payload))
 
-    def _map(self, number: int, described: tuple[int, bool, bool, bool, int, int], fds: list[int]) -> None:
+    def _map(self, number: int, described: tuple[int, bool, bool, bool, int, int], fds: list[Descriptor]) -> None:
         nbytes, is_writable, is_staging, is_arena, arena, offset = described
         if arena:
             if number not in self.held:
@@ -331,14 +332,9 @@ class Rank:
             return
         fd = fds.pop(0)
         if number in self.held:  # told twice, because a message was broken off
-            os.close(fd)
             return
         is_private = not (is_writable or self.backend.is_device)
-        try:
-            segment = Segment(fd, nbytes, is_writable=is_writable, segment_id=number, is_private=is_private)
-        except BaseException:
-            os.close(fd)
-            raise
+        segment = Segment(fd, nbytes, is_writable=is_writable, segment_id=number, is_private=is_private)
         segment.is_staging, segment.is_arena = is_staging, is_arena
         if not is_staging:  # only staging memory may have to be mapped again
             segment.close_fd()

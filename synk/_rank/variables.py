@@ -20,6 +20,7 @@ from synk._pure.ops import REDUCTIONS
 from synk._pure.partials import Accumulator
 from synk._pure.ranges import LINE_NBYTES
 from synk._pure.trees import describe, flatten, unflatten
+from synk._wire.descriptors import Descriptor
 from synk._wire.looks import ON_DEVICE, OWN_A, OWN_B, Assigned, spare_of
 from synk._wire.memory import Segment
 from synk._wire.variables import (
@@ -280,7 +281,7 @@ class VariableStore:
         for replica in self._replicas.values():
             replica.close()
 
-    def told(self, number: int, payload: Any, held: dict[int, Any], fds: list[int]) -> None:
+    def told(self, number: int, payload: Any, held: dict[int, Any], fds: list[Descriptor]) -> None:
         segments = [held[payload[4]]] if payload[4] else []
         segments += [Segment(fds.pop(0), nbytes, is_writable=True, segment_id=0) for nbytes in payload[5]]
         replica: Any = self.get(number)

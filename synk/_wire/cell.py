@@ -86,6 +86,13 @@ class Elsewhere:
 
     serial = submit = stream = repeat = verify = __call__
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"cannot read {name!r} of {vars(self).get('__name__')!r} inside a function: got a synk function, which "
+            "stays in the program, expected a plain one. Read it in the program, and use what you get: "
+            f"value = f.{name}."
+        )
+
     def __reduce__(self) -> Any:
         return Elsewhere, (self.__name__,)  # as the function itself is pickled, so that both have one digest
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from synk._pure.places import nbytes_in_place, put_in_place, taken_from_place
-from synk._wire.descriptors import NONE, Descriptor, above_streams
+from synk._wire.descriptors import NONE, Descriptor, owned
 from synk._wire.memory import Segment
 from synk.errors import SharedMemoryError
 
@@ -43,14 +43,6 @@ SYNC, LOAD, CLOSE = 0, -1, -2
 _PACKET = struct.Struct("<3q")  # number, whether it is the last packet, whether its body lies in memory
 _LONG = struct.Struct("<2q")  # of a body in memory: how many parts, and the size of the memory
 _INLINE, _MAX_FDS, _OUT_OF_BAND = 1 << 15, 200, 1 << 14
-
-
-class Fds(list[int]):
-    """Descriptors that came with a body. Whoever takes one out owns it; the others are closed with this list."""
-
-    def __del__(self) -> None:
-        while self:
-            os.close(self.pop())
 
 
 class Link:
@@ -113,7 +105,7 @@ class Link:
             memory.close()
         return len(data)
 
-    def receive_body(self, number: int) -> tuple[Any, Fds]:
+    def receive_body(self, number: int) -> tuple[Any, list[Descriptor]]:
         """Return the body of message ``number``, and the descriptors that came with it. Older bodies are dropped.
 
         Raises
@@ -121,7 +113,7 @@ class Link:
         EOFError
             If the other side has ended.
         """
-        fds = Fds()
+        fds: list[Descriptor] = []
         while True:
             try:
                 packet = self._receive(fds)
@@ -131,23 +123,21 @@ class Link:
                 raise EOFError("the other side closed its end")
             found, is_last, is_long = _PACKET.unpack_from(packet.ljust(_PACKET.size))
             if found != number:
-                fds = Fds()
+                fds = []
             elif is_last:
                 head = packet[_PACKET.size :]
                 return (loaded_from(head, fds.pop(0)) if is_long else pickle.loads(head)), fds
 
-    def _receive(self, fds: Fds) -> bytes:
+    def _receive(self, fds: list[Descriptor]) -> bytes:
         """Return a packet, and add its descriptors to ``fds``."""
         room = socket.CMSG_SPACE(_MAX_FDS * 4)
         packet, extra, flags, _ = self._sock.recvmsg(_PACKET.size + _INLINE, room, socket.MSG_CMSG_CLOEXEC)
-        new = Fds(array.array("i", b"".join(raw[: len(raw) // 4 * 4] for _, _, raw in extra)))
+        fds += owned(array.array("i", b"".join(raw[: len(raw) // 4 * 4] for _, _, raw in extra)))
         if flags & socket.MSG_CTRUNC:
             raise SharedMemoryError(
                 "cannot take in a message: got more descriptors than this process may open. Raise the limit of open "
                 "files (ulimit -n)."
             )
-        while new:
-            fds.append(above_streams(new.pop(0)))
         return packet
 
     def drain(self) -> None:
@@ -193,14 +183,10 @@ def _in_memory(data: bytes, buffers: Sequence[np.ndarray]) -> tuple[bytes, Segme
     return _LONG.pack(len(parts), memory.nbytes), memory
 
 
-def loaded_from(head: bytes, fd: int) -> Any:
+def loaded_from(head: bytes, fd: Descriptor) -> Any:
     """Load a long body. Its buffers lie in memory that is private to this process."""
     count, nbytes = _LONG.unpack(head)
-    try:
-        memory = Segment(fd, nbytes, is_writable=True, segment_id=0, is_private=True)
-    except BaseException:
-        os.close(fd)
-        raise
+    memory = Segment(fd, nbytes, is_writable=True, segment_id=0, is_private=True)
     memory.close_fd()
     data, *buffers = taken_from_place(memory.buffer, count)
     return pickle.loads(data.data, buffers=buffers)

@@ -30,6 +30,7 @@ from synk._pure.cores import num_cores
 from synk._pure.interrupts import deferred
 from synk._wire import orders as wire
 from synk._wire.control import Down, Up
+from synk._wire.descriptors import Descriptor, owned
 from synk._wire.memory import Segment
 from synk.cluster.post import Event, Post
 from synk.cluster.split import Topology
@@ -116,10 +117,10 @@ class RankLink:
         reply, *self._read = self.replies.popleft()  # type: ignore[assignment]
         return reply
 
-    def receive_body(self, number: int) -> tuple[Any, wire.Fds]:
+    def receive_body(self, number: int) -> tuple[Any, list[Descriptor]]:
         """Return the body of the reply that was read. Its memory is that of this program in which copies arrive."""
         content, made = self._read
-        return content, wire.Fds([os.dup(self._node.memory[number].fd) for number, _ in made])
+        return content, owned(map(os.dup, [self._node.memory[number].fd for number, _ in made]))
 
     def drain(self) -> None:
         """Drop the replies that are there."""

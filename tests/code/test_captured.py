@@ -267,6 +267,8 @@ def test_a_shared_variable_bound_anew_is_the_one_that_counts(shared_runtimes: An
 class Fitted:
     """An object that keeps synk functions of its own methods, as the error about a decorated method advises."""
 
+    runtime: Any = None
+
     def __init__(self, rt: Any) -> None:
         self.weights = np.ones(3)
         self.mean = rt.function(self._mean)
@@ -297,6 +299,19 @@ def test_an_object_may_keep_the_functions_of_its_methods(shared_runtimes: Any, n
     for call in (lambda: fitted.nested(X), lambda: fitted.nested.verify(X), lambda: returned.mean.submit(X)):
         with pytest.raises(synk.errors.ReentrancyError, match=r"cannot call '_mean' inside a function.*plain function"):
             call()
+    reading = rt.function(lambda x: fitted.mean.__wrapped__(x))
+    for call in (lambda: reading(X), lambda: reading.verify(X), lambda: returned.mean.outputs):
+        with pytest.raises(AttributeError, match=r"cannot read '\w+' of '_mean' inside a function.*value = f\.\w+\.$"):
+            call()
+
+
+def test_an_object_that_keeps_a_runtime_is_told_to_leave_it_out(shared_runtimes: Any) -> None:
+    fitted = Fitted(rt := shared_runtimes[2])
+    fitted.runtime = rt
+    with pytest.raises(
+        synk.errors.SerializationError, match=r"'self\.runtime' \(Runtime\) .*Keep it outside of the obj"
+    ):
+        fitted.mean(X)
 
 
 def test_what_cannot_be_sent_is_an_error_and_the_next_call_is_right(shared_runtimes: Any) -> None:

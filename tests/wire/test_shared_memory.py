@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import sys
@@ -16,6 +17,8 @@ from support.harness import descriptors, mapped_memfds, pids, script
 from support.rank_arrays import assert_same
 
 import synk
+from synk._wire import memory
+from synk.errors import SharedMemoryError
 
 
 def test_dropping_a_variable_gives_its_memory_back_after_the_next_call(runtime: Callable[..., Any]) -> None:
@@ -170,3 +173,26 @@ def test_a_variable_for_which_there_is_no_memory_is_refused() -> None:
         rt.close()
         """
     ).check("cannot allocate a shared segment\n")
+
+
+def test_memory_of_a_rank_that_cannot_be_mapped_here_is_let_go_of(
+    runtime: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its descriptor has an owner from the message on."""
+    rt, x = runtime(2), np.ones(2)
+    f = rt.function(lambda x: np.full(200_000, x.sum()), outputs="sum")
+    rt.function(lambda x: x.sum(), outputs="sum")(x)
+    before, map_file = descriptors(), memory.MappedFile
+
+    def refuse(fd: int, nbytes: int, *, is_writable: bool, is_private: bool) -> Any:
+        if not is_writable:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return map_file(fd, nbytes, is_writable=is_writable, is_private=is_private)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(memory, "MappedFile", refuse)
+        with pytest.raises(SharedMemoryError, match="cannot map a shared segment"):
+            f(x)
+    gc.collect()
+    assert descriptors() == before
+    assert (f(x) == 2).all()
