@@ -97,6 +97,8 @@ class Tasks(Job):
             raise SerializationError(
                 f"cannot send a task to a worker: {type(error).__name__}: {str(error).rstrip('.')}."
             ) from error
+        finally:
+            self._pickler.current.clear()
         first, self._count = self._count, self._count + len(items)
         task = Task(len(items), callback)
         self._todo.append(Chunk(self, range(first, self._count), items, task))

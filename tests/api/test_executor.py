@@ -302,6 +302,17 @@ def test_large_arrays_cross_once(shared_runtimes: Any) -> None:
     assert rt.counters["bytes_pickled"] - before < table.nbytes
 
 
+def test_a_task_that_has_ended_keeps_no_large_array(shared_runtimes: Any) -> None:
+    with synk.Executor(runtime=shared_runtimes[2]) as executor:
+        table = np.ones(300_000)
+        assert executor.submit(np.sum, table).result() == table.size
+        reference = weakref.ref(table)
+        del table
+        gc.collect()
+        # the thread that ran it may be on its way out of set_result, as in the standard library's executors
+        assert harness.wait_for(lambda: reference() is None)
+
+
 def test_a_program_that_ends_waits_for_its_tasks() -> None:
     result = harness.script(
         """
