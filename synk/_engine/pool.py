@@ -406,6 +406,7 @@ class Pool:
         """
         engine = self._engine
         engine.settle_torn()
+        self._take(0.0)  # what was answered in time, while nobody looked, is not late
         while in_flight := self._chunks():
             wanted = [chunk for chunk in in_flight if not (chunk.is_done or chunk.job.is_abandoned)]
             if wanted and deadline is not None and time.monotonic() >= deadline:

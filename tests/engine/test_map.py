@@ -9,6 +9,7 @@ import operator
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -283,6 +284,17 @@ def test_calls_between_the_results(rt: Any) -> None:
         if n % 13 == 0:
             d.set_value(np.arange(5.0))
     np.testing.assert_array_equal(w.value, np.full(2, 55.0))
+
+
+def test_a_call_after_a_long_break_between_results() -> None:
+    """Items that were answered in time are not late because nobody has looked."""
+    with synk.fork(2, timeout=0.5) as rt:
+        total = rt.function(lambda x: x.sum(), outputs="sum")
+        for n, result in enumerate(rt.map(square, range(12), batch_size=2)):
+            assert result == n * n
+            if n == 0:
+                time.sleep(0.7)
+                assert total(np.arange(5.0)) == 10.0
 
 
 def test_maps_side_by_side_and_in_one_another(rt: Any) -> None:
