@@ -114,7 +114,8 @@ def test_numbers_of_tasks() -> None:
 def test_limits_of_tasks_and_workers(rt: synk.Runtime) -> None:
     """They stay after a failure. What does not fit joblib is refused."""
     options: dict[str, Any] = {"item_timeout": 0.3, "max_tasks_per_worker": 4}
-    with joblib.parallel_config(backend="synk", **options), joblib.Parallel(batch_size=2) as run:
+    # joblib keeps the batches that it has cut and not submitted for the next run, with every backend
+    with joblib.parallel_config(backend="synk", **options), joblib.Parallel(batch_size=2, pre_dispatch="all") as run:
         for _ in range(2):
             with pytest.raises(CallTimeout, match="item 5 of "):
                 run(joblib.delayed(signal.pause if n == 5 else os.getpid)() for n in range(12))
