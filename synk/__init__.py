@@ -49,8 +49,8 @@ from synk._wire.cell import cell as _cell
 from synk._wire.cell import is_worker as _is_worker
 from synk.errors import ItemError
 
-# A worker imports the names of the master's half when a function first uses one: most functions use none. With ``comm``
-# it is the other way round. No process imports what few programs use before it is used.
+# A worker imports the names of the program's half when a function first uses one: most functions use none. With
+# ``comm`` it is the other way round. No process imports what few programs use before it is used.
 if not _is_worker():
     from synk._api.names import *  # noqa: F403
 if _is_worker() or _TYPE_CHECKING:

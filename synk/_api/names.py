@@ -1,4 +1,4 @@
-"""The public names that need the master's half. A program imports them with synk, a worker only when it uses one."""
+"""The public names that need the program's half. A program imports them with synk, a worker only when it uses one."""
 
 from synk._api.build import function as function
 from synk._api.collectives import all_gather as all_gather

@@ -1,4 +1,4 @@
-"""The runtime that the user holds. Its verbs use a session of the master.
+"""The runtime that the user holds. Its verbs use a session of the program.
 
 In one file because it is one class: everything that can be done with a runtime, each verb a few lines.
 """

@@ -89,7 +89,7 @@ class ArrayContents(Facet):
 
     def note_sent(self, told: Any) -> None:
         """Note that the ranks have ``told``, whose bytes are those of the array now."""
-        # For a large array these are the bytes of shared memory, which only the master writes to.
+        # For a large array these are the bytes of shared memory, which only the program writes to.
         self.told = told
         self.form, self.version = self._form(), self._version()
         self._is_fixed = self.is_large and _is_fixed(self.obj)

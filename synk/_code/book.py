@@ -1,4 +1,4 @@
-"""The book: which parcels the master has sent to the workers with its functions, and which object lies where.
+"""The book: which parcels the program has sent to the workers with its functions, and which object lies where.
 
 A *parcel* is one pickle. It brings a function, or changes of objects that came before, and refers to those objects by
 the number of their parcel and their position in it. It is kept as long as a living function needs it, for workers that
@@ -82,7 +82,7 @@ class Book(Shelf):
     Parameters
     ----------
     host : Host
-        The runtime. If it ``is_inline``, the one rank is in this process and shares the master's modules. Without
+        The runtime. If it ``is_inline``, the one rank is in this process and shares the program's modules. Without
         shared memory, large arrays travel in the pickles.
 
     Attributes

@@ -49,7 +49,7 @@ class Entrance:
 
     @property
     def is_own_process(self) -> bool:
-        """Whether this process owns the workers, and is not a forked copy of their master."""
+        """Whether this process owns the workers, and is not a forked copy of their program."""
         return os.getpid() == self.pid
 
     def check_process(self, verb: str) -> None:

@@ -1,4 +1,4 @@
-"""Turns an exception that came from a worker into one that the master raises."""
+"""Turns an exception that came from a worker into one that the program raises."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class InlineProcess:
 
     def stacks(self) -> str:
         """Return a text in place of stacks: the rank's stack is in the thread that called, where a debugger sees it."""
-        return "inline: see the master's own stack"
+        return "inline: see the program's own stack"
 
     def kill(self) -> None:
         """Do nothing: there is no process to kill."""

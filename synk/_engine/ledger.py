@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 _DIRECTIONS = {
-    "output": "to master", "data": "none", "shared": "none", "h2d": "to devices", "d2h": "from devices",
+    "output": "to program", "data": "none", "shared": "none", "h2d": "to devices", "d2h": "from devices",
     "pageable": "none",
 }  # fmt: skip
 """Of the kinds of transfers that do not go to the workers."""
@@ -41,20 +41,20 @@ class TransferTotal(NamedTuple):
     function : str
     argument : str
     kind : str
-        ``"staged"``: an array that the master copied into shared memory. ``"pickled"``: objects. ``"data"``,
+        ``"staged"``: an array that the program copied into shared memory. ``"pickled"``: objects. ``"data"``,
         ``"shared"``: data in shared memory or already on the ranks, so that nothing was copied. ``"captured"``: the
         function and what it captured, when it was sent, and again for changes. ``"items"``: items of a map.
         ``"output"``: outputs of calls, results of a map. ``"h2d"``, ``"d2h"``: what all ranks copied to their devices
         and back, counted with the call in which they copied it, which for inputs may be the one before. ``"pageable"``:
         what part of it lay in host memory that CUDA had not registered, and took the slower way.
     direction : str
-        ``"to workers"``, ``"to master"``, ``"to devices"``, ``"from devices"``, or ``"none"`` if nothing was copied.
+        ``"to workers"``, ``"to program"``, ``"to devices"``, ``"from devices"``, or ``"none"`` if nothing was copied.
     calls : int
         For ``"h2d"``, ``"d2h"`` and ``"pageable"``, how many calls of single ranks.
     nbytes : int
         In all calls together. For ``"data"``, the rows that were read in place; 0 for ``"shared"``.
     seconds : float
-        How long the master copied. Measured from 64 KB per call on, and 0 below.
+        How long the program copied. Measured from 64 KB per call on, and 0 below.
     """
 
     function: str
@@ -109,7 +109,7 @@ class Record:
     wait_ns : int
         How long this rank waited in ``synk.comm``.
     staged_ns : int
-        How long the master copied arrays, in calls that copy 64 KB or more.
+        How long the program copied arrays, in calls that copy 64 KB or more.
     """
 
     def __init__(self, name: str, place: str = "") -> None:

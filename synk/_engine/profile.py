@@ -26,7 +26,7 @@ class Profile(Hinting):
 
     ``share`` is the part of the calls' time in which the rank that worked longest was computing. The rest is
     distribution, copies, reduction and waiting. ``wait`` is the part in which that rank waited in ``synk.comm``. ``in``
-    are the bytes that the master copied per call (``Data`` and shared variables cost none), ``out`` the bytes of
+    are the bytes that the program copied per call (``Data`` and shared variables cost none), ``out`` the bytes of
     outputs of all ranks per call. Below come the largest arguments and outputs, those included that stay where they are
     (``data``, ``shared``), what each rank has done in the most expensive function, and one line that says what most of
     all time was spent on.

@@ -610,7 +610,7 @@ class Workers:
         hello = pickle.loads(worker.hello)
         mine = own_versions()
         if hello["versions"] != mine:
-            differing = [f"{k} {v} (master: {mine[k]})" for k, v in hello["versions"].items() if v != mine[k]]
+            differing = [f"{k} {v} (program: {mine[k]})" for k, v in hello["versions"].items() if v != mine[k]]
             error = StartupError(f"cannot use worker rank {worker.rank}: it runs {', '.join(differing)}.")
             self.fail(error)
             raise error

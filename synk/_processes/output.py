@@ -1,4 +1,4 @@
-"""Passes what workers print to the streams of the master, and writes the reports that the master itself makes.
+"""Passes what workers print to the streams of the program, and writes the reports that the program itself makes.
 
 Whole lines are passed on, each behind the rank that printed it. Only a progress bar, which rewrites its line after a
 carriage return, is shown before its line ends, so that it moves as it would without workers.
@@ -31,7 +31,7 @@ _logger = logging.getLogger("synk")
 
 
 class Output:
-    """Passes the text of one worker to a stream of the master, line by line.
+    """Passes the text of one worker to a stream of the program, line by line.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ class Output:
         """Pass on what has arrived, at most ``max_nbytes``. Return False at the end of the stream."""
         while (fd := self.fd) >= 0 and max_nbytes > 0:
             if self._unwritten and not self._flush():
-                return True  # the master's own stream is full: the worker waits, as it would at a terminal
+                return True  # the program's own stream is full: the worker waits, as it would at a terminal
             try:
                 data = os.read(fd, 1 << 16)
             except BlockingIOError:
@@ -216,7 +216,7 @@ def _text(error: BaseException) -> str:
 
 
 class Records:
-    """Passes the log records of one worker to the master's loggers. The counterpart of :class:`Output`.
+    """Passes the log records of one worker to the program's loggers. The counterpart of :class:`Output`.
 
     Parameters
     ----------

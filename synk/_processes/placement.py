@@ -1,4 +1,4 @@
-"""Decides which rank runs on which device, in the master and without a CUDA call."""
+"""Decides which rank runs on which device, in the program and without a CUDA call."""
 
 from __future__ import annotations
 

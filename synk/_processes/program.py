@@ -1,6 +1,6 @@
-"""How a worker's program is started: by the master's interpreter or, if the program is frozen, as a copy of it.
+"""How a worker process is started: by the program's interpreter or, if that is frozen, as a copy of it.
 
-Nothing may be unpickled before ``sys.path`` is the master's, so a worker's first message is JSON. It lies in a memory
+Nothing may be unpickled before ``sys.path`` is the program's, so a worker's first message is JSON. It lies in a memory
 file, because a command line or a search path may be larger than a packet.
 """
 
@@ -22,7 +22,7 @@ from synk._wire.descriptors import Descriptor
 from synk._wire.memory import create_fd
 from synk.errors import StartupError
 
-# The bootstrap must import nothing before the path is the master's: a pickle.py in the current directory must not run.
+# The bootstrap must import nothing before the path is the program's: a pickle.py in the current directory must not run.
 # synk's own imports use only absolute entries. The worker sets the exact path before it loads a function.
 _BOOTSTRAP = """\
 import sys
@@ -127,7 +127,7 @@ def setup_message(placement: Placement, rank: int, failpoints: Sequence[Any]) ->
         "backend": placement.backend,
         "device": placement.assignment.devices[rank],
         "cpus": list(placement.cpus_of(rank)),
-        "master_pid": os.getpid(),
+        "program_pid": os.getpid(),
         "sys_path": path,
         "import_path": absolute if home in absolute else [*absolute, home],
         "argv": [str(argument) for argument in getattr(sys, "argv", [""])],

@@ -1,6 +1,6 @@
 """One worker process as the program holds it: start, signals, death, output.
 
-It owns every descriptor of that worker in the master. It knows nothing of functions, plans or calls.
+It owns every descriptor of that worker in the program. It knows nothing of functions, plans or calls.
 """
 
 from __future__ import annotations

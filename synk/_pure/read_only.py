@@ -1,4 +1,4 @@
-"""The value of a shared variable in the master: a copy that cannot be changed in place.
+"""The value of a shared variable in the program: a copy that cannot be changed in place.
 
 ``w.value[0] = 5`` would change only that copy and be lost. Any operation that makes a new object gives an ordinary
 array, dict or list, which may be changed. So does the operator of ``w.value += 1``, and Python then assigns its result.

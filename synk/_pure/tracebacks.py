@@ -176,7 +176,7 @@ def _of_the_program(traceback: TracebackType | None) -> TracebackType | None:
 def frames_of(text: str, type_name: str = "", message: str = "") -> str:
     """Return the frames of a formatted traceback, with the source lines that were missing where it was made.
 
-    The source of a notebook cell is known only in the master. synk's own frames are left out, unless the exception was
+    The source of a notebook cell is known only in the program. synk's own frames are left out, unless the exception was
     raised in one of them and is not a mistake that synk found. A traceback that other text follows (``During handling
     of ...``) keeps all of its frames.
     """

@@ -1,4 +1,4 @@
-"""Prepares an exception of a rank for its way to the master."""
+"""Prepares an exception of a rank for its way to the program."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _format(error: BaseException, depth: int = 0) -> str:
 
 
 def _pickle(error: BaseException) -> tuple[bytes | None, str]:
-    """Return the exception pickled, or None and the reason why the master cannot raise it."""
+    """Return the exception pickled, or None and the reason why the program cannot raise it."""
     if not isinstance(error, Exception) or isinstance(error, (StopIteration, StopAsyncIteration)):
         return None, ""
     try:
@@ -70,7 +70,7 @@ def _pickle(error: BaseException) -> tuple[bytes | None, str]:
 
 
 def pack_failure(error: BaseException, rank: int, device: str, *, is_collateral: bool = False) -> Failure:
-    """Return ``error`` in a form that can be sent to the master."""
+    """Return ``error`` in a form that can be sent to the program."""
     message = _message(error)
     if isinstance(error, ValueError) and _READ_ONLY in message:
         add_note(

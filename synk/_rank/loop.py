@@ -22,7 +22,7 @@ from synk._version import __version__
 from synk._wire import orders as wire
 from synk._wire.control import Up
 from synk._wire.descriptors import Descriptor
-from synk._wire.lifeline import tie_to_master
+from synk._wire.lifeline import tie_to_program
 from synk._wire.logs import send_records
 from synk._wire.memory import Segment
 from synk._wire.patience import Patience
@@ -42,7 +42,7 @@ def main(sock: socket.socket, setup: dict[str, Any]) -> None:
         os.set_inheritable(fd, False)  # programs that a function starts must not keep our pipes open
     link = wire.Link(sock, Descriptor(fds["down"]), Descriptor(fds["up"]))
     # First: whatever happens below, and however long it takes, this process cannot outlive the program any more.
-    master_fd, pulse = tie_to_master(setup)
+    program_fd, pulse = tie_to_program(setup)
     rank = _started(setup)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
@@ -58,7 +58,7 @@ def main(sock: socket.socket, setup: dict[str, Any]) -> None:
     link.send_body(0, hello_of(rank))
     link.write(wire.REPLY.pack(0, wire.READY, *wire.NO_TIMES))
     process.take_over(setup)
-    _serve(rank, link, master_fd, setup["spin_s"])
+    _serve(rank, link, program_fd, setup["spin_s"])
     link.close()
     assert pulse is None or pulse >= 0
 
@@ -95,11 +95,11 @@ def hello_of(rank: Rank) -> bytes:
     )
 
 
-def _serve(rank: Rank, link: wire.Link, master_fd: int, spin_s: float) -> None:
+def _serve(rank: Rank, link: wire.Link, program_fd: int, spin_s: float) -> None:
     """Answer orders until the program says goodbye or is gone."""
     waiting = select.poll()
     waiting.register(link.read_fd, select.POLLIN)
-    waiting.register(master_fd, select.POLLIN)
+    waiting.register(program_fd, select.POLLIN)
     patience = Patience(spin_s)
     count = 0
     while True:

@@ -1,6 +1,6 @@
 """Pickles of the user's objects that leave a worker: arrays on a device travel as arrays of the host.
 
-The master must not touch a device: a context there costs memory on every GPU, and rules out ``os.fork``.
+The program must not touch a device: a context there costs memory on every GPU, and rules out ``os.fork``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class HostPickler(TravelPickler):
 
 
 def dumps(obj: Any, max_nbytes: float = math.inf) -> bytes:
-    """Return ``obj`` pickled for the master.
+    """Return ``obj`` pickled for the program.
 
     Raises
     ------

@@ -52,7 +52,7 @@ Answer = tuple[int, Any, Sequence[Segment]]
 
 
 class Interrupted(KeyboardInterrupt):
-    """The master asked this worker to end its call."""
+    """The program asked this worker to end its call."""
 
 
 class Rank:
@@ -435,7 +435,7 @@ class Rank:
     def hold_back(self, is_held: bool) -> None:
         """Begin or end a step that this rank can finish by itself: an interrupt in it is raised only at its end.
 
-        This is weaker than :meth:`uninterrupted`: the master sends a second interrupt to a rank that has not answered
+        This is weaker than :meth:`uninterrupted`: the program sends a second interrupt to a rank that has not answered
         the first one, and that one is raised at once. So even code that never ends can be ended.
         """
         was_due = self.is_due

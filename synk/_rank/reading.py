@@ -15,7 +15,7 @@ class Reading:
     """Wraps a function that captured torch modules without ``updates=``: it may read them, but not change them.
 
     A change, such as the running averages of a batch norm, would stay on this rank: neither the other ranks nor the
-    master would have it. So the wrapper compares the versions and addresses of all parameters and buffers before and
+    program would have it. So the wrapper compares the versions and addresses of all parameters and buffers before and
     after each call, and raises a TypeError if any has changed. From then on every call raises it, because the modules
     of this rank are no longer those of the program.
     """
@@ -35,7 +35,7 @@ class Reading:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._check()
         message = cell.worker.num_messages
-        # Other functions, and what the master sends, may change the tensors. If the rank's last message was a call of
+        # Other functions, and what the program sends, may change the tensors. If the rank's last message was a call of
         # this function, nothing else was here since it found the tensors unchanged.
         if message not in (self._message, self._message + 1) or not self._message:
             if not (self._tables and self._is_as_before()):

@@ -73,7 +73,7 @@ def run_slices(
     rows = [part.high - part.low for part in slices]
     totals = [
         Object(SliceValues(accumulator.result(), rows))
-        if is_kept  # the master combines the tables of all ranks at once
+        if is_kept  # the program combines the tables of all ranks at once
         else _total(function, backend, accumulator, rows, was_tensor)
         for accumulator, was_tensor, is_kept in zip(accumulators, were_tensors, are_tables)
     ]
@@ -81,7 +81,7 @@ def run_slices(
 
 
 def _on_host(function: LoadedFunction, backend: Backend, value: Any, name: str) -> Any:
-    """Return a value that is one object with its arrays and tensors as the master gets them."""
+    """Return a value that is one object with its arrays and tensors as the program gets them."""
     leaves, structure = flatten(value)
     made = [
         as_returned(as_object(backend, array_or_object(backend, leaf, EACH, name, function)), was_tensor)

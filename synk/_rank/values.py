@@ -58,7 +58,7 @@ def take_whole(result: Any, outputs: Any, *, has_arrays: bool = False) -> Any:
     list counts as rows and a tuple as structure; a list that has a list of ops is structure.
 
     Under op None everything is one. A container of arrays nevertheless stays structure, so that they travel as arrays,
-    and the master puts it together again; so does None. With ``has_arrays`` these are objects, too.
+    and the program puts it together again; so does None. With ``has_arrays`` these are objects, too.
     """
     is_op = isinstance(outputs, Op)
     if outputs is EACH:
@@ -138,7 +138,7 @@ def snapshot(backend: Backend, value: Any, name: str, function: LoadedFunction) 
 
 
 def as_object(backend: Backend, value: Any) -> Any:
-    """Return a value in host memory, so that the master can load it without touching a device."""
+    """Return a value in host memory, so that the program can load it without touching a device."""
     if isinstance(value, Object):
         return value.value
     if not backend.is_array(value):

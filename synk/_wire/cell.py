@@ -27,10 +27,10 @@ class _Cell:
     forked_with : tuple or None
         The arguments of that call.
     worker : Worker or None
-        The rank whose message this process is handling. None between messages, and in a master without
+        The rank whose message this process is handling. None between messages, and in a program without
         ``num_workers=0``.
     unfinished : dict of str to object
-        For each stream of the master ("stdout", "stderr"), the writer of a line that has no end yet.
+        For each stream of the program ("stdout", "stderr"), the writer of a line that has no end yet.
     broken_streams : set of str
         Streams of this process (``"stdout"``, ``"stderr"``) whose failure was already reported.
     has_freeze_support : bool
@@ -106,7 +106,7 @@ def is_frozen() -> bool:
 
 
 def is_worker() -> bool:
-    """Whether this process was started as a worker. Ask early: later the arguments are the master's."""
+    """Whether this process was started as a worker. Ask early: later the arguments are the program's."""
     arguments = getattr(sys, "argv", [])
     return arguments[1:2] == [WORKER_ARGUMENT] and (is_frozen() or arguments[0] == "-c")
 

@@ -24,8 +24,8 @@ def array_in_segment(segment_id: int, shape: tuple[int, ...], dtype: np.dtype, i
     """Return a large array of an item, on its rank, as a read-only view of shared memory."""
     if cell.worker is None:
         raise pickle.UnpicklingError("cannot load an item of synk.map here: expected a worker of its runtime.")
-    # A function may keep the array. The view keeps the mapping, and the master does not take the memory back from under
-    # it: the kernel frees it with the last mapping.
+    # A function may keep the array. The view keeps the mapping, and the program does not take the memory back from
+    # under it: the kernel frees it with the last mapping.
     array = cell.worker.held[segment_id].view(0, shape, dtype)
     array.flags.writeable = False
     return array.T if is_transposed else array

@@ -1,8 +1,8 @@
-"""Two lifelines by which the kernel ends a worker, and the processes that it started, when the master ends.
+"""Two lifelines by which the kernel ends a worker, and the processes that it started, when the program ends.
 
-The first is a pipe whose write end only the master holds. A child that the master makes by ``fork`` inherits that end.
-Python's own hooks close it there, but a fork by a C library runs no hooks. So the second lifeline is the mapping of a
-memory file without a descriptor. No child inherits it: the file ceases to exist with the master's address space.
+The first is a pipe whose write end only the program holds. A child that the program makes by ``fork`` inherits that
+end. Python's own hooks close it there, but a fork by a C library runs no hooks. So the second lifeline is the mapping
+of a memory file without a descriptor. No child inherits it: the file ceases to exist with the program's address space.
 
 Both raise SIGKILL in the worker's process group. This takes no thread and not the interpreter's lock, so it works while
 a function is stuck in C code.
@@ -25,7 +25,7 @@ _IN_DELETE_SELF = 0x400
 
 
 class Pulse:
-    """A memory file that exists as long as the master lives, or until ``close``."""
+    """A memory file that exists as long as the program lives, or until ``close``."""
 
     def __init__(self) -> None:
         self._fd: int = Descriptor(create_fd(mmap.PAGESIZE))
@@ -54,7 +54,7 @@ class Pulse:
                 libc.munmap(self._address.pop(), mmap.PAGESIZE)
 
 
-def tie_to_master(setup: Mapping[str, Any]) -> tuple[Descriptor, Descriptor | None]:
+def tie_to_program(setup: Mapping[str, Any]) -> tuple[Descriptor, Descriptor | None]:
     """End this process when the process that started it ends.
 
     Parameters
@@ -65,14 +65,14 @@ def tie_to_master(setup: Mapping[str, Any]) -> tuple[Descriptor, Descriptor | No
     Returns
     -------
     tuple
-        A pidfd of the master, and the pulse, which must stay open.
+        A pidfd of the program, and the pulse, which must stay open.
     """
     tie_to_pipe(setup["fds"]["lifeline"])
     pulse = tie_to_pulse(setup["fds"]["pulse"])
-    master = Descriptor(os.pidfd_open(setup["master_pid"]))
-    if os.getppid() != setup["master_pid"]:
-        os._exit(1)  # the master ended before the pidfd was open, which may name another process now
-    return master, pulse
+    program = Descriptor(os.pidfd_open(setup["program_pid"]))
+    if os.getppid() != setup["program_pid"]:
+        os._exit(1)  # the program ended before the pidfd was open, which may name another process now
+    return program, pulse
 
 
 def tie_to_pipe(fd: int) -> None:
@@ -93,7 +93,7 @@ def tie_to_pulse(fd: int) -> Descriptor | None:
     """
     watch = libc.inotify_init1(os.O_CLOEXEC)
     if watch >= 0:
-        # The signal is armed before the watch is added, so no event can come unseen. A master that is already dead is
+        # The signal is armed before the watch is added, so no event can come unseen. A program that is already dead is
         # noticed as well: ``fd`` is then the last reference to the file, and closing it below is the event.
         _kill_on_event(watch)
         if libc.inotify_add_watch(watch, f"/proc/self/fd/{fd}".encode(), _IN_DELETE_SELF) < 0:  # /proc is hidden

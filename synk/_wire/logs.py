@@ -1,4 +1,4 @@
-"""Log records on their way from a worker to the master's loggers, one line of JSON each, and levels on the way back."""
+"""Log records on their way from a worker to the loggers of the program, as lines of JSON; levels on the way back."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def unpack_record(line: bytes, rank: int | None) -> logging.LogRecord:
 
 
 class PipeHandler(logging.Handler):
-    """Writes all records to a pipe to the master."""
+    """Writes all records to a pipe to the program."""
 
     def __init__(self, fd: Descriptor) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class PipeHandler(logging.Handler):
         try:
             data = memoryview(pack_record(record))
             # The lock of the handler keeps other threads out. An interrupt may end this loop in the middle of a long
-            # record. The master drops the torn line, and the newline before the next record ends it.
+            # record. The program drops the torn line, and the newline before the next record ends it.
             while data:
                 data = data[os.write(self._fd, data) :]
         except Exception:  # as in any handler: the record's message could not be formatted
@@ -65,7 +65,7 @@ class PipeHandler(logging.Handler):
 
 
 def send_records(fd: Descriptor) -> None:
-    """Have all loggers of this process send their records to the master: only there do the user's handlers exist."""
+    """Have all loggers of this process send their records to the program: only there do the user's handlers exist."""
     logging.root.addHandler(PipeHandler(fd))
 
 

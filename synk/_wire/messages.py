@@ -23,7 +23,7 @@ DEVICE_DTYPES = frozenset(
 """Dtypes that NCCL can reduce between devices, directly or by way of another dtype."""
 
 LARGE_NBYTES = 1 << 18
-"""Outputs of at least this size are reduced by the workers, each its own chunk. The master reduces smaller ones."""
+"""Outputs of at least this size are reduced by the workers, each its own chunk. The program reduces smaller ones."""
 
 MAX_ROOM_NBYTES = LARGE_NBYTES // 2
 """The largest pickle of an output for which there is a place in the rank's slot."""
@@ -68,9 +68,9 @@ class Input(NamedTuple):
 class Leaf(NamedTuple):
     """Shape and dtype of one output of one rank. ``dtype`` is None for an object, which is pickled.
 
-    ``is_tensor``: whether the function returned a tensor, so that the master returns one too. ``partial_of``: the dtype
-    of the final value, if this is a partial result (see ``synk._pure.partials``). ``room``: the size of the place for
-    the pickle of an object in the rank's slot; 0 if it travels in the body of the reply.
+    ``is_tensor``: whether the function returned a tensor, so that the program returns one too. ``partial_of``: the
+    dtype of the final value, if this is a partial result (see ``synk._pure.partials``). ``room``: the size of the place
+    for the pickle of an object in the rank's slot; 0 if it travels in the body of the reply.
     """
 
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""The code for parcels that both halves need: the pickler of the master, and the functions that a pickle calls."""
+"""The code for parcels that both halves need: the pickler of the program, and the functions that a pickle calls."""
 
 from __future__ import annotations
 

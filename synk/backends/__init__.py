@@ -191,7 +191,7 @@ class BackendModule(Protocol):
         """Whether ``backend="auto"`` may choose it: a device is there and the library is installed."""
 
     def place(self, num_workers: int | None, devices: Sequence[Any] | None) -> DeviceAssignment:
-        """Choose the devices of ``num_workers`` ranks, in the master. None means one rank for each device or core.
+        """Choose the devices of ``num_workers`` ranks, in the program. None means one rank for each device or core.
 
         Raises
         ------
@@ -234,7 +234,7 @@ def unused_gpus() -> str:
 def on_host(obj: Any) -> Any:
     """Return an array of any library that lies on a device as a host array; any other object unchanged.
 
-    The master must not touch a device: a context there costs memory on every GPU, and ends the use of ``os.fork``.
+    The program must not touch a device: a context there costs memory on every GPU, and ends the use of ``os.fork``.
     """
     module = _LIBRARIES.get(type(obj).__module__.partition(".")[0])
     return obj if module is None else import_module(module).on_host(obj)

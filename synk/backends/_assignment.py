@@ -17,11 +17,11 @@ class DeviceAssignment:
     devices : tuple of str
         The name of each rank's device.
     environments : tuple of dict
-        The whole environment of each rank. Empty if the ranks use the master's.
+        The whole environment of each rank. Empty if the ranks use the program's.
     cpus : tuple of tuple of int
         The CPUs that each rank is bound to. Empty if all ranks may run on any.
     has_devices : bool
-        Whether the arrays of the workers lie in a memory of their own, which the master cannot see.
+        Whether the arrays of the workers lie in a memory of their own, which the program cannot see.
     can_use_nccl : bool
         Whether NCCL can join the ranks: there are several, each on its own GPU.
     torch_device : str

@@ -1,4 +1,4 @@
-"""The devices of an array library, of which a child process is asked: the master does not import it."""
+"""The devices of an array library, of which a child process is asked: the program does not import it."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from synk._pure.cores import num_cores
 from synk._pure.environment import merged
 from synk._wire import orders as wire
 from synk._wire.descriptors import Descriptor
-from synk._wire.lifeline import tie_to_master
+from synk._wire.lifeline import tie_to_program
 from synk._wire.memory import Segment
 from synk.cluster.nodes import AgentProcess
 from synk.cluster.post import Event, Post
@@ -62,7 +62,7 @@ class NodeActor:
         self._process = process = AgentProcess(setup["rank"])
         self._host = ray.util.get_node_ip_address()
         here = [entry for entry in sys.path if os.path.isabs(entry)]
-        own = {"master_pid": os.getpid(), "import_path": here, "sys_path": merged(setup["sys_path"], here)}
+        own = {"program_pid": os.getpid(), "import_path": here, "sys_path": merged(setup["sys_path"], here)}
         environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}  # Ray has set it
         environment |= num_threads_set(environment, max(num_cores() // setup["num_workers"], 1))
         environment[HASH_SEED] = setup["hash_seed"]
@@ -148,7 +148,7 @@ class Tunnel:
         link = wire.Link(sock, Descriptor(fds["down"]), Descriptor(fds["up"]))
         os.set_blocking(link.read_fd, False)
         self._post = Post(link)
-        self._head_fd, self._pulse = tie_to_master(setup)
+        self._head_fd, self._pulse = tie_to_program(setup)
         self._setup = setup
         # Copies, because ``open`` sends this process's own streams, to which Ray prints, to nowhere.
         self._streams = {"stdout": os.dup(1), "stderr": os.dup(2), "log": fds["log"]}

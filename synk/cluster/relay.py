@@ -29,7 +29,7 @@ from synk._pure.ranges import LINE_NBYTES
 from synk._wire import orders as wire
 from synk._wire.control import Down, Up, control_blocks, control_nbytes
 from synk._wire.descriptors import Descriptor, eventfd
-from synk._wire.lifeline import tie_to_master
+from synk._wire.lifeline import tie_to_program
 from synk._wire.logs import send_records
 from synk._wire.looks import Layout, News, spare_of
 from synk._wire.memory import Segment, create_fd
@@ -125,7 +125,7 @@ class Agent:
         os.set_blocking(link.read_fd, False)
         self._post = Post(link)
         # From here on the kernel ends this process with the one that has started it.
-        self._head_fd, self._pulse = tie_to_master(setup)
+        self._head_fd, self._pulse = tie_to_program(setup)
         self._stacks_fd = fds["stacks"]
         self._own_path: Sequence[str] = setup.get("own_path", ())
         self._host: str = setup.get("host", "")
@@ -245,7 +245,7 @@ class Agent:
         if each is not None:
             self._bury(each)
         each = NodeRank(rank, start)
-        own = {"master_pid": os.getpid(), "host": self._host}
+        own = {"program_pid": os.getpid(), "host": self._host}
         if self._own_path:
             here = list(self._own_path)
             own |= {"own_path": here, "import_path": here, "sys_path": merged(setup["sys_path"], here)}

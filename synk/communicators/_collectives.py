@@ -27,7 +27,7 @@ class Collectives:
     ----------
     host : HostCommunicator or None
         The communicator of host memory in which the current call has begun. It keeps the order of collectives in
-        flight. None for collectives that the master asks for.
+        flight. None for collectives that the program asks for.
     arrays : UserArrays
         Takes arrays from the function that runs, and gives it arrays.
     size : int

@@ -338,7 +338,7 @@ class Mailbox:
         rank, rendezvous = self._rank, self._rendezvous
         ring, read = self.from_peers[sender], rendezvous.read[rank]
         # A sender that is killed while it writes has not raised its count yet, so nothing torn is ever read. The rest
-        # of its message never comes, and the master's abort ends the wait for it.
+        # of its message never comes, and the program's abort ends the wait for it.
         while True:
             num_new = rendezvous.written[sender][rank] - read[sender]
             if num_new == 0:

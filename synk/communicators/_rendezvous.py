@@ -1,7 +1,7 @@
 """Where the ranks of one machine meet: who takes part, who has arrived, who has left, who sleeps, and whether to stop.
 
 This file owns the control words at the head of a communicator's segment, and waiting and waking. It moves no data.
-Every word has a single writer: the rank it belongs to, or the master (the abort word). No lock is ever shared between
+Every word has a single writer: the rank it belongs to, or the program (the abort word). No lock is ever shared between
 processes, so a process that is killed at any instruction leaves nothing locked.
 
 The unit of agreement is the *tick*: a rank raises its own tick, then waits until all ranks of the group have raised
@@ -55,7 +55,7 @@ RULE = "Every rank that takes part must call the same collectives, in the same o
 
 
 class Aborted(SynkError):
-    """The master broke the wait of this rank off: another failure is the cause."""
+    """The program broke the wait of this rank off: another failure is the cause."""
 
 
 class CommRequest(NamedTuple):
@@ -403,7 +403,7 @@ class Rendezvous:
         Raises
         ------
         Aborted
-            If the master set the abort word.
+            If the program set the abort word.
         CollectiveMismatch
             If no rank of the group can go on.
         """
@@ -498,7 +498,7 @@ class Rendezvous:
         the second look at ``_sleeps`` shows: each nap has a number of its own.
         """
         # A rank that was killed looks as it did at its last store. If it was awake, this finds nothing, and the abort
-        # of the master ends the wait. If it slept, the master usually learns of the death before RECHECK_MS are over.
+        # of the program ends the wait. If it slept, the program usually learns of the death before RECHECK_MS are over.
         numbers = self._sleeps.tolist()
         self.fence()
         for rank in self.ranks:
@@ -552,14 +552,14 @@ class Rendezvous:
 def reset(segment: Segment, world_size: int) -> None:
     """Make the segment as new: counters at zero, no abort. A wake-up that is pending ends a nap, and nothing else.
 
-    Only the master calls this, while no rank is in a call: after ``set_abort``, and before a replacement of a worker
+    Only the program calls this, while no rank is in a call: after ``set_abort``, and before a replacement of a worker
     that died begins.
     """
     segment.buffer[: ControlLayout(world_size).nbytes] = 0
 
 
 def set_abort(segment: Segment, eventfds: Sequence[int]) -> None:
-    """Make every rank that waits raise ``Aborted``, until ``reset``. Only the master calls this."""
+    """Make every rank that waits raise ``Aborted``, until ``reset``. Only the program calls this."""
     segment.view(0, (1,), np.dtype(np.int64))[0] = 1
     for eventfd in eventfds:  # each write is a system call, which makes the word visible before the wake-up
         os.eventfd_write(eventfd, 1)

@@ -3,7 +3,7 @@
 ``_shm_collectives`` has the collectives, ``_schedule`` their order, ``_mailbox`` messages between two ranks, and
 ``_rendezvous`` the words by which ranks meet.
 
-The master makes the segment (``required_nbytes``) and one eventfd for each rank. It hands both to the workers, and
+The program makes the segment (``required_nbytes``) and one eventfd for each rank. It hands both to the workers, and
 keeps them for replacements of workers that died. When a worker failed it calls ``set_abort``, and when all workers are
 idle again ``reset``.
 """
@@ -59,7 +59,7 @@ class ShmCommunicator(ShmCollectives):
     Raises
     ------
     Aborted
-        By every operation, once the master has called ``set_abort``.
+        By every operation, once the program has called ``set_abort``.
 
     Notes
     -----
@@ -99,7 +99,7 @@ class ShmCommunicator(ShmCollectives):
         """Enter a call, before its first operation. Only ``ranks`` may call this. ``end`` follows.
 
         A rank that uses no collectives may write ``skip_words`` instead of both. No rank may enter a call before all
-        ranks have left the one before. The master sees to that: it waits for their replies.
+        ranks have left the one before. The program sees to that: it waits for their replies.
 
         Parameters
         ----------

@@ -58,7 +58,7 @@ def whole_of(xp: Any, reduced: Sequence[Any], dtype: Any) -> Any:
 
 
 class NcclCollectives(Collectives):
-    """The collectives between all ranks of a group, for its master or for a function.
+    """The collectives between all ranks of a group, for the program or for a function.
 
     Parameters
     ----------
@@ -68,7 +68,7 @@ class NcclCollectives(Collectives):
     framework : tuple
         Of the function; see ``UserArrays``.
     host : ShmCommunicator, optional
-        By which the ranks of a call agree, and for messages and rows. None for what the master asks for: it has
+        By which the ranks of a call agree, and for messages and rows. None for what the program asks for: it has
         compared what the ranks do.
     """
 

@@ -45,7 +45,7 @@ class CupyBackend(DeviceArrays):
     Parameters
     ----------
     device : str
-        For instance ``"cuda:1"``: the number among the devices that the master sees. A worker process sees only one
+        For instance ``"cuda:1"``: the number among the devices that the program sees. A worker process sees only one
         device, number 0. An inline rank uses the number.
 
     Raises

@@ -1,8 +1,8 @@
 """A worker's membership in a group of NCCL: joining it, proving it, giving it up.
 
-The master decides when a group is joined, and numbers it. A process that gives a group up writes its number into shared
-memory: the master for all ranks when a worker died, a rank for itself when it failed. The communicator's thread on each
-rank watches both words.
+The program decides when a group is joined, and numbers it. A process that gives a group up writes its number into
+shared memory: the program for all ranks when a worker died, a rank for itself when it failed. The communicator's thread
+on each rank watches both words.
 
 A group is used only after a proof: NCCL connects the ranks at the first collective, so a group whose ranks have all
 joined may still fail, or wait for ever, at each.
@@ -101,11 +101,11 @@ class WorkerGroup:
             raise NcclError(INTERNAL_ERROR, f"{num_wrong} wrong sums of {_PROOF_COUNT}", "prove the group")
 
     def is_broken(self, number: int) -> bool:
-        """Whether the master or any rank has given group ``number`` up."""
+        """Whether the program or any rank has given group ``number`` up."""
         return bool(self._down[self.rank, Down.BROKEN] >= number or (self._up[:, Up.BROKEN] >= number).any())
 
     def give_up(self, number: int | None = None) -> None:
-        """Tell all ranks, and the master before its next message, that this group, or an earlier one, is unusable."""
+        """Tell all ranks, and the program before its next message, that this group, or an earlier one, is unusable."""
         number = self._number if number is None else number
         self._up[self.rank, Up.BROKEN] = max(number, self._up[self.rank, Up.BROKEN])
 

@@ -3,7 +3,7 @@
 CuPy's calls release the GIL, and each of them may wait for ever for a peer that is gone: joining, launching (NCCL
 connects ranks at their first collectives), ending. So a thread of its own joins the group, watches it while it lives,
 and ends it; torch does the same. The thread learns of a dead peer from NCCL's asynchronous error, or from ``is_broken``
-because the master has told the group, and aborts this rank's communicator. That ends the launch in which the main
+because the program has told the group, and aborts this rank's communicator. That ends the launch in which the main
 thread may be stuck, and the kernels on the device. No rank waits for a peer to abort first.
 """
 

@@ -1,4 +1,4 @@
-"""The backend ``"cupy"`` in the master: the GPUs of the machine and their assignment to ranks. It imports no CuPy."""
+"""The backend ``"cupy"`` in the program: the GPUs of the machine and their assignment to ranks. It imports no CuPy."""
 
 from __future__ import annotations
 

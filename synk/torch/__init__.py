@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from synk.torch._replicate import Replicated, replicate
     from synk.torch._steps import StepFunction
 
-# These names import the master's half of synk or are useless without it, so they are imported at first use. Functions
+# These names import the program's half of synk or are useless without it, so they are imported at first use. Functions
 # on the workers seldom need one.
 _TRAINING = {
     "DataParallel": "synk.torch._data_parallel",

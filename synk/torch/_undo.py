@@ -75,7 +75,7 @@ class Undo:
         num_steps, generators = replica.num_steps, rank_generators()
 
         def put_back() -> bytes | None:
-            # The step may have been broken off at any line, and this runs later, when the master asks for a report. So
+            # The step may have been broken off at any line, and this runs later, when the program asks for a report. So
             # the parameters' versions and addresses decide whether the step has changed more than was kept.
             if not is_early and (self._has_stepped or self._has_changed()):
                 return None

@@ -38,7 +38,7 @@ def test_transfers_are_counted_by_argument_and_kind(shared_runtimes: Any) -> Non
     assert found["x", "data"] == ("none", 5, 5 * 8000)
     assert found["y", "staged"] == ("to workers", 5, 5 * 4000)
     assert found["w", "staged"] == ("to workers", 5, 5 * 240)
-    assert found["outputs", "output"] == ("to master", 5, 5 * 2 * 8)
+    assert found["outputs", "output"] == ("to program", 5, 5 * 2 * 8)
     assert found["options", "pickled"][2] > 0
     assert found["code and captured objects", "captured"][2] > 0
     record = rt.profile.records["by argument"]
