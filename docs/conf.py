@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,8 @@ def _shorten(app: Any, what: str, name: str, obj: Any, options: Any, arguments: 
 
 
 def setup(app: Any) -> None:
-    pictures.draw_all(Path(__file__).with_name("_pictures"))
+    folder = Path(__file__).with_name("_pictures")
+    pictures.draw_all(folder)
+    subprocess.run([sys.executable, str(Path(__file__).with_name("gallery.py")), str(folder)], check=True)
     app.connect("autodoc-process-docstring", _escape_axes, priority=100)
     app.connect("autodoc-process-signature", _shorten)

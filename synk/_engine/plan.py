@@ -115,7 +115,6 @@ class Plan(Thing):
         state = [*held, *callee.variables, *callee.residents]
         self.variables = [each for each in state if each.kind == "variable"]
         self.has_state = bool(state)
-        self.variables = [each for each in state if each.kind == "variable"]
         needs += list({each.number: each for each in state}.values())
         if self.staging is not None:
             needs.append(self.staging)

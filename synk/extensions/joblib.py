@@ -23,6 +23,7 @@ from joblib._parallel_backends import AutoBatchingMixin, FallbackToBackend, Para
 
 from synk._api.current import current
 from synk._api.mapping import rules_of
+from synk._pure.tracebacks import outlined
 from synk.errors import ReentrancyError
 
 
@@ -93,10 +94,12 @@ class SynkBackend(AutoBatchingMixin, ParallelBackendBase):
         self._tasks = current()._tasks(n_jobs, self._rules)
         return n_jobs
 
+    @outlined
     def submit(self, func: Callable[[], Any], callback: Any = None) -> Any:
         """Submit a batch of tasks. Return its future."""
         return self._tasks.submit(_each(func), callback)
 
+    @outlined
     def retrieve_result(self, out: Any, timeout: float | None = None) -> Any:
         """Wait for a batch of tasks. Batches that end in the meantime make room for others."""
         found = self._tasks.result(out, timeout)
