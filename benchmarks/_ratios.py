@@ -322,6 +322,7 @@ RATIOS = (
         Ratio(f"message, {case}: time / mpi4py's", _message(case, MPI.name))
         for case in (
             "half a round trip of 8 B",
+            "half a round trip of 64 KB",
             "half a round trip of 1 MB",
             "64 MB into an existing array",
             "8 MB exchanged, 10 ms of work between",

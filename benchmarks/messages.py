@@ -16,6 +16,7 @@ KALMAN = "Kalman filter, operations as sleeps"
 AS_WRITTEN = replace(SYNK, name="as written")
 COMMON: dict[str, Case] = {
     "half a round trip of 8 B": {"name": "round_trip", "nbytes": 8, "repetitions": 500},
+    "half a round trip of 64 KB": {"name": "round_trip", "nbytes": 1 << 16, "repetitions": 100},
     "half a round trip of 1 MB": {"name": "round_trip", "nbytes": 1 << 20, "repetitions": 5},
     "64 MB into an existing array": {"name": "one_way", "nbytes": 64 << 20, "repetitions": 1},
     "8 MB exchanged, 10 ms of work between": {"name": "exchange", "nbytes": 8 << 20, "repetitions": 3},

@@ -43,7 +43,7 @@ def digits(found: dict[str, Any], axes: Any) -> None:
 
 def posterior(found: dict[str, Any], axes: Any) -> None:
     chain = found["parallel"].get_chain(discard=found["NUM_STEPS"] // 2, flat=True)
-    axes.plot(chain[:, 1], chain[:, 3], ".", color=FILL, markersize=2, alpha=0.4)
+    axes.plot(chain[:, 1], chain[:, 3], ".", color=FILL, markersize=2, alpha=0.4, rasterized=True)
     axes.set(xlabel=found["names"][1], ylabel=found["names"][3], title="Posterior samples")
 
 

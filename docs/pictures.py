@@ -184,13 +184,17 @@ def overheads(colours: dict[str, str]) -> Picture:
     return picture
 
 
+TIMES = {1e-6: "1 µs", 1e-5: "10 µs", 1e-4: "0.1 ms", 1e-3: "1 ms", 1e-2: "10 ms", 1e-1: "0.1 s", 1.0: "1 s"}
+
+
 def speed_ups(colours: dict[str, str]) -> Picture:
     """Speed-ups of two workers by the length of the serial call: measured points, and the ideal."""
     measured = json.loads(RESULTS.read_text(encoding="utf-8"))
     picture = Picture(640, 300, "Speed-up of two workers by the length of the serial call, measured", colours)
     picture.text(10, 20, "speed-up of two workers on two cores", at="start")
     left, bottom, width, height = 60.0, 240.0, 500.0, 190.0
-    first, last = -5.0, 0.5
+    lengths = [each["serial_s"] for each in measured["speed_ups"]]
+    first, last = math.floor(math.log10(min(lengths))), math.ceil(math.log10(max(lengths)))
 
     def place(seconds: float, speed_up: float) -> tuple[float, float]:
         across = (math.log10(seconds) - first) / (last - first)
@@ -201,14 +205,7 @@ def speed_ups(colours: dict[str, str]) -> Picture:
         picture.line(left, y, left + width, y, is_dashed=speed_up > 0)
         picture.text(left - 8, y + 4, words, at="end", ink="faint", size=11)
     picture.text(left + width + 6, place(1.0, 2)[1] + 4, "ideal", at="start", ink="faint", size=11)
-    for seconds, words in (
-        (1e-5, "10 µs"),
-        (1e-4, "0.1 ms"),
-        (1e-3, "1 ms"),
-        (1e-2, "10 ms"),
-        (1e-1, "0.1 s"),
-        (1, "1 s"),
-    ):
+    for seconds, words in TIMES.items():
         picture.text(place(seconds, 0)[0], bottom + 18, words, ink="faint", size=11)
     picture.text(left + width / 2, bottom + 36, "length of the serial call", ink="faint", size=11)
     for number, (key, words, ink) in enumerate((("data", "synk.data", "a"), ("plain", "plain array", "b"))):
@@ -221,7 +218,6 @@ def speed_ups(colours: dict[str, str]) -> Picture:
 
 
 BYTES = {4 << 10: "4 KB", 64 << 10: "64 KB", 1 << 20: "1 MB", 16 << 20: "16 MB", 64 << 20: "64 MB"}
-TIMES = {1e-6: "1 µs", 1e-5: "10 µs", 1e-4: "0.1 ms", 1e-3: "1 ms", 1e-2: "10 ms", 1e-1: "0.1 s", 1.0: "1 s"}
 
 
 def chart(

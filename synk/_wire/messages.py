@@ -82,7 +82,8 @@ class Leaf(NamedTuple):
     def __eq__(self, other: Any) -> bool:  # NumPy calls float64 equal to None
         return tuple.__eq__(self, other) and (self.dtype is None) == (other.dtype is None)
 
-    __hash__ = tuple.__hash__
+    def __hash__(self) -> int:
+        return tuple.__hash__(self)
 
     @property
     def nbytes(self) -> int:

@@ -44,7 +44,8 @@ class DataParallel(torch.nn.Module):
         If ``module`` is not a module, or is parallel already. From a call with a module among its arguments.
     ValueError
         From a call if its tensors have different numbers of rows, an output has no row for each of them, or an output
-        that is no tensor differs between the workers.
+        that is no tensor differs between the workers; if forward writes into a parameter, or a hook of the module
+        itself (not of a part of it) has computed a tensor from its parameters.
     UnsupportedError
         If the module is on a GPU: it stays on the CPU, and the workers bring its parameters to their devices. Also if
         the runtime's workers are on other nodes.
@@ -181,7 +182,7 @@ class _Calls:
         return load_joined(nesting, outputs.__getitem__)
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse arguments of which nobody knows which rows a worker needs."""
+        """Refuse arguments of which nobody knows which rows a worker needs, and attributes with a gradient."""
         try:
             arguments = inspect.signature(self.module.forward).bind(*args, **kwargs).arguments
         except TypeError as error:
@@ -196,6 +197,13 @@ class _Calls:
                         "part of the module."
                     )
                 check_no_list(leaf, "scatter", f"{label} of {self.name!r}", label, "" if path else "model")
+        for name, value in vars(self.module).items() if self.module._forward_pre_hooks else ():
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                raise ValueError(
+                    f"cannot send attribute {name!r} of {self.name!r}: a hook has computed it in the program, and no "
+                    "gradient would come back to its parameters (weight_norm, spectral_norm, prune), expected a hook "
+                    "of a part of the module, which runs on the workers. Wrap torch.nn.Sequential(module) instead."
+                )
 
     def _order(self, arguments: bytes, wants: tuple[bool, ...]) -> ranks.Order:
         """Return what the ranks need to know of a call besides its tensors."""

@@ -110,7 +110,15 @@ class _Run:
         is_cast = order.autocast is not None
         cast = torch.autocast(rows[0].device.type, order.autocast) if is_cast else contextlib.nullcontext()
         with torch.set_grad_enabled(order.has_grad), cast:
+            before = [each._version for each in parameters]
             result = torch.func.functional_call(module, values, args, kwargs)
+        for name, parameter, version in zip(order.names, parameters, before):
+            if parameter._version != version:
+                raise ValueError(
+                    f"cannot run forward on several workers: it writes into the parameter {name!r} (as an Embedding "
+                    "with max_norm does), for this worker's rows only, expected parameters that only the program "
+                    "changes. Write into it in the program, between optimizer.step() and the next call."
+                )
         self.buffers = tuple(value.detach() for value in list(values.values())[order.num_parameters :])
         self.outputs: list[torch.Tensor] = []
 

@@ -62,7 +62,6 @@ class GradientSum:
     def __init__(self, objects: Sequence[Any], options: Options) -> None:
         self._parameters = states.parameters_of(objects)
         self._options = options
-        self._hooked: set[int] = set()  # positions of the parameters that have hooks
         self._fired: set[int] = set()  # positions of those with a gradient that was not reduced yet
         self._is_running = False
         self._pass = -1  # the backward pass at whose end gradients will be reduced
@@ -75,6 +74,13 @@ class GradientSum:
         self._found: list[Any] = []
         # By position, copies of the gradients that the call adds to, and whether they were as found until then.
         self._kept: dict[int, tuple[torch.Tensor | None, bool]] = {}
+        for index, parameter in enumerate(self._parameters):
+            if parameter.is_floating_point() or parameter.is_complex():
+                is_trained = parameter.requires_grad
+                parameter.requires_grad_()  # a frozen one takes no hooks, and a body may thaw it
+                parameter.register_hook(_weakly(self._keep, index))
+                parameter.register_post_accumulate_grad_hook(_weakly(self._note, index))
+                parameter.requires_grad_(is_trained)
 
     def keep(self) -> None:
         """Note which gradients exist. A call that fails puts back the gradients that it added to."""
@@ -105,12 +111,7 @@ class GradientSum:
         return bool(found[0]() is gradient and found[1] == gradient._version)
 
     def begin(self) -> None:
-        """Begin a call: register hooks where they are missing, and forget an earlier call that was broken off."""
-        for index, parameter in enumerate(self._parameters):
-            if parameter.requires_grad and index not in self._hooked:
-                parameter.register_hook(_weakly(self._keep, index))
-                parameter.register_post_accumulate_grad_hook(_weakly(self._note, index))
-                self._hooked.add(index)
+        """Begin a call, and forget an earlier one that was broken off."""
         self._is_running, self._pass = True, -1
         self._fired.clear()
         self._num_ranks = comm.world_size
@@ -123,7 +124,6 @@ class GradientSum:
         if self._num_ranks > 1 and not self._buckets:
             self._buckets = Bucket.split(self._parameters, self._options.bucket_nbytes)
             self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.indices}
-        self._expect_all()
 
     def end(self) -> None:
         """End the call: the hooks, which stay registered, do nothing until the next one."""
@@ -144,6 +144,8 @@ class GradientSum:
                 "cannot reduce a gradient: backward() was called with create_graph=True, which would have to go on "
                 "through the other ranks. Use torch.autograd.grad(..., create_graph=True) for terms of the loss."
             )
+        if not self._fired:
+            self._expect_all()
         self._fired.add(index)
         current = torch._C._current_graph_task_id()
         if current != self._pass:
@@ -153,9 +155,10 @@ class GradientSum:
             self._start_full(index)
 
     def _expect_all(self) -> None:
-        """Begin a pass, which may bring the gradients of all parameters that have hooks."""
+        """Begin a pass, which may bring the gradients of all parameters that are not frozen now."""
+        expected = {index for index, parameter in enumerate(self._parameters) if parameter.requires_grad}
         for bucket in self._buckets:
-            bucket.expect(self._hooked)
+            bucket.expect(expected)
 
     def _start_full(self, index: int) -> None:
         """Note a gradient, and start the buckets that are full now, which also advances those that were started.
@@ -201,7 +204,6 @@ class GradientSum:
         for bucket in self._buckets if used else ():
             bucket.give_back(used)
         self._fired.clear()
-        self._expect_all()
 
 
 class Bucket:
@@ -254,9 +256,9 @@ class Bucket:
     def is_started(self) -> bool:
         return self._request is not None
 
-    def expect(self, hooked: set[int]) -> None:
+    def expect(self, expected: set[int]) -> None:
         """Begin a pass, which may bring the gradients of these parameters."""
-        self._request, self.missing = None, self.indices & hooked
+        self._request, self.missing = None, self.indices & expected
 
     def start(self, share: float, fired: set[int]) -> None:
         """Start to sum the gradients over the ranks. Until the end the buffer belongs to the communicator."""

@@ -376,6 +376,8 @@ def test_what_is_refused(subtests: Any, shared_runtimes: Any) -> None:
     bad[7] = 1e7  # of the last rank
     moments, fragile, loss = parallel(Moments(5, 2)), parallel(Fragile(5, 2)), parallel(WithLoss(5, 2))
     sparse = parallel(torch.nn.Embedding(4, 3, sparse=True))
+    renormed = parallel(torch.nn.Embedding(4, 3, max_norm=0.5))
+    normed = parallel(torch.nn.utils.spectral_norm(torch.nn.Linear(5, 2)))
     x = batches(1)[0][0].requires_grad_()
     cases: dict[str, tuple[type[Exception], Callable[[], Any]]] = {
         r"expected a torch\.nn\.Module that is not parallel yet": (TypeError, lambda: parallel(model)),
@@ -388,6 +390,8 @@ def test_what_is_refused(subtests: Any, shared_runtimes: Any) -> None:
         r"got a single number.*compute_loss_func.*synk\.torch\.replicate": (ValueError, lambda: loss(torch.ones(8, 5))),
         "create_graph=True": (RuntimeError, lambda: torch.autograd.grad(model(x).sum(), x, create_graph=True)),
         "sparse=False": (TypeError, lambda: sparse(torch.tensor([0, 1, 2])).sum().backward()),
+        "writes into the parameter 'weight'": (ValueError, lambda: renormed(torch.tensor([0, 1, 2]))),
+        r"cannot send attribute 'weight'.*torch\.nn\.Sequential": (ValueError, lambda: normed(torch.ones(8, 5))),
         "too large": (OverflowError, lambda: fragile(bad)),
         "cannot send the inputs": (synk.errors.SerializationError, lambda: model(threading.Lock())),
         "cannot send the outputs": (

@@ -120,6 +120,24 @@ def test_other_optimizers_and_the_default_output(subtests: Any, shared_runtimes:
                 compare(rt, build, step, batches(8, sizes), bound=bound, outputs=outputs)
 
 
+def with_a_frozen_layer() -> tuple[Any, Any]:
+    model = mlp()
+    model[0].requires_grad_(False)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+
+
+def thawing_step(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
+    model[0].requires_grad_(bool(optimizer.state))  # from the second step on
+    return plain_step(model, optimizer, x, y)
+
+
+def test_a_layer_that_the_body_thaws(subtests: Any, shared_runtimes: Any) -> None:
+    for overlap in (False, True):
+        with subtests.test(overlap=overlap):
+            options: dict[str, Any] = {"overlap": overlap, "bucket_mb": 2e-4}
+            compare(shared_runtimes[2], with_a_frozen_layer, thawing_step, batches(3, (8, 7)), **options)
+
+
 def test_scaled_gradients_of_half_precision(subtests: Any, shared_runtimes: Any) -> None:
     """bfloat16 autocast with a GradScaler: the loss stays near that of plain torch, and the same steps are skipped."""
 
