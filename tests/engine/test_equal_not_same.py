@@ -72,6 +72,19 @@ def test_a_tuple_that_is_built_from_its_elements(shared_runtimes: Any, where: An
 
 
 @pytest.mark.parametrize("where", WHERE)
+def test_keys_that_are_equal_and_of_other_types(shared_runtimes: Any, where: Any) -> None:
+    keys = (1, True, 1.0, (1,), (True,), (1, (0,)), (1, (False,)), (1,), "a", np.str_("a"))
+    told = shared_runtimes[where].function(
+        lambda x, w, key: (repr([*x]), repr([*w])), outputs="first", bcast_inputs=("w", "key")
+    )
+    made = shared_runtimes[where].function(lambda key: {key: 2.0}, outputs="first", bcast_inputs="key")
+    for key in keys * 2:
+        for _ in range(2):
+            assert told({key: X}, {key: X}, key) == told.serial({key: X}, {key: X}, key) == (repr([key]),) * 2
+            assert repr(made(key)) == repr(made.serial(key)) == repr({key: 2.0})
+
+
+@pytest.mark.parametrize("where", WHERE)
 def test_an_object_after_a_float(shared_runtimes: Any, where: Any) -> None:
     """NumPy calls the dtype of a float equal to None, which is that of an object."""
 
