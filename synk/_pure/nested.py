@@ -23,6 +23,7 @@ import numpy as np
 from synk._pure.sparse import is_csr
 from synk._pure.tables import is_table
 from synk._pure.tensors import is_tensor
+from synk._pure.trees import types_in
 
 SINGLE_VALUES = (str, bytes, bool, int, float, complex, np.generic)
 """Types without rows to divide, besides None."""
@@ -50,15 +51,15 @@ class Container(NamedTuple):
         The keys of a mapping in its order, or the names of the fields, or nothing.
     parts : tuple of Container, ``LEAF`` or None
         None stands for a value that is None.
-    key_types : tuple of type
-        The types of the keys; nothing if all are str. The key 1 equals True, which a function can tell apart.
+    key_types : tuple
+        The ``types_in`` the keys; nothing if all are str. The key 1 equals True, which a function can tell apart.
     """
 
     kind: str
     make: Callable[..., Any]
     keys: tuple[Any, ...]
     parts: tuple[Any, ...]
-    key_types: tuple[type, ...] = ()
+    key_types: tuple[Any, ...] = ()
 
 
 def is_nested(value: Any) -> bool:
@@ -180,9 +181,9 @@ def _structure(value: Any, leaves: list[Any]) -> Any:
     return Container(kind, make, keys, tuple([_structure(part, leaves) for part in parts]), _types_of(keys))
 
 
-def _types_of(keys: tuple[Any, ...]) -> tuple[type, ...]:
+def _types_of(keys: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the types of keys, or nothing if all are str."""
-    types = tuple(map(type, keys))
+    types = tuple(types_in(keys))
     return types if types.count(str) < len(types) else ()
 
 

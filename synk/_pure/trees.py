@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from synk._pure.environment import imported_late
@@ -49,16 +50,23 @@ def key_orders(tree: Any) -> list[Any]:
     --------
     >>> key_orders({"b": 1, "a": 2}) == key_orders({"a": 2, "b": 1}), key_orders({1: 2}) == key_orders({True: 2})
     (False, False)
+    >>> key_orders({(1,): 2}) == key_orders({(True,): 2})
+    False
     """
     orders: list[Any] = []
     pending: list[Any] = [(tree,)]
     while pending:
         node = pending.pop()
         if isinstance(node, dict):
-            orders += [*node, *map(type, node)]
+            orders += [*node, *types_in(node)]
             node = node.values()
         pending += [part for part in node if isinstance(part, (tuple, list, dict))]
     return orders
+
+
+def types_in(keys: Iterable[Any]) -> list[Any]:
+    """Return the types of keys, and of what those that are tuples hold: keys that are equal may differ there."""
+    return [(type(key), *types_in(key)) if isinstance(key, tuple) else type(key) for key in keys]
 
 
 def skeleton_of(structure: Any, num_leaves: int) -> Any:

@@ -227,7 +227,7 @@ class OutputSlots:
             return False
         values: Collection[Any] = result if self._kind is tuple else (result,)
         if self._keys:
-            if tuple(result) != self._keys:
+            if tuple(result) != self._keys or set(map(type, result)) != {str}:
                 return False
             values = result.values()
         elif self._structure is not None:

@@ -33,7 +33,7 @@ def run_slices(
     structure: Any = None
     ops: list[Op] = []
     names: list[str] = []
-    were_tensors: list[bool] = []
+    were_tensors: list[list[bool]] = []  # by output, in each slice
     are_tables: list[bool] = []
     for part in slices:
         result = call(part)
@@ -43,7 +43,7 @@ def run_slices(
         if structure is None:
             structure = got_structure
             skeleton = skeleton_of(structure, len(values))
-            were_tensors = [function.is_tensor(value) for value in values]
+            were_tensors = [[] for _ in values]
             ops = match_ops(function.ops, skeleton, len(values), repr(function.name))
             names = output_names(skeleton)
             are_tables = [_joins(value, op) for value, op in zip(values, ops)]
@@ -64,18 +64,19 @@ def run_slices(
                 )
             if ops[position] is EACH and isinstance(value, Object):
                 value = Object(_on_host(function, backend, value.value, names[position]))
+            were_tensors[position].append(function.is_tensor(value))
             value = array_or_object(backend, value, ops[position], names[position], function)
             value = snapshot(backend, value, names[position], function)
             if isinstance(ops[position], Folded):
-                value = as_returned(as_object(backend, value), were_tensors[position])
+                value = as_returned(as_object(backend, value), were_tensors[position][-1])
             is_one = isinstance(value, Object) and (ops[position].concatenates or are_tables[position])
             accumulator.add(value.value if is_one else value, part.high - part.low)
     rows = [part.high - part.low for part in slices]
     totals = [
         Object(SliceValues(accumulator.result(), rows))
         if is_kept  # the program combines the tables of all ranks at once
-        else _total(function, backend, accumulator, rows, was_tensor)
-        for accumulator, was_tensor, is_kept in zip(accumulators, were_tensors, are_tables)
+        else _total(function, backend, accumulator, rows, own)
+        for accumulator, own, is_kept in zip(accumulators, were_tensors, are_tables)
     ]
     return unflatten(structure, totals)
 
@@ -91,7 +92,7 @@ def _on_host(function: LoadedFunction, backend: Backend, value: Any, name: str) 
 
 
 def _total(
-    function: LoadedFunction, backend: Backend, accumulator: Accumulator, rows: list[int], was_tensor: bool
+    function: LoadedFunction, backend: Backend, accumulator: Accumulator, rows: list[int], were_tensors: list[bool]
 ) -> Any:
     """Return one output over all slices."""
     op = accumulator.op
@@ -100,9 +101,9 @@ def _total(
     if op.concatenates and isinstance(total, list):
         total = Object(total)
     elif op.keeps_slices and not op.is_of_arrays:
-        values = [as_returned(as_object(backend, part), was_tensor) for part in total]
+        values = [as_returned(as_object(backend, part), was) for part, was in zip(total, were_tensors)]
         total = Object(values if op is EACH else SliceValues(values, rows))
-    elif was_tensor and function.to_framework is not None and not isinstance(op, Folded):
+    elif were_tensors[0] and function.to_framework is not None and not isinstance(op, Folded):
         total = function.to_framework(total)
     return Partial(total, accumulator.dtype) if is_partial and not is_int(total) else total
 

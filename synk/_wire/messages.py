@@ -79,6 +79,12 @@ class Leaf(NamedTuple):
     partial_of: Any = None
     room: int = 0
 
+    def __eq__(self, other: Any) -> bool:  # NumPy calls float64 equal to None
+        return tuple.__eq__(self, other) and (self.dtype is None) == (other.dtype is None)
+
+    def __hash__(self) -> int:
+        return tuple.__hash__(self)
+
     @property
     def nbytes(self) -> int:
         if self.dtype is None:

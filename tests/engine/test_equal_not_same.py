@@ -5,6 +5,7 @@ The oracle is the same function, called here.
 
 from __future__ import annotations
 
+import itertools
 import math
 import types
 from collections.abc import Callable
@@ -68,6 +69,33 @@ def test_a_tuple_that_is_built_from_its_elements(shared_runtimes: Any, where: An
     call = shared_runtimes[where].function(lambda p: float(sum(len(part) for part in p)), outputs="sum")
     for length in lengths:
         assert call(own(*[X] * length)) == call.serial(own(*[X] * length)) == 4.0 * length
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_keys_that_are_equal_and_of_other_types(shared_runtimes: Any, where: Any) -> None:
+    keys = (1, True, 1.0, (1,), (True,), (1, (0,)), (1, (False,)), (1,), "a", np.str_("a"))
+    told = shared_runtimes[where].function(
+        lambda x, w, key: (repr([*x]), repr([*w])), outputs="first", bcast_inputs=("w", "key")
+    )
+    made = shared_runtimes[where].function(lambda key: {key: 2.0}, outputs="first", bcast_inputs="key")
+    for key in keys * 2:
+        for _ in range(2):
+            assert told({key: X}, {key: X}, key) == told.serial({key: X}, {key: X}, key) == (repr([key]),) * 2
+            assert repr(made(key)) == repr(made.serial(key)) == repr({key: 2.0})
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_an_object_after_a_float(shared_runtimes: Any, where: Any) -> None:
+    """NumPy calls the dtype of a float equal to None, which is that of an object."""
+
+    def body(kind: Any, other: Any) -> Any:
+        return np.float64(7) if kind else other
+
+    for other, op in itertools.product(({1}, "s" * 200_000), (None, "first")):
+        call = shared_runtimes[where].function(body, outputs=op, bcast_inputs=("kind", "other"))
+        for kind in (1, 0, 0, 1, 1, 0):
+            want = body(kind, other)
+            assert call(kind, other) == (want if op else [want] * shared_runtimes[where].world_size)
 
 
 def test_arguments_that_look_alike_but_are_given_in_another_form(shared_runtimes: Any) -> None:

@@ -190,6 +190,15 @@ def test_outputs_over_slices_are_tensors(shared_runtimes: Any) -> None:
         assert_same((rows, largest, lengths), (x.to(dtype), x[5].to(dtype), [[1, 1, 1]] * 2))
 
 
+def test_each_slice_returns_what_it_likes(shared_runtimes: Any) -> None:
+    def f(x: Any) -> Any:
+        return x.clone() if x[0] % 2 else x.numpy().copy()
+
+    x = torch.arange(6.0)
+    g = shared_runtimes[2].function(f, outputs=None, framework="torch")
+    assert_same(g(x, num_slices=3), [[f(x[k : k + 1]) for k in ranks] for ranks in ((0, 1, 2), (3, 4, 5))])
+
+
 def test_nested_batches_that_are_written_into_and_verified(shared_runtimes: Any) -> None:
     """Texts stay arrays. What is written into a rank's rows stays there."""
 
