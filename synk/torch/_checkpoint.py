@@ -19,7 +19,7 @@ import torch
 
 from synk._pure.generators import generator_states, restore_generators
 from synk._wire.cell import cell
-from synk.torch._state import is_module
+from synk.torch._state import is_module, parts_of
 
 FORMAT = 2
 _KEYS = {"format", "num_steps", "seed", "classes", "objects", "ranks", "generators"}
@@ -77,7 +77,10 @@ def load_objects(objects: Sequence[Any], state: dict[str, Any]) -> None:
     ValueError
         If an object and its state do not fit.
     """
-    for those in (copy.deepcopy(objects), objects):  # copies come first
+    tables: Any = [vars(part) for part in parts_of(objects)]
+    # Results of a forward pass, as torch.nn.utils.weight_norm keeps one, cannot be copied with their graphs.
+    memo = {id(each): each.detach() for each in optree.tree_leaves(tables) if getattr(each, "grad_fn", None)}
+    for those in (copy.deepcopy(objects, memo), objects):  # copies come first
         for obj, saved in zip(those, copy.deepcopy(state["objects"])):
             try:
                 obj.load_state_dict(saved)

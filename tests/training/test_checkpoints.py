@@ -67,6 +67,13 @@ def build(*features: str) -> tuple[Any, Any, Any]:
     return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
 
 
+def build_and_use(*features: str) -> tuple[Any, Any, Any]:
+    """The model keeps a tensor with its graph (the spectral norm), as after an evaluation in the program."""
+    model, *others = build(*features)
+    model(DATA[0][0])
+    return model, *others
+
+
 def with_lbfgs() -> tuple[Any, ...]:
     model = mlp(1, torch.nn.Dropout(0.3))
     return model, torch.optim.LBFGS(model.parameters(), 0.5, max_iter=4, line_search_fn="strong_wolfe")
@@ -109,10 +116,12 @@ def goes_on(
 def test_a_run_goes_on_bit_for_bit(subtests: Any, shared_runtimes: Any, reused: Any, tmp_path: Path) -> None:
     """With dropout, a batch norm of all rows, buffers, generators of the processes; on other workers."""
     makes: dict[str, tuple[Callable[[], tuple[Any, ...]], Any]] = {
-        "everything": (lambda: build("spectral", "batch norm", "shared", "frozen", "conv", "dropout"), step_with_draws),
+        "everything": (
+            lambda: build_and_use("spectral", "batch norm", "shared", "frozen", "conv", "dropout"), step_with_draws
+        ),
         "lbfgs": (with_lbfgs, closure_step),
         "scaler": (with_scaler, scaled_step),
-    }
+    }  # fmt: skip
     for name, (make, body) in makes.items():
         for workers in (1, 3, 2) if name == "everything" else (2,):
             with subtests.test(objects=name, workers=workers):
