@@ -378,6 +378,8 @@ def test_what_is_refused(subtests: Any, shared_runtimes: Any) -> None:
     sparse = parallel(torch.nn.Embedding(4, 3, sparse=True))
     renormed = parallel(torch.nn.Embedding(4, 3, max_norm=0.5))
     normed = parallel(torch.nn.utils.spectral_norm(torch.nn.Linear(5, 2)))
+    biased = parallel(mlp())
+    biased.register_buffer("shift", torch.zeros(2, requires_grad=True))
     x = batches(1)[0][0].requires_grad_()
     cases: dict[str, tuple[type[Exception], Callable[[], Any]]] = {
         r"expected a torch\.nn\.Module that is not parallel yet": (TypeError, lambda: parallel(model)),
@@ -392,6 +394,7 @@ def test_what_is_refused(subtests: Any, shared_runtimes: Any) -> None:
         "sparse=False": (TypeError, lambda: sparse(torch.tensor([0, 1, 2])).sum().backward()),
         "writes into the parameter 'weight'": (ValueError, lambda: renormed(torch.tensor([0, 1, 2]))),
         r"cannot send attribute 'weight'.*torch\.nn\.Sequential": (ValueError, lambda: normed(torch.ones(8, 5))),
+        "'shift' of Sequential requires a gradient": (ValueError, lambda: biased(torch.ones(8, 5))),
         "too large": (OverflowError, lambda: fragile(bad)),
         "cannot send the inputs": (synk.errors.SerializationError, lambda: model(threading.Lock())),
         "cannot send the outputs": (
