@@ -56,7 +56,8 @@ class Accumulator:
         """Add the value of one slice of ``num_rows`` rows: an array, or any object if the op accepts it."""
         op = self.op
         self._rows.append(num_rows)
-        if _is_on_host(value) or isinstance(value, self._xp.ndarray):
+        is_object = isinstance(value, np.ndarray) and type(value) is not np.ndarray  # a copy; its class counts
+        if not is_object and (_is_on_host(value) or isinstance(value, self._xp.ndarray)):
             # The function may return the same buffer again, filled for the next slice.
             value = self._library_of(value).array(value)
         if not isinstance(op, Reduction):

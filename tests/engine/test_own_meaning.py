@@ -160,6 +160,7 @@ KEPT: dict[str, Callable[[synk.Runtime, Callable[[], Any]], Any]] = {
     "output under first": lambda rt, make: told(returned(rt, make, "first")),
     "output under an op of its own": lambda rt, make: told(returned(rt, make, lambda a, b: b)),
     "output in slices": lambda rt, make: told(returned(rt, make, None, num_slices=2)[0][1]),
+    "output in slices under an op of its own": lambda rt, make: told(returned(rt, make, lambda a, b: b, num_slices=2)),
 }
 
 
@@ -183,6 +184,13 @@ def test_it_comes_as_it_is_where_nothing_is_divided(shared_runtimes: Any, subtes
             continue  # a list is structure in results
         with subtests.test(name=name, place=place):
             assert KEPT[place](shared_runtimes[2], MAKERS[name]) == told(MAKERS[name]())
+
+
+def test_masks_count_in_each_slice(shared_runtimes: Any) -> None:
+    f = shared_runtimes[2].function(lambda x: np.ma.masked_greater(x, 5), outputs=np.ma.add)
+    x = np.array([[1.0, 2.0], [9.0, 3.0], [4.0, 9.0], [1.0, 1.0]])
+    for total in (f.serial(x, num_slices=4), f(x, num_slices=2)):
+        assert total.tolist() == [[None, None]] and total.mask.tolist() == [[True, True]]
 
 
 # -- recarrays --------------------------------------------------------------------------------------------------------
