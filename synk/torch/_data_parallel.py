@@ -44,9 +44,9 @@ class DataParallel(torch.nn.Module):
         If ``module`` is not a module, or is parallel already. From a call with a module among its arguments.
     ValueError
         From a call if its tensors have different numbers of rows, an output has no row for each of them, or an output
-        that is no tensor differs between the workers; if forward writes into a parameter, or a hook of the module
-        itself (not of a part of it) has computed a tensor from its parameters, or a tensor that is no parameter
-        requires a gradient.
+        that is no tensor differs between the workers; if forward writes into a parameter, or makes or drops a buffer;
+        if a hook of the module itself (not of a part of it) has computed a tensor from its parameters, or a tensor that
+        is no parameter requires a gradient.
     UnsupportedError
         If the module is on a GPU: it stays on the CPU, and the workers bring its parameters to their devices. Also if
         the runtime's workers are on other nodes.
