@@ -400,8 +400,8 @@ class Runtime(Hinting):
             The items, objects that can be pickled. They are taken as workers need them, so an iterable may be endless.
             The shortest iterable ends the map, as in the built-in ``map``.
         batch_size : int, optional
-            The number of items to send to a worker at a time. By default one at first, then as many as take about 20
-            ms.
+            The number of items to send to a worker at a time. By default a share of a list at first, one of any other
+            iterable, then as many as take about 20 ms; a worker gives back what it has not begun after that time.
         ordered : bool
             Whether results come in the order of the items. Otherwise they come as soon as they are there.
         progress : bool
@@ -412,7 +412,9 @@ class Runtime(Hinting):
             tried again. With ``"return"`` deaths do not count for ``max_restarts``, but as many deaths in a row end the
             map.
         item_timeout : float, optional
-            Seconds that one item may take. Its worker is interrupted then, and replaced if that does not help.
+            Seconds that one item may take, from when its worker begins with it. The worker is interrupted then, and
+            replaced if that does not help. Other items that were sent together with it run once more, as after the
+            death of a worker with ``on_error="return"``: if none may run twice, pass ``batch_size=1``.
         max_tasks_per_worker : int, optional
             A worker is replaced after so many items. The others go on meanwhile.
         max_worker_memory : int, optional

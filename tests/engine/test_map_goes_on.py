@@ -132,6 +132,21 @@ def test_an_item_whose_time_is_over_is_given_up_at_once(reused: Any, tmp_path: P
     assert Counter(map(int, (tmp_path / "runs").read_text().split())) == dict.fromkeys(slow, 1)
 
 
+def test_no_item_runs_twice_in_chunks_of_one(tmp_path: Path) -> None:
+    """Also beside items that are interrupted, or kill their worker."""
+    fates = {7: "sleeps", 11: "dies", 30: "sleeps", 31: "dies", 48: "dies"}
+
+    def noted(n: int) -> int:
+        with (tmp_path / "runs").open("a") as runs:
+            print(n, file=runs)
+        return fate(n, fates)
+
+    with synk.fork(2) as rt:
+        found = list(rt.map(noted, range(60), item_timeout=1, on_error="return", batch_size=1))
+        assert [each.item for each in found if isinstance(each, synk.ItemError)] == [*fates]
+        assert Counter(map(int, (tmp_path / "runs").read_text().split())) == dict.fromkeys(range(60), 1)
+
+
 def test_workers_are_replaced_after_so_many_items_or_bytes() -> None:
     kept: list[Any] = []
 
